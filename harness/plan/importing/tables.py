@@ -54,7 +54,18 @@ def header_of(path: Path) -> list[str]:
             line = decode_text(file.read(4096).split(b"\n")[0], str(path), DataError)
     except (OSError, DataError):
         return []
-    return [name.strip() for name in next(csv.reader([line]), [])]
+    return _names(next(csv.reader([line]), []))
+
+
+def _names(cells: Sequence[str]) -> list[str]:
+    """Names of columns; one with commas in brackets, such as `replicas(gpu,x)`, is joined again."""
+    found: list[str] = []
+    for cell in cells:
+        if found and found[-1].count("(") > found[-1].count(")"):
+            found[-1] += f",{cell.strip()}"
+        else:
+            found.append(cell.strip())
+    return found
 
 
 def read_table(path: Path, columns: Sequence[str]) -> list[Row]:
@@ -71,7 +82,7 @@ def read_table(path: Path, columns: Sequence[str]) -> list[Row]:
         lines = list(csv.reader(io.StringIO(text), strict=True))
     except csv.Error as error:
         raise DataError(f"{path} is no CSV ({error}): write one row a line") from None
-    header = [name.strip() for name in (lines or [[]])[0]]
+    header = _names((lines or [[]])[0])
     lacking = [name for name in columns if name not in header]
     if lacking:
         raise DataError(

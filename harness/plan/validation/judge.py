@@ -69,9 +69,13 @@ def _scored(
     ran = [(p, v, s) for p, v, s in finished if not p.calibrates]
     predicted, measured = [v.predicted_s for _, v, _ in ran], [s for _, _, s in ran]
     cells: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    choices: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for point, one, seconds in finished:
         cells[point.cell].append((one.predicted_s / point.samples, seconds / point.samples))
+        if one.fits:
+            choices[point.cell].append(cells[point.cell][-1])
     pairs = [list(zip(*cell, strict=True)) for cell in cells.values()]
+    offered = [list(zip(*cell, strict=True)) for cell in choices.values()]
     failed = [one for point, one in judged if point.measured_s is None]
     with_memory = [v for _, v, _ in ran if v.measured_bytes]
     return Validation(
@@ -81,7 +85,7 @@ def _scored(
         median_error=percentile_error(predicted, measured, 50),
         p90_error=percentile_error(predicted, measured, 90),
         spearman=mean_of(rank_correlation(*pair) for pair in pairs),
-        regret=mean_of(regret_of(*pair) for pair in pairs),
+        regret=mean_of(regret_of(*pair) for pair in offered),
         source_median_error=_other([(p.source_s, s) for p, _, s in ran])
         or published.source_median_error,
         trivial_median_error=_other([(p.trivial_s, s) for p, _, s in ran])

@@ -6,13 +6,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.errors import DataError
-from harness.plan.validation import pollux, vit_deepspeed, vtrain
+from harness.plan.validation import (
+    amp,
+    neusight,
+    pipetransformer,
+    pollux,
+    sailor,
+    torchgpipe,
+    vit_deepspeed,
+    vtrain,
+)
 from harness.plan.validation.points import Reader
 
 READERS: dict[str, Reader] = {
     "vtrain": vtrain.READER,
     "pollux": pollux.READER,
     "scalable_vit_dt": vit_deepspeed.READER,
+    "amp": amp.READER,
+    "sailor": sailor.READER,
+    "neusight": neusight.READER,
+    "torchgpipe": torchgpipe.READER,
+    "pipetransformer": pipetransformer.READER,
 }
 
 

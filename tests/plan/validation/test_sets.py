@@ -63,6 +63,53 @@ def test_pollux_needs_the_bandwidth_of_one_placement(
     assert found["p90_error"] < 0.25
 
 
+@pytest.mark.parametrize(
+    ("name", "keep", "n_expressed", "most", "fewest_failures"),
+    [
+        (
+            "amp",
+            ("het_model,1,8", "het_model,2,8", "homogeneous,4,4,", "homogeneous,1,8"),
+            9,
+            0.2,
+            4,
+        ),
+        ("sailor", ("/N1/", "/N2/"), 3, 0.1, 0),
+        ("torchgpipe", (",",), 16, 0.15, 0),
+        ("pipetransformer", (",",), 15, 0.15, 0),
+    ],
+)
+def test_bars_of_other_sets(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    keep: tuple[str, ...],
+    n_expressed: int,
+    most: float,
+    fewest_failures: int,
+) -> None:
+    for path in (DATA / name).iterdir():
+        if path.suffix == ".csv":
+            sample_of(path, tmp_path / path.name, *keep)
+        else:
+            (tmp_path / path.name).symlink_to(path)
+    (found,) = validated(capsys, tmp_path)
+    assert (found["set"], found["n_expressed"]) == (name, n_expressed)
+    assert found["median_error"] < most  # type: ignore[operator]
+    assert found["n_failed_called"] >= fewest_failures  # type: ignore[operator]
+
+
+def test_one_layer_of_neusight_stands_for_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = DATA / "neusight/label/Tesla_V100-PCIE-32GB"
+    for name in ("bert_large-train-512-8.csv", "bert_large-train-512-8.json"):
+        (tmp_path / name).symlink_to(source / name)
+    (tmp_path / "bert_large-inf-512-8.json").symlink_to(source / "bert_large-inf-512-8.json")
+    (found,) = validated(capsys, tmp_path)
+    assert found["not_expressed"] == {"no table of its operators (inf)": 1}
+    assert found["median_error"] < 0.08  # type: ignore[operator]
+
+
 def test_a_folder_without_a_set_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,349 @@
+"""AMP: GPT-2 and TransGAN on 16 GPUs in nodes of 4, by (TP, DP, PP), microbatch and layer cuts.
+
+Forward times of one sample are known layer by layer. One layout of each experiment gives what they
+leave out: the part of a layer's time that does not grow with the microbatch, and the bandwidth
+within a node. So a layer of fixed time f and time t of one sample takes
+
+    f + samples (t - f) / tp, and two all-reduces within the group forward and two backward.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.errors import DataError
+from harness.inputs import find_int, find_number, read_file, shorten
+from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.layers import (
+    Layer,
+    LayerTime,
+    TimeKey,
+    chain_graph,
+    layer_profile,
+)
+from harness.plan.layout import Layout, layout_strategy
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.simulator import Simulator
+from harness.plan.validation.least_squares import fit_amounts
+from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+
+_COLUMNS = ("experiment", "tp", "dp", "pp", "microbatch", "partition", "predicted_s", "measured_s")
+_MOST_LAYERS, _MOST_PARTS = 10_000, 64
+_Float = np.dtype[np.float64]
+_GIB = 2**30
+# AMP's convention: backward takes twice as long as forward.
+_BACKWARD = 2.0
+_N_NODES, _N_EACH = 4, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Experiment:
+    """What an experiment ran, as AMP's paper says.
+
+    Attributes:
+        gpu: as the files of times name it.
+        memory_bytes_per_s: of the GPU's data sheet.
+        heavy_parameters: of each layer that takes a quarter of the longest, or more; 0 where nobody
+            says.
+        ends_parameters: of the first and the last layer, which share them; 0 if they have none.
+        output_bytes, saved_bytes: of one such layer and one sample.
+        logits_bytes: that the last layer keeps for one sample.
+    """
+
+    model: str
+    gpu: str
+    batch: int
+    between_bytes_per_s: float
+    inside_bytes_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    heavy_parameters: int
+    ends_parameters: int
+    output_bytes: int
+    saved_bytes: int
+    logits_bytes: int
+
+
+_GBIT = 1e9 / 8
+_TOKENS, _HIDDEN, _HEADS, _VOCABULARY = 1024, 1024, 16, 51200
+_EXPERIMENTS = {
+    "homogeneous": _Experiment(
+        model="gpt2",
+        gpu="G4",
+        batch=32,
+        between_bytes_per_s=50 * _GBIT,
+        inside_bytes_per_s=50 * _GBIT,
+        memory_bytes=15 * _GIB,
+        memory_bytes_per_s=320e9,
+        heavy_parameters=12 * _HIDDEN**2,
+        ends_parameters=_VOCABULARY * _HIDDEN,
+        output_bytes=2 * _TOKENS * _HIDDEN,
+        # Korthikanti et al. (2022): 34 s h + 5 a s^2 bytes of a layer in FP16.
+        saved_bytes=34 * _TOKENS * _HIDDEN + 5 * _HEADS * _TOKENS**2,
+        logits_bytes=10 * _TOKENS * _VOCABULARY,
+    ),
+    "het_model": _Experiment(
+        model="transgan",
+        gpu="P3",
+        batch=64,
+        between_bytes_per_s=10 * _GBIT,
+        inside_bytes_per_s=170 * _GBIT,
+        memory_bytes=15 * _GIB,
+        memory_bytes_per_s=900e9,
+        heavy_parameters=0,
+        ends_parameters=0,
+        output_bytes=2 * _TOKENS * _HIDDEN,
+        saved_bytes=2 * (34 * _TOKENS * _HIDDEN + 5 * _HEADS * _TOKENS**2),
+        logits_bytes=0,
+    ),
+}
+# Mixed precision: FP16 weights, and gradients as wide; FP32 master weights and Adam's two moments.
+_BYTES, _N_STATES = 2, 6
+# Bytes that Adam reads (gradient, master weight, moments) and writes per byte of weights.
+_UPDATE_TRAFFIC = 14
+_RESERVED_BYTES = 3 * _GIB // 4
+_LATENCY_S = 20e-6
+# Amounts at which the calibrating layout is tried.
+_FAST_BYTES_PER_S, _TRIED_BYTES_PER_S, _TRIED_S, _TRIED_PARAMETERS = 1e15, 1e9, 1e-4, 1e7
+
+
+@dataclass(frozen=True)
+class _Trial:
+    layout: Layout
+    microbatch: int
+    predicted_s: float | None
+    measured_s: float | None
+
+
+class _Fit(NamedTuple):
+    """Calibrated on one layout.
+
+    Attributes:
+        fixed_s: of forward and backward of a layer, however many samples.
+        parameters: of a heavy layer.
+    """
+
+    fixed_s: float
+    inside_bytes_per_s: float
+    parameters: float
+
+
+class _Set:
+    """One experiment's trials, with the times of its layers."""
+
+    def __init__(self, name: str, trials: Sequence[_Trial], folder: Path) -> None:
+        self.known = _EXPERIMENTS[name]
+        self._times = _layer_seconds(folder, self.known)
+        self._is_heavy = self._times >= self._times.max() / 4
+        self._simulators: dict[tuple[object, ...], Simulator] = {}
+        self.calibrating = _calibrating(trials)
+        self.fit = _Fit(0.0, self.known.inside_bytes_per_s, self.known.heavy_parameters)
+        self.fit = self._fitted()
+
+    def _fitted(self) -> _Fit:
+        """From the calibrating layout, whose step is linear in both amounts: the fixed time, and
+        the reciprocal bandwidth within a node, or the parameters where nobody says how many."""
+        known = self.known
+        is_size_known = known.heavy_parameters > 0
+        inside = _FAST_BYTES_PER_S if is_size_known else known.inside_bytes_per_s
+        none = _Fit(0.0, inside, known.heavy_parameters)
+        other = none._replace(parameters=_TRIED_PARAMETERS)
+        if is_size_known:
+            other = none._replace(inside_bytes_per_s=_TRIED_BYTES_PER_S)
+        terms, rest = [], []
+        for trial in self.calibrating:
+            base = self._step_s(trial, none)
+            fixed = self._step_s(trial, none._replace(fixed_s=_TRIED_S)) - base
+            terms.append([fixed / _TRIED_S, self._step_s(trial, other) - base])
+            rest.append(max(1e-6, (trial.measured_s or 0.0) - base))
+        if not terms:
+            return self.fit
+        fixed_s, share = fit_amounts(terms, rest)
+        if not is_size_known:
+            return none._replace(fixed_s=fixed_s, parameters=share * _TRIED_PARAMETERS)
+        inside = _TRIED_BYTES_PER_S / share if share else _FAST_BYTES_PER_S
+        return none._replace(fixed_s=fixed_s, inside_bytes_per_s=inside)
+
+    def _make_graph(self, parameters_each: float) -> Graph:
+        """Each layer as two blocks, because it has two all-reduces each way."""
+        known, ends = self.known, self.known.ends_parameters * _BYTES
+        n, layers = len(self._times), []
+        for k in range(n):
+            heavy = bool(self._is_heavy[k])
+            parameters, saved = round(heavy * parameters_each * _BYTES), heavy * known.saved_bytes
+            for half in range(2):
+                layers.append(
+                    Layer(f"layer{k}.{half}", parameters // 2, known.output_bytes, saved // 2)
+                )
+        if ends:
+            # The layer before the loss multiplies by the embedding.
+            layers[0] = Layer(layers[0].name, ends, known.output_bytes)
+            layers[-4] = Layer(
+                layers[-4].name, ends, known.output_bytes, known.logits_bytes, layers[0].name
+            )
+        layers[-1] = Layer(layers[-1].name, 0, 4)
+        return chain_graph(known.model, layers, 1, _MOST_PARTS)
+
+    def case(self, trial: _Trial) -> Case:
+        """At the calibrated amounts."""
+        return self._case(trial, self.fit)
+
+    def _step_s(self, trial: _Trial, fit: _Fit) -> float:
+        case = self._case(trial, fit)
+        return case.simulator.simulate(case.strategy).step_s
+
+    def _case(self, trial: _Trial, fit: _Fit) -> Case:
+        layout, known = trial.layout, self.known
+        if layout.n_devices != _N_NODES * _N_EACH:
+            raise NotExpressedError(f"{layout.n_devices} devices, the experiment has 16")
+        if known.batch % (trial.microbatch * layout.dp):
+            raise NotExpressedError("its batch is no multiple of its microbatches")
+        key = layout.tp, trial.microbatch, fit
+        if key not in self._simulators:
+            self._simulators[key] = self._make_simulator(layout.tp, trial.microbatch, fit)
+        simulator = self._simulators[key]
+        strategy = layout_strategy(
+            replace(layout, cuts=tuple(2 * cut for cut in layout.cuts or ())),
+            simulator.graph,
+            simulator.cluster,
+            known.batch,
+            n_microbatches=known.batch // (trial.microbatch * layout.dp),
+        )
+        return Case(simulator, strategy)
+
+    def _make_simulator(self, tp: int, samples: int, fit: _Fit) -> Simulator:
+        row = []
+        for t in self._times.tolist():
+            passes = (1 + _BACKWARD) * t
+            fixed = min(fit.fixed_s, passes)
+            forward = (fixed + samples * (passes - fixed) / tp) / (1 + _BACKWARD) / 2
+            row += 2 * [LayerTime(forward, _BACKWARD * forward)]
+        known = self.known
+        cluster = Cluster.uniform(
+            _N_NODES,
+            _N_EACH,
+            inside_bytes_per_s=fit.inside_bytes_per_s,
+            between_bytes_per_s=known.between_bytes_per_s,
+            memory_bytes=known.memory_bytes,
+            kind=known.gpu,
+            latency_s=_LATENCY_S,
+        )
+        options = SimulatorOptions(
+            overlap=False,
+            bucket_bytes=2**50,
+            n_optimizer_states=_N_STATES,
+            optimizer_s_per_byte=_UPDATE_TRAFFIC / known.memory_bytes_per_s,
+            reserved_bytes=_RESERVED_BYTES,
+        )
+        graph = self._make_graph(fit.parameters)
+        profile = layer_profile(graph, {TimeKey(known.gpu, samples, tp): row})
+        return Simulator(graph, profile, cluster, options=options)
+
+
+def _calibrating(trials: Sequence[_Trial]) -> list[_Trial]:
+    """Of the layouts without a pipeline that ran, the one with most microbatches."""
+    flat: dict[str, list[_Trial]] = {}
+    for trial in trials:
+        if trial.layout.pp == 1 and trial.measured_s is not None:
+            flat.setdefault(trial.layout.name, []).append(trial)
+    return max(flat.values(), key=len, default=[])
+
+
+def _layer_seconds(folder: Path, known: _Experiment) -> np.ndarray[tuple[int], _Float]:
+    """Forward seconds of one sample on one device."""
+    path = folder / f"known_cost/{known.model}_{known.gpu}_1.npy"
+    try:
+        row = np.load(io.BytesIO(read_file(path, "times of layers", DataError)), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path} is no array of numpy ({error}): copy it again") from None
+    if row.ndim != 1 or row.dtype.kind != "f" or not 4 < len(row) < _MOST_LAYERS:
+        raise DataError(f"{path} has shape {row.shape} of {row.dtype}: it needs one row of s")
+    if not (np.isfinite(row).all() and (row >= 0).all() and 0 < row.max() < 1e6):
+        raise DataError(f"{path} has a time that is no time: all must be >= 0, in seconds")
+    found: np.ndarray[tuple[int], _Float] = row.astype(np.float64)
+    return found
+
+
+def _parse(row: Row) -> _Trial:
+    numbers = [find_int(part) for part in row.text("partition").split(",")]
+    bounds = [number for number in numbers if number is not None]
+    pp = row.count("pp")
+    if None in numbers or len(bounds) != pp + 1 or any(a >= b for a, b in pairwise(bounds)):
+        raise DataError(
+            f"{row.where}: partition {shorten(row.text('partition'))} does not cut {pp} stages: "
+            "write the first layer of each, and the number of layers"
+        )
+    layout = Layout(tp=row.count("tp"), dp=row.count("dp"), pp=pp, cuts=tuple(bounds[1:-1]))
+    has_failed = row.text("measured_s").lower() in ("inf", "nan", "")
+    return _Trial(
+        layout=layout,
+        microbatch=row.count("microbatch"),
+        predicted_s=find_number(row.text("predicted_s")),
+        measured_s=None if has_failed else row.seconds("measured_s"),
+    )
+
+
+def _tables(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.glob("*.csv")) if set(_COLUMNS) <= set(header_of(p))]
+
+
+def _unknown(name: str) -> Case:
+    raise NotExpressedError(f"experiment {shorten(name)} has no known model and cluster")
+
+
+def read(folder: Path) -> Published:
+    """All experiments of a folder."""
+    groups: dict[str, list[_Trial]] = {}
+    for path in _tables(folder):
+        for row in read_table(path, _COLUMNS):
+            groups.setdefault(row.text("experiment"), []).append(_parse(row))
+    points: list[Point] = []
+    notes: list[str] = []
+    for name, trials in groups.items():
+        if name not in _EXPERIMENTS:
+            build = partial(_unknown, name)
+            points += [_point(name, trial, "", 1, build) for trial in trials]
+            continue
+        given = _Set(name, trials, folder)
+        for trial in trials:
+            why = "the fixed part of a layer and the bandwidth within a node are from this layout"
+            why = why if trial in given.calibrating else ""
+            build = partial(given.case, trial)
+            points.append(_point(name, trial, why, given.known.batch, build))
+        layout = given.calibrating[0].layout.name if given.calibrating else "nothing"
+        notes.append(
+            f"{name}: {layout} gives {given.fit.fixed_s * 1e3:.3g} ms of a layer's time that does "
+            f"not grow with the microbatch, and {given.fit.inside_bytes_per_s / 1e9:.3g} GB/s "
+            "within a node, "
+            f"{given.fit.parameters / 1e6:.3g} million parameters in a layer"
+        )
+    notes.append(
+        "assumed: FP16 gradients in one ring after backward, Adam in mixed precision, "
+        "34 s h + 5 a s^2 bytes kept of a layer, no recomputation"
+    )
+    return Published(points, notes)
+
+
+def _point(name: str, trial: _Trial, calibrates: str, batch: int, build: partial[Case]) -> Point:
+    return Point(
+        name=f"{trial.layout.name} microbatch {trial.microbatch}",
+        cell=name,
+        samples=batch,
+        measured_s=trial.measured_s,
+        build=build,
+        source_s=trial.predicted_s,
+        calibrates=calibrates,
+    )
+
+
+READER = Reader("a CSV of trials with tp, dp, pp, partition", lambda p: bool(_tables(p)), read)

@@ -1,0 +1,101 @@
+"""NeuSight: operators of a training step, one by one, and the whole step, on one GPU.
+
+A table `MODEL-train-SEQUENCE-BATCH.csv` has each torch.fx operator with its milliseconds, the file
+of the same name ending in `.json` the step.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.domain.files import decode
+from harness.errors import DataError
+from harness.inputs import MOST_S, is_positive, read_file
+from harness.plan import builders
+from harness.plan.importing.operators import read_operators
+from harness.plan.simulate.simulator import Simulator
+from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+
+# bert_large-train-512-8[-fusion].json
+_NAME = re.compile(
+    r"(?P<model>[^-]+)-(?P<mode>train|inf)-(?P<sequence>[0-9]+)-(?P<batch>[0-9]{1,9})(?P<note>-.+)?"
+)
+
+
+_MOST_LAYERS = 1000
+
+
+class _Step(msgspec.Struct):
+    """The fields of a step's file that are read; latency in ms."""
+
+    e2e_latency: float
+    num_layer: int | None = None
+
+
+class _Label(NamedTuple):
+    path: Path
+    model: str
+    mode: str
+    batch: int
+    device: str
+
+
+def _labels(folder: Path) -> list[_Label]:
+    found = []
+    for path in sorted(folder.rglob("*.json")):
+        name = _NAME.fullmatch(path.stem)
+        if name is not None:
+            batch = max(1, int(name["batch"]))
+            found.append(_Label(path, name["model"], name["mode"], batch, path.parent.name))
+    return found
+
+
+def _case(label: _Label) -> Case:
+    table = label.path.with_suffix(".csv")
+    if not table.is_file():
+        raise NotExpressedError(f"no table of its operators ({label.mode})")
+    graph, profile = read_operators(
+        table, device_kind=label.device, batch=label.batch, n_layers=_step(label).num_layer or 1
+    )
+    cluster = Cluster.uniform(1, 1, inside_bytes_per_s=1.0, memory_bytes=2**50, kind=label.device)
+    return Case(Simulator(graph, profile, cluster), builders.single(graph, label.batch))
+
+
+def _step(label: _Label) -> _Step:
+    step = decode(
+        read_file(label.path, "step", DataError), _Step, source=str(label.path), error=DataError
+    )
+    if not is_positive(step.e2e_latency, MOST_S) or not 1 <= (step.num_layer or 1) <= _MOST_LAYERS:
+        raise DataError(
+            f"{label.path} has e2e_latency {step.e2e_latency} ms and {step.num_layer} layers: both "
+            f"must be above 0, the second at most {_MOST_LAYERS}"
+        )
+    return step
+
+
+def read(folder: Path) -> Published:
+    """All steps below a folder."""
+    points = [
+        Point(
+            name=f"{label.path.stem} on {label.device}",
+            cell=f"{label.path.stem}",
+            samples=label.batch,
+            measured_s=_step(label).e2e_latency / 1e3,
+            build=partial(_case, label),
+        )
+        for label in _labels(folder)
+    ]
+    notes = [
+        "nothing is calibrated: the operators' times on the same GPU, one after the other; "
+        "one layer stands for all, and each operator's time is less that of timing an empty one"
+    ]
+    return Published(points, notes)
+
+
+READER = Reader("MODEL-train-SEQUENCE-BATCH.json", lambda p: bool(_labels(p)), read)

@@ -1,0 +1,98 @@
+"""PipeTransformer: images/s of ViT-B/16 by length of the pipelines and chunks, global batch 400.
+
+The rate of one pipeline hardly grows with its length or its chunks, because one process drives
+each pipeline and loads its images. So a pipeline counts as one device, whose rate comes from the
+shortest pipelines with fewest chunks, with the synchronisation of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.domain.cluster import Cluster
+from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
+from harness.plan.layout import Layout, layout_strategy
+from harness.plan.simulate.simulator import Simulator
+from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+
+_COLUMNS = ("global_batch", "pipe_length", "chunks_over_pipe_length", "images_per_s")
+_KIND = "Quadro RTX 5000"
+
+
+class _Run(NamedTuple):
+    batch: int
+    length: int
+    chunks: int
+    images_per_s: float
+
+
+class _Set:
+    def __init__(self, runs: Sequence[_Run]) -> None:
+        self.n_devices = max(run.length for run in runs)
+        self.calibrating = min(runs, key=lambda run: (run.length, run.chunks))
+
+    def case(self, run: _Run) -> Case:
+        """As many replicas as pipelines."""
+        n, known = self.n_devices // run.length, self.calibrating
+        if run.length * n != self.n_devices or run.batch % n:
+            raise NotExpressedError(f"pipelines of {run.length} on {self.n_devices} devices")
+        each_s = self.n_devices // known.length / known.images_per_s
+        graph = chain_graph("vit_b_16", [Layer("pipeline", 4, 4)], 1)
+        row = [LayerTime(each_s / 3, 2 * each_s / 3)]
+        cluster = Cluster.uniform(1, n, inside_bytes_per_s=1e10, memory_bytes=2**50, kind=_KIND)
+        simulator = Simulator(graph, layer_profile(graph, {TimeKey(_KIND, 1): row}), cluster)
+        return Case(simulator, layout_strategy(Layout(dp=n), graph, cluster, run.batch))
+
+
+def _parse(row: Row) -> _Run:
+    return _Run(
+        batch=row.count("global_batch"),
+        length=row.count("pipe_length"),
+        chunks=row.count("chunks_over_pipe_length"),
+        images_per_s=row.seconds("images_per_s"),
+    )
+
+
+def _tables(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.glob("*.csv")) if set(_COLUMNS) <= set(header_of(p))]
+
+
+def read(folder: Path) -> Published:
+    """All runs of a folder."""
+    runs = [_parse(row) for path in _tables(folder) for row in read_table(path, _COLUMNS)]
+    given = _Set(runs)
+    points = [
+        Point(
+            name=f"pipelines of {run.length}, {run.chunks} chunks a device",
+            cell="ViT-B/16",
+            samples=run.batch,
+            measured_s=run.batch / run.images_per_s,
+            build=partial(given.case, run),
+            calibrates="the rate of a pipeline is from it" if run is given.calibrating else "",
+        )
+        for run in runs
+    ]
+    known = given.calibrating
+    notes = [
+        f"calibrated: pipelines of {known.length} with {known.chunks} chunks a device give "
+        f"{known.images_per_s * known.length / given.n_devices:.3g} images/s of each pipeline",
+        "assumed: the process that drives and feeds a pipeline bounds it, whatever its length",
+    ]
+    return Published(points, notes, missing=_missing)
+
+
+def _missing(judged: Sequence[tuple[Point, float]]) -> list[str]:
+    gains = [p / point.measured_s for point, p in judged if point.measured_s is not None]
+    if not gains or max(gains) < 1:
+        return []
+    return [
+        "the gain of a longer pipeline is missing, because its stages have no times: at most "
+        f"{max(gains) - 1:.0%} of a step"
+    ]
+
+
+READER = Reader("a CSV with pipe_length and images_per_s", lambda p: bool(_tables(p)), read)

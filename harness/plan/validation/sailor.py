@@ -1,0 +1,320 @@
+"""Sailor: plans of OPT-350M and others on nodes of 4 GPUs, with profiles by (microbatch, TP).
+
+Times of layers include the collectives of tensor parallelism. A run on one node gives a factor on
+the times of its microbatch, and what memory a process needs beside tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.domain.files import Count, Number, decode
+from harness.domain.graph import Graph
+from harness.errors import DataError
+from harness.inputs import find_int, read_file, shorten
+from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.layers import (
+    Layer,
+    LayerTime,
+    TimeKey,
+    chain_graph,
+    layer_profile,
+    without_collectives,
+)
+from harness.plan.layout import Layout, layout_strategy
+from harness.plan.simulate.network import Network
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.simulator import Simulator
+from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+
+_COLUMNS = (
+    "file",
+    "stages",
+    "layers_per_stage",
+    "stage_replicas(gpu,x,tp)",
+    "dp",
+    "microbatch",
+    "global_batch",
+    "measured_s",
+    "gradient_sync_s",
+    "max_memory_bytes",
+    "nodes",
+)
+# Names of models in the plans' paths, and in profiles.
+_MODELS = {"GPT-NEO": "GPT-Neo-2.7"}
+_REPLICA = re.compile(r"(?P<kind>.+)x(?P<tp>[0-9]+)")
+_N_EACH, _LATENCY_S, _MOST_DEGREE = 4, 20e-6, 4096
+# FP32 weights and gradients, and Adam's two moments.
+_N_STATES = 2
+_NO_LIMIT_BYTES = 2**50
+# Of Sailor's own simulator on OPT-350M, and of layers' times plus the measured synchronisation.
+_THEIRS, _TRIVIAL = 0.145, 0.12
+
+
+class _Shape(msgspec.Struct):
+    """Bytes of one layer for one sample."""
+
+    params_bytes: Count
+    act_output_bytes: Count
+    act_mem_bytes: Count
+
+
+class _Plan(NamedTuple):
+    name: str
+    model: str
+    stages: tuple[int, ...]
+    kind: str
+    tp: int
+    dp: int
+    microbatch: int
+    batch: int
+    measured_s: float
+    sync_s: float
+    memory_bytes: float
+    unlike: str
+
+    @property
+    def is_one_node(self) -> bool:
+        return self.dp == 1 and len(self.stages) == 1
+
+    @property
+    def n_microbatches(self) -> int:
+        return max(1, self.batch // (self.microbatch * self.dp))
+
+
+T = TypeVar("T")
+_Times = dict[str, dict[str, dict[str, tuple[Number, Number, Number]]]]
+_Info = dict[str, dict[str, dict[str, _Shape]]]
+# By kind of device and number of devices: coefficients, and the largest bandwidth.
+_Fits = dict[str, dict[str, tuple[list[Number], Number]]]
+
+
+class _Set:
+    """Plans with the files that explain them."""
+
+    def __init__(self, plans: Sequence[_Plan], folder: Path) -> None:
+        self._folder = folder
+        self._info = _load(folder / "llm_info.json", _Info)
+        between = _load(folder / "providers/network_coeffs_all_homo.json", dict[str, _Fits])
+        self._between = between.get("inter", {})
+        self._inside = _load(folder / "providers/intra_node_bandwidths.json", _Fits)
+        self._profiles: dict[tuple[str, str], _Times] = {}
+        self.calibrating: dict[tuple[str, str, int, int], _Plan] = {}
+        for plan in plans:
+            key = plan.model, plan.kind, plan.tp, plan.microbatch
+            if plan.is_one_node and not plan.unlike:
+                known = self.calibrating.setdefault(key, plan)
+                if plan.n_microbatches < known.n_microbatches:
+                    self.calibrating[key] = plan
+        self._factors: dict[tuple[str, str, int, int], float] = {}
+        self._reserved: dict[tuple[str, str, int], int] = {}
+        for key, plan in self.calibrating.items():
+            self._calibrate(key, plan)
+
+    def _calibrate(self, key: tuple[str, str, int, int], plan: _Plan) -> None:
+        try:
+            case = self.case(plan)
+        except NotExpressedError:
+            return
+        found = case.simulator.simulate(case.strategy)
+        self._factors[key] = plan.measured_s / found.step_s
+        beside = plan.memory_bytes - max(found.memory_bytes.values())
+        self._reserved.setdefault(key[:3], max(0, round(beside)))
+
+    def notes(self) -> list[str]:
+        """The calibrated numbers."""
+        factors = [
+            f"{model} on {kind}, tp {tp}, microbatch {samples}: factor {factor:.2f}"
+            for (model, kind, tp, samples), factor in self._factors.items()
+        ]
+        return factors + [
+            f"{model} on {kind}, tp {tp}: {n_bytes / 1e9:.2f} GB beside tensors"
+            for (model, kind, tp), n_bytes in self._reserved.items()
+        ]
+
+    def case(self, plan: _Plan) -> Case:
+        """The simulator's input."""
+        if plan.unlike:
+            raise NotExpressedError(plan.unlike)
+        if 2 * plan.sync_s > plan.measured_s:
+            raise NotExpressedError("its gradient_sync_s is above half of its step")
+        simulator = self._simulator(plan)
+        n_layers = len(simulator.graph.operators)
+        if sum(plan.stages) != n_layers:
+            raise NotExpressedError(
+                f"the plan has {sum(plan.stages)} layers, the profile of {plan.model} on "
+                f"{plan.kind} {n_layers}"
+            )
+        cuts = tuple(accumulate(plan.stages[:-1]))
+        layout = Layout(tp=plan.tp, dp=plan.dp, pp=len(plan.stages), cuts=cuts)
+        strategy = layout_strategy(
+            layout,
+            simulator.graph,
+            simulator.cluster,
+            plan.batch,
+            n_microbatches=plan.n_microbatches,
+        )
+        return Case(simulator, strategy)
+
+    def _simulator(self, plan: _Plan) -> Simulator:
+        times = self._times(plan)
+        graph, cluster = self._graph(plan, len(times)), self._cluster(plan)
+        key = plan.model, plan.kind, plan.tp, plan.microbatch
+        factor = self._factors.get(key, 1.0)
+        row = [LayerTime(factor * forward, factor * back) for forward, back, _ in times]
+        time_key = TimeKey(plan.kind, plan.microbatch, plan.tp)
+        group = tuple(range(plan.tp))
+        row = without_collectives(graph, Network(cluster), group, time_key, row)
+        update_s = factor * sum(update for _, _, update in times)
+        options = SimulatorOptions(
+            overlap=False,
+            bucket_bytes=2**50,
+            n_optimizer_states=_N_STATES,
+            optimizer_s_per_byte=update_s / (graph.parameter_bytes / plan.tp),
+            reserved_bytes=self._reserved.get(key[:3], 0),
+        )
+        return Simulator(graph, layer_profile(graph, {time_key: row}), cluster, options=options)
+
+    def _times(self, plan: _Plan) -> list[tuple[float, float, float]]:
+        """(forward, backward, update) seconds of each layer."""
+        key = plan.model, plan.kind
+        if key not in self._profiles:
+            path = self._folder / f"profiles/{plan.model}/{plan.kind}/profile.json"
+            if not path.is_file():
+                raise NotExpressedError(f"no profile of {plan.model} on {plan.kind}")
+            self._profiles[key] = _load(path, _Times)
+        found = self._profiles[key].get(str(plan.microbatch), {}).get(str(plan.tp))
+        if not found:
+            raise NotExpressedError(
+                f"no times of microbatch {plan.microbatch} at tp {plan.tp} of {plan.model} on "
+                f"{plan.kind}"
+            )
+        if any(min(times) < 0 for times in found.values()):
+            raise DataError(f"the profile of {plan.model} on {plan.kind} has a negative time")
+        return list(found.values())
+
+    def _graph(self, plan: _Plan, n_layers: int) -> Graph:
+        info = self._info.get(plan.model, {}).get("1")
+        if not info:
+            raise NotExpressedError(f"llm_info.json has no {plan.model} with one sample")
+        shapes = list(info.values())
+        if len(shapes) != n_layers:
+            raise NotExpressedError(
+                f"{plan.model} has {len(shapes)} layers, its profile on {plan.kind} {n_layers}"
+            )
+        layers = [
+            Layer(
+                f"layer{k}",
+                shape.params_bytes,
+                shape.act_output_bytes,
+                max(0, shape.act_mem_bytes - shape.act_output_bytes),
+            )
+            for k, shape in enumerate(shapes)
+        ]
+        return chain_graph(plan.model, layers, 1, 64)
+
+    def _cluster(self, plan: _Plan) -> Cluster:
+        pairs = self._between.get(plan.kind, {})
+        between, all_pairs = pairs.get("1"), pairs.get(str(_N_EACH))
+        inside = self._inside.get(plan.kind, {}).get("2")
+        if between is None or inside is None or min(between[1], inside[1]) <= 0:
+            raise NotExpressedError(f"no bandwidth of {plan.kind} is known")
+        n = plan.tp * plan.dp * len(plan.stages)
+        if n % _N_EACH and n > _N_EACH:
+            raise NotExpressedError(f"{n} devices do not fill nodes of {_N_EACH}")
+        cluster = Cluster.uniform(
+            max(1, n // _N_EACH),
+            min(n, _N_EACH),
+            inside_bytes_per_s=inside[1],
+            between_bytes_per_s=between[1],
+            memory_bytes=_NO_LIMIT_BYTES,
+            kind=plan.kind,
+            latency_s=_LATENCY_S,
+        )
+        # Pairs of GPUs that send at once reach more than one pair does.
+        nic = max(between[1], between[1] if all_pairs is None else all_pairs[1])
+        nodes = [msgspec.structs.replace(node, nic_bytes_per_s=nic) for node in cluster.nodes]
+        return msgspec.structs.replace(cluster, nodes=nodes)
+
+
+def _load(path: Path, type_: type[T]) -> T:
+    data = read_file(path, "file of the set", DataError)
+    return decode(data, type_, source=str(path), error=DataError)
+
+
+def _parse(row: Row) -> _Plan:
+    parts = row.text("file").split("/")
+    name = parts[1] if len(parts) > 2 else ""
+    stages = [find_int(part, 1, _MOST_DEGREE) for part in row.text("layers_per_stage").split("-")]
+    layers = tuple(stage for stage in stages if stage is not None)
+    if None in stages or len(layers) != row.count("stages"):
+        raise DataError(
+            f"{row.where}: layers_per_stage {shorten(row.text('layers_per_stage'))} does not name "
+            f"{row.count('stages')} stages: write them as 7-9-9-9"
+        )
+    kind, tp, dp, unlike = _replicas(row.text("stage_replicas(gpu,x,tp)"))
+    return _Plan(
+        name=row.text("file"),
+        model=_MODELS.get(name, name),
+        stages=layers,
+        kind=kind,
+        tp=tp,
+        dp=dp,
+        microbatch=row.count("microbatch"),
+        batch=row.count("global_batch"),
+        measured_s=row.seconds("measured_s"),
+        sync_s=row.number("gradient_sync_s"),
+        memory_bytes=row.number("max_memory_bytes"),
+        unlike=unlike,
+    )
+
+
+def _replicas(text: str) -> tuple[str, int, int, str]:
+    """Kind, TP and number of a stage's replicas; why a strategy cannot hold them, or nothing."""
+    replicas = text.removesuffix("(all)").strip().split("+")
+    found = _REPLICA.fullmatch(replicas[0])
+    if not text.endswith("(all)") or len(set(replicas)) > 1 or found is None:
+        return "", 1, 1, "its stages or replicas have unlike devices or degrees of TP"
+    tp = find_int(found["tp"], 1, _MOST_DEGREE)
+    return found["kind"], tp or 1, len(replicas), "" if tp else "its degree of TP is no number"
+
+
+def _tables(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.glob("*.csv")) if set(_COLUMNS) <= set(header_of(p))]
+
+
+def read(folder: Path) -> Published:
+    """All plans of a folder."""
+    plans = [_parse(row) for path in _tables(folder) for row in read_table(path, _COLUMNS)]
+    given = _Set(plans, folder)
+    used = list(given.calibrating.values())
+    points = [
+        Point(
+            name=plan.name,
+            cell=plan.model,
+            samples=plan.batch,
+            measured_s=plan.measured_s,
+            build=partial(given.case, plan),
+            memory_bytes=plan.memory_bytes or None,
+            calibrates="its microbatch's factor and memory are from it" if plan in used else "",
+        )
+        for plan in plans
+    ]
+    notes = [
+        "calibrated on runs of one node: a factor on the times of their microbatch, and the memory "
+        "that a process needs beside tensors",
+        "assumed: FP32 gradients in one ring after backward at the largest bandwidth of one pair",
+        *given.notes(),
+    ]
+    return Published(points, notes, source_median_error=_THEIRS, trivial_median_error=_TRIVIAL)
+
+
+READER = Reader("a CSV with stage_replicas and gradient_sync_s", lambda p: bool(_tables(p)), read)

@@ -1,0 +1,155 @@
+"""torchgpipe: GPipe with checkpointing on 1 to 8 P40, by balance, batch and chunks.
+
+The times of layers are unpublished, but torchgpipe balances stages by them, so stages count as
+equal. Each model's smallest pipeline of several devices gives the time of a sample.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.domain.cluster import Cluster
+from harness.errors import DataError
+from harness.inputs import find_int, shorten
+from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
+from harness.plan.layout import Layout, layout_strategy
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.simulator import Simulator
+from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+
+_COLUMNS = ("model", "experiment", "batch", "chunks", "layers_per_partition", "samples_per_s")
+_KIND = "Tesla P40"
+# Backward takes twice as long as forward, and forward runs again.
+_PASSES, _FORWARD, _BACKWARD = 4, 1, 2
+_PLAIN_BASELINE = "baseline"
+
+
+class _Run(NamedTuple):
+    """One measured run; a baseline has no stages and recomputes nothing."""
+
+    model: str
+    experiment: str
+    batch: int
+    chunks: int
+    n_stages: int
+    samples_per_s: float
+
+    @property
+    def recomputes(self) -> bool:
+        return self.experiment != _PLAIN_BASELINE
+
+
+class _Model:
+    """One model's runs."""
+
+    def __init__(self, runs: Sequence[_Run]) -> None:
+        several = [run for run in runs if run.n_stages > 1]
+        self.calibrating = min(several, key=lambda r: (r.n_stages, r.chunks), default=None)
+
+    def case(self, run: _Run) -> Case:
+        """Equal stages at the calibrated time of a sample."""
+        if self.calibrating is None:
+            raise NotExpressedError("no pipeline of its model gives the time of a sample")
+        given = self.calibrating
+        # The slots of a pipeline: chunks, and stages to fill it.
+        slots = given.chunks + given.n_stages - 1
+        sample_s = given.n_stages * given.chunks / slots / given.samples_per_s / _PASSES
+        n = run.n_stages
+        layers = [Layer(f"stage{k}", 4, 4) for k in range(n)]
+        graph = chain_graph(run.model, layers, 1)
+        row = [LayerTime(_FORWARD * sample_s / n, _BACKWARD * sample_s / n)] * n
+        profile = layer_profile(graph, {TimeKey(_KIND, 1): row})
+        cluster = Cluster.uniform(1, n, inside_bytes_per_s=1e10, memory_bytes=2**50, kind=_KIND)
+        simulator = Simulator(
+            graph, profile, cluster, options=SimulatorOptions(recomputes_ahead=False)
+        )
+        strategy = layout_strategy(
+            Layout(pp=n, cuts=tuple(range(1, n))),
+            graph,
+            cluster,
+            run.batch,
+            n_microbatches=run.chunks,
+            schedule="gpipe",
+            recompute=run.recomputes,
+        )
+        return Case(simulator, strategy)
+
+
+def _parse(row: Row) -> _Run:
+    parts = [part for part in row.text("layers_per_partition").split(",") if part.strip()]
+    if any(find_int(part, 1) is None for part in parts):
+        raise DataError(
+            f"{row.where}: layers_per_partition {shorten(row.text('layers_per_partition'))}: write "
+            "the layers of each stage, as 3,4,5"
+        )
+    run = _Run(
+        model=row.text("model"),
+        experiment=row.text("experiment"),
+        batch=row.count("batch"),
+        chunks=row.count("chunks"),
+        n_stages=max(1, len(parts)),
+        samples_per_s=row.seconds("samples_per_s"),
+    )
+    if run.chunks > run.batch:
+        raise DataError(f"{row.where}: {run.chunks} chunks of a batch of {run.batch}: swap them")
+    return run
+
+
+def _tables(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.glob("*.csv")) if set(_COLUMNS) <= set(header_of(p))]
+
+
+def read(folder: Path) -> Published:
+    """All runs of a folder."""
+    groups: dict[str, list[_Run]] = defaultdict(list)
+    for path in _tables(folder):
+        for row in read_table(path, _COLUMNS):
+            run = _parse(row)
+            groups[run.model].append(run)
+    points: list[Point] = []
+    notes = []
+    for name, runs in groups.items():
+        model = _Model(runs)
+        points += [_point(model, run) for run in runs]
+        if model.calibrating is not None:
+            notes.append(f"{name}: {model.calibrating.experiment} gives the time of a sample")
+    notes.append("assumed: stages of equal time, forward a quarter of a recomputed sample")
+    return Published(points, notes, missing=_missing)
+
+
+def _point(model: _Model, run: _Run) -> Point:
+    calibrates = "the time of a sample is from this run" if run is model.calibrating else ""
+    return Point(
+        name=f"{run.model} {run.experiment}",
+        cell=run.model,
+        samples=run.batch,
+        measured_s=run.batch / run.samples_per_s,
+        build=partial(model.case, run),
+        calibrates=calibrates,
+    )
+
+
+def _missing(judged: Sequence[tuple[Point, float]]) -> list[str]:
+    """How far pipelines are from equal stages."""
+    late = [
+        (predicted / point.measured_s - 1, point.name)
+        for point, predicted in judged
+        if point.measured_s is not None and predicted < point.measured_s
+    ]
+    if not late:
+        return []
+    worst, name = min(late)
+    return [
+        "imbalance of stages, copies between devices and the size of chunks are missing: "
+        f"{len(late)} runs take longer than predicted, at most {-worst:.0%} of their step ({name})"
+    ]
+
+
+READER = Reader(
+    "a CSV with layers_per_partition and samples_per_s", lambda p: bool(_tables(p)), read
+)
