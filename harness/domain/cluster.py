@@ -18,6 +18,8 @@ SCHEMA = "harness-cluster"
 SCHEMA_VERSION = 2
 CLUSTER_FILE = "cluster.json"
 
+_MOST_LISTED = 512  # devices
+
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A GPU, or the CPU share of one rank.
@@ -137,7 +139,12 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         kind: str = "device",
         latency_s: float = 0.0,
     ) -> Cluster:
-        """Build equal nodes of equal devices; `between_bytes_per_s` defaults to `inside_...`."""
+        """Build equal nodes of equal devices; `between_bytes_per_s` defaults to `inside_...`.
+
+        Of many devices without latency, links between nodes are left to the NICs: n squared links
+        of 4096 devices would take gigabytes.
+        """
+        lists_all = n_nodes * n_devices <= _MOST_LISTED or latency_s > 0
         between = inside_bytes_per_s if between_bytes_per_s is None else between_bytes_per_s
         nodes = [
             Node(
@@ -151,6 +158,7 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
             for i in range(n_nodes)
         ]
         places = [(i, d.name) for i, node in enumerate(nodes) for d in node.devices]
+        own_places = [[(i, d.name) for d in node.devices] for i, node in enumerate(nodes)]
         links = [
             Link(
                 source=a,
@@ -159,7 +167,7 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
                 bandwidth_bytes_per_s=inside_bytes_per_s if i == j else between,
             )
             for i, a in places
-            for j, b in places
+            for j, b in (places if lists_all else own_places[i])
             if a != b
         ]
         return cls(nodes=nodes, links=links)

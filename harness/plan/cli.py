@@ -31,7 +31,6 @@ from harness.units import parse_bandwidth, parse_bytes
 CaptureModel = Callable[[str, int], Graph]
 
 _NO_LIMIT_BYTES = 2**50
-_MOST_DEVICES = 1024
 _DEFAULT_KIND = "device"
 _ESTIMATES = ("estimated from FLOPs", "roofline")
 
@@ -111,7 +110,7 @@ def _start(args: argparse.Namespace, graph: Graph | None, batch: int | None) -> 
     return strategy_from(imported, graph, batch)
 
 
-def parse_topology(text: str) -> tuple[int, int]:
+def parse_topology(text: str, most_devices: int) -> tuple[int, int]:
     """Nodes and devices per node of `4x4`; a single number is one node.
 
     Raises:
@@ -121,9 +120,9 @@ def parse_topology(text: str) -> tuple[int, int]:
     n_nodes, n_devices = find_int(nodes or "1", at_least=1), find_int(devices, at_least=1)
     if n_nodes is None or n_devices is None or text[:1] in "xX":
         raise ConfigError(f"--topology {shorten(text)} is not NODESxDEVICES: write it like 4x4")
-    if n_nodes * n_devices > _MOST_DEVICES:
+    if n_nodes * n_devices > most_devices:
         raise ConfigError(
-            f"--topology {text} has {n_nodes * n_devices} devices: {_MOST_DEVICES} are the most"
+            f"--topology {text} has {n_nodes * n_devices} devices: {most_devices} are the most"
         )
     return n_nodes, n_devices
 
@@ -135,7 +134,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         if args.bandwidth is not None:
             raise ConfigError("--bandwidth goes with --topology: a cluster file has its own links")
         return Cluster.load(args.cluster, is_given=True)
-    n_nodes, n_devices = parse_topology(args.topology)
+    n_nodes, n_devices = parse_topology(args.topology, COSTS[args.cost].most_devices)
     inside, between = _bandwidths(args)
     memory = _NO_LIMIT_BYTES if args.memory is None else parse_bytes(args.memory)
     if args.memory is None and COSTS[args.cost].needs_memory:

@@ -30,12 +30,14 @@ class Cost:
         summary: one line for --help.
         unread: flags that it has no use for, which are refused.
         needs_memory: it plans for no device whose memory is not known.
+        most_devices: of a `--topology`.
     """
 
     module: str
     summary: str
     unread: tuple[str, ...] = ()
     needs_memory: bool = False
+    most_devices: int = 1024
 
     def load(self) -> Planner:
         return cast(Planner, importlib.import_module(self.module).plan)
@@ -46,6 +48,14 @@ COSTS = {
         module="harness.plan.portfolio",
         summary="the harness's own event-driven simulator, searched by a portfolio",
         needs_memory=True,
+    ),
+    "layouts": Cost(
+        module="harness.plan.layouts.planner",
+        summary="tensor x data x pipeline parallelism with recomputation on up to 4096 equal "
+        "devices, all layouts, by classes of devices",
+        unread=("start", "search_budget", "search_seconds"),
+        needs_memory=True,
+        most_devices=4096,
     ),
     "pipedream": Cost(
         module="harness.plan.published.pipedream.planner",

@@ -130,6 +130,10 @@ def link_bandwidths(cluster: Cluster) -> Floats:
     bandwidth = np.zeros((n, n))
     for link in cluster.links:
         bandwidth[position[link.source], position[link.target]] = link.bandwidth_bytes_per_s
+    nic = np.array([n.nic_bytes_per_s or 0.0 for n in cluster.nodes])[cluster.node_of()]
+    node_of = np.array(cluster.node_of())
+    is_left_out = (bandwidth == 0) & (node_of[:, None] != node_of[None, :])
+    bandwidth = np.where(is_left_out, np.minimum.outer(nic, nic), bandwidth)
     np.fill_diagonal(bandwidth, math.inf)
     if not bandwidth.all():
         a, b = (int(i) for i in np.argwhere(bandwidth == 0)[0])

@@ -1,0 +1,192 @@
+"""`--cost layouts`: the best degrees of tensor, data and pipeline parallelism on equal nodes.
+
+The price of a layout needs one group's simulation for each size of group and microbatch, so the
+cost of planning does not grow with the number of devices, but for the strategy's file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from harness.domain.cluster import Cluster
+from harness.domain.fingerprint import fingerprint
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+from harness.domain.sharding import has_tasks
+from harness.errors import PlanError, StrategyError
+from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layouts.group import Group, GroupCosts
+from harness.plan.layouts.pricing import Choice, NodeLinks, last_readers, price
+from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.transfers import Ints
+from harness.plan.stages import balance
+from harness.units import format_bytes
+
+_MOST_RUNNERS_UP = 8
+
+
+def plan(request: PlanRequest) -> PlanResult:
+    """Find the fastest layout that uses all devices.
+
+    Raises:
+        PlanError: unlike nodes, no batch, or nothing fits.
+    """
+    graph, profile = request.model()
+    batch = request.batch or graph.batch
+    if batch is None:
+        raise PlanError(f"graph {graph.name!r} has no batch: give --batch-size")
+    search = LayoutSearch(graph, profile, request.cluster, batch)
+    limit = request.memory_bytes or request.cluster.devices[0].memory_bytes
+    found: list[Choice] = []
+    for choice in search.choices():
+        found.append(choice)
+        fitting = [each.step_s for each in found if each.memory_bytes <= limit]
+        if fitting and len(found) % 16 == 0:
+            request.progress(SearchProgress(n_proposals=len(found), best_step_s=min(fitting)))
+    if not found:
+        raise PlanError(
+            f"no layout shares a batch of {batch} among all {request.cluster.n_devices} devices: "
+            "give a batch of a multiple of them, or fewer devices"
+        )
+    found.sort(key=lambda choice: (choice.memory_bytes > limit, choice.step_s, choice.name))
+    if found[0].memory_bytes > limit:
+        least = min(choice.memory_bytes for choice in found)
+        raise PlanError(
+            f"no layout of {graph.name!r} fits: of {len(found)}, the closest needs "
+            f"{format_bytes(least)} on a device, which has {format_bytes(float(limit))}: add "
+            "devices or memory, or lower the batch"
+        )
+    return _result(request, search, found, limit)
+
+
+class LayoutSearch:
+    """All layouts of a graph on a cluster of equal nodes.
+
+    Raises:
+        PlanError: unlike nodes.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        profile: Profile,
+        cluster: Cluster,
+        batch: int,
+        options: SimulatorOptions | None = None,
+    ) -> None:
+        self.graph, self.profile, self.cluster, self.batch = graph, profile, cluster, batch
+        self.options = options or SimulatorOptions()
+        self.links = NodeLinks.from_cluster(cluster)
+        placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
+        self.n_placed = len(placed)
+        self._last_reader = last_readers(graph, placed)
+        self._ends: dict[tuple[int, int, int, bool], Ints] = {}
+
+    def choices(self) -> Iterator[Choice]:
+        """Every layout, with each size of microbatch that is a power of two."""
+        n = self.cluster.n_devices
+        for tp in _divisors(self.links.n_each):
+            group = Group(self.graph, self.profile, self.cluster, tp, self.options)
+            for pp in _divisors(n // tp):
+                dp = n // tp // pp
+                if pp <= self.n_placed and self.batch % dp == 0:
+                    yield from self._of_degrees(group, Layout(tp=tp, dp=dp, pp=pp))
+
+    def _of_degrees(self, group: Group, layout: Layout) -> Iterator[Choice]:
+        own = self.batch // layout.dp
+        sizes = [2**k for k in range(own.bit_length()) if own % 2**k == 0]
+        for samples in sizes if self.graph.mixing_operator() is None else [own]:
+            try:
+                costs = group.costs(samples)
+            except StrategyError:  # a group of this size cannot share an operator
+                return
+            for recompute in (False, True):
+                yield price(
+                    layout,
+                    self._stages(layout, samples, costs, recompute=recompute),
+                    own // samples,
+                    recompute=recompute,
+                    costs=costs,
+                    last_reader=self._last_reader,
+                    links=self.links,
+                    options=self.options,
+                )
+
+    def _stages(self, layout: Layout, samples: int, costs: GroupCosts, *, recompute: bool) -> Ints:
+        """Ends of the balanced stages."""
+        key = (layout.tp, layout.pp, samples, recompute)
+        if key not in self._ends:
+            seconds = costs.forward_s * (1 + recompute) + costs.backward_s
+            ends = balance([seconds.tolist()] * layout.pp, layout.pp).ends
+            self._ends[key] = np.array(ends, dtype=np.int64)
+        return self._ends[key]
+
+    def cuts(self, choice: Choice) -> tuple[int, ...]:
+        """The first operator of each stage but the first."""
+        layout = choice.layout
+        samples = self.batch // layout.dp // choice.n_microbatches
+        ends = self._ends[layout.tp, layout.pp, samples, choice.recompute]
+        return tuple(ends[:-1].tolist())
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def _result(
+    request: PlanRequest, search: LayoutSearch, found: list[Choice], limit: int
+) -> PlanResult:
+    best, graph, cluster = found[0], search.graph, search.cluster
+    layout = best.layout
+    strategy = layout_strategy(
+        Layout(tp=layout.tp, dp=layout.dp, pp=layout.pp, cuts=search.cuts(best)),
+        graph,
+        cluster,
+        search.batch,
+        n_microbatches=best.n_microbatches,
+        schedule="1f1b",
+        recompute=best.recompute,
+    )
+    made_for = fingerprint(graph, cluster, search.profile)
+    group = Group(graph, search.profile, cluster, 1, search.options).costs(1)
+    single_s = search.batch * float((group.forward_s + group.backward_s).sum())
+    ddp = [c.step_s for c in found if c.layout.dp == cluster.n_devices]
+    runners: dict[str, Choice] = {}
+    for choice in found[1:]:
+        runners.setdefault(choice.layout.name, choice)
+    runners.pop(layout.name, None)
+    return PlanResult(
+        cost="layouts",
+        method="all layouts, by classes of devices",
+        predicted_step_s=best.step_s,
+        speedup_over_single=single_s / best.step_s,
+        speedup_over_ddp=min(ddp) / best.step_s if ddp else math.nan,
+        memory_bytes={device.name: best.memory_bytes for device in cluster.devices},
+        strategy=type(strategy)(
+            name=strategy.name,
+            batch=strategy.batch,
+            operators=strategy.operators,
+            n_microbatches=strategy.n_microbatches,
+            schedule=strategy.schedule,
+            stages=strategy.stages,
+            made_for=made_for,
+        ),
+        explanation=[f"{best.name}, of {len(found)} layouts with their flows"],
+        runners_up=[
+            RunnerUp(
+                name=choice.name,
+                step_s=choice.step_s if choice.memory_bytes <= limit else None,
+                note="" if choice.memory_bytes <= limit else _needs(choice),
+            )
+            for choice in list(runners.values())[:_MOST_RUNNERS_UP]
+        ],
+        n_proposals=len(found),
+    )
+
+
+def _needs(choice: Choice) -> str:
+    return f"out of memory: {format_bytes(choice.memory_bytes)}"

@@ -1,0 +1,110 @@
+"""Layouts priced by classes of devices against the simulator on all devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+from harness.domain.strategy import validate
+from harness.errors import PlanError
+from harness.plan.commands import main
+from harness.plan.costs import run
+from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
+from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layouts.planner import LayoutSearch
+from harness.plan.request import PlanRequest
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.simulator import Simulator
+
+BATCH = 16
+STEP, MEMORY = 0.04, 0.25  # what the closed form leaves out: waits of 1F1B, halves of buckets
+
+
+def chain(batch: int = BATCH) -> tuple[Graph, Profile]:
+    """Eight equal layers of 3 ms a sample, less on groups of two and four."""
+    layers = [Layer(f"l{k}", 4_000_000, 100_000, 300_000) for k in range(8)]
+    graph = chain_graph("chain", layers, batch, n_parts=4)
+    times = {}
+    for samples in (1, 2, 4, 8, 16):
+        for tp in (1, 2, 4):
+            seconds = 1e-3 * samples * (1 / tp + 0.05)
+            times[TimeKey("device", samples, tp)] = [LayerTime(seconds, 2 * seconds)] * 8
+    return graph, layer_profile(graph, times)
+
+
+def cluster(memory_bytes: int = 10**9) -> Cluster:
+    return Cluster.uniform(
+        2, 2, inside_bytes_per_s=8e9, between_bytes_per_s=2e9, memory_bytes=memory_bytes
+    )
+
+
+def request(where: Cluster) -> PlanRequest:
+    graph, profile = chain()
+    return PlanRequest(cluster=where, graph=graph, profile=profile)
+
+
+def test_steps_and_memory_are_near_those_of_the_simulator_and_so_is_the_choice() -> None:
+    (graph, profile), where = chain(), cluster()
+    options = SimulatorOptions(n_optimizer_states=2)
+    search = LayoutSearch(graph, profile, where, BATCH, options)
+    simulator = Simulator(graph, profile, where, options=options)
+    steps = {}
+    for choice in search.choices():
+        layout = choice.layout
+        simulated = simulator.simulate(
+            layout_strategy(
+                Layout(tp=layout.tp, dp=layout.dp, pp=layout.pp, cuts=search.cuts(choice)),
+                graph,
+                where,
+                BATCH,
+                n_microbatches=choice.n_microbatches,
+                recompute=choice.recompute,
+            )
+        )
+        memory_bytes = max(simulated.memory_bytes.values())
+        assert choice.step_s == pytest.approx(simulated.step_s, rel=STEP), choice.name
+        assert choice.memory_bytes == pytest.approx(memory_bytes, rel=MEMORY), choice.name
+        steps[choice.name] = (choice.step_s, simulated.step_s)
+    # With and without recomputation, by the powers of two that divide a replica's samples.
+    assert len(steps) == 2 * (3 + 4 + 5 + 4 + 5)
+    chosen = min(steps.values())
+    assert chosen[1] <= 1.01 * min(simulated for _, simulated in steps.values())
+
+
+def test_memory_decides_where_it_binds() -> None:
+    asked = request(cluster())
+    free = run("layouts", asked)
+    assert asked.graph is not None
+    validate(free.strategy, asked.graph, asked.cluster)
+    needed = max(free.memory_bytes.values())
+    less = run("layouts", request(cluster(memory_bytes=needed - 1)))
+    assert max(less.memory_bytes.values()) < needed
+    assert less.predicted_step_s >= free.predicted_step_s
+    with pytest.raises(PlanError, match="no layout of 'chain' fits"):
+        run("layouts", request(cluster(memory_bytes=10**6)))
+
+
+def test_2048_devices_are_planned_by_a_few_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, profile = chain(batch=2048)
+    (tmp_path / "chain.json").write_bytes(profile.to_json())
+    (tmp_path / "chain.graph.json").write_bytes(graph.to_json())
+    flags = ["--profile", str(tmp_path / "chain.json"), "--topology", "512x4", "--cost", "layouts"]
+    flags += ["--bandwidth", "8e9,2e9", "--memory", "1GB", "--json"]
+    assert main(["search", *flags]) == 0
+    result = json.loads(capsys.readouterr().out)
+    devices = {d for plan in result["strategy"]["operators"].values() for d in plan["devices"]}
+    assert devices == set(range(2048))
+
+
+def test_unlike_nodes_are_refused() -> None:
+    other = Cluster.uniform(1, 1, inside_bytes_per_s=1.0, memory_bytes=1).nodes[0]
+    renamed = Cluster(nodes=[cluster().nodes[1], other], links=[])
+    with pytest.raises(PlanError, match="equal nodes"):
+        run("layouts", request(renamed))
