@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from dataclasses import replace
 
@@ -40,6 +41,8 @@ class ElasticExecutor:
         plan: ExecutorPlan,
     ) -> None:
         self._world, self._recorder, self._options, self._plan = world, recorder, options, plan
+        # A change collects the old engine: in 3 ms without all older objects, in 0.2 s with them.
+        gc.freeze()
         captured = capture(task, plan.strategy.batch, "model")
         self.layers = freezable_layers(captured.graph)
         module = captured.module
