@@ -40,7 +40,8 @@ _CUTTABLE: dict[str, tuple[str, ...]] = {
     "layer_norm": (SAMPLE, HEADS, "seq", "feature", "height", "width"),
     "elementwise": (SAMPLE, HEADS, "seq", "feature", "height", "width"),
     "add": (SAMPLE, HEADS, "seq", "feature", "height", "width"),
-    "embedding": (SAMPLE, "seq", "feature"),
+    "embedding": (SAMPLE, "seq", "feature", CONTRACTION),
+    "loss": (SAMPLE, CONTRACTION),
     "attention": (SAMPLE, HEADS, "seq"),
     "block": (SAMPLE, HEADS),
 }
@@ -49,7 +50,7 @@ _WEIGHT_DIMS: dict[str, tuple[str, ...]] = {
     "linear": ("feature", CONTRACTION),
     "conv2d": ("feature",),
     "batch_norm": ("feature",),
-    "embedding": ("feature",),
+    "embedding": ("feature", CONTRACTION),
     "attention": (HEADS,),
     "block": (HEADS,),
 }
@@ -79,8 +80,8 @@ def full_shape(operator: Operator, *, batch: int, graph_batch: int | None) -> di
     """Sizes of all dims, with samples scaled to `batch`.
 
     The last are partial dims (`is_partial`), which the output does not have: the heads of a block
-    or of an attention with an output projection, and the contraction (input features) of a linear
-    operator.
+    or of an attention with an output projection, and the contraction: input features of a linear
+    operator, rows of an embedding, classes of a loss.
     An operator of unknown shape has samples only.
     """
     shape = dict(operator.shape)
@@ -91,9 +92,9 @@ def full_shape(operator: Operator, *, batch: int, graph_batch: int | None) -> di
     n_heads = operator.attrs.get("n_heads")
     if operator.kind in _WITH_HEADS and HEADS not in shape and isinstance(n_heads, int):
         shape[HEADS] = n_heads
-    in_features = operator.attrs.get("in_features")
-    if _sums_up(operator) and isinstance(in_features, int):
-        shape[CONTRACTION] = in_features
+    n_summed = _n_summed(operator)
+    if isinstance(n_summed, int):
+        shape[CONTRACTION] = n_summed
     return shape
 
 
@@ -122,10 +123,21 @@ def full_blocks(
     ]
 
 
-def _sums_up(operator: Operator) -> bool:
-    """Whether it multiplies one input, whose features are named, by weights that it holds."""
-    is_product = operator.kind == "linear" and bool(operator.shape)
-    return is_product and operator.parameter_bytes > 0 and len(operator.inputs) == 1
+def _n_summed(operator: Operator) -> object:
+    """Size of its contraction; None if it has none.
+
+    A linear operator has one if it multiplies one input, whose features are named, by weights that
+    it holds; an embedding that looks up one row each; a loss whose last dim is that of the classes.
+    """
+    attrs = operator.attrs
+    if operator.kind == "loss":
+        return attrs.get("n_classes")
+    has_weights = operator.parameter_bytes > 0 and len(operator.inputs) == 1
+    if not has_weights or not operator.shape:
+        return None
+    if operator.kind == "embedding" and attrs.get("function") == "Embedding":
+        return attrs.get("n_rows")
+    return attrs.get("in_features") if operator.kind == "linear" else None
 
 
 def is_partial(operator: Operator, dim: str) -> bool:
@@ -310,7 +322,8 @@ def _matching_dims(
         found.pop(SAMPLE, None)
         if SAMPLE in shape:
             found[SAMPLE] = SAMPLE
-    if CONTRACTION in shape and producer_dims and producer_dims[-1] != SAMPLE:
+    is_product = operator.kind != "embedding"
+    if CONTRACTION in shape and is_product and producer_dims and producer_dims[-1] != SAMPLE:
         found[producer_dims[-1]] = CONTRACTION
     return found
 

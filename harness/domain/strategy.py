@@ -32,6 +32,7 @@ from harness.domain.partition import (
 from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName, check_schedule
 from harness.domain.sharding import (
+    CONTRACTION,
     cuttable_dims,
     full_blocks,
     full_shape,
@@ -337,7 +338,7 @@ def _check_stages(strategy: Strategy, graph: Graph) -> None:
 
 def samples_per_device(strategy: Strategy, operator: str) -> dict[int, int]:
     """Samples of the global batch that each device computes of one operator; samples of copies
-    count for the lowest device."""
+    count for the lowest device, those of partial sums for the first part's."""
     plan = strategy.operators[operator]
     counts: dict[int, int] = {}
     cut = plan.partition.get(SAMPLE, 1)
@@ -347,7 +348,8 @@ def samples_per_device(strategy: Strategy, operator: str) -> dict[int, int]:
         for k, (start, stop) in enumerate(cut_dim(size, cut)):
             first = k * n_rest
             rest = plan.devices[first : first + n_rest]
-            counted = (min(rest[at : at + n_copies]) for at in range(0, n_rest, n_copies))
+            end = n_copies if CONTRACTION in plan.partition else n_rest
+            counted = (min(rest[at : at + n_copies]) for at in range(0, end, n_copies))
             for device in dict.fromkeys(counted):
                 counts[device] = counts.get(device, 0) + stop - start
     return counts

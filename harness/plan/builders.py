@@ -29,6 +29,9 @@ from harness.errors import StrategyError
 from harness.plan.pairs import contracted, linear_pairs
 from harness.plan.stages import balance_in_turn
 
+# Operators that the parts of a sequence do not meet in.
+_BETWEEN = ("elementwise", "add", "layer_norm")
+
 Planner = Callable[[Operator], OperatorPlan]
 
 
@@ -80,17 +83,52 @@ def ddp(
 def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
     """Every operator with weights cut along them over all devices; the others likewise if they can
     be, else by samples. Of linear operators in a row every second is cut by its contraction, and
-    what lies between its sums and the next cut is computed by all (Shoeybi et al., 2019)."""
+    what lies between its sums and the next cut is computed by all (Shoeybi et al., 2019).
+
+    Of a sequence, norms, sums and dropout between attentions and MLPs are cut by positions
+    (Korthikanti et al., 2022), and output layer, loss and a tied embedding by the vocabulary.
+    """
     devices = list(range(cluster.n_devices))
-    rows = {graph.operators[k].name for k in contracted(graph)}
+    tied = _tied(graph)
+    heads = _heads_of_sequences(graph)
+    pairs = [(pair, graph.operators[pair.second].name) for pair in linear_pairs(graph)]
+    rows = {graph.operators[k].name for k in contracted(graph)} - heads
+    inside = {graph.operators[k].name for pair, name in pairs if name in rows for k in pair.between}
+
+    def dim_of(op: Operator) -> str:
+        if op.name in rows or (op.kind == "embedding" and op.name in tied):
+            return CONTRACTION
+        if op.kind == "loss" and heads.issuperset(op.inputs):
+            return CONTRACTION
+        is_between = op.kind in _BETWEEN and op.name not in inside
+        return "seq" if is_between and "seq" in op.shape else weight_dim(op) or "feature"
 
     def plan(op: Operator) -> OperatorPlan:
-        dim = CONTRACTION if op.name in rows else weight_dim(op) or "feature"
-        return cut_or_whole(op, graph, batch, dim, len(devices), devices)
+        return cut_or_whole(op, graph, batch, dim_of(op), len(devices), devices)
 
     return _copied_inputs(
         _copied_after_sums(_build("tensor parallel", graph, batch, plan), graph), graph
     )
+
+
+def _tied(graph: Graph) -> set[str]:
+    """Operators that use a weight of another one."""
+    users: dict[object, list[str]] = {}
+    for op in graph.operators:
+        names = op.attrs.get("parameters", ())
+        for name in names if isinstance(names, list | tuple) else ():
+            users.setdefault(name, []).append(op.name)
+    return {name for names in users.values() if len(names) > 1 for name in names}
+
+
+def _heads_of_sequences(graph: Graph) -> set[str]:
+    """Linear operators that give the loss one row of logits for each position."""
+    read = {name for op in graph.operators if op.kind == "loss" for name in op.inputs}
+    return {
+        op.name
+        for op in graph.operators
+        if op.name in read and op.kind == "linear" and "seq" in op.shape
+    }
 
 
 def hybrid(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
@@ -100,7 +138,8 @@ def hybrid(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
     devices = list(range(cluster.n_devices))
     rows = contracted(graph)
     inside = {k for pair in linear_pairs(graph) if pair.second in rows for k in pair.between}
-    dims = {graph.operators[k].name: CONTRACTION for k in rows}
+    dims = dict.fromkeys(_tied(graph), SAMPLE)
+    dims |= {graph.operators[k].name: CONTRACTION for k in rows}
     dims |= {graph.operators[k].name: "feature" for k in inside}
 
     def plan(op: Operator) -> OperatorPlan:

@@ -17,6 +17,7 @@ class Pair(NamedTuple):
     """Positions of two linear operators and of elementwise ones, in order.
 
     Attributes:
+        between: also other linear operators, whose outputs meet the first's (SwiGLU's gate).
         after: those that follow the second, up to the first that another one reads beside.
     """
 
@@ -33,13 +34,28 @@ def linear_pairs(graph: Graph) -> list[Pair]:
     for second, operator in enumerate(graph.operators):
         if not can_contract(operator):
             continue
-        between: list[int] = []
-        at = index[operator.inputs[0]]
-        while _is_between(graph.operators[at]):
-            between.insert(0, at)
-            at = index[graph.operators[at].inputs[0]]
-        if graph.operators[at].kind == "linear":
-            found.append(Pair(at, tuple(between), second, _after(graph, second)))
+        cone = _cone(graph, index, index[operator.inputs[0]])
+        if cone is not None:
+            first = next(at for at in sorted(cone) if graph.operators[at].kind == "linear")
+            between = tuple(sorted(cone - {first}))
+            found.append(Pair(first, between, second, _after(graph, second)))
+    return found
+
+
+def _cone(graph: Graph, index: dict[str, int], at: int) -> set[int] | None:
+    """An operator and those that lead to it from linear ones, elementwise; None if others do."""
+    operator = graph.operators[at]
+    if operator.kind == "linear":
+        return {at}
+    sources = [index[name] for name in operator.inputs]
+    if operator.kind != "elementwise" or not sources:
+        return None
+    found = {at}
+    for source in sources:
+        before = _cone(graph, index, source)
+        if before is None or graph.operators[source].shape != operator.shape:
+            return None
+        found |= before
     return found
 
 
@@ -59,7 +75,7 @@ def contracted(graph: Graph) -> set[int]:
     """Linear operators to cut by contraction: every second one of a row, from its second on."""
     second: set[int] = set()
     for pair in linear_pairs(graph):
-        if pair.first not in second:
+        if second.isdisjoint((pair.first, *pair.between)):
             second.add(pair.second)
     return second
 

@@ -7,6 +7,7 @@ that depend on it are computed again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,14 +16,16 @@ import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import Block, volume
+from harness.domain.partition import SAMPLE, Block, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
+    CONTRACTION,
     full_blocks,
     full_shape,
     full_units,
     input_block,
     is_partial,
+    output_sizes,
     weight_dims,
     weight_part,
 )
@@ -37,6 +40,7 @@ from harness.plan.simulate.transfers import (
     Shared,
     Sum,
     Wants,
+    loss_sum,
     make_transfers,
     norm_sums,
     shared_sums,
@@ -294,6 +298,8 @@ class Costs:
         self, op: int, plan: OperatorPlan, readers: Sequence[Reader], *, syncs_norms: bool
     ) -> tuple[Sum, ...]:
         operator, dims = self.graph.operators[op], list(self.shapes[op])
+        if operator.kind == "loss" and CONTRACTION in plan.partition:
+            return self._loss_sums(op, plan)
         if syncs_norms and operator.kind == "batch_norm":
             k = dims.index("feature") if "feature" in dims else None
             groups: dict[tuple[int, int], set[int]] = {}
@@ -301,6 +307,22 @@ class Costs:
                 groups.setdefault((0, 1) if k is None else block[k], set()).add(device)
             return norm_sums(op, self.n_devices, groups)
         return shared_sums(op, self.n_devices, readers)
+
+    def _loss_sums(self, op: int, plan: OperatorPlan) -> tuple[Sum, ...]:
+        """The all-reduces of a loss that is cut by classes."""
+        shape = self.shapes[op]
+        producer = self.graph.index()[self.graph.operators[op].inputs[0]]
+        logits = output_sizes(self.graph.operators[producer], self.shapes[producer])
+        per_sample = math.prod(logits.values()) / shape[SAMPLE] / shape[CONTRACTION]
+        at = list(shape).index(SAMPLE)
+        groups: dict[tuple[int, int], set[int]] = {}
+        for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
+            groups.setdefault(block[at], set()).add(device)
+        return tuple(
+            loss_sum(op, self.n_devices, round(per_sample * (stop - start)), devices)
+            for (start, stop), devices in groups.items()
+            if len(devices) > 1
+        )
 
 
 def is_product(operator: Operator) -> bool:

@@ -119,9 +119,9 @@ class Sum(NamedTuple):
     """An all-reduce within a microbatch.
 
     Attributes:
-        operator: operator whose output is summed, or batch norm.
-        is_norm: statistics of a batch norm, for which the operator waits; else partial sums of an
-            output, for which its readers wait.
+        operator: operator whose output is summed, or batch norm, or loss.
+        is_norm: statistics of a batch norm or of a loss that is cut by classes, for which the
+            operator waits; else partial sums of an output, for which its readers wait.
         n_bytes: bytes of one all-reduce, forward and backward.
         n_rounds: number of consecutive all-reduces, forward and backward; may be 0.
         sources, targets: rows that hold the parts, and that read the sum (operator * n_devices +
@@ -253,6 +253,20 @@ def norm_sums(
         )
         for (start, stop), devices in groups.items()
         if len(devices) > 1
+    )
+
+
+def loss_sum(operator: int, n_devices: int, n_targets: int, devices: set[int]) -> Sum:
+    """The all-reduce of a loss that is cut by classes: numbers in FP32, for each of its targets one
+    for each device and one more; forward only."""
+    return Sum(
+        operator=operator,
+        is_norm=True,
+        group=tuple(sorted(devices)),
+        n_bytes=(4 * n_targets * (len(devices) + 1), 1),
+        n_rounds=(1, 0),
+        sources=tuple(operator * n_devices + d for d in sorted(devices)),
+        targets=(),
     )
 
 

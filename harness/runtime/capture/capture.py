@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from harness.domain.graph import SCORE_FLOPS, Graph, Operator
+from harness.domain.graph import SCORE_FLOPS, Attribute, Graph, Operator
 from harness.errors import HarnessError, ModelError
 from harness.runtime.capture.meta_run import (
     MetaResult,
@@ -239,6 +239,10 @@ class _Builder:
 
 def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
     n_classes = math.prod(size for dim, size in producer.shape.items() if dim != "sample")
+    attrs: dict[str, Attribute] = {"function": str(task.loss)}
+    *others, last = producer.shape.values() or (0,)
+    if task.loss == "cross_entropy" and tuple(others[1:]) == task.target_shape and others:
+        attrs["n_classes"] = last
     return Operator(
         name=LOSS,
         kind="loss",
@@ -246,7 +250,7 @@ def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
         shape={"sample": batch},
         activation_bytes=4 * batch,
         signature=f"loss(function={task.loss}) {n_classes} -> ",
-        attrs={"function": str(task.loss)},
+        attrs=attrs,
     )
 
 

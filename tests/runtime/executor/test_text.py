@@ -1,13 +1,25 @@
 """Models of text train what one device trains, by whatever cut; sequences have unlike lengths."""
 
+import math
+from collections import Counter
 from functools import cache
 
 import pytest
+import torch
 from equivalence_cases import Case
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
 from equivalence_models import TEXT_MODELS, small_graph
 from equivalence_reference import train_alone
 from equivalence_strategies import named_strategies
+from msgspec.structs import replace
+
+from harness.domain.strategy import OperatorPlan
+from harness.runtime.capture.capture import capture
+from harness.runtime.executor.geometry.values import MetaModel
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.shards.forms import choose_forms
+from harness.runtime.executor.shards.loss import CutCrossEntropy
+from harness.runtime.models.task import IGNORED
 
 STRATEGIES = ("ddp", "tensor parallel", "hybrid", "zero_bubble")
 
@@ -32,3 +44,83 @@ def trained_alone(model):
 def test_a_model_of_text_trains_what_one_device_trains(model, name, ranks):
     found = ranks.train(make_case(model, name))
     assert first_beyond(found, trained_alone(model), FLOAT64_TOLERANCES["sgd"]) is None
+
+
+@pytest.mark.parametrize("model", ["llama", "t5"])
+def test_attention_by_positions_trains_what_one_device_trains(model, ranks):
+    """Each device has some queries, and gathers keys and values."""
+    case = make_case(model, "tensor parallel")
+    kinds = {op.name: op.kind for op in small_graph(model).operators}
+    plans = {
+        name: OperatorPlan({"seq": 2}, [0, 1]) if kinds[name] == "attention" else plan
+        for name, plan in case.strategy.operators.items()
+    }
+    case = replace(case, strategy=replace(case.strategy, operators=plans))
+    found = ranks.train(case)
+    assert first_beyond(found, trained_alone(model), FLOAT64_TOLERANCES["sgd"]) is None
+
+
+def received(model, name):
+    """Elements that device 0 receives in a forward pass, by value; and the forms of operators."""
+    case = make_case(model, name)
+    task = case.make_task()
+    captured = capture(task, case.strategy.batch, model)
+    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
+    plan = ExecutorPlan(strategy=case.strategy)
+    forms = choose_forms(captured, meta, plan, [case.strategy.batch])[case.strategy.batch]
+    found: Counter[str] = Counter()
+    for want in forms.layout.wants:
+        if want.device == 0:
+            for piece in want.pieces:
+                if piece.part.device != 0:
+                    found[want.value] += math.prod(stop - start for start, stop in piece.region)
+    return found, forms.of
+
+
+# A table cut by its rows, which is tied, gives half of a sum; one cut by columns half of a half.
+@pytest.mark.parametrize(("model", "of_table"), [("gpt2", 2), ("llama", 1)])
+def test_tensor_parallel_moves_half_of_each_sum_and_no_logits(model, of_table):
+    found, forms = received(model, "tensor parallel")
+    quarter = 8 * 8 * 16 // 4  # samples, positions, width
+    # Two blocks: what their attentions and MLPs read and give; then the norm before the logits.
+    norms = sum(n for value, n in found.items() if "norm" in value)
+    sums = sum(n for value, n in found.items() if value.endswith(("attention", "mlp_down")))
+    assert (norms, sums, found["tokens_1"]) == (10 * quarter, 8 * quarter, of_table * quarter)
+    assert sum(found.values()) == (18 + of_table) * quarter
+    assert "gathered" not in forms.values()
+    assert forms["loss"] == "norm"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_cut_cross_entropy_is_the_whole_one(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(3, 4, 10, generator=generator) * 30).to(dtype).requires_grad_()
+    targets = torch.randint(10, (3, 4), generator=generator)
+    targets[1, 2:] = IGNORED
+    whole = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).double(), targets.flatten(), reduction="sum", ignore_index=IGNORED
+    )
+    (wanted,) = torch.autograd.grad(whole, logits)
+    cuts = [(0, 3), (3, 4), (4, 10)]
+    rows: list[torch.Tensor] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        rows.append(x.clone())
+        return x
+
+    def compute(reduce) -> list[tuple[float, torch.Tensor]]:
+        parts = []
+        for index, (first, last) in enumerate(cuts):
+            own = logits.detach()[..., first:last].clone().requires_grad_()
+            loss = CutCrossEntropy((first, last), index, 3, reduce)
+            value = loss(own, targets, torch.tensor(1.0))
+            value.backward()
+            parts.append((float(value.detach()), own.grad))
+        return parts
+
+    compute(note)
+    parts = compute(lambda _: torch.stack(rows[:3]).sum(0))
+    # float64 to rounding; sums of bfloat16 are in float32, whose gradients are rounded to bfloat16.
+    exact = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
+    assert sum(value for value, _ in parts) == pytest.approx(float(whole.detach()), rel=1e-6)
+    torch.testing.assert_close(torch.cat([g for _, g in parts], 2), wanted, **exact)

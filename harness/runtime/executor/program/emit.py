@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.partition import SAMPLE, Block
+from harness.domain.sharding import CONTRACTION
 from harness.runtime.executor.geometry.layout import Layout, Part, Want
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
@@ -45,19 +46,9 @@ from harness.runtime.executor.shards.forms import (
 )
 from harness.runtime.executor.shards.inplace import COPIES, out_of_place
 from harness.runtime.executor.shards.kinds import make_dropout
+from harness.runtime.executor.shards.loss import CutCrossEntropy, LossPart
 from harness.runtime.executor.state.weights import Weights
 from harness.runtime.models.task import Task
-
-
-class LossPart(nn.Module):
-    """A task of the loss: the sum over its samples, times the microbatch's factor."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self._sum_loss = task.sum_loss
-
-    def forward(self, outputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-        return self._sum_loss(outputs, targets) * weight
 
 
 class KeepsBuffers(nn.Module):
@@ -143,10 +134,10 @@ class SegmentBuilder:
     def add(self, part: Part) -> None:
         """Emit one task."""
         wants = self._layout.reads(part)
-        if part.operator not in self._layout.captured.nodes:
-            self._add_loss(part, self._region(wants[0][1]))
-            return
         form = self._forms.of[part.operator]
+        if part.operator not in self._layout.captured.nodes:
+            self._add_loss(part, self._region(wants[0][1]), form)
+            return
         if form in ("native", "gathered"):
             untrimmed = {node: self._untrimmed(node, want) for node, want in wants}
             self._add_native(part, untrimmed, is_gathered=form == "gathered")
@@ -206,11 +197,24 @@ class SegmentBuilder:
         self._owned[path] = module
         return self._graph.call_module(path, arguments)
 
-    def _add_loss(self, part: Part, outputs: fx.Node) -> None:
+    def _add_loss(self, part: Part, outputs: fx.Node, form: str) -> None:
         targets = self._input(TargetKey(self._layout.sample_interval(part)))
+        name, blocks = part.operator, self._layout.parts[part.operator]
+        classes = dict(zip(self._layout.shapes[name], part.block, strict=True)).get(CONTRACTION)
+        loss: nn.Module
+        if form == "norm":
+            assert classes is not None
+            at = list(self._layout.shapes[name]).index(SAMPLE)
+            same = [p.index for p in blocks if p.block[at] == part.block[at]]
+            reduce = self._device.reduce_over(name, norm_devices(self._layout, part))
+            loss = CutCrossEntropy(classes, same.index(part.index), len(same), reduce)
+        else:
+            is_zero = form == "gathered" and classes is not None and classes[0] > 0
+            loss = LossPart(self._device.task, is_zero=is_zero)
         arguments = outputs, targets, self._input(WeightKey())
-        emitted = self._call(f"loss.{part.index}", LossPart(self._device.task), arguments)
-        self.values[PartKey("loss", part.operator, part.index)] = emitted
+        self.values[PartKey("loss", name, part.index)] = self._call(
+            f"loss.{part.index}", loss, arguments
+        )
 
     def _add_native(
         self, part: Part, arguments: dict[fx.Node, fx.Node], *, is_gathered: bool

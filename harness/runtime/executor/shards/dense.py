@@ -60,7 +60,7 @@ def make_linear(part: ShardSpec) -> LinearShard | None:
 
 
 class EmbeddingShard(Shard):
-    """Some columns of a table.
+    """Some columns of a table, or a partial sum over some rows: 0 for indices of other rows.
 
     Args:
         look_up: F.embedding or F.embedding_bag.
@@ -80,12 +80,19 @@ class EmbeddingShard(Shard):
         self._look_up, self._options, self._inward = look_up, options, inward
         table = part.held("weight")
         assert table is not None
-        rows = part.tensor(table).shape[0]
-        self.copy_slice(part, "weight", table, ((0, rows), part.output[-1]))
+        whole = (0, part.tensor(table).shape[0])
+        self._rows = part.partial("contraction") or whole
+        self._has_all = self._rows == whole
+        self.copy_slice(part, "weight", table, (self._rows, part.output[-1]))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         indices = self._inward.take(inputs[0])
-        return self._look_up(indices, self.weight, **self._options)
+        if self._has_all:
+            return self._look_up(indices, self.weight, **self._options)
+        low, high = self._rows
+        is_own = (indices >= low) & (indices < high)
+        found = self._look_up((indices - low).where(is_own, 0), self.weight, **self._options)
+        return found.where(is_own.unsqueeze(-1), 0)
 
 
 def make_embedding(part: ShardSpec) -> EmbeddingShard | None:
@@ -97,6 +104,10 @@ def make_embedding(part: ShardSpec) -> EmbeddingShard | None:
     if table.max_norm is not None or table.scale_grad_by_freq:
         return None
     options: dict[str, Any] = {"padding_idx": table.padding_idx, "sparse": table.sparse}
+    rows = part.partial("contraction")
+    if rows is not None and rows[0] > 0 and table.padding_idx is not None:
+        is_inside = rows[0] <= table.padding_idx < rows[1]
+        options["padding_idx"] = table.padding_idx - rows[0] if is_inside else None
     rank = len(part.wanted[0].shape)
     if isinstance(table, nn.Embedding):
         inward = region(part.wanted[0], part.output[:-1])

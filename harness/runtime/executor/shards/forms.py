@@ -2,7 +2,7 @@
 
 native    the model's node: the operator is whole, or cut along samples only
 shard     a module made for the block
-norm      batch norm with global statistics
+norm      batch norm with global statistics, or a loss that is cut by classes
 dropout   dropout by the block of the whole tensor's mask
 gathered  the whole operator for the task's samples, cropped to the block (logs a warning)
 """
@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.partition import SAMPLE, count_parts, n_parts, n_replicas
-from harness.domain.sharding import has_tasks
+from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import Strategy
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
@@ -57,9 +57,10 @@ class Forms:
 
 
 def norm_devices(layout: Layout, part: Part) -> tuple[int, ...]:
-    """The devices that normalise the same features as a task of a batch norm, ascending."""
+    """The devices that normalise the same features as a task of a batch norm, or that have the
+    same samples of a loss, ascending."""
     dims = list(layout.shapes[part.operator])
-    at = dims.index("feature")
+    at = dims.index("feature" if part.operator in layout.captured.nodes else SAMPLE)
     same = [p for p in layout.parts[part.operator] if p.block[at] == part.block[at]]
     return tuple(sorted(p.device for p in same))
 
@@ -136,10 +137,14 @@ class _Chooser:
 
     def _first_choice(self, name: str) -> Form:
         node = self._captured.nodes.get(name)
+        plan = self._strategy.operators[name]
+        partition = plan.partition
         if node is None:
-            return "native"
+            if n_parts(partition.get(CONTRACTION, 1)) == 1:
+                return "native"
+            is_apart = len(set(plan.devices)) == len(plan.devices)  # as for norms, below
+            return "norm" if is_apart and n_replicas(partition) == 1 else "gathered"
         _check_is_not_synchronised(name, node, self._captured.module)
-        partition = self._strategy.operators[name].partition
         has_copies = n_replicas(partition) > 1
         if has_copies:
             _check_has_no_weights(name, node, self._captured.module)
@@ -157,7 +162,7 @@ class _Chooser:
 
     def _needs_global_statistics(self, name: str) -> bool:
         operator = self._captured.graph.operators[self._captured.graph.index()[name]]
-        if self._plan.batch_norm != "global":
+        if self._plan.batch_norm != "global" or name not in self._captured.nodes:
             return False
         cuts = self._strategy.operators[name].partition
         if not any(n_parts(cut) > 1 for dim, cut in cuts.items() if dim != "feature"):
