@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.errors import ConfigError, StrategyError
+from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.data.batch import Batch
@@ -28,6 +28,7 @@ from harness.runtime.executor.gradients.deferred import (
     count_uses,
 )
 from harness.runtime.executor.gradients.joining import Joining
+from harness.runtime.executor.gradients.loss_scale import LossScale
 from harness.runtime.executor.gradients.parameter_hooks import ParameterHooks
 from harness.runtime.executor.gradients.sums import GradientSync
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
@@ -68,7 +69,7 @@ class ExecutorEngine:
 
     Raises:
         StrategyError: the strategy does not fit the model or the ranks.
-        ConfigError: the dtype is fp16, which needs loss scaling.
+        ConfigError: the dtype is fp16, and training asynchronous.
     """
 
     def __init__(
@@ -80,9 +81,8 @@ class ExecutorEngine:
         plan: ExecutorPlan,
         captured: Captured | None = None,
     ) -> None:
-        if options.dtype == "fp16":
-            raise ConfigError("the executor does not scale losses for fp16: use --dtype bf16")
         self._task, self._world, self.plan = task, world, plan
+        self._scale = LossScale(options.dtype, world, is_asynchronous=plan.is_asynchronous)
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
         captured = captured or capture(task, plan.strategy.batch, "model")
@@ -275,7 +275,8 @@ class ExecutorEngine:
         return self._loss()
 
     def _run(self, batch: Batch | None, share: Share) -> None:
-        flights = self._feed.split(batch, share, is_asynchronous=self.plan.is_asynchronous)
+        is_asynchronous, scale = self.plan.is_asynchronous, self._scale.factor()
+        flights = self._feed.split(batch, share, scale, is_asynchronous=is_asynchronous)
         self._runner.run(self._timetable.step(), flights, self._timetable.n_streamed)
         self._phases.end()
 
@@ -312,15 +313,15 @@ class ExecutorEngine:
     def _update(self) -> None:
         if self.is_priming_due:
             return
-        trained = self.weights.trainable()
+        trained, is_muted = self.weights.trainable(), self._channels.is_muted
+        self._scale.unscale(self._optimizer, is_muted=is_muted)
         self._hooks.run(trained)
         if self.keep_gradients:
             found = {piece: parameter.grad for piece, parameter in trained.items()}
             self._gradients = {piece: g.clone() for piece, g in found.items() if g is not None}
         self._phases.begin("optimizer")
-        if self._has_weights:
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+        self._scale.step(self._optimizer, is_muted=is_muted)
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _update_microbatch(self) -> None:
         """Synchronise gradients and update the weights after one microbatch, without a flush."""

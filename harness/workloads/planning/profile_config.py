@@ -26,8 +26,9 @@ class ProfileConfig(ModelFlags):
     """Channels of the images. Default: the model's."""
     batch_size: int = 64
     """Global batch: operators are timed on all of its samples and on parts of it."""
-    dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """Data type of training; parameters stay fp32, bf16 uses autocast. Each has its own file."""
+    dtype: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Data type of training; parameters stay fp32, bf16 and fp16 use autocast. Each has its own
+    file."""
     optimizer: str = "sgd"
     """sgd or adamw; its step is timed too."""
     momentum: float = 0.9

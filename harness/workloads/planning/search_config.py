@@ -17,7 +17,7 @@ from harness.workloads.planning.profile_config import ProfileConfig
 from harness.workloads.planning.profile_points import shard_counts
 
 # Data types that operators are profiled in, and so can be planned.
-PlannedDtype = Literal["fp32", "tf32", "bf16"]
+PlannedDtype = Literal["fp32", "tf32", "bf16", "fp16"]
 PLANNED_DTYPES: tuple[PlannedDtype, ...] = get_args(PlannedDtype)
 
 

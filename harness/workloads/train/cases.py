@@ -175,11 +175,8 @@ def _check_pipeline(case: TrainCase) -> None:
                 f"--{name} needs the executor, {case.strategy} is trained by {case.engine}: add "
                 "--engine executor"
             )
-    if case.engine == "executor" and case.dtype == "fp16":
-        raise ConfigError(
-            f"--dtype fp16 needs loss scaling, {case.strategy} is trained by the executor, which "
-            "has none: use --dtype bf16"
-        )
+    if case.is_asynchronous and case.dtype == "fp16":
+        raise ConfigError("--asynchronous has no loss scaling for --dtype fp16: use bf16")
     if case.engine == "executor" and case.balance == "speed":
         raise ConfigError(
             f"--balance speed is for --engine torch, {case.strategy} is trained by the executor: "

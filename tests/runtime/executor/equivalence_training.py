@@ -111,6 +111,27 @@ def n_synchronisations(case: Case, world: World) -> int:
     return engine.n_synchronisations
 
 
+def train_in_fp16(case: Case, world: World) -> list[tuple[float, float, bool]]:
+    """Train four steps, the third with a factor of the losses that overflows: this rank's loss, the
+    factor after the step, and whether the step changed its weights."""
+    task = case.make_task()
+    options = EngineOptions(dtype="fp16", optimizer=case.optimizer_options())
+    plan = ExecutorPlan(strategy=case.strategy, timeout_s=_TIMEOUT_S)
+    engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
+    found = []
+    for step in range(4):
+        before = [p.detach().clone() for p in engine.model.parameters()]
+        scaler = engine._scale._scaler
+        assert scaler is not None
+        if step == 2:
+            scaler.update(2.0**60)
+        loss = train_step(engine, case, task, step)
+        pairs = zip(before, engine.model.parameters(), strict=True)
+        is_changed = any(not torch.equal(a, b) for a, b in pairs)
+        found.append((loss, engine._scale.factor(), is_changed))
+    return found
+
+
 Phase = tuple[str, str]
 
 

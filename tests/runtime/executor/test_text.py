@@ -11,6 +11,7 @@ from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
 from equivalence_models import TEXT_MODELS, small_graph
 from equivalence_reference import train_alone
 from equivalence_strategies import named_strategies
+from equivalence_training import train_in_fp16
 from msgspec.structs import replace
 
 from harness.domain.strategy import OperatorPlan
@@ -124,3 +125,15 @@ def test_a_cut_cross_entropy_is_the_whole_one(dtype):
     exact = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
     assert sum(value for value, _ in parts) == pytest.approx(float(whole.detach()), rel=1e-6)
     torch.testing.assert_close(torch.cat([g for _, g in parts], 2), wanted, **exact)
+
+
+@pytest.mark.parametrize("name", ["tensor parallel", "1f1b"])
+def test_fp16_skips_a_step_that_overflows_on_all_ranks(name, ranks):
+    case = replace(make_case("gpt2", name), dtype="float32", n_steps=2)
+    by_rank = ranks.run(2, train_in_fp16, case)
+    losses = [sum(loss for loss, *_ in step) for step in zip(*by_rank, strict=True)]
+    # fp16 keeps 11 bits; losses are means of sums of about 20 terms of it.
+    assert losses[:2] == pytest.approx(train_alone(case).losses, rel=5e-3)
+    for steps in by_rank:
+        assert [factor for _, factor, _ in steps] == [2.0**16, 2.0**16, 2.0**59, 2.0**58]
+        assert [changed for *_, changed in steps] == [True, True, False, False]

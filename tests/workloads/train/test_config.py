@@ -79,10 +79,9 @@ def test_a_per_device_batch_grows_with_the_ranks():
         ({"schedule": ("gpipe",)}, "--schedule gpipe is for --strategy pipeline"),
         ({"asynchronous": True}, "--asynchronous is for --strategy pipeline or a strategy's file"),
         (
-            {"strategy": ("tensor",), "dtype": ("fp16",)},
-            "--dtype fp16 needs loss scaling",
+            {"strategy": ("pipeline",), "dtype": ("fp16",), "asynchronous": True},
+            "--asynchronous has no loss scaling",
         ),
-        ({"engine": "executor", "dtype": ("bf16", "fp16")}, "use --dtype bf16"),
         (
             {"strategy": ("pipeline",), "asynchronous": True, "schedule": ("gpipe",)},
             "--asynchronous follows 1f1b, not --schedule gpipe",

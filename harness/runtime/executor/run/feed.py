@@ -47,11 +47,14 @@ class Feed:
         phases.end()  # so that posting receives counts as neither
         return batch
 
-    def split(self, batch: Batch | None, share: Share, *, is_asynchronous: bool) -> list[Flight]:
+    def split(
+        self, batch: Batch | None, share: Share, scale: float, *, is_asynchronous: bool
+    ) -> list[Flight]:
         """Make one flight for each microbatch.
 
         Args:
             batch: this device's samples, in order; None if it reads none.
+            scale: factor of the losses, without effect on their reported values.
             is_asynchronous: each microbatch's loss is a mean of its own.
         """
         flights = []
@@ -70,8 +73,8 @@ class Feed:
                     part,
                     (start - first, stop - first),
                     self._input_names,
-                    weight=1.0 / mean_over,
-                    loss_share=mean_over / n_targets,
+                    weight=scale / mean_over,
+                    loss_share=mean_over / n_targets / scale,
                 )
             )
             at += n
