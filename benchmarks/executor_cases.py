@@ -9,8 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from executor_models import chain, tensor_mlp, whole
-from executor_sides import Bare, MakeSides, Ours, Side, StockDdp, StockPipeline, StockTensor
+from executor_models import chain, tensor_gpt, tensor_mlp, whole
+from executor_sides import (
+    Bare,
+    MakeSides,
+    Ours,
+    Side,
+    StockDdp,
+    StockPipeline,
+    StockTensor,
+    draw,
+)
 from torch import nn
 
 from harness.domain.cluster import Cluster
@@ -53,8 +62,10 @@ def cases(world: World) -> Iterator[Case]:
     for model in ("alexnet", "resnet18", "mlp"):
         for schedule in _SCHEDULES:
             yield _pipeline(world, model, schedule)
+    yield _pipeline(world, "gpt", "1f1b")
     for n_blocks in (1, 2):
         yield _tensor(world, n_blocks)
+    yield _tensor_gpt(world)
 
 
 def _data_parallel(world: World, model: str, group: str, bar: float) -> Case:
@@ -78,7 +89,7 @@ def _pipeline(world: World, model: str, schedule: str) -> Case:
         microbatch = 32 if model == "mlp" else 4
         batch = microbatch * n_microbatches
         n_stages = world.size * (2 if schedule == "interleaved" else 1)
-        example = torch.randn(microbatch, *task.inputs[0].shape)
+        example = draw(task.inputs[0], microbatch)
         weights = maximum_over_ranks(child_times(task.model, example), world)
         numbers = [str(k) for k in range(len(weights))]
         children = [
@@ -107,6 +118,17 @@ def _tensor(world: World, n_blocks: int) -> Case:
         ]
 
     return Case(group="tensor", name=f"tensor mlp of {n_blocks}", bar=0.97, sides=sides)
+
+
+def _tensor_gpt(world: World) -> Case:
+    def sides() -> list[Side]:
+        task, batch = tensor_gpt(2), 8 * world.size
+        graph = capture(task, batch, "gpt").graph
+        cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
+        strategy = builders.tensor_parallel(graph, cluster, batch)
+        return [Ours(task, world, strategy), StockTensor(task, world, batch)]
+
+    return Case(group="tensor", name="tensor gpt blocks", bar=1.0, sides=sides)
 
 
 def child_times(model: nn.Module, example: torch.Tensor) -> list[float]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from harness.runtime.models import InputSpec, ModelOptions, Task, build_task, fit_options
+from harness.runtime.models.attention import GroupedAttention
+from harness.runtime.models.text import Block, Mlp
 from harness.runtime.models.torchvision_import import import_torchvision
 
+# Layers of an attention that are cut by columns.
+PROJECTIONS = ("query", "key", "value")
 _N_CLASSES = 10
+_LENGTH = 64
+_VOCABULARY = 1000
 _IMAGE = InputSpec(name="images", shape=(3, 64, 64))
 
 
@@ -53,7 +60,20 @@ def _mlp() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(512, _N_CLASSES))
 
 
-_CHAINS = {"alexnet": _alexnet, "resnet18": _resnet18, "mlp": _mlp}
+def _block(width: int) -> Block:
+    attention = GroupedAttention(width, 8, is_causal=True)
+    mlp = Mlp(width, 4 * width, nn.GELU(approximate="tanh"), has_bias=True)
+    return Block(width, attention, mlp, nn.LayerNorm, 0.0)
+
+
+def _gpt() -> nn.Sequential:
+    blocks = [_block(256) for _ in range(6)]
+    return nn.Sequential(
+        nn.Embedding(_VOCABULARY, 256), *blocks, nn.LayerNorm(256), nn.Linear(256, _VOCABULARY)
+    )
+
+
+_CHAINS = {"alexnet": _alexnet, "resnet18": _resnet18, "mlp": _mlp, "gpt": _gpt}
 
 
 def chain(name: str) -> Task:
@@ -63,8 +83,53 @@ def chain(name: str) -> Task:
     for layer in model.modules():
         if isinstance(layer, nn.ReLU):
             layer.inplace = False  # a stage may begin with this layer, on a leaf tensor
+    if name == "gpt":
+        tokens = InputSpec(name="tokens", shape=(_LENGTH,), dtype=torch.int64, n_values=_VOCABULARY)
+        return Task(model=model, inputs=(tokens,), n_classes=_VOCABULARY, target_shape=(_LENGTH,))
     spec = InputSpec(name="features", shape=(512,)) if name == "mlp" else _IMAGE
     return Task(model=model, inputs=(spec,), n_classes=_N_CLASSES)
+
+
+class _SeparateProjections(GroupedAttention):
+    """The same attention, which calls its projections as modules, as parallelize_module needs."""
+
+    def forward(self, queries: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.form.head_dim)).transpose(1, 2)
+            for project, x in ((self.query, queries), (self.key, memory), (self.value, memory))
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.form.is_causal)
+        found: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return found
+
+
+def separate_projections(model: nn.Module) -> None:
+    """Let attentions call their projections as modules."""
+    for module in model.modules():
+        if type(module) is GroupedAttention:
+            module.__class__ = _SeparateProjections
+
+
+class _GptBlocks(nn.Module):
+    """Blocks of GPT-2 over features, and a small head."""
+
+    def __init__(self, n_blocks: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(_block(width) for _ in range(n_blocks)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, _N_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+def tensor_gpt(n_blocks: int, width: int = 512) -> Task:
+    """Blocks of GPT-2, a target for each position."""
+    torch.manual_seed(1)
+    spec = InputSpec(name="features", shape=(_LENGTH, width))
+    model = _GptBlocks(n_blocks, width)
+    return Task(model=model, inputs=(spec,), n_classes=_N_CLASSES, target_shape=(_LENGTH,))
 
 
 def tensor_mlp(n_blocks: int, width: int = 480) -> Task:

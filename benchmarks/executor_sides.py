@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from executor_models import PROJECTIONS, separate_projections
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +31,7 @@ from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.engines.torch_engine import TorchEngine, without_buffer_sync
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.models.task import Task
+from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.ranks.world import World
 
 _OPTIMIZER = OptimizerOptions(learning_rate=0.01)
@@ -64,11 +65,18 @@ def batches(task: Task, n: int, positions: Sequence[int], world: World) -> Itera
     made: list[Batch] = []
     index = torch.tensor(list(positions), dtype=torch.int64)
     for _ in range(_N_BATCHES):
-        inputs = [torch.randn(n, *spec.shape, generator=generator) for spec in task.inputs]
-        targets = torch.randint(0, task.n_classes, (n,), generator=generator)
+        inputs = [draw(spec, n, generator) for spec in task.inputs]
+        targets = task.draw_targets(n, generator=generator)
         batch = Batch(tuple(x[index] for x in inputs), targets[index])
         made.append(batch.to(world.device))
     return itertools.cycle(made)
+
+
+def draw(spec: InputSpec, n: int, generator: torch.Generator | None = None) -> Tensor:
+    """Draw `n` random samples of an input."""
+    if spec.n_values is None:
+        return torch.randn(n, *spec.shape, generator=generator)
+    return torch.randint(spec.n_values, (n, *spec.shape), generator=generator)
 
 
 def share_of(n: int, world: World) -> range:
@@ -90,7 +98,8 @@ class Ours:
         )
         n = strategy.batch
         self._batches = batches(task, n, self.engine.samples, world)
-        self._share = Share(n_local=len(self.engine.samples), n_global=n)
+        counts = (task.n_targets,) * n
+        self._share = Share(n_local=len(self.engine.samples), n_global=n, counts=counts)
 
     def step(self) -> Tensor:
         return self.engine.step(self._batches.__next__, self._share)
@@ -179,7 +188,7 @@ class StockPipeline:
         is_single = issubclass(made, schedules.PipelineScheduleSingle)
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            return own.sum_loss(outputs, targets) / batch
+            return own.sum_loss(outputs, targets) / (batch * task.n_targets)
 
         self._schedule = made(
             stages[0] if is_single else stages, n_microbatches, loss_fn=loss, scale_grads=False
@@ -206,7 +215,8 @@ class StockPipeline:
 
 
 class StockTensor:
-    """DTensor's parallelize_module: wide layers by columns, narrow ones by rows."""
+    """DTensor's parallelize_module: wide layers by columns, narrow ones by rows; an attention's
+    inner projections by columns, its last by rows."""
 
     name = "parallelize_module"
 
@@ -214,18 +224,20 @@ class StockTensor:
         self._task = own_copy(task, world)
         mesh = init_device_mesh(world.device.type, (world.size,))
         plan: dict[str, Any] = {}
-        for name, layer in self._task.model.named_children():
-            if isinstance(layer, nn.Linear):
-                is_wide = layer.out_features > layer.in_features
+        separate_projections(self._task.model)
+        for name, layer in self._task.model.named_modules():
+            last = name.rpartition(".")[2]
+            if isinstance(layer, nn.Linear) and last != "head":
+                is_wide = layer.out_features > layer.in_features or last in PROJECTIONS
                 plan[name] = ColwiseParallel() if is_wide else RowwiseParallel()
         self._model = parallelize_module(self._task.model, mesh, plan)
         self._optimizer = make_optimizer(self._model, _OPTIMIZER, world.device)
         self._batches = batches(task, batch, range(batch), world)
-        self._batch, self._is_counted = batch, world.rank == 0
+        self._n_targets, self._is_counted = batch * task.n_targets, world.rank == 0
 
     def step(self) -> Tensor:
         batch = next(self._batches)
-        loss = self._task.sum_loss(self._model(*batch.inputs), batch.targets) / self._batch
+        loss = self._task.sum_loss(self._model(*batch.inputs), batch.targets) / self._n_targets
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
