@@ -63,7 +63,7 @@ def request_from(
     """
     _check_numbers(args)
     _check_read(args)
-    cluster = _cluster(args)
+    cluster = cluster_from(args)
     graph, profile = None, None
     if "model" not in COSTS[args.cost].unread:
         graph, profile = _model(args, cluster, capture_model)
@@ -127,7 +127,8 @@ def parse_topology(text: str, most_devices: int) -> tuple[int, int]:
     return n_nodes, n_devices
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
+def cluster_from(args: argparse.Namespace) -> Cluster:
+    """The cluster of `--cluster` or `--topology`; raises ConfigError without one."""
     if (args.cluster is None) == (args.topology is None):
         raise ConfigError("give either --cluster FILE or --topology NODESxDEVICES")
     if args.cluster is not None:

@@ -1,4 +1,4 @@
-"""The commands of `python -m harness.plan`: search, advise, show, convert and validate."""
+"""The commands of `python -m harness.plan`: search, predict, advise, import and others."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from harness.errors import EXIT_CODE, ConfigError, EnvironmentSetupError, Harnes
 from harness.measure.store import write_atomically
 from harness.plan import cli, flags
 from harness.plan.costs import run
+from harness.plan.importing import command as importing
 from harness.plan.report import ProgressLine, json_line, result_lines
 from harness.plan.show import show_file
 from harness.plan.validation import command as validate
@@ -78,6 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             _search(args)
         elif args.command == "advise":
             _advise(args)
+        elif args.command == "predict":
+            if args.output is not None:
+                _check_output(args.output)
+            importlib.import_module("harness.plan.predict").predict(args, _capture_model)
+        elif args.command == "import":
+            importing.run(args, cli.cluster_from)
         elif args.command == "convert":
             _check_output(args.output)
             data, what = cli.converted(args)

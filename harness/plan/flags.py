@@ -6,12 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
+from harness.domain.schedule import SCHEDULE_NAMES
 from harness.inputs import refuse_old_spelling
 from harness.plan.advise.families import FAMILIES
 from harness.plan.convert import FORMATS
 from harness.plan.costs import COSTS
-from harness.plan.simulate.options import OPTIMIZERS
+from harness.plan.importing import command as importing
+from harness.plan.simulate.options import OPTIMIZERS, AllReduce
 from harness.plan.validation import command as validate
 
 DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16"}  # as profiles name them
@@ -54,12 +57,16 @@ def build_parser() -> argparse.ArgumentParser:
         description="Find how to spread a model over a cluster, and predict its step.",
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{search,advise,show,convert,validate}"
+        dest="command",
+        required=True,
+        metavar="{search,predict,advise,show,convert,import,validate}",
     )
     _add_search(commands)
+    _add_predict(commands)
     _add_advise(commands)
     _add_show(commands)
     _add_convert(commands)
+    _add_cluster(importing.add_parser(commands))
     validate.add_parser(commands)
     return parser
 
@@ -94,6 +101,44 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     out = search.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print one JSON object")
     out.add_argument("--output", type=Path, metavar="FILE", help="write the strategy here")
+
+
+def _add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    predict = commands.add_parser(
+        "predict",
+        help="predict the step of a layout, without a search",
+        description="Predict a step of tensor x data x pipeline parallel; write its strategy.",
+    )
+    predict.add_argument(
+        "--layout",
+        required=True,
+        metavar="tp=T,dp=D,pp=P",
+        help="degrees, 1 if not named; cuts=6-12 begins stages at these operators, shares=2-1 "
+        "gives replicas samples in proportion, devices=0-1-4-5 names devices, parts of a layer "
+        "first, then replicas, then stages",
+    )
+    predict.add_argument("--microbatches", type=int, default=1, metavar="M", help="default: 1")
+    predict.add_argument("--schedule", choices=SCHEDULE_NAMES, default="1f1b", help="default: 1f1b")
+    predict.add_argument(
+        "--recompute",
+        choices=["none", "stages", "layers"],
+        default="none",
+        help="forward again before backward: a stage at once, as the executor does, or layer by "
+        "layer (default: none)",
+    )
+    predict.add_argument(
+        "--no-overlap", action="store_true", help="gradients are synchronised after backward"
+    )
+    predict.add_argument(
+        "--all-reduce", choices=get_args(AllReduce), default="ring", help="default: ring"
+    )
+    _add_model(predict)
+    _add_cluster(predict)
+    predict.add_argument("--json", action="store_true", help="print one JSON object")
+    predict.add_argument("--output", type=Path, metavar="FILE", help="write the strategy here")
+    predict.set_defaults(
+        cost="simulator", search_budget=None, search_seconds=None, start=None, seed=0
+    )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

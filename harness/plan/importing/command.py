@@ -1,0 +1,149 @@
+"""`python -m harness.plan import`: profile and cluster files from what other tools measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.cluster import Cluster, CollectivePoint
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+from harness.errors import ConfigError
+from harness.measure.store import write_atomically
+from harness.plan.find import graph_beside
+from harness.plan.importing.curves import bandwidth_of, read_collectives
+from harness.plan.importing.layer_times import read_layer_times
+from harness.plan.importing.operators import read_operators
+from harness.plan.layers import LayerTime, TimeKey, layer_profile, without_collectives
+from harness.plan.simulate.network import Network
+
+MakeCluster = Callable[[argparse.Namespace], Cluster]
+
+
+def run(args: argparse.Namespace, make_cluster: MakeCluster) -> None:
+    """Write the files, and say what was assumed.
+
+    Raises:
+        HarnessError: a file is missing or malformed, or flags contradict each other.
+    """
+    if not args.output.is_dir():
+        raise ConfigError(f"--output {args.output} is not a directory: make it first")
+    if args.operators is None and args.layer_times is None and args.topology is None:
+        raise ConfigError("give --operators or --layer-times, or --topology for a cluster")
+    said: list[str] = []
+    cluster = None
+    if args.topology is not None:
+        cluster = _cluster(args, make_cluster, said)
+        path = args.output / "cluster.json"
+        write_atomically(path, cluster.to_json())
+        said.insert(0, f"wrote {path}")
+    model = _model(args, cluster, said)
+    if model is not None:
+        graph, profile = model
+        path = args.output / f"profile-{graph.name}.json"
+        write_atomically(path, profile.to_json())
+        write_atomically(graph_beside(path), graph.to_json())
+        said.insert(0, f"wrote {path} and {graph_beside(path)}")
+    print("\n".join(said))
+
+
+def _cluster(args: argparse.Namespace, make_cluster: MakeCluster, said: list[str]) -> Cluster:
+    """The topology with measured curves; its links as fast as the curves where nobody says."""
+    points = [p for path in args.collectives for p in read_collectives(path, args.ranks)]
+    if args.bandwidth is None:
+        if not points:
+            raise ConfigError("--topology needs --bandwidth INSIDE[,BETWEEN], or --collectives")
+        fewest = min(point.n_ranks for point in points)
+        rate = bandwidth_of(_all_reduces([p for p in points if p.n_ranks == fewest]))
+        args.bandwidth = f"{rate:.6g}"
+        said.append(f"assumed: every link has {rate / 1e9:.3g} GB/s, by all-reduce of {fewest}")
+    cluster = make_cluster(args)
+    said.append("assumed: links have no latency of their own; the curves have theirs")
+    return msgspec.structs.replace(cluster, collectives=points)
+
+
+def _all_reduces(points: list[CollectivePoint]) -> list[CollectivePoint]:
+    found = [point for point in points if point.operation == "all_reduce"]
+    if not found:
+        raise ConfigError("--collectives has no all-reduce: give --bandwidth INSIDE[,BETWEEN] too")
+    return found
+
+
+def _model(
+    args: argparse.Namespace, cluster: Cluster | None, said: list[str]
+) -> tuple[Graph, Profile] | None:
+    kind = args.device_kind or (cluster.devices[0].kind if cluster is not None else "device")
+    if args.operators is not None:
+        if args.batch_size is None:
+            raise ConfigError("--operators needs --batch-size B, the samples of its step")
+        said.append("assumed: an operator's time grows in proportion to its samples")
+        return read_operators(
+            args.operators, device_kind=kind, batch=args.batch_size, n_layers=args.n_layers
+        )
+    if args.layer_times is None:
+        return None
+    graph, times = read_layer_times(args.layer_times, device_kind=kind)
+    if any(key.tp > 1 for key in times):
+        said.append(_take_off(graph, times, cluster))
+    said.append("assumed: each layer reads the one before; parameters without bytes cost nothing")
+    return graph, layer_profile(graph, times, source=str(args.layer_times))
+
+
+def _take_off(graph: Graph, times: dict[TimeKey, list[LayerTime]], cluster: Cluster | None) -> str:
+    """Take collectives off times of tensor parallelism, if a cluster says how long they take."""
+    if cluster is None:
+        return "assumed: times at tp above 1 are without collectives, because no cluster is given"
+    network = Network(cluster)
+    for key in [key for key in times if 1 < key.tp <= cluster.n_devices]:
+        group = tuple(range(key.tp))
+        times[key] = without_collectives(graph, network, group, key, times[key])
+    return "assumed: times at tp above 1 were with collectives, which are taken off by the cluster"
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> argparse.ArgumentParser:
+    """Add the command's flags, except those of a cluster."""
+    parser = commands.add_parser(
+        "import",
+        help="make profile and cluster files from what other tools measured",
+        description="Make profile and cluster files from times of layers or operators, and from "
+        "curves of collectives (nccl-tests), and say what was assumed.",
+    )
+    parser.add_argument(
+        "--layer-times",
+        type=Path,
+        metavar="CSV",
+        help="layer, tp, microbatch, forward_s, backward_s, and where known device_kind, "
+        "parameter_bytes, output_bytes and saved_bytes (of one sample)",
+    )
+    parser.add_argument(
+        "--operators", type=Path, metavar="CSV", help="Name, fw_latency and bw_latency in ms"
+    )
+    parser.add_argument("--batch-size", type=int, metavar="B", help="samples of --operators")
+    parser.add_argument(
+        "--n-layers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="layers of --operators, if the table has one of them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--collectives",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="nccl-tests' output, or CSV with size(B) and time(us)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="of --collectives, where the files do not say"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="an existing directory"
+    )
+    parser.set_defaults(cost="simulator", profile=None, model=None)
+    return parser

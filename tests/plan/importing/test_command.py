@@ -1,0 +1,78 @@
+"""`python -m harness.plan import` and `predict --layout`, from files to a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.domain.profile import Profile
+from harness.plan.commands import main
+
+TIMES = """\
+layer,tp,microbatch,forward_s,backward_s,parameter_bytes,output_bytes
+a,1,2,1,2,100,50
+b,1,2,1,2,100,50
+a,2,2,0.75,1.5,100,50
+b,2,2,0.75,1.5,100,50
+"""
+CURVE = "size(B),time(ms)\n100,250\n200,500\n"
+
+
+@pytest.fixture
+def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    (tmp_path / "gpt.csv").write_text(TIMES)
+    (tmp_path / "gpus_2.csv").write_text(CURVE)
+    words = ["--layer-times", tmp_path / "gpt.csv", "--collectives", tmp_path / "gpus_2.csv"]
+    words += ["--topology", "1x4", "--memory", "1GB", "--output", tmp_path]
+    assert main(["import", *map(str, words)]) == 0
+    said = capsys.readouterr().out
+    assert "every link has 4e-07 GB/s, by all-reduce of 2" in said
+    assert "taken off by the cluster" in said
+    return tmp_path
+
+
+def test_collectives_are_taken_off_and_predicted_again(
+    imported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = Profile.load(imported / "profile-gpt.json")
+    # Two devices exchange 100 B at 400 B/s: 0.25 s after a, and before b for the gradient.
+    found = [(p.forward_s, p.backward_s) for p in profile.measurements if "heads" in p.shape]
+    assert found == [(0.5, 1.5), (0.75, 1.25)]
+    step = predicted(imported, capsys, "tp=2", "--batch-size", 2)
+    assert step["step_s"] == pytest.approx(4.5)
+    assert step["strategy"]["operators"]["a"]["devices"] == [0, 1]
+
+
+def test_pipeline_of_a_layout_fills_and_drains(
+    imported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--batch-size", 4, "--microbatches", 2, "--schedule", "gpipe")
+    step = predicted(imported, capsys, "pp=2,cuts=1", *words)
+    # Three slots of forward and of backward, and 0.25 s of transfer in each.
+    assert step["step_s"] == pytest.approx(3 * 3 + 2 * 0.25)
+
+
+def predicted(folder: Path, capsys: pytest.CaptureFixture[str], layout: str, *words: object):
+    files = ("--profile", folder / "profile-gpt.json", "--cluster", folder / "cluster.json")
+    assert main(["predict", "--json", "--layout", layout, *map(str, (*files, *words))]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("a,1,2,1,2,100,50\na,1,2,1,2,100,50", "two times"),
+        ("a,1,2,1,2,100,50\na,2,2,1,2,101,50", "other bytes"),
+        ("a,1,2,1,2,1,1\nb,1,2,1,2,1,1\na,2,2,1,2,1,1", "has no time"),
+        ("a,1,2,-1,2,1,1", "write a number"),
+    ],
+)
+def test_bad_layer_times_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, message: str
+) -> None:
+    (tmp_path / "gpt.csv").write_text(TIMES.splitlines()[0] + "\n" + rows + "\n")
+    words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path)]
+    assert main(["import", *words]) == 2
+    assert message in capsys.readouterr().err
