@@ -63,8 +63,17 @@ HEADER = ["graph", "devices", "operators", "closed sets", "contiguous ms", "exac
           "less", "bound ms", "gap", "CPU s", "peak MiB"]  # fmt: skip
 
 
-def measure(path: Path, n_devices: int | None, effort: float) -> Row:
+class Case(NamedTuple):
+    """A graph's file, the number of devices (its own when None), and the annealing."""
+
+    path: Path
+    n_devices: int | None
+    effort: float
+
+
+def measure(case: Case) -> Row:
     """Plan one graph."""
+    path, n_devices, effort = case
     problem = read_problem(path, n_devices)
     start_s = time.process_time()
     found = search(problem, effort=effort)
@@ -95,21 +104,27 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object per comparison")
     args = parser.parse_args()
     cases = [
-        (path, n, args.effort)
+        Case(path, n, args.effort)
         for path in sorted(args.directory.rglob("*.json"))
         for n in args.devices or [None]
     ]
     if not cases:
         parser.error(f"{args.directory} holds no .json file")
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        rows = pool.starmap(measure, cases, chunksize=1)
+        rows = []
+        for row in pool.imap(measure, cases):
+            rows.append(row)
+            if args.json:
+                print(json.dumps(comparison(row)), flush=True)
     out = sys.stderr if args.json else sys.stdout
     print("\n".join(table(HEADER, [row.cells() for row in rows])), file=out)
-    for row in rows if args.json else ():
-        name = f"maxload {row.graph} on {row.n_devices}, contiguous optimum over anywhere"
-        ratios = [row.contiguous_s / row.anywhere_s]
-        more = {key: value for key, value in row._asdict().items() if key != "graph"}
-        print(json.dumps(compare_extremes(name, ratios, **more)))
+
+
+def comparison(row: Row) -> dict[str, object]:
+    """Contiguous stages with operators anywhere, and all numbers of the row."""
+    name = f"maxload {row.graph} on {row.n_devices}, contiguous optimum over anywhere"
+    more = {key: value for key, value in row._asdict().items() if key != "graph"}
+    return compare_extremes(name, [row.contiguous_s / row.anywhere_s], **more)
 
 
 if __name__ == "__main__":
