@@ -96,10 +96,24 @@ class LayoutSearch:
                 if pp <= self.n_placed and self.batch % dp == 0:
                     yield from self._of_degrees(group, Layout(tp=tp, dp=dp, pp=pp))
 
+    def single_s(self) -> float:
+        """Of the batch on one device, in the best size of microbatch, whatever it needs."""
+        group = Group(self.graph, self.profile, self.cluster, 1, self.options)
+        costs = {samples: group.costs(samples) for samples in self._sizes(self.batch)}
+        return min(
+            self.batch // samples * float((found.forward_s + found.backward_s).sum())
+            for samples, found in costs.items()
+        )
+
+    def _sizes(self, own: int) -> list[int]:
+        """Microbatches of a replica: powers of two, or all where an operator needs them."""
+        if self.graph.mixing_operator() is not None:
+            return [own]
+        return [2**k for k in range(own.bit_length()) if own % 2**k == 0]
+
     def _of_degrees(self, group: Group, layout: Layout) -> Iterator[Choice]:
         own = self.batch // layout.dp
-        sizes = [2**k for k in range(own.bit_length()) if own % 2**k == 0]
-        for samples in sizes if self.graph.mixing_operator() is None else [own]:
+        for samples in self._sizes(own):
             try:
                 costs = group.costs(samples)
             except StrategyError:  # a group of this size cannot share an operator
@@ -152,13 +166,8 @@ def _result(
         recompute=best.recompute,
     )
     made_for = fingerprint(graph, cluster, search.profile)
-    group = Group(graph, search.profile, cluster, 1, search.options).costs(1)
-    single_s = search.batch * float((group.forward_s + group.backward_s).sum())
+    single_s = search.single_s()
     ddp = [c.step_s for c in found if c.layout.dp == cluster.n_devices]
-    runners: dict[str, Choice] = {}
-    for choice in found[1:]:
-        runners.setdefault(choice.layout.name, choice)
-    runners.pop(layout.name, None)
     return PlanResult(
         cost="layouts",
         method="all layouts, by classes of devices",
@@ -176,17 +185,25 @@ def _result(
             made_for=made_for,
         ),
         explanation=[f"{best.name}, of {len(found)} layouts with their flows"],
-        runners_up=[
-            RunnerUp(
-                name=choice.name,
-                step_s=choice.step_s if choice.memory_bytes <= limit else None,
-                note="" if choice.memory_bytes <= limit else _needs(choice),
-            )
-            for choice in list(runners.values())[:_MOST_RUNNERS_UP]
-        ],
+        runners_up=_runners_up(found, limit, single_s),
         n_proposals=len(found),
     )
 
 
-def _needs(choice: Choice) -> str:
-    return f"out of memory: {format_bytes(choice.memory_bytes)}"
+def _runners_up(found: list[Choice], limit: int, single_s: float) -> list[RunnerUp]:
+    """One device, and the best flow of the best other layouts."""
+    best_of: dict[str, Choice] = {}
+    for choice in found:
+        best_of.setdefault(choice.layout.name, choice)
+    others = [
+        RunnerUp(name=choice.name, step_s=choice.step_s)
+        if choice.memory_bytes <= limit
+        else RunnerUp(
+            name=choice.name,
+            step_s=None,
+            note=f"out of memory: {format_bytes(choice.memory_bytes)}",
+        )
+        for choice in list(best_of.values())[1 : _MOST_RUNNERS_UP + 1]
+    ]
+    single = RunnerUp(name="one device", step_s=single_s, note="whatever memory it needs")
+    return sorted([single, *others], key=lambda other: (other.step_s is None, other.step_s or 0.0))

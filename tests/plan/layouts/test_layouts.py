@@ -81,6 +81,8 @@ def test_memory_decides_where_it_binds() -> None:
     free = run("layouts", asked)
     assert asked.graph is not None
     validate(free.strategy, asked.graph, asked.cluster)
+    single_s = BATCH * 8 * 3 * 1.05e-3
+    assert free.speedup_over_single == pytest.approx(single_s / free.predicted_step_s)
     needed = max(free.memory_bytes.values())
     less = run("layouts", request(cluster(memory_bytes=needed - 1)))
     assert max(less.memory_bytes.values()) < needed
