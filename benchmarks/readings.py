@@ -41,6 +41,13 @@ the step of ddp over it, rank correlation of predicted and measured steps, regre
 choice, and median |error| of the predictions.
 
 """
+_PUBLISHED = """
+## Published steps of GPU clusters
+
+[Validate](validate.md) says what each set calibrates. Errors are of judged points that ran; the
+source's own predictor stands beside.
+
+"""
 _COUNTS = """
 ## Counts
 
@@ -109,6 +116,16 @@ def counts() -> Iterator[list[str]]:
     yield ["plot_scale", counted, reading]
 
 
+def published() -> Iterator[list[str]]:
+    """One row for each published set."""
+    for row in latest(read("validate"), "set"):
+        shares = [row[key] for key in ("median_error", "p90_error", "spearman", "regret")]
+        shares.append(row["source_median_error"])
+        words = ["" if share is None else f"{share:.1%}" for share in shares]
+        words[2] = "" if row["spearman"] is None else f"{row['spearman']:.3f}"
+        yield [row["set"], str(row["n_points"]), str(row["n_expressed"]), *words, row["commit"]]
+
+
 def page() -> str:
     """The text of docs/readings.md."""
     return "".join(
@@ -121,6 +138,12 @@ def page() -> str:
                 ["cell", "best by hand / searched", "best by hand", "ddp / searched", "order",
                  "regret", "error", "commit"],
                 cells(),
+            ),
+            _PUBLISHED,
+            table(
+                ["set", "points", "judged", "median error", "p90", "order", "regret", "source's",
+                 "commit"],
+                published(),
             ),
             _COUNTS,
             table(["file", "counted", "reading"], counts()),
