@@ -33,6 +33,7 @@ def changing_case(model, *named, at=(2,), frozen=(), **changes):
         changing_case("vit", (2, "1f1b"), (3, "tensor parallel"), dropout="exact"),
         changing_case("resnet18", (2, "ddp"), (1, "single"), (2, "1f1b"), at=(1, 4)),
         changing_case("tokens", (2, "hybrid"), (1, "single"), optimizer="adamw"),
+        changing_case("dlrm_cat", (1, "single"), (2, "ddp")),  # has a bias of one element
     ],
     ids=lambda changing: changing.case.name,
 )

@@ -26,7 +26,9 @@ from equivalence_training import (
 
 from harness.errors import ResultsError
 from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.state.files import load_sharded
+from harness.runtime.executor.state.weights import Weights
 
 
 def named(model, n_ranks, batch, name):
@@ -170,3 +172,13 @@ def test_shards_that_do_not_belong_together_are_refused(ranks, tmp_path):
     (tmp_path / "elsewhere").rename(kept)
     with pytest.raises(ResultsError, match=r"different saves: their 'step' are '1' and '2'"):
         load_sharded(tmp_path)
+
+
+def test_a_buffer_that_repeats_its_rows_keeps_its_values():
+    """As position numbers of a text model do; only a blueprint's tensors have no values yet."""
+    model = torch.nn.Module()
+    model.register_buffer("rows", torch.arange(3).expand(2, 3))
+    weights = Weights(model)
+    weights.hold(WeightSlice.whole("rows", model.rows), model.rows)
+    weights.allocate()
+    assert model.rows.tolist() == [[0, 1, 2], [0, 1, 2]]

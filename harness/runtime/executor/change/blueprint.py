@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from harness.domain.freezing import Layer
 from harness.runtime.capture.capture import Captured
 from harness.runtime.capture.meta_copy import stand_ins
-from harness.runtime.executor.state.weights import CHANNELS_LAST
+from harness.runtime.executor.state.weights import CHANNELS_LAST, IS_REPEATED
 from harness.runtime.models.task import Task
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -37,6 +37,7 @@ class Blueprint:
             frozen: layers that are no longer trained; their modules are in evaluation mode.
         """
         task, captured = _copied(self._task, self._captured)
+        captured.module.meta[IS_REPEATED] = True
         for module in {name for layer in frozen for name in layer.modules}:
             captured.module.get_submodule(module).eval()
         names = captured.untrained.union(*(layer.parameters for layer in frozen))

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from harness.runtime.executor.geometry.slices import WeightSlice
 
-# Key of a captured module's `meta`: names of parameters that are stored in channels-last order.
+# Keys of a captured module's `meta`: names of parameters that are stored in channels-last order;
+# whether every tensor repeats one element, because a blueprint made the module.
 CHANNELS_LAST = "channels_last"
+IS_REPEATED = "is_repeated"
 
 
 class Weights(nn.Module):
@@ -25,7 +27,9 @@ class Weights(nn.Module):
         # Every name with the first name of the same tensor.
         self.names = canonical_names(model)
         self._order = {name: i for i, name in enumerate(self.names)}
-        self._channels_last: frozenset[str] = getattr(model, "meta", {}).get(CHANNELS_LAST, ())
+        meta = getattr(model, "meta", {})
+        self._channels_last: frozenset[str] = meta.get(CHANNELS_LAST, frozenset())
+        self._is_repeated = bool(meta.get(IS_REPEATED))
         self.held: dict[WeightSlice, Tensor] = {}
 
     def hold(self, piece: WeightSlice, tensor: Tensor) -> Tensor:
@@ -46,9 +50,9 @@ class Weights(nn.Module):
             table[attribute] = held  # type: ignore[assignment]
 
     def allocate(self) -> None:
-        """Give memory to held tensors that repeat one element, because a blueprint made them."""
+        """Give memory to the held tensors of a model that a blueprint made."""
         for piece, tensor in self.held.items():
-            if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            if self._is_repeated and 0 in tensor.stride():
                 is_last = piece.name in self._channels_last
                 order = torch.channels_last if is_last else torch.contiguous_format
                 tensor.data = torch.empty(
