@@ -15,6 +15,8 @@ strategy fits a graph and a cluster, `check_fresh` that it is not stale.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from harness.domain.cluster import Cluster
@@ -94,6 +96,8 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
         batch: samples per optimizer step over all devices.
         operators: by name; all operators of the graph but its inputs.
         stages: in order; operators of stage s read only from stages up to s.
+        optimizer_state: `replicated` on every device that holds a weight; `sharded` keeps it on one
+            of them (see `owners`), which updates the weight and sends it to the others.
     """
 
     FILE = FileKind("strategy file", SCHEMA, SCHEMA_VERSION, StrategyError, "search again")
@@ -104,6 +108,7 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
     n_microbatches: Count = 1
     schedule: ScheduleName = "gpipe"
     stages: list[Stage] = msgspec.field(default_factory=lambda: [Stage()])
+    optimizer_state: Literal["replicated", "sharded"] = "replicated"
     made_for: MadeFor = MadeFor()
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION

@@ -66,4 +66,6 @@ def describe_strategy(strategy: Strategy, graph: Graph) -> str:
         text = f"{len(strategy.stages)} stages on {replicas} devices, {text}"
     if strategy.n_microbatches > 1:
         text += f", {strategy.n_microbatches} microbatches ({strategy.schedule})"
+    if strategy.optimizer_state == "sharded":
+        text += ", sharded optimizer"
     return text

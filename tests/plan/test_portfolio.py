@@ -115,7 +115,7 @@ def test_every_standard_strategy_is_valid(n_devices):
     found = list(standard_strategies(simulator, 32))
     for strategy in found:
         validate(strategy, graph, cluster)
-    assert len(found) == {1: 1, 2: 10, 4: 7, 6: 7}[n_devices]
+    assert len(found) == {1: 1, 2: 11, 4: 8, 6: 8}[n_devices]
 
 
 def test_shares_are_in_proportion_to_speed_and_sum_to_the_samples():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from harness.domain.graph import Graph
@@ -40,12 +40,11 @@ class Candidate:
     n_microbatches: int
     schedule: ScheduleName
     stages: tuple[Stage, ...]
+    shards_state: bool = False
 
     def is_same_plan(self, other: Candidate) -> bool:
         """Whether both train alike, whoever found them."""
-        return (self.n_microbatches, self.schedule, self.stages, self.plans) == (
-            other.n_microbatches, other.schedule, other.stages, other.plans,
-        )  # fmt: skip
+        return replace(self, method="", step_s=0.0) == replace(other, method="", step_s=0.0)
 
     def to_strategy(self, graph: Graph, name: str) -> Strategy:
         plans = {graph.operators[op].name: self.plans[op] for op in sorted(self.plans)}
@@ -56,6 +55,7 @@ class Candidate:
             n_microbatches=self.n_microbatches,
             schedule=self.schedule,
             stages=list(self.stages),
+            optimizer_state="sharded" if self.shards_state else "replicated",
         )
 
 
@@ -152,6 +152,7 @@ class Objective:
             n_microbatches=trial.n_microbatches,
             schedule=trial.schedule,
             stages=trial.stages,
+            shards_state=trial.shards_state,
         )
         self.best_of[self._method] = found
         if self.best is None or step_s < self.best.step_s:

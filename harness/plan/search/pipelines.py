@@ -316,6 +316,7 @@ class PipelineSearch:
         schedule: ScheduleName = "1f1b",
         *,
         recompute: bool = False,
+        shards_state: bool = False,
     ) -> float:
         """Simulate one pipeline; the score."""
         trial = Trial(
@@ -325,6 +326,7 @@ class PipelineSearch:
             n_microbatches=self.n_microbatches,
             schedule=schedule,
             stages=[Stage(recompute)] * len(pipeline.groups),
+            shards_state=shards_state,
         )
         return objective.judge(trial).score
 

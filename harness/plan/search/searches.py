@@ -29,6 +29,7 @@ class _Flow(NamedTuple):
     n_microbatches: int
     stage: Stage = Stage()
     schedule: ScheduleName = "gpipe"
+    shards_state: bool = False
 
 
 class Searches:
@@ -50,6 +51,10 @@ class Searches:
         self.budget = default if request.budget is None else max(1, request.budget)
         self.counts = microbatch_counts(simulator, batch)
         self._spaces: dict[int, Space] = {}
+        # Sharding frees memory where the optimizer keeps state of weights that several hold.
+        self._may_shard = (
+            simulator.options.n_optimizer_states > 0 and simulator.cluster.n_devices > 1
+        )
 
     def run(self) -> None:
         """Pipelines, then per-operator searches for the most promising flows, as time allows."""
@@ -73,6 +78,8 @@ class Searches:
                 _Flow(self.counts[-1], schedule="1f1b"),
                 _Flow(self.counts[-1], Stage(recompute=True)),
             ]
+        if self.objective.memory_binds and self._may_shard:
+            flows.append(_Flow(1, shards_state=True))
         return flows
 
     def _pipelines(self, budget: int) -> None:
@@ -89,7 +96,7 @@ class Searches:
             # hopeless; it counts a tensor that skips a stage at both cuts, and computing as with
             # all devices at work, hence the slack.
             best = objective.best
-            n_judged = 3 + objective.memory_binds
+            n_judged = 3 + 2 * objective.memory_binds
             each = max(4, budget // (n_judged * len(self.counts)))
             limit_s = 1.3 * best.step_s if best is not None else math.inf
             candidates = search.candidates(each, limit_s=limit_s, is_over=objective.tick)
@@ -100,6 +107,8 @@ class Searches:
                     search.judge(pipeline, objective, schedule)
                 if objective.memory_binds:
                     search.judge(pipeline, objective, recompute=True)
+                    if self._may_shard and any(len(group) > 1 for group in pipeline.groups):
+                        search.judge(pipeline, objective, shards_state=True)
             found = objective.best_of.get(method)
             if found is None or found.step_s >= fastest_s or objective.is_out_of_time():
                 continue
@@ -126,6 +135,7 @@ class Searches:
             n_microbatches=flow.n_microbatches,
             schedule=flow.schedule,
             stages=[flow.stage],
+            shards_state=flow.shards_state,
         )
 
     def _exhaust(self, flow: _Flow) -> None:
@@ -142,6 +152,7 @@ class Searches:
         space = self._space(flow.n_microbatches)
         trial = self._trial(flow)
         name = f"MCMC, {flow.n_microbatches} microbatches" if flow.n_microbatches > 1 else "MCMC"
+        name += ", sharded optimizer" if flow.shards_state else ""
         starts = self._starts(space)
         objective, end = self.objective, self.objective.n_proposals + max(1, budget)
         # A small space is better served by many short chains than by few long ones.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from harness.domain.strategy import Strategy
 from harness.plan import builders
 from harness.plan.pipelines import balanced_pipeline, usual_microbatches
@@ -22,7 +24,11 @@ def standard_strategies(simulator: Simulator, batch: int) -> Iterator[Strategy]:
     if cluster.n_devices == 1:
         return
     if batch >= cluster.n_devices:
-        yield builders.ddp(graph, cluster, batch)
+        replicas = builders.ddp(graph, cluster, batch)
+        yield replicas
+        if simulator.options.n_optimizer_states > 0:
+            name = "ddp, sharded optimizer"
+            yield msgspec.structs.replace(replicas, name=name, optimizer_state="sharded")
         shares = proportional_shares(seconds, batch)
         if shares is not None:
             yield builders.ddp(graph, cluster, batch, shares=shares)

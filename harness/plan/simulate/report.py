@@ -161,6 +161,16 @@ def spans(simulation: Simulation, *, step: int = 0) -> dict[int, list[Span]]:
         start, duration = float(out.device_end_s[rank]), float(out.optimizer_s[rank])
         if duration > 0:
             own.append(Span(kind="optimizer", step=step, start_s=start, duration_s=duration))
+        if out.gather_s[rank] > 0:
+            own.append(
+                Span(
+                    kind="communication",
+                    name="all-gather of weights",
+                    step=step,
+                    start_s=start + duration,
+                    duration_s=float(out.gather_s[rank]),
+                )
+            )
         begin = float(out.device_begin_s[rank])
         own.append(Span(kind="step", step=step, start_s=begin, duration_s=out.step_s))
     return found
@@ -229,6 +239,8 @@ def binding(simulation: Simulation) -> dict[str, float]:
     for event, until in zip(path, following, strict=True):
         end = min(event.end_s, until)
         shares[event.resource] += max(0.0, end - max(event.span.start_s, begin))
+    if out.gather_s[slowest] > 0:
+        shares["all-gather of weights"] = float(out.gather_s[slowest])
     if out.optimizer_s[slowest] > 0:
         shares[f"optimizer of {names[slowest]}"] = float(out.optimizer_s[slowest])
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
@@ -237,7 +249,7 @@ def binding(simulation: Simulation) -> dict[str, float]:
 def _slowest(simulation: Simulation) -> int:
     """The device with the longest step."""
     out = simulation.outcome
-    return int((out.device_end_s + out.optimizer_s - out.device_begin_s).argmax())
+    return int((out.device_end_s + out.optimizer_s + out.gather_s - out.device_begin_s).argmax())
 
 
 def explain(simulation: Simulation) -> list[str]:

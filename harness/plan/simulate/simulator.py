@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
+from harness.domain.owners import Slice
 from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import has_tasks
@@ -25,6 +26,7 @@ from harness.errors import PlanError
 from harness.plan.simulate.costs import Costs, check_profile, is_product
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.sharded_state import gather_seconds, owned_bytes, shared_bytes
 from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
 from harness.plan.simulate.transfers import Floats, Ints, Sum
 
@@ -44,6 +46,7 @@ class EventTimes:
         static_bytes: (n_devices,) memory_bytes without activations.
         device_end_s: (n_devices,) earliest start of each device's optimizer.
         optimizer_s: (n_devices,) seconds of the optimizer.
+        gather_s: (n_devices,) seconds until the device has all new weights after its optimizer.
         rows: (n_rows,) operator * n_devices + device of each row; edges' ends have the same form.
         seconds: (4, n_rows) seconds of each row's passes without contention.
         edge_bytes: (n_edges,) bytes of the mean microbatch, each way.
@@ -55,6 +58,7 @@ class EventTimes:
     static_bytes: Floats
     device_end_s: Floats
     optimizer_s: Floats
+    gather_s: Floats
     start: Floats
     finish: Floats
     cause: Ints
@@ -147,8 +151,10 @@ class Trial:
         n_microbatches: int = 1,
         schedule: ScheduleName = "gpipe",
         stages: Sequence[Stage] = (Stage(),),
+        shards_state: bool = False,
     ) -> None:
         self.simulator = simulator
+        self.shards_state = shards_state
         samples = -(-batch // n_microbatches)
         n_smaller = n_microbatches * samples - batch
         self.tables = Tables(
@@ -174,6 +180,7 @@ class Trial:
             n_microbatches=strategy.n_microbatches,
             schedule=strategy.schedule,
             stages=strategy.stages,
+            shards_state=strategy.optimizer_state == "sharded",
         )
 
     def replace(self, op: int, plan: OperatorPlan) -> None:
@@ -226,6 +233,13 @@ class Trial:
 
         return lowering.lower(self.simulator, self.tables, self._current_flow())
 
+    def _slices(self) -> list[Slice]:
+        """The slices of all operators' weights."""
+        costs = self.tables.costs
+        return [
+            one for op, plan in self.tables.plans.items() for one in costs.operator(op, plan).slices
+        ]
+
     def outcome(self) -> EventTimes:
         """Run the events of a step.
 
@@ -236,25 +250,35 @@ class Trial:
         """
         tables, simulator, lowered = self.tables, self.simulator, self.lowered()
         weights = tables.weight_bytes.sum(axis=0)
-        optimizer = weights * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
+        slices = self._slices() if self.shards_state else []
+        owned = owned_bytes(slices, tables.n_devices) if self.shards_state else weights
+        optimizer = owned * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
+        shared = shared_bytes(slices)
         begin: Floats = np.zeros(tables.n_devices)
         found = _run(lowered, begin)
         if len(self.stages) > 1:
             works = lowered.work.first >= 0
             done = found.device_end_s + optimizer
+            done += gather_seconds(simulator.network, shared, done)
             begin = np.where(works, done - done[works].min(), 0.0)
             found = _run(lowered, begin)
         options = simulator.options
-        copies = 1 + options.gradient_bytes_per_weight_byte + options.n_optimizer_states
-        static = weights * copies + options.reserved_bytes
+        static = (
+            weights * (1 + options.gradient_bytes_per_weight_byte)
+            + owned * options.n_optimizer_states
+            + options.reserved_bytes
+        )
+        ready = found.device_end_s + optimizer
+        gather = gather_seconds(simulator.network, shared, ready)
         edges = lowered.edges
         return EventTimes(
-            step_s=float((found.device_end_s + optimizer - begin).max()),
+            step_s=float((ready + gather - begin).max()),
             device_begin_s=begin,
             memory_bytes=static + lowered.peak,
             static_bytes=static,
             device_end_s=found.device_end_s,
             optimizer_s=optimizer,
+            gather_s=gather,
             start=found.start,
             finish=found.finish,
             cause=found.cause,

@@ -18,7 +18,6 @@ from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import EngineOptions, Share
-from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
@@ -44,6 +43,7 @@ from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.shards.dropout import RandomState
 from harness.runtime.executor.shards.forms import Forms, choose_forms
 from harness.runtime.executor.state.files import save_sharded
+from harness.runtime.executor.state.owners import Owners, WeightUpdater
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
 from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
@@ -112,15 +112,18 @@ class ExecutorEngine:
         names = canonical_names(task.model)
         self._programs = self._lower(meta)
         self.weights.allocate()
-        self._gatherer = StateGatherer(task.model, names, meta, self.weights, self.holders, world)
+        self.owners = Owners(self.holders, is_sharded=plan.strategy.optimizer_state == "sharded")
+        self._gatherer = StateGatherer(
+            task.model, names, meta, self.weights, self.holders, self.owners, world
+        )
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._n_updates = 0  # in the last step
         self._runner = self._make_runner(Precision(options.dtype, world.device))
         self._sync = self._make_sync(options.bucket_bytes)
-        self._has_weights = any(True for _ in self.weights.parameters())
-        self._optimizer = make_optimizer(
-            self.weights if self._has_weights else nn.Linear(1, 1), options.optimizer, world.device
+        self._updater = WeightUpdater(
+            self.owners, self.weights, self._gradient_groups, options.optimizer, world
         )
+        self._optimizer = self._updater.optimizer
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights
         self.keep_gradients = False
@@ -317,11 +320,10 @@ class ExecutorEngine:
         self._scale.unscale(self._optimizer, is_muted=is_muted)
         self._hooks.run(trained)
         if self.keep_gradients:
-            found = {piece: parameter.grad for piece, parameter in trained.items()}
+            updated = self.owners.updated(self.weights, self._world.rank)
+            found = {piece: parameter.grad for piece, parameter in updated.items()}
             self._gradients = {piece: g.clone() for piece, g in found.items() if g is not None}
-        self._phases.begin("optimizer")
-        self._scale.step(self._optimizer, is_muted=is_muted)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._updater.update(self._phases, self._scale, is_muted=is_muted)
 
     def _update_microbatch(self) -> None:
         """Synchronise gradients and update the weights after one microbatch, without a flush."""
@@ -371,7 +373,7 @@ class ExecutorEngine:
 
     def held_state(self) -> HeldState:
         """This rank's part of the state, for a change of strategy."""
-        return HeldState(self.weights, self.holders, self._optimizer, self._gatherer)
+        return HeldState(self.weights, self.owners, self.holders, self._optimizer, self._gatherer)
 
     def take_over(self, old: ExecutorEngine) -> None:
         """Continue at the step of another engine, after its held state has been transferred."""

@@ -10,6 +10,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy, validate
 from harness.errors import StrategyError
+from harness.runtime.executor.geometry.slices import WeightSlice
 
 # Larger pieces are sent separately, because they take at least 0.5 ms on 1 Gbit/s, more than the
 # overhead of a message (a few tenths of 1 ms).
@@ -66,6 +67,11 @@ class ExecutorPlan:
                 f"asynchronous training runs 1f1b, strategy {self.strategy.name!r} has schedule "
                 f"{self.strategy.schedule}: use --schedule 1f1b"
             )
+        if self.is_asynchronous and self.strategy.optimizer_state == "sharded":
+            raise StrategyError(
+                "asynchronous training updates weights on every device that holds them, strategy "
+                f"{self.strategy.name!r} has a sharded optimizer_state: write replicated"
+            )
         recomputed = [k for k, stage in enumerate(self.strategy.stages) if stage.recompute]
         if self.is_asynchronous and recomputed:
             raise StrategyError(
@@ -73,20 +79,21 @@ class ExecutorPlan:
                 f"{self.strategy.name!r} recomputes stage {recomputed[0]}: drop its recompute"
             )
 
-    def check_tied(self, holders: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+    def check_tied(self, holders: Iterable[tuple[WeightSlice, tuple[int, ...]]]) -> None:
         """Check that asynchronous training has no weight tied over several stages.
 
         Args:
-            holders: (name, devices) of each trained weight.
+            holders: (slice, devices) of each trained weight.
 
         Raises:
             StrategyError: names the weight.
         """
         devices_of = self.strategy.stage_devices()
-        for name, devices in holders:
+        for piece, devices in holders:
             stages = [k for k, each in enumerate(devices_of) if set(each) & set(devices)]
             if self.is_asynchronous and len(stages) > 1:
                 raise StrategyError(
-                    f"asynchronous training updates each stage separately, weight {name!r} is tied "
-                    f"over stages {stages}: use it in one stage, or drop --asynchronous"
+                    "asynchronous training updates each stage separately, weight "
+                    f"{piece.name!r} is tied over stages {stages}: use it in one stage, or drop "
+                    "--asynchronous"
                 )

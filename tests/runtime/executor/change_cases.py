@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from itertools import islice
 from random import Random
@@ -124,7 +125,8 @@ def freeze(model: nn.Module, layers: Sequence[Layer]) -> None:
 
 def random_changing_case(seed: int, index: int, *, is_freezing: bool = False) -> ChangingCase:
     """Case `index` of a series: one or two changes at random steps, between strategies on any
-    numbers of the ranks, so that some idle under one and work under the next.
+    numbers of the ranks, so that some idle under one and work under the next. Every second strategy
+    has sharded optimizer state.
 
     Args:
         is_freezing: each change freezes more layers.
@@ -133,12 +135,17 @@ def random_changing_case(seed: int, index: int, *, is_freezing: bool = False) ->
     case = random_case(seed, index)
     smallest = min_microbatch(case.model)
 
+    n_drawn = itertools.count(index)
+
     def draw() -> Strategy:
+        is_sharded = next(n_drawn) % 2 == 1
         n_used = case.n_ranks if rng.random() < 0.5 else rng.randint(1, case.n_ranks)
-        return random_strategy(
+        drawn = random_strategy(
             rng, small_graph(case.model), n_used, case.strategy.batch,
             schedule=rng.choice(SCHEDULE_NAMES), min_microbatch=smallest,
         )  # fmt: skip
+        state = "sharded" if is_sharded else "replicated"
+        return msgspec.structs.replace(drawn, optimizer_state=state)
 
     at = sorted(rng.sample(range(1, N_STEPS), rng.choice((1, 2))))
     changed = msgspec.structs.replace(

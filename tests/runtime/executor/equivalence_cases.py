@@ -87,9 +87,10 @@ def random_case(seed: int, index: int) -> Case:
     Since 4 schedules and 5 numbers of ranks have no common divisor, 20 rounds of all models meet
     every combination.
 
-    Of the models that have dropout, half keep it. Without batch normalisation, one case in four
-    trains by AdamW and one in eight in float32. With it, parameters before a normalisation have no
-    gradient but rounding, which AdamW makes as large as any.
+    Every second one has sharded optimizer state. Of the models that have dropout, half keep it.
+    Without batch normalisation, one case in four trains by AdamW and one in eight in float32. With
+    it, parameters before a normalisation have no gradient but rounding, which AdamW makes as large
+    as any.
     """
     rng = Random(f"{seed}/{index}")
     names = list(SMALL_MODELS)
@@ -101,6 +102,8 @@ def random_case(seed: int, index: int) -> Case:
     strategy = random_strategy(
         rng, small_graph(model), n_ranks, batch, schedule=schedule, min_microbatch=smallest
     )
+    if index % 2:
+        strategy = msgspec.structs.replace(strategy, optimizer_state="sharded")
     has_dropout = SMALL_MODELS[model].has_dropout and rng.random() < 0.5
     kind = rng.random() if smallest == 1 else 1.0
     return Case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from equivalence_cases import Case
@@ -23,6 +24,7 @@ from equivalence_training import (
     train_and_save,
     train_step,
 )
+from safetensors.torch import load_file
 
 from harness.errors import ResultsError
 from harness.runtime.engines.optimizers import make_optimizer
@@ -32,7 +34,10 @@ from harness.runtime.executor.state.weights import Weights
 
 
 def named(model, n_ranks, batch, name):
-    return named_strategies(small_graph(model), n_ranks, batch)[name]
+    name, sharded = name.removesuffix(", sharded"), name.endswith(", sharded")
+    strategy = named_strategies(small_graph(model), n_ranks, batch)[name]
+    state = "sharded" if sharded else "replicated"
+    return msgspec.structs.replace(strategy, optimizer_state=state)
 
 
 def make_move(model, n_ranks, before, after, directory="", **changes):
@@ -57,6 +62,7 @@ def assert_uninterrupted(found, move, ranks):
         ("lenet", "tensor parallel", "1f1b"),
         ("lenet", "2-1 gpipe", "ddp"),
         ("lenet", "ddp", "single"),
+        ("lenet", "ddp, sharded", "2-1 gpipe, sharded"),
         ("disordered", "tensor parallel", "1f1b"),
         ("exported", "1f1b", "ddp"),
     ],
@@ -70,7 +76,8 @@ def test_training_goes_on_under_another_strategy(model, before, after, optimizer
     ("model", "before", "after", "optimizer", "dropout"),
     [
         ("disordered", (2, "tensor parallel"), (2, "1f1b"), "sgd", "off"),
-        ("mlp", (2, "tensor parallel"), (2, "ddp"), "adamw", "exact"),
+        ("mlp", (2, "tensor parallel"), (2, "ddp, sharded"), "adamw", "exact"),
+        ("mlp", (2, "ddp, sharded"), (1, "single"), "adamw", "off"),
         ("resnet18", (2, "ddp"), (1, "single"), "sgd", "off"),
         ("vit", (2, "1f1b"), (3, "tensor parallel"), "adamw", "off"),
         ("tokens", (2, "hybrid"), (1, "single"), "sgd", "off"),
@@ -99,6 +106,18 @@ def test_no_rank_writes_what_another_does(ranks, tmp_path):
     whole = sum(p.numel() for p in move.case.make_task().model.parameters())
     assert sizes[0] > 2 * 8 * whole  # weights and momenta, which both hold
     assert sizes[1] < 8 * whole
+
+
+def test_sharded_state_is_on_one_rank_each(ranks, tmp_path):
+    move = make_move("mlp", 2, (2, 6, "ddp, sharded"), (2, 6, "ddp"), tmp_path)
+    ranks.run(2, train_and_save, move)
+    found = [load_file(path) for path in sorted(tmp_path.iterdir())]
+    momenta = [{name for name in one if name.startswith("optimizer")} for one in found]
+    assert momenta[0]
+    assert momenta[1]
+    assert not momenta[0] & momenta[1]
+    n_whole = sum(p.numel() for p in move.case.make_task().model.parameters())
+    assert sum(t.numel() for one in found for n, t in one.items() if n.startswith("opt")) == n_whole
 
 
 def one_device(model, **changes):

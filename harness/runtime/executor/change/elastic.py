@@ -14,7 +14,7 @@ from harness.runtime.engines.engine import EngineOptions
 from harness.runtime.engines.optimizers import STATES_PER_PARAMETER
 from harness.runtime.executor.change.blueprint import Blueprint
 from harness.runtime.executor.change.change import ChangeCost, change_engine
-from harness.runtime.executor.change.migration import find_migrations
+from harness.runtime.executor.change.transfer import find_all_migrations
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models.task import Task
@@ -71,15 +71,14 @@ class ElasticExecutor:
 
     def predict_bytes(self, engine: ExecutorEngine) -> dict[tuple[int, int], int]:
         """Bytes that a change to an engine moves, by (sender, reader)."""
-        before, after = self.engine.held_state().holders, engine.held_state().holders
         n_states = STATES_PER_PARAMETER[self._options.optimizer.variant]
-        n_tensors = {name: 1 + n_states for name, _ in after.trained()}
+        weights, state = find_all_migrations(self.engine.held_state(), engine.held_state())
         found: Counter[tuple[int, int]] = Counter()
-        for one in find_migrations(dict(before.items()), dict(after.items())):
+        for one, n_tensors in [*((m, 1) for m in weights), *((m, n_states) for m in state)]:
             if one.source != one.target:
                 n_bytes = one.n_elements * self._item_bytes[one.region.name]
-                found[one.source, one.target] += n_bytes * n_tensors.get(one.region.name, 1)
-        return dict(found)
+                found[one.source, one.target] += n_bytes * n_tensors
+        return {pair: n_bytes for pair, n_bytes in found.items() if n_bytes}
 
     def change(self, engine: ExecutorEngine) -> ChangeCost:
         """Go on with an engine that was built; all ranks must call it between steps.

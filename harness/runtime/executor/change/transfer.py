@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.change.migration import Migration, find_migrations, within
 from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.state.owners import Owners
 from harness.runtime.executor.state.state import StateGatherer, gather_objects
 from harness.runtime.executor.state.weights import Holders, Weights
 from harness.runtime.ranks.world import World
@@ -36,6 +37,7 @@ class HeldState:
     """The state of one engine on this rank, and the holders of all slices."""
 
     weights: Weights
+    owners: Owners
     holders: Holders
     optimizer: Optimizer
     gatherer: StateGatherer
@@ -52,11 +54,11 @@ class HeldState:
         return {key: _summary(found[key], parameter.shape) for key in sorted(found)}
 
     def inventory(self, rank: int) -> Inventory:
-        """The optimizer's state of the slices of which this rank is the first holder."""
+        """The optimizer's state of the slices that this rank tells of: one rank for each."""
         return {
             piece: self.values(parameter)
             for piece, parameter in self.weights.trainable().items()
-            if self.holders.of(piece)[0] == rank
+            if self.owners.of(piece) == rank
         }
 
 
@@ -84,11 +86,8 @@ class StateTransfer:
         self._inventory: Inventory = {}
         for part in gather_objects(world, before.inventory(world.rank)):
             self._inventory |= part
-        # A layer that has been frozen leaves its optimizer state behind.
-        self._trained = {name for name, _ in after.holders.trained()}
-        migrations = find_migrations(dict(before.holders.items()), dict(after.holders.items()))
         here = world.rank
-        blocks = self._blocks(m for m in migrations if here in (m.source, m.target))
+        blocks = self._blocks(*find_all_migrations(before, after))
         self._kept: list[_Block] = []
         self._sent: dict[int, list[_Block]] = defaultdict(list)
         self._received: dict[int, list[_Block]] = defaultdict(list)
@@ -104,18 +103,25 @@ class StateTransfer:
         self._outgoing: dict[int, Tensor] = {}
         self._incoming: dict[int, Tensor] = {}
 
-    def _blocks(self, migrations: Iterator[Migration]) -> list[_Block]:
-        """Every tensor of the migrations; larger elements first, so that all are aligned."""
+    def _blocks(
+        self, of_weights: Sequence[Migration], of_state: Sequence[Migration]
+    ) -> list[_Block]:
+        """Every tensor that this rank sends, receives or keeps; larger elements first, so that all
+        are aligned."""
+        here = self._world.rank
         found: list[_Block] = []
-        for migration in migrations:
-            is_sent = migration.source == self._world.rank
+        for migration in of_weights:
+            if here not in (migration.source, migration.target):
+                continue
+            is_sent = migration.source == here
             state, piece = (
                 (self._before, migration.before) if is_sent else (self._after, migration.after)
             )
             found.append(_Block(migration, MODEL, state.weights.held[piece].dtype))
-            is_trained = migration.region.name in self._trained
-            values = self._inventory.get(migration.before, {}) if is_trained else {}
-            found += [_Block(migration, k, v) for k, v in values.items() if _is_tensor(v)]
+        for migration in of_state:
+            if here in (migration.source, migration.target):
+                values = self._inventory.get(migration.before, {})
+                found += [_Block(migration, k, v) for k, v in values.items() if _is_tensor(v)]
         return sorted(found, key=lambda block: -block.dtype.itemsize)
 
     @torch.no_grad()
@@ -168,7 +174,8 @@ class StateTransfer:
         old, new = self._before.optimizer.param_groups[0], self._after.optimizer.param_groups[0]
         new.update({key: value for key, value in old.items() if key != "params"})
         is_on_device = bool(new.get("fused") or new.get("capturable"))
-        for piece, parameter in self._after.weights.trainable().items():
+        updated = self._after.owners.updated(self._after.weights, self._world.rank)
+        for piece, parameter in updated.items():
             for key, value in first.get(piece.name, {}).items():
                 made = value
                 if _is_tensor(value):
@@ -204,6 +211,25 @@ class StateTransfer:
     def _new_region(self, block: _Block) -> Tensor:
         piece = block.migration.after
         return within(block.migration.region, piece).take(self._after.tensor(piece, block.key))
+
+
+def find_all_migrations(
+    before: HeldState, after: HeldState
+) -> tuple[list[Migration], list[Migration]]:
+    """Migrations of the model's tensors, and of the optimizer's state.
+
+    A layer that has been frozen leaves its optimizer state behind.
+    """
+    weights = find_migrations(dict(before.holders.items()), dict(after.holders.items()))
+    old, new = before.owners.keepers(), after.owners.keepers()
+    trained = {piece.name for piece in old} & {piece.name for piece in new}
+    if not (before.owners.is_sharded or after.owners.is_sharded):
+        return weights, [m for m in weights if m.region.name in trained]
+    kept, wanted = (
+        {piece: ranks for piece, ranks in keepers.items() if piece.name in trained}
+        for keepers in (old, new)
+    )
+    return weights, find_migrations(kept, wanted)
 
 
 def _summary(value: Any, shape: torch.Size) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from harness.errors import ResultsError, VerificationError
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
+from harness.runtime.executor.state.owners import Owners
 from harness.runtime.executor.state.weights import Holders, Weights
 from harness.runtime.ranks.world import World
 
@@ -59,9 +60,11 @@ class StateGatherer:
         meta: MetaModel,
         weights: Weights,
         holders: Holders,
+        owners: Owners,
         world: World,
     ) -> None:
         self._weights, self._holders, self._world = weights, holders, world
+        self._owners = owners
         tensors = (*meta.module.named_parameters(), *meta.module.named_buffers())
         self._shapes = {name: tensor.shape for name, tensor in tensors}
         parameters = model.named_parameters(remove_duplicate=False)
@@ -144,20 +147,20 @@ class StateGatherer:
     def rank_parts(self, optimizer: Optimizer) -> RankParts:
         """The slices that this rank writes, by the model's names."""
 
-        def first(parts: Parts) -> dict[WeightSlice, Tensor]:
+        def chosen(parts: Parts, writer: Callable[[WeightSlice], int]) -> dict[WeightSlice, Tensor]:
             return {
                 replace(piece, name=self._model_name(piece)): tensor
                 for piece, tensor in parts.items()
-                if self._holders.of(piece)[0] == self._world.rank
+                if writer(piece) == self._world.rank
             }
 
-        model = first(self._model_parts())
+        model = chosen(self._model_parts(), lambda piece: self._holders.of(piece)[0])
         if self._world.is_first:
             model |= {WeightSlice.whole(name, t): t for name, t in self._unused.items()}
         by_key, single = self._optimizer_parts(optimizer)
         return RankParts(
             model=model,
-            optimizer={key: first(parts) for key, parts in by_key.items()},
+            optimizer={key: chosen(parts, self._owners.of) for key, parts in by_key.items()},
             single=single,
         )
 
@@ -180,7 +183,7 @@ class StateGatherer:
         numbers = {name: index for index, name in enumerate(self.parameters)}
         stored = state["optimizer"]["state"]
         sliced: dict[int, dict[str, Any]] = {}
-        for index, piece in enumerate(self._weights.trainable()):
+        for index, piece in enumerate(self._owners.updated(self._weights, self._world.rank)):
             values = stored.get(numbers[self._model_name(piece)], {})
             shape = self._shapes[piece.name]
             sliced[index] = {key: _part_of(value, piece, shape) for key, value in values.items()}

@@ -120,11 +120,12 @@ class Holders:
     def items(self) -> list[tuple[WeightSlice, tuple[int, ...]]]:
         return [(piece, self.of(piece)) for piece in self._devices]
 
-    def trained(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and devices of each trained slice."""
-        return [
-            (piece.name, devices) for piece, devices in self.items() if piece.name in self._trained
-        ]
+    def trained(self) -> list[tuple[WeightSlice, tuple[int, ...]]]:
+        """Each trained slice with its devices, in the same order on every rank."""
+        return sorted(
+            ((piece, devices) for piece, devices in self.items() if piece.name in self._trained),
+            key=lambda item: (item[0].name, item[0].intervals),
+        )
 
     def groups(self) -> list[tuple[int, ...]]:
         """Distinct sets of several devices, in the same order on every rank."""
