@@ -33,7 +33,13 @@ Problem = tuple[Path, str]
 """An unusable file, and the reason."""
 
 # Files that a results directory may hold beside runs.
-_BESIDE_RUNS = ("README.md", "cluster.json", "held-graphs.json", "profile-*.json")
+_BESIDE_RUNS = (
+    "README.md",
+    "cluster.json",
+    "held-graphs.json",
+    "profile-*.json",
+    "validation-*.json",
+)
 
 _MAX_DEPTH = 16
 

@@ -141,16 +141,19 @@ def _plot(args: argparse.Namespace) -> int:
     from harness.plot.catalog import read_catalog, without_samples
     from harness.plot.render import Timings, render
     from harness.plot.report import build_report
+    from harness.plot.validations import read_validations
 
     timings = Timings()
     found, problems = find_runs(args.results)
     timings.end("headers")
-    if not found:
+    validations, malformed = read_validations(args.results)
+    problems += malformed
+    if not found and not validations:
         _complain([f"skipped {path}: {one_line(reason)}" for path, reason in problems])
         raise ResultsError(_nothing_to_draw(args.results, len(problems)))
     _make_directory(args.out)
     drawn, left_out = without_samples(found)
-    catalog = read_catalog(drawn, [*problems, *left_out])
+    catalog = read_catalog(drawn, [*problems, *left_out], validations)
     timings.end("records")
     rendered = render(catalog, names, args.out, args.format, timings)
     report = args.out / "report.html"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.domain.run import RunHeader
+from harness.domain.validation import Validation
 from harness.measure.derive import SummaRow, TrainingSummary
 from harness.measure.derive.devices import PeakKey, peaks_of, with_efficiency
 from harness.measure.derive.training import add_mfu_of_measured_peak, configured_number
@@ -206,7 +207,11 @@ def without_samples(found: Sequence[Found]) -> tuple[list[Found], list[Problem]]
     return own, [(own[0][0].with_name(f"{SAMPLES}*"), reason)]
 
 
-def read_catalog(found: Iterable[Found], skipped: Sequence[Problem] = ()) -> Catalog:
+def read_catalog(
+    found: Iterable[Found],
+    skipped: Sequence[Problem] = (),
+    validations: Sequence[Validation] = (),
+) -> Catalog:
     """Derive the numbers of runs one after another; the records of a run are dropped then."""
     runs: list[RunNumbers] = []
     problems = list(skipped)
@@ -214,7 +219,7 @@ def read_catalog(found: Iterable[Found], skipped: Sequence[Problem] = ()) -> Cat
         for numbers, of_run in pool.map(_numbers_of, found, chunksize=4):
             runs.append(numbers)
             problems += of_run
-    return Catalog(runs, problems)
+    return Catalog(runs, problems, validations)
 
 
 def _numbers_of(found: Found) -> tuple[RunNumbers, list[Problem]]:
@@ -226,10 +231,16 @@ class Catalog:
 
     Attributes:
         skipped: files, lines and numbers that could not be used, as (path, reason).
+        validations: published sets, and how well they are predicted.
     """
 
-    def __init__(self, runs: Sequence[RunNumbers], skipped: Sequence[Problem] = ()) -> None:
-        self.runs = list(runs)
+    def __init__(
+        self,
+        runs: Sequence[RunNumbers],
+        skipped: Sequence[Problem] = (),
+        validations: Sequence[Validation] = (),
+    ) -> None:
+        self.runs, self.validations = list(runs), list(validations)
         self.skipped = list(skipped)
         self._identities = {id(run): cluster_identity(run) for run in self.runs}
         self._labels = cluster_labels(self.runs)

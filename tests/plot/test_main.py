@@ -22,7 +22,7 @@ UNPLANNED = [
     name
     for name in FIGURES
     if not name.startswith("prediction")
-    and name not in ("timeline", "pipeline_bubble", "stage_times")
+    and name not in ("timeline", "pipeline_bubble", "stage_times", "validation", "changes")
 ]
 ROOT = Path(__file__).parents[2]
 HOSTILE = "<script>alert('x')</script>"

@@ -15,6 +15,7 @@ FIGURES = {
     "prediction_choice": "Regret of the predicted choice",
     "prediction_error": "Prediction error by part of the step",
     "prediction_ranks": "Prediction error by rank",
+    "validation": "Predicted against published steps of GPU clusters",
     "timeline": "One step of every rank, predicted and measured",
     "changes": "Changes of strategy while training",
     "pipeline_bubble": "Pipeline bubble",
