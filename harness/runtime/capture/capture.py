@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from harness.runtime.capture.sample_dims import (
     shapes_at_twice,
 )
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
+from harness.runtime.models.on_meta import weights_on_meta
 from harness.runtime.models.task import check_weights, logits_of
 from harness.runtime.tracing.constructs import WRITES, WRITTEN
 from harness.runtime.tracing.mixing import SampleMixing
@@ -106,8 +108,10 @@ class _Builder:
         self._name_of: dict[fx.Node, str] = {}
         self._waiting: dict[fx.Node, dict[str, nn.Parameter]] = {}
         self._counted: set[int] = set()
+        self._taken = {LOSS}
         self._written: frozenset[str] = module.meta.get(WRITTEN, frozenset())
         self.operators: list[Operator] = []
+        self.unknown: defaultdict[str, list[str]] = defaultdict(list)
         self.nodes: dict[str, fx.Node] = {}
         self.output = ""
 
@@ -137,6 +141,7 @@ class _Builder:
 
     def _add_input(self, node: fx.Node, value: Tensor) -> None:
         self._name_of[node] = node.name
+        self._taken.add(node.name)
         self.operators.append(
             Operator(
                 name=node.name,
@@ -161,11 +166,11 @@ class _Builder:
 
     def _free_name(self, node: fx.Node) -> str:
         """A unique operator name: the path of the node's module, or else the node's name."""
-        taken = {operator.name for operator in self.operators} | {LOSS}
         name = str(node.target) if node.op == "call_module" else node.name
-        name = name if name not in taken else node.name
-        while name in taken:
+        name = name if name not in self._taken else node.name
+        while name in self._taken:
             name += "_"
+        self._taken.add(name)
         return name
 
     def _written_buffers(self, node: fx.Node) -> list[str]:
@@ -189,10 +194,7 @@ class _Builder:
         is_opaque_node = is_opaque(node, self._modules)
         is_unknown = not is_opaque_node and not is_known(kind, str(attrs["function"]))
         if is_unknown and "autocast" not in attrs:
-            _log.warning(
-                "operator %s (%s) is not known: it is planned as cut by samples or not at all",
-                node.name, attrs.get("function"),
-            )  # fmt: skip
+            self.unknown[str(attrs["function"])].append(node.name)
         parameters = self._parameters_used(node)
         is_hooked = any(map(has_gradient_hooks, parameters.values()))
         if is_hooked:  # its hook must see the whole gradient
@@ -282,6 +284,13 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
         builder = _Builder(module, measured, at_twice, mixing, batch)
         for node in module.graph.nodes:
             builder.add(node)
+    for function, names in builder.unknown.items():
+        flops = sum(o.forward_flops for o in builder.operators if o.name in names)
+        _log.warning(
+            "the function %s is not known: its %d operators (%s first, %.3g FLOPs in all) are "
+            "planned as cut by samples or not at all",
+            function, len(names), names[0], flops,
+        )  # fmt: skip
     if not builder.output:
         raise ModelError(f"{name} returns no tensor that its operators computed")
     last = next(o for o in builder.operators if o.name == builder.output)
@@ -301,6 +310,6 @@ def capture_model(name: str, batch: int, options: ModelOptions | None = None) ->
     Raises:
         ModelError: no such model, or it cannot be captured.
     """
-    with torch.device("meta"):
+    with weights_on_meta():
         task = build_task(name, fit_options(name, options or ModelOptions()))
-        return capture(task, batch, name).graph
+    return capture(task, batch, name).graph

@@ -1,4 +1,4 @@
-"""Copy a model without the memory of its tensors, for shape computations."""
+"""Copy a model without the memory of its tensors: to the meta device, or into fake tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 _META = torch.device("meta")
 
@@ -21,6 +22,19 @@ def meta_copy(module: ModuleT) -> ModuleT:
     measured memory peak.
     """
     return copy.deepcopy(module, stand_ins(module, lambda tensor: tensor.detach().to(_META)))
+
+
+def fake_copy(module: ModuleT, mode: FakeTensorMode) -> ModuleT:
+    """Copy a module into fake tensors on its own device, or on the CPU if that is the meta device;
+    shared tensors stay shared."""
+    return copy.deepcopy(module, stand_ins(module, lambda tensor: fake(tensor, mode)))
+
+
+def fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor of the same layout and dtype, on the CPU for one on the meta device."""
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, object]:

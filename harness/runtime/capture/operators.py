@@ -128,15 +128,19 @@ _MODULES: list[tuple[tuple[type[nn.Module], ...], str, Callable[[Any], Attribute
 _ELEMENTWISE = {
     "relu", "relu_", "gelu", "silu", "sigmoid", "tanh", "mul", "sub", "truediv", "div", "neg",
     "dropout", "clamp", "pow", "sqrt", "rsqrt", "leaky_relu", "hardswish", "softplus", "elu", "to",
-    "float", "contiguous", "log", "abs", "imul", "isub", "exp", "detach", "ne",
+    "float", "contiguous", "log", "abs", "imul", "isub", "exp", "detach", "ne", "eq", "lt", "le",
+    "gt", "ge", "where", "masked_fill", "maximum", "minimum", "cos", "sin", "square", "reciprocal",
+    "erf", "mish", "softsign", "clone", "type_as", "logical_and", "logical_or", "logical_not",
+    "clamp_min",
 }  # fmt: skip
 _ADD = {"add", "add_", "iadd"}
-_CAT = {"cat", "concat", "concatenate"}
+CONCATENATIONS = {"cat", "concat", "concatenate"}
 _FLATTEN = {"flatten"}
 _SOFTMAX = {"softmax", "log_softmax"}
 _RESHAPES = {
     "reshape", "view", "permute", "transpose", "expand", "unsqueeze", "squeeze", "stack", "chunk",
     "split", "mean", "sum", "matmul", "bmm", "getitem", "t", "repeat", "expand_as", "unflatten",
+    "slice", "select", "narrow", "unbind", "pad",
 }  # fmt: skip
 _FUNCTIONS: dict[Any, str] = {
     F.conv2d: "conv2d",
@@ -166,7 +170,7 @@ def _kind_of_name(name: str, n_tensors: int) -> str:
         return "add" if n_tensors > 1 else "elementwise"
     if name in _ELEMENTWISE:
         return "elementwise"
-    for names, kind in ((_CAT, "cat"), (_FLATTEN, "flatten"), (_SOFTMAX, "softmax")):
+    for names, kind in ((CONCATENATIONS, "cat"), (_FLATTEN, "flatten"), (_SOFTMAX, "softmax")):
         if name in names:
             return kind
     aten = {function_name(function): kind for function, kind in _FUNCTIONS.items()}

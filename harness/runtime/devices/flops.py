@@ -1,21 +1,21 @@
-"""Count the FLOPs of a training step by running forward and backward on the meta device."""
+"""Count the FLOPs of a training step by running forward and backward on fake tensors."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.runtime.capture.flop_counts import FlopCounts
-from harness.runtime.capture.meta_copy import meta_copy
+from harness.runtime.capture.meta_copy import fake_copy
 from harness.runtime.models.task import InputSpec, Task
 
 _log = logging.getLogger(__name__)
-_META = torch.device("meta")
 
 
 class StepFlops(NamedTuple):
@@ -26,41 +26,33 @@ class StepFlops(NamedTuple):
 
 
 def _empty_input(spec: InputSpec, n_samples: int) -> Tensor:
-    return torch.empty((n_samples, *spec.shape), dtype=spec.dtype, device=_META)
+    return torch.empty((n_samples, *spec.shape), dtype=spec.dtype)
 
 
-def count_flops(task: Task, n_samples: int) -> StepFlops:
-    """FLOPs of forward, loss and backward of a task whose model is on the meta device.
+def _count_flops(task: Task, n_samples: int) -> StepFlops:
+    """FLOPs of forward, loss and backward.
 
     A multiplication and an addition count as two. The gradient of the model's input is not
     computed, so it does not count. Source: torch.utils.flop_counter.
     """
-    inputs = [_empty_input(spec, n_samples) for spec in task.inputs]
-    with FlopCounts() as counter:
-        task.sum_loss(task.model(*inputs), task.draw_targets(n_samples, device=_META)).backward()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = replace(task, model=fake_copy(task.model, mode))
+    device = next((p.device for p in copied.model.parameters()), torch.device("cpu"))
+    # The counter knows the products of the plain attention on every device.
+    with mode, device, sdpa_kernel(SDPBackend.MATH), FlopCounts() as counter:
+        inputs = [_empty_input(spec, n_samples) for spec in task.inputs]
+        targets = task.draw_targets(n_samples, device=device)
+        copied.sum_loss(copied.model(*inputs), targets).backward()
     return StepFlops(counter.total, counter.of_activations)
 
 
-def _on_meta(task: Task, build: Callable[[], Task]) -> Task:
-    """Build the model on the meta device, or copy it there if the factory does not support it."""
-    try:
-        with _META:
-            return build()
-    except Exception as error:
-        _log.info("the model cannot be built on the meta device, so it is copied there: %s", error)
-    return replace(task, model=meta_copy(task.model))
-
-
-def step_flops(task: Task, build: Callable[[], Task], n_samples: int) -> StepFlops | None:
+def step_flops(task: Task, n_samples: int) -> StepFlops | None:
     """FLOPs of one training step over `n_samples`; None if the model needs real values.
 
-    The meta device computes shapes only, so neither times nor memory peaks of the run change.
-
-    Args:
-        build: builds the same task again, on the current default device.
+    Fake tensors have shapes only, so neither times nor memory peaks of the run change.
     """
     try:
-        return count_flops(_on_meta(task, build), n_samples)
+        return _count_flops(task, n_samples)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         _log.warning("FLOPs are not counted, the model needs real values: %s", error)
         return None

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from harness.errors import ModelError
+from harness.runtime.models.example import example_of, task_from_example
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_weights
 from harness.runtime.models.torchvision_import import allow_torchvision
 
@@ -41,8 +42,8 @@ def _load(name: str) -> Callable[..., Any]:
 def task_from_factory(name: str, options: ModelOptions) -> Task:
     """Call a factory with those of `n_classes`, `n_channels`, `image_size` that it accepts.
 
-    The factory returns a module that maps images (n, n_channels, image_size, image_size) to logits
-    (n, n_classes), or a Task, which defines its own inputs.
+    The factory returns a module over images (n, n_channels, image_size, image_size), a model of
+    transformers, a pair of a module and example inputs (`example.py`), or a Task.
 
     Raises:
         ModelError: the factory is missing, fails or returns another type, or its model has
@@ -60,13 +61,28 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
         signature.bind(**given)
     except TypeError as error:
         raise ModelError(f"--model {name!r}: {error}; give its arguments defaults") from error
-    built = factory(**given)
+    return task_of(name, factory(**given), options)
+
+
+def task_of(name: str, built: Any, options: ModelOptions) -> Task:
+    """The task of what a factory returned.
+
+    Raises:
+        ModelError: it has another type, or its model has weights without a shape.
+    """
     if isinstance(built, Task):
         check_weights(built.model)
         return built
+    example: Any = None
+    if isinstance(built, tuple) and len(built) == 2:
+        built, example = built
     if not isinstance(built, nn.Module):
         raise ModelError(f"--model {name!r} returned a {type(built).__name__}, not an nn.Module")
     check_weights(built)
+    if example is None:
+        example = example_of(name, built, options)
+    if example is not None:
+        return task_from_example(name, built, example)
     side = options.image_size
     images = InputSpec(name="images", shape=(options.n_channels, side, side))
     return Task(model=built, inputs=(images,), n_classes=options.n_classes)

@@ -29,6 +29,8 @@ def _wide(outputs: Tensor) -> Tensor:
 
 def _sum_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.dim() > 1:
+        if outputs.shape[:-1] != targets.shape:  # classes second, as PyTorch has them for pixels
+            outputs = outputs.movedim(1, -1)
         outputs, targets = outputs.flatten(0, -2), targets.flatten()
     return F.cross_entropy(_wide(outputs), targets, reduction="sum", ignore_index=IGNORED)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import copy
+import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.errors import ModelError
+from harness.runtime.capture.meta_copy import fake, fake_copy
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing import patches
 from harness.runtime.tracing.constructs import AUTOCAST, NO_GRAD, WRITES, WRITTEN, ConstructError
+from harness.runtime.tracing.module_calls import call_modules
+from harness.runtime.tracing.norms import is_own_norm, plain_norm
 from harness.runtime.tracing.regions import AutocastRegion
 
 _AUTOCAST_REGION = "wrap_with_autocast"
@@ -22,33 +28,77 @@ _NO_GRAD_REGION = "wrap_with_set_grad_enabled"
 
 
 def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
-    """Export a model for batches of any size.
+    """Export a model for batches of any size; the graph holds the model's own tensors.
+
+    The export runs on fake tensors, so that it takes no memory, and tensors that forward makes on
+    the CPU meet weights on the CPU although the model is on the meta device.
 
     Raises:
         ModelError: the export is for one batch size only, or loses a construct.
         Exception: any error of torch.export.
     """
-    # torch.export always specializes a size of 1.
-    open_batch = [x if len(x) > 1 else torch.cat((x, x)) for x in examples]
-    sizes = tuple({0: torch.export.Dim.AUTO} for _ in examples)
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes half a second
+
+    sizes = _open_sizes(model, len(examples))
     _refuse_hooks(model)
-    on_meta: list[Any] = []
-    with (
-        _no_dropped_constructs(),
-        patches.grad_mode_kept(),
-        patches.autocast_on_meta(lambda *created: on_meta.append(created)),
-    ):
-        exported = torch.export.export(
-            copy.deepcopy(model), tuple(open_batch), dynamic_shapes=sizes
-        )
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with _no_dropped_constructs(), patches.grad_mode_kept():
+        # torch.export always specializes a size of 1.
+        given = tuple(fake(x if len(x) > 1 else torch.cat((x, x)), mode) for x in examples)
+        exported = torch.export.export(fake_copy(model, mode), given, dynamic_shapes=sizes)
     module: fx.GraphModule = exported.module()
+    _remove_idle(module)
     _check_batch_is_open(model, module)
-    _inline_regions(module, bool(on_meta))
-    _mark_writes(module)
-    _register_constants(module)
+    _inline_regions(module, any(x.is_meta for x in model.parameters()))
     _unflatten_output(module)
     _use_input_device(module)
+    call_modules(module.graph, model)
+    module = _with_tensors_of(model, module)
+    _mark_writes(module)
     return module
+
+
+def _open_sizes(model: nn.Module, n_inputs: int) -> tuple[Any, ...]:
+    """An open number of samples for each input, in the structure of forward's parameters."""
+    sizes = tuple({0: torch.export.Dim.AUTO} for _ in range(n_inputs))
+    kinds = [p.kind for p in inspect.signature(model.forward).parameters.values()]
+    at = next((k for k, kind in enumerate(kinds) if kind == kind.VAR_POSITIONAL), n_inputs)
+    return sizes if at >= n_inputs else (*sizes[:at], sizes[at:])
+
+
+def _remove_idle(module: fx.GraphModule) -> None:
+    """Remove the checks of input shapes, which are for the sizes of the examples, and slices that
+    take everything."""
+    for node in module.graph.find_nodes(op="call_module", target="_guards_fn"):
+        module.graph.erase_node(node)
+    slices = torch.ops.aten.slice.Tensor
+    for node in module.graph.find_nodes(op="call_function", target=slices):
+        if node.args[2:] == (0, sys.maxsize):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+
+
+def _with_tensors_of(model: nn.Module, module: fx.GraphModule) -> fx.GraphModule:
+    """A graph module whose parameters and buffers are the model's own; constants of the export are
+    buffers, as in torch.fx, so that they move with the module."""
+    found: dict[str, Any] = {}
+    own = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    for node in list(module.graph.nodes):
+        name = str(node.target)
+        if node.op == "call_module":
+            part = model.get_submodule(name)
+            found[name] = plain_norm(part) if is_own_norm(part) else part
+        elif node.op == "get_attr" and not node.users:
+            module.graph.erase_node(node)
+        elif node.op == "get_attr" and name in own:
+            found[name] = own[name]
+        elif node.op == "get_attr":
+            node.target = name.replace(".", "_")
+            found[node.target] = attrgetter(name)(module)
+    return fx.GraphModule(found, module.graph, type(model).__name__)
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -175,14 +225,3 @@ def _use_input_device(module: fx.GraphModule) -> None:
     for node in makers:
         node.kwargs = {**node.kwargs, "device": device}
     module.recompile()
-
-
-def _register_constants(module: fx.GraphModule) -> None:
-    """Register plain tensors as buffers, as torch.fx does, so that they move with the module."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        path, _, name = str(node.target).rpartition(".")
-        owner = module.get_submodule(path)
-        value = getattr(owner, name)
-        if isinstance(value, Tensor) and name not in {**owner._parameters, **owner._buffers}:
-            delattr(owner, name)
-            owner.register_buffer(name, value)

@@ -11,14 +11,18 @@ import itertools
 import logging
 from collections.abc import Collection
 
+import torch
 from torch import Tensor, fx, nn
 
-from harness.errors import HarnessError, first_line
+from harness.errors import HarnessError, ModelError, first_line
+from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.tracing.autocast import keep_regions
 from harness.runtime.tracing.chance import no_random_draws
-from harness.runtime.tracing.constructs import WRITTEN, ConstructError
+from harness.runtime.tracing.constants import fold_constants
+from harness.runtime.tracing.constructs import CALLS, WRITTEN, ConstructError
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.finish import finish
+from harness.runtime.tracing.norms import is_own_norm, plain_norm
 from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.tracer import ModelTracer
 
@@ -44,7 +48,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                 graph = tracer.trace(model)
             if not tracer.states.writes:
                 finish(graph, model, tracer.has_gradient)
-                return _module(model, graph, states)
+                return _module(model, graph, states, whole, examples)
         except Exception as error:
             reason = error
         if tracer.states.writes:
@@ -59,6 +63,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                 with no_random_draws():
                     module = export(model, examples)
                 finish(module.graph, module)
+                fold_constants(module, examples)
                 keep_regions(module)
                 return module
             except Exception as error:
@@ -73,11 +78,36 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
         whole.add(path)
 
 
-def _module(model: nn.Module, graph: fx.Graph, states: Collection[str]) -> fx.GraphModule:
+def _module(
+    model: nn.Module,
+    graph: fx.Graph,
+    states: Collection[str],
+    whole: Collection[str],
+    examples: tuple[Tensor, ...],
+) -> fx.GraphModule:
     module = fx.GraphModule(model, graph, type(model).__name__)
+    for path, part in list(module.named_modules()):
+        if is_own_norm(part) and path not in whole:
+            module.set_submodule(path, plain_norm(part))
     module.meta[WRITTEN] = frozenset(states)
+    _check_runs(module, examples)
+    fold_constants(module, examples)
     keep_regions(module)
     return module
+
+
+def _check_runs(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> None:
+    """Raise the error of a graph that does not run, such as one that reads an output's attribute
+    of a class that torch.fx does not know."""
+    (output,) = module.graph.find_nodes(op="output")
+    if not any(_is_computed(node) for node in output.all_input_nodes):
+        raise ModelError(f"{module._get_name()} returns no tensor that its operators computed")
+    with torch.enable_grad(), torch.device("meta"):
+        fx.Interpreter(meta_copy(module)).run(*(x.to("meta") for x in examples))
+
+
+def _is_computed(node: fx.Node) -> bool:
+    return node.op in CALLS or any(map(_is_computed, node.all_input_nodes))
 
 
 def _place(model: nn.Module, buffer: str, writer: str) -> str:

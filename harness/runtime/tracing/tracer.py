@@ -25,6 +25,7 @@ from harness.runtime.tracing.constructs import (
     is_view,
 )
 from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach, with_items
+from harness.runtime.tracing.norms import is_own_norm, norm_as_call
 from harness.runtime.tracing.states import States
 
 _DIFFERENTIATIONS: dict[tuple[str, Any], str] = {
@@ -144,6 +145,15 @@ class ModelTracer(fx.Tracer):
         if is_single_operator(m):
             return True
         return super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if not is_own_norm(m) or self.path_of_module(m) in self._leaves:
+            return super().call_module(m, forward, args, kwargs)
+        path = self.path_of_module(m)
+        with norm_as_call(m, lambda x: self.create_proxy("call_module", path, (x,), {})):
+            return super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return ModelProxy(node, self)

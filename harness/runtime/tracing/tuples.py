@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from harness.errors import ModelError
+from harness.runtime.capture.operators import CONCATENATIONS, function_name
 
 
 def split_tuples(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:
@@ -53,6 +54,31 @@ def _parts(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
         _parts(graph, graph.call_function(operator.getitem, (node, k)), part)
         for k, part in enumerate(value)
     )
+
+
+def drop_empty_parts(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:
+    """Leave tensors without elements out of concatenations; return whether there were any.
+
+    A rotary embedding of all features concatenates them with the features that it leaves alone.
+    """
+    found = False
+    for node in list(values):
+        parts = node.args[0] if node.args else None
+        if function_name(node.target) not in CONCATENATIONS or not isinstance(parts, list | tuple):
+            continue
+        kept = [part for part in parts if not _is_empty(values.get(part))]
+        if 0 < len(kept) < len(parts):
+            node.args = (kept, *node.args[1:])
+            found = True
+    if found:
+        empty = {node for node, value in values.items() if _is_empty(value)}
+        module.graph.eliminate_dead_code(lambda node: node not in empty)
+        module.recompile()
+    return found
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 0
 
 
 def check_sizes(values: dict[fx.Node, Any]) -> None:

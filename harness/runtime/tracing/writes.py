@@ -26,7 +26,7 @@ from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.operators import function_name
 from harness.runtime.executor.shards.inplace import COPIES, copying_call, works_in_place
 from harness.runtime.tracing.functions import OpaqueFunction
-from harness.runtime.tracing.tuples import check_sizes, split_tuples
+from harness.runtime.tracing.tuples import check_sizes, drop_empty_parts, split_tuples
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,8 @@ def replace_in_place_writes(module: fx.GraphModule, examples: Sequence[Tensor]) 
         ModelError: an operator's in-place change has no out-of-place form.
     """
     memory = _Memory(module, examples)
+    if drop_empty_parts(module, memory.values):
+        memory = _Memory(module, examples)
     check_sizes(memory.values)
     if split_tuples(module, memory.values):
         module.recompile()

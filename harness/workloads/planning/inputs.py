@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import MadeFor, fingerprint
 from harness.domain.graph import Graph
@@ -21,6 +19,7 @@ from harness.plan.simulate.simulator import Simulator
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import Task, build_task, fit_options
+from harness.runtime.models.on_meta import weights_on_meta
 from harness.workloads.common.model_flags import flag_words
 from harness.workloads.planning.files import find_cluster, find_failure
 from harness.workloads.planning.needs import profile_settings
@@ -69,7 +68,7 @@ def capture_graph(search_config: SearchConfig, results: Path | None = None) -> G
         ModelError: there is no such model, it cannot be captured, or its graph trains differently.
     """
     try:
-        with torch.device("meta"):
+        with weights_on_meta():
             task, captured = _captured(search_config)
     except HarnessError:
         raise

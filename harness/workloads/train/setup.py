@@ -230,7 +230,7 @@ def prepare(
         flops: StepFlops | None = planned.flops[world.rank]
     else:
         shares = _shares(case, task, world)
-        flops = step_flops(task, lambda: make_task(case), shares[world.rank])
+        flops = step_flops(task, shares[world.rank])
     data = _open(case, task)
     trainer = _make_trainer(case, task, world, recorder, executor_options, shares[world.rank])
     plan = _batch_plan(case, len(data), shares, trainer, world)

@@ -25,7 +25,7 @@ def two_layers() -> Task:
 def test_the_first_layer_has_no_input_gradient():
     # Forward 2 n (8 x 16 + 16 x 4); weight gradients the same; input gradient of layer 2 only.
     forward, second = 2 * 10 * (8 * 16 + 16 * 4), 2 * 10 * 16 * 4
-    assert step_flops(two_layers(), two_layers, 10) == (2 * forward + second, 0.0)
+    assert step_flops(two_layers(), 10) == (2 * forward + second, 0.0)
 
 
 def test_counting_without_memory_equals_counting_a_real_step():
@@ -35,13 +35,13 @@ def test_counting_without_memory_equals_counting_a_real_step():
     task = build()
     with FlopCounterMode(display=False) as counter:
         task.sum_loss(task.model(torch.randn(3, 1, 28, 28)), torch.tensor([1, 2, 3])).backward()
-    assert step_flops(task, build, 3) == (counter.get_total_flops(), 0.0)
+    assert step_flops(task, 3) == (counter.get_total_flops(), 0.0)
 
 
 def test_counting_leaves_the_model_alone():
     task = two_layers()
     before = [p.clone() for p in task.model.parameters()]
-    step_flops(task, two_layers, 2)
+    step_flops(task, 2)
     assert all(torch.equal(a, b) for a, b in zip(before, task.model.parameters(), strict=True))
     assert all(p.grad is None for p in task.model.parameters())
 
@@ -53,7 +53,7 @@ def test_a_vit_step_counts_about_three_forwards():
     with torch.device("meta"):
         task = build()
     # 17.56 GMAC by torchvision's documentation, attention's products not among them.
-    flops = step_flops(task, build, 1)
+    flops = step_flops(task, 1)
     assert flops is not None
     assert 3 * 2 * 16.8e9 < flops.total < 3 * 2 * 18.5e9
 
@@ -67,7 +67,7 @@ def test_a_decoder_counts_six_flops_a_parameter_and_token_beside_its_scores():
         return build_task("llama", fit_options("llama", ModelOptions(text=sizes)))
 
     task, tokens = build(), 3 * 16
-    flops = step_flops(task, build, 3)
+    flops = step_flops(task, 3)
     assert flops is not None
     # Of 2 layers, forward and twice backward: scores and sums of 16 x 16 positions of width 32.
     assert flops.scores == 3 * 2 * 2 * (2 * 3 * 16 * 16 * 32)
@@ -87,4 +87,4 @@ def test_a_model_that_needs_values_is_not_counted():
     def build() -> Task:
         return Task(model=Looks(), inputs=(InputSpec(name="x", shape=(8,)),), n_classes=4)
 
-    assert step_flops(build(), build, 2) is None
+    assert step_flops(build(), 2) is None

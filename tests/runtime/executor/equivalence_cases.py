@@ -60,7 +60,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 def _draw(spec: InputSpec, n: int, generator: torch.Generator) -> torch.Tensor:
     if spec.n_values is not None:
-        return torch.randint(spec.n_values, (n, *spec.shape), generator=generator)
+        return torch.randint(spec.n_values, (n, *spec.shape), generator=generator).to(spec.dtype)
     # Drawn in float64 for every dtype, so that float32 trains the same samples, rounded.
     return torch.randn(n, *spec.shape, dtype=torch.float64, generator=generator).to(spec.dtype)
 
@@ -70,7 +70,7 @@ def draw_batch(task: Task, n: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     inputs = tuple(_draw(spec, n, generator) for spec in task.inputs)
     targets = task.draw_targets(n, generator=generator)
-    if task.target_shape:  # sequences of unlike lengths
+    if len(task.target_shape) == 1:  # sequences of unlike lengths
         ends = torch.randint(1, targets.shape[1] + 1, (n, 1), generator=generator)
         targets[torch.arange(targets.shape[1]) >= ends] = IGNORED
     return Batch(inputs, targets)

@@ -1,0 +1,77 @@
+"""Turn the operators that torch.export makes of one of PyTorch's modules into a call of the module.
+
+A strategy can cut a linear layer, a convolution or a normalisation by their modules' sizes, and
+names them by their paths.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.modules.activation import MultiheadAttention
+from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd, _AvgPoolNd, _MaxPoolNd
+from torch.nn.utils import parametrize
+
+from harness.runtime.tracing.constructs import AUTOCAST, CALLS, NO_GRAD
+from harness.runtime.tracing.norms import is_own_norm
+from harness.runtime.tracing.patches import has_own_hooks
+
+_LAYERS = (
+    nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
+    nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd,
+    _AvgPoolNd, _MaxPoolNd, _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd,
+)  # fmt: skip
+
+
+def call_modules(graph: fx.Graph, model: nn.Module) -> None:
+    """Replace runs of operators by calls of the model's modules that they come from."""
+    modules = dict(model.named_modules())
+    calls = (node for node in graph.nodes if node.op in CALLS)
+    for path, nodes in groupby(list(calls), _path):
+        if path in modules and _is_layer(modules[path]):
+            _replace(graph, path, list(nodes))
+
+
+def _path(node: fx.Node) -> str:
+    """Path of the module in whose forward a node was traced; its calls differ in their keys."""
+    stack = node.meta.get("nn_module_stack") or {}
+    last: Any = next(reversed(stack.values()), ("", None))
+    return str(last[0])
+
+
+def _is_layer(part: nn.Module) -> bool:
+    if is_own_norm(part):
+        return True
+    is_plain = type(part).__module__.startswith("torch.nn.") and not has_own_hooks(part)
+    is_known = isinstance(part, _LAYERS) or (
+        type(part).__module__ == MultiheadAttention.__module__
+        and not isinstance(part, MultiheadAttention)
+    )
+    return is_plain and is_known and not parametrize.is_parametrized(part)
+
+
+def _replace(graph: fx.Graph, path: str, nodes: list[fx.Node]) -> None:
+    """Replace one call's operators if they read one value and give one."""
+    inside = set(nodes)
+    given = dict.fromkeys(
+        source
+        for node in nodes
+        for source in node.all_input_nodes
+        if source not in inside and source.op != "get_attr"
+    )
+    results = [n for n in nodes if any(user not in inside for user in n.users)]
+    if len(given) != 1 or len(results) != 1:
+        return
+    (result,) = results
+    with graph.inserting_before(nodes[0]):
+        call = graph.create_node("call_module", path, tuple(given))
+    call.meta = {**result.meta}
+    for mark in (NO_GRAD, AUTOCAST):
+        if any(node.meta.get(mark) != call.meta.get(mark) for node in nodes):
+            graph.erase_node(call)
+            return
+    result.replace_all_uses_with(call)
+    for node in reversed(nodes):
+        graph.erase_node(node)

@@ -1,0 +1,73 @@
+"""Operators that read no input become constants; those of each sample, repeated ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from harness.runtime.capture.capture import capture
+from harness.runtime.faithfulness.comparison import hold_to_model
+from harness.runtime.models import InputSpec, Task
+
+
+class Net(nn.Module):
+    def __init__(self, middle) -> None:
+        super().__init__()
+        self.last, self.middle = nn.Linear(4, 3), middle
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x):
+        return self.last(self.middle(self, x))
+
+
+def causal(net, x):
+    return x * torch.tril(torch.ones(4, 4, device=x.device)).sum(1)
+
+
+def of_a_buffer(net, x):
+    return x + (2 * net.table).cos()
+
+
+def of_each_sample(net, x):
+    positions = torch.arange(4, device=x.device).expand(x.shape[0], -1)
+    return x + (positions + 1)
+
+
+def of_the_batch_size(net, x):
+    return x + torch.arange(x.shape[0], device=x.device)[:, None] / x.shape[0]
+
+
+def in_place(net, x):
+    mask = torch.zeros(4, device=x.device)
+    mask[:2] = 1
+    return x * mask
+
+
+def written_by_inputs(net, x):
+    found = torch.zeros(x.shape[0], 4, device=x.device)
+    found[:, 1] = x[:, 2]
+    return found + x
+
+
+@pytest.mark.parametrize(
+    ("middle", "n_left"),
+    [(causal, 1), (of_a_buffer, 1), (of_each_sample, 2), (in_place, 1)],
+)
+def test_constants_are_no_operators(middle, n_left):
+    graph = captured_of(middle)
+    assert (
+        len([op for op in graph.operators if op.kind not in ("input", "linear", "loss")]) == n_left
+    )
+
+
+@pytest.mark.parametrize("middle", [of_the_batch_size, written_by_inputs])
+def test_values_that_depend_on_the_batch_stay_operators(middle):
+    assert len(captured_of(middle).operators) > 4
+
+
+def captured_of(middle):
+    task = Task(model=Net(middle), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
+    captured = capture(task, 4, "net")
+    hold_to_model(task, captured, "net")
+    return captured.graph
