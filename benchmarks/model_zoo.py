@@ -4,7 +4,8 @@
     python benchmarks/model_zoo.py --only no_grad_branch roll_batch --strategies ddp 1f1b
 
 The zoo (tests/runtime/executor/zoo) has small models with one construct each: contexts, autograd
-functions, hooks, operators that mix samples, buffers, outputs, control flow. Each is trained for
+functions, hooks, operators that mix samples, buffers, outputs, control flow. It also has models of
+transformers, timm and torchvision at tiny width. Each is trained for
 four steps by plain PyTorch on one device, and by the executor's ddp, tensor, hybrid, 1F1B, zero
 bubble, interleaved and some random strategies over gloo. One line per model and strategy:
 

@@ -1,11 +1,13 @@
-"""Small models as users write them, each with one construct that a planned strategy may lose."""
+"""Small models as users write them, each with one construct that a planned strategy may lose, and
+models of libraries."""
 
 from zoo.base import ZooModel
 from zoo.contexts import CONTEXTS
 from zoo.layers import LAYERS
+from zoo.libraries import LIBRARIES
 from zoo.samples import SAMPLES
 from zoo.states import STATES
 
 __all__ = ["ZOO", "ZooModel"]
 
-ZOO: dict[str, ZooModel] = {**CONTEXTS, **SAMPLES, **STATES, **LAYERS}
+ZOO: dict[str, ZooModel] = {**CONTEXTS, **SAMPLES, **STATES, **LAYERS, **LIBRARIES}

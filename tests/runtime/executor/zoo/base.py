@@ -9,7 +9,7 @@ import torch
 from equivalence_models import OwnPrecisionTask
 from torch import Tensor, nn
 
-from harness.runtime.models.task import InputSpec
+from harness.runtime.models.task import InputSpec, Task
 
 N_CLASSES = 6
 WIDTH = 12
@@ -53,7 +53,7 @@ class ZooModel:
     has_norm: bool = False
     is_random: bool = False
 
-    def task(self, *, seed: int = 0, has_construct: bool = True) -> OwnPrecisionTask:
+    def task(self, *, seed: int = 0, has_construct: bool = True) -> Task:
         """The model with its weights; equal in every process. In float64, but for those whose
         construct is a narrower dtype."""
         torch.manual_seed(seed)

@@ -1,0 +1,279 @@
+"""Models of transformers, timm and torchvision at tiny width, from their own configurations.
+
+Dropout and stochastic depth are off, because their numbers differ between strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from equivalence_models import _torchvision
+from torch import nn
+
+from harness.runtime.models.factory import task_of
+from harness.runtime.models.task import ModelOptions, Task
+from harness.runtime.models.torchvision_import import allow_torchvision, import_torchvision
+from zoo.base import N_CLASSES, ZooModel
+
+_SIDE = 32
+_OPTIONS = ModelOptions(n_classes=N_CLASSES, n_channels=3, image_size=_SIDE)
+_TOKENS = 8
+_VOCABULARY = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryModel(ZooModel):
+    """A model of a library; `build` returns what a factory of a user's would.
+
+    Attributes:
+        side: height and width of images.
+    """
+
+    build: Callable[[], Any]
+    side: int = _SIDE
+
+    def task(self, *, seed: int = 0, has_construct: bool = True) -> Task:
+        torch.manual_seed(seed)
+        allow_torchvision()
+        task = task_of("zoo", self.build(), replace(_OPTIONS, image_size=self.side))
+        for part in task.model.modules():
+            if isinstance(part, nn.modules.dropout._DropoutNd):
+                part.p = 0.0
+        inputs = tuple(
+            replace(spec, dtype=torch.float64) if spec.n_values is None else spec
+            for spec in task.inputs
+        )
+        return replace(task, model=task.model.double(), inputs=inputs)
+
+
+def _transformers(model: str, config: str, **settings: Any) -> nn.Module:
+    import transformers
+
+    made = getattr(transformers, config)(**settings)
+    for name, value in vars(made).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(made, name, 0.0)
+    made.num_labels = N_CLASSES
+    if hasattr(made, "num_experts_per_tok"):
+        made._experts_implementation = "batched_mm"
+    return getattr(transformers, model)(made)
+
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 24, "max_position_embeddings": _TOKENS, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_GROUPED = {**_TEXT, "num_key_value_heads": 2, "head_dim": 4}
+_VISION: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+
+
+def _encoder_decoder(**more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": _VOCABULARY, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24, "max_position_embeddings": _TOKENS, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, **more,
+    }  # fmt: skip
+
+
+_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("BertForSequenceClassification", "BertConfig", _TEXT),
+    "bert_mlm": ("BertForMaskedLM", "BertConfig", _TEXT),
+    "roberta": (
+        "RobertaForSequenceClassification", "RobertaConfig",
+        {**_TEXT, "max_position_embeddings": _TOKENS + 2, "pad_token_id": 1},
+    ),
+    "distilbert": (
+        "DistilBertForSequenceClassification", "DistilBertConfig",
+        {"vocab_size": _VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24,
+         "max_position_embeddings": _TOKENS},
+    ),
+    "albert": ("AlbertForSequenceClassification", "AlbertConfig", {**_TEXT, "embedding_size": 8}),
+    "electra": (
+        "ElectraForSequenceClassification", "ElectraConfig", {**_TEXT, "embedding_size": 8}
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel", "GPT2Config",
+        {"vocab_size": _VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4,
+         "n_positions": _TOKENS, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "gpt_neo": (
+        "GPTNeoForCausalLM", "GPTNeoConfig",
+        {"vocab_size": _VOCABULARY, "hidden_size": 16, "num_layers": 2, "num_heads": 4,
+         "attention_types": [[["global", "local"], 1]], "window_size": 4,
+         "max_position_embeddings": _TOKENS, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _TEXT),
+    "gptj": (
+        "GPTJForCausalLM", "GPTJConfig",
+        {"vocab_size": _VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 2,
+         "n_positions": _TOKENS, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "opt": (
+        "OPTForCausalLM", "OPTConfig", {**_TEXT, "ffn_dim": 24, "word_embed_proj_dim": 16}
+    ),
+    "bloom": (
+        "BloomForCausalLM", "BloomConfig",
+        {"vocab_size": _VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4,
+         "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 4}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _GROUPED),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", _GROUPED),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_GROUPED, "sliding_window": 4}),
+    "phi": ("PhiForCausalLM", "PhiConfig", {**_TEXT, "num_key_value_heads": 4}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _GROUPED),
+    "falcon": ("FalconForCausalLM", "FalconConfig", {**_TEXT, "alibi": False}),
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig", _GROUPED),
+    "mixtral": (
+        "MixtralForCausalLM", "MixtralConfig",
+        {**_GROUPED, "num_experts_per_tok": 2, "num_local_experts": 4},
+    ),
+    "t5": (
+        "T5ForConditionalGeneration", "T5Config",
+        {"vocab_size": _VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1,
+         "num_heads": 4, "decoder_start_token_id": 0},
+    ),
+    "bart": ("BartForConditionalGeneration", "BartConfig", _encoder_decoder()),
+    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", _encoder_decoder()),
+    "vit": ("ViTForImageClassification", "ViTConfig", _VISION),
+    "deit": ("DeiTForImageClassification", "DeiTConfig", _VISION),
+    "beit": ("BeitForImageClassification", "BeitConfig", _VISION),
+    "dinov2": (
+        "Dinov2ForImageClassification", "Dinov2Config",
+        {**_VISION, "mlp_ratio": 2},
+    ),
+    "swin": (
+        "SwinForImageClassification", "SwinConfig",
+        {"image_size": _SIDE, "patch_size": 4, "embed_dim": 8, "depths": [1, 2],
+         "num_heads": [2, 4], "window_size": 4},
+    ),
+    "convnext": (
+        "ConvNextForImageClassification", "ConvNextConfig",
+        {"image_size": _SIDE, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    ),
+}  # fmt: skip
+
+_TIMM: dict[str, dict[str, Any]] = {
+    "resnet18": {"channels": (8, 8, 16, 16)},
+    "resnext26ts": {},
+    "vit_tiny_patch16_224": {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 4},
+    "deit_tiny_patch16_224": {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 4},
+    "mixer_s32_224": {"img_size": 64},
+    "resmlp_12_224": {"img_size": 32},
+    "gmlp_ti16_224": {"img_size": 32},
+    "swin_tiny_patch4_window7_224": {
+        "img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (1, 2),
+        "num_heads": (2, 4), "drop_path_rate": 0.0,
+    },
+    "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)},
+    "mnasnet_small": {},
+    "mobilenetv3_small_050": {},
+    "regnetx_002": {},
+    "densenet121": {"growth_rate": 4, "block_config": (2, 2)},
+    "ghostnet_050": {},
+    "pvt_v2_b0": {"depths": (1, 1), "embed_dims": (8, 16), "num_heads": (1, 2),
+                  "sr_ratios": (2, 1), "mlp_ratios": (2, 2)},
+    "repvgg_a0": {},
+}  # fmt: skip
+_WITHOUT_NORM = ("vit", "deit", "mixer", "resmlp", "gmlp", "swin", "convnext", "pvt")
+
+
+def _timm(name: str, **settings: Any) -> nn.Module:
+    import timm
+
+    return timm.create_model(name, num_classes=N_CLASSES, **settings)
+
+
+def _of_class(path: str, **settings: Any) -> nn.Module:
+    """A model of torchvision by its class."""
+    module, name = path.split(".")
+    made: nn.Module = getattr(import_torchvision(f"models.{module}"), name)(
+        num_classes=N_CLASSES, **settings
+    )
+    return made
+
+
+def _convnext() -> nn.Module:
+    kind = import_torchvision("models.convnext").CNBlockConfig
+    return _of_class("convnext.ConvNeXt", block_setting=[kind(8, 16, 1), kind(16, None, 1)])
+
+
+def _regnet() -> nn.Module:
+    kind = import_torchvision("models.regnet").BlockParams
+    blocks = kind.from_init_params(depth=4, w_0=8, w_a=8.0, w_m=2.0, group_width=8)
+    return _of_class("regnet.RegNet", block_params=blocks)
+
+
+_TORCHVISION: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "alexnet": (
+        partial(_torchvision, "alexnet.AlexNet", width=lambda n: n // 16), False
+    ),
+    "squeezenet": (partial(_of_class, "squeezenet.SqueezeNet", version="1_1"), False),
+    "densenet": (
+        partial(
+            _of_class, "densenet.DenseNet", growth_rate=4, block_config=(2, 2),
+            num_init_features=8,
+        ), True,
+    ),
+    "mobilenet_v2": (partial(_of_class, "mobilenetv2.MobileNetV2", width_mult=0.25), True),
+    "mnasnet": (partial(_of_class, "mnasnet.MNASNet", alpha=0.25), True),
+    "shufflenet": (
+        partial(
+            _of_class, "shufflenetv2.ShuffleNetV2", stages_repeats=[1, 1, 1],
+            stages_out_channels=[8, 16, 16, 16, 32],
+        ), True,
+    ),
+    "vit": (
+        partial(
+            _of_class, "vision_transformer.VisionTransformer", image_size=_SIDE, patch_size=16,
+            num_layers=2, num_heads=4, hidden_dim=16, mlp_dim=24,
+        ), False,
+    ),
+    "swin": (
+        partial(
+            _of_class, "swin_transformer.SwinTransformer", patch_size=[4, 4], embed_dim=8,
+            depths=[1, 2], num_heads=[2, 4], window_size=[4, 4], stochastic_depth_prob=0.0,
+        ), False,
+    ),
+    "convnext": (_convnext, False),
+    "regnet": (_regnet, True),
+}  # fmt: skip
+
+
+def _has_norm(name: str) -> bool:
+    return not name.startswith(_WITHOUT_NORM)
+
+
+LIBRARIES: dict[str, ZooModel] = {
+    **{
+        f"transformers_{name}": LibraryModel(
+            build=partial(_transformers, model, config, **settings)
+        )
+        for name, (model, config, settings) in _TRANSFORMERS.items()
+    },
+    **{
+        f"timm_{name}": LibraryModel(
+            build=partial(_timm, name, **settings),
+            has_norm=_has_norm(name),
+            side=settings.get("img_size", _SIDE),
+        )
+        for name, settings in _TIMM.items()
+    },
+    **{
+        f"torchvision_{name}": LibraryModel(
+            build=build, has_norm=has_norm, side=64 if name == "alexnet" else _SIDE
+        )
+        for name, (build, has_norm) in _TORCHVISION.items()
+    },
+}
