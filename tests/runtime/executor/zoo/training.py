@@ -14,6 +14,7 @@ from equivalence_cases import draw_batch
 from equivalence_reference import Trace, gradients_of, slices
 from equivalence_strategies import random_strategy, replicated_pipeline, small_cluster
 from torch import Tensor
+from torch.nn import Module
 
 from harness.domain.graph import Graph
 from harness.domain.schedule import SCHEDULE_NAMES
@@ -93,9 +94,26 @@ def _seed_all(seed: int) -> None:
     np.random.seed(seed)
 
 
-def train_single(case: ZooCase, sizes: list[int], *, has_construct: bool = True) -> Trace:
-    """Train by plain torch, batch by batch, or microbatch by microbatch of these sizes."""
+def _shift(model: Module, offset: float) -> None:
+    """Multiply each weight by 1 plus a random number of about this size."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            weight.mul_((1 + offset * noise).to(weight.dtype))
+
+
+def train_single(
+    case: ZooCase, sizes: list[int], *, has_construct: bool = True, offset: float = 0.0
+) -> Trace:
+    """Train by plain torch, batch by batch, or microbatch by microbatch of these sizes.
+
+    Args:
+        offset: relative change of all weights before the first step, to see what rounding does.
+    """
     task = ZOO[case.model].task(seed=case.seed, has_construct=has_construct)
+    if offset:
+        _shift(task.model, offset)
     optimizer = make_optimizer(task.model, _SGD, torch.device("cpu"))
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
