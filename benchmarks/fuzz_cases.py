@@ -28,6 +28,7 @@ from harness.nodes.mpi import explain_mpirun, parse_hello
 from harness.nodes.parse import parse_facts
 from harness.plan.cli import parse_topology
 from harness.plan.convert import convert
+from harness.plan.costs import COSTS
 from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
 from harness.plan.estimate import estimate_profile
 from harness.plan.fit import OperatorTimes
@@ -185,7 +186,7 @@ def _flags(text: str) -> None:
     for line in text.splitlines()[:8]:
         flag, *values = line.split(" ")
         if flag == "topology":
-            parse_topology(" ".join(values))
+            parse_topology(" ".join(values), COSTS["simulator"].most_devices)
         elif flag == "dlrm":
             dlrm_graph(parse_dlrm(*[*values, "", "", ""][:3], batch=1024))
         else:

@@ -171,6 +171,6 @@ def test_tensors_of_a_tuple_are_handed_on_one_by_one():
 
 
 def test_a_tensor_without_elements_is_refused():
-    module = traced(lambda model, x: torch.cat([x, x[:, 8:]], 1))
+    module = traced(lambda model, x: x + x[:, 8:].sum())
     with pytest.raises(ModelError, match=r"getitem gives a tensor without elements, of shape"):
         replace_in_place_writes(module, (torch.randn(6, 8),))
