@@ -25,7 +25,7 @@ from typing import NamedTuple
 from planner_comparison import compare_extremes
 
 from harness.measure.text import table
-from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
+from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
 
 SIZES = (64, 256, 1024, 4096)
 TARGET_S, TARGET_BYTES = 60.0, 4 * 2**30
@@ -64,7 +64,7 @@ HEADER = ["devices", "wall s", "CPU s", "search CPU s", "peak MiB", "layouts", "
 def write_model(folder: Path) -> list[str]:
     """The flags of a graph and a profile with 16-bit weights."""
     layers = [
-        Layer(
+        PlannedLayer(
             name=f"layer{k}",
             parameter_bytes=2 * 12 * WIDTH**2,
             output_bytes=2 * TOKENS * WIDTH,

@@ -26,7 +26,7 @@ def n_frozen_layers(n_layers: int, alpha: float, interval: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layer:
+class FreezableLayer:
     """Operators that are frozen together, with their modules and parameters."""
 
     operators: tuple[str, ...]
@@ -34,7 +34,7 @@ class Layer:
     parameters: frozenset[str]
 
 
-def freezable_layers(graph: Graph) -> list[Layer]:
+def freezable_layers(graph: Graph) -> list[FreezableLayer]:
     """The layers of a model, from its inputs, without the head, which is never frozen.
 
     A layer is named by the first part of a parameter's path that ends with a digit, such as
@@ -81,14 +81,14 @@ def _parameters(operator: Operator) -> list[str]:
     return [str(name) for name in found] if isinstance(found, list) else []
 
 
-def _layer(operators: list[Operator]) -> Layer:
-    return Layer(
+def _layer(operators: list[Operator]) -> FreezableLayer:
+    return FreezableLayer(
         operators=tuple(operator.name for operator in operators),
         modules=frozenset(str(op.attrs["module"]) for op in operators if "module" in op.attrs),
         parameters=frozenset(name for op in operators for name in _parameters(op)),
     )
 
 
-def _without(layer: Layer, head: frozenset[str]) -> Layer:
+def _without(layer: FreezableLayer, head: frozenset[str]) -> FreezableLayer:
     """A layer less the parameters that the head uses too, which are trained to the end."""
-    return Layer(layer.operators, layer.modules, layer.parameters - head)
+    return FreezableLayer(layer.operators, layer.modules, layer.parameters - head)

@@ -17,7 +17,7 @@ from harness.errors import GraphError
 from harness.plan.simulate.network import Network
 
 
-class Layer(NamedTuple):
+class PlannedLayer(NamedTuple):
     """One layer of a chain.
 
     Attributes:
@@ -57,7 +57,7 @@ class TimeKey(NamedTuple):
 LayerTimes = Mapping[TimeKey, Sequence[LayerTime]]
 
 
-def chain_graph(name: str, layers: Sequence[Layer], batch: int, n_parts: int = 1) -> Graph:
+def chain_graph(name: str, layers: Sequence[PlannedLayer], batch: int, n_parts: int = 1) -> Graph:
     """Layers that each read the one before.
 
     Args:
@@ -78,7 +78,7 @@ def chain_graph(name: str, layers: Sequence[Layer], batch: int, n_parts: int = 1
     return Graph(name=name, operators=operators, batch=batch)
 
 
-def _attrs(layer: Layer, batch: int, n_parts: int) -> dict[str, Attribute]:
+def _attrs(layer: PlannedLayer, batch: int, n_parts: int) -> dict[str, Attribute]:
     attrs: dict[str, Attribute] = {}
     if n_parts > 1:
         attrs["n_heads"] = n_parts

@@ -26,7 +26,7 @@ _FORM = "tp=2,dp=4,pp=2"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """Degrees of parallelism.
 
     Attributes:
@@ -51,7 +51,7 @@ class Layout:
         return f"tp{self.tp} dp{self.dp} pp{self.pp}"
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> ParallelLayout:
     """Degrees of `tp=2,dp=4,pp=2`; each is 1 if it is not named. `cuts=6-12` begins the second and
     third stage with operators 6 and 12, `shares=2-1` gives the first replica two thirds of the
     samples, and `devices=0-1-4-5` names devices.
@@ -72,7 +72,7 @@ def parse_layout(text: str) -> Layout:
             f"--layout {shorten(text)} has {shorten(next(iter(found)))}: use tp, dp, pp, cuts, "
             "shares and devices"
         )
-    return Layout(
+    return ParallelLayout(
         tp=degrees["tp"],
         dp=degrees["dp"],
         pp=degrees["pp"],
@@ -103,7 +103,7 @@ def _numbers(text: str, value: str) -> tuple[int, ...] | None:
 
 
 def layout_strategy(
-    layout: Layout,
+    layout: ParallelLayout,
     graph: Graph,
     cluster: Cluster,
     batch: int,
@@ -146,7 +146,7 @@ def layout_strategy(
     )
 
 
-def _check(layout: Layout, cluster: Cluster, batch: int, n_microbatches: int) -> None:
+def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches: int) -> None:
     n = layout.n_devices
     if n > cluster.n_devices:
         raise StrategyError(
@@ -171,7 +171,7 @@ def _check(layout: Layout, cluster: Cluster, batch: int, n_microbatches: int) ->
 
 
 def _cuts(
-    layout: Layout, graph: Graph, names: Sequence[str], seconds: Sequence[float] | None
+    layout: ParallelLayout, graph: Graph, names: Sequence[str], seconds: Sequence[float] | None
 ) -> tuple[int, ...]:
     if layout.cuts is None:
         index = graph.index()
@@ -195,7 +195,7 @@ def _group_plans(graph: Graph, tp: int, batch: int) -> dict[str, OperatorPlan]:
 def _replicated(
     name: str,
     plan: OperatorPlan,
-    layout: Layout,
+    layout: ParallelLayout,
     units: dict[str, int],
     devices: Sequence[int],
 ) -> OperatorPlan:

@@ -14,7 +14,7 @@ from harness.errors import ConfigError
 from harness.measure.store import write_atomically
 from harness.measure.text import table
 from harness.plan import cli
-from harness.plan.layout import Layout, layout_strategy, parse_layout
+from harness.plan.layout import ParallelLayout, layout_strategy, parse_layout
 from harness.plan.portfolio import options_of
 from harness.plan.simulate.device_seconds import operator_seconds
 from harness.plan.simulate.report import explain
@@ -67,7 +67,7 @@ def predict(args: argparse.Namespace, capture_model: cli.CaptureModel) -> None:
 
 
 def _strategy(
-    args: argparse.Namespace, layout: Layout, simulator: Simulator, batch: int
+    args: argparse.Namespace, layout: ParallelLayout, simulator: Simulator, batch: int
 ) -> Strategy:
     graph, cluster = simulator.graph, simulator.cluster
     seconds = None
@@ -87,7 +87,7 @@ def _strategy(
     return msgspec.structs.replace(strategy, made_for=made_for)
 
 
-def _predicted(layout: Layout, simulation: Simulation) -> Predicted:
+def _predicted(layout: ParallelLayout, simulation: Simulation) -> Predicted:
     return Predicted(
         layout=layout.name,
         step_s=simulation.step_s,

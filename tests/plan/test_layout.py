@@ -5,10 +5,10 @@ import pytest
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import validate
 from harness.errors import StrategyError
-from harness.plan.layers import Layer, chain_graph
-from harness.plan.layout import Layout, layout_strategy, parse_layout
+from harness.plan.layers import PlannedLayer, chain_graph
+from harness.plan.layout import ParallelLayout, layout_strategy, parse_layout
 
-GRAPH = chain_graph("chain", [Layer(f"l{k}", 8, 8) for k in range(4)], 8, 4)
+GRAPH = chain_graph("chain", [PlannedLayer(f"l{k}", 8, 8) for k in range(4)], 8, 4)
 EIGHT = Cluster.uniform(2, 4, inside_bytes_per_s=1.0, memory_bytes=1)
 
 
@@ -50,14 +50,14 @@ def test_bad_text_is_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (Layout(dp=16), "needs 16 devices, the cluster has 8"),
-        (Layout(dp=8), "less than a sample each"),
-        (Layout(pp=2, cuts=(4,)), "cannot be cut at 4"),
-        (Layout(pp=2, cuts=(1, 2)), "cannot be cut at 1-2"),
-        (Layout(dp=2, shares=(1,)), "2 replicas and 1 shares"),
-        (Layout(dp=2, devices=(1, 1)), "needs 2 distinct devices"),
+        (ParallelLayout(dp=16), "needs 16 devices, the cluster has 8"),
+        (ParallelLayout(dp=8), "less than a sample each"),
+        (ParallelLayout(pp=2, cuts=(4,)), "cannot be cut at 4"),
+        (ParallelLayout(pp=2, cuts=(1, 2)), "cannot be cut at 1-2"),
+        (ParallelLayout(dp=2, shares=(1,)), "2 replicas and 1 shares"),
+        (ParallelLayout(dp=2, devices=(1, 1)), "needs 2 distinct devices"),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused(layout: Layout, message: str) -> None:
+def test_degrees_that_do_not_fit_are_refused(layout: ParallelLayout, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         layout_strategy(layout, GRAPH, EIGHT, 4, n_microbatches=1)

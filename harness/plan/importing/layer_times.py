@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.domain.graph import Graph
 from harness.errors import DataError
 from harness.plan.importing.tables import Row, read_table
-from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph
+from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph
 
 _COLUMNS = ("layer", "tp", "microbatch", "forward_s", "backward_s")
 _KIND, _PARAMETERS, _OUTPUT, _SAVED = (
@@ -36,7 +36,7 @@ def read_layer_times(
         DataError: it is no such table, or a layer has no time at some degree and microbatch.
     """
     rows = read_table(path, _COLUMNS)
-    layers: dict[str, Layer] = {}
+    layers: dict[str, PlannedLayer] = {}
     times: dict[TimeKey, dict[str, LayerTime]] = {}
     for row in rows:
         layer = _layer(row)
@@ -63,12 +63,12 @@ def read_layer_times(
     return graph, {key: [own[name] for name in layers] for key, own in times.items()}
 
 
-def _layer(row: Row) -> Layer:
+def _layer(row: Row) -> PlannedLayer:
     counts = {
         name: row.count(name, 0) if name in row.columns and row.text(name) else 0
         for name in (_PARAMETERS, _OUTPUT, _SAVED)
     }
-    return Layer(row.text("layer"), counts[_PARAMETERS], counts[_OUTPUT], counts[_SAVED])
+    return PlannedLayer(row.text("layer"), counts[_PARAMETERS], counts[_OUTPUT], counts[_SAVED])
 
 
 def _n_parts(times: dict[TimeKey, list[LayerTime]] | dict[TimeKey, dict[str, LayerTime]]) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
-from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layout import ParallelLayout, layout_strategy
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator, Trial
 from harness.plan.simulate.transfers import Floats, Ints
@@ -69,7 +69,7 @@ class Group:
         return self._known[samples]
 
     def _simulate(self, samples: int) -> GroupCosts:
-        layout = Layout(tp=self._tp)
+        layout = ParallelLayout(tp=self._tp)
         strategy = layout_strategy(layout, self._graph, self._cluster, samples, schedule="gpipe")
         trial = Trial.from_strategy(self._simulator, strategy)
         found, tables, placed = trial.outcome(), trial.tables, self._simulator.placed

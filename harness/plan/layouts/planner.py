@@ -17,7 +17,7 @@ from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.sharding import has_tasks
 from harness.errors import PlanError, StrategyError
-from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layout import ParallelLayout, layout_strategy
 from harness.plan.layouts.group import Group, GroupCosts
 from harness.plan.layouts.pricing import Choice, NodeLinks, last_readers, price
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
@@ -94,7 +94,7 @@ class LayoutSearch:
             for pp in _divisors(n // tp):
                 dp = n // tp // pp
                 if pp <= self.n_placed and self.batch % dp == 0:
-                    yield from self._of_degrees(group, Layout(tp=tp, dp=dp, pp=pp))
+                    yield from self._of_degrees(group, ParallelLayout(tp=tp, dp=dp, pp=pp))
 
     def single_s(self) -> float:
         """Of the batch on one device, in the best size of microbatch, whatever it needs."""
@@ -111,7 +111,7 @@ class LayoutSearch:
             return [own]
         return [2**k for k in range(own.bit_length()) if own % 2**k == 0]
 
-    def _of_degrees(self, group: Group, layout: Layout) -> Iterator[Choice]:
+    def _of_degrees(self, group: Group, layout: ParallelLayout) -> Iterator[Choice]:
         own = self.batch // layout.dp
         for samples in self._sizes(own):
             try:
@@ -130,7 +130,9 @@ class LayoutSearch:
                     options=self.options,
                 )
 
-    def _stages(self, layout: Layout, samples: int, costs: GroupCosts, *, recompute: bool) -> Ints:
+    def _stages(
+        self, layout: ParallelLayout, samples: int, costs: GroupCosts, *, recompute: bool
+    ) -> Ints:
         """Ends of the balanced stages."""
         key = (layout.tp, layout.pp, samples, recompute)
         if key not in self._ends:
@@ -157,7 +159,7 @@ def _result(
     best, graph, cluster = found[0], search.graph, search.cluster
     layout = best.layout
     strategy = layout_strategy(
-        Layout(tp=layout.tp, dp=layout.dp, pp=layout.pp, cuts=search.cuts(best)),
+        ParallelLayout(tp=layout.tp, dp=layout.dp, pp=layout.pp, cuts=search.cuts(best)),
         graph,
         cluster,
         search.batch,

@@ -21,7 +21,7 @@ import numpy as np
 from harness.domain.cluster import Cluster, Link
 from harness.domain.graph import Graph
 from harness.errors import PlanError
-from harness.plan.layout import Layout
+from harness.plan.layout import ParallelLayout
 from harness.plan.layouts.group import GroupCosts
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.transfers import Floats, Ints
@@ -74,7 +74,7 @@ class NodeLinks(NamedTuple):
 class Choice:
     """A layout with its flow, and what it takes."""
 
-    layout: Layout
+    layout: ParallelLayout
     n_microbatches: int
     recompute: bool
     step_s: float
@@ -87,7 +87,7 @@ class Choice:
 
 
 def price(
-    layout: Layout,
+    layout: ParallelLayout,
     ends: Ints,
     n_microbatches: int,
     *,
@@ -137,7 +137,7 @@ def _sums(values: Floats, ends: Ints) -> Floats:
     return np.diff(np.concatenate([[0.0], values.cumsum()[ends - 1]]))
 
 
-def _crossing_s(layout: Layout, n_bytes: Floats, links: NodeLinks) -> Floats:
+def _crossing_s(layout: ParallelLayout, n_bytes: Floats, links: NodeLinks) -> Floats:
     """Of one microbatch into each stage, one way."""
     width = layout.tp * layout.dp
     first = np.arange(layout.pp) * width // links.n_each
@@ -147,7 +147,7 @@ def _crossing_s(layout: Layout, n_bytes: Floats, links: NodeLinks) -> Floats:
     return np.where(is_inside, inside_s, n_bytes / shared + links.latency_s) * (n_bytes > 0)
 
 
-def _all_reduce_s(layout: Layout, n_bytes: Floats, links: NodeLinks) -> Floats:
+def _all_reduce_s(layout: ParallelLayout, n_bytes: Floats, links: NodeLinks) -> Floats:
     """A ring of the replicas of each device of a group; the rings of a node share its NIC."""
     dp, tp = layout.dp, layout.tp
     if dp == 1:

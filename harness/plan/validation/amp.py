@@ -25,17 +25,23 @@ from harness.errors import DataError
 from harness.inputs import find_int, find_number, read_file, shorten
 from harness.plan.importing.tables import Row, header_of, read_table
 from harness.plan.layers import (
-    Layer,
     LayerTime,
+    PlannedLayer,
     TimeKey,
     chain_graph,
     layer_profile,
 )
-from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layout import ParallelLayout, layout_strategy
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.least_squares import fit_amounts
-from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+from harness.plan.validation.points import (
+    MeasuredStep,
+    NotExpressedError,
+    Published,
+    SetReader,
+    SimulatedRun,
+)
 
 _COLUMNS = ("experiment", "tp", "dp", "pp", "microbatch", "partition", "predicted_s", "measured_s")
 _MOST_LAYERS, _MOST_PARTS = 10_000, 64
@@ -118,8 +124,8 @@ _FAST_BYTES_PER_S, _TRIED_BYTES_PER_S, _TRIED_S, _TRIED_PARAMETERS = 1e15, 1e9, 
 
 
 @dataclass(frozen=True)
-class _Trial:
-    layout: Layout
+class _AmpTrial:
+    layout: ParallelLayout
     microbatch: int
     predicted_s: float | None
     measured_s: float | None
@@ -138,10 +144,10 @@ class _Fit(NamedTuple):
     parameters: float
 
 
-class _Set:
+class _AmpExperiment:
     """One experiment's trials, with the times of its layers."""
 
-    def __init__(self, name: str, trials: Sequence[_Trial], folder: Path) -> None:
+    def __init__(self, name: str, trials: Sequence[_AmpTrial], folder: Path) -> None:
         self.known = _EXPERIMENTS[name]
         self._times = _layer_seconds(folder, self.known)
         self._is_heavy = self._times >= self._times.max() / 4
@@ -183,26 +189,28 @@ class _Set:
             parameters, saved = round(heavy * parameters_each * _BYTES), heavy * known.saved_bytes
             for half in range(2):
                 layers.append(
-                    Layer(f"layer{k}.{half}", parameters // 2, known.output_bytes, saved // 2)
+                    PlannedLayer(
+                        f"layer{k}.{half}", parameters // 2, known.output_bytes, saved // 2
+                    )
                 )
         if ends:
             # The layer before the loss multiplies by the embedding.
-            layers[0] = Layer(layers[0].name, ends, known.output_bytes)
-            layers[-4] = Layer(
+            layers[0] = PlannedLayer(layers[0].name, ends, known.output_bytes)
+            layers[-4] = PlannedLayer(
                 layers[-4].name, ends, known.output_bytes, known.logits_bytes, layers[0].name
             )
-        layers[-1] = Layer(layers[-1].name, 0, 4)
+        layers[-1] = PlannedLayer(layers[-1].name, 0, 4)
         return chain_graph(known.model, layers, 1, _MOST_PARTS)
 
-    def case(self, trial: _Trial) -> Case:
+    def case(self, trial: _AmpTrial) -> SimulatedRun:
         """At the calibrated amounts."""
         return self._case(trial, self.fit)
 
-    def _step_s(self, trial: _Trial, fit: _Fit) -> float:
+    def _step_s(self, trial: _AmpTrial, fit: _Fit) -> float:
         case = self._case(trial, fit)
         return case.simulator.simulate(case.strategy).step_s
 
-    def _case(self, trial: _Trial, fit: _Fit) -> Case:
+    def _case(self, trial: _AmpTrial, fit: _Fit) -> SimulatedRun:
         layout, known = trial.layout, self.known
         if layout.n_devices != _N_NODES * _N_EACH:
             raise NotExpressedError(f"{layout.n_devices} devices, the experiment has 16")
@@ -219,7 +227,7 @@ class _Set:
             known.batch,
             n_microbatches=known.batch // (trial.microbatch * layout.dp),
         )
-        return Case(simulator, strategy)
+        return SimulatedRun(simulator, strategy)
 
     def _make_simulator(self, tp: int, samples: int, fit: _Fit) -> Simulator:
         row = []
@@ -250,9 +258,9 @@ class _Set:
         return Simulator(graph, profile, cluster, options=options)
 
 
-def _calibrating(trials: Sequence[_Trial]) -> list[_Trial]:
+def _calibrating(trials: Sequence[_AmpTrial]) -> list[_AmpTrial]:
     """Of the layouts without a pipeline that ran, the one with most microbatches."""
-    flat: dict[str, list[_Trial]] = {}
+    flat: dict[str, list[_AmpTrial]] = {}
     for trial in trials:
         if trial.layout.pp == 1 and trial.measured_s is not None:
             flat.setdefault(trial.layout.name, []).append(trial)
@@ -274,7 +282,7 @@ def _layer_seconds(folder: Path, known: _Experiment) -> np.ndarray[tuple[int], _
     return found
 
 
-def _parse(row: Row) -> _Trial:
+def _parse(row: Row) -> _AmpTrial:
     numbers = [find_int(part) for part in row.text("partition").split(",")]
     bounds = [number for number in numbers if number is not None]
     pp = row.count("pp")
@@ -283,9 +291,9 @@ def _parse(row: Row) -> _Trial:
             f"{row.where}: partition {shorten(row.text('partition'))} does not cut {pp} stages: "
             "write the first layer of each, and the number of layers"
         )
-    layout = Layout(tp=row.count("tp"), dp=row.count("dp"), pp=pp, cuts=tuple(bounds[1:-1]))
+    layout = ParallelLayout(tp=row.count("tp"), dp=row.count("dp"), pp=pp, cuts=tuple(bounds[1:-1]))
     has_failed = row.text("measured_s").lower() in ("inf", "nan", "")
-    return _Trial(
+    return _AmpTrial(
         layout=layout,
         microbatch=row.count("microbatch"),
         predicted_s=find_number(row.text("predicted_s")),
@@ -297,24 +305,24 @@ def _tables(folder: Path) -> list[Path]:
     return [p for p in sorted(folder.glob("*.csv")) if set(_COLUMNS) <= set(header_of(p))]
 
 
-def _unknown(name: str) -> Case:
+def _unknown(name: str) -> SimulatedRun:
     raise NotExpressedError(f"experiment {shorten(name)} has no known model and cluster")
 
 
 def read(folder: Path) -> Published:
     """All experiments of a folder."""
-    groups: dict[str, list[_Trial]] = {}
+    groups: dict[str, list[_AmpTrial]] = {}
     for path in _tables(folder):
         for row in read_table(path, _COLUMNS):
             groups.setdefault(row.text("experiment"), []).append(_parse(row))
-    points: list[Point] = []
+    points: list[MeasuredStep] = []
     notes: list[str] = []
     for name, trials in groups.items():
         if name not in _EXPERIMENTS:
             build = partial(_unknown, name)
             points += [_point(name, trial, "", 1, build) for trial in trials]
             continue
-        given = _Set(name, trials, folder)
+        given = _AmpExperiment(name, trials, folder)
         for trial in trials:
             why = "the fixed part of a layer and the bandwidth within a node are from this layout"
             why = why if trial in given.calibrating else ""
@@ -334,8 +342,10 @@ def read(folder: Path) -> Published:
     return Published(points, notes)
 
 
-def _point(name: str, trial: _Trial, calibrates: str, batch: int, build: partial[Case]) -> Point:
-    return Point(
+def _point(
+    name: str, trial: _AmpTrial, calibrates: str, batch: int, build: partial[SimulatedRun]
+) -> MeasuredStep:
+    return MeasuredStep(
         name=f"{trial.layout.name} microbatch {trial.microbatch}",
         cell=name,
         samples=batch,
@@ -346,4 +356,4 @@ def _point(name: str, trial: _Trial, calibrates: str, batch: int, build: partial
     )
 
 
-READER = Reader("a CSV of trials with tp, dp, pp, partition", lambda p: bool(_tables(p)), read)
+READER = SetReader("a CSV of trials with tp, dp, pp, partition", lambda p: bool(_tables(p)), read)

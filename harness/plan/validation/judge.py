@@ -8,7 +8,7 @@ from statistics import median
 
 from harness.domain.validation import ValidatedPoint, Validation
 from harness.errors import HarnessError
-from harness.plan.validation.points import NotExpressedError, Point, Published
+from harness.plan.validation.points import MeasuredStep, NotExpressedError, Published
 from harness.plan.validation.scores import (
     mean_of,
     percentile_error,
@@ -28,7 +28,7 @@ def judge(
         progress: called with the number of points that are done, and of all.
     """
     reasons: Counter[str] = Counter()
-    judged: list[tuple[Point, ValidatedPoint]] = []
+    judged: list[tuple[MeasuredStep, ValidatedPoint]] = []
     for k, point in enumerate(published.points):
         progress(k, len(published.points))
         try:
@@ -41,7 +41,7 @@ def judge(
     return _scored(name, published, judged, {why: n for why, n in reasons.items() if n})
 
 
-def _predict(point: Point) -> ValidatedPoint:
+def _predict(point: MeasuredStep) -> ValidatedPoint:
     case = point.build()
     simulation = case.simulator.simulate(case.strategy)
     return ValidatedPoint(
@@ -60,7 +60,7 @@ def _predict(point: Point) -> ValidatedPoint:
 def _scored(
     name: str,
     published: Published,
-    judged: Sequence[tuple[Point, ValidatedPoint]],
+    judged: Sequence[tuple[MeasuredStep, ValidatedPoint]],
     reasons: dict[str, int],
 ) -> Validation:
     predicted_points = [one for _, one in judged]

@@ -20,7 +20,13 @@ from harness.inputs import MOST_S, is_positive, read_file
 from harness.plan import builders
 from harness.plan.importing.operators import read_operators
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+from harness.plan.validation.points import (
+    MeasuredStep,
+    NotExpressedError,
+    Published,
+    SetReader,
+    SimulatedRun,
+)
 
 # bert_large-train-512-8[-fusion].json
 _NAME = re.compile(
@@ -56,7 +62,7 @@ def _labels(folder: Path) -> list[_Label]:
     return found
 
 
-def _case(label: _Label) -> Case:
+def _case(label: _Label) -> SimulatedRun:
     table = label.path.with_suffix(".csv")
     if not table.is_file():
         raise NotExpressedError(f"no table of its operators ({label.mode})")
@@ -64,7 +70,7 @@ def _case(label: _Label) -> Case:
         table, device_kind=label.device, batch=label.batch, n_layers=_step(label).num_layer or 1
     )
     cluster = Cluster.uniform(1, 1, inside_bytes_per_s=1.0, memory_bytes=2**50, kind=label.device)
-    return Case(Simulator(graph, profile, cluster), builders.single(graph, label.batch))
+    return SimulatedRun(Simulator(graph, profile, cluster), builders.single(graph, label.batch))
 
 
 def _step(label: _Label) -> _Step:
@@ -82,7 +88,7 @@ def _step(label: _Label) -> _Step:
 def read(folder: Path) -> Published:
     """All steps below a folder."""
     points = [
-        Point(
+        MeasuredStep(
             name=f"{label.path.stem} on {label.device}",
             cell=f"{label.path.stem}",
             samples=label.batch,
@@ -98,4 +104,4 @@ def read(folder: Path) -> Published:
     return Published(points, notes)
 
 
-READER = Reader("MODEL-train-SEQUENCE-BATCH.json", lambda p: bool(_labels(p)), read)
+READER = SetReader("MODEL-train-SEQUENCE-BATCH.json", lambda p: bool(_labels(p)), read)

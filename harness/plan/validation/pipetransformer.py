@@ -14,42 +14,50 @@ from typing import NamedTuple
 
 from harness.domain.cluster import Cluster
 from harness.plan.importing.tables import Row, header_of, read_table
-from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
-from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.layout import ParallelLayout, layout_strategy
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+from harness.plan.validation.points import (
+    MeasuredStep,
+    NotExpressedError,
+    Published,
+    SetReader,
+    SimulatedRun,
+)
 
 _COLUMNS = ("global_batch", "pipe_length", "chunks_over_pipe_length", "images_per_s")
 _KIND = "Quadro RTX 5000"
 
 
-class _Run(NamedTuple):
+class _PipelineRun(NamedTuple):
     batch: int
     length: int
     chunks: int
     images_per_s: float
 
 
-class _Set:
-    def __init__(self, runs: Sequence[_Run]) -> None:
+class _PipelineRates:
+    def __init__(self, runs: Sequence[_PipelineRun]) -> None:
         self.n_devices = max(run.length for run in runs)
         self.calibrating = min(runs, key=lambda run: (run.length, run.chunks))
 
-    def case(self, run: _Run) -> Case:
+    def case(self, run: _PipelineRun) -> SimulatedRun:
         """As many replicas as pipelines."""
         n, known = self.n_devices // run.length, self.calibrating
         if run.length * n != self.n_devices or run.batch % n:
             raise NotExpressedError(f"pipelines of {run.length} on {self.n_devices} devices")
         each_s = self.n_devices // known.length / known.images_per_s
-        graph = chain_graph("vit_b_16", [Layer("pipeline", 4, 4)], 1)
+        graph = chain_graph("vit_b_16", [PlannedLayer("pipeline", 4, 4)], 1)
         row = [LayerTime(each_s / 3, 2 * each_s / 3)]
         cluster = Cluster.uniform(1, n, inside_bytes_per_s=1e10, memory_bytes=2**50, kind=_KIND)
         simulator = Simulator(graph, layer_profile(graph, {TimeKey(_KIND, 1): row}), cluster)
-        return Case(simulator, layout_strategy(Layout(dp=n), graph, cluster, run.batch))
+        return SimulatedRun(
+            simulator, layout_strategy(ParallelLayout(dp=n), graph, cluster, run.batch)
+        )
 
 
-def _parse(row: Row) -> _Run:
-    return _Run(
+def _parse(row: Row) -> _PipelineRun:
+    return _PipelineRun(
         batch=row.count("global_batch"),
         length=row.count("pipe_length"),
         chunks=row.count("chunks_over_pipe_length"),
@@ -64,9 +72,9 @@ def _tables(folder: Path) -> list[Path]:
 def read(folder: Path) -> Published:
     """All runs of a folder."""
     runs = [_parse(row) for path in _tables(folder) for row in read_table(path, _COLUMNS)]
-    given = _Set(runs)
+    given = _PipelineRates(runs)
     points = [
-        Point(
+        MeasuredStep(
             name=f"pipelines of {run.length}, {run.chunks} chunks a device",
             cell="ViT-B/16",
             samples=run.batch,
@@ -85,7 +93,7 @@ def read(folder: Path) -> Published:
     return Published(points, notes, missing=_missing)
 
 
-def _missing(judged: Sequence[tuple[Point, float]]) -> list[str]:
+def _missing(judged: Sequence[tuple[MeasuredStep, float]]) -> list[str]:
     gains = [p / point.measured_s for point, p in judged if point.measured_s is not None]
     if not gains or max(gains) < 1:
         return []
@@ -95,4 +103,4 @@ def _missing(judged: Sequence[tuple[Point, float]]) -> list[str]:
     ]
 
 
-READER = Reader("a CSV with pipe_length and images_per_s", lambda p: bool(_tables(p)), read)
+READER = SetReader("a CSV with pipe_length and images_per_s", lambda p: bool(_tables(p)), read)

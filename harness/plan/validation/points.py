@@ -12,7 +12,7 @@ from harness.errors import DataError
 from harness.plan.simulate.simulator import Simulator
 
 
-class Case(NamedTuple):
+class SimulatedRun(NamedTuple):
     """What was run: a strategy, and a simulator of its model and cluster.
 
     Attributes:
@@ -28,7 +28,7 @@ class NotExpressedError(DataError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class MeasuredStep:
     """One measured step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Point:
     cell: str
     samples: float
     measured_s: float | None
-    build: Callable[[], Case]
+    build: Callable[[], SimulatedRun]
     source_s: float | None = None
     trivial_s: float | None = None
     memory_bytes: float | None = None
@@ -66,16 +66,16 @@ class Published:
         missing: terms that the prediction lacks, and how large each is.
     """
 
-    points: Sequence[Point]
+    points: Sequence[MeasuredStep]
     notes: Sequence[str] = ()
     source_median_error: float | None = None
     trivial_median_error: float | None = None
-    missing: Callable[[Sequence[tuple[Point, float]]], Sequence[str]] = field(
+    missing: Callable[[Sequence[tuple[MeasuredStep, float]]], Sequence[str]] = field(
         default=lambda judged: ()
     )
 
 
-class Reader(NamedTuple):
+class SetReader(NamedTuple):
     """Reads one data set.
 
     Attributes:

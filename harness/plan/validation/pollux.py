@@ -15,11 +15,17 @@ from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.errors import DataError
 from harness.inputs import shorten
 from harness.plan.importing.tables import Row, header_of, read_table
-from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
-from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.layout import ParallelLayout, layout_strategy
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.calibrate import solve_all
-from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+from harness.plan.validation.points import (
+    MeasuredStep,
+    NotExpressedError,
+    Published,
+    SetReader,
+    SimulatedRun,
+)
 
 _PLACEMENTS = ("placement", "local_bsz", "step_time", "sync_time")
 _SCALABILITY = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
@@ -49,7 +55,7 @@ _LEAST_BYTES_PER_S, _MOST_BYTES_PER_S = 1e7, 1e11
 _FORWARD = 1 / 3
 
 
-class _Run(NamedTuple):
+class _PolluxRun(NamedTuple):
     """One measured step.
 
     Attributes:
@@ -70,11 +76,13 @@ class _Run(NamedTuple):
 class _Job:
     """One model's runs."""
 
-    def __init__(self, name: str, runs: Sequence[_Run]) -> None:
+    def __init__(self, name: str, runs: Sequence[_PolluxRun]) -> None:
         self.model, self._parts = _MODELS.get(name, _UNKNOWN)
         self._alone = {run.local: run.measured_s for run in runs if run.placement == (1,)}
         self._simulators: dict[tuple[tuple[int, ...], float], Simulator] = {}
-        layers = [Layer(f"part{k}", round(m * 4e6), 4) for k, (m, _) in enumerate(self._parts)]
+        layers = [
+            PlannedLayer(f"part{k}", round(m * 4e6), 4) for k, (m, _) in enumerate(self._parts)
+        ]
         self._graph = chain_graph(self.model, layers, 1)
         total = sum(flops for _, flops in self._parts)
         shares = [flops / total for _, flops in self._parts]
@@ -96,28 +104,28 @@ class _Job:
                 _MOST_BYTES_PER_S,
             )
 
-    def case(self, run: _Run) -> Case:
+    def case(self, run: _PolluxRun) -> SimulatedRun:
         """At the calibrated bandwidth."""
         if run.local not in self._alone:
             raise NotExpressedError("no row with one GPU has its local batch")
         return self._case(run, self.bandwidth)
 
-    def _step_s(self, run: _Run, bandwidth: float) -> float:
+    def _step_s(self, run: _PolluxRun, bandwidth: float) -> float:
         case = self._case(run, bandwidth)
         return case.simulator.simulate(case.strategy).step_s
 
-    def _case(self, run: _Run, bandwidth: float) -> Case:
+    def _case(self, run: _PolluxRun, bandwidth: float) -> SimulatedRun:
         key = run.placement, bandwidth
         if key not in self._simulators:
             cluster = _cluster(run.placement, bandwidth)
             self._simulators[key] = Simulator(self._graph, self._profile, cluster)
         simulator, n = self._simulators[key], sum(run.placement)
-        layout = Layout(dp=n)
+        layout = ParallelLayout(dp=n)
         strategy = layout_strategy(layout, self._graph, simulator.cluster, n * run.local)
-        return Case(simulator, strategy)
+        return SimulatedRun(simulator, strategy)
 
 
-def _calibrating(runs: Sequence[_Run]) -> list[_Run]:
+def _calibrating(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:
     """Of placements with one GPU on each of several nodes, the one with most nodes: nothing but the
     links between nodes slows it."""
     single = [run for run in runs if set(run.placement) == {1} and len(run.placement) > 1]
@@ -166,7 +174,7 @@ def _placement(row: Row) -> tuple[int, ...]:
     return tuple(map(int, text))
 
 
-def _runs(folder: Path) -> Iterator[_Run]:
+def _runs(folder: Path) -> Iterator[_PolluxRun]:
     for path in _tables(folder):
         is_placed = set(_PLACEMENTS) <= set(header_of(path))
         columns = _PLACEMENTS if is_placed else _SCALABILITY
@@ -174,7 +182,7 @@ def _runs(folder: Path) -> Iterator[_Run]:
             if row.text(columns[0]) == columns[0]:
                 continue  # a header again, where logs were joined
             placement = _placement(row) if is_placed else _spread(row)
-            yield _Run(placement, row.count("local_bsz"), row.seconds("step_time"), is_placed)
+            yield _PolluxRun(placement, row.count("local_bsz"), row.seconds("step_time"), is_placed)
 
 
 def _tables(folder: Path) -> list[Path]:
@@ -189,7 +197,7 @@ def _folders(folder: Path) -> list[Path]:
 
 def read(folder: Path) -> Published:
     """All models of a folder, each in a folder of its own."""
-    points: list[Point] = []
+    points: list[MeasuredStep] = []
     notes: list[str] = []
     for path in _folders(folder):
         runs = list(_runs(path))
@@ -199,13 +207,13 @@ def read(folder: Path) -> Published:
     return Published(points, notes, trivial_median_error=_TRIVIAL)
 
 
-def _point(name: str, job: _Job, run: _Run) -> Point:
+def _point(name: str, job: _Job, run: _PolluxRun) -> MeasuredStep:
     calibrates = ""
     if run.placement == (1,):
         calibrates = "the time of computing is that of this row"
     elif run in job.calibrating:
         calibrates = "the bandwidth between nodes is from this placement"
-    return Point(
+    return MeasuredStep(
         name=run.name,
         cell=f"{job.model} ({name}), {run.local} samples each",
         samples=run.local * sum(run.placement),
@@ -231,4 +239,4 @@ def matches(folder: Path) -> bool:
     return bool(_folders(folder))
 
 
-READER = Reader("CSVs with placement or num_nodes, local_bsz and step_time", matches, read)
+READER = SetReader("CSVs with placement or num_nodes, local_bsz and step_time", matches, read)

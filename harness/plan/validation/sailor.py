@@ -22,18 +22,24 @@ from harness.errors import DataError
 from harness.inputs import find_int, read_file, shorten
 from harness.plan.importing.tables import Row, header_of, read_table
 from harness.plan.layers import (
-    Layer,
     LayerTime,
+    PlannedLayer,
     TimeKey,
     chain_graph,
     layer_profile,
     without_collectives,
 )
-from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layout import ParallelLayout, layout_strategy
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+from harness.plan.validation.points import (
+    MeasuredStep,
+    NotExpressedError,
+    Published,
+    SetReader,
+    SimulatedRun,
+)
 
 _COLUMNS = (
     "file",
@@ -97,7 +103,7 @@ _Info = dict[str, dict[str, dict[str, _Shape]]]
 _Fits = dict[str, dict[str, tuple[list[Number], Number]]]
 
 
-class _Set:
+class _SailorPlans:
     """Plans with the files that explain them."""
 
     def __init__(self, plans: Sequence[_Plan], folder: Path) -> None:
@@ -140,7 +146,7 @@ class _Set:
             for (model, kind, tp), n_bytes in self._reserved.items()
         ]
 
-    def case(self, plan: _Plan) -> Case:
+    def case(self, plan: _Plan) -> SimulatedRun:
         """The simulator's input."""
         if plan.unlike:
             raise NotExpressedError(plan.unlike)
@@ -154,7 +160,7 @@ class _Set:
                 f"{plan.kind} {n_layers}"
             )
         cuts = tuple(accumulate(plan.stages[:-1]))
-        layout = Layout(tp=plan.tp, dp=plan.dp, pp=len(plan.stages), cuts=cuts)
+        layout = ParallelLayout(tp=plan.tp, dp=plan.dp, pp=len(plan.stages), cuts=cuts)
         strategy = layout_strategy(
             layout,
             simulator.graph,
@@ -162,7 +168,7 @@ class _Set:
             plan.batch,
             n_microbatches=plan.n_microbatches,
         )
-        return Case(simulator, strategy)
+        return SimulatedRun(simulator, strategy)
 
     def _simulator(self, plan: _Plan) -> Simulator:
         times = self._times(plan)
@@ -211,7 +217,7 @@ class _Set:
                 f"{plan.model} has {len(shapes)} layers, its profile on {plan.kind} {n_layers}"
             )
         layers = [
-            Layer(
+            PlannedLayer(
                 f"layer{k}",
                 shape.params_bytes,
                 shape.act_output_bytes,
@@ -294,10 +300,10 @@ def _tables(folder: Path) -> list[Path]:
 def read(folder: Path) -> Published:
     """All plans of a folder."""
     plans = [_parse(row) for path in _tables(folder) for row in read_table(path, _COLUMNS)]
-    given = _Set(plans, folder)
+    given = _SailorPlans(plans, folder)
     used = list(given.calibrating.values())
     points = [
-        Point(
+        MeasuredStep(
             name=plan.name,
             cell=plan.model,
             samples=plan.batch,
@@ -317,4 +323,6 @@ def read(folder: Path) -> Published:
     return Published(points, notes, source_median_error=_THEIRS, trivial_median_error=_TRIVIAL)
 
 
-READER = Reader("a CSV with stage_replicas and gradient_sync_s", lambda p: bool(_tables(p)), read)
+READER = SetReader(
+    "a CSV with stage_replicas and gradient_sync_s", lambda p: bool(_tables(p)), read
+)

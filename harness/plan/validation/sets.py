@@ -16,9 +16,9 @@ from harness.plan.validation import (
     vit_deepspeed,
     vtrain,
 )
-from harness.plan.validation.points import Reader
+from harness.plan.validation.points import SetReader
 
-READERS: dict[str, Reader] = {
+READERS: dict[str, SetReader] = {
     "vtrain": vtrain.READER,
     "pollux": pollux.READER,
     "scalable_vit_dt": vit_deepspeed.READER,

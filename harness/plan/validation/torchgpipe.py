@@ -16,11 +16,17 @@ from harness.domain.cluster import Cluster
 from harness.errors import DataError
 from harness.inputs import find_int, shorten
 from harness.plan.importing.tables import Row, header_of, read_table
-from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
-from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.layout import ParallelLayout, layout_strategy
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+from harness.plan.validation.points import (
+    MeasuredStep,
+    NotExpressedError,
+    Published,
+    SetReader,
+    SimulatedRun,
+)
 
 _COLUMNS = ("model", "experiment", "batch", "chunks", "layers_per_partition", "samples_per_s")
 _KIND = "Tesla P40"
@@ -29,7 +35,7 @@ _PASSES, _FORWARD, _BACKWARD = 4, 1, 2
 _PLAIN_BASELINE = "baseline"
 
 
-class _Run(NamedTuple):
+class _GPipeRun(NamedTuple):
     """One measured run; a baseline has no stages and recomputes nothing."""
 
     model: str
@@ -47,11 +53,11 @@ class _Run(NamedTuple):
 class _Model:
     """One model's runs."""
 
-    def __init__(self, runs: Sequence[_Run]) -> None:
+    def __init__(self, runs: Sequence[_GPipeRun]) -> None:
         several = [run for run in runs if run.n_stages > 1]
         self.calibrating = min(several, key=lambda r: (r.n_stages, r.chunks), default=None)
 
-    def case(self, run: _Run) -> Case:
+    def case(self, run: _GPipeRun) -> SimulatedRun:
         """Equal stages at the calibrated time of a sample."""
         if self.calibrating is None:
             raise NotExpressedError("no pipeline of its model gives the time of a sample")
@@ -60,7 +66,7 @@ class _Model:
         slots = given.chunks + given.n_stages - 1
         sample_s = given.n_stages * given.chunks / slots / given.samples_per_s / _PASSES
         n = run.n_stages
-        layers = [Layer(f"stage{k}", 4, 4) for k in range(n)]
+        layers = [PlannedLayer(f"stage{k}", 4, 4) for k in range(n)]
         graph = chain_graph(run.model, layers, 1)
         row = [LayerTime(_FORWARD * sample_s / n, _BACKWARD * sample_s / n)] * n
         profile = layer_profile(graph, {TimeKey(_KIND, 1): row})
@@ -69,7 +75,7 @@ class _Model:
             graph, profile, cluster, options=SimulatorOptions(recomputes_ahead=False)
         )
         strategy = layout_strategy(
-            Layout(pp=n, cuts=tuple(range(1, n))),
+            ParallelLayout(pp=n, cuts=tuple(range(1, n))),
             graph,
             cluster,
             run.batch,
@@ -77,17 +83,17 @@ class _Model:
             schedule="gpipe",
             recompute=run.recomputes,
         )
-        return Case(simulator, strategy)
+        return SimulatedRun(simulator, strategy)
 
 
-def _parse(row: Row) -> _Run:
+def _parse(row: Row) -> _GPipeRun:
     parts = [part for part in row.text("layers_per_partition").split(",") if part.strip()]
     if any(find_int(part, 1) is None for part in parts):
         raise DataError(
             f"{row.where}: layers_per_partition {shorten(row.text('layers_per_partition'))}: write "
             "the layers of each stage, as 3,4,5"
         )
-    run = _Run(
+    run = _GPipeRun(
         model=row.text("model"),
         experiment=row.text("experiment"),
         batch=row.count("batch"),
@@ -106,12 +112,12 @@ def _tables(folder: Path) -> list[Path]:
 
 def read(folder: Path) -> Published:
     """All runs of a folder."""
-    groups: dict[str, list[_Run]] = defaultdict(list)
+    groups: dict[str, list[_GPipeRun]] = defaultdict(list)
     for path in _tables(folder):
         for row in read_table(path, _COLUMNS):
             run = _parse(row)
             groups[run.model].append(run)
-    points: list[Point] = []
+    points: list[MeasuredStep] = []
     notes = []
     for name, runs in groups.items():
         model = _Model(runs)
@@ -122,9 +128,9 @@ def read(folder: Path) -> Published:
     return Published(points, notes, missing=_missing)
 
 
-def _point(model: _Model, run: _Run) -> Point:
+def _point(model: _Model, run: _GPipeRun) -> MeasuredStep:
     calibrates = "the time of a sample is from this run" if run is model.calibrating else ""
-    return Point(
+    return MeasuredStep(
         name=f"{run.model} {run.experiment}",
         cell=run.model,
         samples=run.batch,
@@ -134,7 +140,7 @@ def _point(model: _Model, run: _Run) -> Point:
     )
 
 
-def _missing(judged: Sequence[tuple[Point, float]]) -> list[str]:
+def _missing(judged: Sequence[tuple[MeasuredStep, float]]) -> list[str]:
     """How far pipelines are from equal stages."""
     late = [
         (predicted / point.measured_s - 1, point.name)
@@ -150,6 +156,6 @@ def _missing(judged: Sequence[tuple[Point, float]]) -> list[str]:
     ]
 
 
-READER = Reader(
+READER = SetReader(
     "a CSV with layers_per_partition and samples_per_s", lambda p: bool(_tables(p)), read
 )

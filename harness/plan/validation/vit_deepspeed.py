@@ -18,12 +18,18 @@ from typing import NamedTuple
 from harness.domain.cluster import Cluster
 from harness.inputs import find_number
 from harness.plan.importing.tables import Row, header_of, read_table
-from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
-from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.layout import ParallelLayout, layout_strategy
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.calibrate import solve_all
-from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+from harness.plan.validation.points import (
+    MeasuredStep,
+    NotExpressedError,
+    Published,
+    SetReader,
+    SimulatedRun,
+)
 
 _COLUMNS = ("Rank", "Epoch", "Computation_Time", "GPU_ID", "GPU_Name")
 _FILE = "metrics.csv"
@@ -37,7 +43,7 @@ _LEAST_BYTES_PER_S, _MOST_BYTES_PER_S = 1e7, 1e12
 _FORWARD = 1 / 3
 
 
-class _Run(NamedTuple):
+class _DeepSpeedRun(NamedTuple):
     """One directory.
 
     Attributes:
@@ -59,7 +65,7 @@ class _Run(NamedTuple):
 class _Group:
     """Runs of one cluster and batch."""
 
-    def __init__(self, runs: Sequence[_Run]) -> None:
+    def __init__(self, runs: Sequence[_DeepSpeedRun]) -> None:
         self.runs = runs
         alone = [run for run in runs if run.n_devices == 1]
         several = sorted(
@@ -77,17 +83,17 @@ class _Group:
                 _MOST_BYTES_PER_S,
             )
 
-    def _step_s(self, run: _Run, bandwidth: float) -> float:
+    def _step_s(self, run: _DeepSpeedRun, bandwidth: float) -> float:
         case = self._case(run, bandwidth)
         return case.simulator.simulate(case.strategy).step_s
 
-    def case(self, run: _Run) -> Case:
+    def case(self, run: _DeepSpeedRun) -> SimulatedRun:
         """At the calibrated bandwidth."""
         if self.alone is None:
             raise NotExpressedError("no run on one GPU has its batch on this cluster")
         return self._case(run, self.bandwidth)
 
-    def _case(self, run: _Run, bandwidth: float) -> Case:
+    def _case(self, run: _DeepSpeedRun, bandwidth: float) -> SimulatedRun:
         assert self.alone is not None, "a case needs the time of one GPU"
         n = run.n_devices
         cluster = Cluster.uniform(
@@ -98,16 +104,20 @@ class _Group:
             kind=run.device_kind,
         )
         each = _PARAMETERS * 4 // _N_LAYERS
-        graph = chain_graph("vit_b_16", [Layer(f"layer{k}", each, 4) for k in range(_N_LAYERS)], 1)
+        graph = chain_graph(
+            "vit_b_16", [PlannedLayer(f"layer{k}", each, 4) for k in range(_N_LAYERS)], 1
+        )
         layer_s = self.alone.step_s / _N_LAYERS
         time = LayerTime(layer_s * _FORWARD, layer_s * (1 - _FORWARD))
         profile = layer_profile(graph, {TimeKey(run.device_kind, run.local): [time] * _N_LAYERS})
         options = SimulatorOptions(overlap=False, bucket_bytes=2**50)
         simulator = Simulator(graph, profile, cluster, options=options)
-        return Case(simulator, layout_strategy(Layout(dp=n), graph, cluster, n * run.local))
+        return SimulatedRun(
+            simulator, layout_strategy(ParallelLayout(dp=n), graph, cluster, n * run.local)
+        )
 
 
-def _run(path: Path, root: Path) -> _Run | None:
+def _run(path: Path, root: Path) -> _DeepSpeedRun | None:
     """A directory's run; None if its name, or its parent's, says something else."""
     name, gpus = _NAME.fullmatch(path.parent.name), _N_GPUS.fullmatch(path.parent.parent.name)
     share = None if name is None else find_number(name["share"])
@@ -116,7 +126,7 @@ def _run(path: Path, root: Path) -> _Run | None:
     rows = read_table(path, _COLUMNS)
     n, local = max(1, int(gpus["n"][:6])), max(1, int(name["batch"][:9]))
     n_steps = math.ceil(_N_SAMPLES * share / (local * n))
-    return _Run(
+    return _DeepSpeedRun(
         setting=str(path.parent.parent.parent.relative_to(root)),
         share=share,
         local=local,
@@ -138,7 +148,7 @@ def _epoch_s(rows: Sequence[Row]) -> float:
 
 
 def _groups(root: Path) -> Iterator[_Group]:
-    found: dict[tuple[str, int], list[_Run]] = defaultdict(list)
+    found: dict[tuple[str, int], list[_DeepSpeedRun]] = defaultdict(list)
     for path in sorted(root.rglob(_FILE)):
         run = _run(path, root)
         if run is not None:
@@ -164,13 +174,13 @@ def read(folder: Path) -> Published:
     return Published(points, notes)
 
 
-def _point(group: _Group, run: _Run) -> Point:
+def _point(group: _Group, run: _DeepSpeedRun) -> MeasuredStep:
     calibrates = ""
     if run is group.alone:
         calibrates = "the time of computing is that of this run"
     elif run is group.pair:
         calibrates = "the bandwidth is from this run"
-    return Point(
+    return MeasuredStep(
         name=f"{run.n_devices} GPUs, {run.share:g} of the data",
         cell=f"{run.setting}, {run.local} samples each",
         samples=run.local * run.n_devices,
@@ -188,4 +198,4 @@ def matches(folder: Path) -> bool:
     )
 
 
-READER = Reader("metrics.csv in N_GPUs/pX_bY_eZ", matches, read)
+READER = SetReader("metrics.csv in N_GPUs/pX_bY_eZ", matches, read)

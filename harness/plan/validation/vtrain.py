@@ -24,19 +24,25 @@ from harness.inputs import read_file
 from harness.plan.importing.curves import bandwidth_of, read_curve, thinned
 from harness.plan.importing.tables import Row, header_of, read_table
 from harness.plan.layers import (
-    Layer,
     LayerTime,
+    PlannedLayer,
     TimeKey,
     chain_graph,
     layer_profile,
     without_collectives,
 )
-from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layout import ParallelLayout, layout_strategy
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.least_squares import fit_amounts
-from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+from harness.plan.validation.points import (
+    MeasuredStep,
+    NotExpressedError,
+    Published,
+    SetReader,
+    SimulatedRun,
+)
 
 _GPUS, _TIME = "# GPUs", "iteration time (ms)"
 _DEGREES = ("tensor parallelism", "data parallelism", "pipeline parallelism")
@@ -52,7 +58,7 @@ _LATENCY_S = 1e-5
 _THEIRS = 0.084
 
 
-class _Run(NamedTuple):
+class _VTrainRun(NamedTuple):
     """One measured iteration."""
 
     batch: int
@@ -61,7 +67,7 @@ class _Run(NamedTuple):
     heads: int
     n_layers: int
     sequence: int
-    layout: Layout
+    layout: ParallelLayout
     measured_s: float
 
     @property
@@ -108,10 +114,10 @@ class _Config(msgspec.Struct):
     inter_node_bandwidth: float = 800.0
 
 
-class _Set:
+class _VTrainRuns:
     """Runs with the curves and times that explain them."""
 
-    def __init__(self, runs: Sequence[_Run], folder: Path) -> None:
+    def __init__(self, runs: Sequence[_VTrainRun], folder: Path) -> None:
         configs = sorted(folder.glob("config*.json"))
         self._config = _Config()
         if configs:
@@ -147,9 +153,9 @@ class _Set:
             self._clusters[n_devices] = msgspec.structs.replace(uniform, collectives=measured)
         return self._clusters[n_devices]
 
-    def _fit(self, runs: Sequence[_Run]) -> Mapping[tuple[object, int], _Times]:
+    def _fit(self, runs: Sequence[_VTrainRun]) -> Mapping[tuple[object, int], _Times]:
         """Times of a layer by model, microbatch and degree of tensor parallelism."""
-        pure: dict[tuple[object, int], list[_Run]] = defaultdict(list)
+        pure: dict[tuple[object, int], list[_VTrainRun]] = defaultdict(list)
         for run in runs:
             if run.is_pure():
                 pure[run.model, run.layout.tp].append(run)
@@ -166,7 +172,7 @@ class _Set:
                 found[key] = self._fit_one(own, median(rates[key[1]]) if rates[key[1]] else 0.0)
         return found
 
-    def _fit_one(self, runs: Sequence[_Run], rate: float | None = None) -> _Times:
+    def _fit_one(self, runs: Sequence[_VTrainRun], rate: float | None = None) -> _Times:
         """Fit one model, microbatch and degree; with a given rate of updates, only the others.
 
         Runs of one number of layers cannot tell them from the head: then FLOPs do.
@@ -184,14 +190,14 @@ class _Set:
         ends_s = found[1] if are_many else head * found[0]
         return _Times(found[0], ends_s, found[-1] if rate is None else rate)
 
-    def _all_reduce_s(self, run: _Run) -> float:
+    def _all_reduce_s(self, run: _VTrainRun) -> float:
         if run.layout.dp == 1:
             return 0.0
         network = Network(self.cluster(run.layout.n_devices))
         group = tuple(range(run.layout.dp))
         return network.all_reduce(group, round(run.parameters() * _BYTES)).duration_s
 
-    def case(self, run: _Run) -> Case:
+    def case(self, run: _VTrainRun) -> SimulatedRun:
         """The simulator's input."""
         times = self._times.get((run.model, run.layout.tp))
         if times is None:
@@ -209,16 +215,16 @@ class _Set:
             n_microbatches=run.n_microbatches,
             recompute=True,
         )
-        return Case(simulator, strategy)
+        return SimulatedRun(simulator, strategy)
 
-    def _simulator(self, run: _Run, times: _Times) -> Simulator:
+    def _simulator(self, run: _VTrainRun, times: _Times) -> Simulator:
         """Of a model on a number of devices; cached."""
         key = run.model, run.n_layers, run.layout.tp, run.layout.n_devices
         if key not in self._simulators:
             self._simulators[key] = self._make_simulator(run, times)
         return self._simulators[key]
 
-    def _make_simulator(self, run: _Run, times: _Times) -> Simulator:
+    def _make_simulator(self, run: _VTrainRun, times: _Times) -> Simulator:
         cluster, graph = self.cluster(run.layout.n_devices), _graph(run)
         key = TimeKey(self._config.gpu_name, run.microbatch, run.layout.tp)
         network, group = Network(cluster), tuple(range(run.layout.tp))
@@ -236,33 +242,36 @@ class _Set:
         )
 
 
-def _graph(run: _Run) -> Graph:
+def _graph(run: _VTrainRun) -> Graph:
     ends = _VOCABULARY * run.hidden * _BYTES
     output = run.sequence * run.hidden * _BYTES
     layers = [
-        Layer("embedding", ends, output),
-        *(Layer(f"layer{k}", 12 * run.hidden**2 * _BYTES, output) for k in range(run.n_layers)),
-        Layer("head", ends, 4, tied_to="embedding"),
+        PlannedLayer("embedding", ends, output),
+        *(
+            PlannedLayer(f"layer{k}", 12 * run.hidden**2 * _BYTES, output)
+            for k in range(run.n_layers)
+        ),
+        PlannedLayer("head", ends, 4, tied_to="embedding"),
     ]
     return chain_graph("gpt", layers, 1, run.heads)
 
 
-def _rows(run: _Run, times: _Times) -> list[LayerTime]:
+def _rows(run: _VTrainRun, times: _Times) -> list[LayerTime]:
     layer = LayerTime(times.layer_s / _PASSES, 2 * times.layer_s / _PASSES)
     head = LayerTime(times.ends_s / _PASSES, 2 * times.ends_s / _PASSES)
     return [LayerTime(0.0, 0.0), *([layer] * run.n_layers), head]
 
 
-def _parse(row: Row) -> _Run:
+def _parse(row: Row) -> _VTrainRun:
     tp, dp, pp = (row.count(name) for name in _DEGREES)
-    layout = Layout(tp=tp, dp=dp, pp=pp)
+    layout = ParallelLayout(tp=tp, dp=dp, pp=pp)
     if layout.n_devices != row.count(_GPUS):
         raise DataError(
             f"{row.where}: {layout.name} needs {layout.n_devices} devices, the row has "
             f"{row.count(_GPUS)}"
         )
     batch, microbatch, hidden, heads, n_layers = (row.count(name) for name in _COUNTS)
-    return _Run(
+    return _VTrainRun(
         batch=batch,
         microbatch=microbatch,
         hidden=hidden,
@@ -281,9 +290,9 @@ def _tables(folder: Path) -> list[Path]:
 def read(folder: Path) -> Published:
     """All iterations of a folder."""
     runs = [_parse(row) for path in _tables(folder) for row in read_table(path, _COLUMNS)]
-    given = _Set(runs, folder)
+    given = _VTrainRuns(runs, folder)
     points = [
-        Point(
+        MeasuredStep(
             name=f"{run.layout.name} batch {run.batch} microbatch {run.microbatch}",
             cell=f"h {run.hidden}, {run.n_layers} layers, sequence {run.sequence}, batch "
             f"{run.batch}, {run.layout.n_devices} devices",
@@ -304,4 +313,6 @@ def read(folder: Path) -> Published:
     return Published(points, notes, source_median_error=_THEIRS)
 
 
-READER = Reader("a CSV with '# GPUs' and 'iteration time (ms)'", lambda p: bool(_tables(p)), read)
+READER = SetReader(
+    "a CSV with '# GPUs' and 'iteration time (ms)'", lambda p: bool(_tables(p)), read
+)

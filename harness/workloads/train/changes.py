@@ -27,7 +27,7 @@ from harness.workloads.train.engines import executor_trainer
 from harness.workloads.train.next_plan import NextPlanner
 from harness.workloads.train.plan import Planned
 from harness.workloads.train.policies import POLICIES, Due, PolicyInputs
-from harness.workloads.train.requests import Answer, answer_request, read_request
+from harness.workloads.train.requests import ChangeAnswer, answer_request, read_request
 from harness.workloads.train.setup import Training, continue_by
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ class StrategyChanges:
             due, self._next = self._next, None
             try:
                 training, text = self._change(due, step, training, elastic)
-                answer = Answer(id=due.request, text=text)
+                answer = ChangeAnswer(id=due.request, text=text)
             except HarnessError as error:
-                answer = Answer(id=due.request, error=str(error))
+                answer = ChangeAnswer(id=due.request, error=str(error))
             self._tell(answer)
 
     def _begin_next(self, step: int, elastic: ElasticExecutor) -> None:
@@ -87,7 +87,7 @@ class StrategyChanges:
         first = min(self._waiting, key=lambda number: self._waiting[number].step or 0)
         due = self._waiting.pop(first)
         if due.error:
-            self._tell(Answer(id=due.request, error=due.error))
+            self._tell(ChangeAnswer(id=due.request, error=due.error))
             return
         strategy = (due.planned or self._current).strategy
         n_frozen = self._n_frozen if due.n_frozen is None else due.n_frozen
@@ -175,7 +175,7 @@ class StrategyChanges:
         frozen = f", {self._n_frozen} layers frozen" if self._n_frozen else ""
         return f"{self._current.strategy.name}{frozen}"
 
-    def _tell(self, answer: Answer) -> None:
+    def _tell(self, answer: ChangeAnswer) -> None:
         """Log what became of a change on rank 0, and answer its controller."""
         if not self._context.world.is_first:
             return
@@ -194,7 +194,7 @@ class StrategyChanges:
         with suppress(HarnessError):
             request = read_request(self._context.run_dir)
             if request is not None:
-                self._tell(Answer(id=request.id, error="the run has trained its last step"))
+                self._tell(ChangeAnswer(id=request.id, error="the run has trained its last step"))
 
 
 def _timed(build: Callable[[], ExecutorEngine]) -> tuple[ExecutorEngine, float]:

@@ -14,7 +14,7 @@ from harness.errors import ConfigError
 from harness.measure.store import read_header
 from harness.workloads.train.requests import (
     REQUEST_FILE,
-    Answer,
+    ChangeAnswer,
     Request,
     read_answer,
     write_request,
@@ -66,7 +66,7 @@ def check_listens(run_dir: Path) -> None:
         )
 
 
-def _wait(options: ControlOptions, request: Request) -> Answer:
+def _wait(options: ControlOptions, request: Request) -> ChangeAnswer:
     deadline_s = time.monotonic() + options.timeout_s
     while time.monotonic() < deadline_s:
         answer = read_answer(options.run, request)

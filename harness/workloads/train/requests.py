@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ChangeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a request.
 
     Attributes:
@@ -89,17 +89,17 @@ def read_request(run_dir: Path) -> Request | None:
         raise ConfigError(f"{path} is no request ({error}): use ./entry.sh control") from None
 
 
-def answer_request(run_dir: Path, answer: Answer) -> None:
+def answer_request(run_dir: Path, answer: ChangeAnswer) -> None:
     """Write the answer, then let the next request come."""
     write_atomically(run_dir / ANSWER_FILE, msgspec.json.encode(answer))
     with suppress(FileNotFoundError):
         (run_dir / REQUEST_FILE).unlink()
 
 
-def read_answer(run_dir: Path, request: Request) -> Answer | None:
+def read_answer(run_dir: Path, request: Request) -> ChangeAnswer | None:
     """The answer to a request; None while there is none."""
     with suppress(HarnessError, msgspec.MsgspecError):
         data = read_file(run_dir / ANSWER_FILE, "answer", ConfigError)
-        answer = msgspec.json.decode(data, type=Answer)
+        answer = msgspec.json.decode(data, type=ChangeAnswer)
         return answer if answer.id == request.id else None
     return None

@@ -14,8 +14,8 @@ from harness.domain.strategy import validate
 from harness.errors import PlanError
 from harness.plan.commands import main
 from harness.plan.costs import run
-from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
-from harness.plan.layout import Layout, layout_strategy
+from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.layout import ParallelLayout, layout_strategy
 from harness.plan.layouts.planner import LayoutSearch
 from harness.plan.request import PlanRequest
 from harness.plan.simulate.options import SimulatorOptions
@@ -27,7 +27,7 @@ STEP, MEMORY = 0.04, 0.25  # what the closed form leaves out: waits of 1F1B, hal
 
 def chain(batch: int = BATCH) -> tuple[Graph, Profile]:
     """Eight equal layers of 3 ms a sample, less on groups of two and four."""
-    layers = [Layer(f"l{k}", 4_000_000, 100_000, 300_000) for k in range(8)]
+    layers = [PlannedLayer(f"l{k}", 4_000_000, 100_000, 300_000) for k in range(8)]
     graph = chain_graph("chain", layers, batch, n_parts=4)
     times = {}
     for samples in (1, 2, 4, 8, 16):
@@ -58,7 +58,7 @@ def test_steps_and_memory_are_near_those_of_the_simulator_and_so_is_the_choice()
         layout = choice.layout
         simulated = simulator.simulate(
             layout_strategy(
-                Layout(tp=layout.tp, dp=layout.dp, pp=layout.pp, cuts=search.cuts(choice)),
+                ParallelLayout(tp=layout.tp, dp=layout.dp, pp=layout.pp, cuts=search.cuts(choice)),
                 graph,
                 where,
                 BATCH,

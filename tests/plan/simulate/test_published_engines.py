@@ -7,7 +7,7 @@ from simulated import simulate
 
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import OperatorPlan, Stage
-from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
+from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 
@@ -17,7 +17,7 @@ FAST = Cluster.uniform(1, 4, inside_bytes_per_s=1e9, memory_bytes=10**6)
 
 def two_layers(**last: object):
     """Two layers of 1 s forward and 2 s backward, 400 B of weights and 8 B of output a sample."""
-    graph = chain_graph("two", [Layer("a", 400, 8), Layer("b", 400, 8, **last)], 4, 4)  # type: ignore[arg-type]
+    graph = chain_graph("two", [PlannedLayer("a", 400, 8), PlannedLayer("b", 400, 8, **last)], 4, 4)  # type: ignore[arg-type]
     times = {TimeKey(KIND, n, tp): [LayerTime(1.0, 2.0)] * 2 for n in (2, 4) for tp in (1, 2, 4)}
     return graph, layer_profile(graph, times)
 

@@ -16,7 +16,7 @@ from equivalence_reference import accumulate
 from equivalence_strategies import random_strategy
 from torch import nn
 
-from harness.domain.freezing import Layer, freezable_layers
+from harness.domain.freezing import FreezableLayer, freezable_layers
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import Strategy
 from harness.runtime.data.batch import Batch, BatchPlan
@@ -114,7 +114,7 @@ def train_alone(changing: ChangingCase, *, offset: float = 0.0) -> ChangingTrace
     return ChangingTrace(losses=losses, state=state)
 
 
-def freeze(model: nn.Module, layers: Sequence[Layer]) -> None:
+def freeze(model: nn.Module, layers: Sequence[FreezableLayer]) -> None:
     """Stop training layers in plain PyTorch: no gradient, evaluation mode."""
     for layer in layers:
         for name in layer.parameters:

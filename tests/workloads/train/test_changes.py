@@ -19,7 +19,7 @@ from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
 from harness.workloads.train.control import ControlOptions, check_listens, control
 from harness.workloads.train.requests import (
-    Answer,
+    ChangeAnswer,
     answer_request,
     read_answer,
     read_request,
@@ -160,8 +160,8 @@ def test_a_second_controller_is_refused_until_the_first_has_its_answer(tmp_path)
     with pytest.raises(ConfigError, match="has a request already"):
         write_request(tmp_path, file)
     assert read_request(tmp_path) == request
-    answer_request(tmp_path, Answer(id=request.id, text="done"))
-    assert read_answer(tmp_path, request) == Answer(id=request.id, text="done")
+    answer_request(tmp_path, ChangeAnswer(id=request.id, text="done"))
+    assert read_answer(tmp_path, request) == ChangeAnswer(id=request.id, text="done")
     assert read_request(tmp_path) is None
     assert write_request(tmp_path, file).id != request.id
 

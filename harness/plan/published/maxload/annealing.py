@@ -46,7 +46,7 @@ class Joined(NamedTuple):
         )
 
 
-class State(NamedTuple):
+class AnnealingState(NamedTuple):
     """A placement with its sums: load and bytes by device, operators by (value, device)."""
 
     device_of: Integers
@@ -76,7 +76,7 @@ def _run_chain(
     hottest: float, coldest: float, seed: int,
 ) -> Any:  # fmt: skip
     np.random.seed(seed)
-    state = State(
+    state = AnnealingState(
         device_of.copy(), np.zeros(n_devices), np.zeros(n_devices),
         np.zeros((len(joined.value_s), n_devices), np.int64),
     )  # fmt: skip

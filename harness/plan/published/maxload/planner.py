@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from harness.domain.cluster import Cluster
 from harness.errors import PlanError
 from harness.plan.published.maxload.problem import LoadProblem, Value
-from harness.plan.published.maxload.search import Found, Placement, search
+from harness.plan.published.maxload.search import Found, OperatorPlacement, search
 from harness.plan.published.pipedream.cost import STATE_BYTES_PER_PARAMETER_BYTE
 from harness.plan.published.pipedream.planner import link_bandwidths, pipeline_strategy
 from harness.plan.published.pipedream.search import DeviceStage
@@ -36,7 +36,7 @@ def plan(request: PlanRequest) -> PlanResult:
         )
     problem = problem_from(workload, cluster, request.memory_bytes)
 
-    def report(quick: Placement, n_sets: int) -> None:
+    def report(quick: OperatorPlacement, n_sets: int) -> None:
         progress = SearchProgress(n_proposals=n_sets, best_step_s=quick.load_s, phase="all sets")
         request.progress(progress)
 

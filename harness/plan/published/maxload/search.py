@@ -31,7 +31,7 @@ _LEAST_MOVES, _MOVES_EACH = 1_000_000, 500  # of a chain: at least; for each ope
 _HOTTEST = (0.02, 0.02, 0.1, 0.02, 0.3, 0.05)  # of the chains
 
 
-class Placement(NamedTuple):
+class OperatorPlacement(NamedTuple):
     """The device of each operator, and the greatest load."""
 
     device_of: list[int]
@@ -49,8 +49,8 @@ class Found(NamedTuple):
         bound_s: no placement is better.
     """
 
-    contiguous: Placement
-    free: Placement
+    contiguous: OperatorPlacement
+    free: OperatorPlacement
     n_sets: int
     contiguous_bound_s: float
     bound_s: float
@@ -67,7 +67,7 @@ def search(
     most_sets: int = MOST_SETS,
     effort: float = 1.0,
     seed: int = 0,
-    report: Callable[[Placement, int], None] = lambda placement, n_sets: None,
+    report: Callable[[OperatorPlacement, int], None] = lambda placement, n_sets: None,
 ) -> Found | None:
     """Find the best placements; None where no contiguous one fits the memory.
 
@@ -95,13 +95,15 @@ def search(
     )
 
 
-def _spread(problem: LoadProblem, placement: Placement, members: list[list[int]]) -> Placement:
+def _spread(
+    problem: LoadProblem, placement: OperatorPlacement, members: list[list[int]]
+) -> OperatorPlacement:
     """Of the operators that the merged ones stand for."""
     device_of = [0] * problem.n_operators
     for device, own in zip(placement.device_of, members, strict=True):
         for i in own:
             device_of[i] = device
-    return Placement(device_of, placement.load_s)
+    return OperatorPlacement(device_of, placement.load_s)
 
 
 def thin(sets: ClosedSets, most: int) -> ClosedSets:
@@ -134,7 +136,7 @@ def thin(sets: ClosedSets, most: int) -> ClosedSets:
     )
 
 
-def best_chain(problem: LoadProblem, sets: ClosedSets, limit_s: float) -> Placement | None:
+def best_chain(problem: LoadProblem, sets: ClosedSets, limit_s: float) -> OperatorPlacement | None:
     """The best placement over the given sets; None where none is below the limit."""
     value_s = np.array([value.seconds for value in problem.values], dtype=np.float64)
     loads = np.full(len(sets), math.inf)
@@ -148,7 +150,7 @@ def best_chain(problem: LoadProblem, sets: ClosedSets, limit_s: float) -> Placem
         sources.append(source)
     if not loads[-1] < math.inf:
         return None
-    return Placement(_devices(problem, sets, sources), float(loads[-1]))
+    return OperatorPlacement(_devices(problem, sets, sources), float(loads[-1]))
 
 
 def _devices(problem: LoadProblem, sets: ClosedSets, sources: Sequence[Floats]) -> list[int]:
@@ -167,8 +169,8 @@ def _devices(problem: LoadProblem, sets: ClosedSets, sources: Sequence[Floats]) 
 
 
 def anneal_placement(
-    problem: LoadProblem, start: Placement, bound_s: float, effort: float, seed: int
-) -> Placement:
+    problem: LoadProblem, start: OperatorPlacement, bound_s: float, effort: float, seed: int
+) -> OperatorPlacement:
     """Improve a placement without keeping stages contiguous."""
     n_moves = int(effort * max(_LEAST_MOVES, _MOVES_EACH * problem.n_operators * problem.n_devices))
     best = start
@@ -178,5 +180,5 @@ def anneal_placement(
         device_of = start.device_of if k % 2 == 0 else best.device_of
         chain = anneal(problem, device_of, n_moves=n_moves, hottest=hottest, seed=8 * seed + k)
         if chain[1] < best.load_s * (1 - 1e-9):
-            best = Placement(*chain)
+            best = OperatorPlacement(*chain)
     return best

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn
 
-from harness.domain.freezing import Layer
+from harness.domain.freezing import FreezableLayer
 from harness.runtime.capture.capture import Captured
 from harness.runtime.capture.meta_copy import stand_ins
 from harness.runtime.executor.state.weights import CHANNELS_LAST, IS_REPEATED
@@ -30,7 +30,7 @@ class Blueprint:
         captured.module.meta[CHANNELS_LAST] = frozenset(last)
         self._task, self._captured = _copied(task, captured)
 
-    def make(self, frozen: Sequence[Layer] = ()) -> tuple[Task, Captured]:
+    def make(self, frozen: Sequence[FreezableLayer] = ()) -> tuple[Task, Captured]:
         """A task and its graph for one engine, which allocates the slices that it keeps.
 
         Args:
