@@ -51,9 +51,9 @@ status=0
 trap take_down EXIT
 trap 'exit 130' INT TERM
 if "${cluster[@]}" up --name "$name" --replace --nodes "$n_nodes" --bandwidth 1gbit --cpu "$(cores_per_node)"; then
-    # A first figure, of the links that the comparison then builds on, after a minute or two.
-    if (($# == 0)) && run_on_cluster links; then
-        .venv/bin/python -m harness.plot results/ --only link_heatmap || true
+    # A first figure, half a minute after the installation.
+    if (($# == 0)) && run_on_cluster matmul; then
+        .venv/bin/python -m harness.plot results/ --only matmul || true
     fi
     run_on_cluster "$@" || status=$?
 else
