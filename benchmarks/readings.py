@@ -114,7 +114,7 @@ def counts() -> Iterator[list[str]]:
     counted = f"mutations that escape one of {len(readers)} readers"
     yield ["fuzz_readers", counted, f"{n_escaped} of {n}"]
     status = Counter(row["status"] for row in read("model_zoo") if "status" in row)
-    counted = "models with one construct each, by strategy"
+    counted = "models with one construct each, and models of libraries, by strategy"
     yield ["model_zoo", counted, ", ".join(f"{n} {name}" for name, n in status.most_common())]
     scale = read("plot_scale")[-1]
     counted = f"figures of {scale['n_runs']} runs: processor time, peak of memory"
