@@ -1,15 +1,10 @@
 """What a model says beside its operators keeps its meaning under every strategy."""
 
-from functools import cache
-
 import pytest
-from equivalence_cases import Case
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
 from equivalence_constructs import CONSTRUCTS
-from equivalence_models import small_graph
+from equivalence_named import make_case, trained_alone
 from equivalence_ranks import local_world
-from equivalence_reference import train_alone
-from equivalence_strategies import named_strategies
 from equivalence_training import make_engine
 
 from harness.errors import StrategyError
@@ -18,21 +13,6 @@ WITHOUT_MICROBATCHES = ("single", "ddp", "tensor parallel", "hybrid")
 WITH_MICROBATCHES = ("1f1b", "zero_bubble", "interleaved")
 # Operators of these need all samples of a batch at once.
 MIXING = ("mixing_function", "hooked_module", "buffer_writer", "quantised")
-
-
-@cache
-def strategies(model):
-    return named_strategies(small_graph(model), 2, 8)
-
-
-def make_case(model, name):
-    return Case(name=name, model=model, n_ranks=2, strategy=strategies(model)[name])
-
-
-@cache
-def trained_alone(model):
-    """By whole batches, as a user trains."""
-    return train_alone(make_case(model, "single"))
 
 
 def assert_equal(model, name, ranks):

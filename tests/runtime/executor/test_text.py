@@ -2,15 +2,13 @@
 
 import math
 from collections import Counter
-from functools import cache
 
 import pytest
 import torch
-from equivalence_cases import Case
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
 from equivalence_models import TEXT_MODELS, small_graph
+from equivalence_named import make_case, trained_alone
 from equivalence_reference import train_alone
-from equivalence_strategies import named_strategies
 from equivalence_training import train_in_fp16
 from msgspec.structs import replace
 
@@ -23,21 +21,6 @@ from harness.runtime.executor.shards.loss import CutCrossEntropy
 from harness.runtime.models.task import IGNORED
 
 STRATEGIES = ("ddp", "tensor parallel", "hybrid", "zero_bubble")
-
-
-@cache
-def strategies(model):
-    return named_strategies(small_graph(model), 2, 8)
-
-
-def make_case(model, name):
-    return Case(name=name, model=model, n_ranks=2, strategy=strategies(model)[name])
-
-
-@cache
-def trained_alone(model):
-    """By whole batches, as a user trains: the loss is a mean over all tokens that count."""
-    return train_alone(make_case(model, "single"))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
