@@ -140,21 +140,8 @@ def highest_clock(device_kind: str) -> float:
 
 def peak_flops_per_s(device_kind: str) -> dict[str, float]:
     """Dense FLOP/s by dtype (fp32, tf32, bf16, fp16); empty for an unknown device."""
-    peaks = _published(device_kind)[1]
-    if peaks is None:
-        return {}
+    # Drivers before release 450 leave `NVIDIA` out of a name.
+    names = (device_kind, f"NVIDIA {device_kind}")
+    found = (peaks[name] for peaks in _PUBLISHED.values() for name in names if name in peaks)
+    peaks = next(found, (0.0,) * len(_DTYPES))
     return {name: round(peak * 1e12, -6) for name, peak in zip(_DTYPES, peaks, strict=True) if peak}
-
-
-def peak_source(device_kind: str) -> str:
-    """Who published a device's peaks; empty for an unknown device."""
-    return _published(device_kind)[0]
-
-
-def _published(device_kind: str) -> tuple[str, tuple[float, ...] | None]:
-    """Source and peaks. Drivers before release 450 leave `NVIDIA` out of a name."""
-    for source, peaks in _PUBLISHED.items():
-        for name in (device_kind, f"NVIDIA {device_kind}"):
-            if name in peaks:
-                return source, peaks[name]
-    return "", None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s, peak_source
+from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s
 
 
 def test_a_listed_gpu_has_its_dense_peaks() -> None:
@@ -33,13 +33,11 @@ def test_volta_has_no_bf16_and_no_tf32() -> None:
         ("NVIDIA L4", {"fp32", "tf32", "bf16", "fp16"}),
     ],
 )
-def test_cards_of_small_clusters_have_peaks_with_a_source(kind: str, dtypes: set[str]) -> None:
+def test_cards_of_small_clusters_have_peaks(kind: str, dtypes: set[str]) -> None:
     assert set(peak_flops_per_s(kind)) == dtypes
-    assert peak_source(kind)
 
 
 def test_an_unknown_device_has_no_peak() -> None:
-    assert peak_source("NVIDIA A100") == ""
     assert peak_flops_per_s("NVIDIA A100") == {}
     assert peak_flops_per_s("AMD EPYC 9454") == {}
 
