@@ -69,7 +69,7 @@ def footprint(ranks: RanksBySize, n_changes: int) -> dict[str, Any]:
 
 
 def summary(findings: list[ChangeFinding], duration_s: float) -> dict[str, Any]:
-    """What the cases show together."""
+    """The summary of all cases."""
 
     def worst(optimizer: str) -> float:
         of = [f.worst for f in findings if f.changing.case.optimizer == optimizer]

@@ -42,7 +42,7 @@ class LayerTime(NamedTuple):
 
 
 class TimeKey(NamedTuple):
-    """What layer times hold for.
+    """The key of a layer time.
 
     Attributes:
         samples: in the microbatch of the group.

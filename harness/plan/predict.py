@@ -25,7 +25,7 @@ _MOST_DEVICES = 16
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is printed."""
+    """The printed prediction."""
 
     layout: str
     step_s: float

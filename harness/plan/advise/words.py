@@ -27,7 +27,7 @@ _LEAST_GAIN = 1.02
 
 @dataclass(frozen=True, kw_only=True)
 class Presentation:
-    """What advice is shown with."""
+    """Uncertainty and prices of the predictions in the text."""
 
     uncertainty: Uncertainty
     prices: Prices | None = None

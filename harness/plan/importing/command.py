@@ -1,4 +1,4 @@
-"""`python -m harness.plan import`: profile and cluster files from what other tools measured."""
+"""`python -m harness.plan import`: profile and cluster files from measurements of other tools."""
 
 from __future__ import annotations
 

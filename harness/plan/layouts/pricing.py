@@ -72,7 +72,7 @@ class NodeLinks(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A layout with its flow, and what it takes."""
+    """A layout with its flow, time and memory."""
 
     layout: ParallelLayout
     n_microbatches: int

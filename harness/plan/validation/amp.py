@@ -54,7 +54,7 @@ _N_NODES, _N_EACH = 4, 4
 
 @dataclass(frozen=True, kw_only=True)
 class _Experiment:
-    """What an experiment ran, as AMP's paper says.
+    """Model and hardware of an experiment, from AMP's paper.
 
     Attributes:
         gpu: as the files of times name it.

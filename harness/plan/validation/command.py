@@ -1,4 +1,4 @@
-"""`python -m harness.plan validate`: predict what others measured, and print how well."""
+"""`python -m harness.plan validate`: predict published steps, and print the errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def json_line(validation: Validation) -> str:
 
 
 def lines(validations: Sequence[Validation]) -> list[str]:
-    """A row per set, then what each assumed, calibrated and lacks."""
+    """A row per set, then the assumptions, calibrations and missing terms of each."""
     heads = [
         "set",
         "points",

@@ -13,7 +13,7 @@ from harness.plan.simulate.simulator import Simulator
 
 
 class SimulatedRun(NamedTuple):
-    """What was run: a strategy, and a simulator of its model and cluster.
+    """A strategy that was run, and a simulator of its model and cluster.
 
     Attributes:
         memory_at: device whose peak was measured.
@@ -37,8 +37,8 @@ class MeasuredStep:
         samples: of the step.
         measured_s: None if the run failed, such as for want of memory.
         build: makes the case; raises NotExpressedError where it cannot be made.
-        source_s: what the source's own predictor says.
-        trivial_s: what the trivial model says.
+        source_s: the prediction of the source's own predictor.
+        trivial_s: the prediction of the trivial model.
         memory_bytes: measured peak of a device.
         calibrates: why it is not judged: a number was taken from it. Empty if it is judged.
     """
@@ -59,7 +59,7 @@ class Published:
     """A data set.
 
     Attributes:
-        notes: what was assumed and calibrated, a line each.
+        notes: assumptions and calibrations, a line each.
         source_median_error: of the source's own predictor, as published, where its predictions
             are not.
         trivial_median_error: of the trivial model, as known, where it is not computed here.

@@ -76,7 +76,7 @@ class _VTrainRun(NamedTuple):
 
     @property
     def model(self) -> tuple[int, int, int, int]:
-        """What a layer's time depends on beside the degree of tensor parallelism."""
+        """The key of a layer's time, beside the degree of tensor parallelism."""
         return self.hidden, self.heads, self.sequence, self.microbatch
 
     def parameters(self) -> float:

@@ -118,7 +118,7 @@ def _score_bias(
     mask: Tensor | None,
     first: int,
 ) -> Tensor:
-    """What is added to the scores: (samples or 1, heads or 1, queries, positions).
+    """The mask that is added to the scores: (samples or 1, heads or 1, queries, positions).
 
     Masked scores are finite, so that a sample of padding alone has no undefined values.
     """

@@ -65,7 +65,7 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
 
 
 def task_of(name: str, built: Any, options: ModelOptions) -> Task:
-    """The task of what a factory returned.
+    """The task of a factory's result.
 
     Raises:
         ModelError: it has another type, or its model has weights without a shape.

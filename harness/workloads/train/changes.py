@@ -3,8 +3,8 @@
     step 4 | step 5 | step 6 | change | step 7         an engine is built beside training, in a
              |--- engine of the next ---|              thread; training stands still in `change`
 
-Between two steps rank 0 says what is due, and all ranks act alike. An error in a change is a
-warning, and training goes on as before.
+Between two steps rank 0 names the change that is due, and all ranks act alike. An error in a change
+is a warning, and training goes on as before.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class StrategyChanges:
         return f"{self._current.strategy.name}{frozen}"
 
     def _tell(self, answer: ChangeAnswer) -> None:
-        """Log what became of a change on rank 0, and answer its controller."""
+        """Log the outcome of a change on rank 0, and answer its controller."""
         if not self._context.world.is_first:
             return
         if answer.error:

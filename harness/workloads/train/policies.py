@@ -61,7 +61,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """What policies are made from; the planner is used on rank 0 only."""
+    """The inputs of policies; the planner is used on rank 0 only."""
 
     case: TrainCase
     context: Context

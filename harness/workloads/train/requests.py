@@ -40,7 +40,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChangeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
         error: why training goes on by the old strategy; empty if it has changed.

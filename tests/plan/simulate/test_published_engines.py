@@ -1,4 +1,4 @@
-"""What Megatron-LM and DeepSpeed do otherwise than the executor."""
+"""Differences of Megatron-LM and DeepSpeed from the executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets of text: what tokens and targets files give, and what is refused."""
+"""Data sets of text: tokens and targets that files give, and files that are refused."""
 
 from __future__ import annotations
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 # The same sums in another order; see FLOAT64_TOLERANCES for AdamW.
 LOSS_TOLERANCES = {"sgd": 1e-12, "adamw": 1e-7}
-# The rounding of one weight, and what a loss may differ by against one device that starts so.
+# The rounding of one weight. A loss may differ this many times as much as that of one device whose
+# weights start off by it.
 _ROUNDING, _FACTOR = 2.0**-52, 10.0
 
 
 class ChangeFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """What comparing one case found.
+    """The result of comparing one case.
 
     Attributes:
         worst: the tensor that is farthest from one device's.
@@ -29,7 +30,7 @@ class ChangeFinding(msgspec.Struct, frozen=True, kw_only=True):
         loss_tolerance: larger than LOSS_TOLERANCES where one device that starts with weights off by
             their rounding differs by more, as deep models with batch normalisation do.
         n_moved_bytes: bytes that travelled in all changes.
-        error: what is wrong besides: a rank that failed, a sample that is missing or read twice.
+        error: any other fault: a rank that failed, a sample that is missing or read twice.
     """
 
     changing: ChangingCase

@@ -1,4 +1,4 @@
-"""What each rank runs for trainings that change their strategy between steps."""
+"""Jobs of the ranks for trainings that change their strategy between steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from harness.runtime.ranks.world import World
 
 
 class RankTrace(NamedTuple):
-    """What one rank showed: its parts of the losses, the samples that it read, the state."""
+    """One rank's parts of the losses, the samples that it read, and its state."""
 
     losses: list[float]
     fed: list[list[int]]
@@ -114,7 +114,7 @@ def train_and_rebuild(changing: ChangingCase, world: World) -> RankTrace:
 
 
 class Footprint(NamedTuple):
-    """What a process holds."""
+    """Resources that a process holds."""
 
     n_groups: int
     n_files: int
@@ -172,7 +172,7 @@ def _with_a_fault(world: World) -> Any:
 
 
 class Freed(NamedTuple):
-    """What freezing has freed on one rank, and whether the frozen parameters kept their bits."""
+    """Bytes that freezing has freed on one rank, and whether frozen parameters kept their bits."""
 
     frozen_bytes: int
     freed_state_bytes: int

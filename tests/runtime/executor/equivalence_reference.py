@@ -17,7 +17,7 @@ from harness.runtime.models.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What a training showed.
+    """Losses, gradients and state of a training.
 
     Attributes:
         losses: mean over the global batch, of each step.

@@ -85,7 +85,7 @@ def ranks(run_on_ranks):
 
 @pytest.fixture(scope="session")
 def trained(run_on_ranks, ranks):
-    """By rank: what each case trained, or the error it ended with."""
+    """By rank: the losses of each case, or the error it ended with."""
     train, results = ranks
 
     def beside(directory: Path) -> None:

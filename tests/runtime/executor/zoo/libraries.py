@@ -27,7 +27,7 @@ _VOCABULARY = 50
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryModel(ZooModel):
-    """A model of a library; `build` returns what a factory of a user's would.
+    """A model of a library; `build` returns the result of a user's factory.
 
     Attributes:
         side: height and width of images.
