@@ -1,0 +1,104 @@
+"""Search once more beside a running training: `python -m harness.plan.again <REQUEST >ANSWER`.
+
+The search is a process of low priority, so the training process neither waits for it nor shares
+its interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+from harness.domain.strategy import Strategy
+from harness.errors import HarnessError
+from harness.plan.portfolio import search_portfolio
+from harness.plan.request import PlanRequest
+from harness.plan.simulate.options import SimulatorOptions
+
+_PR_SET_PDEATHSIG = 1
+# A tenth of a core that training keeps busy; with less, an answer would take minutes there.
+_NICENESS = 10
+
+
+class SearchAgain(msgspec.Struct, frozen=True, kw_only=True):
+    """The problem of a search beside training; the fields are those of PlanRequest.
+
+    Attributes:
+        cluster: the devices as they are now, with their drifted speeds or without a lost one.
+        options: assumptions of the simulator.
+        start: the strategy of now, from which the search starts too; None if it does not fit.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    profile: Profile
+    options: SimulatorOptions
+    batch: int
+    memory_bytes: int | None = None
+    budget: int | None = None
+    seconds: float | None = None
+    seed: int = 0
+    start: Strategy | None = None
+
+
+class FoundAgain(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer.
+
+    Attributes:
+        strategy: the fastest one; None after an error.
+        step_s: its predicted step.
+        start_step_s: predicted step of the request's start on the same cluster.
+        error: why nothing was found; empty otherwise.
+    """
+
+    strategy: Strategy | None = None
+    step_s: float = 0.0
+    start_step_s: float | None = None
+    error: str = ""
+
+
+def search_again(request: SearchAgain) -> FoundAgain:
+    """Search by the request; errors are part of the answer."""
+    try:
+        found = search_portfolio(
+            PlanRequest(
+                cluster=request.cluster,
+                graph=request.graph,
+                profile=request.profile,
+                batch=request.batch,
+                memory_bytes=request.memory_bytes,
+                budget=request.budget,
+                seconds=request.seconds,
+                seed=request.seed,
+                start=request.start,
+            ),
+            options=request.options,
+        )
+    except HarnessError as error:
+        return FoundAgain(error=str(error))
+    start = request.start
+    return FoundAgain(
+        strategy=found.strategy(found.best),
+        step_s=found.best.step_s,
+        start_step_s=None if start is None else found.simulator.step_s(start),
+    )
+
+
+def main() -> int:
+    """Answer the request on standard input; ends with the process that asks."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(_NICENESS)
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=SearchAgain)
+    sys.stdout.buffer.write(msgspec.json.encode(search_again(request)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

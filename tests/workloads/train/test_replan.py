@@ -1,0 +1,80 @@
+"""A search beside training answers as a search in this process, or says why it does not."""
+
+import time
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph, Operator
+from harness.domain.profile import Measurement, Profile
+from harness.plan import builders
+from harness.plan.again import SearchAgain, search_again
+from harness.plan.simulate.options import SimulatorOptions
+from harness.workloads.train.replan import BesideSearch
+
+
+def request(memory_bytes: int = 10**9) -> SearchAgain:
+    """Four equal layers on two devices, the second of which is four times slower."""
+    operators = [Operator(name="x", kind="input", shape={"sample": 8, "feature": 8})]
+    for i in range(4):
+        operators.append(
+            Operator(
+                name=f"fc{i}", kind="linear", inputs=[operators[-1].name], parameter_bytes=1000,
+                shape={"sample": 8, "feature": 8}, activation_bytes=256,
+            )
+        )  # fmt: skip
+    times = {"device_kind": "device", "forward_s": 1.0, "backward_s": 2.0}
+    points = [Measurement(operator=op.name, shape=op.shape, **times) for op in operators[1:]]
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e6, memory_bytes=memory_bytes)
+    (node,) = cluster.nodes
+    devices = [node.devices[0], msgspec.structs.replace(node.devices[1], speed=0.25)]
+    graph = Graph(name="layers", operators=operators, batch=8)
+    return SearchAgain(
+        graph=graph,
+        cluster=msgspec.structs.replace(
+            cluster, nodes=[msgspec.structs.replace(node, devices=devices)]
+        ),
+        profile=Profile(model="layers", measurements=points),
+        options=SimulatorOptions(),
+        batch=8,
+        budget=200,
+        start=builders.ddp(graph, cluster, 8),
+    )
+
+
+def answer_of(search: BesideSearch):
+    deadline_s = time.monotonic() + 300
+    while time.monotonic() < deadline_s:
+        if (found := search.poll()) is not None:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("no answer in five minutes")
+
+
+def test_a_search_beside_training_answers_as_one_in_this_process():
+    search, asked = BesideSearch(), request()
+    search.start(asked)
+    assert search.is_running
+    assert search.poll() is None
+    found = answer_of(search)
+    assert found == search_again(asked)
+    # ddp waits for the slow device: half the samples of 12 s, at a quarter of the speed.
+    assert found.start_step_s is not None
+    assert found.start_step_s > 24
+    assert found.step_s < 12.1
+    assert not search.is_running
+    assert search.poll() is None
+
+
+def test_a_search_without_a_plan_says_so():
+    search = BesideSearch()
+    search.start(request(memory_bytes=1000))
+    assert "no strategy of 'layers' fits" in answer_of(search).error
+
+
+def test_a_search_that_dies_is_an_error():
+    search = BesideSearch()
+    search.start(request())
+    assert search._process is not None
+    search._process.kill()
+    assert answer_of(search).error == "the search beside training ended with exit code -9"
