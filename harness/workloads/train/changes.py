@@ -26,7 +26,8 @@ from harness.workloads.train.config import TrainCase
 from harness.workloads.train.engines import executor_trainer
 from harness.workloads.train.next_plan import NextPlanner
 from harness.workloads.train.plan import Planned
-from harness.workloads.train.policies import POLICIES, Due, PolicyInputs
+from harness.workloads.train.policies import POLICIES
+from harness.workloads.train.policy import Current, Due, PolicyInputs
 from harness.workloads.train.requests import ChangeAnswer, answer_request, read_request
 from harness.workloads.train.setup import Training, continue_by
 
@@ -40,15 +41,26 @@ PairBytes = dict[tuple[int, int], int]
 
 
 class StrategyChanges:
-    """The changes of one run; all ranks construct it before the first step."""
+    """The changes of one run; all ranks construct it before the first step.
+
+    Args:
+        n_steps: measured steps of the run.
+    """
 
     def __init__(
-        self, case: TrainCase, context: Context, planned: Planned, training: Training
+        self, case: TrainCase, context: Context, planned: Planned, training: Training, n_steps: int
     ) -> None:
         self._case, self._context = case, context
-        self._current, self._n_frozen = planned, 0
+        self._current = Current(planned=planned)
         self._planner = NextPlanner(case, context)
-        inputs = PolicyInputs(case=case, context=context, planner=self._planner, training=training)
+        inputs = PolicyInputs(
+            case=case,
+            context=context,
+            planner=self._planner,
+            training=training,
+            current=self._current,
+            n_steps=n_steps,
+        )
         self._policies = [row.make(inputs) for row in POLICIES.values() if row.is_on(case)]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="next engine")
         self._building: Future[tuple[ExecutorEngine, float]] | None = None
@@ -89,8 +101,8 @@ class StrategyChanges:
         if due.error:
             self._tell(ChangeAnswer(id=due.request, error=due.error))
             return
-        strategy = (due.planned or self._current).strategy
-        n_frozen = self._n_frozen if due.n_frozen is None else due.n_frozen
+        strategy = (due.planned or self._current.planned).strategy
+        n_frozen = self._current.n_frozen if due.n_frozen is None else due.n_frozen
         self._next = due
         self._building = self._pool.submit(_timed, lambda: elastic.build(strategy, n_frozen))
         if self._context.world.backend == "nccl":  # a new group blocks the device
@@ -121,13 +133,14 @@ class StrategyChanges:
         start, start_s = recorder.clock.mark(), time.perf_counter()
         cost = elastic.change(engine)
         trainer = executor_trainer(engine, elastic)
-        planned = due.planned or self._current
+        planned = due.planned or self._current.planned
         training = continue_by(
             training, self._case, world, trainer, planned, step + self._case.warm_up
         )
         before, steps_s = self._name(), {"before": self._predicted_step_s()}
-        self._current = planned
-        self._n_frozen = self._n_frozen if due.n_frozen is None else due.n_frozen
+        self._current.planned = planned
+        if due.n_frozen is not None:
+            self._current.n_frozen = due.n_frozen
         after, steps_s["after"] = self._name(), self._predicted_step_s()
         still_s, build_s = maximum_over_ranks([time.perf_counter() - start_s, build_s], world)
         recorder.step = None
@@ -157,7 +170,7 @@ class StrategyChanges:
             if step_s is not None:
                 sample("change_step_predicted_s", step_s, side=side)
         path = self._context.run_dir / f"strategy-{step}.json"
-        write_atomically(path, self._current.strategy.to_json())
+        write_atomically(path, self._current.planned.strategy.to_json())
 
     def _record_bytes(self, step: int, moved: PairBytes, predicted: PairBytes) -> None:
         sample = partial(self._context.recorder.sample, step=step)
@@ -168,12 +181,13 @@ class StrategyChanges:
 
     def _predicted_step_s(self) -> float | None:
         """The simulated step of the current strategy; the simulator knows no frozen layers."""
-        return None if self._n_frozen else self._current.predicted_step_s
+        return None if self._current.n_frozen else self._current.planned.predicted_step_s
 
     def _name(self) -> str:
         """The current strategy, with its frozen layers, in a few words."""
-        frozen = f", {self._n_frozen} layers frozen" if self._n_frozen else ""
-        return f"{self._current.strategy.name}{frozen}"
+        n_frozen = self._current.n_frozen
+        frozen = f", {n_frozen} layers frozen" if n_frozen else ""
+        return f"{self._current.planned.strategy.name}{frozen}"
 
     def _tell(self, answer: ChangeAnswer) -> None:
         """Log the outcome of a change on rank 0, and answer its controller."""

@@ -95,7 +95,7 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     changes: StrategyChanges | None = None
     if case.is_elastic:
         assert planned is not None, "other engines were refused"
-        changes = StrategyChanges(case, context, planned, training)
+        changes = StrategyChanges(case, context, planned, training, n_steps)
     loop = TrainLoop(training, context, case.warm_up, changes)
     loop.measure(n_steps)
     if changes is not None:

@@ -1,0 +1,78 @@
+"""The reasons to change a running training's strategy: what a policy sees, and its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from harness.runtime.ranks.context import Context
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.next_plan import NextPlanner
+from harness.workloads.train.plan import Planned
+from harness.workloads.train.setup import Training
+
+# A change whose step is known is prepared so many steps before.
+LEAD_STEPS = 5
+
+
+class Due(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that has been decided on, on every rank.
+
+    Attributes:
+        step: the first measured step after it; None: as soon as it is prepared.
+        planned: the next strategy; None: the current one stays.
+        n_frozen: layers that are frozen from then on; None: those that are.
+        request: id of the controller's request; empty if no controller waits for an answer.
+        error: why the request cannot be met; nothing changes then.
+    """
+
+    why: str
+    step: int | None = None
+    planned: Planned | None = None
+    n_frozen: int | None = None
+    request: str = ""
+    error: str = ""
+
+
+class Policy(Protocol):
+    """One reason for changes; all ranks construct it and call `due` between the same steps."""
+
+    def due(self, step: int) -> Due | None:
+        """The next change, once; None if there is none yet.
+
+        Args:
+            step: the measured step that comes next.
+        """
+        ...
+
+
+@dataclass(kw_only=True)
+class Current:
+    """The strategy that trains now, on every rank; kept up to date by StrategyChanges.
+
+    Attributes:
+        n_frozen: layers that are not trained.
+    """
+
+    planned: Planned
+    n_frozen: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyInputs:
+    """The inputs of policies.
+
+    Attributes:
+        planner: used on rank 0 only.
+        training: before the first step.
+        n_steps: all measured steps of the run.
+    """
+
+    case: TrainCase
+    context: Context
+    planner: NextPlanner
+    training: Training
+    current: Current
+    n_steps: int
