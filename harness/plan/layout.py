@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
+import numpy as np
+
 from harness.domain.cluster import Cluster
+from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
 from harness.domain.partition import SAMPLE, Cut, n_parts
 from harness.domain.schedule import ScheduleName
@@ -19,6 +23,8 @@ from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
 from harness.inputs import find_int, shorten
 from harness.plan import builders
+from harness.plan.simulate.device_seconds import operator_seconds
+from harness.plan.simulate.simulator import Simulator
 from harness.plan.stages import balance
 
 _MOST_DEGREE = 4096
@@ -47,6 +53,11 @@ class ParallelLayout:
         return self.tp * self.dp * self.pp
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """Devices, stage by stage and replica by replica."""
+        return self.devices or tuple(range(self.n_devices))
+
+    @property
     def name(self) -> str:
         return f"tp{self.tp} dp{self.dp} pp{self.pp}"
 
@@ -63,13 +74,13 @@ def parse_layout(text: str) -> ParallelLayout:
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         if not equals or name in found:
-            raise StrategyError(f"--layout {shorten(text)}: write it like {_FORM}")
+            raise StrategyError(f"layout {shorten(text)}: write it like {_FORM}")
         found[name] = value
     degrees = {name: _degree(text, found.pop(name, "1")) for name in ("tp", "dp", "pp")}
     lists = {name: _numbers(text, found.pop(name, "")) for name in ("cuts", "shares", "devices")}
     if found:
         raise StrategyError(
-            f"--layout {shorten(text)} has {shorten(next(iter(found)))}: use tp, dp, pp, cuts, "
+            f"layout {shorten(text)} has {shorten(next(iter(found)))}: use tp, dp, pp, cuts, "
             "shares and devices"
         )
     return ParallelLayout(
@@ -86,7 +97,7 @@ def _degree(text: str, value: str) -> int:
     number = find_int(value, 1, _MOST_DEGREE)
     if number is None:
         raise StrategyError(
-            f"--layout {shorten(text)}: {shorten(value)} is no degree from 1 to {_MOST_DEGREE}"
+            f"layout {shorten(text)}: {shorten(value)} is no degree from 1 to {_MOST_DEGREE}"
         )
     return number
 
@@ -97,7 +108,7 @@ def _numbers(text: str, value: str) -> tuple[int, ...] | None:
     numbers = [find_int(part) for part in value.split("-")]
     if None in numbers:
         raise StrategyError(
-            f"--layout {shorten(text)}: {shorten(value)} is no list of whole numbers like 6-12"
+            f"layout {shorten(text)}: {shorten(value)} is no list of whole numbers like 6-12"
         )
     return tuple(number for number in numbers if number is not None)
 
@@ -111,13 +122,14 @@ def layout_strategy(
     n_microbatches: int = 1,
     schedule: ScheduleName = "1f1b",
     recompute: bool = False,
-    seconds: Sequence[float] | None = None,
+    seconds: Sequence[Sequence[float]] | None = None,
 ) -> Strategy:
     """Every operator on the devices of its stage, cut by samples over replicas and by weights over
     the devices of a tensor-parallel group (`builders.tensor_parallel`).
 
     Args:
-        seconds: of each operator that is placed, by which stages are balanced; FLOPs when None.
+        seconds: by device, of each operator that is placed: stages are balanced by their slowest
+            device. By FLOPs when None.
 
     Raises:
         StrategyError: the degrees do not fit the cluster, the batch or the graph.
@@ -127,7 +139,7 @@ def layout_strategy(
     cuts = _cuts(layout, graph, names, seconds)
     samples = max(1, batch // n_microbatches)
     parts = _group_plans(graph, layout.tp, samples // layout.dp)
-    index, devices = graph.index(), layout.devices or tuple(range(layout.n_devices))
+    index, devices = graph.index(), layout.order
     plans = {}
     for stage, (start, end) in enumerate(pairwise((0, *cuts, len(names)))):
         first = stage * layout.dp * layout.tp
@@ -144,6 +156,38 @@ def layout_strategy(
         schedule=schedule,
         stages=[Stage(recompute) for _ in range(layout.pp)],
     )
+
+
+def profiled_layout(
+    layout: ParallelLayout,
+    simulator: Simulator,
+    batch: int,
+    *,
+    n_microbatches: int,
+    schedule: ScheduleName,
+    recompute: bool,
+) -> Strategy:
+    """The strategy of a layout whose stages are balanced by the profile, with its fingerprint.
+
+    Raises:
+        StrategyError: as `layout_strategy`.
+    """
+    seconds = None
+    if layout.pp > 1 and layout.cuts is None:
+        _check(layout, simulator.cluster, batch, n_microbatches)
+        seconds = operator_seconds(simulator, batch, n_microbatches).tolist()
+    strategy = layout_strategy(
+        layout,
+        simulator.graph,
+        simulator.cluster,
+        batch,
+        n_microbatches=n_microbatches,
+        schedule=schedule,
+        recompute=recompute,
+        seconds=seconds,
+    )
+    made_for = fingerprint(simulator.graph, simulator.cluster, simulator.profile)
+    return msgspec.structs.replace(strategy, made_for=made_for)
 
 
 def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches: int) -> None:
@@ -171,12 +215,19 @@ def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches:
 
 
 def _cuts(
-    layout: ParallelLayout, graph: Graph, names: Sequence[str], seconds: Sequence[float] | None
+    layout: ParallelLayout,
+    graph: Graph,
+    names: Sequence[str],
+    seconds: Sequence[Sequence[float]] | None,
 ) -> tuple[int, ...]:
     if layout.cuts is None:
         index = graph.index()
-        flops = [graph.operators[index[n]].forward_flops or 1.0 for n in names]
-        return tuple(balance([list(seconds or flops)] * layout.pp, layout.pp).ends[:-1])
+        if seconds is None:
+            flops = [graph.operators[index[n]].forward_flops or 1.0 for n in names]
+            seconds = [flops] * layout.n_devices
+        by_device = np.asarray(seconds)[list(layout.order)]
+        slowest = by_device.reshape(layout.pp, -1, len(names)).max(axis=1)
+        return tuple(balance(slowest.tolist(), layout.pp).ends[:-1])
     bounds = (0, *layout.cuts, len(names))
     if len(layout.cuts) != layout.pp - 1 or any(a >= b for a, b in pairwise(bounds)):
         raise StrategyError(

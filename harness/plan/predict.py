@@ -8,15 +8,13 @@ from dataclasses import replace
 
 import msgspec
 
-from harness.domain.fingerprint import fingerprint
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError
 from harness.measure.store import write_atomically
 from harness.measure.text import table
 from harness.plan import cli
-from harness.plan.layout import ParallelLayout, layout_strategy, parse_layout
+from harness.plan.layout import ParallelLayout, parse_layout, profiled_layout
 from harness.plan.portfolio import options_of
-from harness.plan.simulate.device_seconds import operator_seconds
 from harness.plan.simulate.report import explain
 from harness.plan.simulate.simulator import Simulation, Simulator
 from harness.units import format_bytes, format_duration
@@ -57,34 +55,20 @@ def predict(args: argparse.Namespace, capture_model: cli.CaptureModel) -> None:
     simulator = Simulator(
         graph, profile, request.cluster, options=options, memory_bytes=request.memory_bytes
     )
-    strategy = _strategy(args, layout, simulator, request.batch)
+    strategy = profiled_layout(
+        layout,
+        simulator,
+        request.batch,
+        n_microbatches=args.microbatches,
+        schedule=args.schedule,
+        recompute=args.recompute != "none",
+    )
     simulation = simulator.simulate(strategy)
     if args.output is not None:
         write_atomically(args.output, strategy.to_json())
     found = _predicted(layout, simulation)
     lines = [msgspec.json.encode(found).decode()] if args.json else _lines(found, simulation)
     print("\n".join(lines))
-
-
-def _strategy(
-    args: argparse.Namespace, layout: ParallelLayout, simulator: Simulator, batch: int
-) -> Strategy:
-    graph, cluster = simulator.graph, simulator.cluster
-    seconds = None
-    if layout.pp > 1 and layout.cuts is None:
-        seconds = operator_seconds(simulator, batch, args.microbatches)[0].tolist()
-    strategy = layout_strategy(
-        layout,
-        graph,
-        cluster,
-        batch,
-        n_microbatches=args.microbatches,
-        schedule=args.schedule,
-        recompute=args.recompute != "none",
-        seconds=seconds,
-    )
-    made_for = fingerprint(graph, cluster, simulator.profile)
-    return msgspec.structs.replace(strategy, made_for=made_for)
 
 
 def _predicted(layout: ParallelLayout, simulation: Simulation) -> Predicted:

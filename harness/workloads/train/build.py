@@ -11,11 +11,12 @@ from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.plan import builders
+from harness.plan.layout import parse_layout, profiled_layout
 from harness.plan.pipelines import balanced_pipeline, usual_microbatches
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.workloads.train.check import load_for
-from harness.workloads.train.config import TrainCase
+from harness.workloads.train.config import TrainCase, is_layout
 
 
 def load_strategy(case: TrainCase, graph: Graph, cluster: Cluster) -> Strategy:
@@ -51,15 +52,17 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
     elif case.strategy == "hybrid":
         strategy = builders.hybrid(graph, cluster, batch)
     else:
-        strategy = _pipeline(case, simulator)
+        strategy = _fastest(case, simulator)
     validate(strategy, graph, cluster)
     made_for = fingerprint(graph, cluster, simulator.profile)
     return msgspec.structs.replace(strategy, made_for=made_for)
 
 
-def _pipeline(case: TrainCase, simulator: Simulator) -> Strategy:
-    """Build a pipeline with the number of microbatches that the simulator predicts is fastest."""
-    found = [_with_microbatches(case, simulator, n) for n in _microbatches(case, simulator)]
+def _fastest(case: TrainCase, simulator: Simulator) -> Strategy:
+    """Build `pipeline`, or the strategy of given degrees, with the number of microbatches that the
+    simulator predicts is fastest."""
+    build = _by_degrees if is_layout(case.strategy) else _pipeline
+    found = [build(case, simulator, n) for n in _microbatches(case, simulator)]
     for strategy in found:
         validate(strategy, simulator.graph, simulator.cluster)
     if len(found) == 1:
@@ -72,15 +75,33 @@ def _pipeline(case: TrainCase, simulator: Simulator) -> Strategy:
 def _microbatches(case: TrainCase, simulator: Simulator) -> list[int]:
     if case.microbatches:
         return [case.microbatches]
-    return usual_microbatches(simulator, case.batch) or [case.batch]
+    n_replicas = 1
+    if is_layout(case.strategy):
+        layout = parse_layout(case.strategy)
+        n_replicas = layout.dp
+        if layout.pp == 1:
+            return [1]
+    usual = usual_microbatches(simulator, case.batch)
+    return [n for n in usual if case.batch // n >= n_replicas] or [case.batch // n_replicas]
 
 
-def _with_microbatches(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Strategy:
+def _pipeline(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Strategy:
     return balanced_pipeline(
         simulator,
         case.batch,
         n_microbatches,
         n_stages=case.stages or 0,
+        schedule=case.schedule,
+        recompute=case.recompute,
+    )
+
+
+def _by_degrees(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Strategy:
+    return profiled_layout(
+        parse_layout(case.strategy),
+        simulator,
+        case.batch,
+        n_microbatches=n_microbatches,
         schedule=case.schedule,
         recompute=case.recompute,
     )

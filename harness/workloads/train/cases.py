@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.domain.schedule import check_schedule
 from harness.errors import ConfigError, StrategyError
 from harness.inputs import read_file
+from harness.plan.layout import parse_layout
 from harness.runtime.data import entry_for
 from harness.runtime.devices.precision import DTYPES
 from harness.runtime.engines.optimizers import check_optimizer
@@ -23,16 +25,19 @@ from harness.workloads.train.config import (
     TrainConfig,
     TrainSettings,
     is_file,
+    is_layout,
     parse_change,
 )
 
 # Strategies that need at least one sample per rank.
 _BY_SAMPLES = ("ddp", "zero1", "zero2")
 
-# Flags that only one strategy uses; a strategy's file holds its own schedule and stages.
-_FOLLOWED_BY = {
-    "pipeline": ("stages", "recompute", "schedule", "microbatches"),
-    "searched": ("search_seconds", "search_budget", "trials", "memory"),
+_DEGREES = "tp=T,dp=D,pp=P"
+# Flags and the only strategies that use them; a strategy's file holds its own schedule and stages.
+_USED_BY = {
+    "stages": ("pipeline",),
+    **dict.fromkeys(("recompute", "schedule", "microbatches"), ("pipeline", _DEGREES)),
+    **dict.fromkeys(("search_seconds", "search_budget", "trials", "memory"), ("searched",)),
 }
 
 _AT_LEAST = {
@@ -72,13 +77,15 @@ def engine_of(strategy: str, engine: str, *, needs_executor: bool = False) -> En
         ConfigError: there is no such strategy, or the engine does not support it.
     """
     known = [name for name, strategies in STRATEGIES.items() if strategy in strategies]
-    if is_file(strategy):
+    if is_layout(strategy):
+        parse_layout(strategy)
+    if is_file(strategy) or is_layout(strategy):
         known = ["executor"]
     if not known:
         every = dict.fromkeys(name for names in STRATEGIES.values() for name in names)
         raise ConfigError(
-            f"there is no strategy {strategy!r}: choose from {', '.join(every)}, or give a "
-            "strategy's file, FILE.json"
+            f"there is no strategy {strategy!r}: choose from {', '.join(every)}, or give degrees "
+            "(tp=2,dp=2,pp=1) or a strategy's file, FILE.json"
         )
     if engine not in ("auto", *STRATEGIES):
         raise ConfigError(f"there is no engine {engine!r}: choose auto, {', '.join(STRATEGIES)}")
@@ -102,9 +109,10 @@ def _check_names(config: TrainConfig) -> None:
 def _check_unused(config: TrainConfig) -> None:
     """Refuse flags that none of the strategies uses."""
     words = " ".join(config.strategy)
-    for strategy, names in _FOLLOWED_BY.items():
-        for name in names if strategy not in config.strategy else ():
-            _check_followed(config, name, strategy)
+    given = {_DEGREES if is_layout(strategy) else strategy for strategy in config.strategy}
+    for name, users in _USED_BY.items():
+        if given.isdisjoint(users):
+            _check_unset(config, name, users)
     is_pipelined = "pipeline" in config.strategy or any(map(is_file, config.strategy))
     if config.asynchronous and not is_pipelined:
         raise ConfigError(
@@ -113,14 +121,15 @@ def _check_unused(config: TrainConfig) -> None:
         )
 
 
-def _check_followed(config: TrainConfig, name: str, strategy: str) -> None:
-    """Refuse a flag that is set, but is only for a strategy that is not trained."""
+def _check_unset(config: TrainConfig, name: str, users: Sequence[str]) -> None:
+    """Refuse a flag that is set, but is only for strategies that are not trained."""
     value = getattr(config, name)
     if value != getattr(TrainConfig(), name):
         given = " ".join(map(str, value)) if isinstance(value, tuple) else value
         raise ConfigError(
-            f"{flag(name)}{'' if value is True else f' {given}'} is for --strategy {strategy}, "
-            f"{' '.join(config.strategy)} does not use it: drop the flag, or add {strategy}"
+            f"{flag(name)}{'' if value is True else f' {given}'} is for --strategy "
+            f"{' or '.join(users)}, {' '.join(config.strategy)} does not use it: drop the flag, or "
+            f"add {users[0]}"
         )
 
 
@@ -153,6 +162,8 @@ def _check_pipeline(case: TrainCase) -> None:
             raise ConfigError("--asynchronous does not support recomputation: drop --recompute")
     if case.strategy == "pipeline":
         _check_flow(case)
+    if is_layout(case.strategy):
+        _check_degrees(case)
     if case.microbatches is not None and case.microbatches > case.batch:
         raise ConfigError(
             f"--microbatches {case.microbatches} need a sample each, the batch has {case.batch}: "
@@ -199,6 +210,20 @@ def _check_changes(config: TrainConfig) -> None:
                 f"--change {text} is for step {step}: steps must be above {last}{bound}, ascending"
             )
         last = step
+
+
+def _check_degrees(case: TrainCase) -> None:
+    n_devices = parse_layout(case.strategy).n_devices
+    if n_devices > case.n_ranks:
+        raise ConfigError(
+            f"--strategy {case.strategy} needs {n_devices} ranks, the run has {case.n_ranks}: "
+            "lower a degree, or start more ranks (mpirun -np)"
+        )
+    if case.schedule == "interleaved":
+        raise ConfigError(
+            f"--schedule interleaved gives ranks two stages, {case.strategy} one: use 1f1b, or "
+            "--strategy pipeline"
+        )
 
 
 def _check_flow(case: TrainCase) -> None:

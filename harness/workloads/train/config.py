@@ -15,7 +15,8 @@ from harness.workloads.common.search_flags import SearchFlags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
 
-# Strategies that each engine supports by name; the executor also takes a strategy's file.
+# Strategies that each engine supports by name; the executor also takes degrees of parallelism
+# (tp=2,dp=2) and a strategy's file.
 STRATEGIES: dict[EngineName, tuple[str, ...]] = {
     "torch": ("single", "ddp"),
     "executor": ("single", "ddp", "pipeline", "tensor", "hybrid", "searched"),
@@ -27,6 +28,11 @@ _ZERO_STAGES = {"zero1": 1, "zero2": 2}
 def is_file(strategy: str) -> bool:
     """Whether --strategy names a strategy's file."""
     return strategy.endswith(".json")
+
+
+def is_layout(strategy: str) -> bool:
+    """Whether --strategy gives degrees of parallelism, such as tp=2,dp=2."""
+    return "=" in strategy and not is_file(strategy)
 
 
 def parse_change(text: str) -> tuple[int, Path]:
@@ -82,8 +88,8 @@ class TrainSettings(SearchFlags, ModelFlags):
     """pipeline: number of stages, balanced by the profile. With fewer stages than ranks, some
     stages are replicated. Default: one stage per rank (interleaved: two)."""
     recompute: bool = False
-    """pipeline: keep only each stage's input and run its forward again before its backward, which
-    saves memory and costs time."""
+    """pipeline or degrees: keep only each stage's input and run its forward again before its
+    backward, which saves memory and costs time."""
     asynchronous: bool = False
     """pipeline or a strategy's FILE, with schedule 1f1b: train as PipeDream does. Every microbatch
     is a minibatch with its own optimizer step, and the pipeline never drains. Stage s of S (from 0)
@@ -132,7 +138,8 @@ class TrainConfig(TrainSettings):
     strategy: tuple[str, ...] = ("ddp",)
     """One or more of: single (rank 0 only), ddp (data parallel), pipeline, tensor (layers cut by
     features), hybrid (convolutions data parallel, linear layers cut by features), searched (the
-    plan that search finds), FILE.json (a strategy's file), zero1, zero2."""
+    plan that search finds), degrees such as tp=2,dp=2,pp=1 (tensor x data x pipeline parallel, as
+    `harness.plan predict --layout` takes them), FILE.json (a strategy's file), zero1, zero2."""
     engine: Literal["auto", "torch", "executor", "deepspeed"] = "auto"
     """Code that trains: torch (single, ddp), executor (all but zero1 and zero2), deepspeed (single,
     ddp, zero1, zero2). auto: torch for single and ddp, deepspeed for zero1 and zero2, else the
@@ -144,11 +151,11 @@ class TrainConfig(TrainSettings):
     """Batches per device, instead of --batch-size: the global batch grows with the number of ranks
     (weak scaling). Default: 32."""
     schedule: tuple[ScheduleName, ...] = ("1f1b",)
-    """pipeline: gpipe, 1f1b, interleaved or zero_bubble. interleaved gives each rank two stages, or
-    more with --stages."""
+    """pipeline or degrees: gpipe, 1f1b, interleaved (pipeline only) or zero_bubble. interleaved
+    gives each rank two stages, or more with --stages."""
     microbatches: tuple[int | Literal["auto"], ...] = ("auto",)
-    """pipeline: microbatches per step. auto predicts one, two and four per rank and takes the
-    fastest."""
+    """pipeline or degrees: microbatches per step. auto predicts one, two and four per rank and
+    takes the fastest (degrees without a pipeline: one)."""
     dtype: tuple[str, ...] = ("fp32",)
     """fp32, tf32, bf16 or fp16. Parameters stay fp32; bf16 and fp16 use autocast."""
     n_ranks: tuple[int, ...] = ()

@@ -62,6 +62,16 @@ def test_a_pipeline_has_a_stage_for_each_rank_in_the_order_of_the_model(simulato
     assert stages == sorted(stages)
 
 
+def test_degrees_are_tensor_data_and_pipeline_parallel(simulator):
+    found = built(simulator, strategy="pp=3", microbatches=4)
+    pipeline = built(simulator, microbatches=4)
+    assert found == msgspec.structs.replace(pipeline, name=found.name)
+    assert built(simulator, strategy="tp=2").n_microbatches == 1
+    assert built(simulator, strategy="dp=3").operators["features.0"].partition == {"sample": 3}
+    with pytest.raises(StrategyError, match="needs 4 devices, the cluster has 3"):
+        built(simulator, strategy="dp=2,pp=2")
+
+
 def test_microbatches_are_those_that_are_predicted_to_be_fastest(simulator):
     found = built(simulator)
     seconds = {n: simulator.step_s(built(simulator, microbatches=n)) for n in (3, 6, 12)}

@@ -73,7 +73,7 @@ def test_a_per_device_batch_grows_with_the_ranks():
         ),
         (
             {"strategy": ("plan.json",), "recompute": True},
-            "--recompute is for --strategy pipeline, plan.json does not use it",
+            "--recompute is for --strategy pipeline or tp=T,dp=D,pp=P, plan.json does not use it",
         ),
         ({"microbatches": (4, 8)}, "--microbatches 4 8 is for --strategy pipeline"),
         ({"schedule": ("gpipe",)}, "--schedule gpipe is for --strategy pipeline"),
@@ -100,6 +100,8 @@ def test_a_per_device_batch_grows_with_the_ranks():
             {"strategy": ("pipeline",), "stages": 5},
             "--stages 5 need a rank each under 1f1b, the run has 4",
         ),
+        ({"strategy": ("dp=4,pp=2",)}, "--strategy dp=4,pp=2 needs 8 ranks, the run has 4"),
+        ({"strategy": ("ep=2",)}, "layout ep=2 has ep: use tp, dp, pp"),
         ({"search_budget": 9}, "--search-budget 9 is for --strategy searched, ddp does not use"),
         (
             {"trials": 1, "strategy": ("pipeline", "single")},
