@@ -101,7 +101,6 @@ def test_a_per_device_batch_grows_with_the_ranks():
             "--stages 5 need a rank each under 1f1b, the run has 4",
         ),
         ({"strategy": ("dp=4,pp=2",)}, "--strategy dp=4,pp=2 needs 8 ranks, the run has 4"),
-        ({"strategy": ("ep=2",)}, "layout ep=2 has ep: use tp, dp, pp"),
         ({"search_budget": 9}, "--search-budget 9 is for --strategy searched, ddp does not use"),
         (
             {"trials": 1, "strategy": ("pipeline", "single")},
