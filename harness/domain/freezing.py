@@ -61,6 +61,22 @@ def freezable_layers(graph: Graph) -> list[FreezableLayer]:
     return [_without(_layer(own), trained) for own in (*others, kept) if own]
 
 
+def frozen_operators(graph: Graph, n_frozen: int) -> frozenset[str]:
+    """The operators that are not trained once the first `n_frozen` layers are frozen.
+
+    An operator that shares a parameter with the head stays trained.
+    """
+    layers = freezable_layers(graph)[:n_frozen] if n_frozen else []
+    names = frozenset[str]().union(*(layer.parameters for layer in layers))
+    operators = {operator.name: operator for operator in graph.operators}
+    return frozenset(
+        name
+        for layer in layers
+        for name in layer.operators
+        if names.issuperset(_parameters(operators[name]))
+    )
+
+
 def _unnamed(graph: Graph, until: Operator) -> list[Operator]:
     """The operators before the first layer, such as an embedding."""
     operators = [operator for operator in graph.operators if has_tasks(operator)]

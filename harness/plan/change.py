@@ -1,4 +1,4 @@
-"""Predict how long training stands still while state moves from one strategy to the next."""
+"""Predict the cost of a change of strategy, and whether it pays."""
 
 from __future__ import annotations
 
@@ -31,3 +31,8 @@ def predict_change_s(cluster: Cluster, pair_bytes: Mapping[tuple[int, int], int]
         if node.nic_bytes_per_s:
             slowest_s = max(slowest_s, max(sent[at], received[at]) / node.nic_bytes_per_s)
     return slowest_s
+
+
+def is_worth(before_s: float, after_s: float, n_steps_left: int, cost_s: float) -> bool:
+    """Whether the steps that are left gain more than the change costs."""
+    return (before_s - after_s) * n_steps_left > cost_s

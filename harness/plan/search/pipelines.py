@@ -112,27 +112,32 @@ class PipelineSearch:
         self.fewest = batch // n_microbatches  # samples of the smallest microbatch
         seconds = operator_seconds(simulator, batch, n_microbatches)
         self.segments = merge_operators(simulator.placed, seconds[0])
-        self._cut_bytes = self._bytes_at_cuts()
+        self._cut_bytes = self._bytes_at_cuts(simulator.placed)
+        self._returned_bytes = self._bytes_at_cuts(np.flatnonzero(simulator.returns).tolist())
         # (n_segments + 1, n_devices): running sum of forward plus backward of whole operators.
         ends = np.cumsum([0, *map(len, self.segments)])
         self._seconds = np.insert(seconds.cumsum(axis=1), 0, 0.0, axis=1)[:, ends].T
-        operators = simulator.graph.operators
+        operators, frozen = simulator.graph.operators, simulator.options.frozen
         self._weights = [0]
         for ops in self.segments:
-            own = sum(operators[op].parameter_bytes for op in ops)
+            trained = [operators[op] for op in ops if operators[op].name not in frozen]
+            own = sum(operator.parameter_bytes for operator in trained)
             self._weights.append(self._weights[-1] + own)
 
-    def _bytes_at_cuts(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        """[a, b]: bytes of a microbatch that segments a..b produce and later ones read.
+    def _bytes_at_cuts(
+        self, producers: Sequence[int]
+    ) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        """[a, b]: bytes of a microbatch that some operators in segments a..b produce and later
+        segments read.
 
         A tensor that skips a stage goes straight to its reader, so only its own stage sends it.
         """
         n = len(self.segments)
         at = {op: k for k, ops in enumerate(self.segments) for op in ops}
-        found = np.zeros((n + 1, n + 1))
+        found, made = np.zeros((n + 1, n + 1)), set(producers)
         for p, consumers in enumerate(self.simulator.graph.consumers()):
             places = [at[c] for c in consumers if c in at]
-            if p not in at or not places:
+            if p not in made or p not in at or not places:
                 continue
             elements = math.prod(self.costs.shapes[p].values())
             found[: at[p] + 1, at[p] + 1 : max(places) + 1] += (
@@ -156,9 +161,12 @@ class PipelineSearch:
         network = self.simulator.network
         lanes = min(len(before), len(after))
         amount = float(self._cut_bytes[start, cut]) / lanes
+        there_s = min(network.transfer_s(a, b, amount) for a in before for b in after)
+        returned = float(self._returned_bytes[start, cut]) / lanes
+        if amount and not returned:  # below the first trained operator
+            return Crossing(there_s, 0.0)
         return Crossing(
-            min(network.transfer_s(a, b, amount) for a in before for b in after),
-            min(network.transfer_s(b, a, amount) for a in before for b in after),
+            there_s, min(network.transfer_s(b, a, returned) for a in before for b in after)
         )
 
     def candidates(

@@ -13,6 +13,7 @@ from harness.domain.partition import Block, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import full_shape, output_sizes
 from harness.plan.fit import OperatorTimes
+from harness.plan.simulate.frozen import gradients_of, passes_s
 
 
 class BlockSeconds(NamedTuple):
@@ -28,6 +29,7 @@ class BlockTimes:
     Args:
         samples: number in the microbatch.
         shapes: shapes of the operators for a microbatch.
+        frozen: names of the operators that are not trained.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class BlockTimes:
         devices: Sequence[Device],
         samples: int,
         shapes: Sequence[dict[str, int]],
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         self._graph, self._devices, self._shapes = graph, devices, shapes
         self._samples = samples
         self._times = OperatorTimes(profile)
         self._profile, self._graph_hash = profile, graph.content_hash()
+        self._frozen, self._gradients = frozen, gradients_of(graph, frozen)
         self._seconds: dict[object, BlockSeconds] = {}
 
     def block_s(self, op: int, block: Block, device: int) -> BlockSeconds:
@@ -64,7 +68,14 @@ class BlockTimes:
                 # With an unknown shape, time is in proportion to elements.
                 time = self._times.lookup(operator, kind)
                 factor *= volume(block) / self._full_volume(op)
-            self._seconds[key] = BlockSeconds(time.forward_s * factor, time.backward_s * factor)
+            seconds = passes_s(
+                operator,
+                self._gradients[op],
+                is_frozen=operator.name in self._frozen,
+                forward_s=time.forward_s * factor,
+                backward_s=time.backward_s * factor,
+            )
+            self._seconds[key] = BlockSeconds(*seconds)
         return self._seconds[key]
 
     def _full_volume(self, op: int) -> float:

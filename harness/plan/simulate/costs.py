@@ -55,8 +55,9 @@ class OperatorCosts:
 
     Attributes:
         saved_bytes: bytes that forward keeps for backward beside the output.
-        shared_bytes: bytes of weights that other devices hold too.
-        slices: (bytes, ascending devices) of each distinct slice of the weights.
+        weight_bytes, frozen_bytes: bytes of trained and of frozen weights.
+        shared_bytes: bytes of trained weights that other devices hold too.
+        slices: (bytes, ascending devices) of each distinct slice of the trained weights.
     """
 
     active: npt.NDArray[np.bool_]
@@ -65,6 +66,7 @@ class OperatorCosts:
     output_bytes: Floats
     saved_bytes: Floats
     weight_bytes: Floats
+    frozen_bytes: Floats
     shared_bytes: Floats
     slices: tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -74,7 +76,7 @@ class Costs:
 
     Args:
         samples: samples of the microbatch to which all shapes are scaled.
-        wire_bytes_per_fp32_byte: see SimulatorOptions.
+        wire_bytes_per_fp32_byte, frozen: see SimulatorOptions.
 
     Attributes:
         shapes: shapes of the operators for a microbatch.
@@ -93,15 +95,16 @@ class Costs:
         samples: int,
         *,
         wire_bytes_per_fp32_byte: float = 1.0,
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
-        self.graph, self.samples = graph, samples
+        self.graph, self.samples, self._frozen = graph, samples, frozen
         is_fp32 = np.array([op.dtype == "float32" for op in graph.operators])
         self.wire_share: Floats = np.where(is_fp32, wire_bytes_per_fp32_byte, 1.0)
         self.n_devices = cluster.n_devices
         self.shapes = [
             full_shape(op, batch=samples, graph_batch=graph.batch) for op in graph.operators
         ]
-        self.times = BlockTimes(graph, profile, cluster.devices, samples, self.shapes)
+        self.times = BlockTimes(graph, profile, cluster.devices, samples, self.shapes, frozen)
         self._operators: dict[object, OperatorCosts] = {}
         self._wants: dict[object, Wants] = {}
         self._transfers: dict[object, ProducerTransfers] = {}
@@ -176,7 +179,19 @@ class Costs:
             weight[list(devices)] += n_bytes
             if len(devices) > 1:
                 shared[list(devices)] += n_bytes
-        return OperatorCosts(active, forward, backward, output, saved, weight, shared, slices)
+        none = np.zeros(n)
+        is_frozen = operator.name in self._frozen
+        return OperatorCosts(
+            active=active,
+            forward_s=forward,
+            backward_s=backward,
+            output_bytes=output,
+            saved_bytes=saved,
+            weight_bytes=none if is_frozen else weight,
+            frozen_bytes=weight if is_frozen else none,
+            shared_bytes=none if is_frozen else shared,
+            slices=() if is_frozen else slices,
+        )
 
     def _saved_per_element(self, op: int) -> float:
         """Bytes kept beside the output, by element of all dims."""
@@ -300,7 +315,7 @@ class Costs:
         operator, dims = self.graph.operators[op], list(self.shapes[op])
         if operator.kind == "loss" and CONTRACTION in plan.partition:
             return self._loss_sums(op, plan)
-        if syncs_norms and operator.kind == "batch_norm":
+        if syncs_norms and operator.kind == "batch_norm" and operator.name not in self._frozen:
             k = dims.index("feature") if "feature" in dims else None
             groups: dict[tuple[int, int], set[int]] = {}
             for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
@@ -323,12 +338,6 @@ class Costs:
             for (start, stop), devices in groups.items()
             if len(devices) > 1
         )
-
-
-def is_product(operator: Operator) -> bool:
-    """Whether it multiplies by weights, whose gradients the executor may defer."""
-    pads_zeros = operator.attrs.get("padding_mode", "zeros") == "zeros"
-    return operator.kind in ("linear", "conv2d") and operator.parameter_bytes > 0 and pads_zeros
 
 
 def check_profile(graph: Graph, profile: Profile) -> None:

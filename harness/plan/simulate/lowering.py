@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.plan.simulate import order
+from harness.plan.simulate.activations import held_outputs
 from harness.plan.simulate.reductions import price_reductions
 from harness.plan.simulate.tables import Buckets, Edges, Flow, Tables
 from harness.plan.simulate.transfers import ADDS, COPIES, Floats, Ints, Sum
@@ -46,7 +47,9 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     n_devices, edges, buckets = tables.n_devices, tables.edge_rows(), tables.buckets()
     rows, row_at = _number_rows(tables.active)
     returns = edges.returns & simulator.returns[edges.source // n_devices]
-    following, position, first, last, gate, peak = _ordered(tables, flow, rows, row_at, returns)
+    following, position, first, last, gate, peak = _ordered(
+        simulator, tables, flow, rows, row_at, returns
+    )
     is_deferred = _defers_weights(simulator, tables, flow, rows)
     if simulator.options.overlap:
         triggers = _triggers(buckets, flow, position, row_at, is_deferred)
@@ -85,7 +88,12 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
 
 
 def _ordered(
-    tables: Tables, flow: Flow, rows: Ints, row_at: Ints, returns: npt.NDArray[np.bool_]
+    simulator: Simulator,
+    tables: Tables,
+    flow: Flow,
+    rows: Ints,
+    row_at: Ints,
+    returns: npt.NDArray[np.bool_],
 ) -> tuple[Any, ...]:
     """Call `order.order_tasks` and return its result."""
     n_devices, edges = tables.n_devices, tables.edge_rows()
@@ -95,6 +103,7 @@ def _ordered(
     receives[order.FORWARD, to_row[edges.goes]] = True
     receives[order.BACKWARD, row_at[edges.source[returns]]] = True
     stage_of = flow.stage_of
+    held = held_outputs(tables, flow, simulator.returns, simulator.readers)
     crosses = stage_of[edges.source // n_devices] != stage_of[edges.target // n_devices]
     outside = np.bincount(to_row[crosses], weights=fetched[crosses], minlength=len(rows))
     found: tuple[Any, ...] = order.order_tasks(
@@ -103,11 +112,12 @@ def _ordered(
         receives,
         RECEIVES_AT_FIRST,
         RECEIVES_AHEAD,
-        (tables.output_bytes + tables.saved_bytes).ravel()[rows] + received,
+        held.kept.ravel()[rows] + received,
         outside,
+        held.brief.ravel()[rows],
         flow.stage_ptr,
         flow.stage_ops,
-        flow.recompute,
+        _recomputes(simulator, flow),
         flow.rank_of,
         flow.action_ptr,
         flow.actions,
@@ -224,8 +234,17 @@ def _seconds(
     again = forward
     if not simulator.options.recomputes_ahead:
         stages = flow.stage_of[rows // tables.n_devices]
-        backward, again = backward + forward * flow.recompute[stages], np.zeros(len(rows))
+        recomputes = _recomputes(simulator, flow)[stages]
+        backward, again = backward + forward * recomputes, np.zeros(len(rows))
     return np.stack([forward, backward, weight, again])
+
+
+def _recomputes(simulator: Simulator, flow: Flow) -> npt.NDArray[np.bool_]:
+    """(n_stages,) whether a stage runs forward again; a frozen one has no backward to do it for."""
+    has_backward = np.zeros(len(flow.recompute), dtype=np.bool_)
+    has_backward[flow.stage_of[simulator.returns & (flow.stage_of >= 0)]] = True
+    found: npt.NDArray[np.bool_] = flow.recompute & has_backward
+    return found
 
 
 def _stream_rates(simulator: Simulator, rows: Ints) -> Floats:

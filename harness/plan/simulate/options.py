@@ -46,6 +46,8 @@ class SimulatorOptions:
         updates_each_microbatch: a weight pass after each microbatch's backward all-reduces the
             gradients, updates the weights and copies them for later microbatches, as asynchronous
             training does (see `unflushed`).
+        frozen: names of operators that are not trained: no gradients, no optimizer state, and no
+            backward pass before the first trained operator (see `frozen`).
     """
 
     overlap: bool = True
@@ -60,6 +62,7 @@ class SimulatorOptions:
     all_reduce: AllReduce = "ring"
     recomputes_ahead: bool = True
     updates_each_microbatch: bool = False
+    frozen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if (

@@ -20,7 +20,12 @@ NONE = -1
 
 @inlined
 def _held_bytes(
-    pass_: int, recomputes: bool, split_weight: bool, kept_bytes: float, outside_bytes: float
+    pass_: int,
+    recomputes: bool,
+    split_weight: bool,
+    kept_bytes: float,
+    outside_bytes: float,
+    brief_bytes: float,
 ) -> Any:
     """Bytes of activations that a task allocates at its start and frees at its end.
 
@@ -28,9 +33,10 @@ def _held_bytes(
         recomputes: its stage recomputes.
     """
     if pass_ == FORWARD:
-        return kept_bytes, kept_bytes - outside_bytes if recomputes else 0.0
+        freed = kept_bytes - outside_bytes if recomputes else 0.0
+        return kept_bytes + brief_bytes, freed + brief_bytes
     if pass_ == RECOMPUTE:
-        return kept_bytes - outside_bytes, 0.0
+        return kept_bytes - outside_bytes + brief_bytes, brief_bytes
     return 0.0, kept_bytes if pass_ == (WEIGHT if split_weight else BACKWARD) else 0.0
 
 
@@ -43,6 +49,7 @@ def order_tasks(
     n_ahead: int,  # numba's cache would not notice changed constants
     kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
     outside_bytes: Any,  # (R,) part of kept_bytes from other stages: kept under recomputation
+    brief_bytes: Any,  # (R,) held during its forward only
     stage_ptr: Any,  # (S + 1,) into stage_ops
     stage_ops: Any,  # operators by stage, in topological order
     recompute: Any,  # (S,)
@@ -92,7 +99,12 @@ def order_tasks(
                         continue
                     task = (pass_ * n_microbatches + microbatch) * rows + row
                     taken, freed = _held_bytes(
-                        pass_, recomputes, split_weight, kept_bytes[row], outside_bytes[row]
+                        pass_,
+                        recomputes,
+                        split_weight,
+                        kept_bytes[row],
+                        outside_bytes[row],
+                        brief_bytes[row],
                     )
                     if receives[pass_, row]:
                         if n_exchanges >= n_first:

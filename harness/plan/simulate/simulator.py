@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
@@ -23,7 +22,9 @@ from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import PlanError
-from harness.plan.simulate.costs import Costs, check_profile, is_product
+from harness.plan.simulate.activations import readers_of
+from harness.plan.simulate.costs import Costs, check_profile
+from harness.plan.simulate.frozen import is_product, needs_gradient
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import gather_seconds, owned_bytes, shared_bytes
@@ -105,8 +106,12 @@ class Simulator:
         )
         self.speeds: Floats = np.array([device.speed for device in cluster.devices])
         self.placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
-        self.returns = _needs_gradient(graph)
-        self.is_product = np.array([is_product(op) for op in graph.operators])
+        frozen = self.options.frozen
+        self.returns = needs_gradient(graph, frozen)
+        self.readers = readers_of(graph, self.returns)
+        self.is_product = np.array(
+            [is_product(op) and op.name not in frozen for op in graph.operators]
+        )
         self._costs: dict[int, Costs] = {}
 
     def costs(self, samples: int) -> Costs:
@@ -118,6 +123,7 @@ class Simulator:
                 self.cluster,
                 samples,
                 wire_bytes_per_fp32_byte=self.options.wire_bytes_per_fp32_byte,
+                frozen=self.options.frozen,
             )
         return self._costs[samples]
 
@@ -266,6 +272,7 @@ class Trial:
         static = (
             weights * (1 + options.gradient_bytes_per_weight_byte)
             + owned * options.n_optimizer_states
+            + tables.frozen_bytes.sum(axis=0)
             + options.reserved_bytes
         )
         ready = found.device_end_s + optimizer
@@ -322,14 +329,6 @@ def _device_ends(last: Ints, finish: Floats, buckets: Buckets) -> Floats:
     first = len(finish) - len(buckets.groups)
     np.maximum.at(ends, buckets.end_device, finish[first + buckets.end_bucket])
     return ends
-
-
-def _needs_gradient(graph: Graph) -> npt.NDArray[np.bool_]:
-    """Whether each operator, or any operator before it, has weights to train."""
-    needs = np.zeros(len(graph.operators), dtype=np.bool_)
-    for i, producers in enumerate(graph.producers()):
-        needs[i] = graph.operators[i].parameter_bytes > 0 or any(needs[p] for p in producers)
-    return needs
 
 
 def compile_events(simulator: Simulator, strategy: Strategy) -> None:

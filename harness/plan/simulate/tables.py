@@ -183,7 +183,7 @@ class Tables:
         self.active = np.zeros(shape, dtype=np.bool_)
         self.forward_s, self.backward_s = np.zeros(shape), np.zeros(shape)
         self.output_bytes, self.weight_bytes = np.zeros(shape), np.zeros(shape)
-        self.saved_bytes = np.zeros(shape)
+        self.saved_bytes, self.frozen_bytes = np.zeros(shape), np.zeros(shape)
         self.shared_bytes = np.zeros(shape)
         self._slices: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()] * self.n_ops
         self._placed = [op for op in range(self.n_ops) if op in plans]
@@ -204,7 +204,7 @@ class Tables:
             self.forward_s[op] += share * (other.forward_s - row.forward_s)
             self.backward_s[op] += share * (other.backward_s - row.backward_s)
         self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
-        self.saved_bytes[op] = row.saved_bytes
+        self.saved_bytes[op], self.frozen_bytes[op] = row.saved_bytes, row.frozen_bytes
         self.shared_bytes[op], self._slices[op] = row.shared_bytes, row.slices
 
     def _find_transfers(self, op: int) -> ProducerTransfers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -40,8 +40,14 @@ class Inputs:
         """The fingerprint that a strategy planned with these inputs carries."""
         return fingerprint(self.graph, self.cluster, self.profile)
 
-    def simulator(self, search_config: SearchConfig) -> Simulator:
-        """Make the simulator that predicts steps with this configuration."""
+    def simulator(
+        self, search_config: SearchConfig, frozen: frozenset[str] = frozenset()
+    ) -> Simulator:
+        """Make the simulator that predicts steps with this configuration.
+
+        Args:
+            frozen: operators that are not trained.
+        """
         variant = search_config.optimizer_options().variant
         rates = [
             self.profile.optimizer_s_per_byte(one.kind, variant) or 0.0
@@ -52,7 +58,7 @@ class Inputs:
             self.graph,
             self.profile,
             self.cluster,
-            options=options,
+            options=replace(options, frozen=frozen),
             memory_bytes=search_config.memory_bytes,
         )
 

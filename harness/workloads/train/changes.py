@@ -15,10 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
 from harness.measure.store import write_atomically
+from harness.runtime.ranks.broadcast import run_on_rank_0
 from harness.runtime.ranks.context import Context
 from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks, raise_on_all_ranks
 from harness.units import format_bytes, format_duration
@@ -53,6 +55,8 @@ class StrategyChanges:
         self._case, self._context = case, context
         self._current = Current(planned=planned)
         self._planner = NextPlanner(case, context)
+        # Captures the model and compiles the simulator, for which training would have to wait.
+        run_on_rank_0(lambda: self._planner.step_s(planned.strategy, 0), context.world)
         inputs = PolicyInputs(
             case=case,
             context=context,
@@ -63,7 +67,7 @@ class StrategyChanges:
         )
         self._policies = [row.make(inputs) for row in POLICIES.values() if row.is_on(case)]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="next engine")
-        self._building: Future[tuple[ExecutorEngine, float]] | None = None
+        self._building: Future[_Built] | None = None
         self._next: Due | None = None
         self._waiting: dict[int, Due] = {}  # by policy
 
@@ -104,7 +108,10 @@ class StrategyChanges:
         strategy = (due.planned or self._current.planned).strategy
         n_frozen = self._current.n_frozen if due.n_frozen is None else due.n_frozen
         self._next = due
-        self._building = self._pool.submit(_timed, lambda: elastic.build(strategy, n_frozen))
+        predict = partial(self._predict_steps, strategy, n_frozen)
+        self._building = self._pool.submit(
+            _built, lambda: elastic.build(strategy, n_frozen), predict
+        )
         if self._context.world.backend == "nccl":  # a new group blocks the device
             self._building.exception()
 
@@ -128,7 +135,7 @@ class StrategyChanges:
         world, recorder, building = self._context.world, self._context.recorder, self._building
         assert building is not None
         raise_on_all_ranks(lambda: _check(building), world)
-        engine, build_s = building.result()
+        engine, build_s, steps_s = building.result()
         predicted = elastic.predict_bytes(engine)
         start, start_s = recorder.clock.mark(), time.perf_counter()
         cost = elastic.change(engine)
@@ -137,11 +144,11 @@ class StrategyChanges:
         training = continue_by(
             training, self._case, world, trainer, planned, step + self._case.warm_up
         )
-        before, steps_s = self._name(), {"before": self._predicted_step_s()}
+        before = self._name()
         self._current.planned = planned
         if due.n_frozen is not None:
             self._current.n_frozen = due.n_frozen
-        after, steps_s["after"] = self._name(), self._predicted_step_s()
+        after = self._name()
         still_s, build_s = maximum_over_ranks([time.perf_counter() - start_s, build_s], world)
         recorder.step = None
         recorder.add_marks("change", start, recorder.clock.mark(), name=f"{before} to {after}")
@@ -161,14 +168,13 @@ class StrategyChanges:
         step: int,
         names: dict[str, str],
         seconds: dict[str, float],
-        steps_s: dict[str, float | None],
+        steps_s: dict[str, float],
     ) -> None:
         sample: Callable[..., None] = partial(self._context.recorder.sample, step=step)
         sample("change_s", seconds["change_s"], **names)
         sample("change_build_s", seconds["change_build_s"])
         for side, step_s in steps_s.items():
-            if step_s is not None:
-                sample("change_step_predicted_s", step_s, side=side)
+            sample("change_step_predicted_s", step_s, side=side)
         path = self._context.run_dir / f"strategy-{step}.json"
         write_atomically(path, self._current.planned.strategy.to_json())
 
@@ -179,9 +185,15 @@ class StrategyChanges:
             for (source, target), n in sorted(pairs.items()):
                 sample(metric, n, source=source, target=target)
 
-    def _predicted_step_s(self) -> float | None:
-        """The simulated step of the current strategy; the simulator knows no frozen layers."""
-        return None if self._current.n_frozen else self._current.planned.predicted_step_s
+    def _predict_steps(self, strategy: Strategy, n_frozen: int) -> dict[str, float]:
+        """The simulated step before and after a change, on rank 0."""
+        if not self._context.world.is_first:
+            return {}
+        now = self._current
+        return {
+            "before": self._planner.step_s(now.planned.strategy, now.n_frozen),
+            "after": self._planner.step_s(strategy, n_frozen),
+        }
 
     def _name(self) -> str:
         """The current strategy, with its frozen layers, in a few words."""
@@ -211,9 +223,18 @@ class StrategyChanges:
                 self._tell(ChangeAnswer(id=request.id, error="the run has trained its last step"))
 
 
-def _timed(build: Callable[[], ExecutorEngine]) -> tuple[ExecutorEngine, float]:
+class _Built(NamedTuple):
+    """The next engine, seconds of building it, and predicted steps before and after the change."""
+
+    engine: ExecutorEngine
+    build_s: float
+    steps_s: dict[str, float]
+
+
+def _built(build: Callable[[], ExecutorEngine], predict: Callable[[], dict[str, float]]) -> _Built:
     start_s = time.perf_counter()
-    return build(), time.perf_counter() - start_s
+    engine = build()
+    return _Built(engine, time.perf_counter() - start_s, predict())
 
 
 def _check(building: Future[Any]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 
 import msgspec
 
-from harness.domain.strategy import check_fresh, validate
+from harness.domain.freezing import frozen_operators
+from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import StrategyError
 from harness.plan.change import predict_change_s
 from harness.plan.convert import strategy_from
@@ -16,6 +17,7 @@ from harness.plan.simulate.simulator import Simulator
 from harness.runtime.ranks.context import Context
 from harness.workloads.planning.inputs import Inputs, read_inputs
 from harness.workloads.train.config import TrainCase
+from harness.workloads.train.moved_bytes import PairBytes, estimate_moved_bytes
 from harness.workloads.train.plan import Planned, device_flops
 from harness.workloads.train.search_config import search_config_of
 
@@ -25,14 +27,16 @@ class NextPlanner:
 
     def __init__(self, case: TrainCase, context: Context) -> None:
         self._case, self._context = case, context
+        self.simulator = cache(self._make_simulator)
 
     @cached_property
     def _inputs(self) -> Inputs:
         return read_inputs(search_config_of(self._case), self._context.run_dir)
 
-    @cached_property
-    def _simulator(self) -> Simulator:
-        return self._inputs.simulator(search_config_of(self._case))
+    def _make_simulator(self, n_frozen: int) -> Simulator:
+        """The simulator of the model with so many frozen layers."""
+        frozen = frozen_operators(self._inputs.graph, n_frozen)
+        return self._inputs.simulator(search_config_of(self._case), frozen)
 
     def plan(self, data: bytes, source: str) -> Planned:
         """Read a strategy file of any format.
@@ -58,14 +62,30 @@ class NextPlanner:
             )
         check_fresh(strategy, graph, cluster)
         validate(strategy, graph, cluster)
-        simulation = self._simulator.simulate(strategy)
+        return self.planned(strategy)
+
+    def planned(self, strategy: Strategy, n_frozen: int = 0) -> Planned:
+        """The plan of a valid strategy of this run.
+
+        Raises:
+            PlanError: it needs more memory than a device has.
+        """
+        simulation = self.simulator(n_frozen).simulate(strategy)
         simulation.check_memory()
         return Planned(
             strategy=msgspec.structs.replace(strategy, made_for=self._inputs.made_for),
             predicted_step_s=simulation.step_s,
-            flops=tuple(device_flops(graph, strategy, self._context.world.size)),
+            flops=tuple(device_flops(self._inputs.graph, strategy, self._context.world.size)),
         )
 
-    def predict_change_s(self, pair_bytes: dict[tuple[int, int], int]) -> float:
+    def step_s(self, strategy: Strategy, n_frozen: int) -> float:
+        """The predicted step of a strategy with so many frozen layers."""
+        return self.simulator(n_frozen).simulate(strategy).step_s
+
+    def estimate_change_s(self, before: Strategy, after: Strategy, n_frozen: int) -> float:
+        """Seconds in which the slowest link moves its bytes, from the strategies alone."""
+        return self.predict_change_s(estimate_moved_bytes(self.simulator(n_frozen), before, after))
+
+    def predict_change_s(self, pair_bytes: PairBytes) -> float:
         """Seconds in which the slowest link moves its bytes."""
         return predict_change_s(self._inputs.cluster, pair_bytes)

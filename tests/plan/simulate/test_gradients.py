@@ -5,8 +5,8 @@ from simulated import chain, cluster_of, op, profile_of, simulate, timeline
 
 from harness.domain.graph import Graph
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
-from harness.plan.simulate.costs import is_product
 from harness.plan.simulate.device_seconds import operator_seconds
+from harness.plan.simulate.frozen import is_product
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import device_seconds
 from harness.plan.simulate.simulator import Simulator, Trial

@@ -9,15 +9,22 @@ import msgspec
 import pytest
 
 from harness.domain.cluster import Cluster
+from harness.domain.freezing import frozen_operators
+from harness.domain.graph import Graph
+from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, ResultsError, StrategyError
 from harness.measure.store import write_header
 from harness.plan import builders
 from harness.plan.change import predict_change_s
 from harness.plan.formats.pipedream_plan import PipeDreamPlan, stages_by_modules
+from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.simulator import Simulator
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
 from harness.workloads.train.control import ControlOptions, check_listens, control
+from harness.workloads.train.moved_bytes import estimate_moved_bytes
 from harness.workloads.train.requests import (
     ChangeAnswer,
     answer_request,
@@ -44,21 +51,24 @@ CASES = {
 N_PARAMETERS = 61706
 
 
-def write_strategies(directory: Path) -> None:
-    graph = capture_graph(search_config_of(CASE))
+def strategies_of(graph: Graph) -> dict[str, Strategy]:
     cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
     names = [op.name for op in graph.operators if op.kind != "input"]
     stages = [names[: len(names) // 2], names[len(names) // 2 :]]
     pipeline = builders.pipeline(graph, 12, stages, [[0], [1]], n_microbatches=2, schedule="gpipe")
     ddp = builders.ddp(graph, cluster, 12)
     unknown = {f"no {name}": plan for name, plan in ddp.operators.items()}
-    files = {
+    return {
         "pipeline": pipeline,
         "single": builders.single(graph, 12),
+        "ddp": ddp,
         "other": msgspec.structs.replace(ddp, batch=24),
         "model": msgspec.structs.replace(ddp, operators=unknown),
     }
-    for name, strategy in files.items():
+
+
+def write_strategies(directory: Path) -> None:
+    for name, strategy in strategies_of(capture_graph(search_config_of(CASE))).items():
         (directory / f"{name}.json").write_bytes(strategy.to_json())
 
 
@@ -118,6 +128,17 @@ def test_freezing_and_a_change_by_hand_go_together(trained):
     assert found[5] != pytest.approx(wanted[5], abs=1e-5)
 
 
+def test_each_change_has_the_predicted_steps_of_the_frozen_model(trained):
+    steps_s = {
+        (step, labels["side"]): value
+        for metric, step, value, labels in trained[0]["frozen"]["samples"]
+        if metric == "change_step_predicted_s"
+    }
+    assert sorted(steps_s) == [(step, side) for step in (2, 3, 4) for side in ("after", "before")]
+    assert steps_s[2, "before"] > steps_s[2, "after"] == steps_s[3, "before"]
+    assert steps_s[4, "before"] > steps_s[4, "after"]
+
+
 def test_bytes_are_predicted_exactly(trained):
     """From ddp nobody lacks anything; then rank 0 gets the second stage and its momentum."""
     moved, predicted = (
@@ -131,6 +152,21 @@ def test_bytes_are_predicted_exactly(trained):
     assert moved == predicted
     assert list(moved) == [(4, 1, 0)]
     assert 0 < moved[4, 1, 0] < 2 * 4 * N_PARAMETERS
+    assert estimated_bytes("ddp", "pipeline") == {}
+    assert estimated_bytes("pipeline", "single") == {(1, 0): moved[4, 1, 0]}
+    assert 0 < estimated_bytes("pipeline", "single", n_frozen=3)[1, 0] < moved[4, 1, 0]
+
+
+def estimated_bytes(before: str, after: str, n_frozen: int = 0) -> dict[tuple[int, int], int]:
+    """Without engines, by the strategies alone; the optimizer has one state."""
+    graph = capture_graph(search_config_of(CASE))
+    rates = {"device": DeviceRates(flops_per_s=1e9, memory_bytes_per_s=1e9)}
+    profile = roofline_profile(graph, rates, n_parts=(1, 2), n_microbatches=(1, 2))
+    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
+    options = SimulatorOptions(frozen=frozen_operators(graph, n_frozen))
+    simulator = Simulator(graph, profile, cluster, options=options)
+    named = strategies_of(graph)
+    return estimate_moved_bytes(simulator, named[before], named[after])
 
 
 def test_a_request_is_carried_out_and_answered(trained):

@@ -1,0 +1,110 @@
+"""Frozen operators run forward alone: their price in seconds, transfers and bytes."""
+
+import pytest
+from simulated import cluster_of, op, profile_of, simulate
+
+from harness.domain.graph import Graph
+from harness.domain.strategy import OperatorPlan, Stage
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.report import events
+
+WHOLE = OperatorPlan({}, [0])
+
+
+def three(kinds=("linear", "linear", "linear"), **attrs):
+    """x -> a (80 B of weights, 32 B out) -> b (40 B, 16 B out) -> c (8 B, 8 B out); 1 + 3 s each,
+    so a product's input gradients take 1 s and its weights' 2 s."""
+    (a, b, c), x = kinds, op("x", [], 4, kind="input")
+    operators = [
+        x,
+        op("a", ["x"], 4, 80, kind=a, **attrs),
+        op("b", ["a"], 2, 40, kind=b, **attrs),
+        op("c", ["b"], 1, 8, kind=c, **attrs),
+    ]
+    graph = Graph(name="three", batch=8, operators=operators)
+    return graph, profile_of(graph, dict.fromkeys("abc", (1.0, 3.0)))
+
+
+def frozen(*names, **options):
+    return SimulatorOptions(frozen=frozenset(names), **options)
+
+
+@pytest.mark.parametrize(
+    ("names", "kinds", "step_s"),
+    [
+        ("", "linear", 3 + 9),
+        ("a", "linear", 3 + 2 + 3),  # b computes its weights' gradients alone
+        ("ab", "linear", 3 + 2),
+        ("ab", "layer_norm", 3 + 3),  # whose passes are not apart
+        ("b", "linear", 3 + 3 + 1 + 3),  # passes gradients on to a
+        ("abc", "linear", 3),
+    ],
+)
+def test_a_frozen_prefix_has_no_backward(names, kinds, step_s):
+    graph, profile = three((kinds,) * 3)
+    plans = dict.fromkeys("abc", WHOLE)
+    found = simulate(graph, profile, cluster_of(1), plans, options=frozen(*names))
+    assert found.step_s == step_s
+
+
+def test_frozen_dropout_is_off():
+    graph, profile = three(function="Dropout")
+    plans = dict.fromkeys("abc", WHOLE)
+    found = simulate(graph, profile, cluster_of(1), plans, options=frozen("a", "b"))
+    assert found.step_s == 1 + 2  # of c
+
+
+@pytest.mark.parametrize(
+    ("names", "static", "activations"),
+    [
+        # Weights, gradients and one state; every output is kept until its backward.
+        ("", 3 * 128, 32 + 16 + 8),
+        # a's output is read by b's backward.
+        ("a", 80 + 3 * 48, 32 + 16 + 8),
+        # Alive together: a's and b's outputs while b runs, then b's and c's.
+        ("ab", 120 + 3 * 8, 32 + 16),
+        ("abc", 128, 32 + 16),
+    ],
+)
+def test_a_frozen_prefix_keeps_weights_alone(names, static, activations):
+    graph, profile = three()
+    plans = dict.fromkeys("abc", WHOLE)
+    found = simulate(graph, profile, cluster_of(1), plans, options=frozen(*names)).outcome
+    assert found.static_bytes.tolist() == [static]
+    assert found.memory_bytes.tolist() == [static + activations]
+
+
+def test_frozen_weights_are_neither_reduced_nor_updated():
+    graph, profile = three()
+    plans = dict.fromkeys("abc", OperatorPlan({"sample": 2}, [0, 1]))
+    options = frozen("a", "b", optimizer_s_per_byte=0.1, stream_s_per_byte=0.01)
+    found = simulate(graph, profile, cluster_of(), plans, options=options)
+    assert found.outcome.buckets.n_bytes.tolist() == [8]
+    assert found.outcome.optimizer_s.tolist() == pytest.approx([0.8, 0.8])
+    # Forward, c's weight gradients and their copy into the bucket.
+    summed_s = 2 * 4 / 16
+    assert found.step_s == pytest.approx(1.5 + 1.0 + 0.16 + summed_s + 0.8)
+
+
+@pytest.mark.parametrize("names", ["", "a"])
+def test_no_gradient_returns_to_the_prefix_and_it_is_not_recomputed(names):
+    graph, profile = three()
+    plans = {"a": WHOLE, **{name: OperatorPlan({}, [1], stage=1) for name in "bc"}}
+    stages = [Stage(recompute=True)] * 2
+    found = simulate(graph, profile, cluster_of(), plans, options=frozen(*names), stages=stages)
+    passes = [
+        event.span.pass_
+        for event in events(found)
+        if event.ranks in ((1, 0), (0,)) and event.span.duration_s
+    ]
+    assert passes == [None] if names else [None, "backward", "recompute", None]
+
+
+def test_frozen_batch_norms_share_no_statistics():
+    graph, profile = three(("batch_norm", "linear", "linear"))
+    plans = dict.fromkeys("abc", OperatorPlan({"sample": 2}, [0, 1]))
+    n_sums = [
+        len(simulate(graph, profile, cluster_of(), plans, options=options).outcome.sums)
+        for options in (frozen(batch_norm="global"), frozen("a", batch_norm="global"))
+    ]
+    assert n_sums == [1, 0]
