@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
-from harness.runtime.devices.cuda_clock import clock_for
+from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.engines.torch_engine import TorchEngine, without_buffer_sync

@@ -1,4 +1,4 @@
-"""A virtual cluster of three nodes, the target of faults: its processes, links and disks."""
+"""A virtual cluster of three nodes, the target of faults: its system, links and disks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.virtual import processes, state
+from harness.virtual import state, system
 from harness.virtual.state import State
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,7 +75,7 @@ class Cluster:
 
     def pids(self, node: int) -> set[int]:
         """All processes of a node except its sshd."""
-        found = processes.in_namespaces([self.place.namespace(self.host(node))])
+        found = system.in_namespaces([self.place.namespace(self.host(node))])
         return found - {self.sshd(node)}
 
     def first_process(self, rank: int) -> int:
@@ -104,7 +104,7 @@ class Cluster:
         raise RuntimeError(f"rank {rank} has no training process")
 
     def describe(self, pids: Iterable[int]) -> list[str]:
-        """Descriptions of processes, except sessions of sshd and processes that have ended."""
+        """Descriptions of system, except sessions of sshd and processes that have ended."""
         words = []
         for pid in sorted(pids):
             with contextlib.suppress(psutil.Error):

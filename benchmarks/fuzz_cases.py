@@ -27,16 +27,15 @@ from harness.measure.store import find_runs
 from harness.nodes.mpi import explain_mpirun, parse_hello
 from harness.nodes.parse import parse_facts
 from harness.plan.cli import parse_topology
-from harness.plan.convert import convert
 from harness.plan.costs import COSTS
 from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
-from harness.plan.estimate import estimate_profile
 from harness.plan.fit import OperatorTimes
-from harness.plan.formats.detect import read_strategy_file
+from harness.plan.formats.detect import convert, read_strategy_file
 from harness.plan.formats.flexflow import parse_console, parse_text, print_console, print_text
 from harness.plan.formats.flexflow_protobuf import parse_protobuf, print_protobuf
 from harness.plan.formats.pipedream_graph import parse_graph_txt
 from harness.plan.formats.pipedream_plan import PipeDreamPlan
+from harness.plan.roofline import estimate_profile
 from harness.plan.show import show_file
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.numbers import derive_numbers

@@ -30,16 +30,20 @@ from comparison import compare, find_mpi, machine, show
 
 from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
 from harness.measure.derive import bus_factor
-from harness.runtime.devices.cuda_clock import clock_for
-from harness.runtime.devices.sampling import Budget
+from harness.runtime.devices.sampling import Budget, clock_for
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.gather import maximum_over_ranks
-from harness.runtime.ranks.interface import list_interfaces
+from harness.runtime.ranks.host import list_interfaces
 from harness.runtime.ranks.rendezvous import Meeting, join_process_group, meet
 from harness.runtime.ranks.world import World
 from harness.units import format_bandwidth, parse_bytes
-from harness.workloads.links.mpi import MpiTransport
-from harness.workloads.links.operations import TorchTransport, Transport, make_trial, time_trial
+from harness.workloads.links.operations import (
+    MpiTransport,
+    TorchTransport,
+    Transport,
+    make_trial,
+    time_trial,
+)
 from harness.workloads.links.pairs import time_pair
 
 _START_S = 1.0

@@ -19,9 +19,8 @@ import torch
 import tyro
 from comparison import compare, show
 
-from harness.runtime.devices.caches import last_cache_bytes
-from harness.runtime.devices.cuda_clock import clock_for
-from harness.runtime.devices.sampling import Budget
+from harness.runtime.devices.memory import last_cache_bytes
+from harness.runtime.devices.sampling import Budget, clock_for
 from harness.units import format_flops
 from harness.workloads.matmul.local import precision_of, time_product
 from harness.workloads.matmul.product import torch_dtype

@@ -28,19 +28,17 @@ from comparison import compare, show
 
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
-from harness.runtime.devices.cuda_clock import clock_for
 from harness.runtime.devices.precision import Precision
+from harness.runtime.devices.sampling import clock_for
 from harness.runtime.devices.telemetry import watched_device
 from harness.runtime.engines.optimizers import make_optimizer
-from harness.runtime.ranks.context import Context
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.gather import maximum_over_ranks
-from harness.runtime.ranks.progress import Progress
 from harness.runtime.ranks.rendezvous import join_process_group, meet
-from harness.runtime.ranks.world import World
+from harness.runtime.ranks.world import Context, Progress, World
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.loop import TrainLoop
 from harness.workloads.train.setup import Training, make_task, prepare
+from harness.workloads.train.workload import TrainLoop
 
 
 @dataclass(frozen=True, kw_only=True)

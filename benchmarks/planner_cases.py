@@ -9,8 +9,8 @@ from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.plan.request import PlanRequest
-from harness.plan.search.exhaustive import search_exhaustively
 from harness.plan.search.objective import Objective
+from harness.plan.search.searches import search_exhaustively
 from harness.plan.search.space import Space
 from harness.plan.simulate.simulator import Simulator, Trial
 

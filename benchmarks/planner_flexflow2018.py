@@ -29,8 +29,7 @@ from harness.plan.published.flexflow2018.chain import (
     restart,
     walk,
 )
-from harness.plan.published.flexflow2018.model import LayerProblem, Machine
-from harness.plan.published.flexflow2018.reference import build_tasks, step_ms
+from harness.plan.published.flexflow2018.model import LayerProblem, Machine, build_tasks, step_ms
 from harness.plan.published.flexflow2018.search import HOT, schedule
 from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode
 

@@ -28,7 +28,7 @@ from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
-from harness.runtime.devices.cuda_clock import clock_for
+from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.executor.engine import ExecutorEngine

@@ -35,12 +35,11 @@ from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.measure.store import read_header
-from harness.runtime.devices.cuda_clock import clock_for
 from harness.runtime.devices.memory import keep_freed_memory
+from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import Share
-from harness.runtime.ranks.broadcast import wait_for_all
 from harness.runtime.ranks.environment import read_launch
-from harness.runtime.ranks.gather import maximum_over_ranks
+from harness.runtime.ranks.gather import maximum_over_ranks, wait_for_all
 from harness.runtime.ranks.rendezvous import join_process_group, meet
 from harness.runtime.ranks.world import World
 from harness.workloads.train.config import TrainCase

@@ -268,7 +268,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     if argv[:1] == ["control"]:
-        from harness.workloads.train.control import main as control
+        from harness.workloads.train.requests import main as control
 
         return control(argv[1:])
     launch = read_launch(os.environ)

@@ -46,14 +46,13 @@ from harness.measure.store import (
     write_atomically,
     write_header,
 )
-from harness.outcome import Outcome, worst
-from harness.run import RunSpec, run_case
+from harness.run import Outcome, RunSpec, run_case, worst
 from harness.runtime.devices.peaks import peak_flops_per_s
 from harness.runtime.ranks.host import code_commit
 from harness.runtime.ranks.isolate import Ending, run_isolated
 from harness.runtime.ranks.rendezvous import Meeting, without_mpi
 from harness.workloads.common.contract import Need, config_json
-from harness.workloads.common.number_flags import check_above_zero
+from harness.workloads.common.flags import check_above_zero
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from harness.domain.cluster import Cluster
-from harness.domain.labels import MAX_RANK
+from harness.domain.record import MAX_RANK
 from harness.errors import ResultsError
 from harness.inputs import MOST_NUMBER, shorten
 

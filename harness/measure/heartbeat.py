@@ -19,7 +19,12 @@ from types import TracebackType
 from typing import Any
 
 from harness.inputs import open_regular
-from harness.measure.run_files import HEADER_FILE, HEARTBEAT_FILE
+
+HEADER_FILE = "run.json"
+# Reserved space for the final header, in case the disk is full.
+RESERVE_FILE = ".run.json.reserve"
+HEARTBEAT_FILE = "heartbeat"
+
 
 PERIOD_S = 2.0
 # A busy file server may delay a few beats.

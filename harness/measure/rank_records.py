@@ -12,8 +12,7 @@ from typing import get_args
 import msgspec
 import numpy as np
 
-from harness.domain.labels import record_problem
-from harness.domain.record import Record, Sample, Span, SpanKind
+from harness.domain.record import Record, Sample, Span, SpanKind, record_problem
 from harness.inputs import open_regular
 
 # Most unusable lines of a file that are named; the rest is counted.

@@ -20,14 +20,12 @@ from pathlib import Path
 import msgspec
 
 from harness.domain.files import decode
-from harness.domain.labels import MAX_RANK
-from harness.domain.record import Record
+from harness.domain.record import MAX_RANK, Record
 from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
 from harness.errors import ClusterError, HarnessError, ResultsError
 from harness.inputs import MOST_FILE_BYTES, find_int, open_regular, parse_json
-from harness.measure.heartbeat import find_dead_writer
+from harness.measure.heartbeat import HEADER_FILE, RESERVE_FILE, find_dead_writer
 from harness.measure.rank_records import MAX_RANKS, Records, read_records
-from harness.measure.run_files import HEADER_FILE, RESERVE_FILE
 
 Problem = tuple[Path, str]
 """An unusable file, and the reason."""

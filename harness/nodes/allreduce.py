@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from harness.nodes.agent import Agent, AgentError
 from harness.nodes.facts import Facts
-from harness.nodes.session import Session
+from harness.nodes.session import Agent, AgentError, Session
 
 T = TypeVar("T")
 

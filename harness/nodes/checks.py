@@ -15,9 +15,15 @@ from harness.nodes.judge.access import (
     judge_shell,
 )
 from harness.nodes.judge.between import judge_allreduce, judge_mpi, judge_tcp
-from harness.nodes.judge.environment import judge_environment
 from harness.nodes.judge.gpu import judge_gpu, judge_torch_cuda
-from harness.nodes.judge.machine import judge_cpu, judge_disk, judge_memory, judge_nic, judge_os
+from harness.nodes.judge.machine import (
+    judge_cpu,
+    judge_disk,
+    judge_environment,
+    judge_memory,
+    judge_nic,
+    judge_os,
+)
 from harness.nodes.survey import HostReport, Survey
 from harness.nodes.talk import ALLREDUCE, MPI, TCP
 

@@ -12,8 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.nodes.agent import Agent, AgentError
-from harness.nodes.session import Session
+from harness.nodes.session import Agent, AgentError, Session
 
 
 @dataclass(frozen=True, kw_only=True)

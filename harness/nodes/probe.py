@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 from harness.domain.hostfile import Host
 from harness.inputs import find_int
 from harness.nodes import processes, ssh
-from harness.nodes.remote_text import remote_text
-from harness.nodes.session import Session, open_session
+from harness.nodes.session import Session, open_session, remote_text
 from harness.nodes.ssh import Login
 
 _END = "@harness:end"

@@ -1,4 +1,4 @@
-"""A shell on a host: one login, in which all programs of the checks run in sequence.
+"""A shell on a host, and the programs that run over it: one login for all checks.
 
 One login suffices because it is slower than most checks: it exchanges keys and reads the account's
 startup files, which may start further programs.
@@ -6,13 +6,87 @@ startup files, which may start further programs.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import re
 from collections.abc import AsyncIterator
+from functools import cache
+from importlib import resources
+from typing import Any
 
 from harness.nodes import processes, ssh
-from harness.nodes.agent import ENDED, Agent
-from harness.nodes.remote_text import remote_text
+
+ENDED = "@harness:ended"
+_GRACE_S = 2.0
+
+
+class AgentError(Exception):
+    """The program, its interpreter or its connection failed; the text is its last output line."""
+
+
+class Agent:
+    """The local end of the exchange.
+
+    Attributes:
+        has_ended: the program has ended, so the shell accepts another one.
+    """
+
+    def __init__(self, host: str, program: str, child: processes.Child, refusal: str = "") -> None:
+        self.host = host
+        self.program = program
+        self.has_ended = False
+        self._child = child
+        self._refusal = refusal
+        self._last_line = ""
+
+    async def send(self, message: dict[str, object]) -> None:
+        if not (self._refusal or self.has_ended):
+            await self._child.write(json.dumps(message).encode() + b"\n")
+
+    async def receive(self) -> dict[str, Any]:
+        """The next message; the last other line of output is kept for the error.
+
+        Raises:
+            AgentError: the program ended, or was not started.
+        """
+        if self._refusal:
+            raise AgentError(self._refusal)
+        while not self.has_ended:
+            line = await self._read_line()
+            if line == ENDED:
+                self.has_ended = True
+            elif line.startswith("{"):
+                with contextlib.suppress(ValueError):
+                    return dict(json.loads(line))
+            elif line.strip():
+                self._last_line = line.strip()
+        raise AgentError(self._last_line or "it ended without output")
+
+    async def _read_line(self) -> str:
+        try:
+            return await self._child.read_line()
+        except EOFError:
+            await self._child.settle(1.0)
+            self._last_line = ssh.last_line(self._child.errors) or "the connection ended"
+            return ENDED
+
+    async def finish(self) -> None:
+        """Ask the program to end and wait for it, at most `_GRACE_S`."""
+        if self.has_ended:
+            return
+        await self.send({})
+        with contextlib.suppress(AgentError, TimeoutError):
+            async with asyncio.timeout(_GRACE_S):
+                while True:
+                    await self.receive()
+
+
+@cache
+def remote_text(name: str) -> str:
+    """The source of a program, by its path below harness/nodes."""
+    return (resources.files("harness.nodes") / name).read_text()
+
 
 READY = "@harness:ready"
 _ESCAPE = re.compile("\x1b(?:\\[[0-?]{0,32}[ -/]{0,4}[@-~]|\\][^\x07]{0,256}\x07|[@-Z_])")

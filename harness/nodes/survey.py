@@ -26,10 +26,9 @@ from harness.nodes.mpi import Hello, find_mpirun
 from harness.nodes.pairs import Pairs
 from harness.nodes.parse import parse_facts
 from harness.nodes.probe import Order, Probe, probe, proxy_gates
-from harness.nodes.run_interface import choose_run_interfaces
 from harness.nodes.session import Session
 from harness.nodes.ssh import Login
-from harness.nodes.talk import Healthy, Progress, Talk
+from harness.nodes.talk import Healthy, Progress, Talk, choose_run_interfaces
 
 # Limit of concurrent ssh sessions.
 _N_AT_ONCE = 128

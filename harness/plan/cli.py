@@ -15,16 +15,14 @@ from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, GraphError
 from harness.inputs import MOST_COUNT, decode_text, find_int, read_file, shorten
-from harness.plan.convert import convert, strategy_from
 from harness.plan.costs import COSTS
 from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
-from harness.plan.estimate import estimate_profile
 from harness.plan.find import default_profile, graph_beside, knows
 from harness.plan.flags import DTYPES
-from harness.plan.formats.detect import read_strategy_file
+from harness.plan.formats.detect import convert, read_strategy_file, strategy_from
 from harness.plan.formats.pipedream_graph import parse_graph_txt
 from harness.plan.request import PlanRequest, SearchProgress
-from harness.plan.roofline import DeviceRates, likely_parts, roofline_profile
+from harness.plan.roofline import DeviceRates, estimate_profile, likely_parts, roofline_profile
 from harness.plan.show import load_graph
 from harness.units import parse_bandwidth, parse_bytes
 

@@ -10,10 +10,10 @@ from typing import get_args
 
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.inputs import refuse_old_spelling
-from harness.plan.advise.families import FAMILIES
-from harness.plan.convert import FORMATS
 from harness.plan.costs import COSTS
+from harness.plan.formats.detect import FORMATS
 from harness.plan.importing import command as importing
+from harness.plan.request import FAMILIES
 from harness.plan.simulate.options import OPTIMIZERS, AllReduce
 from harness.plan.validation import command as validate
 

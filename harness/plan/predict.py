@@ -13,7 +13,7 @@ from harness.errors import ConfigError
 from harness.measure.store import write_atomically
 from harness.measure.text import table
 from harness.plan import cli
-from harness.plan.layout import ParallelLayout, parse_layout, profiled_layout
+from harness.plan.layouts.degrees import ParallelLayout, parse_layout, profiled_layout
 from harness.plan.portfolio import options_of
 from harness.plan.simulate.report import explain
 from harness.plan.simulate.simulator import Simulation, Simulator

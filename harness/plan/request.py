@@ -1,4 +1,4 @@
-"""A planner's input (`PlanRequest`) and output (`PlanResult`)."""
+"""A planner's input (`PlanRequest`) and output (`PlanResult`); families of strategies."""
 
 from __future__ import annotations
 
@@ -119,3 +119,21 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int = 0
     interrupted: bool = False
     lower_bound_s: float | None = None
+
+
+# By the first word of a standard strategy's name.
+_FAMILIES = {
+    "single": "single",
+    "ddp": "ddp",
+    "tensor": "tensor",
+    "hybrid": "hybrid",
+    "tables": "hybrid",
+    "pipeline": "pipeline",
+    "interleaved": "pipeline",
+}
+FAMILIES = (*dict.fromkeys(_FAMILIES.values()), "searched")
+
+
+def family_of(name: str) -> str:
+    """The family of a standard strategy."""
+    return _FAMILIES[name.split()[0].rstrip(",")]

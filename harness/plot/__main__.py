@@ -138,10 +138,9 @@ def _make_directory(path: Path) -> None:
 def _plot(args: argparse.Namespace) -> int:
     names = _chosen(args.only)
     from harness.measure.store import find_runs, write_atomically
-    from harness.plot.catalog import read_catalog, without_samples
+    from harness.plot.catalog import read_catalog, read_validations, without_samples
     from harness.plot.render import Timings, render
     from harness.plot.report import build_report
-    from harness.plot.validations import read_validations
 
     timings = Timings()
     found, problems = find_runs(args.results)
@@ -234,7 +233,7 @@ def _import(args: argparse.Namespace) -> None:
 
 def _trace(args: argparse.Namespace) -> None:
     from harness.measure.store import Results, read_run, write_atomically
-    from harness.plot.plans import read_plan
+    from harness.plot.numbers import read_plan
     from harness.plot.trace import trace_bytes
 
     results = Results()

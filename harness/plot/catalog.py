@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.domain.run import RunHeader
-from harness.domain.validation import Validation
+from harness.domain.validation import Validation, validation_file
+from harness.errors import HarnessError
 from harness.measure.derive import SummaRow, TrainingSummary
 from harness.measure.derive.devices import PeakKey, peaks_of, with_efficiency
 from harness.measure.derive.training import add_mfu_of_measured_peak, configured_number
@@ -195,6 +196,18 @@ def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
         else replace(case, label=f"{case.label} · {case.case.header.run_id}")
         for case in cases
     ]
+
+
+def read_validations(results: Path) -> tuple[list[Validation], list[Problem]]:
+    """Sets that `python -m harness.plan validate --output` wrote; a malformed file is a problem."""
+    found: list[Validation] = []
+    problems: list[Problem] = []
+    for path in sorted(results.glob(validation_file("*"))):
+        try:
+            found.append(Validation.load(path))
+        except HarnessError as error:
+            problems.append((path, str(error)))
+    return found, problems
 
 
 def without_samples(found: Sequence[Found]) -> tuple[list[Found], list[Problem]]:

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 from harness.domain.run import RunHeader
 from harness.measure.derive import StrategyRow, TrainingSummary, low_peak_warnings
-from harness.measure.derive.doubts import Doubt, DoubtKind
-from harness.measure.derive.finding import strategy_finding
-from harness.measure.derive.host import warnings_of_shares
-from harness.measure.derive.strategies import strategy_tables
+from harness.measure.derive.doubts import Doubt, DoubtKind, warnings_of_shares
+from harness.measure.derive.strategies import strategy_finding, strategy_tables
 from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.cells import cells
 from harness.plot.numbers import RunNumbers
+from harness.plot.predicted import cells
 
 MAX_SUBJECTS = 3  # runs that are named with one warning
 

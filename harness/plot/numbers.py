@@ -1,15 +1,23 @@
-"""The numbers of one run that figures draw: derived once, so that its records can be dropped."""
+"""The numbers of one run that figures draw: derived once, so that its records can be dropped.
+
+The plan of a run: the strategy and the prediction in its directory.
+
+The predicted and the measured step of one run as rows: a row for each span that is drawn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
+from harness.domain.record import Span
 from harness.domain.run import RunHeader
-from harness.errors import first_line
+from harness.domain.strategy import Strategy
+from harness.errors import HarnessError, first_line
 from harness.measure.derive import (
     CollectiveRow,
     LinkMatrix,
@@ -18,17 +26,22 @@ from harness.measure.derive import (
     PipelineSummary,
     PredictedRun,
     SummaRow,
+    Timeline,
     TrainingSummary,
     best_link_bytes_per_s,
     collective_table,
     epoch_times,
     link_matrices,
     matmul_table,
+    measured_timeline,
     memory_table,
     nic_limit_bytes_per_s,
     pipeline_summary,
     predicted_run,
     predicted_stages,
+    predicted_timeline,
+    read_prediction,
+    read_strategy,
     step_times,
     stolen_shares,
     summa_table,
@@ -36,10 +49,100 @@ from harness.measure.derive import (
 )
 from harness.measure.derive.changes import ChangeRow, change_rows
 from harness.measure.derive.devices import info_of
+from harness.measure.derive.pipeline import pass_of
 from harness.measure.derive.spans import samples_of
 from harness.measure.store import Problem, Run, read_ranks
-from harness.plot.plans import Plan, read_plan
-from harness.plot.timeline_rows import timeline_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run's files; None is one that is absent or could not be read."""
+
+    strategy: Strategy | None
+    prediction: Prediction | None
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether two or more stages were planned."""
+        return self.strategy is not None and len(self.strategy.stages) > 1
+
+
+def read_plan(run_dir: Path) -> tuple[Plan, list[Problem]]:
+    """Read both files; one that is malformed is a problem, named with its path, and left out."""
+    problems: list[Problem] = []
+    strategy: Strategy | None = None
+    prediction: Prediction | None = None
+    try:
+        strategy = read_strategy(run_dir)
+    except HarnessError as error:
+        problems.append((run_dir / STRATEGY_FILE, str(error)))
+    try:
+        prediction = read_prediction(run_dir)
+    except HarnessError as error:
+        problems.append((run_dir / PREDICTION_FILE, str(error)))
+    return Plan(strategy=strategy, prediction=prediction), problems
+
+
+SIDES = ("predicted", "measured")
+PASSES = ("forward", "recompute", "backward")
+
+
+def timeline_rows(run: Run, prediction: Prediction) -> list[dict[str, Any]]:
+    """Empty for a run that is not ok, or without spans on either side."""
+    measured = measured_timeline(run) if run.header.status == "ok" and prediction.spans else None
+    if measured is None:
+        return []
+    return [
+        row
+        for side, timeline in zip(SIDES, (predicted_timeline(prediction), measured), strict=True)
+        for row in _side_rows(timeline, side)
+    ]
+
+
+def _side_rows(timeline: Timeline, side: str) -> list[dict[str, Any]]:
+    base = {
+        "side": side,
+        "step": timeline.step,
+        "step_s": timeline.duration_s,
+        "clock_error_s": timeline.clock_error_s,
+    }
+    return [
+        base | {"rank": rank} | row
+        for rank, spans in sorted(timeline.spans.items())
+        for row in _joined(spans)
+    ]
+
+
+def _joined(spans: Iterable[Span]) -> list[dict[str, Any]]:
+    """Spans of one rank as rows; operators that follow one another in one pass become one."""
+    rows: list[dict[str, Any]] = []
+    for span in sorted(spans, key=lambda span: (span.kind, span.start_s)):
+        if span.kind == "step":
+            continue
+        kind = pass_of(span) or span.kind
+        last = rows[-1] if rows else None
+        is_next = (
+            last is not None
+            and kind in PASSES
+            and (last["kind"], last["microbatch"]) == (kind, span.microbatch)
+            # Ends and starts that are equal as times differ by rounding.
+            and abs(last["start_s"] + last["duration_s"] - span.start_s) < 1e-9
+        )
+        if last is not None and is_next:
+            last["duration_s"] = span.start_s + span.duration_s - last["start_s"]
+            last["name"] = f"{last['name'].partition(' to ')[0]} to {span.label}"
+        else:
+            rows.append(
+                {
+                    "kind": kind,
+                    "name": span.label,
+                    "microbatch": span.microbatch,
+                    "start_s": span.start_s,
+                    "duration_s": span.duration_s,
+                }
+            )
+    return rows
+
 
 TELEMETRY = ("device_utilization_percent", "device_temperature_c", "memory_used_bytes", "power_w")
 

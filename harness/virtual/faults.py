@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 from typing import Literal, get_args
 
-from harness.virtual import network, node, processes, state
+from harness.virtual import network, node, state, system
 from harness.virtual.state import SWITCH, State
 
 Kind = Literal["off", "wrong-key", "hang", "cut", "freeze", "heal"]
@@ -21,7 +21,7 @@ def condition(place: State, name: str) -> str:
     fault = _fault_file(place, name)
     if fault.exists():
         return fault.read_text()
-    return "up" if processes.read_alive(place.pid_file(name)) else "dead"
+    return "up" if system.read_alive(place.pid_file(name)) else "dead"
 
 
 def _fault_file(place: State, name: str) -> Path:
@@ -47,7 +47,7 @@ def inject(place: State, name: str, kind: Kind) -> None:
             _start(place, name)
         case "hang":
             # The kernel still accepts connections for a stopped process.
-            pid = processes.read_alive(place.pid_file(name))
+            pid = system.read_alive(place.pid_file(name))
             assert pid is not None, "just healed"
             os.kill(pid, signal.SIGSTOP)
         case "cut":
@@ -64,7 +64,7 @@ def _index(place: State, name: str) -> int:
 
 
 def _end(place: State, name: str) -> None:
-    processes.end_all(lambda: processes.in_namespaces([place.namespace(name)]))
+    system.end_all(lambda: system.in_namespaces([place.namespace(name)]))
 
 
 def _start(place: State, name: str) -> None:
@@ -90,7 +90,7 @@ def _exchange_key(place: State, name: str) -> None:
 def _signal(place: State, name: str, number: signal.Signals) -> None:
     """Send a signal to all processes of a node, including those started during this call."""
     found: set[int] = set()
-    while new := processes.in_namespaces([place.namespace(name)]) - found:
+    while new := system.in_namespaces([place.namespace(name)]) - found:
         for pid in new:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.errors import ConfigError, EnvironmentSetupError
-from harness.virtual import faults, limits, network, node, processes, relay, state
+from harness.virtual import faults, limits, network, node, relay, state, system
 from harness.virtual.plan import ClusterPlan
 from harness.virtual.state import Saved, State
 from harness.virtual.system import run
@@ -113,7 +113,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _members(place: State) -> set[int]:
-    return processes.in_namespaces(place.namespaces()) | limits.members(place.name)
+    return system.in_namespaces(place.namespaces()) | limits.members(place.name)
 
 
 def down(place: State, hostfile: Path | None = None) -> bool:
@@ -134,7 +134,7 @@ def down(place: State, hostfile: Path | None = None) -> bool:
         hostfile, plan = saved.hostfile, saved.plan
     except (ConfigError, EnvironmentSetupError):
         pass  # incomplete or absent: remove the rest
-    existed |= processes.end_all(lambda: _members(place)) > 0
+    existed |= system.end_all(lambda: _members(place)) > 0
     limits.remove(place.name)
     if plan is not None:
         _remove_mpi_sessions(plan)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.errors import ConfigError, EnvironmentSetupError
-from harness.virtual import limits, processes
+from harness.virtual import limits, system
 from harness.virtual.plan import ClusterPlan
 from harness.virtual.state import Saved, State
 from harness.virtual.system import in_network, run
@@ -158,7 +158,7 @@ def boot(state: State, name: str) -> int:
             cwd="/",
             preexec_fn=join,
         )
-    state.pid_file(name).write_text(processes.describe(child.pid))
+    state.pid_file(name).write_text(system.describe(child.pid))
     return child.pid
 
 
@@ -188,7 +188,7 @@ def wait_until_ready(state: State, name: str) -> None:
     """
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
-        pid = processes.read_alive(state.pid_file(name))
+        pid = system.read_alive(state.pid_file(name))
         if pid is None:
             break
         if _listens_in(state.namespace(name), pid):
@@ -206,7 +206,7 @@ def command_on(state: State, name: str, argv: Sequence[str], directory: Path) ->
     Raises:
         ConfigError: the node is powered off.
     """
-    pid = processes.read_alive(state.pid_file(name))
+    pid = system.read_alive(state.pid_file(name))
     if pid is None:
         raise ConfigError(
             f"{name} is off: `bash setup/virtual_cluster.sh fault {name} --kind heal` starts it"

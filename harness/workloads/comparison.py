@@ -15,7 +15,7 @@ from harness.workloads.planning.profile_config import ProfileConfig
 from harness.workloads.planning.search_config import SearchConfig
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainConfig
-from harness.workloads.train.search_config import search_config_of
+from harness.workloads.train.plan import search_config_of
 
 _STRATEGIES = ("single", "ddp", "pipeline", "searched")
 # Seven repeats that do not overlap seven others are the fewest that give a verdict.

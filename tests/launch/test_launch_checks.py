@@ -10,7 +10,7 @@ import torch
 
 from harness.cases import Case
 from harness.launch import Launcher, RunOptions
-from harness.runtime.agent.channel import Channel
+from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.rendezvous import Meeting
 from harness.runtime.ranks.world import World
 from harness.workloads.common.contract import Workload

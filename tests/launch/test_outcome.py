@@ -6,7 +6,7 @@ import msgspec
 
 from harness.domain.record import SpanKind
 from harness.measure.reached import Standstill
-from harness.outcome import Outcome, worst
+from harness.run import Outcome, worst
 
 HOSTS = ["a", "b", "c", "d"]
 OK = Outcome(status="ok")

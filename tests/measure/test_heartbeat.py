@@ -16,8 +16,7 @@ from harness.cases import finished_repeats
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RunHeader
 from harness.measure import heartbeat
-from harness.measure.heartbeat import Heartbeat, find_dead_writer
-from harness.measure.run_files import HEARTBEAT_FILE
+from harness.measure.heartbeat import HEARTBEAT_FILE, Heartbeat, find_dead_writer
 from harness.measure.store import read_header, read_results, write_header
 
 NODE = Node(name="a", devices=[Device(name="a:0", kind="a CPU", memory_bytes=1)])

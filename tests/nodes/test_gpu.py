@@ -17,7 +17,7 @@ from harness.nodes.findings import Status
 from harness.nodes.judge.gpu import kernel_support
 from harness.nodes.parse import split_sections
 from harness.nodes.parse_gpu import parse_gpus
-from harness.nodes.remote_text import remote_text
+from harness.nodes.session import remote_text
 
 Xml = Callable[[str], str]
 CUDA_128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")

@@ -17,7 +17,7 @@ from harness.nodes.mpi import (
     parse_hello,
     run_hello,
 )
-from harness.nodes.remote_text import remote_text
+from harness.nodes.session import remote_text
 
 
 def facts(address: str, *, prefix: int = 24) -> Facts:

@@ -14,7 +14,7 @@ import pytest
 
 from harness.nodes.parse import parse_facts, split_sections
 from harness.nodes.probe import Order, script
-from harness.nodes.remote_text import remote_text
+from harness.nodes.session import remote_text
 
 SHELLS = [s for s in (["dash"], ["bash", "--posix"], ["busybox", "sh"]) if shutil.which(s[0])]
 

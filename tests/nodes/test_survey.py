@@ -22,11 +22,10 @@ from typing import TypeVar
 import pytest
 
 from harness.nodes.__main__ import main
-from harness.nodes.agent import AgentError
 from harness.nodes.allreduce import Reduction, get_ready, run_allreduce
 from harness.nodes.facts import Facts, InterfaceFacts, Route
 from harness.nodes.pairs import Pairs, connect_pairs
-from harness.nodes.session import Session, open_session
+from harness.nodes.session import AgentError, Session, open_session
 
 FAKE_SSH = """#!/bin/sh
 while [ "$1" != -- ]; do

@@ -7,7 +7,7 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.errors import PlanError
 from harness.plan.fit import OperatorTimes, fit_line
-from harness.plan.published.pipedream.workload import TICK_S, workload_from
+from harness.plan.published.pipedream.problem import TICK_S, workload_from
 
 CONV = Operator(name="conv1", kind="conv2d", shape={"sample": 8, "feature": 4}, signature="conv")
 

@@ -21,7 +21,6 @@ from harness.domain.strategy import (
 from harness.errors import PlanError, StrategyError
 from harness.plan import builders
 from harness.plan.describe import describe_strategy
-from harness.plan.pipelines import balanced_pipeline
 from harness.plan.portfolio import plan as plan_with_simulator
 from harness.plan.portfolio import search_portfolio
 from harness.plan.published.pipedream.planner import plan as plan_by_pipedream
@@ -31,7 +30,7 @@ from harness.plan.search import objective as objective_module
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
 from harness.plan.search.space import Space, device_sets, proportional_shares
-from harness.plan.search.standard import microbatch_counts, standard_strategies
+from harness.plan.search.standard import balanced_pipeline, microbatch_counts, standard_strategies
 from harness.plan.simulate.simulator import Simulator, Trial
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

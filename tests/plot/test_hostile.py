@@ -23,8 +23,8 @@ from harness.plot.__main__ import main
 from harness.plot.catalog import read_catalog
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.headlines import answers, warnings
-from harness.plot.plans import read_plan
-from harness.plot.present import present
+from harness.plot.numbers import read_plan
+from harness.plot.report import present
 from harness.plot.trace import trace_bytes
 from harness.workloads.links.table import links_text
 from harness.workloads.matmul.table import matmul_text

@@ -14,8 +14,7 @@ import pytest
 from harness.domain.prediction import PREDICTION_FILE, Prediction
 from harness.domain.record import Span
 from harness.plot.__main__ import main
-from harness.plot.trace import _flows
-from harness.plot.trace_events import TraceEvents
+from harness.plot.trace import TraceEvents, _flows
 
 Event = dict[str, Any]
 

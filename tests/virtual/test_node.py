@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError, EnvironmentSetupError
-from harness.virtual import lifecycle, node, processes, state
+from harness.virtual import lifecycle, node, state, system
 from harness.virtual.plan import make_plan
 from harness.virtual.state import Saved, State
 
@@ -89,28 +89,28 @@ def test_a_damaged_state_file_says_how_to_clear_it(tmp_path, content):
 
 def test_a_pid_given_again_is_not_the_process_that_had_it(tmp_path):
     path = tmp_path / "pid"
-    path.write_text(processes.describe(os.getpid()))
-    assert processes.read_alive(path) == os.getpid()
-    started = processes.start_time(os.getpid())
+    path.write_text(system.describe(os.getpid()))
+    assert system.read_alive(path) == os.getpid()
+    started = system.start_time(os.getpid())
     path.write_text(f"{os.getpid()} {started + 1}\n")
-    assert processes.read_alive(path) is None
+    assert system.read_alive(path) is None
 
 
 @pytest.mark.parametrize("content", ["", "x y", "1", "0 0"])
 def test_a_damaged_pid_file_names_no_process(tmp_path, content):
     path = tmp_path / "pid"
     path.write_text(content)
-    assert processes.read_alive(path) is None
+    assert system.read_alive(path) is None
 
 
 def test_this_process_is_found_by_its_network_namespace():
-    assert os.getpid() in processes.in_namespaces([Path("/proc/self/ns/net")])
-    assert processes.in_namespaces([Path("/nowhere")]) == set()
+    assert os.getpid() in system.in_namespaces([Path("/proc/self/ns/net")])
+    assert system.in_namespaces([Path("/nowhere")]) == set()
 
 
 def test_ending_waits_until_a_process_is_gone_though_no_longer_found():
     child = subprocess.Popen(["sleep", "60"])
     answers = iter([{child.pid}])
-    assert processes.end_all(lambda: next(answers, set())) == 1
-    assert processes.start_time(child.pid) is None
+    assert system.end_all(lambda: next(answers, set())) == 1
+    assert system.start_time(child.pid) is None
     assert child.wait() == -signal.SIGKILL

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.measure.store import read_results
-from harness.virtual import network, processes
+from harness.virtual import network, system
 from harness.virtual.state import SWITCH, State
 
 pytestmark = [pytest.mark.cluster, pytest.mark.mpi, pytest.mark.timeout(280)]
@@ -40,7 +40,7 @@ def command(pid):
 
 def running_on(cluster, node):
     """What the launch runs on a node: all but the node's own sshd."""
-    found = processes.in_namespaces([state(cluster).namespace(f"{cluster.name}-node{node}")])
+    found = system.in_namespaces([state(cluster).namespace(f"{cluster.name}-node{node}")])
     return [pid for pid in found if (words := command(pid)) and b"/sshd -D" not in words]
 
 

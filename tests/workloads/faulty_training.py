@@ -29,7 +29,7 @@ from harness.runtime.ranks.rendezvous import meet
 from harness.workloads.common.contract import config_json
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.search_config import search_config_of
+from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.workload import WORKLOAD
 
 # Long enough for ranks that share a busy machine to start.

@@ -19,10 +19,8 @@ from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter, Results, Run, read_run, write_header
-from harness.runtime.devices.cuda_clock import clock_for
-from harness.runtime.ranks.context import Context
-from harness.runtime.ranks.progress import Progress
-from harness.runtime.ranks.world import World
+from harness.runtime.devices.sampling import clock_for
+from harness.runtime.ranks.world import Context, Progress, World
 from harness.workloads import WORKLOADS, workload_module
 
 

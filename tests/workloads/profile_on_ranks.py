@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from harness.domain.profile import Profile
 from harness.runtime.profiling.subgraph import OperatorCall
-from harness.runtime.ranks.context import Context
-from harness.workloads.planning.profile_points import Point
+from harness.runtime.ranks.world import Context
+from harness.workloads.planning.profile_config import Point
 from harness.workloads.profile import measure as profile_measure
 from harness.workloads.profile import workload as profile
 from harness.workloads.profile.measure import Measured, PointMeasurer

@@ -11,7 +11,7 @@ from harness.workloads import load_workload
 from harness.workloads.common.contract import config_json
 from harness.workloads.comparison import comparison
 from harness.workloads.planning.files import is_complete
-from harness.workloads.train.search_config import search_config_of
+from harness.workloads.train.plan import search_config_of
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

@@ -19,19 +19,17 @@ from harness.measure.rank_records import read_records
 from harness.measure.store import read_header, write_header
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.state.files import load_sharded
-from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import config_json
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.planning.search_config import SearchConfig
 from harness.workloads.search import trials as plan_trials
 from harness.workloads.search.workload import run_search
 from harness.workloads.train.config import TrainCase, parse_change
-from harness.workloads.train.loop import TrainLoop
-from harness.workloads.train.plan import plan_training
+from harness.workloads.train.plan import plan_training, search_config_of
 from harness.workloads.train.requests import read_answer, write_request
-from harness.workloads.train.search_config import search_config_of
 from harness.workloads.train.setup import prepare
-from harness.workloads.train.workload import run_train
+from harness.workloads.train.workload import TrainLoop, run_train
 
 
 def tiny_mlp(n_classes: int, n_channels: int, image_size: int) -> nn.Module:

@@ -6,7 +6,6 @@ docs/metrics.md.
 
 from __future__ import annotations
 
-from harness.measure.derive.choice import CellSummary, RankedStrategy, cell_summary
 from harness.measure.derive.devices import (
     MatmulRow,
     MemoryRow,
@@ -18,7 +17,7 @@ from harness.measure.derive.devices import (
     summa_table,
     unpublished_peaks,
 )
-from harness.measure.derive.host import stolen_shares, stolen_warnings
+from harness.measure.derive.doubts import stolen_shares, stolen_warnings
 from harness.measure.derive.links import (
     CollectiveRow,
     LinkMatrix,
@@ -33,8 +32,11 @@ from harness.measure.derive.links import (
 from harness.measure.derive.pipeline import PipelineSummary, StageTimes, pipeline_summary
 from harness.measure.derive.prediction import (
     PARTS,
+    CellSummary,
     MemoryPeak,
     PredictedRun,
+    RankedStrategy,
+    cell_summary,
     mean_parts,
     predicted_run,
     predicted_stages,

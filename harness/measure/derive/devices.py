@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from harness.domain.labels import SHORTEST_S
-from harness.domain.record import Sample
+from harness.domain.record import SHORTEST_S, Sample
 from harness.domain.run import Headed, RankInfo
 from harness.measure.derive.spans import samples_of
 from harness.measure.statistics import Summary, summarize

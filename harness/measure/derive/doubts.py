@@ -1,9 +1,15 @@
-"""Reasons to doubt numbers, by kind."""
+"""Reasons to doubt numbers, and the processor time that other guests took."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
+
+from harness.domain.run import Headed
+from harness.measure.derive.devices import info_of
+from harness.measure.derive.spans import samples_of
+from harness.measure.store import Run
 
 
 class DoubtKind(StrEnum):
@@ -24,3 +30,40 @@ class Doubt(NamedTuple):
 
     kind: DoubtKind
     text: str
+
+
+# Above this share a step is longer by more than the usual difference between repeats.
+_TOLERATED = 0.02
+
+
+def stolen_shares(run: Run) -> dict[str, float]:
+    """Share of each host's processor time that the hypervisor gave to other guests."""
+    shares: dict[str, float] = {}
+    for rank, records in run.ranks.items():
+        host = info_of(run, rank).hostname
+        for sample in samples_of(records, "cpu_stolen_share"):
+            shares[host] = max(sample.value, shares.get(host, 0.0))
+    return shares
+
+
+def stolen_warnings(runs: Iterable[Run]) -> list[str]:
+    """One line if a hypervisor disturbed any run that is ok; names the worst."""
+    return warnings_of_shares((run, stolen_shares(run)) for run in runs)
+
+
+def warnings_of_shares(shares_of_runs: Iterable[tuple[Headed, Mapping[str, float]]]) -> list[str]:
+    """As `stolen_warnings`, from the shares of each run."""
+    known = [
+        (max(shares.items(), key=lambda item: item[1]), run.header.run_id)
+        for run, shares in shares_of_runs
+        if run.header.status == "ok" and shares
+    ]
+    disturbed = [one for one in known if one[0][1] > _TOLERATED]
+    if not disturbed:
+        return []
+    (host, share), run_id = max(disturbed, key=lambda one: one[0][1])
+    return [
+        f"in {len(disturbed)} of {len(known)} runs a hypervisor gave more than {_TOLERATED:.0%} of "
+        f"a host's processor time to other guests (most: {share:.0%} on {host} in {run_id}): their "
+        "times are longer and vary more, repeat them on a quieter machine"
+    ]

@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy as np
 
-from harness.domain.labels import SHORTEST_S
+from harness.domain.record import SHORTEST_S
 from harness.domain.run import Headed
 from harness.measure.derive.devices import info_of
 from harness.measure.derive.spans import samples_of

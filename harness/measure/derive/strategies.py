@@ -1,15 +1,22 @@
-"""A row for each strategy of equal model, batch and dtype, over its repeats."""
+"""A row for each strategy of equal model, batch and dtype, over its repeats.
+
+One sentence that compares strategies: which is fastest, which are no gain, and why.
+
+The sentence claims no more than the verdicts do.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from harness.domain.run import Headed, Status
+from harness.domain.run import STATUS_WORDS, Headed, Status
 from harness.measure.derive.training import TrainingSummary, configured
 from harness.measure.statistics import Summary, Verdict, summarize, verdict
+from harness.units import format_bytes
 
 # Settings that define a strategy or its search; compared runs agree in all others.
 _COMPARED = (
@@ -154,3 +161,128 @@ def _against(baseline: StrategyRow, row: StrategyRow) -> StrategyRow:
         speedup=median(baseline.step_s) / median(row.step_s),
         verdict=verdict(row.step_s, baseline.step_s),
     )
+
+
+MOST_REPEATS = 100  # most repeats that the sentence advises
+_N_NAMED = 2  # most strategies that are named as no gain, and as failed
+
+
+def strategy_finding(rows: Sequence[StrategyRow]) -> str:
+    """Compare the strategies of one workload in one sentence.
+
+    Args:
+        rows: one of `strategy_tables`.
+    """
+    finding = _Finding(rows)
+    failures = _limited(finding.failures(), "failed")
+    if not any(row.step_s for row in rows):
+        return f"No strategy has a result: {'; '.join(failures)}."
+    losses = _limited(finding.losses(), "are no gain")
+    return "; ".join([finding.lead(), *losses, *failures]) + "."
+
+
+def _limited(clauses: list[str], rest: str) -> list[str]:
+    n_more = len(clauses) - _N_NAMED
+    return clauses[:_N_NAMED] + ([f"{n_more} more {rest}"] if n_more > 0 else [])
+
+
+class _Finding:
+    """The clauses of the sentence."""
+
+    def __init__(self, rows: Sequence[StrategyRow]) -> None:
+        self._rows = rows
+        self._measured = [row for row in rows if row.step_s]
+        self._n_of_name = Counter(row.name for row in rows)
+
+    def _name(self, row: StrategyRow) -> str:
+        if row.name == "single" and row.n_ranks == 1:
+            return "one device"
+        return row.name if self._n_of_name[row.name] == 1 else row.strategy
+
+    def lead(self) -> str:
+        """The fastest strategy, as far as the verdicts decide it."""
+        best = min(self._measured, key=lambda row: row.median_s or 0.0)
+        if len(self._measured) == 1:
+            has = "was trained" if len(self._rows) == 1 else "has a result"
+            rate = f" ({best.throughput:,.4g} samples/s)" if best.throughput else ""
+            return f"Only {self._name(best)} {has}{rate}: there is nothing to compare it with"
+        return self._lead_of_baseline() if best is self._measured[0] else self._lead_of_other(best)
+
+    def _lead_of_baseline(self) -> str:
+        baseline = self._measured[0]
+        verdicts = [row.verdict for row in self._measured if row.verdict]
+        n_more = max((v.n_more for v in verdicts if v.outcome == "inconclusive"), default=0)
+        if not n_more:
+            return f"No strategy is faster than {self._name(baseline)}"
+        return _undecided(f"{self._name(baseline)} reads fastest", baseline, n_more)
+
+    def _lead_of_other(self, best: StrategyRow) -> str:
+        name, baseline = self._name(best), self._name(self._measured[0])
+        reading = f"{best.speedup:.2f} times {baseline}"
+        against = best.verdict
+        if against is None or against.outcome in ("inconclusive", "slower"):
+            n_more = against.n_more if against else 0
+            return _undecided(f"{name} reads fastest ({reading})", best, n_more)
+        if against.outcome == "same":
+            return f"{name} reads fastest and is no gain: {reading}, within 10%"
+        if rivals := self._rivals(best):
+            leaders = [f"{name} ({reading})"]
+            leaders += [f"{self._name(row)} ({row.speedup:.2f} times)" for row in rivals]
+            names = f"{', '.join(leaders[:-1])} and {leaders[-1]}"
+            return f"{names} are fastest: their repeats do not separate them"
+        return f"{name} is fastest: {reading}"
+
+    def _rivals(self, best: StrategyRow) -> list[StrategyRow]:
+        """Strategies other than the baseline without a verdict that they are slower."""
+        return [
+            row
+            for row in self._measured[1:]
+            if row is not best and verdict(best.step_s, row.step_s).outcome != "faster"
+        ]
+
+    def losses(self) -> list[str]:
+        """Strategies that are no faster than the baseline, or whose median is slower; the slowest
+        first, with its cause."""
+        best = min(self._measured, key=lambda row: row.median_s or 0.0)
+        lost = [row for row in self._measured[1:] if row is not best and _is_loss(row)]
+        lost.sort(key=lambda row: row.speedup or 0.0)
+        causes = [self._cause(row) for row in lost[:1]] + [""] * len(lost[1:])
+        return [self._loss(row) + cause for row, cause in zip(lost, causes, strict=True)]
+
+    def _loss(self, row: StrategyRow) -> str:
+        is_open = row.verdict is None or row.verdict.outcome == "inconclusive"
+        words = "reads slower" if is_open else "is no gain"
+        return f"{self._name(row)} {words} ({row.speedup:.2f} times)"
+
+    def _cause(self, row: StrategyRow) -> str:
+        """Communication, if the strategy would beat the baseline without exposed communication."""
+        baseline_s, step_s, share = self._measured[0].median_s, row.median_s, row.exposed_share
+        if not baseline_s or not step_s or not share or step_s * (1 - share) >= baseline_s:
+            return ""
+        n_bytes = row.sent_bytes
+        carried = f", in which its links carry {format_bytes(n_bytes)} per rank" if n_bytes else ""
+        return f": exposed communication is {share:.0%} of its step{carried}"
+
+    def failures(self) -> list[str]:
+        """Strategies without a result, and why."""
+        return [f"{self._name(row)} failed ({_why(row)})" for row in self._rows if not row.step_s]
+
+
+def _is_loss(row: StrategyRow) -> bool:
+    if row.verdict is None or row.speedup is None:
+        return False
+    reads_slower = row.verdict.outcome == "inconclusive" and row.speedup < 1
+    return row.verdict.outcome in ("slower", "same") or reads_slower
+
+
+def _undecided(reading: str, row: StrategyRow, n_more: int) -> str:
+    if n_more > MOST_REPEATS:
+        return f"No verdict: {reading}, the repeats vary too much to decide it"
+    n = len(row.step_s)
+    repeats = "1 repeat does" if n == 1 else f"{n} repeats do"
+    return f"No verdict yet: {reading}, {repeats} not decide it (about {n_more} more would)"
+
+
+def _why(row: StrategyRow) -> str:
+    words = dict.fromkeys(STATUS_WORDS.get(status, status) for status in row.failures)
+    return ", ".join(words) or "no step was timed"

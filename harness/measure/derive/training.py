@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from harness.domain.labels import SHORTEST_S
 from harness.domain.prediction import STRATEGY_FILE
+from harness.domain.record import SHORTEST_S
 from harness.domain.run import Headed, RankInfo, Status
 from harness.inputs import MOST_NUMBER
 from harness.measure.derive.devices import PeakKey, sum_of_peaks

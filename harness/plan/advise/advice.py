@@ -10,17 +10,18 @@ from harness.domain.cluster import Cluster
 from harness.domain.strategy import Strategy
 from harness.errors import PlanError
 from harness.plan import builders
-from harness.plan.advise.machines import (
+from harness.plan.advise.pricing import AdviceRequest, Build, Priced, largest_batch, price
+from harness.plan.advise.sets import (
     next_ethernet,
+    node_classes,
     node_rate,
     part_of,
+    sets_of,
     with_device,
     with_rate,
     with_rates,
 )
-from harness.plan.advise.pricing import AdviceRequest, Build, Priced, largest_batch, price
-from harness.plan.advise.sets import node_classes, sets_of
-from harness.plan.pipelines import balanced_pipeline
+from harness.plan.search.standard import balanced_pipeline
 from harness.plan.simulate.device_seconds import operator_seconds
 from harness.plan.simulate.simulator import Simulator
 

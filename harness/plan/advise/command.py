@@ -16,13 +16,12 @@ from harness.measure.store import write_atomically
 from harness.plan import cli
 from harness.plan.advise.advice import Advice, Adviser
 from harness.plan.advise.evidence import uncertainty_of
-from harness.plan.advise.families import FAMILIES
 from harness.plan.advise.prices import find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, Priced
 from harness.plan.advise.words import Presentation, advice_lines, advice_object
 from harness.plan.find import default_profile, graph_beside
 from harness.plan.report import ProgressLine
-from harness.plan.request import PlanRequest, SearchProgress, ignore_progress
+from harness.plan.request import FAMILIES, PlanRequest, SearchProgress, ignore_progress
 
 _SIMPLE = {
     "single": "single",

@@ -1,4 +1,4 @@
-"""Which sets of machines are worth pricing.
+"""Sets of machines that are worth pricing; parts of a cluster, and a cluster with one exchange.
 
 Nodes with equal devices and equal links are interchangeable, so of each class only the number that
 is used matters: five unlike nodes have 31 sets, 64 equal nodes have 64. Where the sets are too many
@@ -11,8 +11,162 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from harness.domain.cluster import Cluster, Device
+import msgspec
+
+from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.plan.simulate.network import Network
+
+# Payload of TCP over Ethernet with frames of 1,500 B, as a share of the nominal rate.
+TCP_SHARE = 0.94
+# A rate within this factor of a link's is that link's own kind.
+_FASTER = 1.5
+_ETHERNET_BITS_PER_S = (1e9, 10e9, 25e9, 50e9, 100e9, 200e9, 400e9)
+
+
+def part_of(cluster: Cluster, devices: Sequence[int]) -> Cluster:
+    """The cluster of some devices, by position, with the links among them and its all-reduce."""
+    kept, start = set(devices), 0
+    nodes: list[Node] = []
+    for node in cluster.nodes:
+        own = [device for k, device in enumerate(node.devices, start) if k in kept]
+        start += len(node.devices)
+        if own:
+            nodes.append(msgspec.structs.replace(node, devices=own))
+    names = {device.name for node in nodes for device in node.devices}
+    links = [link for link in cluster.links if {link.source, link.target} <= names]
+    return _with_curves(cluster, msgspec.structs.replace(cluster, nodes=nodes, links=links))
+
+
+def with_rate(cluster: Cluster, node: int, bytes_per_s: float) -> Cluster:
+    """The cluster with another network interface in one node.
+
+    A link between two nodes carries what the slower end does, so the other end's fastest link
+    still limits.
+    """
+    at = {d.name: k for k, one in enumerate(cluster.nodes) for d in one.devices}
+    limits = [_limit(cluster, k) for k in range(len(cluster.nodes))]
+    limits[node] = bytes_per_s
+
+    def changed(link: Link) -> Link:
+        ends = at[link.source], at[link.target]
+        if ends[0] == ends[1] or node not in ends:
+            return link
+        other = ends[0] if ends[1] == node else ends[1]
+        rate = max(link.bandwidth_bytes_per_s, min(bytes_per_s, limits[other]))
+        return msgspec.structs.replace(link, bandwidth_bytes_per_s=rate)
+
+    return _exchanged(cluster, node, links=[changed(link) for link in cluster.links],
+                      nic=max(bytes_per_s, cluster.nodes[node].nic_bytes_per_s or 0.0))  # fmt: skip
+
+
+def with_rates(cluster: Cluster, bytes_per_s: float) -> Cluster:
+    """The cluster with faster interfaces in all nodes."""
+    at = {d.name: k for k, one in enumerate(cluster.nodes) for d in one.devices}
+
+    def changed(link: Link) -> Link:
+        rate = link.bandwidth_bytes_per_s
+        if at[link.source] != at[link.target]:
+            rate = max(rate, bytes_per_s)
+        return msgspec.structs.replace(link, bandwidth_bytes_per_s=rate)
+
+    nodes = [
+        msgspec.structs.replace(node, nic_bytes_per_s=max(bytes_per_s, node.nic_bytes_per_s or 0.0))
+        for node in cluster.nodes
+    ]
+    links = [changed(link) for link in cluster.links]
+    return _with_curves(cluster, msgspec.structs.replace(cluster, nodes=nodes, links=links))
+
+
+def with_device(cluster: Cluster, node: int, model: Device) -> Cluster:
+    """The cluster with all devices of one node exchanged for another's kind."""
+    devices = [
+        msgspec.structs.replace(model, name=device.name, host_s_per_byte=device.host_s_per_byte)
+        for device in cluster.nodes[node].devices
+    ]
+    return _exchanged(cluster, node, devices=devices)
+
+
+def _exchanged(
+    cluster: Cluster,
+    node: int,
+    *,
+    devices: list[Device] | None = None,
+    links: list[Link] | None = None,
+    nic: float | None = None,
+) -> Cluster:
+    old = cluster.nodes[node]
+    has_limit = nic is not None and old.nic_bytes_per_s is not None
+    new = msgspec.structs.replace(
+        old,
+        devices=devices or old.devices,
+        nic_bytes_per_s=nic if has_limit else old.nic_bytes_per_s,
+    )
+    nodes = [*cluster.nodes[:node], new, *cluster.nodes[node + 1 :]]
+    changed = msgspec.structs.replace(
+        cluster, nodes=nodes, links=cluster.links if links is None else links
+    )
+    return _with_curves(cluster, changed)
+
+
+def node_rate(cluster: Cluster, node: int) -> float | None:
+    """Bytes/s that a node's fastest link to another node carries; None for a single node."""
+    network = Network(cluster)
+    found = [
+        network.rate(a, b)
+        for a in range(network.n_devices)
+        for b in range(network.n_devices)
+        if (network.node_of[a] == node) != (network.node_of[b] == node)
+    ]
+    return max(found, default=None)
+
+
+def _limit(cluster: Cluster, node: int) -> float:
+    """The most that a node is known to carry; infinite where nothing is known."""
+    nic = cluster.nodes[node].nic_bytes_per_s
+    if len(cluster.nodes) > 2:
+        return max(node_rate(cluster, node) or 0.0, nic or 0.0)
+    return math.inf if nic is None else nic
+
+
+def next_ethernet(bytes_per_s: float) -> tuple[str, float] | None:
+    """The name and payload rate of the next faster Ethernet that is usual; None beyond all."""
+    for bits in _ETHERNET_BITS_PER_S:
+        rate = bits / 8 * TCP_SHARE
+        if rate > _FASTER * bytes_per_s:
+            return f"{bits / 1e9:g} Gbit/s", rate
+    return None
+
+
+def _ring_s(network: Network, n_ranks: int, n_bytes: int) -> float:
+    """Seconds of a ring over the first devices of a network without measured curves."""
+    group = tuple(range(min(n_ranks, network.n_devices)))
+    return network.all_reduce(group, n_bytes).duration_s
+
+
+def _with_curves(old: Cluster, new: Cluster) -> Cluster:
+    """Carry the measured all-reduce over: measured time x ring on the new links / on the old ones.
+
+    A group inside a node is not what a curve between nodes measured, so it has none.
+    """
+    is_inside = len(new.nodes) == 1 and len(old.nodes) > 1
+    points = [p for p in old.collectives if p.operation == "all_reduce" and p.n_ranks > 1]
+    if is_inside or new.n_devices == 1 or not points:
+        return msgspec.structs.replace(new, collectives=[])
+    before, after = (Network(msgspec.structs.replace(one, collectives=[])) for one in (old, new))
+    most = max(point.n_ranks for point in points)
+    moved = []
+    for point in points:
+        if point.n_ranks == most:
+            ratio = _ring_s(after, new.n_devices, point.n_bytes) / _ring_s(
+                before, most, point.n_bytes
+            )
+            moved.append(
+                msgspec.structs.replace(
+                    point, n_ranks=new.n_devices, duration_s=point.duration_s * ratio
+                )
+            )
+    return msgspec.structs.replace(new, collectives=moved)
+
 
 MOST_SETS = 40
 # Measured rates and speeds of equal machines differ by less.

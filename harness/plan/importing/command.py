@@ -15,8 +15,7 @@ from harness.errors import ConfigError
 from harness.measure.store import write_atomically
 from harness.plan.find import graph_beside
 from harness.plan.importing.curves import bandwidth_of, read_collectives
-from harness.plan.importing.layer_times import read_layer_times
-from harness.plan.importing.operators import read_operators
+from harness.plan.importing.times import read_layer_times, read_operators
 from harness.plan.layers import LayerTime, TimeKey, layer_profile, without_collectives
 from harness.plan.simulate.network import Network
 

@@ -17,9 +17,8 @@ from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.sharding import has_tasks
 from harness.errors import PlanError, StrategyError
-from harness.plan.layout import ParallelLayout, layout_strategy
-from harness.plan.layouts.group import Group, GroupCosts
-from harness.plan.layouts.pricing import Choice, NodeLinks, last_readers, price
+from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
+from harness.plan.layouts.pricing import Choice, Group, GroupCosts, NodeLinks, last_readers, price
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.transfers import Ints

@@ -1,21 +1,49 @@
-"""Which searches a request gets, and how they share its budget: pipelines, enumeration, chains."""
+"""Which searches a request gets, and how they share its budget: pipelines, enumeration, chains.
+
+Every strategy of a small space, one after another: the oracle.
+"""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.request import PlanRequest
-from harness.plan.search.exhaustive import search_exhaustively
 from harness.plan.search.mcmc import Chain, closest, descend
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.pipelines import PipelineSearch, schedules_for
 from harness.plan.search.space import Space
 from harness.plan.search.standard import microbatch_counts
 from harness.plan.simulate.simulator import Simulator, Trial
+
+
+def search_exhaustively(
+    trial: Trial, menus: Mapping[int, Sequence[OperatorPlan]], objective: Objective
+) -> None:
+    """Judge all combinations of the menus, like an odometer: each step changes few operators.
+
+    Ends early when the objective says so.
+    """
+    ops = list(menus)
+    at = [0] * len(ops)
+    for op in ops:
+        trial.replace(op, menus[op][0])
+    while not objective.is_over():
+        objective.judge(trial)
+        k = len(ops) - 1
+        while k >= 0 and at[k] + 1 == len(menus[ops[k]]):
+            at[k] = 0
+            trial.replace(ops[k], menus[ops[k]][0])
+            k -= 1
+        if k < 0:
+            return
+        at[k] += 1
+        trial.replace(ops[k], menus[ops[k]][at[k]])
+
 
 MOST_PROPOSALS, LEAST_PROPOSALS = 12_000, 400
 WORK_PER_SEARCH = 1.5e7  # operator-device passes of all proposals: some seconds

@@ -31,10 +31,10 @@ from harness.plan.layers import (
     chain_graph,
     layer_profile,
 )
-from harness.plan.layout import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.least_squares import fit_amounts
+from harness.plan.validation.fitting import fit_amounts
 from harness.plan.validation.points import (
     MeasuredStep,
     NotExpressedError,

@@ -18,7 +18,7 @@ from harness.domain.files import decode
 from harness.errors import DataError
 from harness.inputs import MOST_S, is_positive, read_file
 from harness.plan import builders
-from harness.plan.importing.operators import read_operators
+from harness.plan.importing.times import read_operators
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
     MeasuredStep,

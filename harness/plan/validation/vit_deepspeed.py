@@ -19,10 +19,10 @@ from harness.domain.cluster import Cluster
 from harness.inputs import find_number
 from harness.plan.importing.tables import Row, header_of, read_table
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
-from harness.plan.layout import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.calibrate import solve_all
+from harness.plan.validation.fitting import solve_all
 from harness.plan.validation.points import (
     MeasuredStep,
     NotExpressedError,

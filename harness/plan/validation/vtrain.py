@@ -31,11 +31,11 @@ from harness.plan.layers import (
     layer_profile,
     without_collectives,
 )
-from harness.plan.layout import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.least_squares import fit_amounts
+from harness.plan.validation.fitting import fit_amounts
 from harness.plan.validation.points import (
     MeasuredStep,
     NotExpressedError,

@@ -10,6 +10,7 @@ import pandas as pd
 from harness.measure.derive.spans import covered_by_group
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
+from harness.plot.numbers import PASSES, SIDES
 from harness.plot.predicted import PlannedCase, planned_cases
 from harness.plot.style import (
     KIND_COLOURS,
@@ -18,7 +19,6 @@ from harness.plot.style import (
     shorten,
     time_unit,
 )
-from harness.plot.timeline_rows import PASSES, SIDES
 from harness.units import format_duration
 
 if TYPE_CHECKING:

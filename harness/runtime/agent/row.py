@@ -8,8 +8,7 @@ import os
 import threading
 from pathlib import Path
 
-from harness.measure.heartbeat import Heartbeat
-from harness.measure.run_files import HEADER_FILE, RESERVE_FILE
+from harness.measure.heartbeat import HEADER_FILE, RESERVE_FILE, Heartbeat
 
 # A hanging file server must not keep the launch from ending.
 _WRITE_TIMEOUT_S = 10.0

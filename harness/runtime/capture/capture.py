@@ -24,8 +24,14 @@ from harness.runtime.capture.meta_run import (
     tensors_in_order,
     untrained,
 )
-from harness.runtime.capture.operators import describe_node, function_name, is_known, is_opaque
-from harness.runtime.capture.random_operators import draws_random, is_dropout
+from harness.runtime.capture.operators import (
+    describe_node,
+    draws_random,
+    function_name,
+    is_dropout,
+    is_known,
+    is_opaque,
+)
 from harness.runtime.capture.sample_dims import (
     is_cut_by_samples,
     named_shape,

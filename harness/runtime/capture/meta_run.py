@@ -1,16 +1,60 @@
-"""Run a traced model node by node on the meta device, for shapes, FLOPs and gradient flow."""
+"""Run a model on the meta device or on fake tensors, for shapes, FLOPs and gradient flow."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from harness.runtime.capture.flop_counts import FlopCounts
-from harness.runtime.capture.meta_copy import meta_copy
+from harness.runtime.capture.meta_copy import fake_copy, meta_copy
+from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.tracing.constructs import NO_GRAD
 from harness.runtime.tracing.functions import GradientHooks
+
+# Their operands have no weights: an attention's scores and weighted sums.
+_OF_ACTIVATIONS = ("bmm", "baddbmm", "scaled_dot_product")
+
+
+class FlopCounts:
+    """A context manager that counts FLOPs; a multiplication and an addition count as two."""
+
+    def __init__(self) -> None:
+        self._mode = FlopCounterMode(display=False)
+
+    def __enter__(self) -> FlopCounts:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._mode.__exit__(kind, error, traceback)
+
+    @property
+    def total(self) -> float:
+        return float(self._mode.get_total_flops())
+
+    @property
+    def of_activations(self) -> float:
+        """FLOPs of products of activations with each other."""
+        found = self._mode.get_flop_counts().get("Global", {})
+        return float(
+            sum(
+                n
+                for operator, n in found.items()
+                if any(a in str(operator) for a in _OF_ACTIVATIONS)
+            )
+        )
 
 
 class MetaResult:
@@ -125,3 +169,46 @@ def untrained(module: fx.GraphModule, measured: dict[fx.Node, MetaResult]) -> fr
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if id(parameter) in used - trained and parameter.requires_grad
     )
+
+
+_log = logging.getLogger(__name__)
+
+
+class StepFlops(NamedTuple):
+    """FLOPs of a step, and how many of them multiply activations with each other."""
+
+    total: float
+    scores: float
+
+
+def _empty_input(spec: InputSpec, n_samples: int) -> Tensor:
+    return torch.empty((n_samples, *spec.shape), dtype=spec.dtype)
+
+
+def _count_flops(task: Task, n_samples: int) -> StepFlops:
+    """FLOPs of forward, loss and backward.
+
+    A multiplication and an addition count as two. The gradient of the model's input is not
+    computed, so it does not count. Source: torch.utils.flop_counter.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = replace(task, model=fake_copy(task.model, mode))
+    device = next((p.device for p in copied.model.parameters()), torch.device("cpu"))
+    # The counter knows the products of the plain attention on every device.
+    with mode, device, sdpa_kernel(SDPBackend.MATH), FlopCounts() as counter:
+        inputs = [_empty_input(spec, n_samples) for spec in task.inputs]
+        targets = task.draw_targets(n_samples, device=device)
+        copied.sum_loss(copied.model(*inputs), targets).backward()
+    return StepFlops(counter.total, counter.of_activations)
+
+
+def step_flops(task: Task, n_samples: int) -> StepFlops | None:
+    """FLOPs of one training step over `n_samples`; None if the model needs real values.
+
+    Fake tensors have shapes only, so neither times nor memory peaks of the run change.
+    """
+    try:
+        return _count_flops(task, n_samples)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        _log.warning("FLOPs are not counted, the model needs real values: %s", error)
+        return None

@@ -18,10 +18,9 @@ from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
 from harness.runtime.data.images import class_names, open_cifar, open_folder
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
 from harness.runtime.data.text.plain import open_pairs, open_text, pair_files, text_files
-from harness.runtime.data.text.sequences import TextData, check_vocabulary
+from harness.runtime.data.text.sequences import TextData, Vocabulary, check_vocabulary
 from harness.runtime.data.text.squad import open_squad, squad_file
 from harness.runtime.data.text.sst2 import open_sst2, sst2_file
-from harness.runtime.data.text.vocabulary import Vocabulary
 from harness.runtime.models import fit_options, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task
 

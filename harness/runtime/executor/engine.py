@@ -23,22 +23,21 @@ from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.deferred import (
     ImmediateSink,
+    Joining,
     WeightQueue,
     count_uses,
 )
-from harness.runtime.executor.gradients.joining import Joining
 from harness.runtime.executor.gradients.loss_scale import LossScale
-from harness.runtime.executor.gradients.parameter_hooks import ParameterHooks
-from harness.runtime.executor.gradients.sums import GradientSync
+from harness.runtime.executor.gradients.sums import GradientSync, ParameterHooks
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
 from harness.runtime.executor.program.lower import Lowering
 from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.run.feed import Feed
+from harness.runtime.executor.run.flight import Stash
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.run.runner import Runner
-from harness.runtime.executor.run.stash import Stash
 from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.shards.dropout import RandomState
 from harness.runtime.executor.shards.forms import Forms, choose_forms
@@ -47,15 +46,15 @@ from harness.runtime.executor.state.owners import Owners, WeightUpdater
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
 from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
-from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import find_messages, shared_sums
 from harness.runtime.executor.transport.moves import Moves
 from harness.runtime.executor.transport.partial_sums import norm_reducer
 from harness.runtime.executor.transport.priming import is_needed, prime
+from harness.runtime.executor.transport.transfers import Groups
 from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
-from harness.runtime.tracing.finish import without_gradient_hooks
+from harness.runtime.tracing.trace import without_gradient_hooks
 
 
 class ExecutorEngine:

@@ -23,20 +23,24 @@ from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.faithfulness.first_difference import find_first_difference
-from harness.runtime.faithfulness.float64 import Narrowing, in_float64, widened
-from harness.runtime.faithfulness.operator_run import OperatorRun
 from harness.runtime.faithfulness.outcomes import (
     EXACT,
+    Narrowing,
+    OperatorRun,
+    RandomSources,
     TrainedBatch,
     bits_of,
     difference_of,
     first_beyond,
+    in_float64,
     is_equal,
     names_beyond,
+    preserved,
     rounding_of,
+    seed_all,
     values_of,
+    widened,
 )
-from harness.runtime.faithfulness.preserved import RandomSources, preserved, seed_all
 from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.ranks.gather import raise_on_all_ranks
 from harness.runtime.ranks.world import World

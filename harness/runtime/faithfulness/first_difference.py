@@ -26,9 +26,7 @@ from harness.runtime.capture.operators import function_name
 from harness.runtime.data.batch import Batch
 from harness.runtime.executor.geometry.layout import owners
 from harness.runtime.executor.geometry.values import MetaModel
-from harness.runtime.faithfulness.operator_run import OperatorRun
-from harness.runtime.faithfulness.outcomes import bits_of
-from harness.runtime.faithfulness.preserved import seed_all
+from harness.runtime.faithfulness.outcomes import OperatorRun, bits_of, seed_all
 from harness.runtime.models.task import Task
 
 _TORCH = str(Path(torch.__file__).parent)

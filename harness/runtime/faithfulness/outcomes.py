@@ -1,15 +1,197 @@
-"""Results of training a few batches, and the difference between two of them."""
+"""Run a model and leave no trace; results of training a few batches, and their difference.
+
+Run a model in float64, where a difference between model and graph is no rounding error.
+
+Run a captured graph operator by operator, as the executor does on one device.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import pickle
+import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
+from harness.runtime.capture.capture import Captured
 from harness.runtime.engines.replicas import fingerprint_of
+from harness.runtime.executor.geometry.values import MetaModel
+
+_CONTAINERS = (dict, list, set)
+
+
+def seed_all(seed: int) -> None:
+    """Seed every source of random numbers that a model may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+class RandomSources:
+    """A snapshot of the states of torch's, Python's and numpy's random generators."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        """Reset the generators to the snapshot."""
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+    def digests(self) -> dict[str, str]:
+        """A digest of the state, by source."""
+        states = {
+            "torch": [self._torch.tolist(), [state.tolist() for state in self._cuda]],
+            "Python's random": self._python,
+            "numpy.random": [str(part) for part in self._numpy],
+        }
+        return {k: hashlib.sha256(pickle.dumps(v)).hexdigest() for k, v in states.items()}
+
+
+class _Snapshot:
+    """State of modules that forward and backward may change, except parameter values."""
+
+    def __init__(self, roots: tuple[nn.Module, ...]) -> None:
+        modules = {id(module): module for root in roots for module in root.modules()}
+        self._attributes = [(m, dict(m.__dict__), _contents(m)) for m in modules.values()]
+        buffers = {id(b): b for m in modules.values() for b in _plain_tensors(m)}
+        self._buffers = [(b, b.detach().clone()) for b in buffers.values()]
+        parameters = {id(p): p for root in roots for p in root.parameters()}
+        self._gradients = [(p, p.grad) for p in parameters.values()]
+
+    def restore(self) -> None:
+        """Restore the state in place, so that references to containers and tensors stay valid."""
+        for module, attributes, contents in self._attributes:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, content in contents.items():
+                _refill(attributes[name], content)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    return {k: v.copy() for k, v in module.__dict__.items() if isinstance(v, _CONTAINERS)}
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Buffers and tensors that are plain attributes."""
+    for value in (*module._buffers.values(), *module.__dict__.values()):
+        if isinstance(value, Tensor) and value.is_leaf:
+            yield value
+
+
+@contextmanager
+def preserved(*roots: nn.Module) -> Iterator[None]:
+    """Restore modules and random states at the block's end, also after an error; the block starts
+    without gradients."""
+    snapshot, state = _Snapshot(roots), RandomSources()
+    for root in roots:
+        root.zero_grad(set_to_none=True)
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        state.restore()
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Convert a floating-point tensor to float64; return others unchanged."""
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+class Narrowing(TorchFunctionMode):
+    """Detects results below 64 bits, and autocast, which does not cast float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_detected = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_narrow = isinstance(result, Tensor) and result.dtype in (
+            torch.float32, torch.bfloat16, torch.float16,
+        )  # fmt: skip
+        self.is_detected |= is_narrow or torch.is_autocast_enabled(_device_type(result))
+        return result
+
+
+def _device_type(result: Any) -> str:
+    return result.device.type if isinstance(result, Tensor) else "cpu"
+
+
+@contextmanager
+def in_float64(*roots: nn.Module) -> Iterator[None]:
+    """Convert parameters and buffers to float64 in the block; restore their data at its end."""
+    tensors = {id(t): t for root in roots for t in (*root.parameters(), *root.buffers())}
+    wide = [t for t in tensors.values() if t.is_floating_point()]
+    before = [t.data for t in wide]
+    try:
+        for tensor in wide:
+            tensor.data = tensor.data.double()
+        yield
+    finally:
+        for tensor, data in zip(wide, before, strict=True):
+            tensor.data = data
+
+
+class OperatorRun(fx.Interpreter):
+    """Runs the operators of a graph; nodes without tensors, such as sizes, take the values of the
+    meta run instead, so their side effects do not happen.
+
+    Args:
+        samples: batch size.
+    """
+
+    def __init__(self, captured: Captured, meta: MetaModel, samples: int) -> None:
+        super().__init__(captured.module)
+        self._constants = meta.at(samples).constants
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op.startswith("call") and n in self._constants:
+            return self._constants[n]
+        return super().run_node(n)
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The first tensor, from which the executor computes the loss."""
+        return first_tensor(args[0])
+
+
+def first_tensor(value: Any) -> Any:
+    """The first tensor among outputs; None if there is none."""
+    if isinstance(value, Tensor):
+        return value
+    parts = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (dict, tuple, list)):
+        return None
+    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+
 
 # Rounding of sums in another order; a wrong gradient differs by 1e-3 and more. Differences are
 # relative to a tensor's largest element, or to `_FLOOR` times the model's if that is larger.

@@ -1,4 +1,11 @@
-"""A user's own model: `--model package.module:factory`."""
+"""A user's own model: `--model package.module:factory`.
+
+A task from a model and a batch of example inputs, and that batch for a transformers model.
+
+An example is a dict of forward's keyword arguments or a tuple of positional ones. Its tensors may
+be nested in dicts and tuples; the first dim of each is the samples. Integers are drawn from 0 to
+the largest in the example.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +16,149 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.errors import ModelError
-from harness.runtime.models.example import example_of, task_from_example
-from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_weights
+from harness.runtime.capture.meta_copy import fake, fake_copy
+from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_weights, logits_of
 from harness.runtime.models.torchvision_import import allow_torchvision
+
+_N_SAMPLES = 2
+_N_TOKENS = 128
+_TOKENS = "input_ids"
+_REMEDY = "return (model, example) from the factory, with example a dict of forward's arguments"
+
+
+class BoundInputs(nn.Module):
+    """Calls a model with tensors at their places among its arguments.
+
+    Args:
+        structure: places of the tensors in (args, kwargs).
+    """
+
+    def __init__(self, model: nn.Module, structure: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.model, self._structure = model, structure
+
+    def forward(self, *tensors: Tensor) -> Any:
+        args, kwargs = pytree.tree_unflatten(list(tensors), self._structure)
+        return self.model(*args, **kwargs)
+
+
+def task_from_example(name: str, model: nn.Module, example: Any) -> Task:
+    """A task whose inputs are like those of an example; its targets are classes of the logits.
+
+    Raises:
+        ModelError: the example has no tensors, or the model does not take it.
+    """
+    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+    args = args if isinstance(args, tuple | list) else (args,)
+    with_paths, structure = pytree.tree_flatten_with_path((tuple(args), kwargs))
+    tensors = [leaf for _, leaf in with_paths]
+    if not tensors or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in tensors):
+        raise ModelError(
+            f"--model {name!r}: its example holds {_kinds(tensors)}: give tensors of several "
+            "samples, and leave out what has a default"
+        )
+    _switch_off_caches(model)
+    names = [_name_of(path, k) for k, (path, _) in enumerate(with_paths)]
+    specs = tuple(_spec(name, leaf) for name, leaf in zip(names, tensors, strict=True))
+    is_plain = len(args) + len(kwargs) == len(tensors) and _are_first(model, kwargs, len(args))
+    bound = model if is_plain else BoundInputs(model, structure)
+    shape = _shape_of_logits(name, bound, tensors)
+    # Logits have a class dim last for tokens, and second for pixels.
+    n_classes, others = (shape[-1], shape[1:-1]) if len(shape) < 4 else (shape[1], shape[2:])
+    return Task(
+        model=bound,
+        inputs=specs,
+        n_classes=n_classes,
+        target_shape=tuple(others),
+        n_tokens=sum(s.shape[0] for s in specs if s.name.endswith(_TOKENS) and s.shape),
+    )
+
+
+def _are_first(model: nn.Module, kwargs: dict[str, Any], n_before: int) -> bool:
+    """Whether keyword arguments are forward's next parameters, so that it takes them in order."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return list(kwargs) == names[n_before : n_before + len(kwargs)]
+
+
+def _kinds(leaves: list[Any]) -> str:
+    return ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+
+
+def _name_of(path: tuple[Any, ...], position: int) -> str:
+    words = [entry.key for entry in path if isinstance(entry, pytree.MappingKey)]
+    return "_".join(map(str, words)) or f"input_{position}"
+
+
+def _spec(name: str, tensor: Tensor) -> InputSpec:
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    n_values = None if is_float else int(tensor.max()) + 1
+    return InputSpec(
+        name=name, shape=tuple(tensor.shape[1:]), dtype=tensor.dtype, n_values=n_values
+    )
+
+
+def _switch_off_caches(model: nn.Module) -> None:
+    """Switch off the caches of keys and values, which training does not read."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
+
+
+def _shape_of_logits(name: str, model: nn.Module, tensors: list[Tensor]) -> torch.Size:
+    """The shape of the logits, from a run on fake tensors."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        given = [fake(x, mode) for x in tensors]
+        with mode, torch.no_grad():
+            return logits_of(fake_copy(model, mode)(*given)).shape
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"--model {name!r}: its forward does not take the example: {type(error).__name__}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def example_of(name: str, model: nn.Module, options: ModelOptions) -> dict[str, Tensor] | None:
+    """Example inputs of a transformers model, by its configuration; None for another model.
+
+    Raises:
+        ModelError: its main input is neither tokens nor images.
+    """
+    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    if config is None or not isinstance(main, str):
+        return None
+    if main == "pixel_values":
+        n_channels = getattr(config, "num_channels", None) or options.n_channels
+        size = getattr(config, "image_size", None) or options.image_size
+        height, width = size if isinstance(size, tuple | list) else (size, size)
+        return {main: torch.zeros(_N_SAMPLES, n_channels, height, width)}
+    if main != _TOKENS:
+        raise ModelError(f"--model {name!r}: its main input is {main!r}: {_REMEDY}")
+    longest = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    n_tokens = options.text.sequence_length or min(_N_TOKENS, longest - _n_reserved(model))
+    tokens = torch.zeros(_N_SAMPLES, n_tokens, dtype=torch.int64)
+    tokens[0, 0] = config.get_text_config().vocab_size - 1  # the largest
+    names = [main, "decoder_input_ids"] if config.is_encoder_decoder else [main]
+    return dict.fromkeys(names, tokens)
+
+
+def _n_reserved(model: nn.Module) -> int:
+    """Rows of a table of positions that no token has: those up to the padding's."""
+    for name, part in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
+            return 0 if part.padding_idx is None else part.padding_idx + 1
+    return 0
+
 
 _EXAMPLE = "write it like package.module:factory"
 
@@ -43,7 +187,7 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
     """Call a factory with those of `n_classes`, `n_channels`, `image_size` that it accepts.
 
     The factory returns a module over images (n, n_channels, image_size, image_size), a model of
-    transformers, a pair of a module and example inputs (`example.py`), or a Task.
+    transformers, a pair of a module and example inputs, or a Task.
 
     Raises:
         ModelError: the factory is missing, fails or returns another type, or its model has

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from harness.domain.interface import Interface, choose_interface
 from harness.errors import LaunchError, first_line
 from harness.inputs import parse_int
-from harness.runtime.agent.channel import Channel
+from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.control import Control
 from harness.runtime.ranks.environment import Launch, read_address, read_port
 from harness.runtime.ranks.host import Gpu, HostFacts, describe_host

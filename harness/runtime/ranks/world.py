@@ -1,11 +1,17 @@
-"""One rank's view of the launch: its number, device, backend and network interface."""
+"""One rank's view of the launch, and the arguments of a workload's body."""
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
+
+from harness.measure.recorder import Recorder
+from harness.measure.store import RecordWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +58,53 @@ class World:
     def is_first(self) -> bool:
         """Whether this rank logs, reports and writes the header."""
         return self.rank == 0
+
+
+class Progress:
+    """Shows `label: done/total`: redraws a line on a terminal at most five times a second; prints a
+    line every ten seconds elsewhere, such as under mpirun."""
+
+    def __init__(self, *, is_shown: bool, stream: TextIO | None = None) -> None:
+        self._is_shown = is_shown
+        self._stream = stream or sys.stderr
+        self._is_terminal = self._stream.isatty()
+        self._next_s = 0.0 if self._is_terminal else time.monotonic() + 10.0
+
+    def update(self, label: str, done: int, total: int, note: str = "") -> None:
+        """Show progress if the next update is due; cheap otherwise."""
+        now_s = time.monotonic()
+        is_last = self._is_terminal and done >= total
+        if not self._is_shown or (now_s < self._next_s and not is_last):
+            return
+        self._next_s = now_s + (0.2 if self._is_terminal else 10.0)
+        text = f"{label}: {done}/{total} {note}".rstrip()
+        if self._is_terminal:
+            end = "\n" if is_last else ""
+            self._stream.write(f"\r\033[K{text}{end}")
+        else:
+            self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One run on one rank.
+
+    Attributes:
+        recorder: collects spans and samples by the device's clock (CUDA events or host).
+        writer: appends to this rank's file; call `flush` between steps, never inside a span.
+        progress: shows progress on rank 0's terminal; silent on other ranks.
+        run_dir: directory of the run's files.
+        collective_timeout_s: longest wait for other ranks before the run fails.
+    """
+
+    world: World
+    recorder: Recorder
+    writer: RecordWriter
+    progress: Progress
+    run_dir: Path
+    collective_timeout_s: float = 300.0
+
+    def flush(self) -> None:
+        """Write the records that are complete, without waiting for the device."""
+        self.writer.write(self.recorder.collect_ready())

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from harness.runtime.capture.operators import describe_node, function_name
-from harness.runtime.capture.random_operators import draws_random
+from harness.runtime.capture.operators import describe_node, draws_random, function_name
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing.constructs import AUTOCAST, CALLS, HOOKS, WRITTEN
 from harness.runtime.tracing.functions import OpaqueFunction

@@ -19,8 +19,7 @@ from harness.runtime.capture.meta_copy import fake, fake_copy
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing import patches
 from harness.runtime.tracing.constructs import AUTOCAST, NO_GRAD, WRITES, WRITTEN, ConstructError
-from harness.runtime.tracing.module_calls import call_modules
-from harness.runtime.tracing.norms import is_own_norm, plain_norm
+from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
 from harness.runtime.tracing.regions import AutocastRegion
 
 _AUTOCAST_REGION = "wrap_with_autocast"

@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import parameters_of, tensors_in_order
-from harness.runtime.capture.operators import function_name, is_known, is_opaque
-from harness.runtime.capture.random_operators import draws_random
+from harness.runtime.capture.operators import draws_random, function_name, is_known, is_opaque
 from harness.runtime.tracing.functions import GradientHooks
 
 _log = logging.getLogger(__name__)

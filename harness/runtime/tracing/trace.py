@@ -9,22 +9,164 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection
+import operator
+import random
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.capture.meta_copy import meta_copy
+from harness.runtime.executor.shards.inplace import works_in_place
+from harness.runtime.models.task import choose_logits, named_outputs
 from harness.runtime.tracing.autocast import keep_regions
-from harness.runtime.tracing.chance import no_random_draws
 from harness.runtime.tracing.constants import fold_constants
-from harness.runtime.tracing.constructs import CALLS, WRITTEN, ConstructError
+from harness.runtime.tracing.constructs import (
+    CALLS,
+    HOOKS,
+    IS_DATA,
+    NO_GRAD,
+    WRITTEN,
+    ConstructError,
+)
 from harness.runtime.tracing.export import export
-from harness.runtime.tracing.finish import finish
-from harness.runtime.tracing.norms import is_own_norm, plain_norm
+from harness.runtime.tracing.functions import GradientHooks, detach
+from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
 from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.tracer import ModelTracer
+
+# Names of values that the executor adds.
+_RESERVED = ("loss", "targets")
+
+
+def finish(
+    graph: fx.Graph, model: nn.Module, has_gradient: Callable[[fx.Node], bool] | None = None
+) -> None:
+    """Insert gradient hooks, detach the outputs of no_grad regions and rename reserved nodes.
+
+    Args:
+        has_gradient: whether a node's value requires a gradient; None: unknown.
+
+    Raises:
+        ConstructError: the model uses a construct that the graph cannot represent.
+    """
+    modules = dict(model.named_modules())
+    _return_logits(graph)
+    for node in list(graph.nodes):
+        if node.args and isinstance(node.args[0], fx.Node) and works_in_place(node, modules):
+            _check_in_place(node, node.args[0], has_gradient)
+        if node.name in _RESERVED:
+            node._rename(f"{node.name}_")
+        if hooks := node.meta.get(HOOKS):
+            _insert_hooks(graph, node, GradientHooks(hooks))
+    _end_regions(graph)
+
+
+def _return_logits(graph: fx.Graph) -> None:
+    """Return only the tensor from which the loss is computed."""
+    (output,) = graph.find_nodes(op="output")
+    returned = output.args[0]
+    made: fx.Node | None = None
+    if isinstance(returned, fx.Node):
+        if not isinstance(returned.target, type):
+            return
+        made, kind = returned, returned.target  # a named tuple, or a dataclass
+        outputs = dict(zip(getattr(kind, "_fields", ()), made.args, strict=False)) | made.kwargs
+    else:
+        kind, outputs = type(returned), dict(named_outputs(returned))
+    name = kind.__name__.removeprefix("immutable_")
+    output.args = (choose_logits(outputs, name),)
+    if made is not None:
+        graph.erase_node(made)
+
+
+@contextmanager
+def without_gradient_hooks(module: fx.GraphModule) -> Iterator[None]:
+    """Disable a traced model's gradient hooks in the block, because a hook may have state."""
+    tables: list[Any] = [m._backward_hooks for m in module.modules()]
+    tables += [m._backward_pre_hooks for m in module.modules()]
+    targets = [node.target for node in module.graph.nodes]
+    lists = [target.hooks for target in targets if isinstance(target, GradientHooks)]
+    kept = [(table, dict(table)) for table in tables], [(each, list(each)) for each in lists]
+    for emptied in (*tables, *lists):
+        emptied.clear()
+    try:
+        yield
+    finally:
+        for table, entries in kept[0]:
+            table.update(entries)
+        for each, hooks in kept[1]:
+            each.extend(hooks)
+
+
+def _check_in_place(
+    node: fx.Node, changed: fx.Node, has_gradient: Callable[[fx.Node], bool] | None
+) -> None:
+    """Refuse in-place changes that autograd does not track."""
+    if changed.meta.get(IS_DATA):
+        owner = changed.args[0]
+        raise ConstructError(
+            f"forward changes the data of {owner} in place: change a copy (clone) of it"
+        )
+    if node.meta.get(NO_GRAD) and has_gradient is not None and has_gradient(changed):
+        raise ConstructError(
+            f"forward changes {changed.name} in place under no_grad, which autograd does not "
+            "track: change a copy (clone) of it"
+        )
+
+
+def _insert_hooks(graph: fx.Graph, node: fx.Node, hooks: GradientHooks) -> None:
+    with graph.inserting_after(node):
+        hooked = graph.call_function(hooks, (node,))
+    node.replace_all_uses_with(hooked, delete_user_cb=lambda user: user is not hooked)
+
+
+def _end_regions(graph: fx.Graph) -> None:
+    """Detach values of a no_grad region where operators outside the region read them."""
+    for node in list(graph.nodes):
+        if not node.meta.get(NO_GRAD):
+            continue
+        for user in node.users:
+            # Detach an element of a tuple (or tensor) instead of the tuple itself.
+            if user.target is operator.getitem and user.args[0] is node:
+                user.meta[NO_GRAD] = True
+        outside = {user for user in node.users if not user.meta.get(NO_GRAD)}
+        if outside:
+            with graph.inserting_after(node):
+                end = graph.call_function(detach, (node,))
+            node.replace_all_uses_with(end, delete_user_cb=outside.__contains__)
+
+
+@contextmanager
+def no_random_draws() -> Iterator[None]:
+    """Refuse random draws in the block, such as those that choose which layers run.
+
+    Raises:
+        ConstructError: a number was drawn by PyTorch, NumPy or Python.
+    """
+    before = _states()
+    yield
+    drawn = [name for name, state in _states().items() if state != before[name]]
+    if drawn:
+        raise ConstructError(
+            f"forward draws random numbers ({drawn[0]}) that decide what is computed, such as "
+            "which layers run, or whose shape does not depend on the input: a graph would keep one "
+            "draw; draw by functions of the input (torch.rand_like, F.dropout)"
+        )
+
+
+def _states() -> dict[str, object]:
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "random": random.getstate(),
+        "numpy": (np.asarray(keys).tobytes(), position),
+    }
+
 
 _log = logging.getLogger(__name__)
 

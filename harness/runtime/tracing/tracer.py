@@ -25,7 +25,7 @@ from harness.runtime.tracing.constructs import (
     is_view,
 )
 from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach, with_items
-from harness.runtime.tracing.norms import is_own_norm, norm_as_call
+from harness.runtime.tracing.module_calls import is_own_norm, norm_as_call
 from harness.runtime.tracing.states import States
 
 _DIFFERENTIATIONS: dict[tuple[str, Any], str] = {

@@ -11,7 +11,7 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.measure.store import Run
-from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.world import Context
 
 
 def _no_needs(config: Any) -> list[Need]:

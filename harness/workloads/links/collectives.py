@@ -9,9 +9,8 @@ from harness.domain.cluster import CollectivePoint
 from harness.errors import VerificationError
 from harness.measure.statistics import summarize
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.context import Context
 from harness.runtime.ranks.gather import maximum_over_ranks
-from harness.runtime.ranks.world import World
+from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes, format_duration
 from harness.workloads.links.operations import CollectiveTrial, Transport, make_trial, time_trial
 

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from harness.runtime.devices.sampling import shortest_sample_s
-from harness.runtime.ranks.context import Context
 from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks
-from harness.runtime.ranks.world import World
+from harness.runtime.ranks.world import Context, World
 
 _N_SAMPLES = 5
 _SAMPLE_S = 0.3

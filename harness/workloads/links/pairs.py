@@ -18,8 +18,8 @@ import torch
 
 from harness.errors import VerificationError
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.context import Context
 from harness.runtime.ranks.gather import maximum_over_ranks
+from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
 from harness.workloads.links.collectives import Limits, raise_everywhere
 from harness.workloads.links.operations import ELEMENT_BYTES, Transport, pattern

@@ -10,15 +10,13 @@ from harness.domain.cluster import CLUSTER_FILE, CollectivePoint
 from harness.errors import ConfigError
 from harness.measure.store import check_place, read_header
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.context import Context
-from harness.runtime.ranks.world import World
+from harness.runtime.ranks.world import Context, World
 from harness.units import parse_bytes
 from harness.workloads.common.contract import Workload
-from harness.workloads.common.number_flags import check_above_zero, check_at_least
+from harness.workloads.common.flags import check_above_zero, check_at_least
 from harness.workloads.links.cluster import build_cluster, measured_flops, write_cluster
 from harness.workloads.links.collectives import Limits, measure_collectives
-from harness.workloads.links.mpi import MpiTransport
-from harness.workloads.links.operations import OPERATIONS, TorchTransport, Transport
+from harness.workloads.links.operations import OPERATIONS, MpiTransport, TorchTransport, Transport
 from harness.workloads.links.overhead import measure_overhead
 from harness.workloads.links.pairs import Pair, PairTimes, measure_pairs
 from harness.workloads.links.table import links_text

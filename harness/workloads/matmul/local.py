@@ -14,11 +14,10 @@ import torch
 
 from harness.errors import VerificationError
 from harness.measure.clock import Clock
-from harness.runtime.devices.caches import CacheFlush, last_cache_bytes
+from harness.runtime.devices.memory import CacheFlush, last_cache_bytes
 from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s
 from harness.runtime.devices.sampling import Budget, hold_gpu, shortest_sample_s, take_samples
-from harness.runtime.ranks.context import Context
-from harness.runtime.ranks.world import World
+from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes, format_flops
 from harness.workloads.matmul.product import SEED_A, SEED_B, block, check_block, torch_dtype
 

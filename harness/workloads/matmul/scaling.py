@@ -12,9 +12,8 @@ from harness.domain.record import Span
 from harness.errors import ConfigError, VerificationError
 from harness.measure.clock import Clock, HostClock
 from harness.measure.derive.spans import covered_s
-from harness.runtime.ranks.context import Context
 from harness.runtime.ranks.gather import gather_numbers
-from harness.runtime.ranks.world import World
+from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes
 from harness.workloads.matmul.local import precision_of
 from harness.workloads.matmul.product import ProductDeviation, check_block, torch_dtype

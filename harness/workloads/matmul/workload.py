@@ -8,12 +8,10 @@ from typing import Any, Literal
 from harness.errors import ConfigError
 from harness.runtime.devices.memory import peak_bytes
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.broadcast import wait_for_all
-from harness.runtime.ranks.context import Context
-from harness.runtime.ranks.gather import gather_bytes, gather_numbers
-from harness.runtime.ranks.world import World
+from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
+from harness.runtime.ranks.world import Context, World
 from harness.workloads.common.contract import Workload
-from harness.workloads.common.number_flags import check_above_zero, check_at_least
+from harness.workloads.common.flags import check_above_zero, check_at_least
 from harness.workloads.matmul.local import (
     Unmeasured,
     measure_memory,

@@ -10,11 +10,15 @@ from harness.plan.simulate.options import OPTIMIZERS, SimulatorOptions
 from harness.runtime.devices.precision import wire_bytes_per_fp32_byte
 from harness.runtime.engines.optimizers import OptimizerOptions, check_optimizer
 from harness.runtime.models import ModelOptions
-from harness.workloads.common.model_flags import ModelFlags, fitted_flags, shared_flags
-from harness.workloads.common.number_flags import check_above_zero, check_at_least
-from harness.workloads.common.search_flags import SearchFlags
-from harness.workloads.planning.profile_config import ProfileConfig
-from harness.workloads.planning.profile_points import shard_counts
+from harness.workloads.common.flags import (
+    ModelFlags,
+    SearchFlags,
+    check_above_zero,
+    check_at_least,
+    fitted_flags,
+    shared_flags,
+)
+from harness.workloads.planning.profile_config import ProfileConfig, shard_counts
 
 # Data types that operators are profiled in, and so can be planned.
 PlannedDtype = Literal["fp32", "tf32", "bf16", "fp16"]

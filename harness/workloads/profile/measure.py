@@ -3,6 +3,8 @@
 A microbatch is run as in a pipeline: the model has as many stages as there are devices, and as many
 microbatches are in flight. Any other batch passes through the whole model, or through as large a
 part of it as memory holds.
+
+A shard of an operator's weights, timed in place of the operator.
 """
 
 from __future__ import annotations
@@ -24,15 +26,43 @@ from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.devices.precision import Precision
 from harness.runtime.devices.sampling import Budget, hold_gpu, shortest_sample_s
 from harness.runtime.models import Task
-from harness.runtime.profiling.shards import operator_shard
-from harness.runtime.profiling.subgraph import OperatorCall, Step, Subgraph, steps_of, tensors_in
+from harness.runtime.profiling.shards import OperatorShard, operator_shard
+from harness.runtime.profiling.subgraph import (
+    ModelPart,
+    OperatorCall,
+    Step,
+    Subgraph,
+    is_microbatch,
+    stage_bounds,
+    steps_of,
+    tensors_in,
+)
 from harness.runtime.profiling.timer import OperatorSamples, OpTimer
 from harness.runtime.profiling.verify import verify
-from harness.runtime.ranks.context import Context
-from harness.workloads.planning.profile_points import Point
-from harness.workloads.profile.part import ModelPart, is_microbatch, stage_bounds
-from harness.workloads.profile.shard_call import ShardCall
+from harness.runtime.ranks.world import Context
+from harness.workloads.planning.profile_config import Point
 from harness.workloads.profile.step import make_inputs
+
+
+class ShardCall:
+    """Replaces an operator's call by its shard's call.
+
+    The shard is made at its first call, so that few shards are in memory at a time.
+    """
+
+    def __init__(self, captured: Captured, point: Point) -> None:
+        self._captured, self._point = captured, point
+        self._shard: OperatorShard | None = None
+
+    def __call__(self, call: OperatorCall) -> OperatorCall:
+        point = self._point
+        if self._shard is None:
+            self._shard = operator_shard(
+                self._captured, point.operator, point.dim, point.size, call
+            )
+        assert self._shard is not None, "verification has made this shard before"
+        return self._shard.call(call)
+
 
 _log = logging.getLogger(__name__)
 

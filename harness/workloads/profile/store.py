@@ -20,7 +20,7 @@ from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
 from harness.measure.store import write_atomically
 from harness.plan.fit import OperatorTime, OperatorTimes
-from harness.workloads.planning.profile_points import Point
+from harness.workloads.planning.profile_config import Point
 
 
 def read_profile(path: Path, model: str, dtype: str) -> Profile:

@@ -22,15 +22,23 @@ from harness.runtime.devices.memory import is_out_of_memory, peak_bytes, reset_p
 from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import Task, build_task
-from harness.runtime.ranks.broadcast import run_on_rank_0, wait_for_all
-from harness.runtime.ranks.context import Context
-from harness.runtime.ranks.gather import gather_bytes, gather_numbers
+from harness.runtime.ranks.gather import gather_bytes, gather_numbers, run_on_rank_0, wait_for_all
+from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Workload
-from harness.workloads.planning.profile_config import ProfileConfig, check_profile, profile_cases
-from harness.workloads.planning.profile_points import Point, points_of
+from harness.workloads.planning.profile_config import (
+    Point,
+    ProfileConfig,
+    check_profile,
+    points_of,
+    profile_cases,
+)
 from harness.workloads.profile.measure import DTYPE_NAMES, PointMeasurer
-from harness.workloads.profile.optimizer import TimedParameters, optimizer_s_per_byte
-from harness.workloads.profile.step import StepSampler, gather_steps
+from harness.workloads.profile.step import (
+    StepSampler,
+    TimedParameters,
+    gather_steps,
+    optimizer_s_per_byte,
+)
 from harness.workloads.profile.store import (
     fit_errors,
     missing_points,

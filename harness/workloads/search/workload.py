@@ -20,14 +20,13 @@ from harness.plan.report import result_lines
 from harness.plan.request import PlanRequest, PlanResult, SearchProgress
 from harness.plan.simulate.simulator import compile_events
 from harness.runtime.devices.memory import peak_bytes
-from harness.runtime.ranks.broadcast import run_on_rank_0
-from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.gather import run_on_rank_0
+from harness.runtime.ranks.world import Context
 from harness.units import format_duration
 from harness.workloads.common.contract import Need, Workload
-from harness.workloads.common.model_flags import ModelFlags, flag_words
+from harness.workloads.common.flags import ModelFlags, flag_words
 from harness.workloads.planning.files import write_plan
-from harness.workloads.planning.inputs import read_inputs
-from harness.workloads.planning.needs import links_need, profile_need
+from harness.workloads.planning.inputs import links_need, profile_need, read_inputs
 from harness.workloads.planning.predict import predict
 from harness.workloads.planning.search_config import SearchConfig, search_cases
 from harness.workloads.search.trials import Tried, trial_lines, try_out

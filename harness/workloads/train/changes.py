@@ -20,9 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
 from harness.measure.store import write_atomically
-from harness.runtime.ranks.broadcast import run_on_rank_0
-from harness.runtime.ranks.context import Context
-from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks, raise_on_all_ranks
+from harness.runtime.ranks.gather import (
+    gather_numbers,
+    maximum_over_ranks,
+    raise_on_all_ranks,
+    run_on_rank_0,
+)
+from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.engines import executor_trainer

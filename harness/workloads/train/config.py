@@ -10,8 +10,7 @@ from harness.domain.schedule import ScheduleName
 from harness.errors import ConfigError
 from harness.inputs import parse_int
 from harness.runtime.engines.optimizers import OptimizerOptions
-from harness.workloads.common.model_flags import ModelFlags
-from harness.workloads.common.search_flags import SearchFlags
+from harness.workloads.common.flags import ModelFlags, SearchFlags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
 

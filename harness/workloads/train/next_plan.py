@@ -10,16 +10,14 @@ from harness.domain.freezing import frozen_operators
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import StrategyError
 from harness.plan.change import predict_change_s
-from harness.plan.convert import strategy_from
-from harness.plan.formats.detect import detect
+from harness.plan.formats.detect import detect, strategy_from
 from harness.plan.formats.pipedream_plan import PipeDreamPlan, stages_by_modules, to_strategy
 from harness.plan.simulate.simulator import Simulator
-from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.world import Context
 from harness.workloads.planning.inputs import Inputs, read_inputs
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.moved_bytes import PairBytes, estimate_moved_bytes
-from harness.workloads.train.plan import Planned, device_flops
-from harness.workloads.train.search_config import search_config_of
+from harness.workloads.train.plan import Planned, device_flops, search_config_of
 
 
 class NextPlanner:

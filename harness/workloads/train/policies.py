@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from harness.domain.freezing import n_frozen_layers
 from harness.errors import ConfigError, HarnessError
 from harness.inputs import read_file
-from harness.runtime.ranks.broadcast import broadcast_result
-from harness.runtime.ranks.gather import gather_numbers
+from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.workloads.train.config import TrainCase, parse_change
 from harness.workloads.train.policy import LEAD_STEPS, Due, Policy, PolicyInputs
 from harness.workloads.train.requests import UNREADABLE, Request, read_request

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.world import Context
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.next_plan import NextPlanner
 from harness.workloads.train.plan import Planned

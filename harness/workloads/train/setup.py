@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,11 +11,12 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness.domain.strategy import Strategy, samples_per_device
 from harness.errors import ConfigError
 from harness.measure.recorder import Recorder
+from harness.runtime.capture.meta_run import StepFlops, step_flops
 from harness.runtime.data import (
     Batch,
     BatchPlan,
@@ -24,19 +26,63 @@ from harness.runtime.data import (
     open_data,
     split_by_weight,
 )
-from harness.runtime.devices.flops import StepFlops, step_flops
-from harness.runtime.devices.precision import set_tensor_cores
-from harness.runtime.engines.balance import measure_speeds
+from harness.runtime.devices.precision import Precision, set_tensor_cores
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.models import Task, build_task
-from harness.runtime.ranks.broadcast import wait_for_all
-from harness.runtime.ranks.gather import gather_bytes
+from harness.runtime.models import build_task
+from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
 from harness.runtime.ranks.world import World
-from harness.workloads.train.check import data_options, fitted_options
+from harness.workloads.train.cases import data_options, fitted_options
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.engines import ENGINES, Trainer
 from harness.workloads.train.plan import Planned
+
+# Many periods of a CPU quota, which lets a process run and pause in turn.
+_MIN_TIME_S = 0.5
+_MIN_STEPS = 3
+
+
+def _zeros(spec: InputSpec, n_samples: int, device: torch.device) -> Tensor:
+    return torch.zeros((n_samples, *spec.shape), dtype=spec.dtype, device=device)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) -> float:
+    """Rate of forward and backward over batches of `n_samples`; the model is not changed."""
+    inputs = [_zeros(spec, n_samples, device) for spec in task.inputs]
+    targets = task.draw_targets(n_samples, device=device)
+    precision = Precision(dtype, device)
+    state = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
+
+    def step() -> None:
+        with precision.autocast():
+            loss = task.sum_loss(task.model(*inputs), targets) / targets.numel()
+        loss.backward()
+        task.model.zero_grad(set_to_none=True)
+
+    step()
+    _finish(device)
+    n_steps, start_s = 0, time.perf_counter()
+    while n_steps < _MIN_STEPS or time.perf_counter() - start_s < _MIN_TIME_S:
+        step()
+        _finish(device)
+        n_steps += 1
+    rate = n_steps * n_samples / (time.perf_counter() - start_s)
+    with torch.no_grad():
+        for name, buffer in task.model.named_buffers():
+            buffer.copy_(state[name])
+    return rate
+
+
+def measure_speeds(task: Task, n_samples: int, dtype: str, world: World) -> list[float]:
+    """Samples per second of every rank, by rank; all ranks measure at the same time."""
+    return gather_numbers(samples_per_s(task, max(1, n_samples), dtype, world.device), world)
+
 
 _log = logging.getLogger(__name__)
 

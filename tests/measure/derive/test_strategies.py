@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.record import Record, Sample, Span
 from harness.domain.run import RankInfo, RunHeader, Status
 from harness.measure.derive import StrategyRow, strategy_table, training_summary
+from harness.measure.derive.strategies import strategy_finding
+from harness.measure.statistics import verdict
 from harness.measure.store import Run
 
 
@@ -95,3 +98,111 @@ def test_unlike_batches_do_not_compare() -> None:
 def test_engines_are_strategies_of_their_own() -> None:
     rows = table(trained("ddp", 2, 1.0), trained("ddp", 2, 2.0, engine="deepspeed"))
     assert [row.strategy for row in rows] == ["ddp on 2", "deepspeed-ddp on 2"]
+
+
+def row(name: str, n_ranks: int, step_s: float, n_repeats: int = 9, **more: Any) -> StrategyRow:
+    """A strategy whose repeats lie within a tenth of a per cent."""
+    steps = tuple(step_s * (1 + 1e-4 * k) for k in range(n_repeats))
+    return StrategyRow(
+        workload="lenet fp32 batch 12", name=name, n_ranks=n_ranks, n_started=n_repeats,
+        failures=(), step_s=steps, throughput=12 / step_s, **more,
+    )  # fmt: skip
+
+
+def failed(name: str, n_ranks: int, *failures: Status) -> StrategyRow:
+    return replace(
+        row(name, n_ranks, 1.0, 0), n_started=len(failures), failures=failures, throughput=None
+    )
+
+
+def finding(*rows: StrategyRow) -> str:
+    """The sentence, after comparing every row with the first that has steps."""
+    baseline = next((one for one in rows if one.step_s), None)
+    compared = [
+        one
+        if one is baseline or baseline is None or not one.step_s
+        else replace(
+            one,
+            against=baseline.strategy,
+            speedup=baseline.step_s[0] / one.step_s[0],
+            verdict=verdict(one.step_s, baseline.step_s),
+        )
+        for one in rows
+    ]
+    return strategy_finding(compared)
+
+
+def test_a_decided_comparison_names_the_fastest_and_why_another_is_no_gain() -> None:
+    ddp = row("ddp", 5, 4.0, exposed_share=0.75, sent_bytes=2.0**20)
+    assert finding(row("single", 1, 2.0), ddp, row("searched", 5, 1.0)) == (
+        "searched is fastest: 2.00 times one device; ddp is no gain (0.50 times): exposed "
+        "communication is 75% of its step, in which its links carry 1 MiB per rank."
+    )
+
+
+def test_communication_is_no_cause_where_the_rest_of_the_step_is_no_gain_either() -> None:
+    ddp = row("ddp", 5, 4.0, exposed_share=0.25, sent_bytes=2.0**20)
+    assert finding(row("single", 1, 2.0), ddp) == (
+        "No strategy is faster than one device; ddp is no gain (0.50 times)."
+    )
+
+
+def test_too_few_repeats_are_no_verdict() -> None:
+    rows = row("single", 1, 2.0, 2), row("ddp", 5, 4.0, 2), row("searched", 5, 1.0, 2)
+    assert finding(*rows) == (
+        "No verdict yet: searched reads fastest (2.00 times one device), 2 repeats do not decide "
+        "it (about 5 more would); ddp reads slower (0.50 times)."
+    )
+    assert finding(row("single", 1, 1.0, 1), row("ddp", 5, 4.0, 1)) == (
+        "No verdict yet: one device reads fastest, 1 repeat does not decide it (about 6 more "
+        "would); ddp reads slower (0.25 times)."
+    )
+
+
+def test_repeats_that_vary_more_than_strategies_differ_are_no_verdict() -> None:
+    single, ddp = (
+        replace(row(n, k, 1.0), step_s=(1.0, 2.0)) for n, k in (("single", 1), ("ddp", 2))
+    )
+    ddp = replace(ddp, step_s=(0.99, 2.0))
+    assert finding(single, ddp) == (
+        "No verdict: ddp reads fastest (1.01 times one device), the repeats vary too much to "
+        "decide it."
+    )
+
+
+def test_strategies_that_the_repeats_do_not_separate_are_fastest_together() -> None:
+    near = row("pipeline", 5, 1.01), row("searched", 5, 1.0), row("tensor", 5, 1.02)
+    assert finding(row("single", 1, 2.0), *near) == (
+        "searched (2.00 times one device), pipeline (1.98 times) and tensor (1.96 times) are "
+        "fastest: their repeats do not separate them."
+    )
+
+
+def test_an_effect_below_a_tenth_is_no_gain() -> None:
+    assert finding(row("single", 1, 1.05), row("ddp", 2, 1.0)) == (
+        "ddp reads fastest and is no gain: 1.05 times one device, within 10%."
+    )
+
+
+def test_one_strategy_is_compared_with_nothing() -> None:
+    assert finding(row("ddp", 2, 1.0)) == (
+        "Only ddp was trained (12 samples/s): there is nothing to compare it with."
+    )
+    assert finding(row("ddp", 2, 1.0), failed("tensor", 2, "oom", "crash", "oom")) == (
+        "Only ddp has a result (12 samples/s): there is nothing to compare it with; "
+        "tensor failed (out of memory, crashed)."
+    )
+
+
+def test_where_all_failed_there_is_no_result() -> None:
+    assert finding(failed("ddp", 2, "timeout"), failed("single", 1)) == (
+        "No strategy has a result: ddp failed (timed out); one device failed (no step was timed)."
+    )
+
+
+def test_equal_names_are_told_apart_by_their_ranks_and_many_are_counted() -> None:
+    slow = [row("ddp", n, 2.0 + n) for n in (2, 3, 4, 5)]
+    assert finding(row("ddp", 1, 1.0), *slow) == (
+        "No strategy is faster than ddp on 1; ddp on 5 is no gain (0.14 times); "
+        "ddp on 4 is no gain (0.17 times); 2 more are no gain."
+    )

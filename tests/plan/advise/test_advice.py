@@ -19,10 +19,16 @@ from harness.plan import builders
 from harness.plan.__main__ import main
 from harness.plan.advise.advice import Advice, Adviser
 from harness.plan.advise.evidence import Uncertainty, uncertainty_of
-from harness.plan.advise.machines import next_ethernet, part_of, with_device, with_rate
 from harness.plan.advise.prices import find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, largest_batch
-from harness.plan.advise.sets import node_classes, sets_of
+from harness.plan.advise.sets import (
+    next_ethernet,
+    node_classes,
+    part_of,
+    sets_of,
+    with_device,
+    with_rate,
+)
 from harness.plan.advise.words import Presentation, advice_lines, name_range
 
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,7 @@ from harness.errors import PlanError
 from harness.plan.commands import main
 from harness.plan.costs import run
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
-from harness.plan.layout import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.layouts.planner import LayoutSearch
 from harness.plan.request import PlanRequest
 from harness.plan.simulate.options import SimulatorOptions

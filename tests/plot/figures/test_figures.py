@@ -24,8 +24,8 @@ from harness.plot.catalog import (
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.link_heatmap import bandwidth_scale, latency_scale
 from harness.plot.numbers import RunNumbers
-from harness.plot.present import format_value, header_of, present
 from harness.plot.render import image_bytes
+from harness.plot.report import format_value, header_of, present
 from harness.plot.style import colour_of, joint_legend, series_style
 
 Write = Callable[..., Path]

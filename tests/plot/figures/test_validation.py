@@ -6,10 +6,9 @@ from pathlib import Path
 
 from harness.domain.validation import ValidatedPoint, Validation
 from harness.measure.store import find_runs
-from harness.plot.catalog import Catalog
+from harness.plot.catalog import Catalog, read_validations
 from harness.plot.figures.validation import FIGURE
 from harness.plot.render import image_bytes
-from harness.plot.validations import read_validations
 
 
 def point(name: str, measured_s: float | None, calibrates: str = "") -> ValidatedPoint:

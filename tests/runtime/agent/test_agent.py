@@ -115,7 +115,7 @@ def test_the_program_dies_with_its_agent():
 
 PROGRAM = """
 import os, signal, sys, time
-from harness.runtime.agent.channel import Channel
+from harness.runtime.agent.wire import Channel
 channel = Channel.from_environment()
 channel.begin_run("run1", sys.argv[1], float(sys.argv[3]), is_isolated=False)
 print("begun", flush=True)

@@ -16,8 +16,8 @@ from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import capture
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.shards.batch_norm import check_shared_norms, check_writers
 from harness.runtime.executor.shards.forms import choose_forms
-from harness.runtime.executor.shards.running_state import check_shared_norms, check_writers
 
 ALIKE = sorted(OPERATORS.keys() - {"shared_norm", "spectral_norm", "fixed_batch"})
 NAMES = ("ddp", "tensor parallel", "1f1b", "zero_bubble", "interleaved")

@@ -1,4 +1,4 @@
-"""What is read of the host."""
+"""What limits an interface."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from collections import namedtuple
 import psutil
 import pytest
 
-from harness.runtime.ranks.host import processor_seconds
+from harness.runtime.ranks.host import processor_seconds, shaped_rates
+
+
+def test_a_shaper_at_the_root_limits_its_interface():
+    qdiscs = [
+        {"kind": "noqueue", "dev": "lo", "root": True, "options": {}},
+        {"kind": "tbf", "dev": "eth0", "root": True, "options": {"rate": 12500000}},
+        {"kind": "tbf", "dev": "eth1", "parent": "1:1", "options": {"rate": 1}},
+    ]
+    assert shaped_rates(qdiscs) == {"eth0": 100e6}
+
 
 _Times = namedtuple("_Times", "user system idle steal guest guest_nice")
 

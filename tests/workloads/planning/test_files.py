@@ -26,8 +26,7 @@ from harness.workloads.planning.files import (
     has_profiled,
     write_plan,
 )
-from harness.workloads.planning.inputs import capture_graph
-from harness.workloads.planning.needs import search_need
+from harness.workloads.planning.inputs import capture_graph, search_need
 from harness.workloads.planning.search_config import SearchConfig, search_cases
 
 QUESTION = search_cases(SearchConfig(model="lenet", batch_size=8), 2)[0]

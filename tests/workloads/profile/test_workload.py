@@ -22,10 +22,9 @@ from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.costs import Costs
 from harness.runtime.capture.capture import capture, capture_model
 from harness.runtime.models import ModelOptions, build_task, fit_options
-from harness.runtime.profiling.subgraph import steps_of
-from harness.workloads.planning.profile_points import part_sizes, points_of, shard_counts
+from harness.runtime.profiling.subgraph import is_microbatch, stage_bounds, steps_of
+from harness.workloads.planning.profile_config import part_sizes, points_of, shard_counts
 from harness.workloads.profile import workload as profile
-from harness.workloads.profile.part import is_microbatch, stage_bounds
 from harness.workloads.profile.store import read_profile, with_whole_steps
 from harness.workloads.profile.workload import ProfileConfig, profile_cases, profile_text
 

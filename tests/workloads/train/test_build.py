@@ -14,9 +14,8 @@ from harness.plan.roofline import roofline_profile
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.workloads.planning.inputs import capture_graph
-from harness.workloads.train.build import build_strategy, load_strategy
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.search_config import search_config_of
+from harness.workloads.train.plan import build_strategy, load_strategy, search_config_of
 
 CASE = TrainCase(model="lenet", strategy="pipeline", engine="executor", batch=24, n_ranks=3)
 

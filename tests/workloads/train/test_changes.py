@@ -23,16 +23,18 @@ from harness.plan.simulate.simulator import Simulator
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
-from harness.workloads.train.control import ControlOptions, check_listens, control
 from harness.workloads.train.moved_bytes import estimate_moved_bytes
+from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.requests import (
     ChangeAnswer,
+    ControlOptions,
     answer_request,
+    check_listens,
+    control,
     read_answer,
     read_request,
     write_request,
 )
-from harness.workloads.train.search_config import search_config_of
 
 CASE = TrainCase(
     model="lenet", batch=12, n_samples=36, steps=6, warm_up=1, no_sync_steps=0, learning_rate=0.05,

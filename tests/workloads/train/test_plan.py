@@ -26,8 +26,7 @@ from harness.workloads.search.workload import WORKLOAD, run_search, search_text
 from harness.workloads.train import plan as train_plan
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
-from harness.workloads.train.plan import train_needs
-from harness.workloads.train.search_config import search_config_of
+from harness.workloads.train.plan import search_config_of, train_needs
 from harness.workloads.train.workload import run_train
 
 CASE = TrainCase(

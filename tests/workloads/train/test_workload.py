@@ -15,7 +15,7 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.data import DataOptions, entry_for, open_data
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.search_config import search_config_of
+from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.setup import make_task, set_norm_scope
 from harness.workloads.train.table import train_text
 from harness.workloads.train.workload import run_train

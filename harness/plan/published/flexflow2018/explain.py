@@ -14,8 +14,10 @@ from harness.plan.published.flexflow2018.model import (
     LayerCut,
     LayerProblem,
     Plan,
+    TimedTask,
+    simulate,
+    synchronise,
 )
-from harness.plan.published.flexflow2018.reference import TimedTask, simulate, synchronise
 
 MODEL_NAME = "alexnet of flexflow2018"
 COMPUTE, INSIDE, BETWEEN, SYNC = (

@@ -21,8 +21,7 @@ from harness.plan.published.flexflow2018.chain import (
     walk,
 )
 from harness.plan.published.flexflow2018.explain import explain, memory_bytes, to_strategy
-from harness.plan.published.flexflow2018.model import LayerProblem, Machine, Plan
-from harness.plan.published.flexflow2018.reference import step_ms
+from harness.plan.published.flexflow2018.model import LayerProblem, Machine, Plan, step_ms
 from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.units import format_bytes, format_duration

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.plan.compiled import compiled
+from harness.plan.compiled import compiled, pop, push
 from harness.plan.published.flexflow2018.model import (
     BETWEEN_BYTES_PER_MS,
     CONV,
@@ -27,7 +27,6 @@ from harness.plan.published.flexflow2018.model import (
     LayerProblem,
     Plan,
 )
-from harness.plan.simulate.heap import pop, push
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -11,8 +11,8 @@ from harness.plan.published.maxload.problem import LoadProblem, Value
 from harness.plan.published.maxload.search import Found, OperatorPlacement, search
 from harness.plan.published.pipedream.cost import STATE_BYTES_PER_PARAMETER_BYTE
 from harness.plan.published.pipedream.planner import link_bandwidths, pipeline_strategy
+from harness.plan.published.pipedream.problem import TICK_S, OperatorDag, workload_from
 from harness.plan.published.pipedream.search import DeviceStage
-from harness.plan.published.pipedream.workload import TICK_S, OperatorDag, workload_from
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.units import format_bytes, format_duration
 

@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 
 from harness.plan.bottleneck import Floats
-from harness.plan.published.pipedream.cuts import Cuts
+from harness.plan.published.pipedream.problem import Cuts
 
 # Bytes held per byte of parameters: the parameters, their gradients, and momentum.
 STATE_BYTES_PER_PARAMETER_BYTE = 3

@@ -24,6 +24,7 @@ from harness.plan.published.pipedream.cost import (
     memory_bytes,
     unlike_level,
 )
+from harness.plan.published.pipedream.problem import TICK_S, OperatorDag, workload_from
 from harness.plan.published.pipedream.search import (
     DeviceStage,
     FoundPipeline,
@@ -32,7 +33,6 @@ from harness.plan.published.pipedream.search import (
     list_cuts,
     search,
 )
-from harness.plan.published.pipedream.workload import TICK_S, OperatorDag, workload_from
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.units import format_bandwidth, format_bytes, format_duration
 

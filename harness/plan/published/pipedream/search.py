@@ -19,9 +19,7 @@ from harness.plan.published.pipedream.cost import (
     memory_bytes,
     n_in_flight,
 )
-from harness.plan.published.pipedream.cuts import Cuts
-from harness.plan.published.pipedream.lattice import Lattice, bits
-from harness.plan.published.pipedream.workload import OperatorDag
+from harness.plan.published.pipedream.problem import Cuts, Lattice, OperatorDag, bits
 
 _MERGED_PARTS = (16, 8, 4, 2, 1)  # a merged branch is at most this part of a device's share
 _FLAT_CUTS = 3000

@@ -15,12 +15,12 @@ from harness.errors import DataError
 from harness.inputs import shorten
 from harness.runtime.data.text.sequences import (
     TextData,
+    Vocabulary,
     check_inputs,
     find_files,
     padded,
     read_text,
 )
-from harness.runtime.data.text.vocabulary import Vocabulary
 from harness.runtime.models.task import IGNORED, Task
 
 _PAIR = "*.tsv with a source, a tab and a target on each line"

@@ -16,8 +16,13 @@ import torch
 
 from harness.errors import DataError
 from harness.inputs import read_file, shorten
-from harness.runtime.data.text.sequences import TextData, check_inputs, find_file, padded
-from harness.runtime.data.text.vocabulary import Vocabulary
+from harness.runtime.data.text.sequences import (
+    TextData,
+    Vocabulary,
+    check_inputs,
+    find_file,
+    padded,
+)
 from harness.runtime.models.task import Task
 
 _KIND = "train-v1.1.json or train-v2.0.json of SQuAD"

@@ -8,8 +8,14 @@ import torch
 
 from harness.errors import DataError
 from harness.inputs import shorten
-from harness.runtime.data.text.sequences import TextData, check_inputs, find_file, padded, read_text
-from harness.runtime.data.text.vocabulary import Vocabulary
+from harness.runtime.data.text.sequences import (
+    TextData,
+    Vocabulary,
+    check_inputs,
+    find_file,
+    padded,
+    read_text,
+)
 from harness.runtime.models.task import Task
 
 _HEADER = "sentence\tlabel"

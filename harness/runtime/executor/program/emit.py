@@ -18,11 +18,11 @@ from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.deferred import (
     ImmediateSink,
+    Joining,
     WeightQueue,
     defer,
     is_large_linear,
 )
-from harness.runtime.executor.gradients.joining import Joining
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.program.program import (
     DataKey,
@@ -32,7 +32,6 @@ from harness.runtime.executor.program.program import (
     WantKey,
     WeightKey,
 )
-from harness.runtime.executor.shards.assemble import Crop, RegionMap, Relative, assembled
 from harness.runtime.executor.shards.batch_norm import BatchNormShard, Reduce
 from harness.runtime.executor.shards.dropout import RandomState
 from harness.runtime.executor.shards.forms import (
@@ -47,6 +46,7 @@ from harness.runtime.executor.shards.forms import (
 from harness.runtime.executor.shards.inplace import COPIES, out_of_place
 from harness.runtime.executor.shards.kinds import make_dropout
 from harness.runtime.executor.shards.loss import CutCrossEntropy, LossPart
+from harness.runtime.executor.shards.regions import Crop, RegionMap, Relative, assembled
 from harness.runtime.executor.state.weights import Weights
 from harness.runtime.models.task import Task
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.runtime.executor.gradients.deferred import WeightQueue
-from harness.runtime.executor.program.drafts import Draft, draft_segments
 from harness.runtime.executor.program.emit import DeviceTasks, SegmentBuilder
-from harness.runtime.executor.program.program import PartKey, Program, Segment
+from harness.runtime.executor.program.program import (
+    Draft,
+    PartKey,
+    Program,
+    Segment,
+    draft_segments,
+)
 
 
 class Lowering:

@@ -12,12 +12,10 @@ from harness.domain.schedule import Action
 from harness.runtime.devices.precision import Precision
 from harness.runtime.executor.gradients.deferred import WeightQueue, backward_calls
 from harness.runtime.executor.program.program import PartKey, Program, Segment
-from harness.runtime.executor.run.flight import Flight
+from harness.runtime.executor.run.flight import Flight, Stash, call_with, random_state, repeated
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.run.randomness import random_state, repeated
-from harness.runtime.executor.run.stash import Stash, call_with
-from harness.runtime.executor.shards.assemble import Relative
 from harness.runtime.executor.shards.dropout import RandomState
+from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.messages import Place
 from harness.runtime.executor.transport.moves import (

@@ -22,15 +22,22 @@ from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import Strategy
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
-from harness.runtime.capture.operators import function_name, is_frozen_norm
-from harness.runtime.capture.random_operators import draws_random, is_dropout
+from harness.runtime.capture.operators import (
+    draws_random,
+    function_name,
+    is_dropout,
+    is_frozen_norm,
+)
 from harness.runtime.executor.geometry.layout import Layout, Part, check_samples
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.shards.batch_norm import GlobalBatchNorm
+from harness.runtime.executor.shards.batch_norm import (
+    GlobalBatchNorm,
+    check_shared_norms,
+    check_writers,
+)
 from harness.runtime.executor.shards.kinds import Shard, Wanted, make_batch_norm, make_shard
-from harness.runtime.executor.shards.running_state import check_shared_norms, check_writers
 from harness.runtime.executor.state.weights import Holders, canonical_names
 
 _log = logging.getLogger(__name__)

@@ -9,14 +9,12 @@ from torch import fx, nn
 from harness.domain.graph import Operator
 from harness.domain.partition import Block
 from harness.runtime.executor.shards import dropout
-from harness.runtime.executor.shards.attention import make_attention
+from harness.runtime.executor.shards.attention import make_attention, make_grouped_attention
 from harness.runtime.executor.shards.base import Make, Shard, ShardSpec, Wanted, has_plain_weights
 from harness.runtime.executor.shards.batch_norm import make_batch_norm, make_batch_norm_shard
-from harness.runtime.executor.shards.conv import make_conv2d
+from harness.runtime.executor.shards.conv import make_conv2d, make_pool
 from harness.runtime.executor.shards.dense import make_embedding, make_layer_norm, make_linear
-from harness.runtime.executor.shards.grouped_attention import make_grouped_attention
 from harness.runtime.executor.shards.pointwise import make_pointwise
-from harness.runtime.executor.shards.pool import make_pool
 
 __all__ = ["Shard", "Wanted", "make_batch_norm", "make_dropout", "make_shard"]
 

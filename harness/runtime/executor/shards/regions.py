@@ -1,4 +1,4 @@
-"""Pad and crop the block of an input that a task receives to the region that it computes with.
+"""Pad, crop and assemble blocks, differentiably.
 
 received    [lo ........ hi)          of an input of `size` rows
 needed   [a ....... b)                may reach beyond the input, into its padding
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from harness.domain.partition import Interval
+from harness.domain.partition import Block, Interval
 from harness.runtime.executor.shards.base import Wanted
 
 
@@ -66,3 +67,108 @@ def window(
     """
     start = output[0] * stride - padding
     return start, (output[1] - 1) * stride - padding + dilation * (kernel - 1) + 1
+
+
+@dataclass(frozen=True)
+class Relative:
+    """The position of a region within a tensor that holds a larger block."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    is_all: bool
+
+    @classmethod
+    def of(cls, region: Block, held: Block) -> Relative:
+        starts = tuple(a - b for (a, _), (b, _) in zip(region, held, strict=True))
+        sizes = tuple(stop - start for start, stop in region)
+        return cls(starts, sizes, region == held)
+
+    def of_tensor(self, tensor: Tensor) -> Tensor:
+        """A view of the region; dims beyond the block's stay whole."""
+        for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            if size != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+
+@dataclass(frozen=True)
+class RegionMap:
+    """Position of a region in the part that holds it, and in the want that it belongs to."""
+
+    source: Relative
+    target: Relative
+
+
+class Crop(nn.Module):
+    """Crops a region of a tensor; `is_zero` sets it to 0, because another part adds the value."""
+
+    def __init__(self, region: Relative, *, is_zero: bool) -> None:
+        super().__init__()
+        self._region, self._is_zero = region, is_zero
+
+    def forward(self, x: Tensor) -> Tensor:
+        cropped = self._region.of_tensor(x)
+        return cropped * 0 if self._is_zero else cropped
+
+
+class _Cut(nn.Module):
+    def __init__(self, place: RegionMap) -> None:
+        super().__init__()
+        self._source = place.source
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._source.of_tensor(x)
+
+
+class _Cat(nn.Module):
+    """Concatenates pieces along one dim."""
+
+    def __init__(self, places: list[RegionMap], dim: int) -> None:
+        super().__init__()
+        self._places, self._dim = places, dim
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        pieces = [
+            place.source.of_tensor(part) for place, part in zip(self._places, parts, strict=True)
+        ]
+        return torch.cat(pieces, dim=self._dim)
+
+
+class _Fill(nn.Module):
+    """Places pieces anywhere, and adds them where they overlap."""
+
+    def __init__(self, places: list[RegionMap], sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self._places, self._sizes = places, sizes
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        rest = parts[0].shape[len(self._sizes) :]
+        whole = parts[0].new_zeros((*self._sizes, *rest))
+        for place, part in zip(self._places, parts, strict=True):
+            pads: list[int] = []
+            piece = place.source.of_tensor(part)
+            for start, size, full in reversed(
+                list(zip(place.target.starts, place.target.sizes, self._sizes, strict=True))
+            ):
+                pads += [start, full - start - size]
+            pads = [0] * (2 * len(rest)) + pads
+            whole = whole + torch.nn.functional.pad(piece, pads)
+        return whole
+
+
+def assembled(places: list[RegionMap], block: Block, *, is_sum: bool) -> nn.Module:
+    """The module that assembles a want from local parts."""
+    sizes = tuple(stop - start for start, stop in block)
+    if len(places) == 1:
+        return _Cut(places[0])
+    differing = [
+        dim
+        for dim, size in enumerate(sizes)
+        if any(place.target.sizes[dim] != size for place in places)
+    ]
+    if len(differing) == 1 and not is_sum:
+        (dim,) = differing
+        order = [place.target.starts[dim] for place in places]
+        if order == sorted(order):
+            return _Cat(places, dim)
+    return _Fill(places, sizes)

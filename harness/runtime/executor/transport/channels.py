@@ -27,9 +27,8 @@ from torch import Tensor
 
 from harness.errors import PeerError
 from harness.runtime.executor.run.timetable import Order
-from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import Message, PlacedPiece
-from harness.runtime.executor.transport.transfers import transfers_of
+from harness.runtime.executor.transport.transfers import Groups, transfers_of
 from harness.runtime.ranks.failures import gist
 from harness.runtime.ranks.world import World
 

@@ -22,8 +22,7 @@ import torch
 from harness.domain.sharding import FEWEST_SUMMED
 from harness.runtime.executor.geometry.layout import Layout, Piece, Want
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
-from harness.runtime.executor.program.drafts import Draft, draft_segments
-from harness.runtime.executor.program.program import Send
+from harness.runtime.executor.program.program import Draft, Send, draft_segments
 from harness.runtime.executor.shards.forms import Forms
 
 Devices = tuple[int, ...]

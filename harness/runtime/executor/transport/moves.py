@@ -11,7 +11,7 @@ import torch
 
 from harness.runtime.executor.geometry.layout import Layout, Piece, Want
 from harness.runtime.executor.program.program import PartKey, Program, Segment, WantKey
-from harness.runtime.executor.shards.assemble import Relative
+from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.transport.messages import (
     Devices,
     Message,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from harness.runtime.executor.run.randomness import random_state, repeated
+from harness.runtime.executor.run.flight import random_state, repeated
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.ranks.world import World
 

@@ -18,8 +18,10 @@ from harness.plan.published.flexflow2018.model import (
     Plan,
     alexnet,
     part_ms,
+    simulate,
+    step_ms,
+    synchronise,
 )
-from harness.plan.published.flexflow2018.reference import simulate, step_ms, synchronise
 from harness.plan.published.flexflow2018.simulation import (
     build_tables,
     decode,

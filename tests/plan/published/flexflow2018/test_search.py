@@ -18,6 +18,8 @@ from harness.plan.published.flexflow2018.chain import (
     N_BOUNDED,
     N_PROPOSED,
     MarkovChain,
+    draw_below,
+    draw_unit,
     new_chain,
     restart,
     walk,
@@ -37,9 +39,9 @@ from harness.plan.published.flexflow2018.model import (
     LayerProblem,
     Machine,
     Plan,
+    simulate,
+    step_ms,
 )
-from harness.plan.published.flexflow2018.proposals import draw_below, draw_unit
-from harness.plan.published.flexflow2018.reference import simulate, step_ms
 from harness.plan.published.flexflow2018.search import plan as plan_request
 from harness.plan.published.flexflow2018.search import schedule, search, tidy
 from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode

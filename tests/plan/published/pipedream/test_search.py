@@ -13,13 +13,13 @@ import pytest
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.plan.published.pipedream.cost import Level, levels_of, unlike_level
+from harness.plan.published.pipedream.problem import OperatorDag, workload_from
 from harness.plan.published.pipedream.search import (
     FoundPipeline,
     PipelineProblem,
     device_stages,
     search,
 )
-from harness.plan.published.pipedream.workload import OperatorDag, workload_from
 
 RELATIVE = 1e-9  # prefix sums and single sums round differently
 

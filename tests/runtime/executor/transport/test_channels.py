@@ -17,9 +17,9 @@ from harness.measure.recorder import Recorder
 from harness.runtime.executor.gradients.sums import GradientSync
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.transport.channels import Channels
-from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import Message, PlacedPiece
 from harness.runtime.executor.transport.transfers import (
+    Groups,
     PairedTransfers,
     TaggedTransfers,
     transfers_of,

@@ -1,0 +1,183 @@
+"""Times of layers and of operators, from CSV files.
+
+layer,tp,microbatch,forward_s,backward_s,device_kind,parameter_bytes,output_bytes,saved_bytes
+    embedding,1,4,0.0004,0.0008,A100,209715200,4194304,0
+
+The last four columns may be missing. Bytes are of the whole layer, and of one sample's output.
+
+The columns are those of NeuSight's tables of torch.fx graphs; `users`, shapes and the rest are not
+needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from harness.domain.graph import Graph, Operator
+from harness.domain.profile import Measurement, Profile
+from harness.errors import DataError, GraphError
+from harness.inputs import MOST_S, find_number
+from harness.plan.importing.tables import Row, read_table
+from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph
+
+_COLUMNS = ("layer", "tp", "microbatch", "forward_s", "backward_s")
+_KIND, _PARAMETERS, _OUTPUT, _SAVED = (
+    "device_kind",
+    "parameter_bytes",
+    "output_bytes",
+    "saved_bytes",
+)
+
+
+def read_layer_times(
+    path: Path, *, device_kind: str
+) -> tuple[Graph, dict[TimeKey, list[LayerTime]]]:
+    """The chain of a model's layers, and their times.
+
+    Args:
+        device_kind: of rows that name none.
+
+    Raises:
+        DataError: it is no such table, or a layer has no time at some degree and microbatch.
+    """
+    rows = read_table(path, _COLUMNS)
+    layers: dict[str, PlannedLayer] = {}
+    times: dict[TimeKey, dict[str, LayerTime]] = {}
+    for row in rows:
+        layer = _layer(row)
+        known = layers.setdefault(layer.name, layer)
+        if known != layer:
+            raise DataError(
+                f"{row.where}: layer {layer.name!r} has other bytes than in an earlier row: make "
+                "them equal"
+            )
+        kind = row.text(_KIND) if _KIND in row.columns else ""
+        key = TimeKey(kind or device_kind, row.count("microbatch"), row.count("tp"))
+        own = times.setdefault(key, {})
+        if layer.name in own:
+            raise DataError(f"{row.where}: layer {layer.name!r} has two times at {key}: keep one")
+        own[layer.name] = LayerTime(row.number("forward_s"), row.number("backward_s"))
+    for key, own in times.items():
+        missing = next((name for name in layers if name not in own), None)
+        if missing is not None:
+            raise DataError(
+                f"{path}: layer {missing!r} has no time on {key.device_kind} at tp {key.tp}, "
+                f"microbatch {key.samples}: add it, or leave out the others"
+            )
+    graph = chain_graph(path.stem, list(layers.values()), 1, _n_parts(times))
+    return graph, {key: [own[name] for name in layers] for key, own in times.items()}
+
+
+def _layer(row: Row) -> PlannedLayer:
+    counts = {
+        name: row.count(name, 0) if name in row.columns and row.text(name) else 0
+        for name in (_PARAMETERS, _OUTPUT, _SAVED)
+    }
+    return PlannedLayer(row.text("layer"), counts[_PARAMETERS], counts[_OUTPUT], counts[_SAVED])
+
+
+def _n_parts(times: dict[TimeKey, list[LayerTime]] | dict[TimeKey, dict[str, LayerTime]]) -> int:
+    """A number of parts that every degree divides."""
+    n = 1
+    for key in times:
+        if n % key.tp:
+            n *= key.tp
+    return n
+
+
+_NAME, _FORWARD, _BACKWARD = "Name", "fw_latency", "bw_latency"
+# Producers and modules; a table may lack them.
+_INPUTS, _META = "_input_nodes", "meta"
+_FEWEST_TIMES = 20
+_MOST_MS = MOST_S * 1e3
+
+
+def read_operators(
+    path: Path, *, device_kind: str, batch: int, n_layers: int = 1
+) -> tuple[Graph, Profile]:
+    """A graph, and the times of its operators for the whole batch.
+
+    Args:
+        n_layers: layers of the model. If the table holds one of them (operators whose module is
+            numbered, such as `encoder.layer.0.dense`), it stands for all.
+
+    Raises:
+        DataError: it is no such table.
+        GraphError: the operators are inconsistent.
+    """
+    rows = read_table(path, (_NAME, _FORWARD, _BACKWARD))
+    numbers = [_layer_of(row) for row in rows]
+    floors = [_floor(rows, column) for column in (_FORWARD, _BACKWARD)]
+    n_copies = n_layers if len({n for n in numbers if n is not None}) == 1 else 1
+    operators: list[Operator] = []
+    points: list[Measurement] = []
+    known: dict[str, str] = {}  # the last operator of each name of the table
+    for copy, row in _unrolled(rows, numbers, n_copies):
+        name = row.text(_NAME) + (f".{copy}" if copy else "")
+        inputs = [known[one] for one in _producers(row) if one in known]
+        if copy and operators[-1].name not in inputs:
+            inputs.append(operators[-1].name)  # a layer reads the one before
+        operators.append(Operator(name=name, kind="other", inputs=inputs))
+        points.append(_measurement(row, name, device_kind, floors))
+        known[row.text(_NAME)] = name
+    graph = Graph(name=path.stem, operators=operators, batch=batch)
+    provenance = {"source": str(path)}
+    return graph, Profile(model=graph.name, measurements=points, provenance=provenance)
+
+
+def _unrolled(
+    rows: list[Row], numbers: list[int | None], n_copies: int
+) -> Iterator[tuple[int, Row]]:
+    """Rows with the number of their copy: those of the numbered layer several times."""
+    layer = [row for row, number in zip(rows, numbers, strict=True) if number is not None]
+    is_written = False
+    for row, number in zip(rows, numbers, strict=True):
+        if number is None:
+            yield 0, row
+        elif not is_written:
+            is_written = True
+            yield from ((copy, one) for copy in range(n_copies) for one in layer)
+
+
+def _layer_of(row: Row) -> int | None:
+    """Number of its layer, from the innermost module of `meta`; None outside layers."""
+    if _META not in row.columns:
+        return None
+    modules = re.findall(r"'([\w.]+)', <class", row.text(_META))
+    found = re.search(r"\.(\d{1,6})(?:\.|$)", modules[-1]) if modules else None
+    return None if found is None else int(found[1])
+
+
+def _measurement(row: Row, name: str, device_kind: str, floors: Sequence[float]) -> Measurement:
+    forward_s, backward_s = (
+        max(0.0, _seconds(row, column) - floor)
+        for column, floor in zip((_FORWARD, _BACKWARD), floors, strict=True)
+    )
+    return Measurement(
+        device_kind=device_kind, operator=name, forward_s=forward_s, backward_s=backward_s
+    )
+
+
+def _floor(rows: Sequence[Row], column: str) -> float:
+    """The shortest time: that of timing an operator without a kernel, such as a view. 0 in a table
+    of few operators, which may have none."""
+    times = [seconds for row in rows if (seconds := _seconds(row, column)) > 0]
+    return min(times) if len(times) >= _FEWEST_TIMES else 0.0
+
+
+def _seconds(row: Row, column: str) -> float:
+    """Milliseconds as seconds; an empty cell is 0."""
+    text = row.text(column) or "0"
+    value = find_number(text, least=0.0, at_most=_MOST_MS)
+    if value is None:
+        raise GraphError(f"{row.where}: {column} is {text!r}: write milliseconds >= 0")
+    return value / 1e3
+
+
+def _producers(row: Row) -> list[str]:
+    """Names in a dict such as {a: None, b: None}."""
+    if _INPUTS not in row.columns:
+        return []
+    return re.findall(r"([\w.]+)\s*:", row.text(_INPUTS))

@@ -1,0 +1,263 @@
+"""Flags that several workloads share: of the model and of the search, with their checks.
+
+None and `auto` mean automatic and pass every check.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal
+
+from harness.errors import ConfigError
+from harness.runtime.models import DlrmOptions, HeadName, ModelOptions, TextOptions
+from harness.units import parse_bytes
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field's name."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_at_least(config: Any, bounds: Mapping[str, float]) -> None:
+    """Refuse values below their bounds.
+
+    Raises:
+        ConfigError: names the flag, its value and the bound.
+    """
+    for name, bound in bounds.items():
+        _check(config, name, partial(operator.le, bound), f"at least {bound}")
+
+
+def check_above_zero(config: Any, names: Iterable[str]) -> None:
+    """Refuse values of 0 or less.
+
+    Raises:
+        ConfigError: names the flag and its value.
+    """
+    for name in names:
+        _check(config, name, partial(operator.lt, 0), "above 0")
+
+
+def _check(config: Any, name: str, is_within: Callable[[float], bool], bound: str) -> None:
+    given = getattr(config, name)
+    values, each = (given, " each") if isinstance(given, tuple) else ((given,), "")
+    numbers = [value for value in values if value not in (None, "auto")]
+    if all(math.isfinite(value) and is_within(value) for value in numbers):
+        return
+    text = " ".join(map(str, values))
+    raise ConfigError(f"{flag(name)} {text} must be {bound}{each}, and finite")
+
+
+_LEAST_DLRM = {
+    "dlrm_bottom_mlp": 1,
+    "dlrm_top_mlp": 1,
+    "dlrm_table_rows": 1,
+    "dlrm_lookups": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DlrmFlags:
+    """Sizes of dlrm."""
+
+    dlrm_bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
+    """dlrm: layer widths of the bottom MLP; the first is the number of dense features, the last the
+    width of the embeddings."""
+    dlrm_top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
+    """dlrm: layer widths of the top MLP, from the interaction's output to one logit."""
+    dlrm_table_rows: tuple[int, ...] = (10_000,) * 8
+    """dlrm: rows of each embedding table, one number per table."""
+    dlrm_lookups: int = 1
+    """dlrm: indices that a sample looks up (and sums) in each table."""
+    dlrm_interaction: Literal["cat", "dot"] = "cat"
+    """dlrm: how the vectors are combined: concatenated (cat), or by pairwise dot products (dot)."""
+
+    def check_dlrm(self) -> None:
+        """Refuse sizes below 1.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        check_at_least(self, _LEAST_DLRM)
+
+    def dlrm_options(self) -> DlrmOptions:
+        return DlrmOptions(
+            bottom_mlp=self.dlrm_bottom_mlp,
+            top_mlp=self.dlrm_top_mlp,
+            table_rows=self.dlrm_table_rows,
+            n_lookups=self.dlrm_lookups,
+            interaction=self.dlrm_interaction,
+        )
+
+
+_SIZES = (
+    "sequence_length",
+    "vocabulary_size",
+    "n_layers",
+    "width",
+    "n_heads",
+    "n_groups",
+    "mlp_width",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFlags:
+    """Sizes of a model of text."""
+
+    sequence_length: int | None = None
+    """text: tokens of a sample (t5, nmt: of source and of target each). Default: the model's."""
+    vocabulary_size: int | None = None
+    """text: number of tokens. Default: that of the vocabulary file, else the model's."""
+    n_layers: int | None = None
+    """text: layers (t5, nmt: of encoder and of decoder each)."""
+    width: int | None = None
+    """text: features of a token between layers."""
+    n_heads: int | None = None
+    """text: heads of an attention."""
+    n_groups: int | None = None
+    """text: heads of keys and values, each shared by n_heads / n_groups heads of queries."""
+    mlp_width: int | None = None
+    """text: features inside an MLP."""
+    head: HeadName | None = None
+    """text: prediction of bert_base: classes, span (of an answer) or tokens. Default: the data's,
+    else classes."""
+
+    def check_text(self) -> None:
+        """Refuse sizes below 1.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        check_at_least(self, dict.fromkeys(_SIZES, 1))
+
+    def text_options(self) -> TextOptions:
+        sizes = {name: getattr(self, name) or 0 for name in _SIZES}
+        return TextOptions(**sizes, head=self.head)
+
+
+def fitted_text(text: TextOptions) -> dict[str, int | str | None]:
+    """Flags of a text model's sizes."""
+    return {name: getattr(text, name) or None for name in (*_SIZES, "head")}
+
+
+_LEAST_MODEL = {"image_size": 1, "n_classes": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags(DlrmFlags, TextFlags):
+    """A model's name and its options."""
+
+    model: str = "resnet18"
+    """lenet, alexnet, vgg16, resnet18, resnet50, resnet101, resnet152, inception_v3, densenet121,
+    vit_b_16, dlrm, bert_base, gpt2, llama, t5, nmt, or your own as package.module:factory (a
+    function that returns an nn.Module over images)."""
+    image_size: int | None = None
+    """Height and width of the images in pixels. Default: that of the data set if the model accepts
+    it, else the model's (224). Small images, such as 64, suit CPUs."""
+    n_classes: int | None = None
+    """Number of classes. Default: that of the data set, else the model's."""
+    dropout: float | None = None
+    """Probability of every dropout layer. Default: the model's."""
+    batch_norm: Literal["local", "global", "frozen"] = "local"
+    """Statistics of batch norm. local: each rank uses its own samples, as DDP does, so results
+    differ from one device's. global: all samples of a microbatch (the torch engine needs GPUs for
+    it, because it uses SyncBatchNorm). frozen: running statistics, not updated."""
+
+    def check(self) -> None:
+        """Refuse numbers that no model accepts.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        self.check_dlrm()
+        self.check_text()
+        check_at_least(self, _LEAST_MODEL)
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"--dropout {self.dropout} is a probability: give 0 or more, and below 1"
+            )
+
+    def given_options(self) -> ModelOptions:
+        """Options as given; `fit_options` fills the missing ones in from the model and the data."""
+        return ModelOptions(
+            n_classes=self.n_classes or 0,
+            image_size=self.image_size or 0,
+            dropout=self.dropout,
+            has_frozen_norms=self.batch_norm == "frozen",
+            dlrm=self.dlrm_options(),
+            text=self.text_options(),
+        )
+
+    @property
+    def norm_scope(self) -> Literal["local", "global"]:
+        """Samples that batch statistics are computed over; without effect if they are frozen."""
+        return "global" if self.batch_norm == "global" else "local"
+
+
+def fitted_flags(fitted: ModelOptions) -> dict[str, Any]:
+    """Flags of a model after `fit_options` filled in the missing ones, so that runs of equal models
+    have equal configurations."""
+    return {
+        "image_size": fitted.image_size or None,
+        "n_classes": fitted.n_classes or None,
+        "n_channels": fitted.n_channels or None,
+        **fitted_text(fitted.text),
+    }
+
+
+def shared_flags(source: Any, kind: type) -> dict[str, Any]:
+    """Values of the fields of `source` that the dataclass `kind` has too, by name."""
+    names = {field.name for field in fields(kind)}
+    return {f.name: getattr(source, f.name) for f in fields(source) if f.name in names}
+
+
+def flag_words(config: Mapping[str, Any], names: Iterable[str], defaults: Any) -> list[str]:
+    """Command-line words for the model, and for those flags that differ from their defaults."""
+    words: list[str] = []
+    for name in names:
+        given, default = _as_tuple(config[name]), _as_tuple(getattr(defaults, name))
+        if given != default or name == "model":
+            words += [flag(name), *map(str, given)]
+    return words
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+_LEAST_SEARCH = {"search_budget": 1, "trials": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchFlags:
+    """Limits of a search in time and memory."""
+
+    search_seconds: float = 120.0
+    """Time limit of the search; it then returns the best plan found."""
+    search_budget: int | None = None
+    """Maximum number of plans that the search simulates. Default: as many as take some seconds."""
+    trials: int = 4
+    """Number of best predicted plans that are trained for a few steps each, in turn, before the
+    fastest measured one is chosen. 1 chooses by prediction alone."""
+    memory: str | None = None
+    """Memory that a plan may use on each device, such as 12GB. Default: all of it."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.memory is None else parse_bytes(self.memory)
+
+    def check_search(self) -> None:
+        """Refuse limits that are too small.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        check_at_least(self, _LEAST_SEARCH)
+        check_above_zero(self, ("search_seconds",))
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise ConfigError(f"--memory {self.memory} must be above 0")

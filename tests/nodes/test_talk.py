@@ -1,0 +1,67 @@
+"""The checks look at the interface that runs take, which need not be that of the hosts' names."""
+
+from __future__ import annotations
+
+from harness.nodes.facts import Facts, InterfaceFacts, Route
+from harness.nodes.findings import Status
+from harness.nodes.mpi import common_network
+from harness.nodes.parse import parse_facts
+from harness.nodes.talk import choose_run_interfaces
+
+
+def _host(index: int, *, fast: str = "10.1.0") -> Facts:
+    """Its name's address stands on eth0; a faster network is beside it."""
+    return Facts(
+        hostname=f"n{index}",
+        interfaces=(
+            InterfaceFacts(name="lo", networks=("127.0.0.1/8",)),
+            InterfaceFacts(name="eth0", networks=(f"10.0.0.{index}/24",), claimed_mbit_per_s=1000),
+            InterfaceFacts(name="ib0", networks=(f"{fast}.{index}/24",), claimed_mbit_per_s=40000),
+            InterfaceFacts(name="docker0", networks=("172.17.0.1/16",), claimed_mbit_per_s=10**5),
+        ),
+        routes=(Route(address="10.0.0.99", interface="eth0", source=f"10.0.0.{index}"),),
+    )
+
+
+def _taken(hosts: list[Facts]) -> list[tuple[str, str]]:
+    found = []
+    for facts in choose_run_interfaces(hosts):
+        assert facts.cluster_interface is not None
+        found.append((facts.cluster_interface.name, facts.cluster_address))
+    return found
+
+
+def test_the_fastest_network_that_all_share_is_looked_at_as_runs_take_it() -> None:
+    hosts = [_host(1), _host(2)]
+    assert _taken(hosts) == [("ib0", "10.1.0.1"), ("ib0", "10.1.0.2")]
+    settled = choose_run_interfaces(hosts)
+    assert common_network({facts.hostname: facts for facts in settled}) == "10.1.0.0/24"
+
+
+def test_a_network_that_one_host_lacks_is_not() -> None:
+    hosts = [_host(1), _host(2), _host(3, fast="10.2.0")]
+    assert [name for name, _ in _taken(hosts)] == ["eth0"] * 3
+
+
+def test_a_host_that_answers_alone_is_looked_at_by_its_routes() -> None:
+    assert _taken([_host(1)]) == [("eth0", "10.0.0.1")]
+
+
+def test_hosts_without_a_route_to_the_others_names_stay_critical(hosts) -> None:
+    cluster = hosts(2)
+    settled = choose_run_interfaces([report.facts for report in cluster.reports])
+    assert settled[1].run_interface == "eth0"
+    cluster.facts(1, run_interface="eth0", run_address="10.0.0.2", routes=())
+    assert cluster.judge("nic", 1)[0].status is Status.CRITICAL
+
+
+def test_an_interface_without_a_carrier_is_not_taken() -> None:
+    text = """@harness:net_dev
+  eth0: 0
+@harness:links
+2: eth0: <NO-CARRIER,BROADCAST,MULTICAST,UP> mtu 1500 qdisc mq state DOWN
+@harness:addresses
+2: eth0    inet 10.0.0.2/24 scope global eth0
+"""
+    (settled, _) = choose_run_interfaces([parse_facts(text), _host(1)])
+    assert settled.run_interface == ""

@@ -1,0 +1,90 @@
+"""Counted FLOPs against counts by hand, and against the same model run for real."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness.runtime.capture.meta_run import step_flops
+from harness.runtime.models import (
+    InputSpec,
+    ModelOptions,
+    Task,
+    TextOptions,
+    build_task,
+    fit_options,
+)
+
+
+def two_layers() -> Task:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return Task(model=model, inputs=(InputSpec(name="x", shape=(8,)),), n_classes=4)
+
+
+def test_the_first_layer_has_no_input_gradient():
+    # Forward 2 n (8 x 16 + 16 x 4); weight gradients the same; input gradient of layer 2 only.
+    forward, second = 2 * 10 * (8 * 16 + 16 * 4), 2 * 10 * 16 * 4
+    assert step_flops(two_layers(), 10) == (2 * forward + second, 0.0)
+
+
+def test_counting_without_memory_equals_counting_a_real_step():
+    def build() -> Task:
+        return build_task("lenet", fit_options("lenet", ModelOptions()))
+
+    task = build()
+    with FlopCounterMode(display=False) as counter:
+        task.sum_loss(task.model(torch.randn(3, 1, 28, 28)), torch.tensor([1, 2, 3])).backward()
+    assert step_flops(task, 3) == (counter.get_total_flops(), 0.0)
+
+
+def test_counting_leaves_the_model_alone():
+    task = two_layers()
+    before = [p.clone() for p in task.model.parameters()]
+    step_flops(task, 2)
+    assert all(torch.equal(a, b) for a, b in zip(before, task.model.parameters(), strict=True))
+    assert all(p.grad is None for p in task.model.parameters())
+
+
+def test_a_vit_step_counts_about_three_forwards():
+    def build() -> Task:
+        return build_task("vit_b_16", fit_options("vit_b_16", ModelOptions()))
+
+    with torch.device("meta"):
+        task = build()
+    # 17.56 GMAC by torchvision's documentation, attention's products not among them.
+    flops = step_flops(task, 1)
+    assert flops is not None
+    assert 3 * 2 * 16.8e9 < flops.total < 3 * 2 * 18.5e9
+
+
+def test_a_decoder_counts_six_flops_a_parameter_and_token_beside_its_scores():
+    sizes = TextOptions(
+        sequence_length=16, vocabulary_size=50, n_layers=2, width=32, n_heads=4, mlp_width=64
+    )
+
+    def build() -> Task:
+        return build_task("llama", fit_options("llama", ModelOptions(text=sizes)))
+
+    task, tokens = build(), 3 * 16
+    flops = step_flops(task, 3)
+    assert flops is not None
+    # Of 2 layers, forward and twice backward: scores and sums of 16 x 16 positions of width 32.
+    assert flops.scores == 3 * 2 * 2 * (2 * 3 * 16 * 16 * 32)
+    multiplied = [p for n, p in task.model.named_parameters() if p.dim() > 1 and "tokens" not in n]
+    assert flops.total - flops.scores == 6 * tokens * sum(p.numel() for p in multiplied)
+
+
+def test_a_model_that_needs_values_is_not_counted():
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if float(x.sum()) > 0 else self.layer(-x)
+
+    def build() -> Task:
+        return Task(model=Looks(), inputs=(InputSpec(name="x", shape=(8,)),), n_classes=4)
+
+    assert step_flops(build(), 2) is None

@@ -1,0 +1,95 @@
+"""What draws random numbers is known, and is never computed by several devices alike."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from harness.domain.sharding import may_have_copies
+from harness.runtime.capture.capture import capture
+from harness.runtime.capture.operators import draws_random, is_dropout
+from harness.runtime.models import InputSpec, Task
+
+
+@fx.wrap
+def stochastic_depth(x, p, mode, training=True):
+    """As torchvision's is called."""
+    return x
+
+
+class Calling(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def node_of(model):
+    root = fx.symbolic_trace(model)
+    node = next(n for n in root.graph.nodes if n.op.startswith("call"))
+    return node, root
+
+
+DROPOUTS = [
+    nn.Sequential(nn.Dropout(0.1)),
+    nn.Sequential(nn.Dropout2d(0.1)),
+    Calling(F.dropout),
+    Calling(lambda x: F.dropout(x, 0.1)),
+    Calling(lambda x: torch.dropout(x, 0.1, True)),
+]
+DRAWING = [
+    nn.Sequential(nn.Dropout1d(0.1)),
+    nn.Sequential(nn.Dropout3d(0.1)),
+    nn.Sequential(nn.AlphaDropout(0.1)),
+    nn.Sequential(nn.FeatureAlphaDropout(0.1)),
+    nn.Sequential(nn.RReLU()),
+    nn.Sequential(nn.FractionalMaxPool2d(2, output_size=2)),
+    nn.Sequential(nn.TransformerEncoderLayer(4, 2, dropout=0.1)),
+    nn.Sequential(nn.LSTM(4, 4, num_layers=2, dropout=0.1)),
+    Calling(lambda x: F.dropout2d(x, 0.1)),
+    Calling(lambda x: F.alpha_dropout(x, 0.1, True)),
+    Calling(lambda x: F.rrelu(x, training=True)),
+    Calling(lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.1)),
+    Calling(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)),
+    Calling(lambda x: stochastic_depth(x, 0.1, "batch")),
+    Calling(torch.rand_like),
+    Calling(lambda x: x.bernoulli()),
+]
+STILL = [
+    nn.Sequential(nn.Dropout(0.0)),
+    nn.Sequential(nn.Dropout1d(0.1)).eval(),
+    nn.Sequential(nn.RReLU()).eval(),
+    nn.Sequential(nn.TransformerEncoderLayer(4, 2, dropout=0.0)),
+    nn.Sequential(nn.ReLU()),
+    Calling(lambda x: F.dropout(x, 0.1, False)),
+    Calling(lambda x: F.dropout(x, training=False)),
+    Calling(lambda x: F.alpha_dropout(x, 0.1)),
+    Calling(lambda x: F.scaled_dot_product_attention(x, x, x)),
+    Calling(lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.0)),
+]
+
+
+@pytest.mark.parametrize("model", DROPOUTS + DRAWING + STILL)
+def test_what_draws_is_told_by_module_function_and_probability(model):
+    node, root = node_of(model)
+    assert draws_random(node, root) == (model not in STILL)
+    assert is_dropout(node, root) == (model in DROPOUTS)
+
+
+@pytest.mark.parametrize(
+    ("model", "may_have"),
+    [
+        (Calling(lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.1)), False),
+        (Calling(lambda x: F.scaled_dot_product_attention(x, x, x)), True),
+        (nn.Sequential(nn.Dropout1d(0.1)), False),
+        (nn.Sequential(nn.Dropout(0.1)), True),
+        (nn.Sequential(nn.Hardtanh()), False),  # not known
+        (nn.Sequential(nn.ReLU()), True),
+    ],
+)
+def test_what_may_differ_between_devices_has_no_copies(model, may_have):
+    task = Task(model=model, inputs=(InputSpec(name="x", shape=(3, 4)),), n_classes=4)
+    operator = capture(task, 2, "model").graph.operators[1]
+    assert may_have_copies(operator) is may_have

@@ -1,0 +1,127 @@
+"""The last table of training: measured beside predicted, over repeats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.domain.record import Sample, Span
+from harness.measure.derive import training_summary
+from harness.measure.store import Run
+from harness.workloads.train.table import compared_text
+
+
+@pytest.fixture(scope="session")
+def header_of(run_on_ranks):
+    """Makes headers; its path is known once `run_on_ranks` is."""
+    import local_ranks
+
+    return local_ranks.header_of
+
+
+def passes(step: int, stage: int, start_s: float) -> list[Span]:
+    """A step of 4 s: a stage's forward and backward of 1 s each, idle otherwise."""
+    first, fields = 4.0 * step + start_s, {"stage": stage, "microbatch": 0, "step": step}
+    return [
+        Span(kind="step", start_s=4.0 * step, duration_s=4.0, step=step),
+        Span(kind="forward", start_s=first, duration_s=1.0, **fields),
+        Span(kind="backward", start_s=first + 1, duration_s=1.0, **fields),
+    ]
+
+
+@pytest.fixture
+def make_run(header_of):
+    def make(strategy: str, repeat: int, *, n_ranks: int = 2, step_s: float = 4.0, **config) -> Run:
+        """Ten equal steps, 8 samples each, and 1 GiB of memory."""
+        header = msgspec.structs.replace(
+            header_of([f"node{i}" for i in range(n_ranks)]),
+            run_id=f"{strategy}{repeat}",
+            workload="train",
+            config={"model": "m", "strategy": strategy, "dtype": "fp32", "batch": 8,
+                    "engine": "executor" if strategy == "pipeline" else "torch", **config},
+            summary={"predicted_step_s": 1.1 * step_s, "n_stages": 2},
+        )  # fmt: skip
+        ranks = {}
+        for rank in range(n_ranks):
+            spans = [
+                msgspec.structs.replace(
+                    span, start_s=span.start_s * step_s / 4, duration_s=span.duration_s * step_s / 4
+                )
+                for step in range(10)
+                for span in passes(step, rank if strategy == "pipeline" else 0, float(rank))
+            ]
+            samples = [Sample(metric="n_samples", value=8 / n_ranks, step=k) for k in range(10)]
+            peak = Sample(metric="memory_peak_bytes", value=1 << 30, labels={"kind": "rss"})
+            ranks[rank] = [*spans, *samples, peak]
+        return Run(path=Path(header.run_id), header=header, ranks=ranks)
+
+    return make
+
+
+def rows(runs: list[Run]) -> list[list[str]]:
+    """Cells by column; columns are two spaces apart at least."""
+    lines = compared_text(runs, [training_summary(run) for run in runs]).splitlines()
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+
+
+def test_a_strategy_alone_has_its_row(make_run):
+    heads, row = rows([make_run("pipeline", 0)])
+    assert dict(zip(heads, row, strict=True)) == {
+        "strategies": "m fp32 batch 8",
+        "by": "pipeline on 2",
+        "repeats": "1",
+        "samples/s": "2",
+        "step": "4 s",
+        "99% interval": "4 s to 4 s",
+        "exposed comm": "-",
+        "bubble": "50%",
+        "memory": "1 GiB",
+        "predicted": "4.4 s",
+        "error": "+10%",
+        "speed-up": "-",
+    }
+
+
+def test_seven_repeats_decide(make_run):
+    runs = [make_run("single", k, n_ranks=1, step_s=4 + k / 100) for k in range(7)]
+    runs += [make_run("pipeline", k, step_s=2 + k / 100) for k in range(7)]
+    heads, single, pipeline, *told = rows(runs)
+    assert single[heads.index("repeats")] == pipeline[heads.index("repeats")] == "7"
+    assert pipeline[heads.index("speed-up")] == "1.99"
+    assert pipeline[heads.index("99% interval")] == "2 s to 2.06 s (range)"
+    assert told[0][0].startswith("pipeline on 2 against single on 1: faster (ratio 0.504")
+
+
+def test_schedules_are_rows_of_their_own(make_run):
+    runs = [make_run("pipeline", 0, schedule="gpipe"), make_run("pipeline", 1, schedule="1f1b")]
+    assert {row[1] for row in rows(runs)[1:3]} == {"pipeline-gpipe on 2", "pipeline on 2"}
+
+
+def test_microbatches_that_were_asked_for_are_rows_of_their_own(make_run):
+    runs = [make_run("pipeline", 0, microbatches=8), make_run("pipeline", 1)]
+    found = {row[1] for row in rows(runs)[1:3]}
+    assert found == {"pipeline-8-microbatches on 2", "pipeline on 2"}
+
+
+def test_files_of_one_name_are_told_apart(make_run):
+    files = ["results/a-search/strategy.json", "results/b-search/strategy.json", "plan.json"]
+    runs = [make_run(file, 0, engine="executor") for file in files]
+    runs += [make_run("plan.json", 1, engine="executor", strategy_digest="edited since")]
+    names = [row[1] for row in rows(runs)[1:5]]
+    assert names == ["a-search on 2", "b-search on 2", "plan on 2", "plan on 2"]
+
+
+def test_a_run_that_failed_keeps_its_row(make_run):
+    run = make_run("pipeline", 0)
+    failed = msgspec.structs.replace(run.header, status="crash", run_id="other")
+    runs = [run, Run(path=run.path, header=failed, ranks={})]
+    heads, row = rows(runs)
+    assert row[heads.index("repeats")] == "1 of 2"
+
+
+def test_staleness_is_said(make_run):
+    *_, last = rows([make_run("pipeline", 0, asynchronous=True)])
+    assert last[0].startswith("pipeline-asynchronous on 2 does not train like one device")
+    assert "2 - 1 - s updates old" in last[0]
