@@ -38,7 +38,7 @@ from harness.runtime.executor.transport.channels import Buffers, Channels, Trans
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 
-_TIMEOUT_S = 200.0
+TIMEOUT_S = 200.0
 
 
 def make_engine(
@@ -62,7 +62,7 @@ def plan_of(case: Case) -> ExecutorPlan:
         dropout="exact" if case.dropout == "exact" else "local",
         is_asynchronous=case.is_asynchronous,
         seed=case.seed,
-        timeout_s=_TIMEOUT_S,
+        timeout_s=TIMEOUT_S,
     )
 
 
@@ -116,7 +116,7 @@ def train_in_fp16(case: Case, world: World) -> list[tuple[float, float, bool]]:
     factor after the step, and whether the step changed its weights."""
     task = case.make_task()
     options = EngineOptions(dtype="fp16", optimizer=case.optimizer_options())
-    plan = ExecutorPlan(strategy=case.strategy, timeout_s=_TIMEOUT_S)
+    plan = ExecutorPlan(strategy=case.strategy, timeout_s=TIMEOUT_S)
     engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
     found = []
     for step in range(4):

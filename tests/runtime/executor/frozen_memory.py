@@ -1,0 +1,127 @@
+"""Bytes that a rank holds at the peak of a step as layers freeze, measured and predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from equivalence_training import TIMEOUT_S
+from torch import Tensor, nn
+
+from harness.domain.cluster import Cluster
+from harness.domain.freezing import frozen_operators
+from harness.domain.graph import Graph
+from harness.domain.strategy import Strategy
+from harness.measure.clock import HostClock
+from harness.measure.recorder import Recorder
+from harness.plan import builders
+from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.simulator import Simulator
+from harness.runtime.capture.capture import capture
+from harness.runtime.data.batch import Batch
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import OptimizerOptions
+from harness.runtime.executor.change.elastic import ElasticExecutor
+from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.ranks.world import World
+
+WIDTH, BATCH, N_RANKS = 256, 512, 2
+
+
+class Block(nn.Module):
+    """A residual layer, as in a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(WIDTH), nn.GELU()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def make_task() -> Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(6)))
+    model.add_module("head", nn.Linear(WIDTH, 10))
+    return Task(model=model, inputs=(InputSpec(name="x", shape=(WIDTH,)),), n_classes=10)
+
+
+def strategy_of(name: str, graph: Graph) -> Strategy:
+    cluster = Cluster.uniform(N_RANKS, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
+    if name == "ddp":
+        return builders.ddp(graph, cluster, BATCH)
+    names = [op.name for op in graph.operators if op.kind != "input"]
+    stages = [names[: len(names) // 2], names[len(names) // 2 :]]
+    return builders.pipeline(
+        graph, BATCH, stages, [[0], [1]], n_microbatches=4, schedule="1f1b", name=name
+    )
+
+
+class PeakBytes(NamedTuple):
+    """Of one rank with so many frozen layers."""
+
+    n_frozen: int
+    measured: int
+    predicted: float
+
+
+def peaks_as_layers_freeze(given: tuple[str, list[int]], world: World) -> list[PeakBytes]:
+    """Train by a named strategy with more and more frozen layers."""
+    name, frozen = given
+    task = make_task()
+    graph = capture(task, BATCH, "blocks").graph
+    strategy = strategy_of(name, graph)
+    options = EngineOptions(dtype="fp32", optimizer=OptimizerOptions(name="adamw"), batch=BATCH)
+    plan = ExecutorPlan(strategy=strategy, is_elastic=True, is_held=True, timeout_s=TIMEOUT_S)
+    elastic = ElasticExecutor(task, world, Recorder(HostClock()), options, plan)
+    found = []
+    for n in frozen:
+        elastic.change(elastic.build(strategy, n))
+        predicted = float(predicted_bytes(graph, strategy, n)[world.rank])
+        found.append(PeakBytes(n, measured_bytes(elastic.engine), predicted))
+    return found
+
+
+def predicted_bytes(graph: Graph, strategy: Strategy, n_frozen: int) -> list[float]:
+    rates = {"device": DeviceRates(flops_per_s=1e9, memory_bytes_per_s=1e9)}
+    profile = roofline_profile(graph, rates, n_parts=(1, 2), n_microbatches=(1, 4))
+    cluster = Cluster.uniform(N_RANKS, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
+    options = SimulatorOptions(n_optimizer_states=2, frozen=frozen_operators(graph, n_frozen))
+    simulator = Simulator(graph, profile, cluster, options=options)
+    predicted: list[float] = simulator.simulate(strategy).outcome.memory_bytes.tolist()
+    return predicted
+
+
+def measured_bytes(engine: ExecutorEngine) -> int:
+    """Weights, buckets and optimizer state, and the most that a step allocates beside them."""
+    n = len(engine.samples)
+    batch = Batch((torch.randn(n, WIDTH),), torch.randint(10, (n,)))
+    share = Share(n_local=n, n_global=BATCH, counts=(1,) * BATCH)
+
+    def step() -> None:
+        engine.step(lambda: batch, share)
+
+    step()
+    weights = sum(tensor.nbytes for tensor in engine.weights.held.values())
+    states = [v for values in engine._optimizer.state.values() for v in values.values()]
+    buckets = [bucket.flat for queue in engine._sync._queues.values() for bucket in queue]
+    return weights + sum(t.nbytes for t in (*states, *buckets)) + _most_allocated(step)
+
+
+def _most_allocated(step: Callable[[], None]) -> int:
+    """Most bytes that a step holds at once of those that it allocates."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiled:
+        step()
+    result = profiled.profiler.kineto_results  # type: ignore[union-attr]
+    events = [event for event in result.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
