@@ -105,7 +105,8 @@ def colour_of(strategy: str) -> str:
     for name, colour in STRATEGIES.items():
         if strategy.startswith((f"{name}_", f"{name}-")):
             return _shade(colour, strategy.removeprefix(name))
-    return OTHER_STRATEGIES[zlib.crc32(strategy.encode()) % len(OTHER_STRATEGIES)]
+    colour = OTHER_STRATEGIES[zlib.crc32(strategy.encode()) % len(OTHER_STRATEGIES)]
+    return _shade(colour, strategy[::-1])
 
 
 def _shade(colour: str, variant: str) -> str:

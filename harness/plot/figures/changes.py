@@ -9,7 +9,7 @@ import pandas as pd
 from harness.measure.derive.changes import ChangeRow
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
-from harness.plot.style import WIDTH_IN, label_bars, note_failures, shorten
+from harness.plot.style import WIDTH_IN, label_bars, note_failures
 from harness.units import format_bytes
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
             format_bytes(row["moved_bytes"]), (row["still_s"], y - 0.2), xytext=(4, 0),
             textcoords="offset points", va="center", fontsize=7.5,
         )  # fmt: skip
-    label_bars(axes, [shorten(label, 90) for label in table["label"]])
+    label_bars(axes, list(table["label"]))
     axes.set_xlim(left=0)
     axes.margins(x=0.15)
     axes.set_xlabel("seconds")
