@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MODULE = "benchmarks.searched_models"
+_BUILT_IN = ("resnet18", "dlrm", "gpt2", "bert_base")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class Model:
 
     @property
     def workload_flags(self) -> tuple[str, ...]:
-        name = self.name if self.name in ("resnet18", "dlrm") else f"{_MODULE}:{self.name}"
+        name = self.name if self.name in _BUILT_IN else f"{_MODULE}:{self.name}"
         # Otherwise strategies would differ in dropout masks and batch statistics.
         comparable = ("--dropout", "0", "--batch-norm", "frozen")
         return ("--model", name, *comparable, *self.flags, "--batch-size", str(self.batch))
@@ -25,6 +26,13 @@ class Model:
 
 def _images(side: int) -> tuple[str, ...]:
     return ("--image-size", str(side), "--n-classes", "10")
+
+
+def _text(**sizes: int) -> tuple[str, ...]:
+    flags = {"width": 256, "n_layers": 4, "n_heads": 4, "sequence_length": 64, **sizes}
+    return tuple(
+        word for name, n in flags.items() for word in (f"--{name.replace('_', '-')}", str(n))
+    )
 
 
 MODELS = {
@@ -35,6 +43,8 @@ MODELS = {
         Model(name="resnet18", batch=16, flags=_images(64)),
         Model(name="vit", batch=32, flags=_images(32)),
         Model(name="dlrm", batch=512, flags=("--dlrm-table-rows", *["20000"] * 8)),
+        Model(name="gpt2", batch=8, flags=_text(vocabulary_size=4096)),
+        Model(name="bert_base", batch=16, flags=_text(vocabulary_size=8192, mlp_width=1024)),
     )
 }  # fmt: skip
 
@@ -102,6 +112,8 @@ CELLS = {
         *_cells([Place(cpu=_UNLIKE, bandwidth="100mbit")], ["alexnet", "dlrm"]),
         *_cells([_uniform(2, "100mbit"), _uniform(5, "1gbit")], ["alexnet", "dlrm", "vit"]),
         *_cells([_uniform(2, "1gbit"), _uniform(5, "100mbit")], ["vgg16", "resnet18"]),
+        *_cells([_uniform(3, "100mbit"), _uniform(3, "1gbit")], ["gpt2", "bert_base"]),
+        *_cells([_uniform(5, "100mbit"), _uniform(5, "1gbit")], ["gpt2", "bert_base"]),
         *_cells([_uniform(4, "1gbit"), _uniform(4, "100mbit")], ["alexnet", "vit"]),
     )
 }
