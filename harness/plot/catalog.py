@@ -38,6 +38,9 @@ Found = tuple[Path, RunHeader]
 UNLABELLED = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
 
+CASE_COLUMNS = ("model", "label", "strategy", "status", "reason")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RepeatGroup:
     """Repeats of one configuration on one cluster with one status.
@@ -84,6 +87,12 @@ class TrainingCase:
     @property
     def batch(self) -> float | None:
         return batch_of(self.case.runs[0], self.first)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """`CASE_COLUMNS` of a table's row."""
+        values = (self.first.model, self.label, self.first.strategy)
+        return dict(zip(CASE_COLUMNS, (*values, self.case.status, self.case.reason), strict=True))
 
 
 def short_kind(kind: str) -> str:

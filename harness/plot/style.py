@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -179,15 +179,13 @@ def rank_words(ranks: Sequence[int]) -> str:
 def mark_failed(axes: Axes, y: float, status: str, reason: str) -> None:
     """Write the reason in place of a missing bar; a run that is ok has not measured it."""
     is_ok = status == "ok"
-    axes.annotate(
+    write_beside(
+        axes,
         reason if is_ok else f"✕ {status_words(status, reason)}",
-        (0, y),
+        0,
+        y,
         xycoords=axes.get_yaxis_transform(),  # from the left edge, wherever zero is
-        xytext=(5, 0),
-        textcoords="offset points",
-        va="center",
         color=MUTED if is_ok else FAILED,
-        fontsize=8,
     )
 
 
@@ -219,6 +217,41 @@ def bar_panels(
     canvas.set_size_inches(WIDTH_IN, sum(heights) + 0.3)
     grid = canvas.subplots(len(sizes), 1, squeeze=False, height_ratios=heights)
     return [row[0] for row in grid]
+
+
+def draw_bar_panels(
+    canvas: Canvas,
+    groups: Iterable[tuple[Any, pd.DataFrame]],
+    draw: Callable[[Axes, str, pd.DataFrame], None],
+    *,
+    bars: str = "",
+    row_in: float = 0.42,
+    extra_in: float = 1.1,
+) -> list[Axes]:
+    """Draw each group of a table's rows into a panel of its own.
+
+    Args:
+        bars: column with a bar for each of its values; empty for a bar for each row.
+    """
+    named = list(groups)
+    sizes = [rows[bars].nunique() if bars else len(rows) for _, rows in named]
+    panels = bar_panels(canvas, sizes, row_in=row_in, extra_in=extra_in)
+    for axes, (name, rows) in zip(panels, named, strict=True):
+        draw(axes, str(name), rows)
+    return panels
+
+
+def write_beside(
+    axes: Axes, words: str, x: float, y: float, *, gap: int = 5, size: float = 8, **looks: Any
+) -> None:
+    """Write words at the right of a point, such as the end of a bar."""
+    place: dict[str, Any] = {"xytext": (gap, 0), "textcoords": "offset points", "va": "center"}
+    axes.annotate(words, (x, y), fontsize=size, **place, **looks)
+
+
+def mark_bar(axes: Axes, x: float, y: float, words: str = "", *, half: float = 0.42) -> None:
+    """A black mark across a bar; `words` are its entry of the legend."""
+    axes.plot([x] * 2, [y - half, y + half], color=LIMIT, linewidth=2, label=words or None)
 
 
 def grid_panels(

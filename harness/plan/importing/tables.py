@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness.errors import DataError
@@ -55,6 +55,17 @@ def header_of(path: Path) -> list[str]:
     except (OSError, DataError):
         return []
     return _names(next(csv.reader([line]), []))
+
+
+def find_tables(folder: Path, columns: Sequence[str]) -> list[Path]:
+    """CSV files of a directory whose headers have some columns."""
+    return [p for p in sorted(folder.glob("*.csv")) if set(columns) <= set(header_of(p))]
+
+
+def read_tables(folder: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """Rows of all these files; raises as `read_table`."""
+    for path in find_tables(folder, columns):
+        yield from read_table(path, columns)
 
 
 def _names(cells: Sequence[str]) -> list[str]:

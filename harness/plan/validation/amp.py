@@ -23,7 +23,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.errors import DataError
 from harness.inputs import find_int, find_number, read_file, shorten
-from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.importing.tables import Row, read_tables
 from harness.plan.layers import (
     LayerTime,
     PlannedLayer,
@@ -31,7 +31,7 @@ from harness.plan.layers import (
     chain_graph,
     layer_profile,
 )
-from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.fitting import fit_amounts
@@ -168,9 +168,9 @@ class _AmpExperiment:
             other = none._replace(inside_bytes_per_s=_TRIED_BYTES_PER_S)
         terms, rest = [], []
         for trial in self.calibrating:
-            base = self._step_s(trial, none)
-            fixed = self._step_s(trial, none._replace(fixed_s=_TRIED_S)) - base
-            terms.append([fixed / _TRIED_S, self._step_s(trial, other) - base])
+            base = self._case(trial, none).step_s()
+            fixed = self._case(trial, none._replace(fixed_s=_TRIED_S)).step_s() - base
+            terms.append([fixed / _TRIED_S, self._case(trial, other).step_s() - base])
             rest.append(max(1e-6, (trial.measured_s or 0.0) - base))
         if not terms:
             return self.fit
@@ -206,10 +206,6 @@ class _AmpExperiment:
         """At the calibrated amounts."""
         return self._case(trial, self.fit)
 
-    def _step_s(self, trial: _AmpTrial, fit: _Fit) -> float:
-        case = self._case(trial, fit)
-        return case.simulator.simulate(case.strategy).step_s
-
     def _case(self, trial: _AmpTrial, fit: _Fit) -> SimulatedRun:
         layout, known = trial.layout, self.known
         if layout.n_devices != _N_NODES * _N_EACH:
@@ -219,15 +215,12 @@ class _AmpExperiment:
         key = layout.tp, trial.microbatch, fit
         if key not in self._simulators:
             self._simulators[key] = self._make_simulator(layout.tp, trial.microbatch, fit)
-        simulator = self._simulators[key]
-        strategy = layout_strategy(
+        return SimulatedRun.of_layout(
+            self._simulators[key],
             replace(layout, cuts=tuple(2 * cut for cut in layout.cuts or ())),
-            simulator.graph,
-            simulator.cluster,
             known.batch,
             n_microbatches=known.batch // (trial.microbatch * layout.dp),
         )
-        return SimulatedRun(simulator, strategy)
 
     def _make_simulator(self, tp: int, samples: int, fit: _Fit) -> Simulator:
         row = []
@@ -301,10 +294,6 @@ def _parse(row: Row) -> _AmpTrial:
     )
 
 
-def _tables(folder: Path) -> list[Path]:
-    return [p for p in sorted(folder.glob("*.csv")) if set(_COLUMNS) <= set(header_of(p))]
-
-
 def _unknown(name: str) -> SimulatedRun:
     raise NotExpressedError(f"experiment {shorten(name)} has no known model and cluster")
 
@@ -312,9 +301,8 @@ def _unknown(name: str) -> SimulatedRun:
 def read(folder: Path) -> Published:
     """All experiments of a folder."""
     groups: dict[str, list[_AmpTrial]] = {}
-    for path in _tables(folder):
-        for row in read_table(path, _COLUMNS):
-            groups.setdefault(row.text("experiment"), []).append(_parse(row))
+    for row in read_tables(folder, _COLUMNS):
+        groups.setdefault(row.text("experiment"), []).append(_parse(row))
     points: list[MeasuredStep] = []
     notes: list[str] = []
     for name, trials in groups.items():
@@ -356,4 +344,4 @@ def _point(
     )
 
 
-READER = SetReader("a CSV of trials with tp, dp, pp, partition", lambda p: bool(_tables(p)), read)
+READER = SetReader.of_tables("a CSV of trials with tp, dp, pp, partition", _COLUMNS, read)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.domain.cluster import Cluster
-from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.importing.tables import Row, read_tables
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
-from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
     MeasuredStep,
@@ -51,9 +51,7 @@ class _PipelineRates:
         row = [LayerTime(each_s / 3, 2 * each_s / 3)]
         cluster = Cluster.uniform(1, n, inside_bytes_per_s=1e10, memory_bytes=2**50, kind=_KIND)
         simulator = Simulator(graph, layer_profile(graph, {TimeKey(_KIND, 1): row}), cluster)
-        return SimulatedRun(
-            simulator, layout_strategy(ParallelLayout(dp=n), graph, cluster, run.batch)
-        )
+        return SimulatedRun.of_layout(simulator, ParallelLayout(dp=n), run.batch)
 
 
 def _parse(row: Row) -> _PipelineRun:
@@ -65,13 +63,9 @@ def _parse(row: Row) -> _PipelineRun:
     )
 
 
-def _tables(folder: Path) -> list[Path]:
-    return [p for p in sorted(folder.glob("*.csv")) if set(_COLUMNS) <= set(header_of(p))]
-
-
 def read(folder: Path) -> Published:
     """All runs of a folder."""
-    runs = [_parse(row) for path in _tables(folder) for row in read_table(path, _COLUMNS)]
+    runs = [_parse(row) for row in read_tables(folder, _COLUMNS)]
     given = _PipelineRates(runs)
     points = [
         MeasuredStep(
@@ -103,4 +97,4 @@ def _missing(judged: Sequence[tuple[MeasuredStep, float]]) -> list[str]:
     ]
 
 
-READER = SetReader("a CSV with pipe_length and images_per_s", lambda p: bool(_tables(p)), read)
+READER = SetReader.of_tables("a CSV with pipe_length and images_per_s", _COLUMNS, read)

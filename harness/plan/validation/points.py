@@ -7,20 +7,46 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import Strategy
 from harness.errors import DataError
+from harness.plan.importing.tables import find_tables
+from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.simulate.simulator import Simulator
 
 
 class SimulatedRun(NamedTuple):
-    """A strategy that was run, and a simulator of its model and cluster.
-
-    Attributes:
-        memory_at: device whose peak was measured.
-    """
+    """A strategy that was run, and a simulator of its model and cluster."""
 
     simulator: Simulator
     strategy: Strategy
+
+    @classmethod
+    def of_layout(
+        cls,
+        simulator: Simulator,
+        layout: ParallelLayout,
+        batch: int,
+        *,
+        n_microbatches: int = 1,
+        schedule: ScheduleName = "1f1b",
+        recompute: bool = False,
+    ) -> SimulatedRun:
+        """Of the degrees of a layout; raises as `layout_strategy`."""
+        strategy = layout_strategy(
+            layout,
+            simulator.graph,
+            simulator.cluster,
+            batch,
+            n_microbatches=n_microbatches,
+            schedule=schedule,
+            recompute=recompute,
+        )
+        return cls(simulator, strategy)
+
+    def step_s(self) -> float:
+        """The predicted step."""
+        return self.simulator.simulate(self.strategy).step_s
 
 
 class NotExpressedError(DataError):
@@ -87,3 +113,10 @@ class SetReader(NamedTuple):
     looks_for: str
     matches: Callable[[Path], bool]
     read: Callable[[Path], Published]
+
+    @classmethod
+    def of_tables(
+        cls, looks_for: str, columns: Sequence[str], read: Callable[[Path], Published]
+    ) -> SetReader:
+        """Of CSV files with some columns, in one directory."""
+        return cls(looks_for, lambda folder: bool(find_tables(folder, columns)), read)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.errors import DataError
 from harness.inputs import shorten
-from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.importing.tables import Row, find_tables, header_of, read_table
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
-from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.fitting import solve_all
 from harness.plan.validation.points import (
@@ -98,7 +98,7 @@ class _Job:
         self.bandwidth = _INSIDE_BYTES_PER_S
         if known:
             self.bandwidth = solve_all(
-                lambda k, rate: self._step_s(known[k], rate),
+                lambda k, rate: self._case(known[k], rate).step_s(),
                 [run.measured_s for run in known],
                 _LEAST_BYTES_PER_S,
                 _MOST_BYTES_PER_S,
@@ -110,19 +110,13 @@ class _Job:
             raise NotExpressedError("no row with one GPU has its local batch")
         return self._case(run, self.bandwidth)
 
-    def _step_s(self, run: _PolluxRun, bandwidth: float) -> float:
-        case = self._case(run, bandwidth)
-        return case.simulator.simulate(case.strategy).step_s
-
     def _case(self, run: _PolluxRun, bandwidth: float) -> SimulatedRun:
         key = run.placement, bandwidth
         if key not in self._simulators:
             cluster = _cluster(run.placement, bandwidth)
             self._simulators[key] = Simulator(self._graph, self._profile, cluster)
         simulator, n = self._simulators[key], sum(run.placement)
-        layout = ParallelLayout(dp=n)
-        strategy = layout_strategy(layout, self._graph, simulator.cluster, n * run.local)
-        return SimulatedRun(simulator, strategy)
+        return SimulatedRun.of_layout(simulator, ParallelLayout(dp=n), n * run.local)
 
 
 def _calibrating(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:
@@ -186,9 +180,7 @@ def _runs(folder: Path) -> Iterator[_PolluxRun]:
 
 
 def _tables(folder: Path) -> list[Path]:
-    wanted = (set(_PLACEMENTS), set(_SCALABILITY))
-    paths = sorted(folder.glob("*.csv"))
-    return [p for p in paths if any(columns <= set(header_of(p)) for columns in wanted)]
+    return sorted({*find_tables(folder, _PLACEMENTS), *find_tables(folder, _SCALABILITY)})
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from harness.domain.files import Count, Number, decode
 from harness.domain.graph import Graph
 from harness.errors import DataError
 from harness.inputs import find_int, read_file, shorten
-from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.importing.tables import Row, read_tables
 from harness.plan.layers import (
     LayerTime,
     PlannedLayer,
@@ -29,7 +29,7 @@ from harness.plan.layers import (
     layer_profile,
     without_collectives,
 )
-from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
@@ -161,14 +161,9 @@ class _SailorPlans:
             )
         cuts = tuple(accumulate(plan.stages[:-1]))
         layout = ParallelLayout(tp=plan.tp, dp=plan.dp, pp=len(plan.stages), cuts=cuts)
-        strategy = layout_strategy(
-            layout,
-            simulator.graph,
-            simulator.cluster,
-            plan.batch,
-            n_microbatches=plan.n_microbatches,
+        return SimulatedRun.of_layout(
+            simulator, layout, plan.batch, n_microbatches=plan.n_microbatches
         )
-        return SimulatedRun(simulator, strategy)
 
     def _simulator(self, plan: _Plan) -> Simulator:
         times = self._times(plan)
@@ -293,13 +288,9 @@ def _replicas(text: str) -> tuple[str, int, int, str]:
     return found["kind"], tp or 1, len(replicas), "" if tp else "its degree of TP is no number"
 
 
-def _tables(folder: Path) -> list[Path]:
-    return [p for p in sorted(folder.glob("*.csv")) if set(_COLUMNS) <= set(header_of(p))]
-
-
 def read(folder: Path) -> Published:
     """All plans of a folder."""
-    plans = [_parse(row) for path in _tables(folder) for row in read_table(path, _COLUMNS)]
+    plans = [_parse(row) for row in read_tables(folder, _COLUMNS)]
     given = _SailorPlans(plans, folder)
     used = list(given.calibrating.values())
     points = [
@@ -323,6 +314,4 @@ def read(folder: Path) -> Published:
     return Published(points, notes, source_median_error=_THEIRS, trivial_median_error=_TRIVIAL)
 
 
-READER = SetReader(
-    "a CSV with stage_replicas and gradient_sync_s", lambda p: bool(_tables(p)), read
-)
+READER = SetReader.of_tables("a CSV with stage_replicas and gradient_sync_s", _COLUMNS, read)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from harness.domain.cluster import Cluster
 from harness.errors import DataError
 from harness.inputs import find_int, shorten
-from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.importing.tables import Row, read_tables
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
-from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
@@ -74,16 +74,14 @@ class _Model:
         simulator = Simulator(
             graph, profile, cluster, options=SimulatorOptions(recomputes_ahead=False)
         )
-        strategy = layout_strategy(
+        return SimulatedRun.of_layout(
+            simulator,
             ParallelLayout(pp=n, cuts=tuple(range(1, n))),
-            graph,
-            cluster,
             run.batch,
             n_microbatches=run.chunks,
             schedule="gpipe",
             recompute=run.recomputes,
         )
-        return SimulatedRun(simulator, strategy)
 
 
 def _parse(row: Row) -> _GPipeRun:
@@ -106,17 +104,12 @@ def _parse(row: Row) -> _GPipeRun:
     return run
 
 
-def _tables(folder: Path) -> list[Path]:
-    return [p for p in sorted(folder.glob("*.csv")) if set(_COLUMNS) <= set(header_of(p))]
-
-
 def read(folder: Path) -> Published:
     """All runs of a folder."""
     groups: dict[str, list[_GPipeRun]] = defaultdict(list)
-    for path in _tables(folder):
-        for row in read_table(path, _COLUMNS):
-            run = _parse(row)
-            groups[run.model].append(run)
+    for row in read_tables(folder, _COLUMNS):
+        run = _parse(row)
+        groups[run.model].append(run)
     points: list[MeasuredStep] = []
     notes = []
     for name, runs in groups.items():
@@ -156,6 +149,4 @@ def _missing(judged: Sequence[tuple[MeasuredStep, float]]) -> list[str]:
     ]
 
 
-READER = SetReader(
-    "a CSV with layers_per_partition and samples_per_s", lambda p: bool(_tables(p)), read
-)
+READER = SetReader.of_tables("a CSV with layers_per_partition and samples_per_s", _COLUMNS, read)

@@ -19,7 +19,7 @@ from harness.domain.cluster import Cluster
 from harness.inputs import find_number
 from harness.plan.importing.tables import Row, header_of, read_table
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
-from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.fitting import solve_all
@@ -77,15 +77,11 @@ class _Group:
         if self.pair is not None:
             pair = self.pair
             self.bandwidth = solve_all(
-                lambda _, rate: self._step_s(pair, rate),
+                lambda _, rate: self._case(pair, rate).step_s(),
                 [pair.step_s],
                 _LEAST_BYTES_PER_S,
                 _MOST_BYTES_PER_S,
             )
-
-    def _step_s(self, run: _DeepSpeedRun, bandwidth: float) -> float:
-        case = self._case(run, bandwidth)
-        return case.simulator.simulate(case.strategy).step_s
 
     def case(self, run: _DeepSpeedRun) -> SimulatedRun:
         """At the calibrated bandwidth."""
@@ -112,9 +108,7 @@ class _Group:
         profile = layer_profile(graph, {TimeKey(run.device_kind, run.local): [time] * _N_LAYERS})
         options = SimulatorOptions(overlap=False, bucket_bytes=2**50)
         simulator = Simulator(graph, profile, cluster, options=options)
-        return SimulatedRun(
-            simulator, layout_strategy(ParallelLayout(dp=n), graph, cluster, n * run.local)
-        )
+        return SimulatedRun.of_layout(simulator, ParallelLayout(dp=n), n * run.local)
 
 
 def _run(path: Path, root: Path) -> _DeepSpeedRun | None:

@@ -22,7 +22,7 @@ from harness.domain.graph import Graph
 from harness.errors import DataError
 from harness.inputs import read_file
 from harness.plan.importing.curves import bandwidth_of, read_curve, thinned
-from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.importing.tables import Row, read_tables
 from harness.plan.layers import (
     LayerTime,
     PlannedLayer,
@@ -31,7 +31,7 @@ from harness.plan.layers import (
     layer_profile,
     without_collectives,
 )
-from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
@@ -206,16 +206,14 @@ class _VTrainRuns:
             raise NotExpressedError("its batch is no multiple of its microbatches")
         if run.n_layers % run.layout.pp:
             raise NotExpressedError("its layers do not divide evenly over its stages")
-        each, simulator = run.n_layers // run.layout.pp, self._simulator(run, times)
-        strategy = layout_strategy(
+        each = run.n_layers // run.layout.pp
+        return SimulatedRun.of_layout(
+            self._simulator(run, times),
             replace(run.layout, cuts=tuple(1 + each * k for k in range(1, run.layout.pp))),
-            simulator.graph,
-            simulator.cluster,
             run.batch,
             n_microbatches=run.n_microbatches,
             recompute=True,
         )
-        return SimulatedRun(simulator, strategy)
 
     def _simulator(self, run: _VTrainRun, times: _Times) -> Simulator:
         """Of a model on a number of devices; cached."""
@@ -283,13 +281,9 @@ def _parse(row: Row) -> _VTrainRun:
     )
 
 
-def _tables(folder: Path) -> list[Path]:
-    return [p for p in sorted(folder.glob("*.csv")) if set(_COLUMNS) <= set(header_of(p))]
-
-
 def read(folder: Path) -> Published:
     """All iterations of a folder."""
-    runs = [_parse(row) for path in _tables(folder) for row in read_table(path, _COLUMNS)]
+    runs = [_parse(row) for row in read_tables(folder, _COLUMNS)]
     given = _VTrainRuns(runs, folder)
     points = [
         MeasuredStep(
@@ -313,6 +307,4 @@ def read(folder: Path) -> Published:
     return Published(points, notes, source_median_error=_THEIRS)
 
 
-READER = SetReader(
-    "a CSV with '# GPUs' and 'iteration time (ms)'", lambda p: bool(_tables(p)), read
-)
+READER = SetReader.of_tables("a CSV with '# GPUs' and 'iteration time (ms)'", _COLUMNS, read)

@@ -9,7 +9,7 @@ import pandas as pd
 from harness.measure.derive.changes import ChangeRow
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
-from harness.plot.style import WIDTH_IN, label_bars, note_failures
+from harness.plot.style import WIDTH_IN, label_bars, note_failures, write_beside
 from harness.units import format_bytes
 
 if TYPE_CHECKING:
@@ -80,10 +80,8 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     for y, (_, row) in enumerate(table.iterrows()):
         for offset, (side, (colour, words)) in zip((-0.2, 0.2), SIDES.items(), strict=True):
             axes.barh(y + offset, row[side], 0.36, color=colour, label="" if y else words)
-        axes.annotate(
-            format_bytes(row["moved_bytes"]), (row["still_s"], y - 0.2), xytext=(4, 0),
-            textcoords="offset points", va="center", fontsize=7.5,
-        )  # fmt: skip
+        moved = format_bytes(row["moved_bytes"])
+        write_beside(axes, moved, row["still_s"], y - 0.2, gap=4, size=7.5)
     label_bars(axes, list(table["label"]))
     axes.set_xlim(left=0)
     axes.margins(x=0.15)

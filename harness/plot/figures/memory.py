@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.plot.catalog import Catalog, TrainingCase
+from harness.plot.catalog import CASE_COLUMNS, Catalog, TrainingCase
 from harness.plot.figure import Figure
 from harness.plot.style import (
-    LIMIT,
     MUTED,
-    bar_panels,
+    draw_bar_panels,
     joint_legend,
     label_bars,
+    mark_bar,
     mark_failed,
+    write_beside,
 )
 
 if TYPE_CHECKING:
@@ -22,11 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 COLUMNS = [
-    "model",
-    "label",
-    "strategy",
-    "status",
-    "reason",
+    *CASE_COLUMNS,
     "kind",
     "rank",
     "peak_bytes",
@@ -57,13 +54,7 @@ def _predicted_peak(case: TrainingCase) -> tuple[float, int, int] | None:
 
 
 def _rows(case: TrainingCase) -> list[dict[str, Any]]:
-    base = {
-        "model": case.first.model,
-        "label": case.label,
-        "strategy": case.first.strategy,
-        "status": case.case.status,
-        "reason": case.case.reason,
-    }
+    base = case.identity
     peaks: dict[str, tuple[float, int, int]] = {}
     for summary in case.summaries:
         for rank in summary.ranks:
@@ -91,11 +82,8 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Grouped horizontal bars, a panel for each model."""
-    groups = list(table.groupby("model", sort=True))
-    sizes = [rows["label"].nunique() for _, rows in groups]
-    panels = bar_panels(canvas, sizes, row_in=0.5)
-    for axes, (model, rows) in zip(panels, groups, strict=True):
-        _draw_model(axes, str(model), rows)
+    groups = table.groupby("model", sort=True)
+    panels = draw_bar_panels(canvas, groups, _draw_model, bars="label", row_in=0.5)
     joint_legend(canvas, panels, n_columns=3)
 
 
@@ -114,10 +102,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
                 at = y + (i - (len(kinds) - 1) / 2) * height
                 value = row["peak_bytes"] / GIB
                 axes.barh(at, value, height * 0.92, color=colour, label=words)
-                axes.annotate(
-                    f"{value:.3g}", (value, at), xytext=(4, 0), textcoords="offset points",
-                    va="center", fontsize=7.5,
-                )  # fmt: skip
+                write_beside(axes, f"{value:.3g}", value, at, gap=4, size=7.5)
         limit = of_case["device_bytes"].min()
         if not pd.isna(limit):
             _draw_limit(axes, y, limit / GIB, widest)
@@ -130,10 +115,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
 def _draw_limit(axes: Axes, y: float, limit_gib: float, widest_gib: float) -> None:
     """A mark; where it would leave no room for the bars, its number at the right edge."""
     if limit_gib <= FURTHEST * widest_gib:
-        axes.plot(
-            [limit_gib] * 2, [y - 0.42, y + 0.42], color=LIMIT, linewidth=2,
-            label="memory of the device",
-        )  # fmt: skip
+        mark_bar(axes, limit_gib, y, "memory of the device")
         return
     axes.margins(x=0.3)
     axes.annotate(

@@ -12,7 +12,7 @@ from harness.plot.catalog import Catalog, RepeatGroup, short_kind
 from harness.plot.figure import Figure
 from harness.plot.style import (
     SERIES,
-    bar_panels,
+    draw_bar_panels,
     label_bars,
     note_failures,
     range_words,
@@ -81,10 +81,8 @@ def table(catalog: Catalog) -> pd.DataFrame:
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Two bars for each rank, a panel for each cluster."""
     timed = table[table["traffic_bytes_per_s"].notna()]
-    groups = list(timed.groupby("label", sort=False))
-    panels = bar_panels(canvas, [rows["rank"].nunique() for _, rows in groups])
-    for axes, (label, rows) in zip(panels, groups, strict=True):
-        _draw_cluster(axes, str(label), rows)
+    groups = timed.groupby("label", sort=False)
+    panels = draw_bar_panels(canvas, groups, _draw_cluster, bars="rank")
     handles, names = panels[0].get_legend_handles_labels()
     canvas.legend(handles, names, loc="outside upper right", ncols=2)
     note_failures(canvas, table)

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.measure.derive import PipelineSummary
-from harness.plot.catalog import Catalog, TrainingCase, merged
+from harness.plot.catalog import CASE_COLUMNS, Catalog, TrainingCase, merged
 from harness.plot.figure import Figure
 from harness.plot.style import (
     LIMIT,
     MUTED,
-    bar_panels,
     colour_of,
+    draw_bar_panels,
     joint_legend,
     label_bars,
+    mark_bar,
     note_failures,
     range_words,
     spread_caption,
+    write_beside,
 )
 
 if TYPE_CHECKING:
@@ -27,11 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 COLUMNS = [
-    "model",
-    "label",
-    "strategy",
-    "status",
-    "reason",
+    *CASE_COLUMNS,
     "n_repeats",
     "n_stages",
     "n_microbatches",
@@ -55,13 +53,7 @@ def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
     """One row for the mean over ranks, without a rank, and one for each rank."""
     found = [run.pipeline for run in case.case.runs] if case.case.is_ok else []
     known = [summary for summary in found if summary is not None]
-    base: dict[str, Any] = {
-        "model": case.first.model,
-        "label": case.label,
-        "strategy": case.first.strategy,
-        "status": case.case.status,
-        "reason": case.case.reason,
-    }
+    base = case.identity
     if not known:
         return [base] if catalog.is_failed_pipeline(case.case) else []
     base |= {
@@ -92,11 +84,8 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A bar for each pipeline, a dot for each rank, a mark where the bubble was predicted."""
-    groups = list(table[table["bubble"].notna()].groupby("model", sort=True))
-    sizes = [rows["label"].nunique() for _, rows in groups]
-    panels = bar_panels(canvas, sizes, row_in=0.56)
-    for axes, (model, rows) in zip(panels, groups, strict=True):
-        _draw_model(axes, str(model), rows)
+    groups = table[table["bubble"].notna()].groupby("model", sort=True)
+    panels = draw_bar_panels(canvas, groups, _draw_model, bars="label", row_in=0.56)
     joint_legend(canvas, panels, n_columns=3)
     note_failures(canvas, table)
 
@@ -115,15 +104,9 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
         )  # fmt: skip
         predicted = row["predicted_bubble"]
         if not pd.isna(predicted):
-            axes.plot(
-                [predicted * 100] * 2, [y - 0.38, y + 0.38], color=LIMIT, linewidth=2,
-                label="predicted",
-            )  # fmt: skip
-        axes.annotate(
-            f"{value:.1f} %{range_words(row['n_values'])}", (0, y), xytext=(5, 0),
-            textcoords="offset points", va="center", fontsize=8,
-            bbox={"boxstyle": "round,pad=0.2", "fc": "white", "ec": "none"},
-        )  # fmt: skip
+            mark_bar(axes, predicted * 100, y, "predicted", half=0.38)
+        box = {"boxstyle": "round,pad=0.2", "fc": "white", "ec": "none"}
+        write_beside(axes, f"{value:.1f} %{range_words(row['n_values'])}", 0, y, bbox=box)
     label_bars(axes, [_label(row) for _, row in means.iterrows()])
     axes.set_xlim(
         0, min(112.0, max(5.0, float(rows[["bubble", "predicted_bubble"]].max().max()) * 110))

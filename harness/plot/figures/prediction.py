@@ -57,17 +57,13 @@ ROOM = 0.3  # of the figure's width, for a name next to its point
 
 def _row(case: PlannedCase, planned: PlannedRepeat) -> dict[str, Any]:
     summary, compared = case.training.first, planned.compared
-    row: dict[str, Any] = {
-        "model": summary.model,
+    row = case.training.identity | {
         "label": f"{summary.model} · {case.training.label}",
-        "strategy": summary.strategy,
         "plan": compared.plan,
         "method": compared.method,
         "cluster": case.training.case.cluster,
         "batch": case.training.batch,
         "dtype": summary.dtype,
-        "status": case.training.case.status,
-        "reason": case.training.case.reason,
         "repeat": planned.repeat,
         "predicted_s": compared.predicted_s,
         "profile_fit_error": compared.profile_fit_error,

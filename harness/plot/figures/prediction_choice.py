@@ -13,12 +13,13 @@ from harness.plot.predicted import PlannedCase, competing, planned_cases
 from harness.plot.style import (
     FAILED,
     LIMIT,
-    bar_panels,
     colour_of,
+    draw_bar_panels,
     label_bars,
     note_failures,
     shorten,
     status_words,
+    write_beside,
 )
 
 if TYPE_CHECKING:
@@ -70,12 +71,9 @@ def _row(
 ) -> dict[str, Any]:
     """Of a case that was not measured without numbers but the predicted one."""
     name = case.training.label
-    return {
+    return case.training.identity | {
         "cell": cell,
         "label": _name(case, cell),
-        "strategy": case.training.first.strategy,
-        "status": case.training.case.status,
-        "reason": case.training.case.reason,
         "n_repeats": len(case.repeats),
         "predicted_s": judged.predicted_s if judged else case.predicted_s,
         "measured_s": judged.measured_s if judged else None,
@@ -127,10 +125,8 @@ def digest(table: pd.DataFrame) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A panel for each cell, its strategies from the fastest predicted down."""
-    groups = list(table.groupby("cell", sort=False))
-    panels = bar_panels(canvas, [len(rows) for _, rows in groups], extra_in=1.35)
-    for axes, (cell, rows) in zip(panels, groups, strict=True):
-        _draw_cell(axes, str(cell), rows)
+    groups = table.groupby("cell", sort=False)
+    panels = draw_bar_panels(canvas, groups, _draw_cell, extra_in=1.35)
     handles, labels = panels[0].get_legend_handles_labels()
     canvas.legend(handles, labels, loc="outside upper center", ncols=3)
     note_failures(canvas, table)
@@ -151,10 +147,8 @@ def _draw_cell(axes: Axes, cell: str, rows: pd.DataFrame) -> None:
     right = pd.concat([measured, predicted], axis=1).max(axis=1)
     for y, (_, row) in enumerate(rows.iterrows()):
         is_measured = not pd.isna(row["measured_s"])
-        axes.annotate(
-            _words(row), (right.iloc[y], y), xytext=(8, 0), textcoords="offset points",
-            va="center", fontsize=8, color=LIMIT if is_measured else FAILED,
-        )  # fmt: skip
+        colour = LIMIT if is_measured else FAILED
+        write_beside(axes, _words(row), right.iloc[y], y, gap=8, color=colour)
     label_bars(axes, list(rows["label"]))
     low, high = float(min(measured.min(), predicted.min())), float(right.max())
     axes.set_xlim(low - 0.04 * (high - low) - 0.02, high + 0.34 * (high - low) + 0.05)

@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.measure.derive import PARTS, mean_parts
-from harness.plot.catalog import Catalog
+from harness.plot.catalog import CASE_COLUMNS, Catalog
 from harness.plot.figure import Figure
 from harness.plot.predicted import PlannedCase, planned_cases
-from harness.plot.style import LIMIT, PHASE_COLOURS, SERIES, bar_panels, label_bars, mark_failed
+from harness.plot.style import (
+    LIMIT,
+    PHASE_COLOURS,
+    SERIES,
+    draw_bar_panels,
+    label_bars,
+    mark_failed,
+    write_beside,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,11 +38,7 @@ COLOURS = {
 }
 SUM = "sum of parts, mean over ranks"
 COLUMNS = [
-    "model",
-    "label",
-    "strategy",
-    "status",
-    "reason",
+    *CASE_COLUMNS,
     "n_repeats",
     "measured_s",
     "difference_s",
@@ -44,14 +48,7 @@ COLUMNS = [
 
 
 def _row(case: PlannedCase) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "model": case.training.first.model,
-        "label": case.training.label,
-        "strategy": case.training.first.strategy,
-        "status": case.training.case.status,
-        "reason": case.training.case.reason,
-        "n_repeats": len(case.repeats),
-    }
+    row = case.training.identity | {"n_repeats": len(case.repeats)}
     known = [
         repeat.compared
         for repeat in case.repeats
@@ -77,10 +74,8 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Bars to the left of zero where less was predicted than measured; a diamond marks the sum."""
-    groups = list(table.groupby("model", sort=True))
-    panels = bar_panels(canvas, [len(rows) for _, rows in groups], extra_in=1.15)
-    for axes, (model, rows) in zip(panels, groups, strict=True):
-        _draw_model(axes, str(model), rows)
+    groups = table.groupby("model", sort=True)
+    panels = draw_bar_panels(canvas, groups, _draw_model, extra_in=1.15)
     handles, labels = panels[0].get_legend_handles_labels()
     canvas.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8)
 
@@ -105,10 +100,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
         if pd.isna(totals.iloc[y]):
             mark_failed(axes, y, row["status"], row["reason"])
             continue
-        axes.annotate(
-            f"{totals.iloc[y]:+.1f} %", (above[y], y), xytext=(6, 0),
-            textcoords="offset points", va="center", fontsize=8,
-        )  # fmt: skip
+        write_beside(axes, f"{totals.iloc[y]:+.1f} %", above[y], y, gap=6)
     label_bars(axes, list(rows["label"]))
     axes.set_xlim(min(below) - 0.05 * span, max(above) + 0.16 * span)
     axes.set_xlabel("predicted - measured, % of the measured step")

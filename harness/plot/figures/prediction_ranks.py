@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.plot.catalog import Catalog
+from harness.plot.catalog import CASE_COLUMNS, Catalog
 from harness.plot.figure import Figure
 from harness.plot.predicted import PlannedCase, planned_cases
-from harness.plot.style import LIMIT, SERIES, bar_panels, label_bars, note_failures, rank_words
+from harness.plot.style import LIMIT, SERIES, draw_bar_panels, label_bars, note_failures, rank_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 _PADDING, _LETTER = 0.016, 0.01
 SHOWN = ("compute", "exposed_communication")
 COLUMNS = [
-    "model",
-    "label",
-    "strategy",
-    "status",
-    "reason",
+    *CASE_COLUMNS,
     "rank",
     "n_repeats",
     "measured_s",
@@ -37,13 +33,7 @@ def _rows(case: PlannedCase) -> list[dict[str, Any]]:
     known = [r.compared for r in case.repeats if r.compared.measured_by_rank]
     sides = [(c.predicted_by_rank, c.measured_by_rank) for c in known]
     ranks = [set(predicted) & set(measured) for predicted, measured in sides]
-    base: dict[str, Any] = {
-        "model": case.training.first.model,
-        "label": case.training.label,
-        "strategy": case.training.first.strategy,
-        "status": case.training.case.status,
-        "reason": case.training.case.reason,
-    }
+    base = case.training.identity
     if not case.training.case.is_ok and case.training.case.n_devices > 1:
         return [base]
     rows = []
@@ -71,11 +61,8 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A row of numbers per case, one for each rank; ranks that agree share a box."""
-    groups = list(table[table["rank"].notna()].groupby("model", sort=True))
-    sizes = [rows["label"].nunique() for _, rows in groups]
-    panels = bar_panels(canvas, sizes, extra_in=1.0)
-    for axes, (model, rows) in zip(panels, groups, strict=True):
-        _draw_model(axes, str(model), rows)
+    groups = table[table["rank"].notna()].groupby("model", sort=True)
+    draw_bar_panels(canvas, groups, _draw_model, bars="label", extra_in=1.0)
     note_failures(canvas, table)
 
 

@@ -171,14 +171,7 @@ def _row(result: EfficiencyRow) -> dict[str, Any]:
 
 
 def _failed(case: TrainingCase) -> dict[str, Any]:
-    return {
-        "scaling": "",
-        "label": case.label,
-        "strategy": case.first.strategy,
-        "n_devices": case.case.n_devices,
-        "status": case.case.status,
-        "reason": case.case.reason,
-    }
+    return case.identity | {"scaling": "", "n_devices": case.case.n_devices}
 
 
 def table(catalog: Catalog) -> pd.DataFrame:

@@ -14,14 +14,15 @@ from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
 from harness.plot.style import (
     KIND_COLOURS,
-    LIMIT,
-    bar_panels,
+    draw_bar_panels,
     joint_legend,
     label_bars,
+    mark_bar,
     note_failures,
     rank_words,
     shorten,
     time_unit,
+    write_beside,
 )
 
 if TYPE_CHECKING:
@@ -59,12 +60,7 @@ def _stage_row(
 def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
     found = [run for run in case.case.runs if run.pipeline is not None and case.case.is_ok]
     known = [run.pipeline for run in found if run.pipeline is not None]
-    base = {
-        "label": f"{case.first.model} · {case.label}",
-        "strategy": case.first.strategy,
-        "status": case.case.status,
-        "reason": case.case.reason,
-    }
+    base = case.identity | {"label": f"{case.first.model} · {case.label}"}
     if not known:
         return [base] if catalog.is_failed_pipeline(case.case) else []
     totals = [run.predicted_stage_s for run in found]
@@ -83,10 +79,8 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Stacked horizontal bars, a panel for each pipeline and a bar for each stage."""
-    groups = list(table[table["stage"].notna()].groupby("label", sort=False))
-    panels = bar_panels(canvas, [len(rows) for _, rows in groups], row_in=0.34, extra_in=1.1)
-    for axes, (label, rows) in zip(panels, groups, strict=True):
-        _draw_case(axes, str(label), rows)
+    groups = table[table["stage"].notna()].groupby("label", sort=False)
+    panels = draw_bar_panels(canvas, groups, _draw_case, row_in=0.34)
     joint_legend(canvas, panels, n_columns=4)
     note_failures(canvas, table)
 
@@ -106,18 +100,12 @@ def _draw_case(axes: Axes, label: str, rows: pd.DataFrame) -> None:
     for y, (_, row) in enumerate(rows.iterrows()):
         predicted = row["predicted_total_s"]
         if not pd.isna(predicted):
-            axes.plot(
-                [predicted * scale] * 2, [y - 0.42, y + 0.42], color=LIMIT, linewidth=2,
-                label="predicted",
-            )  # fmt: skip
+            mark_bar(axes, predicted * scale, y, "predicted")
         words = f"{row['total_s'] * scale:.3g} {unit}"
         words += "" if pd.isna(predicted) else f", predicted {predicted * scale:.3g}"
         words += ", slowest" if row["is_slowest"] else ""
         furthest = row["total_s"] if pd.isna(predicted) else max(row["total_s"], predicted)
-        axes.annotate(
-            words, (furthest * scale, y), xytext=(6, 0), textcoords="offset points",
-            va="center", fontsize=8,
-        )  # fmt: skip
+        write_beside(axes, words, furthest * scale, y, gap=6)
     label_bars(axes, [_stage_words(row) for _, row in rows.iterrows()])
     axes.set_xlim(0, longest * scale * 1.42)
     axes.set_xlabel(f"{unit} of one microbatch")

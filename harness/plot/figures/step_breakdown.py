@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from harness.measure.derive import PHASES
-from harness.plot.catalog import Catalog, TrainingCase
+from harness.plot.catalog import CASE_COLUMNS, Catalog, TrainingCase
 from harness.plot.figure import Figure
 from harness.plot.style import (
     PHASE_COLOURS,
-    bar_panels,
+    draw_bar_panels,
     label_bars,
     mark_failed,
+    write_beside,
 )
 
 if TYPE_CHECKING:
@@ -23,11 +25,7 @@ if TYPE_CHECKING:
 
 PHASE_COLUMNS = [f"{phase}_s" for phase in PHASES]
 COLUMNS = [
-    "model",
-    "label",
-    "strategy",
-    "status",
-    "reason",
+    *CASE_COLUMNS,
     "n_repeats",
     "step_s",
     *PHASE_COLUMNS,
@@ -50,14 +48,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _row(case: TrainingCase) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "model": case.first.model,
-        "label": case.label,
-        "strategy": case.first.strategy,
-        "status": case.case.status,
-        "reason": case.case.reason,
-        "n_repeats": len(case.summaries),
-    }
+    row = case.identity | {"n_repeats": len(case.summaries)}
     known = [summary for summary in case.summaries if summary.phases]
     if not case.case.is_ok or not known:
         return row
@@ -78,11 +69,9 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Stacked horizontal bars, a panel for each model; phases that never occur are left out."""
-    groups = list(table.groupby("model", sort=True))
-    panels = bar_panels(canvas, [len(rows) for _, rows in groups], extra_in=1.15)
     shown = [p for p in PHASES if (table[f"{p}_s"] > 1e-3 * table["step_s"]).any()]
-    for axes, (model, rows) in zip(panels, groups, strict=True):
-        _draw_model(axes, str(model), rows, shown)
+    draw = partial(_draw_model, shown=shown)
+    panels = draw_bar_panels(canvas, table.groupby("model", sort=True), draw, extra_in=1.15)
     handles, labels = panels[0].get_legend_handles_labels()
     canvas.legend(
         handles, labels, loc="outside upper center", ncols=min(6, len(labels)), fontsize=8
@@ -111,10 +100,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame, shown: list[str]) ->
             continue
         exposed = row["exposed_communication_s"] / row["step_s"]
         words = f"{row['step_s'] * 1e3:.4g} ms" + (f", {exposed:.0%} exposed" if exposed else "")
-        axes.annotate(
-            words, (row["step_s"] * 1e3, y), xytext=(5, 0), textcoords="offset points",
-            va="center", fontsize=8,
-        )  # fmt: skip
+        write_beside(axes, words, row["step_s"] * 1e3, y)
     label_bars(axes, list(rows["label"]))
     axes.set_xlim(0, widest * 1.3 if widest > 0 else 1)
     axes.set_xlabel("milliseconds of a step")

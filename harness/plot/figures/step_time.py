@@ -40,13 +40,9 @@ RASTER_ABOVE = 2000
 
 
 def _rows(case: TrainingCase) -> list[dict[str, Any]]:
-    base = {
-        "model": case.first.model,
+    base = case.identity | {
         "label": f"{case.first.model} · {case.label}",
-        "strategy": case.first.strategy,
         "unit": case.first.unit,
-        "status": case.case.status,
-        "reason": case.case.reason,
     }
     rows = []
     for repeat, (run, summary) in enumerate(zip(case.case.runs, case.summaries, strict=True)):

@@ -17,7 +17,9 @@ from harness.plot.style import (
     WIDTH_IN,
     flops_unit,
     label_bars,
+    mark_bar,
     mark_failed,
+    write_beside,
 )
 
 if TYPE_CHECKING:
@@ -127,14 +129,11 @@ def _draw_rates(axes: Axes, table: pd.DataFrame) -> None:
         words, right, colour = f"{rate:.3g}", rate, LIMIT
         if not pd.isna(row["efficiency"]):
             peak = rate / row["efficiency"]
-            axes.plot([peak] * 2, [y - 0.36, y + 0.36], color="#111111", linewidth=2)
+            mark_bar(axes, peak, y, half=0.36)
             right = max(rate, peak)
             words += f"  ({row['efficiency']:.0%})"
             colour = FAILED if row["efficiency"] > 1 else LIMIT
-        axes.annotate(
-            words, (right, y), xytext=(5, 0), textcoords="offset points", va="center",
-            fontsize=8, color=colour,
-        )  # fmt: skip
+        write_beside(axes, words, right, y, color=colour)
     axes.margins(x=0.28)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"aggregate {unit} (mark: sum of local peaks)")

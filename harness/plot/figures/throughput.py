@@ -10,12 +10,13 @@ from harness.measure.statistics import summarize
 from harness.plot.catalog import Catalog, TrainingCase, batch_of
 from harness.plot.figure import Figure
 from harness.plot.style import (
-    bar_panels,
     colour_of,
+    draw_bar_panels,
     label_bars,
     mark_failed,
     range_words,
     spread_caption,
+    write_beside,
 )
 
 if TYPE_CHECKING:
@@ -47,15 +48,11 @@ COLUMNS = [
 def _row(case: TrainingCase) -> dict[str, Any]:
     first = case.first
     row: dict[str, Any] = {
-        "model": first.model,
-        "label": case.label,
-        "strategy": first.strategy,
+        **case.identity,
         "cluster": case.case.cluster,
         "n_devices": case.case.n_devices,
         "batch": batch_of(case.case.runs[0], first),
         "dtype": first.dtype,
-        "status": case.case.status,
-        "reason": case.case.reason,
         "n_repeats": len(case.summaries),
     }
     known = [s for s in case.summaries if s.throughput is not None and s.duration is not None]
@@ -95,11 +92,7 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Horizontal bars with intervals, a panel for each model."""
-    groups = list(table.groupby("model", sort=True))
-    for axes, (model, rows) in zip(
-        bar_panels(canvas, [len(rows) for _, rows in groups]), groups, strict=True
-    ):
-        _draw_model(axes, str(model), rows)
+    draw_bar_panels(canvas, table.groupby("model", sort=True), _draw_model)
 
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
@@ -113,14 +106,8 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
         errors = [[value - row["low_samples_per_s"]], [row["high_samples_per_s"] - value]]
         axes.barh(y, value, 0.68, color=colour_of(row["strategy"]))
         axes.errorbar(value, y, xerr=errors, color="#111111", capsize=3, linewidth=1)
-        axes.annotate(
-            f"{value:.4g}{range_words(row['n_values'])}",
-            (row["high_samples_per_s"], y),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
+        words = f"{value:.4g}{range_words(row['n_values'])}"
+        write_beside(axes, words, row["high_samples_per_s"], y)
     label_bars(axes, list(rows["label"]))
     axes.set_xlim(0, widest * 1.22 if widest > 0 else 1)
     axes.set_xlabel("samples per second, whole job")
