@@ -22,7 +22,14 @@ from harness.plan.flags import DTYPES
 from harness.plan.formats.detect import convert, read_strategy_file, strategy_from
 from harness.plan.formats.pipedream_graph import parse_graph_txt
 from harness.plan.request import PlanRequest, SearchProgress
-from harness.plan.roofline import DeviceRates, estimate_profile, likely_parts, roofline_profile
+from harness.plan.roofline import (
+    FROM_FLOPS,
+    ROOFLINE,
+    DeviceRates,
+    estimate_profile,
+    likely_parts,
+    roofline_profile,
+)
 from harness.plan.show import load_graph
 from harness.units import parse_bandwidth, parse_bytes
 
@@ -30,7 +37,7 @@ CaptureModel = Callable[[str, int], Graph]
 
 _NO_LIMIT_BYTES = 2**50
 _DEFAULT_KIND = "device"
-_ESTIMATES = ("estimated from FLOPs", "roofline")
+_ESTIMATES = (FROM_FLOPS, ROOFLINE)
 
 
 def converted(args: argparse.Namespace) -> tuple[bytes, str]:

@@ -1,9 +1,8 @@
-"""Operator times of a device that nobody has profiled, by FLOPs, bytes and rates.
+"""Operator times of a device that nobody has profiled: FLOPs or bytes, whichever takes longer.
 
 seconds = max(FLOPs / peak, bytes / memory bandwidth) + launch (the roofline of Williams et al.,
-2009, with a fixed cost per kernel), for likely shapes of shards.
-
-A stand-in until `./entry.sh profile` has run there: it leaves out memory bandwidth and launches.
+2009, with a fixed cost per kernel), for likely shapes of shards. A stand-in until `./entry.sh
+profile` has run there.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ from harness.domain.sharding import (
 from harness.errors import PlanError
 
 _ALL_PARTS_UP_TO = 8
+# Sources of these profiles, as their provenance names them.
+ROOFLINE, FROM_FLOPS = "roofline", "estimated from FLOPs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,7 @@ def roofline_profile(
     *,
     n_parts: Iterable[int],
     n_microbatches: Iterable[int] = (1,),
+    source: str = ROOFLINE,
 ) -> Profile:
     """A profile of every operator on every kind of device.
 
@@ -127,9 +129,8 @@ def roofline_profile(
                     forward_s=forward,
                     backward_s=backward,
                 )
-    return Profile(
-        model=graph.name, measurements=list(points.values()), provenance={"source": "roofline"}
-    )
+    measurements = list(points.values())
+    return Profile(model=graph.name, measurements=measurements, provenance={"source": source})
 
 
 def _whole(operator: Operator) -> dict[str, int]:
@@ -158,7 +159,7 @@ def _shapes(
 
 
 def estimate_profile(graph: Graph, cluster: Cluster) -> Profile:
-    """Times of every operator on every kind of device of the cluster.
+    """FLOPs over the matmul rate, for every operator on every kind of device of the cluster.
 
     Raises:
         PlanError: a kind of device has no matmul rate.
@@ -173,24 +174,8 @@ def estimate_profile(graph: Graph, cluster: Cluster) -> Profile:
                 f"device {device.name} into the cluster file"
             )
         rates.setdefault(device.kind, rate)
-    seen: set[tuple[object, ...]] = set()
-    points = []
-    for kind, rate in rates.items():
-        for operator in graph.operators:
-            key = (kind, operator.profile_key, tuple(operator.shape.items()), operator.dtype)
-            if operator.kind == "input" or key in seen:
-                continue
-            seen.add(key)
-            points.append(
-                Measurement(
-                    device_kind=kind,
-                    operator=operator.profile_key,
-                    shape=operator.shape,
-                    dtype=operator.dtype,
-                    forward_s=operator.forward_flops / rate,
-                    backward_s=operator.backward_flops / rate,
-                )
-            )
-    return Profile(
-        model=graph.name, measurements=points, provenance={"source": "estimated from FLOPs"}
-    )
+    own = {
+        kind: DeviceRates(flops_per_s=rate, memory_bytes_per_s=math.inf, launch_s=0.0)
+        for kind, rate in rates.items()
+    }
+    return roofline_profile(graph, own, n_parts=(), source=FROM_FLOPS)

@@ -69,7 +69,6 @@ class EventTimes:
     edge_source: Ints
     edge_target: Ints
     edge_bytes: Floats
-    edge_index: Ints
     sums: tuple[Sum, ...]
     buckets: Buckets
 
@@ -295,7 +294,6 @@ class Trial:
             edge_source=edges.source,
             edge_target=edges.target,
             edge_bytes=lowered.work.edge_bytes,
-            edge_index=edges.index,
             sums=edges.sums,
             buckets=lowered.buckets,
         )

@@ -55,17 +55,6 @@ class _Mixing(Enum):
     UNKNOWN = auto()
 
 
-class _MixingRecorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.values: dict[fx.Node, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        self.values[n] = value
-        return value
-
-
 class SampleMixing:
     """Finds the operators of one traced model that mix samples.
 
@@ -98,12 +87,12 @@ class SampleMixing:
         return []
 
     def _values_of(self, meta: fx.GraphModule, n_samples: int) -> dict[fx.Node, Any]:
-        run = _MixingRecorder(meta)
+        run = fx.Interpreter(meta, garbage_collect_values=False)
         shapes = ((n_samples, *x.shape[1:]) for x in self._examples)
         pairs = zip(shapes, self._examples, strict=True)
         run.run(*(torch.empty(shape, dtype=x.dtype, device="meta") for shape, x in pairs))
         twins = zip(self._module.graph.nodes, meta.graph.nodes, strict=True)
-        return {node: run.values.get(twin) for node, twin in twins}
+        return {node: run.env.get(twin) for node, twin in twins}
 
     def mixes(self, node: fx.Node, kind: str) -> bool:
         """Whether a sample's result depends on other samples or on the batch size."""
