@@ -43,9 +43,9 @@ from harness.domain.cluster import Cluster
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, PlanError
 from harness.measure.text import table
-from harness.plan.describe import describe_strategy
 from harness.plan.dlrm_graph import DlrmSizes, dlrm_graph
 from harness.plan.portfolio import plan as plan_with_simulator
+from harness.plan.report import describe_strategy
 from harness.plan.request import PlanRequest
 from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.plan.search.space import Space

@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from harness.domain.hostfile import Host
-from harness.nodes.allreduce import Reduction
+from harness.nodes.between import Pairs, Reduction
 from harness.nodes.facts import Facts
 from harness.nodes.mpi import Hello, find_mpirun
-from harness.nodes.pairs import Pairs
 from harness.nodes.parse import parse_facts
 from harness.nodes.probe import Order, Probe, probe, proxy_gates
 from harness.nodes.session import Session

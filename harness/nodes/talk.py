@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from harness.domain.interface import Interface, choose_interface
-from harness.nodes.allreduce import Ready, Reduction, get_ready, run_allreduce
+from harness.nodes.between import Pairs, Ready, Reduction, connect_pairs, get_ready, run_allreduce
 from harness.nodes.facts import Facts
 from harness.nodes.mpi import Hello, find_mpirun, run_hello
-from harness.nodes.pairs import Pairs, connect_pairs
 from harness.nodes.probe import Order
 from harness.nodes.session import Session
 

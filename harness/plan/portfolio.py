@@ -17,7 +17,7 @@ from harness.domain.fingerprint import fingerprint
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import PlanError, StrategyError
-from harness.plan.describe import describe_strategy
+from harness.plan.report import describe_strategy
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.searches import Searches

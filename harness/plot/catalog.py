@@ -10,17 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from harness.domain.run import RunHeader
 from harness.domain.validation import Validation, validation_file
-from harness.errors import HarnessError
+from harness.errors import HarnessError, ResultsError
 from harness.measure.derive import SummaRow, TrainingSummary
 from harness.measure.derive.devices import PeakKey, peaks_of, with_efficiency
 from harness.measure.derive.training import add_mfu_of_measured_peak, configured_number
@@ -28,7 +33,26 @@ from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Problem
 from harness.plot.numbers import RunNumbers, derive_numbers
 from harness.plot.style import shorten
-from harness.plot.workers import workers
+
+MOST = 2
+
+
+@contextmanager
+def workers() -> Iterator[Executor]:
+    """As many as there are cores, at most MOST; they inherit the imports of this process.
+
+    Raises:
+        ResultsError: the system ended one of them.
+    """
+    n = min(MOST, len(os.sched_getaffinity(0)))
+    try:
+        with ProcessPoolExecutor(n, mp_context=get_context("fork")) as pool:
+            yield pool
+    except BrokenProcessPool:
+        raise ResultsError(
+            "a process that read runs was killed, perhaps for memory: draw fewer runs at once"
+        ) from None
+
 
 BRANDS = re.compile(r"\((?:R|TM)\)|\b(?:NVIDIA|GeForce|Intel|CPU|Processor)\b|@.*", re.IGNORECASE)
 GIGABIT = 1.2e8  # bytes/s that 1 Gbit/s Ethernet carries

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.errors import HarnessError, first_line
 from harness.measure.store import write_atomically
-from harness.plot.catalog import Catalog
+from harness.plot.catalog import Catalog, workers
 from harness.plot.figure import Figure
 from harness.plot.figures import load_figure
 from harness.plot.style import drawing_style
-from harness.plot.workers import workers
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,12 +8,11 @@ import pytest
 
 from harness.domain.hostfile import Host
 from harness.errors import ConfigError
-from harness.nodes.allreduce import Reduction
+from harness.nodes.between import Connection, Reduction
 from harness.nodes.checks import CHECKS, judge_all, select
 from harness.nodes.facts import Disk, PythonFacts, Route
 from harness.nodes.findings import Status, worst
 from harness.nodes.mpi import Hello
-from harness.nodes.pairs import Connection
 from harness.nodes.probe import ProbedClock
 from harness.nodes.ssh import Login, Target
 

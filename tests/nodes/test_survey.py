@@ -22,9 +22,8 @@ from typing import TypeVar
 import pytest
 
 from harness.nodes.__main__ import main
-from harness.nodes.allreduce import Reduction, get_ready, run_allreduce
+from harness.nodes.between import Pairs, Reduction, connect_pairs, get_ready, run_allreduce
 from harness.nodes.facts import Facts, InterfaceFacts, Route
-from harness.nodes.pairs import Pairs, connect_pairs
 from harness.nodes.session import AgentError, Session, open_session
 
 FAKE_SSH = """#!/bin/sh

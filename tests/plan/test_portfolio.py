@@ -20,11 +20,10 @@ from harness.domain.strategy import (
 )
 from harness.errors import PlanError, StrategyError
 from harness.plan import builders
-from harness.plan.describe import describe_strategy
 from harness.plan.portfolio import plan as plan_with_simulator
 from harness.plan.portfolio import search_portfolio
 from harness.plan.published.pipedream.planner import plan as plan_by_pipedream
-from harness.plan.report import result_lines
+from harness.plan.report import describe_strategy, result_lines
 from harness.plan.request import PlanRequest
 from harness.plan.search import objective as objective_module
 from harness.plan.search.objective import Objective

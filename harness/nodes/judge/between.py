@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from harness.nodes.between import Connection, Pairs
 from harness.nodes.findings import Judgement, critical, ok, unknown, warn
 from harness.nodes.mpi import network_flags
-from harness.nodes.pairs import Connection, Pairs
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_duration
 

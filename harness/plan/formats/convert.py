@@ -10,8 +10,8 @@ from harness.domain.sharding import cuttable_dims, full_units, has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import StrategyError
 from harness.plan.builders import cut_or_whole
-from harness.plan.describe import describe_plans
 from harness.plan.formats.flexflow import DimOrder, Entry
+from harness.plan.report import describe_plans
 
 # FlexFlow's words for kinds of operators, as its default names begin.
 _KINDS = {

@@ -39,8 +39,8 @@ from harness.runtime.executor.run.flight import Stash
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
-from harness.runtime.executor.shards.dropout import RandomState
 from harness.runtime.executor.shards.forms import Forms, choose_forms
+from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.files import save_sharded
 from harness.runtime.executor.state.owners import Owners, WeightUpdater
 from harness.runtime.executor.state.state import StateGatherer, verify_copies

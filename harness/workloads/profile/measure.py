@@ -26,7 +26,7 @@ from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.devices.precision import Precision
 from harness.runtime.devices.sampling import Budget, hold_gpu, shortest_sample_s
 from harness.runtime.models import Task
-from harness.runtime.profiling.shards import OperatorShard, operator_shard
+from harness.runtime.profiling.shards import OperatorShard, operator_shard, verify
 from harness.runtime.profiling.subgraph import (
     ModelPart,
     OperatorCall,
@@ -38,7 +38,6 @@ from harness.runtime.profiling.subgraph import (
     tensors_in,
 )
 from harness.runtime.profiling.timer import OperatorSamples, OpTimer
-from harness.runtime.profiling.verify import verify
 from harness.runtime.ranks.world import Context
 from harness.workloads.planning.profile_config import Point
 from harness.workloads.profile.step import make_inputs

@@ -11,6 +11,7 @@ from torch import nn
 from harness.errors import VerificationError
 from harness.runtime.capture.capture import capture
 from harness.runtime.models import ModelOptions, build_task, fit_options
+from harness.runtime.profiling.shards import verify
 from harness.runtime.profiling.subgraph import (
     LOSS,
     OperatorCall,
@@ -19,7 +20,6 @@ from harness.runtime.profiling.subgraph import (
     tensors_in,
     values_at,
 )
-from harness.runtime.profiling.verify import verify
 
 
 def run(step, call):

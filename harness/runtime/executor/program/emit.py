@@ -33,7 +33,6 @@ from harness.runtime.executor.program.program import (
     WeightKey,
 )
 from harness.runtime.executor.shards.batch_norm import BatchNormShard, Reduce
-from harness.runtime.executor.shards.dropout import RandomState
 from harness.runtime.executor.shards.forms import (
     Forms,
     attribute_of,
@@ -46,6 +45,7 @@ from harness.runtime.executor.shards.forms import (
 from harness.runtime.executor.shards.inplace import COPIES, out_of_place
 from harness.runtime.executor.shards.kinds import make_dropout
 from harness.runtime.executor.shards.loss import CutCrossEntropy, LossPart
+from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.shards.regions import Crop, RegionMap, Relative, assembled
 from harness.runtime.executor.state.weights import Weights
 from harness.runtime.models.task import Task

@@ -14,7 +14,7 @@ from harness.runtime.executor.gradients.deferred import WeightQueue, backward_ca
 from harness.runtime.executor.program.program import PartKey, Program, Segment
 from harness.runtime.executor.run.flight import Flight, Stash, call_with, random_state, repeated
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.shards.dropout import RandomState
+from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.messages import Place

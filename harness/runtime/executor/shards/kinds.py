@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from harness.domain.graph import Operator
 from harness.domain.partition import Block
-from harness.runtime.executor.shards import dropout
+from harness.runtime.executor.shards import pointwise
 from harness.runtime.executor.shards.attention import make_attention, make_grouped_attention
 from harness.runtime.executor.shards.base import Make, Shard, ShardSpec, Wanted, has_plain_weights
 from harness.runtime.executor.shards.batch_norm import make_batch_norm, make_batch_norm_shard
@@ -72,9 +72,9 @@ def make_dropout(
     block: Block,
     wanted: Sequence[Wanted],
     index: int,
-    state: dropout.RandomState,
+    state: pointwise.RandomState,
 ) -> Shard | None:
-    """Make the shard of a dropout, whose mask is the block of the whole tensor's mask.
+    """Make the shard of a pointwise, whose mask is the block of the whole tensor's mask.
 
     Args:
         operator, node, root, shape, block, wanted: as for `make_shard`.
@@ -82,12 +82,12 @@ def make_dropout(
         state: random state that all dropouts of this rank share.
 
     Returns:
-        None if the operator is no dropout.
+        None if the operator is no pointwise.
     """
     part = ShardSpec(
         operator=operator, node=node, root=root, shape=shape, block=block, wanted=wanted
     )
-    shard = dropout.make_dropout(part, index, state)
+    shard = pointwise.make_dropout(part, index, state)
     if shard is not None and part.module is not None:
         shard.train(part.module.training)
     return shard

@@ -4,8 +4,8 @@ from torch import fx, nn
 
 from harness.domain.graph import Operator
 from harness.domain.partition import blocks
-from harness.runtime.executor.shards.dropout import ExactDropout, RandomState
 from harness.runtime.executor.shards.kinds import Wanted, make_dropout
+from harness.runtime.executor.shards.pointwise import ExactDropout, RandomState
 
 SHAPE = {"sample": 4, "feature": 6, "height": 5, "width": 3}
 
