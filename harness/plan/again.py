@@ -23,6 +23,8 @@ from harness.plan.request import PlanRequest
 from harness.plan.simulate.options import SimulatorOptions
 
 _PR_SET_PDEATHSIG = 1
+# A step so much longer than the fastest is taken if the plan needs fewer devices.
+_ABOUT_AS_FAST = 1.02
 # A tenth of a core that training keeps busy; with less, an answer would take minutes there.
 _NICENESS = 10
 
@@ -34,6 +36,8 @@ class SearchAgain(msgspec.Struct, frozen=True, kw_only=True):
         cluster: the devices as they are now, with their drifted speeds or without a lost one.
         options: assumptions of the simulator.
         start: the strategy of now, from which the search starts too; None if it does not fit.
+        most_replicas: see PlanRequest; the answer is then the plan with the fewest devices of those
+            that are about as fast as the fastest.
     """
 
     graph: Graph
@@ -46,6 +50,7 @@ class SearchAgain(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     seed: int = 0
     start: Strategy | None = None
+    most_replicas: int | None = None
 
 
 class FoundAgain(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,15 +83,17 @@ def search_again(request: SearchAgain) -> FoundAgain:
                 seconds=request.seconds,
                 seed=request.seed,
                 start=request.start,
+                most_replicas=request.most_replicas,
             ),
             options=request.options,
         )
     except HarnessError as error:
         return FoundAgain(error=str(error))
     start = request.start
+    best = found.best if request.most_replicas is None else found.leanest(_ABOUT_AS_FAST)
     return FoundAgain(
-        strategy=found.strategy(found.best),
-        step_s=found.best.step_s,
+        strategy=found.strategy(best),
+        step_s=best.step_s,
         start_step_s=None if start is None else found.simulator.step_s(start),
     )
 

@@ -60,6 +60,12 @@ class Searched:
                 distinct.append(candidate)
         return distinct
 
+    def leanest(self, most: float) -> Candidate:
+        """The plan on the fewest devices whose step is at most `most` times the best's."""
+        limit_s = most * self.best.step_s
+        close = [candidate for candidate in self.ranked() if candidate.step_s <= limit_s]
+        return min(close, key=lambda candidate: (candidate.n_devices, candidate.step_s))
+
     def strategy(self, candidate: Candidate) -> Strategy:
         """A plan as a file has it, named by its content."""
         simulator = self.simulator
@@ -126,7 +132,7 @@ def search_portfolio(
     standards: list[Simulation] = []
     interrupted = False
     try:
-        standards += _judge_standards(simulator, batch, request.start, objective)
+        standards += _judge_standards(simulator, batch, request, objective)
         Searches(simulator, batch, request, objective, exhaustive_up_to).run()
     except KeyboardInterrupt:
         if objective.best is None:
@@ -180,15 +186,15 @@ def _nothing_fits(simulator: Simulator, objective: Objective) -> str:
 
 
 def _judge_standards(
-    simulator: Simulator, batch: int, start: Strategy | None, objective: Objective
+    simulator: Simulator, batch: int, request: PlanRequest, objective: Objective
 ) -> Iterator[Simulation]:
-    """One device and the start in any case, the others while there is time."""
-    standards = standard_strategies(simulator, batch)
+    """One device and the start in any case, the others while there is time and no limit."""
+    start, standards = request.start, standard_strategies(simulator, batch)
     yield _judge(simulator, next(standards), objective)
     if start is not None:
         named = msgspec.structs.replace(start, name=f"start: {start.name}")
         yield _judge(simulator, named, objective)
-    while not objective.is_out_of_time():
+    while request.most_replicas is None and not objective.is_out_of_time():
         strategy = next(standards, None)
         if strategy is None:
             return

@@ -48,6 +48,8 @@ class PlanRequest:
         seconds: most wall seconds; None for no limit.
         start: a strategy that the search starts from too, such as an imported one; only for costs
             that take one.
+        most_replicas: most devices of a stage, in which case pipelines alone are searched; None
+            for no limit.
         seed: equal requests with equal seeds give equal plans (unless `seconds` ends the search).
         progress: called at most a few times a second, from the planning thread. An interrupt
             (KeyboardInterrupt) inside a search must end it with the best plan found.
@@ -61,6 +63,7 @@ class PlanRequest:
     budget: int | None = None
     seconds: float | None = None
     start: Strategy | None = None
+    most_replicas: int | None = None
     seed: int = 0
     progress: Callable[[SearchProgress], None] = ignore_progress
 

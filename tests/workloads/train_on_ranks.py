@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -17,6 +19,7 @@ from harness.domain.record import Sample, Span
 from harness.errors import HarnessError, StrategyError
 from harness.measure.rank_records import read_records
 from harness.measure.store import read_header, write_header
+from harness.plan.again import FoundAgain
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.state.files import load_sharded
 from harness.runtime.ranks.world import Context
@@ -25,8 +28,10 @@ from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.planning.search_config import SearchConfig
 from harness.workloads.search import trials as plan_trials
 from harness.workloads.search.workload import run_search
+from harness.workloads.train import shrink
 from harness.workloads.train.config import TrainCase, parse_change
 from harness.workloads.train.plan import plan_training, search_config_of
+from harness.workloads.train.replan import BesideSearch
 from harness.workloads.train.requests import read_answer, write_request
 from harness.workloads.train.setup import prepare
 from harness.workloads.train.workload import TrainLoop, run_train
@@ -247,6 +252,15 @@ def plans_at_two_speeds(case: TrainCase, context: Context) -> list[bytes]:
     return found
 
 
+class WaitedForSearch(BesideSearch):
+    """Answers when it is first asked, so that a short training changes."""
+
+    def poll(self) -> FoundAgain | None:
+        while (found := super().poll()) is None:
+            time.sleep(0.01)
+        return found
+
+
 def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:
     """Several trainings whose files of --change lie beside the run; records of the changes too.
 
@@ -261,7 +275,8 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
             request = write_request(context.run_dir, files[0][1])
         change = () if case.controlled else tuple(f"{step}:{file}" for step, file in files)
         try:
-            run_train(replace(case, change=change), context)
+            with mock.patch.multiple(shrink, BesideSearch=WaitedForSearch, STILL_S=0.0):
+                run_train(replace(case, change=change), context)
         except HarnessError as error:
             found[name] = f"{type(error).__name__}: {error}"
             continue

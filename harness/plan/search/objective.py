@@ -46,6 +46,11 @@ class Candidate:
         """Whether both train alike, whoever found them."""
         return replace(self, method="", step_s=0.0) == replace(other, method="", step_s=0.0)
 
+    @property
+    def n_devices(self) -> int:
+        """Number of devices that it uses."""
+        return len({device for plan in self.plans.values() for device in plan.devices})
+
     def to_strategy(self, graph: Graph, name: str) -> Strategy:
         plans = {graph.operators[op].name: self.plans[op] for op in sorted(self.plans)}
         return Strategy(

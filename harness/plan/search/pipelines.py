@@ -104,12 +104,23 @@ class Partial(NamedTuple):
 
 
 class PipelineSearch:
-    """Pipelines of one graph for one number of microbatches."""
+    """Pipelines of one graph for one number of microbatches.
 
-    def __init__(self, simulator: Simulator, batch: int, n_microbatches: int) -> None:
+    Args:
+        most_replicas: most devices of a stage; None for no limit.
+    """
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        batch: int,
+        n_microbatches: int,
+        most_replicas: int | None = None,
+    ) -> None:
         self.simulator, self.batch, self.n_microbatches = simulator, batch, n_microbatches
         self.costs: Costs = simulator.costs(-(-batch // n_microbatches))
         self.fewest = batch // n_microbatches  # samples of the smallest microbatch
+        self._most = min(self.fewest, most_replicas or self.fewest)
         seconds = operator_seconds(simulator, batch, n_microbatches)
         self.segments = merge_operators(simulator.placed, seconds[0])
         self._cut_bytes = self._bytes_at_cuts(simulator.placed)
@@ -233,7 +244,7 @@ class PipelineSearch:
                 if not kept or m * self._rest_s(a, used) > limit_s:
                     continue
                 for group in self._groups(order, used):
-                    if len(group) > self.fewest:
+                    if len(group) > self._most:
                         continue
                     mask = used | sum(1 << d for d in group)
                     crossings = [crossing(p.last_start, a, last, group) for p in kept]
@@ -310,7 +321,7 @@ class PipelineSearch:
                     yield Pipeline(0.0, (*ends[:k], end, *ends[k + 1 :]), groups)
         for a, b in [(k, k + 1) for k in range(len(ends) - 1)]:
             for source, target in ((a, b), (b, a)):
-                if len(groups[source]) > 1 and len(groups[target]) < self.fewest:
+                if len(groups[source]) > 1 and len(groups[target]) < self._most:
                     moved = groups[source][-1 if source == a else 0]
                     changed = list(groups)
                     changed[source] = tuple(d for d in groups[source] if d != moved)

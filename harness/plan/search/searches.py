@@ -72,7 +72,7 @@ class Searches:
         exhaustive_up_to: int,
     ) -> None:
         self.simulator, self.batch, self.objective = simulator, batch, objective
-        self.seed = request.seed
+        self.seed, self.most_replicas = request.seed, request.most_replicas
         self.exhaustive_up_to = exhaustive_up_to
         work = len(simulator.placed) * simulator.cluster.n_devices * 4
         default = min(MOST_PROPOSALS, max(LEAST_PROPOSALS, int(WORK_PER_SEARCH / work)))
@@ -86,8 +86,11 @@ class Searches:
 
     def run(self) -> None:
         """Pipelines, then per-operator searches for the most promising flows, as time allows."""
+        is_limited = self.most_replicas is not None
         if self.simulator.cluster.n_devices > 1:
-            self._pipelines(self.budget // 4)
+            self._pipelines(self.budget if is_limited else self.budget // 4)
+        if is_limited:
+            return
         flows = self._flows()
         if not self.objective.is_out_of_time():
             self._exhaust(flows[0])
@@ -119,7 +122,7 @@ class Searches:
                 return
             method = f"{PIPELINES}, {n_microbatches} microbatches"
             objective.start(method, budget=end - objective.n_proposals)
-            search = PipelineSearch(self.simulator, self.batch, n_microbatches)
+            search = PipelineSearch(self.simulator, self.batch, n_microbatches, self.most_replicas)
             # The bound leaves out most of what makes pipelines slower, so above the best it is
             # hopeless; it counts a tensor that skips a stage at both cuts, and computing as with
             # all devices at work, hence the slack.

@@ -170,6 +170,8 @@ def _check_unused(config: TrainConfig) -> None:
     """Refuse flags that none of the strategies uses."""
     words = " ".join(config.strategy)
     given = {_DEGREES if is_layout(strategy) else strategy for strategy in config.strategy}
+    if config.shrink == "search":  # searches, too
+        given.add("searched")
     for name, users in _USED_BY.items():
         if given.isdisjoint(users):
             _check_unset(config, name, users)
@@ -261,6 +263,13 @@ def _check_changes(config: TrainConfig) -> None:
         raise ConfigError(f"--freeze-alpha {config.freeze_alpha} must be above 0 and below 1")
     if config.freeze != "none" and config.asynchronous:
         raise ConfigError("--freeze is for synchronous training: drop --asynchronous")
+    if config.shrink != "none" and config.freeze == "none":
+        raise ConfigError(
+            f"--shrink {config.shrink} plans again when layers freeze, and none do: add --freeze "
+            "schedule"
+        )
+    if config.replicate and config.shrink == "none":
+        raise ConfigError("--replicate turns ranks that --shrink frees into replicas: add --shrink")
     last = 0
     for text in config.change:
         step, _ = parse_change(text)

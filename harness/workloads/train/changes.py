@@ -33,7 +33,7 @@ from harness.workloads.train.engines import executor_trainer
 from harness.workloads.train.next_plan import NextPlanner
 from harness.workloads.train.plan import Planned
 from harness.workloads.train.policies import POLICIES
-from harness.workloads.train.policy import Current, Due, PolicyInputs
+from harness.workloads.train.policy import LEAD_STEPS, Current, Due, PolicyInputs
 from harness.workloads.train.requests import ChangeAnswer, answer_request, read_request
 from harness.workloads.train.setup import Training, continue_by
 
@@ -120,11 +120,18 @@ class StrategyChanges:
             self._building.exception()
 
     def _is_ready(self, step: int) -> bool:
-        """Whether the next change is due; without a step: once all ranks have built its engine."""
+        """Whether the next change is due; without a step: once all ranks have built its engine, or
+        wait for it because a change with a step has to be built next."""
         assert self._next is not None
         assert self._building is not None
         if self._next.step is not None:
             return step >= self._next.step
+        known = [
+            *(due.step for due in self._waiting.values()),
+            *(p.next_step() for p in self._policies),
+        ]
+        if any(other is not None and other <= step + LEAD_STEPS for other in known):
+            return True
         is_done = self._building.done()
         return min(gather_numbers(float(is_done), self._context.world)) > 0
 
@@ -219,6 +226,8 @@ class StrategyChanges:
     def close(self) -> None:
         """Refuse a request that came too late; all ranks may call it after the last step."""
         self._pool.shutdown(wait=True)
+        for policy in self._policies:
+            policy.close()
         if not (self._case.controlled and self._context.world.is_first):
             return
         with suppress(HarnessError):

@@ -124,6 +124,14 @@ class TrainSettings(SearchFlags, ModelFlags):
     """a of --freeze: share of the trained layers that each interval freezes."""
     freeze_interval: int | None = None
     """Steps of an interval of --freeze. Default: an epoch."""
+    shrink: Literal["none", "search", "pipetransformer"] = "none"
+    """With --freeze: plan again for fewer ranks whenever layers have frozen (executor). search: the
+    search plans the frozen model, beside training, and the strategy changes if the steps that are
+    left gain more than the change costs. pipetransformer: that system's rule, which balances a
+    pipeline by size and halves its length while the largest stage is no larger than at first."""
+    replicate: bool = False
+    """With --shrink: turn the ranks that it frees into replicas. Else no layer gets more replicas
+    than at the start, and these ranks idle."""
     channels_last: bool = False
     """Keep images and filters in channels-last order, which is faster on tensor cores."""
     seed: int = 0

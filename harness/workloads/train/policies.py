@@ -16,9 +16,10 @@ from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.workloads.train.config import TrainCase, parse_change
 from harness.workloads.train.policy import LEAD_STEPS, Due, Policy, PolicyInputs
 from harness.workloads.train.requests import UNREADABLE, Request, read_request
+from harness.workloads.train.shrink import ShrinkPolicy
 
 
-class ScheduledPolicy:
+class ScheduledPolicy(Policy):
     """`--change STEP:FILE`: strategies that are read and checked before the first step.
 
     Raises:
@@ -37,13 +38,16 @@ class ScheduledPolicy:
 
         self._later: list[Due] = broadcast_result(read, list[Due], inputs.context.world)
 
+    def next_step(self) -> int | None:
+        return self._later[0].step if self._later else None
+
     def due(self, step: int) -> Due | None:
-        next_step = self._later[0].step if self._later else None
+        next_step = self.next_step()
         is_near = next_step is not None and next_step <= step + LEAD_STEPS
         return self._later.pop(0) if is_near else None
 
 
-class ControlledPolicy:
+class ControlledPolicy(Policy):
     """`--controlled`: requests of ./entry.sh control, which rank 0 finds between steps."""
 
     def __init__(self, inputs: PolicyInputs) -> None:
@@ -69,7 +73,7 @@ class ControlledPolicy:
         return Due(planned=planned, why=f"control {request.source}", request=request.id)
 
 
-class FreezingPolicy:
+class FreezingPolicy(Policy):
     """`--freeze schedule`: a prefix of the layers that grows with each interval.
 
     Raises:
@@ -86,6 +90,9 @@ class FreezingPolicy:
                 f"--freeze {inputs.case.freeze} finds no layers in {inputs.case.model}: name its "
                 "blocks by numbers (layers.0, layers.1) and keep one for the head, or drop it"
             )
+
+    def next_step(self) -> int | None:
+        return (self._interval + 1) * self._steps
 
     def due(self, step: int) -> Due | None:
         found: Due | None = None
@@ -114,4 +121,6 @@ POLICIES: dict[str, PolicyEntry] = {
     "change": PolicyEntry(lambda case: bool(case.change), ScheduledPolicy),
     "controlled": PolicyEntry(lambda case: case.controlled, ControlledPolicy),
     "freeze": PolicyEntry(lambda case: case.freeze != "none", FreezingPolicy),
+    "shrink": PolicyEntry(lambda case: case.shrink != "none" and not case.replicate, ShrinkPolicy),
+    "replicate": PolicyEntry(lambda case: case.replicate, ShrinkPolicy),
 }

@@ -47,6 +47,13 @@ class Policy(Protocol):
         """
         ...
 
+    def next_step(self) -> int | None:
+        """The measured step of its next change; None if that is not known ahead."""
+        return None
+
+    def close(self) -> None:
+        """Free what it holds after the last step."""
+
 
 @dataclass(kw_only=True)
 class Current:

@@ -10,6 +10,12 @@ from equivalence_cases import Case
 from equivalence_models import small_graph
 from equivalence_strategies import named_strategies
 
+from harness.domain.cluster import Cluster
+from harness.domain.freezing import frozen_operators
+from harness.plan.again import SearchAgain, search_again
+from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.simulate.options import SimulatorOptions
+
 MIB = 1 << 20
 
 
@@ -46,6 +52,45 @@ def test_a_change_equals_one_device(changing, ranks):
 @pytest.mark.parametrize("index", [1, 7, 11])
 def test_changes_between_random_strategies_equal_one_device(index, ranks):
     finding = check_change(random_changing_case(0, index), ranks)
+    assert finding.is_equal, finding.text()
+
+
+def next_by_search(graph, start, bytes_per_s, n_frozen, most_replicas):
+    """The plan of the frozen model on three ranks, found as training finds it."""
+    cluster = Cluster.uniform(3, 1, inside_bytes_per_s=bytes_per_s, memory_bytes=1 << 40)
+    rates = {"device": DeviceRates(flops_per_s=1e7, memory_bytes_per_s=1e9)}
+    profile = roofline_profile(graph, rates, n_parts=(1, 2, 3), n_microbatches=(1, 2, 3))
+    options = SimulatorOptions(frozen=frozen_operators(graph, n_frozen))
+    found = search_again(
+        SearchAgain(
+            graph=graph, cluster=cluster, profile=profile, options=options, batch=start.batch,
+            budget=200, start=start, most_replicas=most_replicas,
+        )
+    )  # fmt: skip
+    assert found.strategy is not None, found.error
+    return found.strategy
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "bytes_per_s", "n_fewer"),
+    [("vit", "sgd", 1e5, 2), ("mlp", "adamw", 1e6, 1)],
+)
+def test_freezing_shrinking_and_replicating_equal_one_device(
+    model, optimizer, bytes_per_s, n_fewer, ranks
+):
+    """Links are slow, so a pipeline of three shrinks; at the end most of the model is frozen."""
+    graph = small_graph(model)
+    start = named_strategies(graph, 3, 6)["1f1b"]
+    fewer = next_by_search(graph, start, bytes_per_s, 1, most_replicas=1)
+    more = next_by_search(graph, start, bytes_per_s, 2, most_replicas=None)
+    used = [{d for own in one.stage_devices() for d in own} for one in (fewer, more)]
+    assert [len(devices) for devices in used] == [n_fewer, 3]
+    case = Case(
+        name=model, model=model, n_ranks=3, strategy=start, n_steps=6, optimizer=optimizer,
+        dropout="off",
+    )  # fmt: skip
+    changes = [(1, start), (2, fewer), (4, more)]
+    finding = check_change(ChangingCase(case=case, changes=changes, frozen=[1, 1, 2]), ranks)
     assert finding.is_equal, finding.text()
 
 

@@ -47,6 +47,22 @@ CASES = {
     "frozen": replace(
         CASE, freeze="schedule", freeze_alpha=0.5, freeze_interval=2, change=("3:pipeline.json",)
     ),
+    **{
+        name: replace(
+            CASE,
+            strategy="pipeline",
+            microbatches=2,
+            freeze="schedule",
+            freeze_alpha=0.5,
+            freeze_interval=2,
+            **flags,
+        )
+        for name, flags in {
+            "frozen pipeline": {},
+            "shrunk": {"shrink": "pipetransformer", "replicate": True},
+            "searched again": {"shrink": "search", "replicate": True, "search_budget": 200},
+        }.items()
+    },
     "other batch": replace(CASE, change=("2:other.json",)),
     "other model": replace(CASE, controlled=True, change=("1:model.json",)),
 }
@@ -128,6 +144,41 @@ def test_freezing_and_a_change_by_hand_go_together(trained):
     found = trained[0]["frozen"]["losses"]
     assert found[:3] == pytest.approx(wanted[:3], abs=1e-5)  # the loss precedes the update
     assert found[5] != pytest.approx(wanted[5], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        # The last layers hold most of lenet: with 3 frozen, the rest is smaller than a stage was.
+        (
+            "shrunk",
+            [
+                "pipeline, 2 layers frozen",
+                "pipeline of 2 x 1 ranks, 2 layers frozen",
+                "pipeline of 2 x 1 ranks, 3 layers frozen",
+                "pipeline of 1 x 2 ranks, 3 layers frozen",
+            ],
+        ),
+        # The second search finds nothing faster.
+        (
+            "searched again",
+            [
+                "pipeline, 2 layers frozen",
+                "2 stages on 1-1 devices, 2 layers frozen",
+                "2 stages on 1-1 devices, 3 layers frozen",
+            ],
+        ),
+    ],
+)
+def test_a_frozen_model_is_planned_again(trained, name, changes):
+    found = [
+        labels["after"].replace(", whole convolutions on devices, whole MLPs on devices", "")
+        for metric, _, _, labels in trained[0][name]["samples"]
+        if metric == "change_s"
+    ]
+    assert found == changes
+    wanted = trained[0]["frozen pipeline"]["losses"]
+    assert trained[0][name]["losses"] == pytest.approx(wanted, abs=1e-5)
 
 
 def test_each_change_has_the_predicted_steps_of_the_frozen_model(trained):
@@ -223,6 +274,8 @@ def test_a_controller_needs_a_run_that_listens(tmp_path):
         ({"change": ("20:a.json",)}, "must be above 0 and below --steps 20"),
         ({"freeze": "schedule", "freeze_alpha": 1.0}, "--freeze-alpha 1.0 must be above 0 and"),
         ({"freeze": "schedule", "engine": "torch"}, "--freeze needs the executor"),
+        ({"shrink": "search"}, "layers freeze, and none do: add --freeze schedule"),
+        ({"freeze": "schedule", "replicate": True}, "--shrink frees into replicas: add --shrink"),
         ({"change": ("1:a.json",), "engine": "torch"}, "--change needs the executor"),
     ],
 )
