@@ -9,6 +9,8 @@ at the end. Replicas must be bit-equal. Prints the largest difference by model, 
 of ranks, writes all cases, and prints each unequal case, which can be run again:
 
     python benchmarks/executor_equivalence.py --case-file case.json --shrink
+
+`--shard-state parameters` shards state in every case.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import msgspec
 import tyro
 from comparison import machine
 
+from harness.domain.strategy import ShardState
 from harness.runtime.ranks.host import code_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
@@ -43,6 +46,8 @@ class Options:
     """Run only cases of these models."""
     ranks: tuple[int, ...] = ()
     """Run only cases on these numbers of ranks."""
+    shard_state: ShardState | None = None
+    """Shard this state in every case, and run 1f1b where zero bubble cannot."""
     case_file: Path | None = None
     """Run this case, as printed for an unequal one, rather than a series."""
     shrink: bool = False
@@ -56,13 +61,25 @@ def wanted_cases(options: Options) -> list[Case]:
     if options.case_file is not None:
         return [msgspec.json.decode(options.case_file.read_bytes(), type=Case)]
     indices = options.only or range(options.cases)
-    cases = [random_case(options.seed, index) for index in indices]
+    cases = [_sharded(random_case(options.seed, index), options) for index in indices]
     return [
         case
         for case in sorted(cases, key=lambda case: case.n_ranks)
         if (not options.models or case.model in options.models)
         and (not options.ranks or case.n_ranks in options.ranks)
     ]
+
+
+def _sharded(case: Case, options: Options) -> Case:
+    if options.shard_state is None:
+        return case
+    schedule = case.strategy.schedule
+    if options.shard_state == "parameters" and schedule == "zero_bubble":
+        schedule = "1f1b"
+    strategy = msgspec.structs.replace(
+        case.strategy, shard_state=options.shard_state, schedule=schedule
+    )
+    return msgspec.structs.replace(case, strategy=strategy)
 
 
 def _cell(findings: list[Finding]) -> str:
@@ -118,6 +135,7 @@ def _row(finding: Finding) -> dict[str, object]:
         "model": case.model,
         "n_ranks": case.n_ranks,
         "schedule": case.strategy.schedule,
+        "shard_state": case.strategy.shard_state,
         "n_stages": len(case.strategy.stages),
         "n_microbatches": case.strategy.n_microbatches,
         "batch": case.strategy.batch,

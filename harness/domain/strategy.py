@@ -15,7 +15,8 @@ strategy fits a graph and a cluster, `check_fresh` that it is not stale.
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Literal, Self, get_args
 
 import msgspec
 
@@ -43,9 +44,21 @@ from harness.domain.sharding import (
 )
 from harness.errors import StrategyError
 
+# What of the training state each holder of a weight keeps a part of only: ZeRO's stages 1, 2 and 3,
+# each with the ones before.
+ShardState = Literal["none", "optimizer", "gradients", "parameters"]
+SHARD_STATES: tuple[ShardState, ...] = get_args(ShardState)
+
 SCHEMA = "harness-strategy"
 SCHEMA_VERSION = 1
 _MOST_MICROBATCHES = 2**16
+
+
+# The field of earlier files, by its two values.
+_FORMER = {
+    rb'"optimizer_state"\s*:\s*"sharded"': b'"shard_state": "optimizer"',
+    rb'"optimizer_state"\s*:\s*"replicated"': b'"shard_state": "none"',
+}
 
 
 class StaleStrategyError(StrategyError):
@@ -96,8 +109,9 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
         batch: samples per optimizer step over all devices.
         operators: by name; all operators of the graph but its inputs.
         stages: in order; operators of stage s read only from stages up to s.
-        optimizer_state: `replicated` on every device that holds a weight; `sharded` keeps it on one
-            of them (see `owners`), which updates the weight and sends it to the others.
+        shard_state: state of which each of the n devices that hold a weight keeps 1/n (ZeRO, FSDP):
+            `optimizer`, also the summed `gradients`, also the `parameters`, which are gathered
+            before each use and freed after it.
     """
 
     FILE = FileKind("strategy file", SCHEMA, SCHEMA_VERSION, StrategyError, "search again")
@@ -108,10 +122,26 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
     n_microbatches: Count = 1
     schedule: ScheduleName = "gpipe"
     stages: list[Stage] = msgspec.field(default_factory=lambda: [Stage()])
-    optimizer_state: Literal["replicated", "sharded"] = "replicated"
+    shard_state: ShardState = "none"
     made_for: MadeFor = MadeFor()
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
+
+    @classmethod
+    def from_json(cls, data: bytes, *, source: str = "") -> Self:
+        """Parse and validate; an `optimizer_state` of earlier files is read as `shard_state`.
+
+        Raises:
+            StrategyError: see `JsonFile`.
+        """
+        for old, new in _FORMER.items():
+            data = re.sub(old, new, data)
+        return super().from_json(data, source=source)
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a device keeps the summed gradients of its own parts only."""
+        return self.shard_state in ("gradients", "parameters")
 
     def stage_devices(self) -> list[tuple[int, ...]]:
         """The devices of each stage, ascending."""
@@ -230,6 +260,12 @@ def _check_numbers(strategy: Strategy) -> None:
         )
     if not strategy.stages:
         raise StrategyError(f"strategy {strategy.name!r} has no stage: it needs at least one")
+    if strategy.shard_state == "parameters" and strategy.schedule == "zero_bubble":
+        raise StrategyError(
+            f"strategy {strategy.name!r} shards parameters, which are freed after a backward, and "
+            "its schedule zero_bubble computes gradients of weights later: use 1f1b, or shard "
+            "gradients"
+        )
 
 
 def check_names(strategy: Strategy, graph: Graph) -> None:

@@ -83,6 +83,7 @@ def request_from(
         budget=args.search_budget,
         seconds=args.search_seconds,
         start=_start(args, graph, batch),
+        shard_state=args.shard_state,
         seed=args.seed,
         progress=progress,
     )

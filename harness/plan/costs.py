@@ -53,7 +53,7 @@ COSTS = {
         module="harness.plan.layouts.planner",
         summary="tensor x data x pipeline parallelism with recomputation on up to 4096 equal "
         "devices, all layouts, by classes of devices",
-        unread=("start", "search_budget", "search_seconds"),
+        unread=("start", "search_budget", "search_seconds", "shard_state"),
         needs_memory=True,
         most_devices=4096,
     ),
@@ -61,18 +61,18 @@ COSTS = {
         module="harness.plan.published.pipedream.planner",
         summary="PipeDream's published formula with transfers counted, by exact dynamic "
         "programming",
-        unread=("start",),
+        unread=("start", "shard_state"),
     ),
     "maxload": Cost(
         module="harness.plan.published.maxload.planner",
         summary="the busiest device's load, values counted (Tarnawski et al., 2020), by exact "
         "dynamic programming, then annealing",
-        unread=("start", "search_seconds"),
+        unread=("start", "search_seconds", "shard_state"),
     ),
     "flexflow2018": Cost(
         module="harness.plan.published.flexflow2018.search",
         summary="FlexFlow's cost model of 2018, repaired, on its AlexNet, by MCMC",
-        unread=(*_MODEL, *_HARDWARE, "start"),
+        unread=(*_MODEL, *_HARDWARE, "start", "shard_state"),
     ),
 }
 

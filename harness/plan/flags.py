@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from harness.domain.schedule import SCHEDULE_NAMES
+from harness.domain.strategy import SHARD_STATES
 from harness.inputs import refuse_old_spelling
 from harness.plan.costs import COSTS
 from harness.plan.formats.detect import FORMATS
@@ -42,6 +43,11 @@ examples:
   python -m harness.plan advise --profile vgg16.json --cluster cluster.json --per-device-batch 32 \\
       --strategies ddp pipeline --prices hosts/tesla.toml
 """
+
+_SHARD_STATE = (
+    "state of which each of the n devices that hold a weight keeps 1/n: optimizer (ZeRO-1), "
+    "gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD)"
+)
 
 RENAMED = {
     "--batch": "--batch-size",
@@ -92,6 +98,11 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     how.add_argument("--search-seconds", type=float, metavar="S", help="most wall seconds")
     how.add_argument(
+        "--shard-state",
+        choices=SHARD_STATES,
+        help=f"{_SHARD_STATE}; default: what memory needs",
+    )
+    how.add_argument(
         "--start",
         type=Path,
         metavar="FILE",
@@ -125,6 +136,9 @@ def _add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="none",
         help="forward again before backward: a stage at once, as the executor does, or layer by "
         "layer (default: none)",
+    )
+    predict.add_argument(
+        "--shard-state", choices=SHARD_STATES, default="none", help=f"{_SHARD_STATE}; default: none"
     )
     predict.add_argument(
         "--no-overlap", action="store_true", help="gradients are synchronised after backward"
@@ -272,7 +286,7 @@ def _add_advise(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     out.add_argument(
         "--output", type=Path, metavar="FILE", help="write the best set's strategy here"
     )
-    advise.set_defaults(cost="simulator", search_budget=None, start=None, seed=0)
+    advise.set_defaults(cost="simulator", search_budget=None, start=None, shard_state=None, seed=0)
 
 
 def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -189,7 +189,7 @@ def _judge_standards(
     simulator: Simulator, batch: int, request: PlanRequest, objective: Objective
 ) -> Iterator[Simulation]:
     """One device and the start in any case, the others while there is time and no limit."""
-    start, standards = request.start, standard_strategies(simulator, batch)
+    standards, start = standard_strategies(simulator, batch, request.shard_state), request.start
     yield _judge(simulator, next(standards), objective)
     if start is not None:
         named = msgspec.structs.replace(start, name=f"start: {start.name}")

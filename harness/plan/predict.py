@@ -63,6 +63,7 @@ def predict(args: argparse.Namespace, capture_model: cli.CaptureModel) -> None:
         schedule=args.schedule,
         recompute=args.recompute != "none",
     )
+    strategy = msgspec.structs.replace(strategy, shard_state=args.shard_state)
     simulation = simulator.simulate(strategy)
     if args.output is not None:
         write_atomically(args.output, strategy.to_json())

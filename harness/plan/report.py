@@ -75,8 +75,8 @@ def describe_strategy(strategy: Strategy, graph: Graph) -> str:
         text = f"{len(strategy.stages)} stages on {replicas} devices, {text}"
     if strategy.n_microbatches > 1:
         text += f", {strategy.n_microbatches} microbatches ({strategy.schedule})"
-    if strategy.optimizer_state == "sharded":
-        text += ", sharded optimizer"
+    if strategy.shard_state != "none":
+        text += f", sharded {strategy.shard_state}"
     return text
 
 

@@ -10,7 +10,7 @@ import msgspec
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
-from harness.domain.strategy import Strategy
+from harness.domain.strategy import ShardState, Strategy
 from harness.errors import PlanError
 
 
@@ -50,6 +50,7 @@ class PlanRequest:
             that take one.
         most_replicas: most devices of a stage, in which case pipelines alone are searched; None
             for no limit.
+        shard_state: what every plan shards of its training state; None: what memory needs.
         seed: equal requests with equal seeds give equal plans (unless `seconds` ends the search).
         progress: called at most a few times a second, from the planning thread. An interrupt
             (KeyboardInterrupt) inside a search must end it with the best plan found.
@@ -64,6 +65,7 @@ class PlanRequest:
     seconds: float | None = None
     start: Strategy | None = None
     most_replicas: int | None = None
+    shard_state: ShardState | None = None
     seed: int = 0
     progress: Callable[[SearchProgress], None] = ignore_progress
 

@@ -71,6 +71,14 @@ def test_json_round_trip_keeps_everything():
     assert Strategy.from_json(strategy.to_json()) == strategy
 
 
+@pytest.mark.parametrize(("old", "new"), [("sharded", "optimizer"), ("replicated", "none")])
+def test_the_optimizer_state_of_earlier_files_is_read(old, new):
+    field = b'"optimizer_state":"%s"' % old.encode()
+    data = make_strategy().to_json().replace(b'"shard_state": "none"', field)
+    assert field in data
+    assert Strategy.from_json(data).shard_state == new
+
+
 def test_a_fitting_strategy_is_accepted():
     validate(make_strategy(), make_graph(), make_cluster())
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from harness.domain.graph import Graph
 from harness.domain.schedule import ScheduleName
-from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.domain.strategy import OperatorPlan, ShardState, Stage, Strategy
 from harness.plan.request import SearchProgress
 from harness.plan.simulate.simulator import Simulator, Trial
 
@@ -40,7 +40,7 @@ class Candidate:
     n_microbatches: int
     schedule: ScheduleName
     stages: tuple[Stage, ...]
-    shards_state: bool = False
+    shard_state: ShardState = "none"
 
     def is_same_plan(self, other: Candidate) -> bool:
         """Whether both train alike, whoever found them."""
@@ -60,7 +60,7 @@ class Candidate:
             n_microbatches=self.n_microbatches,
             schedule=self.schedule,
             stages=list(self.stages),
-            optimizer_state="sharded" if self.shards_state else "replicated",
+            shard_state=self.shard_state,
         )
 
 
@@ -157,7 +157,7 @@ class Objective:
             n_microbatches=trial.n_microbatches,
             schedule=trial.schedule,
             stages=trial.stages,
-            shards_state=trial.shards_state,
+            shard_state=trial.shard_state,
         )
         self.best_of[self._method] = found
         if self.best is None or step_s < self.best.step_s:

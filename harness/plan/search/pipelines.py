@@ -31,7 +31,7 @@ import numpy as np
 from harness.domain.partition import SAMPLE
 from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import cuttable_dims
-from harness.domain.strategy import OperatorPlan, Stage
+from harness.domain.strategy import OperatorPlan, ShardState, Stage
 from harness.plan.search.objective import Objective
 from harness.plan.search.space import ALL_SUBSETS_UP_TO, proportional_shares
 from harness.plan.simulate.costs import Costs
@@ -297,17 +297,17 @@ class PipelineSearch:
         return units[SAMPLE] if is_cut else 1
 
     def refine(
-        self, start: Pipeline, objective: Objective, schedule: ScheduleName = "1f1b"
+        self, start: Pipeline, objective: Objective, shard_state: ShardState = "none"
     ) -> None:
         """Move one cut, or one device to the next stage, as long as the simulated step improves."""
-        best, score = start, self.judge(start, objective, schedule)
+        best, score = start, self.judge(start, objective, shard_state=shard_state)
         improved = True
         while improved and not objective.is_over():
             improved = False
             for near in self._neighbours(best):
                 if objective.is_over():
                     return
-                found = self.judge(near, objective, schedule)
+                found = self.judge(near, objective, shard_state=shard_state)
                 if found < score:
                     best, score, improved = near, found, True
                     break
@@ -335,7 +335,7 @@ class PipelineSearch:
         schedule: ScheduleName = "1f1b",
         *,
         recompute: bool = False,
-        shards_state: bool = False,
+        shard_state: ShardState = "none",
     ) -> float:
         """Simulate one pipeline; the score."""
         trial = Trial(
@@ -345,7 +345,7 @@ class PipelineSearch:
             n_microbatches=self.n_microbatches,
             schedule=schedule,
             stages=[Stage(recompute)] * len(pipeline.groups),
-            shards_state=shards_state,
+            shard_state=shard_state,
         )
         return objective.judge(trial).score
 

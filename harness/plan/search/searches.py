@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from harness.domain.schedule import ScheduleName
-from harness.domain.strategy import OperatorPlan, Stage
+from harness.domain.strategy import OperatorPlan, ShardState, Stage
 from harness.plan.request import PlanRequest
 from harness.plan.search.mcmc import Chain, closest, descend
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.pipelines import PipelineSearch, schedules_for
 from harness.plan.search.space import Space
-from harness.plan.search.standard import microbatch_counts
+from harness.plan.search.standard import microbatch_counts, useful_states
 from harness.plan.simulate.simulator import Simulator, Trial
 
 
@@ -57,7 +57,7 @@ class _Flow(NamedTuple):
     n_microbatches: int
     stage: Stage = Stage()
     schedule: ScheduleName = "gpipe"
-    shards_state: bool = False
+    shard_state: ShardState = "none"
 
 
 class Searches:
@@ -79,10 +79,9 @@ class Searches:
         self.budget = default if request.budget is None else max(1, request.budget)
         self.counts = microbatch_counts(simulator, batch)
         self._spaces: dict[int, Space] = {}
-        # Sharding frees memory where the optimizer keeps state of weights that several hold.
-        self._may_shard = (
-            simulator.options.n_optimizer_states > 0 and simulator.cluster.n_devices > 1
-        )
+        # Of all plans, and of further ones where memory binds.
+        self._state: ShardState = request.shard_state or "none"
+        self._states = useful_states(simulator) if request.shard_state is None else ()
 
     def run(self) -> None:
         """Pipelines, then per-operator searches for the most promising flows, as time allows."""
@@ -103,14 +102,16 @@ class Searches:
     def _flows(self) -> list[_Flow]:
         """For single-stage strategies: whole batches first. Where memory binds, also two that hold
         one small microbatch at a time."""
-        flows = [_Flow(n) for n in (1, 2, 4) if n in self.counts]
+        flows = [_Flow(n, shard_state=self._state) for n in (1, 2, 4) if n in self.counts]
         if self.objective.memory_binds and self.counts[-1] > 1:
             flows += [
-                _Flow(self.counts[-1], schedule="1f1b"),
-                _Flow(self.counts[-1], Stage(recompute=True)),
+                _Flow(self.counts[-1], schedule="1f1b", shard_state=self._state),
+                _Flow(self.counts[-1], Stage(recompute=True), shard_state=self._state),
             ]
-        if self.objective.memory_binds and self._may_shard:
-            flows.append(_Flow(1, shards_state=True))
+        if self.objective.memory_binds:
+            flows += [_Flow(1, shard_state=state) for state in self._states]
+        if self.objective.best is None and self._states:  # with the least memory of all
+            flows.append(_Flow(1, Stage(recompute=True), shard_state=self._states[-1]))
         return flows
 
     def _pipelines(self, budget: int) -> None:
@@ -135,17 +136,22 @@ class Searches:
                 for schedule in schedules_for(n_microbatches):
                     if objective.is_over():
                         return
-                    search.judge(pipeline, objective, schedule)
+                    if self._state != "parameters" or schedule != "zero_bubble":
+                        search.judge(pipeline, objective, schedule, shard_state=self._state)
                 if objective.memory_binds:
-                    search.judge(pipeline, objective, recompute=True)
-                    if self._may_shard and any(len(group) > 1 for group in pipeline.groups):
-                        search.judge(pipeline, objective, shards_state=True)
+                    search.judge(pipeline, objective, recompute=True, shard_state=self._state)
+                    if any(len(group) > 1 for group in pipeline.groups):
+                        for state in self._states:
+                            search.judge(pipeline, objective, shard_state=state)
             found = objective.best_of.get(method)
             if found is None or found.step_s >= fastest_s or objective.is_out_of_time():
                 continue
             fastest_s = found.step_s
-            scores = [search.judge(pipeline, objective) for pipeline in candidates[:8]]
-            search.refine(candidates[scores.index(min(scores))], objective)
+            scores = [
+                search.judge(pipeline, objective, shard_state=self._state)
+                for pipeline in candidates[:8]
+            ]
+            search.refine(candidates[scores.index(min(scores))], objective, self._state)
 
     def _space(self, n_microbatches: int) -> Space:
         """A partition of the smallest microbatch suits all."""
@@ -166,7 +172,7 @@ class Searches:
             n_microbatches=flow.n_microbatches,
             schedule=flow.schedule,
             stages=[flow.stage],
-            shards_state=flow.shards_state,
+            shard_state=flow.shard_state,
         )
 
     def _exhaust(self, flow: _Flow) -> None:
@@ -183,7 +189,7 @@ class Searches:
         space = self._space(flow.n_microbatches)
         trial = self._trial(flow)
         name = f"MCMC, {flow.n_microbatches} microbatches" if flow.n_microbatches > 1 else "MCMC"
-        name += ", sharded optimizer" if flow.shards_state else ""
+        name += "" if flow.shard_state == "none" else f", sharded {flow.shard_state}"
         starts = self._starts(space)
         objective, end = self.objective, self.objective.n_proposals + max(1, budget)
         # A small space is better served by many short chains than by few long ones.

@@ -11,7 +11,7 @@ from itertools import pairwise
 import msgspec
 
 from harness.domain.schedule import ScheduleName
-from harness.domain.strategy import Strategy
+from harness.domain.strategy import SHARD_STATES, ShardState, Strategy
 from harness.plan import builders
 from harness.plan.search.space import proportional_shares
 from harness.plan.simulate.device_seconds import operator_seconds
@@ -69,9 +69,33 @@ def usual_microbatches(simulator: Simulator, batch: int) -> list[int]:
     return [k * n for k in _MICROBATCHES_EACH if k * n <= batch]
 
 
-def standard_strategies(simulator: Simulator, batch: int) -> Iterator[Strategy]:
+def standard_strategies(
+    simulator: Simulator, batch: int, shard_state: ShardState | None = None
+) -> Iterator[Strategy]:
     """All that apply: single on the fastest device first, then ddp, tensor parallel, hybrids,
-    balanced pipelines."""
+    balanced pipelines.
+
+    Args:
+        shard_state: of all of them; None shards nothing, and each state of ddp.
+    """
+    for strategy in _unsharded(simulator, batch):
+        kept = shard_state or "none"
+        yield msgspec.structs.replace(strategy, shard_state=kept)
+        for state in useful_states(simulator) if shard_state is None else ():
+            if strategy.name == "ddp":
+                name = f"ddp, sharded {state}"
+                yield msgspec.structs.replace(strategy, name=name, shard_state=state)
+
+
+def useful_states(simulator: Simulator) -> tuple[ShardState, ...]:
+    """The states that free memory on this cluster if several devices hold a weight."""
+    if simulator.cluster.n_devices == 1:
+        return ()
+    has_state = simulator.options.n_optimizer_states > 0
+    return SHARD_STATES[1:] if has_state else SHARD_STATES[2:]
+
+
+def _unsharded(simulator: Simulator, batch: int) -> Iterator[Strategy]:
     graph, cluster = simulator.graph, simulator.cluster
     seconds = operator_seconds(simulator, batch).sum(axis=1).tolist()
     fastest = seconds.index(min(seconds))
@@ -79,11 +103,7 @@ def standard_strategies(simulator: Simulator, batch: int) -> Iterator[Strategy]:
     if cluster.n_devices == 1:
         return
     if batch >= cluster.n_devices:
-        replicas = builders.ddp(graph, cluster, batch)
-        yield replicas
-        if simulator.options.n_optimizer_states > 0:
-            name = "ddp, sharded optimizer"
-            yield msgspec.structs.replace(replicas, name=name, optimizer_state="sharded")
+        yield builders.ddp(graph, cluster, batch)
         shares = proportional_shares(seconds, batch)
         if shares is not None:
             yield builders.ddp(graph, cluster, batch, shares=shares)

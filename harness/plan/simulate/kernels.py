@@ -204,11 +204,16 @@ def _serve_reduce(
 
 @compiled
 def _set_begin(work: Any, begins: Any, device_begin: Any, ready: Any) -> None:
-    """Let each device's first task, and transfers to it, start no earlier than the device."""
+    """Let each device's first task, and transfers to it and its gathers, start no earlier than the
+    device."""
     compute, back, sums = begins[0], begins[1], begins[2]
     for device in range(len(device_begin)):
         if work.first[device] != NONE:
             ready[work.first[device]] = device_begin[device]
+    for task in range(begins[4], begins[5]):
+        price = 2 * len(work.sum_is_norm) + task - begins[4]
+        for k in range(work.group_ptr[price], work.group_ptr[price + 1]):
+            ready[task] = max(ready[task], device_begin[work.group[k]])
     for move in range(compute, sums):
         e = (move - compute) % len(work.edge_bytes)
         row = work.edge_source[e] if move >= back else work.edge_target[e]
@@ -251,6 +256,10 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
     for device in range(n_devices):
         if work.first[device] != NONE and waits[work.first[device]] == 0:
             freed[n_freed] = work.first[device]
+            n_freed += 1
+    for task in range(begins[4], total):
+        if waits[task] == 0:  # the first gathers of weights
+            freed[n_freed] = task
             n_freed += 1
 
     while True:
@@ -327,6 +336,11 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
                 n_after, after_sum = freed_by_sum(work, c, m, is_back)
                 for i in range(n_after):
                     after = after_sum[i]
+                    n_freed = _notify(waits, ready, cause, freed, n_freed, after, end, task)
+            else:
+                bucket = task - begins[4]
+                for i in range(work.after_ptr[bucket], work.after_ptr[bucket + 1]):
+                    after = work.after_task[i]
                     n_freed = _notify(waits, ready, cause, freed, n_freed, after, end, task)
         if is_timed:
             push(keys, ids, n_heap, start[task], task + total)

@@ -13,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
+from harness.domain.strategy import ShardState
 from harness.plan.simulate import order
 from harness.plan.simulate.activations import held_outputs
+from harness.plan.simulate.gathers import Gathers, Unit, plan_gathers, plan_units, saved_bytes
 from harness.plan.simulate.network import Network
+from harness.plan.simulate.sharded_state import in_rounds, shards_gradients
 from harness.plan.simulate.tables import Buckets, Edges, Flow, Tables
 from harness.plan.simulate.transfers import ADDS, COPIES, Floats, Ints, Sum
 from harness.plan.simulate.work import Links, Work, count_waits, link
@@ -44,15 +47,16 @@ class Reductions:
 def price_reductions(
     network: Network,
     sums: Sequence[Sum],
-    buckets: Iterable[tuple[tuple[int, ...], int]],
+    buckets: Iterable[tuple[tuple[int, ...], int, float]],
     mean_size: float = 1.0,
 ) -> Reductions:
-    """Price the forward passes of all sums, their backward passes, and buckets (group, bytes).
+    """Price the forward passes of all sums, their backward passes, and buckets (group, bytes,
+    share of an all-reduce).
 
     Args:
         mean_size: size of the mean microbatch over the largest, for which sums count bytes.
     """
-    wanted = [
+    wanted: list[tuple[tuple[int, ...], int, float]] = [
         (
             one.group,
             round(one.n_bytes[way] * (1.0 if one.is_norm else mean_size)),
@@ -60,7 +64,7 @@ def price_reductions(
         )
         for way in (0, 1)
         for one in sums
-    ] + [(group, n_bytes, 1) for group, n_bytes in buckets]
+    ] + list(buckets)
     priced = [(network.all_reduce(g, n), n_rounds) for g, n, n_rounds in wanted]
     pairs = [
         (resource, n_rounds * seconds)
@@ -96,6 +100,8 @@ class Lowered:
         rows: (n_rows,) operator * n_devices + device of each row.
         last: (n_devices,) last task of each device.
         peak: (n_devices,) most bytes of activations.
+        saved: (n_devices,) bytes of weights that are freed between their uses.
+        gathered: units of weights, by the last of the buckets' numbers.
     """
 
     work: Work
@@ -106,11 +112,17 @@ class Lowered:
     rows: Ints
     last: Ints
     peak: Floats
+    saved: Floats
+    gathered: list[Unit]
 
 
-def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
+def lower(
+    simulator: Simulator, tables: Tables, flow: Flow, shard_state: ShardState = "none"
+) -> Lowered:
     """Lower a strategy."""
     n_devices, edges, buckets = tables.n_devices, tables.edge_rows(), tables.buckets()
+    if shards_gradients(shard_state):
+        buckets = in_rounds(buckets, flow.n_microbatches)
     rows, row_at = _number_rows(tables.active)
     returns = edges.returns & simulator.returns[edges.source // n_devices]
     following, position, first, last, gate, peak = _ordered(
@@ -121,7 +133,10 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         triggers = _triggers(buckets, flow, position, row_at, is_deferred)
     else:
         triggers = last[buckets.end_device]
-    seconds = _seconds(simulator, tables, flow, rows, is_deferred)
+    units = plan_units(tables, flow) if shard_state == "parameters" else []
+    gathers = plan_gathers(tables, flow, units, row_at, len(rows), following)
+    n_summed = 1 if shards_gradients(shard_state) else flow.n_microbatches
+    seconds = _seconds(simulator, tables, flow, rows, is_deferred, n_summed)
     seconds += tables.mean_size * _streams(simulator, tables, rows, row_at)
     found = Work(
         n_microbatches=flow.n_microbatches,
@@ -135,11 +150,10 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         edge_bytes=edges.n_bytes * tables.mean_size,
         edge_goes=edges.goes,
         edge_returns=returns,
-        trigger_task=triggers,
-        trigger_bucket=buckets.end_bucket,
+        **_bucket_columns(buckets, triggers, gathers),
         **_cluster_columns(simulator),
         **_sum_columns(simulator, edges.sums, row_at),
-        **_reduction_columns(simulator, tables),
+        **_reduction_columns(simulator, tables, buckets, gathers.units),
     )
     return Lowered(
         work=found,
@@ -150,7 +164,23 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         rows=rows,
         last=last,
         peak=peak,
+        saved=saved_bytes(tables, flow, units),
+        gathered=gathers.units,
     )
+
+
+def _bucket_columns(buckets: Buckets, triggers: Ints, gathers: Gathers) -> dict[str, Any]:
+    """Fields of `Work` about what buckets, and then gathers of weights, wait for and free."""
+    n = len(buckets.groups)
+    waited = np.array(gathers.triggers, dtype=np.int64).reshape(-1, 2)
+    after = np.array(gathers.after, dtype=np.int64).reshape(-1, 2)
+    counts = np.bincount(after[:, 0] + n, minlength=n + len(gathers.units))
+    return {
+        "trigger_task": np.concatenate([triggers, waited[:, 1]]),
+        "trigger_bucket": np.concatenate([buckets.end_bucket, waited[:, 0] + n]),
+        "after_ptr": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        "after_task": after[:, 1].copy(),
+    }
 
 
 def _ordered(
@@ -223,15 +253,16 @@ def _sum_columns(simulator: Simulator, sums: Sequence[Sum], row_at: Ints) -> dic
     }
 
 
-def _reduction_columns(simulator: Simulator, tables: Tables) -> dict[str, Any]:
-    """Fields of `Work` about the costs of all-reduces."""
-    buckets = tables.buckets()
-    prices = price_reductions(
-        simulator.network,
-        tables.edge_rows().sums,
-        zip(buckets.groups, buckets.n_bytes.astype(int).tolist(), strict=True),
-        tables.mean_size,
-    )
+def _reduction_columns(
+    simulator: Simulator, tables: Tables, buckets: Buckets, gathered: Sequence[Unit]
+) -> dict[str, Any]:
+    """Fields of `Work` about the costs of all-reduces, and of their halves."""
+    sizes = buckets.n_bytes.astype(int).tolist()
+    wanted = [
+        *zip(buckets.groups, sizes, buckets.n_rounds.tolist(), strict=True),
+        *((unit.group, unit.n_bytes, 0.5) for unit in gathered),
+    ]
+    prices = price_reductions(simulator.network, tables.edge_rows().sums, wanted, tables.mean_size)
     return {
         "reduce_seconds": prices.seconds,
         "reduce_ptr": prices.ptr,
@@ -280,16 +311,20 @@ def _seconds(
     flow: Flow,
     rows: Ints,
     is_deferred: npt.NDArray[np.bool_],
+    n_summed: int,
 ) -> Floats:
     """(4, n_rows) seconds of forward, backward, weight pass and recomputation.
 
     Accumulating gradients, from the second microbatch on, is spread evenly over all microbatches.
     The input gradients of a product take as long as its forward pass, which has as many FLOPs.
+
+    Args:
+        n_summed: microbatches whose gradients are added up before other devices' are.
     """
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
     to_inputs = np.minimum(forward, backward)
-    weight_bytes, n = tables.weight_bytes.ravel()[rows], flow.n_microbatches
-    n_summed = 1 if simulator.options.updates_each_microbatch else n  # gradients per update
+    weight_bytes = tables.weight_bytes.ravel()[rows]
+    n_summed = 1 if simulator.options.updates_each_microbatch else n_summed
     streamed = ADDS * weight_bytes * (n_summed - 1) / n_summed
     streamed += COPIES * tables.shared_bytes.ravel()[rows] / n_summed
     stream_s = streamed * _stream_rates(simulator, rows)
@@ -354,7 +389,8 @@ def _triggers(
     one with a gradient of the last microbatch for it, or for an earlier bucket of its devices."""
     rows = row_at[buckets.trigger_place]
     which = np.where(is_deferred[rows], order.WEIGHT, order.BACKWARD)
-    tasks = ((which + 1) * flow.n_microbatches - 1) * len(is_deferred) + rows
+    microbatch = buckets.microbatch[buckets.end_bucket[buckets.trigger_end]] % flow.n_microbatches
+    tasks = (which * flow.n_microbatches + microbatch) * len(is_deferred) + rows
     found: Ints = order.last_tasks(position, tasks, buckets.trigger_end, buckets.end_before)
     return found
 

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from harness.domain.record import Pass, Span, SpanFields, SpanKind
+from harness.plan.simulate.sharded_state import shards_gradients
 from harness.plan.simulate.simulator import Simulation
 from harness.units import format_bandwidth, format_bytes, format_duration
 
@@ -130,19 +131,27 @@ def _sum(simulation: Simulation, number: int) -> _Work:
 
 
 def _bucket(simulation: Simulation, number: int) -> _Work:
-    buckets, operators = simulation.outcome.buckets, simulation.simulator.graph.operators
-    group, members = buckets.groups[number], buckets.members[number]
+    out, operators = simulation.outcome, simulation.simulator.graph.operators
+    buckets = out.buckets
+    if number >= len(buckets.groups):
+        unit = out.gathered[number - len(buckets.groups)]
+        kind, group, members = "all-gather", unit.group, list(unit.operators)
+        n_bytes = float(unit.n_bytes)
+    else:
+        kind = "all-reduce" if buckets.n_rounds[number] == 1 else "reduce-scatter"
+        group, members = buckets.groups[number], buckets.members[number]
+        n_bytes = float(buckets.n_bytes[number])
     last = f" to {operators[members[-1]].name}" if len(members) > 1 else ""
     fields: SpanFields = {
-        "name": f"all-reduce {operators[members[0]].name}{last}",
-        "n_bytes": round(float(buckets.n_bytes[number])),
+        "name": f"{kind} {operators[members[0]].name}{last}",
+        "n_bytes": round(n_bytes),
     }
-    where = _group_name(group, simulation.simulator.network.names)
+    where = _group_name(group, simulation.simulator.network.names, kind)
     return _Work("communication", fields, group, where)
 
 
-def _group_name(group: Sequence[int], names: Sequence[str]) -> str:
-    where = "all-reduce over " + ", ".join(names[d] for d in group[:4])
+def _group_name(group: Sequence[int], names: Sequence[str], kind: str = "all-reduce") -> str:
+    where = f"{kind} over " + ", ".join(names[d] for d in group[:4])
     return where + (f" and {len(group) - 4} more" if len(group) > 4 else "")
 
 
@@ -290,11 +299,16 @@ def _network_lines(simulation: Simulation) -> list[str]:
         for one in out.sums
         for n_bytes, n_rounds in zip(one.n_bytes, one.n_rounds, strict=True)
     )
+    is_sharded = shards_gradients(simulation.strategy.shard_state)
+    how = "summed to the owners of their parts" if is_sharded else "all-reduced"
     within = f", {format_bytes(summed)} of activations too" if summed else ""
     lines.append(
         f"per step {format_bytes(moved)} of activations and their gradients cross devices and "
-        f"{format_bytes(synced)} of gradients are all-reduced{within}"
+        f"{format_bytes(synced)} of gradients are {how}{within}"
     )
+    gathered = sum(unit.n_bytes for unit in out.gathered)
+    if gathered:
+        lines.append(f"per step {format_bytes(gathered)} of parameters are gathered before use")
     return lines
 
 

@@ -16,22 +16,28 @@ import numpy as np
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
-from harness.domain.owners import Slice
 from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import has_tasks
-from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
+from harness.domain.strategy import OperatorPlan, ShardState, Stage, Strategy, validate
 from harness.errors import PlanError
 from harness.plan.simulate.activations import readers_of
 from harness.plan.simulate.costs import Costs, check_profile
 from harness.plan.simulate.frozen import is_product, needs_gradient
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.sharded_state import gather_seconds, owned_bytes, shared_bytes
+from harness.plan.simulate.sharded_state import (
+    Slice,
+    gather_seconds,
+    gradient_bytes,
+    owned_bytes,
+    shared_bytes,
+)
 from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
 from harness.plan.simulate.transfers import Floats, Ints, Sum
 
 if TYPE_CHECKING:
+    from harness.plan.simulate.gathers import Unit
     from harness.plan.simulate.lowering import Lowered
 
 
@@ -49,6 +55,7 @@ class EventTimes:
         optimizer_s: (n_devices,) seconds of the optimizer.
         gather_s: (n_devices,) seconds until the device has all new weights after its optimizer.
         rows: (n_rows,) operator * n_devices + device of each row; edges' ends have the same form.
+        gathered: units of weights, whose all-gathers are numbered after the buckets.
         seconds: (4, n_rows) seconds of each row's passes without contention.
         edge_bytes: (n_edges,) bytes of the mean microbatch, each way.
     """
@@ -71,6 +78,7 @@ class EventTimes:
     edge_bytes: Floats
     sums: tuple[Sum, ...]
     buckets: Buckets
+    gathered: list[Unit]
 
 
 class Simulator:
@@ -156,10 +164,10 @@ class Trial:
         n_microbatches: int = 1,
         schedule: ScheduleName = "gpipe",
         stages: Sequence[Stage] = (Stage(),),
-        shards_state: bool = False,
+        shard_state: ShardState = "none",
     ) -> None:
         self.simulator = simulator
-        self.shards_state = shards_state
+        self.shard_state: ShardState = shard_state
         samples = -(-batch // n_microbatches)
         n_smaller = n_microbatches * samples - batch
         self.tables = Tables(
@@ -185,7 +193,7 @@ class Trial:
             n_microbatches=strategy.n_microbatches,
             schedule=strategy.schedule,
             stages=strategy.stages,
-            shards_state=strategy.optimizer_state == "sharded",
+            shard_state=strategy.shard_state,
         )
 
     def replace(self, op: int, plan: OperatorPlan) -> None:
@@ -236,9 +244,9 @@ class Trial:
         """The step's tasks with their durations."""
         from harness.plan.simulate import lowering
 
-        return lowering.lower(self.simulator, self.tables, self._current_flow())
+        return lowering.lower(self.simulator, self.tables, self._current_flow(), self.shard_state)
 
-    def _slices(self) -> list[Slice]:
+    def slices(self) -> list[Slice]:
         """The slices of all operators' weights."""
         costs = self.tables.costs
         return [
@@ -255,10 +263,10 @@ class Trial:
         """
         tables, simulator, lowered = self.tables, self.simulator, self.lowered()
         weights = tables.weight_bytes.sum(axis=0)
-        slices = self._slices() if self.shards_state else []
-        owned = owned_bytes(slices, tables.n_devices) if self.shards_state else weights
+        slices = self.slices() if self.shard_state != "none" else []
+        owned = owned_bytes(slices, tables.n_devices) if slices else weights
         optimizer = owned * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
-        shared = shared_bytes(slices)
+        shared = shared_bytes(slices, lowered.gathered)
         begin: Floats = np.zeros(tables.n_devices)
         found = _run(lowered, begin)
         if len(self.stages) > 1:
@@ -269,7 +277,9 @@ class Trial:
             found = _run(lowered, begin)
         options = simulator.options
         static = (
-            weights * (1 + options.gradient_bytes_per_weight_byte)
+            weights
+            - lowered.saved
+            + gradient_bytes(tables, weights, owned, self.shard_state)
             + owned * options.n_optimizer_states
             + tables.frozen_bytes.sum(axis=0)
             + options.reserved_bytes
@@ -296,6 +306,7 @@ class Trial:
             edge_bytes=lowered.work.edge_bytes,
             sums=edges.sums,
             buckets=lowered.buckets,
+            gathered=lowered.gathered,
         )
 
 
@@ -316,16 +327,16 @@ def _run(lowered: Lowered, begin: Floats) -> _EventTimes:
     start, finish, cause, busy = kernels.run_events(
         lowered.work, lowered.links, lowered.waits, begin
     )
-    ends = np.maximum(begin, _device_ends(lowered.last, finish, lowered.buckets))
+    first_bucket = len(finish) - len(lowered.buckets.groups) - len(lowered.gathered)
+    ends = np.maximum(begin, _device_ends(lowered.last, finish, lowered.buckets, first_bucket))
     assert not np.isnan(ends).any(), "a device waits for ever: the schedule has a cycle"
     return _EventTimes(start, finish, cause, busy, ends)
 
 
-def _device_ends(last: Ints, finish: Floats, buckets: Buckets) -> Floats:
+def _device_ends(last: Ints, finish: Floats, buckets: Buckets, first_bucket: int) -> Floats:
     """Time at which each device's gradients are complete."""
     ends = np.where(last >= 0, finish[last], 0.0)
-    first = len(finish) - len(buckets.groups)
-    np.maximum.at(ends, buckets.end_device, finish[first + buckets.end_bucket])
+    np.maximum.at(ends, buckets.end_device, finish[first_bucket + buckets.end_bucket])
     return ends
 
 

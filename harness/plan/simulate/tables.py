@@ -40,11 +40,13 @@ class Flow:
 
 @dataclass(frozen=True)
 class Buckets:
-    """All-reduces of gradients.
+    """All-reduces of gradients, or, if these are sharded, reduce-scatters.
 
     Attributes:
         members: operators of each bucket.
         groups: devices of each bucket.
+        n_rounds: (n,) share of an all-reduce that each takes: 1, or 0.5.
+        microbatch: (n,) the microbatch after whose backward each starts; -1: the last.
         end_device, end_bucket: (n_ends,) every device of every bucket (an end).
         end_before: (n_ends,) the end of the group's previous bucket on the same device, or -1.
         trigger_place, trigger_end: (n,) every member on every device of its group, as
@@ -54,6 +56,8 @@ class Buckets:
     n_bytes: Floats
     members: list[list[int]]
     groups: list[tuple[int, ...]]
+    n_rounds: Floats
+    microbatch: Ints
     end_device: Ints
     end_bucket: Ints
     end_before: Ints
@@ -141,6 +145,7 @@ class Tables:
             None if all are equal. Seconds are those of the mean microbatch.
 
     Attributes:
+        tied: operators that share weights, by the position of the later one.
         mean_size: size of the mean microbatch over the largest.
     """
 
@@ -173,7 +178,7 @@ class Tables:
             self._producers[c].append(p)
         index = graph.index()
         # Layers that share weights, by the position of the later one (see `Operator.attrs`).
-        self._tied: dict[int, int] = {
+        self.tied: dict[int, int] = {
             i: index[name]
             for i, op in enumerate(graph.operators)
             if isinstance(name := op.attrs.get("tied_to"), str) and name in index
@@ -224,6 +229,10 @@ class Tables:
             self._buckets = None
         self._stale.update((op, *self._producers[op]))
 
+    def slices(self, op: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """(bytes, devices) of each slice of an operator's weights."""
+        return self._slices[op]
+
     def edge_rows(self) -> Edges:
         """All transfers within a microbatch."""
         for op in self._stale:
@@ -263,7 +272,7 @@ class Tables:
         open_bucket: dict[tuple[int, ...], int] = {}
         has_closed: set[tuple[int, ...]] = set()  # groups whose first bucket is full
         for op in reversed(self.parameterised):
-            if op in self._tied.values():
+            if op in self.tied.values():
                 continue  # with the gradients of the layer that shares its weights
             for n_bytes, group in self._gradients(op):
                 if len(group) < 2:
@@ -275,7 +284,7 @@ class Tables:
                     groups.append(group)
                     sizes.append(0)
                 sizes[k] += n_bytes
-                owners = [op, self._tied[op]] if op in self._tied else [op]
+                owners = [op, self.tied[op]] if op in self.tied else [op]
                 members[k] += [one for one in owners if one not in members[k][-2:]]
                 limit = self.options.bucket_bytes
                 if sizes[k] >= (limit if group in has_closed else first_bucket_bytes(limit)):
@@ -297,6 +306,8 @@ class Tables:
             n_bytes=np.array(sizes, dtype=np.float64),
             members=members,
             groups=groups,
+            n_rounds=np.ones(len(sizes)),
+            microbatch=np.full(len(sizes), -1, dtype=np.int64),
             end_device=end_device,
             end_bucket=end_bucket,
             end_before=end_before,
@@ -308,7 +319,7 @@ class Tables:
         """Bytes of each slice of gradients with the devices that add them up; of tied weights all
         devices that have either layer."""
         share, own = self.options.gradient_bytes_per_weight_byte, self._slices[op]
-        theirs = self._slices[self._tied[op]] if op in self._tied else own
+        theirs = self._slices[self.tied[op]] if op in self.tied else own
         if len(theirs) != len(own):
             every = tuple(sorted({device for _, group in (*own, *theirs) for device in group}))
             return [(round(share * sum(n_bytes for n_bytes, _ in own)), every)]

@@ -2,7 +2,7 @@
 
 Numbers of tasks: compute tasks (see `order`), then forward transfers (microbatch * E + edge row),
 backward transfers, forward all-reduces within a microbatch (microbatch * C + sum), backward ones,
-and all-reduces of gradients. Import this module lazily: it imports numba.
+and collectives of gradients and weights (buckets). Import this module lazily: it imports numba.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Work(NamedTuple):
     group: Any  # devices
     trigger_task: Any  # (n,) the compute task on each of its devices that a bucket waits for
     trigger_bucket: Any  # (n,)
+    after_ptr: Any  # (K + 1,) into after_task
+    after_task: Any  # compute tasks that wait for a bucket: users of gathered weights
 
 
 class Links(NamedTuple):
@@ -171,6 +173,8 @@ def count_waits(work: Any) -> Any:
     waits = np.zeros(end, np.int64)
     for t in range(len(work.trigger_task)):
         waits[buckets + work.trigger_bucket[t]] += 1
+    for task in work.after_task:
+        waits[task] += 1
     for k in range(m):
         for e in range(n_edges):
             if work.edge_goes[e]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,10 +24,9 @@ from harness.runtime.executor.gradients.deferred import (
     ImmediateSink,
     Joining,
     WeightQueue,
-    count_uses,
 )
 from harness.runtime.executor.gradients.loss_scale import LossScale
-from harness.runtime.executor.gradients.sums import GradientSync, ParameterHooks
+from harness.runtime.executor.gradients.sums import ParameterHooks
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
@@ -37,13 +35,15 @@ from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.run.feed import Feed
 from harness.runtime.executor.run.flight import Stash
 from harness.runtime.executor.run.phases import Phases
+from harness.runtime.executor.run.residence import Residence
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
+from harness.runtime.executor.sharding import GradientContext, Sharding
 from harness.runtime.executor.shards.forms import Forms, choose_forms
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.files import save_sharded
-from harness.runtime.executor.state.owners import Owners, WeightUpdater
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
+from harness.runtime.executor.state.updates import WeightUpdater
 from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.messages import find_messages, shared_sums
@@ -106,21 +106,32 @@ class ExecutorEngine:
         )
         # Joined weight gradients are computed after the gradients that the previous stage awaits.
         self._joined = {stage: WeightQueue() for stage in stages if not is_split}
-        self._gradient_buffers = GradientBuffers()
+        plan.check_hooks(self._hooks.first())
+        self._gradient_buffers = GradientBuffers(are_kept=not plan.strategy.shards_gradients)
         meta = MetaModel(captured, task.inputs, world.device)
         names = canonical_names(task.model)
-        self._programs = self._lower(meta)
+        self._programs = self._lower(meta, options.bucket_bytes)
         self.weights.allocate()
-        self.owners = Owners(self.holders, is_sharded=plan.strategy.optimizer_state == "sharded")
+        self.owners = self._sharding.owners(self.weights, world.rank)
+        units = self._sharding.units(self.owners, world)
         self._gatherer = StateGatherer(
             task.model, names, meta, self.weights, self.holders, self.owners, world
         )
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._n_updates = 0  # in the last step
-        self._runner = self._make_runner(Precision(options.dtype, world.device))
-        self._sync = self._make_sync(options.bucket_bytes)
+        residence = self._sharding.residence(units, self._programs, self._phases)
+        self._runner = self._make_runner(Precision(options.dtype, world.device), residence)
+        self._sync = self._sharding.gradient_sync(
+            self.owners,
+            self.weights,
+            self._programs,
+            self._gradient_groups,
+            self._gradient_buffers,
+            GradientContext(world, recorder, options.bucket_bytes),
+        )
+        kept = [unit for unit in units if not unit.plan.is_freed]
         self._updater = WeightUpdater(
-            self.owners, self.weights, self._gradient_groups, options.optimizer, world
+            self.owners, self.weights, kept, options.optimizer, world.device
         )
         self._optimizer = self._updater.optimizer
         self.weights.release_others(captured.module)
@@ -131,15 +142,17 @@ class ExecutorEngine:
 
     # Building
 
-    def _lower(self, meta: MetaModel) -> dict[int, tuple[Program, Moves]]:
+    def _lower(self, meta: MetaModel, unit_bytes: int) -> dict[int, tuple[Program, Moves]]:
         strategy, world = self.plan.strategy, self._world
         sizes = sorted(set(strategy.microbatch_sizes()))
         forms = choose_forms(self._captured, meta, self.plan, sizes)
         for form in forms.values():
             self.holders.merge(form.holders)
         self.plan.check_tied(self.holders.trained())
+        self._sharding = Sharding(strategy, self.holders, forms.values(), unit_bytes)
         groups = self.holders.groups()
         self._gradient_groups = {devices: self._groups.for_gradients(devices) for devices in groups}
+        self._sharding.make_groups(self._groups)
         messages = {size: find_messages(form, world.size) for size, form in forms.items()}
         self._channels = Channels(
             world,
@@ -176,16 +189,18 @@ class ExecutorEngine:
     def _immediate_sink(self) -> ImmediateSink | None:
         """A sink that writes gradients directly into buckets; None if that saves no copies.
 
-        Asynchronous training uses none, because stashed weights have no buckets.
+        Asynchronous training uses none, because stashed weights have no buckets, nor do sharded
+        gradients, whose buckets are packed by owner.
         """
         has_copies = self._world.size > 1 or self.plan.strategy.n_microbatches > 1
         # On a GPU the overhead of an autograd function in Python exceeds the time of a copy.
         is_faster = self._world.device.type == "cpu"
-        if not has_copies or not is_faster or self.plan.is_asynchronous:
+        has_buckets = not (self.plan.is_asynchronous or self.plan.strategy.shards_gradients)
+        if not has_copies or not is_faster or not has_buckets:
             return None
         return ImmediateSink(lambda parameter: self._sync.reached(parameter))
 
-    def _make_runner(self, precision: Precision) -> Runner:
+    def _make_runner(self, precision: Precision, residence: Residence) -> Runner:
         strategy = self.plan.strategy
         return Runner(
             self._programs,
@@ -200,22 +215,7 @@ class ExecutorEngine:
             lambda parameter: self._sync.reached(parameter),
             self._stash,
             self._update_microbatch,
-        )
-
-    def _make_sync(self, bucket_bytes: int) -> GradientSync:
-        uses = count_uses(
-            (n, self._programs[size][0].differentiable_modules())
-            for size, n in Counter(self.plan.strategy.microbatch_sizes()).items()
-        )
-        trained = self.weights.trainable()
-        return GradientSync(
-            self._world,
-            [(piece.name, weight, self.holders.of(piece)) for piece, weight in trained.items()],
-            self._gradient_groups,
-            uses,
-            self._recorder,
-            bucket_bytes,
-            self._gradient_buffers,
+            residence,
         )
 
     # Training
@@ -316,11 +316,11 @@ class ExecutorEngine:
         if self.is_priming_due:
             return
         trained, is_muted = self.weights.trainable(), self._channels.is_muted
+        self._updater.assign_gradients()
         self._scale.unscale(self._optimizer, is_muted=is_muted)
         self._hooks.run(trained)
         if self.keep_gradients:
-            updated = self.owners.updated(self.weights, self._world.rank)
-            found = {piece: parameter.grad for piece, parameter in updated.items()}
+            found = {piece: parameter.grad for piece, parameter in self.owners.own.items()}
             self._gradients = {piece: g.clone() for piece, g in found.items() if g is not None}
         self._updater.update(self._phases, self._scale, is_muted=is_muted)
 
@@ -376,6 +376,7 @@ class ExecutorEngine:
 
     def take_over(self, old: ExecutorEngine) -> None:
         """Continue at the step of another engine, after its held state has been transferred."""
+        self.owners.rebind()
         self._random.step, self.keep_gradients = old._random.step, old.keep_gradients
         self._gatherer.take_unused(old._gatherer)
 
@@ -396,4 +397,4 @@ class ExecutorEngine:
             VerificationError: names the ranks and the parameter.
         """
         self.flush()
-        return verify_copies(self.weights, self._world)
+        return verify_copies(self.owners.trained(self.weights), self._world)

@@ -67,16 +67,33 @@ class ExecutorPlan:
                 f"asynchronous training runs 1f1b, strategy {self.strategy.name!r} has schedule "
                 f"{self.strategy.schedule}: use --schedule 1f1b"
             )
-        if self.is_asynchronous and self.strategy.optimizer_state == "sharded":
+        if self.is_asynchronous and self.strategy.shard_state != "none":
             raise StrategyError(
                 "asynchronous training updates weights on every device that holds them, strategy "
-                f"{self.strategy.name!r} has a sharded optimizer_state: write replicated"
+                f"{self.strategy.name!r} has the shard_state {self.strategy.shard_state}: make it "
+                "none"
             )
         recomputed = [k for k, stage in enumerate(self.strategy.stages) if stage.recompute]
         if self.is_asynchronous and recomputed:
             raise StrategyError(
                 "asynchronous training keeps activations, strategy "
                 f"{self.strategy.name!r} recomputes stage {recomputed[0]}: drop its recompute"
+            )
+
+    def check_hooks(self, parameter: str | None) -> None:
+        """Check that no hook of a parameter needs a gradient that is sharded.
+
+        Args:
+            parameter: the name of a parameter with a hook; None if there is none.
+
+        Raises:
+            StrategyError: names the parameter.
+        """
+        if parameter is not None and self.strategy.shards_gradients:
+            raise StrategyError(
+                f"parameter {parameter!r} has a hook on its whole gradient, of which each rank "
+                f"keeps a part under the shard_state {self.strategy.shard_state} of strategy "
+                f"{self.strategy.name!r}: remove the hook, or shard the optimizer only"
             )
 
     def check_tied(self, holders: Iterable[tuple[WeightSlice, tuple[int, ...]]]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
+from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
 from harness.runtime.models import DlrmOptions, HeadName, ModelOptions, TextOptions
 from harness.units import parse_bytes
@@ -246,10 +247,19 @@ class SearchFlags:
     fastest measured one is chosen. 1 chooses by prediction alone."""
     memory: str | None = None
     """Memory that a plan may use on each device, such as 12GB. Default: all of it."""
+    shard_state: Literal["auto"] | ShardState = "auto"
+    """State of which each of the n devices that hold a weight keeps 1/n: none, optimizer (ZeRO-1),
+    gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD). auto: what memory
+    needs in a search, else none."""
 
     @property
     def memory_bytes(self) -> int | None:
         return None if self.memory is None else parse_bytes(self.memory)
+
+    @property
+    def asked_state(self) -> ShardState | None:
+        """The state that must be sharded; None if a search decides."""
+        return None if self.shard_state == "auto" else self.shard_state
 
     def check_search(self) -> None:
         """Refuse limits that are too small.

@@ -54,6 +54,7 @@ class _Searcher:
             memory_bytes=search_config.memory_bytes,
             budget=search_config.search_budget,
             seconds=search_config.search_seconds,
+            shard_state=search_config.asked_state,
             seed=search_config.seed,
             progress=self._show,
         )

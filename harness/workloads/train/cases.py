@@ -24,6 +24,7 @@ from harness.runtime.engines.optimizers import check_optimizer
 from harness.runtime.models import ModelOptions, fit_options
 from harness.workloads.common.flags import check_above_zero, check_at_least, flag
 from harness.workloads.train.config import (
+    SHARDABLE,
     STRATEGIES,
     EngineName,
     TrainCase,
@@ -31,6 +32,7 @@ from harness.workloads.train.config import (
     TrainSettings,
     is_file,
     is_layout,
+    is_shardable,
     parse_change,
 )
 
@@ -96,6 +98,7 @@ _DEGREES = "tp=T,dp=D,pp=P"
 # Flags and the only strategies that use them; a strategy's file holds its own schedule and stages.
 _USED_BY = {
     "stages": ("pipeline",),
+    "shard_state": (*SHARDABLE, _DEGREES),
     **dict.fromkeys(("recompute", "schedule", "microbatches"), ("pipeline", _DEGREES)),
     **dict.fromkeys(("search_seconds", "search_budget", "trials", "memory"), ("searched",)),
 }
@@ -239,6 +242,7 @@ def _check_pipeline(case: TrainCase) -> None:
     for name, is_set in (
         ("save-sharded", case.save_sharded),
         ("load-state", case.load_state),
+        ("shard-state", case.sharded_state != "none"),
         ("change", case.change),
         ("controlled", case.controlled),
         ("freeze", case.freeze != "none"),
@@ -248,6 +252,13 @@ def _check_pipeline(case: TrainCase) -> None:
                 f"--{name} needs the executor, {case.strategy} is trained by {case.engine}: add "
                 "--engine executor"
             )
+    if case.is_asynchronous and case.sharded_state != "none":
+        raise ConfigError(f"--asynchronous has no --shard-state {case.shard_state}: drop one")
+    if case.sharded_state == "parameters" and case.schedule == "zero_bubble":
+        raise ConfigError(
+            "--shard-state parameters frees weights after a backward, --schedule zero_bubble "
+            "computes their gradients later: use 1f1b, or --shard-state gradients"
+        )
     if case.is_asynchronous and case.dtype == "fp16":
         raise ConfigError("--asynchronous has no loss scaling for --dtype fp16: use bf16")
     if case.engine == "executor" and case.balance == "speed":
@@ -344,7 +355,8 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     cases: list[TrainCase] = []
     for strategy in config.strategy:
         is_elastic = config.controlled or config.freeze != "none" or bool(config.change)
-        needs_executor = config.exact_dropout or is_elastic
+        is_sharded = config.asked_state not in (None, "none") and is_shardable(strategy)
+        needs_executor = config.exact_dropout or is_elastic or is_sharded
         engine = engine_of(strategy, config.engine, needs_executor=needs_executor)
         for count in (1,) if strategy == "single" else config.n_ranks or (n_ranks,):
             cases += [

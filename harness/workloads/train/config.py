@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.domain.schedule import ScheduleName
+from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
 from harness.inputs import parse_int
 from harness.runtime.engines.optimizers import OptimizerOptions
@@ -21,6 +22,8 @@ STRATEGIES: dict[EngineName, tuple[str, ...]] = {
     "executor": ("single", "ddp", "pipeline", "tensor", "hybrid", "searched"),
     "deepspeed": ("single", "ddp", "zero1", "zero2"),
 }
+# Strategies that --shard-state is for: a file holds its own shard_state.
+SHARDABLE = ("ddp", "pipeline", "tensor", "hybrid", "searched")
 _ZERO_STAGES = {"zero1": 1, "zero2": 2}
 
 
@@ -32,6 +35,11 @@ def is_file(strategy: str) -> bool:
 def is_layout(strategy: str) -> bool:
     """Whether --strategy gives degrees of parallelism, such as tp=2,dp=2."""
     return "=" in strategy and not is_file(strategy)
+
+
+def is_shardable(strategy: str) -> bool:
+    """Whether --shard-state is for a strategy."""
+    return strategy in SHARDABLE or is_layout(strategy)
 
 
 def parse_change(text: str) -> tuple[int, Path]:
@@ -195,6 +203,13 @@ class TrainCase(TrainSettings):
     def is_asynchronous(self) -> bool:
         """Whether every microbatch updates the weights."""
         return self.asynchronous and (self.strategy == "pipeline" or is_file(self.strategy))
+
+    @property
+    def sharded_state(self) -> ShardState:
+        """The state that --shard-state shards in this run; of searched plans the search knows."""
+        if not is_shardable(self.strategy) or self.shard_state == "auto":
+            return "none"
+        return self.shard_state
 
     @property
     def is_elastic(self) -> bool:

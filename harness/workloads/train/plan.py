@@ -27,7 +27,7 @@ from harness.measure.store import read_header
 from harness.plan import builders
 from harness.plan.layouts.degrees import parse_layout, profiled_layout
 from harness.plan.search.standard import balanced_pipeline, usual_microbatches
-from harness.plan.simulate.simulator import Simulator
+from harness.plan.simulate.simulator import Simulator, Trial
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.runtime.capture.meta_run import StepFlops
 from harness.runtime.ranks.gather import broadcast_result
@@ -82,16 +82,38 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
         strategy = builders.hybrid(graph, cluster, batch)
     else:
         strategy = _fastest(case, simulator)
+    strategy = msgspec.structs.replace(strategy, shard_state=case.sharded_state)
     validate(strategy, graph, cluster)
+    _check_shared_weights(simulator, strategy)
     made_for = fingerprint(graph, cluster, simulator.profile)
     return msgspec.structs.replace(strategy, made_for=made_for)
+
+
+def _check_shared_weights(simulator: Simulator, strategy: Strategy) -> None:
+    """Refuse to shard state that no two devices hold.
+
+    Raises:
+        StrategyError: names the strategy.
+    """
+    if strategy.shard_state == "none":
+        return
+    holders = {group for _, group in Trial.from_strategy(simulator, strategy).slices()}
+    if all(len(group) < 2 for group in holders):
+        raise StrategyError(
+            f"--shard-state {strategy.shard_state} divides weights among the devices that hold "
+            f"them, and strategy {strategy.name!r} has each on one device: drop it, or use ddp, or "
+            "fewer --stages than ranks"
+        )
 
 
 def _fastest(case: TrainCase, simulator: Simulator) -> Strategy:
     """Build `pipeline`, or the strategy of given degrees, with the number of microbatches that the
     simulator predicts is fastest."""
     build = _by_degrees if is_layout(case.strategy) else _pipeline
-    found = [build(case, simulator, n) for n in _microbatches(case, simulator)]
+    found = [
+        msgspec.structs.replace(build(case, simulator, n), shard_state=case.sharded_state)
+        for n in _microbatches(case, simulator)
+    ]
     for strategy in found:
         validate(strategy, simulator.graph, simulator.cluster)
     if len(found) == 1:

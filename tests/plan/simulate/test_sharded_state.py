@@ -1,60 +1,116 @@
-"""Sharded optimizer state: less memory and a shorter optimizer, then an all-gather of weights."""
+"""Sharded state: what each device keeps, and the collectives that this takes."""
+
+from dataclasses import replace
 
 import pytest
 from simulated import chain, cluster_of, op, profile_of, simulate
 
 from harness.domain.graph import Graph
-from harness.domain.strategy import OperatorPlan
+from harness.domain.strategy import SHARD_STATES, OperatorPlan
 from harness.plan.portfolio import search_portfolio
 from harness.plan.request import PlanRequest
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.report import binding, spans
+from harness.plan.simulate.report import binding, events, explain
 
 BY_SAMPLES = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
 
 
-def test_each_device_updates_its_slices_and_receives_the_others():
+@pytest.mark.parametrize(
+    ("state", "complete_s", "optimizer_s", "gather_s", "static_bytes"),
+    [
+        # All-reduces of 2.5 s and 5 s end at 11 s.
+        ("none", 11.0, 12.0, 0.0, 120 + 120 + 120),
+        # Each updates half of all rows; then half an all-reduce of 120 B, a ring step of 60 B.
+        ("optimizer", 11.0, 6.0, 3.75, 120 + 120 + 60),
+        # Reduce-scatters of 1.25 s (3.5 s to 4.75 s) and 2.5 s; buckets of 40 and 80 B are filled,
+        # sent and received.
+        ("gradients", 7.25, 6.0, 3.75, 120 + 60 + 240 + 60),
+        # a is gathered until 2.5 s, b until 3.75 s, and a again beside the backward of b; gradients
+        # of b are summed until 8 s, those of a until 10.5 s. Both units are in memory at once.
+        ("parameters", 10.5, 6.0, 0.0, 60 + 120 + 60 + 240 + 60),
+    ],
+)
+def test_each_device_keeps_half_of_the_sharded_state(
+    state, complete_s, optimizer_s, gather_s, static_bytes
+):
     graph, profile = chain()
     options = SimulatorOptions(bucket_bytes=1, optimizer_s_per_byte=0.1)
-    flags = {"options": options, "optimizer_state": "sharded"}
-    found = simulate(graph, profile, cluster_of(), BY_SAMPLES, **flags)
-    # Gradients are complete at 11 s. Device 0 owns the 80 B of a, device 1 the 40 B of b.
-    assert found.outcome.optimizer_s.tolist() == [8.0, 4.0]
-    assert found.outcome.static_bytes.tolist() == [2 * 120 + 80, 2 * 120 + 40]
-    # Half an all-reduce of 120 B: a ring step of 60 B at 16 B/s, after the slower optimizer.
-    assert found.outcome.gather_s.tolist() == [3.75, 4.0 + 3.75]
-    assert found.step_s == 11.0 + 8.0 + 3.75
-    last = spans(found)[1][-2]
-    assert (last.name, last.start_s, last.duration_s) == ("all-gather of weights", 15.0, 7.75)
-    assert binding(found)["all-gather of weights"] == 3.75
-    replicated = simulate(graph, profile, cluster_of(), BY_SAMPLES, options=options)
-    assert replicated.step_s == 11.0 + 12.0
+    found = simulate(graph, profile, cluster_of(), BY_SAMPLES, options=options, shard_state=state)
+    out = found.outcome
+    assert out.device_end_s.tolist() == [complete_s] * 2
+    assert out.optimizer_s.tolist() == [optimizer_s] * 2
+    assert out.gather_s.tolist() == [gather_s] * 2
+    assert out.static_bytes.tolist() == [static_bytes] * 2
+    assert found.step_s == complete_s + optimizer_s + gather_s
+    assert binding(found).get("all-gather of weights", 0.0) == gather_s
+
+
+def test_parameters_are_gathered_one_unit_ahead_and_kept_for_their_backward():
+    graph, profile = chain()
+    found = simulate(
+        graph, profile, cluster_of(), BY_SAMPLES,
+        options=SimulatorOptions(bucket_bytes=1), shard_state="parameters",
+    )  # fmt: skip
+    assert [
+        (event.name, event.span.start_s, event.end_s)
+        for event in events(found)
+        if event.ranks == (0, 1) and "gather" in event.name
+    ] == [("all-gather a", 0.0, 2.5), ("all-gather b", 2.5, 3.75), ("all-gather a", 3.75, 6.25)]
+    assert any(
+        "240 B of parameters are gathered" in line or "200" in line for line in explain(found)
+    )
+
+
+def test_gradients_are_summed_after_each_microbatch_where_they_are_sharded():
+    graph, profile = chain()
+    counts = {
+        state: sum(
+            "reduce" in event.name
+            for event in events(
+                simulate(
+                    graph, profile, cluster_of(), BY_SAMPLES, n_microbatches=2,
+                    options=SimulatorOptions(bucket_bytes=1), shard_state=state,
+                )
+            )
+        )
+        for state in ("optimizer", "gradients")
+    }  # fmt: skip
+    assert counts == {"optimizer": 2, "gradients": 4}
 
 
 def test_no_weights_travel_where_none_are_shared():
     graph, profile = chain()
     plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
     one, other = (
-        simulate(graph, profile, cluster_of(), plans, optimizer_state=state)
-        for state in ("sharded", "replicated")
+        simulate(graph, profile, cluster_of(), plans, shard_state=state)
+        for state in ("parameters", "none")
     )
     assert one.step_s == other.step_s
     assert one.memory_bytes == other.memory_bytes
 
 
-def test_data_parallelism_is_found_that_fits_by_sharding_only():
-    parameters = 10**6
+@pytest.mark.parametrize(
+    ("memory", "state"),
+    [(13e6, "none"), (11e6, "optimizer"), (9e6, "gradients"), (7.5e6, "parameters")],
+)
+def test_data_parallelism_shards_what_memory_needs(memory, state):
+    parameters = 10**6 // 4
     operators = [op("x", [], 4, kind="input")]
-    for k in range(4):
+    for k in range(16):
         operators.append(op(f"fc{k}", [operators[-1].name], 4, parameters))
     graph = Graph(name="g", batch=8, operators=operators)
     profile = profile_of(graph, {one.name: (1.0, 2.0) for one in operators[1:]})
-    # Weights and gradients of 4 MB, and state of 4 MB, or of 2 MB on each of two.
-    cluster = cluster_of(bandwidth=1e9, memory=round(11e6))
-    found = search_portfolio(PlanRequest(cluster=cluster, graph=graph, profile=profile, budget=50))
-    assert "ddp" not in found.objective.best_of
-    candidate = found.objective.best_of["ddp, sharded optimizer"]
-    strategy = found.strategy(candidate)
-    assert strategy.optimizer_state == "sharded"
-    assert strategy.name == "data-parallel MLPs, sharded optimizer"
-    assert found.simulator.simulate(strategy).step_s == pytest.approx(candidate.step_s)
+    # 12 MB of weights, gradients and state: half of what is sharded, 3 buckets and 2 units more.
+    cluster = cluster_of(bandwidth=1e9, memory=round(memory))
+    request = PlanRequest(cluster=cluster, graph=graph, profile=profile, budget=50)
+    options = SimulatorOptions(bucket_bytes=100_000)
+    found = search_portfolio(request, options=options)
+    fitting = {name for name in found.objective.best_of if name.startswith("ddp")}
+    names = ["ddp", *(f"ddp, sharded {each}" for each in SHARD_STATES[1:])]
+    assert fitting == set(names[SHARD_STATES.index(state) :])
+    asked = (
+        search_portfolio(replace(request, shard_state="parameters"), options=options)
+        .result()
+        .strategy
+    )
+    assert asked.shard_state == "parameters"

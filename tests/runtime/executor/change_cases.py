@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
-from equivalence_cases import Case, draw_batch, random_case
+from equivalence_cases import Case, draw_batch, random_case, shard_state
 from equivalence_models import min_microbatch, small_graph
 from equivalence_reference import accumulate
 from equivalence_strategies import random_strategy
@@ -125,8 +125,8 @@ def freeze(model: nn.Module, layers: Sequence[FreezableLayer]) -> None:
 
 def random_changing_case(seed: int, index: int, *, is_freezing: bool = False) -> ChangingCase:
     """Case `index` of a series: one or two changes at random steps, between strategies on any
-    numbers of the ranks, so that some idle under one and work under the next. Every second strategy
-    has sharded optimizer state.
+    numbers of the ranks, so that some idle under one and work under the next. All ways to shard
+    state come in turn.
 
     Args:
         is_freezing: each change freezes more layers.
@@ -138,14 +138,12 @@ def random_changing_case(seed: int, index: int, *, is_freezing: bool = False) ->
     n_drawn = itertools.count(index)
 
     def draw() -> Strategy:
-        is_sharded = next(n_drawn) % 2 == 1
         n_used = case.n_ranks if rng.random() < 0.5 else rng.randint(1, case.n_ranks)
         drawn = random_strategy(
             rng, small_graph(case.model), n_used, case.strategy.batch,
             schedule=rng.choice(SCHEDULE_NAMES), min_microbatch=smallest,
         )  # fmt: skip
-        state = "sharded" if is_sharded else "replicated"
-        return msgspec.structs.replace(drawn, optimizer_state=state)
+        return msgspec.structs.replace(drawn, shard_state=shard_state(next(n_drawn), drawn))
 
     at = sorted(rng.sample(range(1, N_STEPS), rng.choice((1, 2))))
     changed = msgspec.structs.replace(

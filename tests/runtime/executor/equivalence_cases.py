@@ -11,7 +11,7 @@ from equivalence_models import SMALL_MODELS, min_microbatch, small_graph, small_
 from equivalence_strategies import random_strategy, with_copies
 
 from harness.domain.schedule import SCHEDULE_NAMES
-from harness.domain.strategy import Strategy
+from harness.domain.strategy import SHARD_STATES, ShardState, Strategy
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.optimizers import OptimizerOptions
 from harness.runtime.models.task import IGNORED, InputSpec, Task
@@ -81,13 +81,20 @@ def target_counts(batch: Batch) -> tuple[int, ...]:
     return tuple((batch.targets.reshape(len(batch.targets), -1) != IGNORED).sum(1).tolist())
 
 
+def shard_state(index: int, strategy: Strategy) -> ShardState:
+    """The part of the state that case `index` of a series shards."""
+    found = SHARD_STATES[index % len(SHARD_STATES)]
+    is_deferred = strategy.schedule == "zero_bubble"
+    return "gradients" if found == "parameters" and is_deferred else found
+
+
 def random_case(seed: int, index: int) -> Case:
     """Case `index` of a series: the rest is drawn, but models, ranks and schedules come in turn.
 
     Since 4 schedules and 5 numbers of ranks have no common divisor, 20 rounds of all models meet
     every combination.
 
-    Every second one has sharded optimizer state. Of the models that have dropout, half keep it.
+    All ways to shard state come in turn. Of the models that have dropout, half keep it.
     Without batch normalisation, one case in four trains by AdamW and one in eight in float32. With
     it, parameters before a normalisation have no gradient but rounding, which AdamW makes as large
     as any.
@@ -102,8 +109,7 @@ def random_case(seed: int, index: int) -> Case:
     strategy = random_strategy(
         rng, small_graph(model), n_ranks, batch, schedule=schedule, min_microbatch=smallest
     )
-    if index % 2:
-        strategy = msgspec.structs.replace(strategy, optimizer_state="sharded")
+    strategy = msgspec.structs.replace(strategy, shard_state=shard_state(index, strategy))
     has_dropout = SMALL_MODELS[model].has_dropout and rng.random() < 0.5
     kind = rng.random() if smallest == 1 else 1.0
     return Case(

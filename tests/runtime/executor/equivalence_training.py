@@ -21,6 +21,7 @@ from torch import Tensor
 
 from harness.domain.partition import cut_dim
 from harness.domain.record import Span
+from harness.domain.sharding import BUCKET_BYTES
 from harness.domain.strategy import Strategy
 from harness.errors import VerificationError
 from harness.measure.clock import HostClock
@@ -67,8 +68,12 @@ def plan_of(case: Case) -> ExecutorPlan:
 
 
 def options_of(case: Case) -> EngineOptions:
+    """With many small buckets and units for every second four seeds."""
     return EngineOptions(
-        dtype="fp32", optimizer=case.optimizer_options(), batch=case.strategy.batch
+        dtype="fp32",
+        optimizer=case.optimizer_options(),
+        batch=case.strategy.batch,
+        bucket_bytes=1 << 10 if case.seed // 4 % 2 else BUCKET_BYTES,
     )
 
 

@@ -34,10 +34,9 @@ from harness.runtime.executor.state.weights import Weights
 
 
 def named(model, n_ranks, batch, name):
-    name, sharded = name.removesuffix(", sharded"), name.endswith(", sharded")
+    name, _, state = name.partition(", sharded ")
     strategy = named_strategies(small_graph(model), n_ranks, batch)[name]
-    state = "sharded" if sharded else "replicated"
-    return msgspec.structs.replace(strategy, optimizer_state=state)
+    return msgspec.structs.replace(strategy, shard_state=state or "none")
 
 
 def make_move(model, n_ranks, before, after, directory="", **changes):
@@ -62,7 +61,7 @@ def assert_uninterrupted(found, move, ranks):
         ("lenet", "tensor parallel", "1f1b"),
         ("lenet", "2-1 gpipe", "ddp"),
         ("lenet", "ddp", "single"),
-        ("lenet", "ddp, sharded", "2-1 gpipe, sharded"),
+        ("lenet", "ddp, sharded parameters", "2-1 gpipe, sharded gradients"),
         ("disordered", "tensor parallel", "1f1b"),
         ("exported", "1f1b", "ddp"),
     ],
@@ -76,8 +75,8 @@ def test_training_goes_on_under_another_strategy(model, before, after, optimizer
     ("model", "before", "after", "optimizer", "dropout"),
     [
         ("disordered", (2, "tensor parallel"), (2, "1f1b"), "sgd", "off"),
-        ("mlp", (2, "tensor parallel"), (2, "ddp, sharded"), "adamw", "exact"),
-        ("mlp", (2, "ddp, sharded"), (1, "single"), "adamw", "off"),
+        ("mlp", (2, "tensor parallel"), (2, "ddp, sharded gradients"), "adamw", "exact"),
+        ("mlp", (2, "ddp, sharded parameters"), (1, "single"), "adamw", "off"),
         ("resnet18", (2, "ddp"), (1, "single"), "sgd", "off"),
         ("vit", (2, "1f1b"), (3, "tensor parallel"), "adamw", "off"),
         ("tokens", (2, "hybrid"), (1, "single"), "sgd", "off"),
@@ -109,7 +108,7 @@ def test_no_rank_writes_what_another_does(ranks, tmp_path):
 
 
 def test_sharded_state_is_on_one_rank_each(ranks, tmp_path):
-    move = make_move("mlp", 2, (2, 6, "ddp, sharded"), (2, 6, "ddp"), tmp_path)
+    move = make_move("mlp", 2, (2, 6, "ddp, sharded optimizer"), (2, 6, "ddp"), tmp_path)
     ranks.run(2, train_and_save, move)
     found = [load_file(path) for path in sorted(tmp_path.iterdir())]
     momenta = [{name for name in one if name.startswith("optimizer")} for one in found]

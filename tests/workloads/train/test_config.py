@@ -95,6 +95,19 @@ def test_a_per_device_batch_grows_with_the_ranks():
             {"strategy": ("zero1",), "exact_dropout": True},
             "--exact-dropout needs the executor, zero1 is trained by deepspeed",
         ),
+        (
+            {"strategy": ("single",), "shard_state": "gradients"},
+            "is for --strategy ddp or pipeline",
+        ),
+        ({"engine": "torch", "shard_state": "optimizer"}, "--shard-state needs the executor"),
+        (
+            {"strategy": ("pipeline",), "schedule": ("zero_bubble",), "shard_state": "parameters"},
+            "use 1f1b, or --shard-state gradients",
+        ),
+        (
+            {"strategy": ("pipeline",), "asynchronous": True, "shard_state": "gradients"},
+            "--asynchronous has no --shard-state gradients: drop one",
+        ),
         ({"save_sharded": True}, "--save-sharded needs the executor, ddp is trained by torch"),
         (
             {"strategy": ("pipeline",), "stages": 5},

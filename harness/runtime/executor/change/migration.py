@@ -11,7 +11,6 @@ of a new slice lies in exactly one old slice:
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class Migration:
 
     @property
     def n_elements(self) -> int:
-        return math.prod(stop - start for start, stop in self.region.intervals)
+        return self.region.n_elements
 
 
 def find_migrations(before: Placement, after: Placement) -> list[Migration]:
@@ -75,8 +74,8 @@ def find_migrations(before: Placement, after: Placement) -> list[Migration]:
 
 
 def _check_covered(piece: WeightSlice, regions: list[WeightSlice]) -> None:
-    wanted = math.prod(stop - start for start, stop in piece.intervals)
-    held = sum(math.prod(stop - start for start, stop in r.intervals) for r in regions)
+    wanted = piece.n_elements
+    held = sum(r.n_elements for r in regions)
     if held != wanted:
         raise StrategyError(
             f"the next strategy needs {wanted} elements of {piece.name}, the ranks hold {held} of "
@@ -94,14 +93,6 @@ def _common(one: WeightSlice, other: WeightSlice) -> WeightSlice | None:
             return None
         intervals.append((max(a, c), min(b, d)))
     return WeightSlice(one.name, tuple(intervals))
-
-
-def within(region: WeightSlice, piece: WeightSlice) -> WeightSlice:
-    """A region by its place in a slice rather than in the whole tensor."""
-    pairs = zip(region.intervals, piece.intervals, strict=True)
-    return WeightSlice(
-        region.name, tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
-    )
 
 
 def _in_order(piece: WeightSlice) -> tuple[str, tuple[Interval, ...]]:

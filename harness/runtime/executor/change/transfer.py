@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.runtime.engines.replicas import fingerprint_of
-from harness.runtime.executor.change.migration import Migration, find_migrations, within
+from harness.runtime.executor.change.migration import Migration, find_migrations
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.state.owners import Owners
 from harness.runtime.executor.state.state import StateGatherer, gather_objects
@@ -44,9 +44,15 @@ class HeldState:
 
     def tensor(self, piece: WeightSlice, key: str) -> Tensor:
         """The tensor of a held slice."""
-        held = self.weights.held[piece]
-        found: Tensor = held if key == MODEL else self.optimizer.state[held][key]
+        if key == MODEL:
+            return self.model(piece).detach()
+        found: Tensor = self.optimizer.state[self.owners.own[piece]][key]
         return found.detach()
+
+    def model(self, piece: WeightSlice) -> Tensor:
+        """The tensor of the model that holds a slice between two steps."""
+        is_own = piece not in self.weights.held or piece in self.owners.freed
+        return self.owners.own[piece] if is_own else self.weights.held[piece]
 
     def values(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter, as in an inventory."""
@@ -57,7 +63,7 @@ class HeldState:
         """The optimizer's state of the slices that this rank tells of: one rank for each."""
         return {
             piece: self.values(parameter)
-            for piece, parameter in self.weights.trainable().items()
+            for piece, parameter in self.owners.own.items()
             if self.owners.of(piece) == rank
         }
 
@@ -117,7 +123,7 @@ class StateTransfer:
             state, piece = (
                 (self._before, migration.before) if is_sent else (self._after, migration.after)
             )
-            found.append(_Block(migration, MODEL, state.weights.held[piece].dtype))
+            found.append(_Block(migration, MODEL, state.model(piece).dtype))
         for migration in of_state:
             if here in (migration.source, migration.target):
                 values = self._inventory.get(migration.before, {})
@@ -158,11 +164,18 @@ class StateTransfer:
 
     def replica_bits(self) -> dict[tuple[WeightSlice, str], Bits]:
         """Fingerprints of the new state that this rank shares with others."""
-        return {
-            (piece, key): _bits(self._after.tensor(piece, key))
-            for piece, parameter in self._after.weights.trainable().items()
-            if len(self._after.holders.of(piece)) > 1
-            for key, value in {MODEL: parameter.dtype, **self._after.values(parameter)}.items()
+        after = self._after
+        found = {
+            (piece, MODEL): _bits(after.tensor(piece, MODEL))
+            for piece in after.owners.trained(after.weights)
+            if len(after.owners.placement()[piece]) > 1
+        }
+        keepers = after.owners.keepers()
+        return found | {
+            (piece, key): _bits(after.tensor(piece, key))
+            for piece, parameter in after.owners.own.items()
+            if len(keepers[piece]) > 1
+            for key, value in after.values(parameter).items()
             if _is_tensor(value)
         }
 
@@ -174,8 +187,7 @@ class StateTransfer:
         old, new = self._before.optimizer.param_groups[0], self._after.optimizer.param_groups[0]
         new.update({key: value for key, value in old.items() if key != "params"})
         is_on_device = bool(new.get("fused") or new.get("capturable"))
-        updated = self._after.owners.updated(self._after.weights, self._world.rank)
-        for piece, parameter in updated.items():
+        for piece, parameter in self._after.owners.own.items():
             for key, value in first.get(piece.name, {}).items():
                 made = value
                 if _is_tensor(value):
@@ -198,19 +210,19 @@ class StateTransfer:
         if before != after:
             self._new_region(block).copy_(self._old_region(block))
             return
-        held, old = self._after.weights.held[after], self._before.tensor(before, block.key)
+        old = self._before.tensor(before, block.key)
         if block.key == MODEL:
-            held.data = old
+            self._after.model(after).data = old
         else:
-            self._after.optimizer.state[held][block.key] = old
+            self._after.optimizer.state[self._after.owners.own[after]][block.key] = old
 
     def _old_region(self, block: _Block) -> Tensor:
         piece = block.migration.before
-        return within(block.migration.region, piece).take(self._before.tensor(piece, block.key))
+        return block.migration.region.within(piece).take(self._before.tensor(piece, block.key))
 
     def _new_region(self, block: _Block) -> Tensor:
         piece = block.migration.after
-        return within(block.migration.region, piece).take(self._after.tensor(piece, block.key))
+        return block.migration.region.within(piece).take(self._after.tensor(piece, block.key))
 
 
 def find_all_migrations(
@@ -220,7 +232,7 @@ def find_all_migrations(
 
     A layer that has been frozen leaves its optimizer state behind.
     """
-    weights = find_migrations(dict(before.holders.items()), dict(after.holders.items()))
+    weights = find_migrations(before.owners.placement(), after.owners.placement())
     old, new = before.owners.keepers(), after.owners.keepers()
     trained = {piece.name for piece in old} & {piece.name for piece in new}
     if not (before.owners.is_sharded or after.owners.is_sharded):

@@ -48,6 +48,12 @@ class ParameterHooks:
             self._before[name] = _take_hooks(parameter._backward_hooks)
             self._after[name] = _take_hooks(parameter._post_accumulate_grad_hooks)
 
+    def first(self) -> str | None:
+        """The name of a parameter with a hook; None if there is none."""
+        return next(
+            (name for name in self._before if self._before[name] or self._after[name]), None
+        )
+
     @torch.no_grad()
     def run(self, parameters: Mapping[WeightSlice, nn.Parameter]) -> None:
         """Run the hooks of each parameter; hooks that may replace the gradient come first."""
@@ -83,7 +89,7 @@ class _Bucket:
         self.views: dict[nn.Parameter, Tensor] = {}
         at = 0
         for parameter in self.parameters:
-            self.views[parameter] = _view_like(parameter, self.flat, at)
+            self.views[parameter] = view_like(parameter, self.flat, at)
             at += parameter.numel()
         self.n_missing = 0
         self.work: Any = None
@@ -104,7 +110,7 @@ class _Bucket:
                 self.take(parameter)
 
 
-def _view_like(parameter: nn.Parameter, flat: Tensor, at: int) -> Tensor:
+def view_like(parameter: nn.Parameter, flat: Tensor, at: int) -> Tensor:
     """A view of a buffer with a parameter's strides, as fused optimizers require of gradients.
 
     Strides differ from the order of dims for channels_last.
@@ -206,21 +212,7 @@ class GradientSync:
             end = self._completions[devices].mark(work, clock)
             recorder.add_marks("communication", start, end, name=bucket.name, n_bytes=n_bytes)
 
-        bucket.work = self._with_end(work, note_end)
-
-    def _with_end(self, work: Any, note_end: Callable[[], None]) -> Any:
-        """Record the end of an all-reduce; return the work to wait for."""
-        if (
-            self._is_nccl
-        ):  # its callback would run at once, on a stream that one of its groups may use
-            note_end()
-            return work
-
-        def finish(future: Any) -> Any:
-            note_end()
-            return future.value()
-
-        return work.get_future().then(finish)
+        bucket.work = with_end(work, note_end, is_nccl=self._is_nccl)
 
     def finish(self) -> None:
         """Start the remaining buckets and wait for all all-reduces; all devices must call it.
@@ -249,6 +241,19 @@ class GradientSync:
     def _label(self, bucket: _Bucket) -> str:
         names = [self._name_of[parameter] for parameter in bucket.parameters]
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({bucket.name})"
+
+
+def with_end(work: Any, note_end: Callable[[], None], *, is_nccl: bool) -> Any:
+    """Record the end of a collective; return the work to wait for."""
+    if is_nccl:  # its callback would run at once, on a stream that one of its groups may use
+        note_end()
+        return work
+
+    def finish(future: Any) -> Any:
+        note_end()
+        return future.value()
+
+    return work.get_future().then(finish)
 
 
 def bucketed(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:

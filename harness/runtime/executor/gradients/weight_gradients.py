@@ -25,9 +25,14 @@ Options = tuple[Pair, Pair, Pair, int]
 
 
 class GradientBuffers:
-    """Memory for the gradients of large weights, reused in every step."""
+    """Memory for the gradients of large weights, reused in every step.
 
-    def __init__(self) -> None:
+    Args:
+        are_kept: false if gradients are freed within the step, so that each needs new memory.
+    """
+
+    def __init__(self, *, are_kept: bool = True) -> None:
+        self._are_kept = are_kept
         self._gradient_buffers: dict[nn.Parameter, Tensor] = {}
 
     def assign(self, parameter: nn.Parameter, buffer: Tensor) -> None:
@@ -35,6 +40,8 @@ class GradientBuffers:
         self._gradient_buffers[parameter] = buffer
 
     def of(self, parameter: nn.Parameter) -> Tensor:
+        if not self._are_kept:
+            return torch.empty_like(parameter, requires_grad=False)
         if parameter not in self._gradient_buffers:
             self._gradient_buffers[parameter] = torch.empty_like(parameter, requires_grad=False)
         return self._gradient_buffers[parameter]

@@ -80,6 +80,7 @@ class Lowering:
             fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),
             sends=tuple(draft.sends),
             is_norm=is_norm,
+            units=draft.units,
             is_differentiable=any(
                 key.value == "loss" or key.value in self._layout.differentiable for key in outputs
             ),

@@ -4,6 +4,8 @@ Split a device's tasks into segments, each of which runs without waiting for oth
 
 fetches | tasks | sends     a task with inputs from other devices begins a segment,
         |       |           a task with outputs for other devices ends it
+
+Where weights are freed between their uses, a task with weights of another unit begins one too.
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ class Segment:
         is_norm: it is a batch norm with global statistics, so other devices wait for it, forward
             and backward, even if its output is unused.
         is_differentiable: whether a gradient flows back through it.
+        units: numbers of the units of freed weights that it uses.
     """
 
     module: fx.GraphModule
@@ -95,6 +98,7 @@ class Segment:
     sends: tuple[Send, ...]
     is_norm: bool
     is_differentiable: bool
+    units: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -133,12 +137,14 @@ class Draft:
         fetches: wants that must arrive before it, first used by this segment.
         sends: pieces of its outputs that other devices read, in order.
         waits: whether it waits for other devices: for fetches or statistics of a batch norm.
+        units: numbers of the units of freed weights that it uses.
     """
 
     parts: list[Part] = field(default_factory=list)
     fetches: list[Want] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     waits: bool = False
+    units: frozenset[int] = frozenset()
 
 
 def draft_segments(forms: Forms, device: int) -> dict[int, list[Draft]]:
@@ -169,12 +175,15 @@ def _drafts(
         wants = [want for _, want in layout.reads(part)]
         missing = {w.number: w for w in wants if w.is_exchanged and w.number not in fetched}
         is_norm = forms.of[part.operator] == "norm"
-        if draft.parts and (missing or is_norm):
+        units = forms.units.get((part.operator, device), frozenset())
+        is_next = bool(draft.units) and not units <= draft.units
+        if draft.parts and (missing or is_norm or is_next):
             drafts.append(draft)
             draft = Draft()
         draft.fetches += missing.values()
         fetched.update(missing)  # in place, for later stages
         draft.parts.append(part)
+        draft.units |= units
         draft.waits |= bool(missing) or is_norm
         if is_norm or part in outgoing:
             draft.sends = outgoing.get(part, [])

@@ -14,6 +14,7 @@ from harness.runtime.executor.gradients.deferred import WeightQueue, backward_ca
 from harness.runtime.executor.program.program import PartKey, Program, Segment
 from harness.runtime.executor.run.flight import Flight, Stash, call_with, random_state, repeated
 from harness.runtime.executor.run.phases import Phases
+from harness.runtime.executor.run.residence import Residence
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.transport.channels import Channels
@@ -42,6 +43,7 @@ class Runner:
         reached: called with parameters whose gradients a queue has added to.
         stash: gives each microbatch its version of the weights; None without versions.
         update: called after each microbatch's backward if there are versions.
+        residence: gathers weights that are freed between their uses.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class Runner:
         reached: Callable[[nn.Parameter], None],
         stash: Stash | None,
         update: Callable[[], None],
+        residence: Residence,
     ) -> None:
+        self._residence = residence
         self._stash, self._update = stash, update
         self._programs, self._sizes = programs, list(sizes)
         self._channels, self._phases, self._precision = channels, phases, precision
@@ -70,6 +74,7 @@ class Runner:
         self._receives: Receives
         self._receives_of: dict[tuple[Action, ...], Receives] = {}
         self._flights: dict[int, Flight] = {}
+        self._at_action = 0  # number of the action in the step
         self.loss: Tensor | None = None
 
     def run(self, actions: tuple[Action, ...], fed: Sequence[Flight], first: int = 0) -> None:
@@ -88,7 +93,9 @@ class Runner:
             self._receives_of[actions] = self._make_receives(actions)
         self._receives = self._receives_of[actions]
         self._receives.start(first)
-        for action in (one._replace(microbatch=first + one.microbatch) for one in actions):
+        self._residence.start_step(actions, is_muted=self._channels.is_muted)
+        numbered = (one._replace(microbatch=first + one.microbatch) for one in actions)
+        for self._at_action, action in enumerate(numbered):
             number, stage = self._number(action.microbatch), action.stage
             self._random.microbatch = number
             if action.kind == "forward":
@@ -183,7 +190,9 @@ class Runner:
             place = stage, position
             for fetch in moves.fetches[place]:
                 self._assemble(flight, fetch, microbatch)
+            self._residence.before((self._at_action, position))
             outputs = self._compute(flight, segment, place)
+            self._residence.after((self._at_action, position))
             flight.outputs[place] = outputs
             for key, output in zip(segment.outputs, outputs, strict=True):
                 self._detach(flight, program, key, output)
@@ -272,9 +281,10 @@ class Runner:
         number = self._number(microbatch)
         program, moves = self._at(microbatch)
         flight = self._flights[microbatch]
-        for position in reversed(range(len(program.stages[stage]))):
+        for moment, position in enumerate(reversed(range(len(program.stages[stage])))):
             place = stage, position
             segment = program.stages[stage][position]
+            self._residence.before((self._at_action, moment))
             if self._recompute[stage] and segment.is_differentiable:
                 self._phases.begin("forward", pass_="recompute", stage=stage, microbatch=number)
                 self._repeat(flight, segment, place)  # while its gradients are in transit
@@ -282,6 +292,7 @@ class Runner:
             self._collect(flight, moves, place, segment, microbatch)
             if segment.is_differentiable:
                 self._differentiate(flight, segment, place, action)
+            self._residence.after((self._at_action, moment))
             flight.outputs.pop(place, None)
             self._return(flight, moves, place, microbatch)
             for key in segment.outputs:

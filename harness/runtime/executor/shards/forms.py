@@ -10,8 +10,8 @@ gathered  the whole operator for the task's samples, cropped to the block (logs 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx, nn
@@ -38,7 +38,7 @@ from harness.runtime.executor.shards.batch_norm import (
     check_writers,
 )
 from harness.runtime.executor.shards.kinds import Shard, Wanted, make_batch_norm, make_shard
-from harness.runtime.executor.state.weights import Holders, canonical_names
+from harness.runtime.executor.state.weights import Holders, Use, canonical_names
 
 _log = logging.getLogger(__name__)
 
@@ -47,11 +47,25 @@ Form = Literal["native", "shard", "norm", "dropout", "gathered"]
 
 @dataclass(frozen=True)
 class Forms:
-    """The form of every operator, the resulting layout, and the holders of weights."""
+    """The form of every operator, the resulting layout, and the holders of weights.
+
+    Attributes:
+        units: numbers of the units of freed weights that an operator's tasks on a device use.
+    """
 
     layout: Layout
     of: dict[str, Form]
     holders: Holders
+    units: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
+
+    def find_units(self, number_of: Mapping[WeightSlice, int]) -> None:
+        """Set `units` from the number of each freed slice's unit."""
+        names = {self.layout.position[name]: name for name in self.of}
+        found: dict[tuple[str, int], set[int]] = {}
+        for piece, number in number_of.items():
+            for use in self.holders.uses(piece):
+                found.setdefault((names[use.position], use.device), set()).add(number)
+        self.units.update({key: frozenset(units) for key, units in found.items()})
 
     def norm_groups(self) -> set[tuple[int, ...]]:
         """The sets of devices that sum the statistics of a batch norm."""
@@ -200,7 +214,8 @@ class _Chooser:
                 ]
             for part, shard in zip(layout.parts[name], shards, strict=True):
                 sources = whole if shard is None else list(shard.sources.values())
-                holders.add(sources, part.device)
+                use = Use(part.device, part.stage, layout.position[name])
+                holders.add(sources, use)
         return holders
 
     def _users(self, tensor: str, forms: dict[str, Form]) -> set[str]:

@@ -1,150 +1,181 @@
-"""The slices that a rank updates, and the way of the new weights to their other holders.
+"""The parts of the trained slices, and the rank that updates each.
 
-With replicated optimizer state every holder updates its copy. With sharded state each slice has one
-owner, which alone keeps the optimizer's state of it:
+Without sharding every holder updates its copy of a slice. With it each of n holders owns 1/n, whose
+optimizer state it alone keeps:
 
-    gradients  all-reduced to every holder
-    optimizer  rank 0: a b    rank 1: c d
-    weights    rank 0 -a b->  rank 1,  rank 1 -c d-> rank 0
+    slice    rows 0-3: rank 0 | rows 4-7: rank 1
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.domain.owners import owners_of
-from harness.errors import PeerError
-from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
+from harness.domain.strategy import ShardState
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.gradients.loss_scale import LossScale
-from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.state.weights import Holders, Weights
-from harness.runtime.ranks.failures import gist
-from harness.runtime.ranks.world import World
 
 Group = tuple[int, ...]
 
 
+class SharedSlice(NamedTuple):
+    """This rank's copy of a slice that several ranks hold, where state is sharded.
+
+    Attributes:
+        parts: each holder's part, ascending; None for an empty one.
+        own: this rank's part; None if it is empty. A view of the parameter, unless that is freed.
+    """
+
+    piece: WeightSlice
+    parameter: nn.Parameter
+    devices: Group
+    parts: tuple[WeightSlice | None, ...]
+    own: nn.Parameter | None
+    rank: int
+
+    @property
+    def own_part(self) -> WeightSlice | None:
+        """The slice of this rank's part; None if it is empty."""
+        return self.parts[self.devices.index(self.rank)]
+
+    def size(self, holder: int) -> int:
+        """Elements of a holder's part."""
+        part = self.parts[holder]
+        return 0 if part is None else part.n_elements
+
+    def rows(self, holder: int) -> Tensor:
+        """The flat memory of a holder's part within the parameter."""
+        part = self.parts[holder]
+        return self.parameter.data.new_empty(0) if part is None else flat(_view(part, self))
+
+
 class Owners:
-    """The ranks that update each trained slice; equal on all ranks."""
-
-    def __init__(self, holders: Holders, *, is_sharded: bool) -> None:
-        self.is_sharded = is_sharded
-        trained = holders.trained()
-        sizes = [math.prod(stop - start for start, stop in p.intervals) for p, _ in trained]
-        slices = [(size, devices) for size, (_, devices) in zip(sizes, trained, strict=True)]
-        owners = owners_of(slices) if is_sharded else [devices[0] for _, devices in trained]
-        self._of = {piece: owner for (piece, _), owner in zip(trained, owners, strict=True)}
-        self._holders = dict(trained)
-
-    def of(self, piece: WeightSlice) -> int:
-        """The rank that writes the optimizer's state of a slice."""
-        return self._of[piece]
-
-    def keepers(self) -> dict[WeightSlice, Group]:
-        """The ranks that keep the optimizer's state of each trained slice."""
-        if self.is_sharded:
-            return {piece: (owner,) for piece, owner in self._of.items()}
-        return dict(self._holders)
-
-    def updated(self, weights: Weights, rank: int) -> dict[WeightSlice, nn.Parameter]:
-        """The parameters that a rank updates, in the order of the model."""
-        return {
-            piece: parameter
-            for piece, parameter in weights.trainable().items()
-            if not self.is_sharded or self._of[piece] == rank
-        }
-
-    def shared(self, weights: Weights) -> dict[Group, dict[int, list[nn.Parameter]]]:
-        """This rank's copies of slices that several hold, by holders and owner; all in the same
-        order on every holder."""
-        found: dict[Group, dict[int, list[nn.Parameter]]] = {}
-        trainable = weights.trainable()
-        for piece, devices in self._holders.items():
-            if piece in trainable and len(devices) > 1:
-                by_owner = found.setdefault(devices, {})
-                by_owner.setdefault(self._of[piece], []).append(trainable[piece])
-        return found
-
-
-class WeightUpdater:
-    """Steps the optimizer on the slices that this rank updates, and sends them to other holders.
+    """Who owns which part, on all ranks, and this rank's own parameters.
 
     Args:
-        groups: process groups by their devices.
+        weights: this rank's slices, in memory.
+        freed: slices that are kept in parts only; their own parts are copies.
+
+    Attributes:
+        own: the parameters that this rank updates, in the order of the model.
+        shared: this rank's slices that several hold, if state is sharded.
+        freed: see above.
     """
 
     def __init__(
         self,
-        owners: Owners,
+        holders: Holders,
         weights: Weights,
-        groups: Mapping[Group, Any],
-        options: OptimizerOptions,
-        world: World,
+        shard_state: ShardState,
+        rank: int,
+        freed: Collection[WeightSlice] = (),
     ) -> None:
-        self._weights, self._groups, self._world = weights, groups, world
-        updated = list(owners.updated(weights, world.rank).values())
-        self.optimizer = make_optimizer(
-            nn.ParameterList(updated) if updated else nn.Linear(1, 1), options, world.device
-        )
-        self._parts: list[tuple[Group, int, list[nn.Parameter]]] = []
-        if owners.is_sharded:
-            for devices, by_owner in sorted(owners.shared(weights).items()):
-                for owner, parameters in sorted(by_owner.items()):
-                    for dtype in sorted({p.dtype for p in parameters}, key=str):
-                        chosen = [p for p in parameters if p.dtype == dtype]
-                        self._parts.append((devices, owner, chosen))
-        sizes = [p.numel() * p.element_size() for _, _, part in self._parts for p in part]
-        self._n_bytes = sum(sizes)
+        self.shard_state, self._rank = shard_state, rank
+        self.freed = frozenset(freed)
+        self._holders = holders
+        self._ranks: dict[WeightSlice, Group] = {}
+        parts_of: dict[WeightSlice, tuple[WeightSlice | None, ...]] = {}
+        for piece, devices in holders.trained():
+            if not self.is_sharded or len(devices) == 1:
+                self._ranks[piece] = devices
+                continue
+            parts_of[piece] = tuple(piece.part(k, len(devices)) for k in range(len(devices)))
+            for part, device in zip(parts_of[piece], devices, strict=True):
+                if part is not None:
+                    self._ranks[part] = (device,)
+        self.own: dict[WeightSlice, nn.Parameter] = {}
+        self.shared: list[SharedSlice] = []
+        for piece, parameter in weights.trainable().items():
+            if piece not in parts_of:
+                self.own[piece] = parameter
+                continue
+            one = self._shared(piece, parameter, parts_of[piece])
+            self.shared.append(one)
+            part = one.own_part
+            if part is not None and one.own is not None:
+                self.own[part] = one.own
 
-    def update(self, phases: Phases, scale: LossScale, *, is_muted: bool) -> None:
-        """Update the weights and free their gradients; all holders must call it.
+    @property
+    def is_sharded(self) -> bool:
+        return self.shard_state != "none"
 
-        Args:
-            scale: skips the step where gradients overflowed.
-            is_muted: without communication.
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a rank keeps the summed gradients of its own parts only."""
+        return self.shard_state in ("gradients", "parameters")
 
-        Raises:
-            PeerError: another holder died or hangs; NCCL ends this process instead.
-        """
-        phases.begin("optimizer")
-        scale.step(self.optimizer, is_muted=is_muted)
-        for parameter in self._weights.parameters():
-            parameter.grad = None
-        if self._parts and not is_muted:
-            phases.begin("communication", name="weights", n_bytes=self._n_bytes)
-            self._spread()
+    def _shared(
+        self, piece: WeightSlice, parameter: nn.Parameter, parts: tuple[WeightSlice | None, ...]
+    ) -> SharedSlice:
+        devices = self._holders.of(piece)
+        _make_dense(parameter)
+        one = SharedSlice(piece, parameter, devices, parts, None, self._rank)
+        part = one.own_part
+        own = None
+        if part is not None:
+            view = _view(part, one)
+            own = nn.Parameter(view.clone() if piece in self.freed else view)
+        if piece in self.freed:
+            # Memory of its own, which can be freed and allocated again.
+            parameter.data = torch.empty_like(parameter)
+            parameter.untyped_storage().resize_(0)
+        return one._replace(own=own)
 
-    @torch.no_grad()
-    def _spread(self) -> None:
-        flats = [self._flat(owner, part) for _, owner, part in self._parts]
-        works = [
-            dist.broadcast(flat, owner, group=self._groups[devices], async_op=True)
-            for (devices, owner, _), flat in zip(self._parts, flats, strict=True)
-        ]
-        for (devices, owner, part), flat, work in zip(self._parts, flats, works, strict=True):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise PeerError(
-                    f"the updated weights of rank {owner} did not reach ranks {list(devices)} "
-                    f"({gist(error)}): one of them died or hangs, look at their logs",
-                    devices,
-                ) from error
-            if owner != self._world.rank:
-                for parameter, values in zip(
-                    part, flat.split([p.numel() for p in part]), strict=True
-                ):
-                    parameter.copy_(values.view(parameter.shape))
+    def rebind(self) -> None:
+        """Point views of parameters at their memory, after it has been replaced."""
+        for one in self.shared:
+            part = one.own_part
+            if part is not None and one.own is not None and one.piece not in self.freed:
+                one.own.data = _view(part, one)
 
-    def _flat(self, owner: int, part: list[nn.Parameter]) -> Tensor:
-        if owner == self._world.rank:
-            return torch.cat([parameter.reshape(-1) for parameter in part])
-        n_elements = sum(parameter.numel() for parameter in part)
-        return torch.empty(n_elements, dtype=part[0].dtype, device=part[0].device)
+    def of(self, piece: WeightSlice) -> int:
+        """The rank that writes the optimizer's state of a part."""
+        return self._ranks[piece][0]
+
+    def keepers(self) -> dict[WeightSlice, Group]:
+        """The ranks that keep the optimizer's state of each part."""
+        return dict(self._ranks)
+
+    def placement(self) -> dict[WeightSlice, Group]:
+        """The ranks that hold each slice of the model between two steps: freed ones in parts."""
+        found = {p: devices for p, devices in self._holders.items() if p not in self.freed}
+        for piece in self.freed:
+            devices = self._holders.of(piece)
+            for k, device in enumerate(devices):
+                part = piece.part(k, len(devices))
+                if part is not None:
+                    found[part] = (device,)
+        return found
+
+    def trained(self, weights: Weights) -> dict[WeightSlice, nn.Parameter]:
+        """This rank's trained slices between two steps: freed ones in parts."""
+        whole = {p: tensor for p, tensor in weights.trainable().items() if p not in self.freed}
+        return whole | {
+            one.own_part: one.own
+            for one in self.shared
+            if one.piece in self.freed and one.own_part is not None and one.own is not None
+        }
+
+    def held(self, weights: Weights) -> dict[WeightSlice, Tensor]:
+        """This rank's slices of the model between two steps."""
+        kept = {p: tensor for p, tensor in weights.held.items() if p not in self.freed}
+        return kept | self.trained(weights)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in the order of memory, as one dim; a view."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _view(part: WeightSlice, one: SharedSlice) -> Tensor:
+    return part.within(one.piece).take(one.parameter.data)
+
+
+def _make_dense(parameter: nn.Parameter) -> None:
+    """Lay out a parameter such that its parts are contiguous in memory."""
+    is_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+    if not (parameter.is_contiguous() or (is_last and parameter.shape[0] > 1)):
+        parameter.data = parameter.data.contiguous()

@@ -63,7 +63,7 @@ class StateGatherer:
         owners: Owners,
         world: World,
     ) -> None:
-        self._weights, self._holders, self._world = weights, holders, world
+        self._weights, self._world = weights, world
         self._owners = owners
         tensors = (*meta.module.named_parameters(), *meta.module.named_buffers())
         self._shapes = {name: tensor.shape for name, tensor in tensors}
@@ -108,7 +108,7 @@ class StateGatherer:
     def _model_parts(self) -> dict[WeightSlice, Tensor]:
         """This rank's slices of the model's state."""
         known = set(self.names.values())
-        held = self._weights.held.items()
+        held = self._owners.held(self._weights).items()
         return {p: tensor.detach() for p, tensor in held if self._model_name(p) in known}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class StateGatherer:
         """State with a parameter's shape, by key; other state, such as counters, by parameter."""
         by_key: dict[str, dict[WeightSlice, Tensor]] = {}
         single: dict[str, dict[str, Any]] = {}
-        for piece, parameter in self._weights.trainable().items():
+        for piece, parameter in self._owners.own.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     by_key.setdefault(key, {})[piece] = value
@@ -154,7 +154,8 @@ class StateGatherer:
                 if writer(piece) == self._world.rank
             }
 
-        model = chosen(self._model_parts(), lambda piece: self._holders.of(piece)[0])
+        writers = self._owners.placement()
+        model = chosen(self._model_parts(), lambda piece: writers[piece][0])
         if self._world.is_first:
             model |= {WeightSlice.whole(name, t): t for name, t in self._unused.items()}
         by_key, single = self._optimizer_parts(optimizer)
@@ -183,7 +184,7 @@ class StateGatherer:
         numbers = {name: index for index, name in enumerate(self.parameters)}
         stored = state["optimizer"]["state"]
         sliced: dict[int, dict[str, Any]] = {}
-        for index, piece in enumerate(self._owners.updated(self._weights, self._world.rank)):
+        for index, piece in enumerate(self._owners.own):
             values = stored.get(numbers[self._model_name(piece)], {})
             shape = self._shapes[piece.name]
             sliced[index] = {key: _part_of(value, piece, shape) for key, value in values.items()}
@@ -234,8 +235,11 @@ def _merged(world: World, value: dict[str, dict[str, Any]]) -> dict[str, dict[st
     return merged
 
 
-def verify_copies(weights: Weights, world: World) -> str:
+def verify_copies(trained: Parts, world: World) -> str:
     """Check that replicas hold equal bits on all ranks; all ranks must call it.
+
+    Args:
+        trained: this rank's trained slices.
 
     Returns:
         A digest of all slices, to compare runs of one strategy.
@@ -243,7 +247,7 @@ def verify_copies(weights: Weights, world: World) -> str:
     Raises:
         VerificationError: on every rank, naming two ranks and the parameter that differs.
     """
-    fingerprints = {piece: fingerprint_of(p).tolist() for piece, p in weights.trainable().items()}
+    fingerprints = {piece: fingerprint_of(p).tolist() for piece, p in trained.items()}
     first: dict[WeightSlice, tuple[int, list[int]]] = {}
     for rank, prints in enumerate(gather_objects(world, fingerprints)):
         for piece, bits in prints.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,29 +97,50 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     return found
 
 
+class Use(NamedTuple):
+    """A task that uses a slice: its device and stage, and the position of its operator."""
+
+    device: int
+    stage: int
+    position: int
+
+
 class Holders:
-    """The devices that hold each slice, over all devices."""
+    """The devices that hold each slice, over all devices, and their tasks that use it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._canonical = canonical_names(model)
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        self._devices: dict[WeightSlice, set[int]] = {}
+        self._item_bytes = {name: p.element_size() for name, p in model.named_parameters()}
+        self._uses: dict[WeightSlice, set[Use]] = {}
 
-    def add(self, pieces: Iterable[WeightSlice], device: int) -> None:
+    def add(self, pieces: Iterable[WeightSlice], use: Use) -> None:
         for piece in pieces:
-            self._devices.setdefault(piece.renamed(self._canonical), set()).add(device)
+            self._uses.setdefault(piece.renamed(self._canonical), set()).add(use)
 
     def merge(self, other: Holders) -> None:
         """Add the holders of another layout."""
-        for piece, devices in other._devices.items():
-            self._devices.setdefault(piece, set()).update(devices)
+        for piece, uses in other._uses.items():
+            self._uses.setdefault(piece, set()).update(uses)
 
     def of(self, piece: WeightSlice) -> tuple[int, ...]:
         """The devices that hold a slice, ascending."""
-        return tuple(sorted(self._devices[piece]))
+        return tuple(sorted({use.device for use in self._uses[piece]}))
+
+    def uses(self, piece: WeightSlice) -> set[Use]:
+        """The tasks that use a slice."""
+        return self._uses[piece]
+
+    def item_bytes(self, piece: WeightSlice) -> int:
+        """Bytes of an element of a parameter's slice."""
+        return self._item_bytes[piece.name]
+
+    def n_bytes(self, piece: WeightSlice) -> int:
+        """Bytes of a parameter's slice."""
+        return self.item_bytes(piece) * piece.n_elements
 
     def items(self) -> list[tuple[WeightSlice, tuple[int, ...]]]:
-        return [(piece, self.of(piece)) for piece in self._devices]
+        return [(piece, self.of(piece)) for piece in self._uses]
 
     def trained(self) -> list[tuple[WeightSlice, tuple[int, ...]]]:
         """Each trained slice with its devices, in the same order on every rank."""
@@ -129,13 +151,13 @@ class Holders:
 
     def groups(self) -> list[tuple[int, ...]]:
         """Distinct sets of several devices, in the same order on every rank."""
-        return sorted({self.of(piece) for piece in self._devices if len(self.of(piece)) > 1})
+        return sorted({self.of(piece) for piece in self._uses if len(self.of(piece)) > 1})
 
     def conflicts(self) -> set[str]:
         """Names of tensors whose slices overlap without being equal."""
         found: set[str] = set()
         by_name: dict[str, list[WeightSlice]] = {}
-        for piece in self._devices:
+        for piece in self._uses:
             known = by_name.setdefault(piece.name, [])
             if any(piece.overlaps(other) for other in known):
                 found.add(piece.name)

@@ -1,0 +1,149 @@
+"""All-gathers of sharded parameters, one unit of weights ahead of its use.
+
+    unit 0   |gather|--- operators ---|
+    unit 1           |gather|         |--- operators ---|
+    unit 2                            |gather|          |--- operators ---|
+
+The executor gathers by the same rules (`runtime.executor.run.residence`): a unit stays from its
+first to its last use in an action, and the next one is gathered from then on that it is in use.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from harness.plan.simulate import order
+from harness.plan.simulate.sharded_state import Group
+from harness.plan.simulate.tables import Flow, Tables
+from harness.plan.simulate.transfers import Floats, Ints
+
+
+class Unit(NamedTuple):
+    """Weights of operators that are gathered together.
+
+    Attributes:
+        operators: in the order of forward.
+    """
+
+    group: Group
+    stage: int
+    operators: tuple[int, ...]
+    n_bytes: int
+
+    @property
+    def first(self) -> int:
+        return self.operators[0]
+
+    @property
+    def last(self) -> int:
+        return self.operators[-1]
+
+
+class Gathers(NamedTuple):
+    """The all-gathers of a step.
+
+    Attributes:
+        triggers: (gather, task) that it waits for.
+        after: (gather, task) that waits for it.
+    """
+
+    units: list[Unit]
+    triggers: list[tuple[int, int]]
+    after: list[tuple[int, int]]
+
+
+def plan_units(tables: Tables, flow: Flow) -> list[Unit]:
+    """The units of freed weights, in the order of their first use."""
+    found: list[Unit] = []
+    open_units: dict[tuple[Group, int], tuple[list[int], int]] = {}
+    freed = sorted(
+        (operators[0], group, operators, n_bytes)
+        for operators, group, n_bytes in freed_slices(tables, flow)
+    )
+    for _, group, operators, n_bytes in freed:
+        key = group, int(flow.stage_of[operators[0]])
+        members, size = open_units.get(key, ([], 0))
+        open_units[key] = [*members, *operators], size + n_bytes
+        if open_units[key][1] >= tables.options.bucket_bytes:
+            members, size = open_units.pop(key)
+            found.append(Unit(*key, tuple(sorted(set(members))), size))
+    for (group, stage), (members, size) in open_units.items():
+        found.append(Unit(group, stage, tuple(sorted(set(members))), size))
+    return sorted(found, key=lambda unit: (unit.first, unit.group))
+
+
+def freed_slices(tables: Tables, flow: Flow) -> list[tuple[list[int], Group, int]]:
+    """(operators, devices, bytes) of each slice that several devices hold, and use in one stage."""
+    found: list[tuple[list[int], Group, int]] = []
+    for op in tables.parameterised:
+        if op in tables.tied.values():
+            continue  # with the later layer that shares its weights
+        operators, own = [op], tables.slices(op)
+        if op in tables.tied:
+            operators = sorted([op, tables.tied[op]])
+            if own != tables.slices(tables.tied[op]):
+                continue
+        if len({int(flow.stage_of[each]) for each in operators}) == 1:
+            found += [(operators, group, n) for n, group in own if len(group) > 1]
+    return found
+
+
+def saved_bytes(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Floats:
+    """(n_devices,) bytes of weights that are freed, at the peak: without two units of each group,
+    the one in use and the next."""
+    saved = np.zeros(tables.n_devices)
+    for _, group, n_bytes in freed_slices(tables, flow) if units else ():
+        saved[list(group)] += n_bytes * (1 - 1 / len(group))
+    sizes: dict[Group, list[int]] = defaultdict(list)
+    for unit in units:
+        sizes[unit.group].append(unit.n_bytes)
+    for group, own in sizes.items():
+        saved[list(group)] -= max(sum(own[k : k + 2]) for k in range(len(own)))
+    return saved
+
+
+def plan_gathers(
+    tables: Tables, flow: Flow, units: Sequence[Unit], row_at: Ints, n_rows: int, following: Ints
+) -> Gathers:
+    """The all-gathers of a step and the tasks that they wait for and that wait for them."""
+    preceding = np.full(len(following), order.NONE, dtype=np.int64)
+    known = np.flatnonzero(following != order.NONE)
+    preceding[following[known]] = known
+    found = Gathers([], [], [])
+    by_group: dict[Group, list[Unit]] = defaultdict(list)
+    for unit in units:
+        by_group[unit.group].append(unit)
+    for group, own in by_group.items():
+        before: list[int] = []  # first task on each device of the group's last gather
+        last: Unit | None = None
+        rank = flow.rank_of[group[0]]
+        for kind, microbatch, stage in flow.actions[
+            flow.action_ptr[rank] : flow.action_ptr[rank + 1]
+        ].tolist():
+            here = [unit for unit in own if unit.stage == stage]
+            is_forward = kind == order.FORWARD
+            if kind not in (order.FORWARD, order.BACKWARD):
+                continue
+            here.sort(key=lambda unit: unit.first)
+            if not is_forward:
+                here.sort(key=lambda unit: -unit.last)
+            for unit in here:
+                if unit == last:
+                    continue
+                op = unit.first if is_forward else unit.last
+                first = [
+                    (kind * flow.n_microbatches + microbatch) * n_rows
+                    + int(row_at[op * tables.n_devices + device])
+                    for device in group
+                ]
+                number = len(found.units)
+                found.units.append(unit)
+                found.after.extend((number, task) for task in first)
+                earlier = [int(preceding[task]) for task in before]
+                found.triggers.extend((number, task) for task in earlier if task != order.NONE)
+                before, last = first, unit
+    return found
