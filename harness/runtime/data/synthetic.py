@@ -82,7 +82,7 @@ class SyntheticData(Dataset[Batch]):
 
     def _allocate(self, n_samples: int) -> Batch:
         inputs = (torch.empty((n_samples, *s.shape), dtype=s.dtype) for s in self._task.inputs)
-        targets = torch.empty((n_samples, *self._task.target_shape), dtype=torch.int64)
+        targets = torch.empty((n_samples, *self._task.target_shape), dtype=self._task.target_dtype)
         return Batch(tuple(inputs), targets)
 
     def _draw_into(self, batch: Batch, row: int, index: int) -> None:
@@ -90,4 +90,8 @@ class SyntheticData(Dataset[Batch]):
         generator = torch.Generator().manual_seed(seed)
         for spec, column in zip(self._task.inputs, batch.inputs, strict=True):
             column[row] = _draw(spec, generator)
-        batch.targets[row] = self._task.draw_targets(1, generator=generator)[0]
+        drawn = [column[row : row + 1] for column in batch.inputs]
+        targets = self._task.targets_among(drawn)
+        if targets is None:
+            targets = self._task.draw_targets(1, generator=generator)
+        batch.targets[row] = targets[0]

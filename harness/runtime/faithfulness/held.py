@@ -7,6 +7,7 @@ empty and is overwritten.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -83,7 +84,8 @@ def key_of(task: Task, captured: Captured, dtype: str) -> str:
     digest = hashlib.sha256(msgspec.json.encode([str(torch.__version__), dtype, _own_code()]))
     digest.update(captured.graph.content_hash().encode())
     digest.update(_PLACE.sub("device", captured.module.code).encode())
-    digest.update(repr((task.inputs, task.loss, task.n_classes)).encode())
+    fields = [getattr(task, f.name) for f in dataclasses.fields(task) if f.name != "model"]
+    digest.update(repr(fields).encode())
     for text in _texts_of(task.model):
         digest.update(text.encode())
     return digest.hexdigest()[:32]

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +22,19 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.errors import ModelError
+from harness.errors import ModelError, first_line
 from harness.runtime.capture.meta_copy import fake, fake_copy
+from harness.runtime.models.loss_split import CallRecorder, SplitLoss, split_loss
+from harness.runtime.models.own_loss import Call, LabelledTask, join_outputs
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_weights, logits_of
 from harness.runtime.models.torchvision_import import allow_torchvision
+
+_log = logging.getLogger(__name__)
 
 _N_SAMPLES = 2
 _N_TOKENS = 128
 _TOKENS = "input_ids"
+_EXPERTS = "batched_mm"
 _REMEDY = "return (model, example) from the factory, with example a dict of forward's arguments"
 
 
@@ -36,23 +42,44 @@ class BoundInputs(nn.Module):
     """Calls a model with tensors at their places among its arguments.
 
     Args:
-        structure: places of the tensors in (args, kwargs).
+        structure: places of the example's tensors in (args, kwargs).
+        positions: of the tensors that are given, among those of the example; the others are None.
+        outputs: names of the outputs to return as one tensor; empty: all that the model returns.
     """
 
-    def __init__(self, model: nn.Module, structure: pytree.TreeSpec) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: pytree.TreeSpec,
+        positions: Sequence[int],
+        outputs: Sequence[str] = (),
+    ) -> None:
         super().__init__()
-        self.model, self._structure = model, structure
+        self.model, self._n_leaves = model, structure.num_leaves
+        # A function, because deepcopy of a structure warns.
+        self._arguments: Callable[[list[Any]], Any] = lambda leaves: pytree.tree_unflatten(
+            leaves, structure
+        )
+        self._positions, self._outputs = tuple(positions), tuple(outputs)
 
     def forward(self, *tensors: Tensor) -> Any:
-        args, kwargs = pytree.tree_unflatten(list(tensors), self._structure)
-        return self.model(*args, **kwargs)
+        leaves: list[Tensor | None] = [None] * self._n_leaves
+        for position, tensor in zip(self._positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = self._arguments(leaves)
+        output = self.model(*args, **kwargs)
+        return join_outputs(output, self._outputs) if self._outputs else output
 
 
 def task_from_example(name: str, model: nn.Module, example: Any) -> Task:
-    """A task whose inputs are like those of an example; its targets are classes of the logits.
+    """A task whose inputs are like those of an example.
+
+    If the model computes a loss, that is the task's and its labels are the targets; else targets
+    are classes of the logits.
 
     Raises:
-        ModelError: the example has no tensors, or the model does not take it.
+        ModelError: the example has no tensors, the model does not take it, or its loss cannot be
+            computed in parts of a batch.
     """
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     args = args if isinstance(args, tuple | list) else (args,)
@@ -63,12 +90,19 @@ def task_from_example(name: str, model: nn.Module, example: Any) -> Task:
             f"--model {name!r}: its example holds {_kinds(tensors)}: give tensors of several "
             "samples, and leave out what has a default"
         )
-    _switch_off_caches(model)
+    _prepare(name, model)
     names = [_name_of(path, k) for k, (path, _) in enumerate(with_paths)]
     specs = tuple(_spec(name, leaf) for name, leaf in zip(names, tensors, strict=True))
     is_plain = len(args) + len(kwargs) == len(tensors) and _are_first(model, kwargs, len(args))
-    bound = model if is_plain else BoundInputs(model, structure)
-    shape = _shape_of_logits(name, bound, tensors)
+    bound = model if is_plain else BoundInputs(model, structure, range(len(specs)))
+    output, given, calls = _run_on_fakes(name, bound, tensors)
+    split = split_loss(name, output, given, specs, calls)
+    if split is not None:
+        kept = [k for k in range(len(specs)) if k not in split.labels or k in split.also_read]
+        is_named = list(split.loss.outputs) in (["logits"], ["out"])
+        chosen = () if is_named else tuple(split.loss.outputs)
+        return _labelled(BoundInputs(model, structure, kept, chosen), specs, kept, split)
+    shape = logits_of(output).shape
     # Logits have a class dim last for tokens, and second for pixels.
     n_classes, others = (shape[-1], shape[1:-1]) if len(shape) < 4 else (shape[1], shape[2:])
     return Task(
@@ -76,8 +110,30 @@ def task_from_example(name: str, model: nn.Module, example: Any) -> Task:
         inputs=specs,
         n_classes=n_classes,
         target_shape=tuple(others),
-        n_tokens=sum(s.shape[0] for s in specs if s.name.endswith(_TOKENS) and s.shape),
+        n_tokens=_n_tokens(specs),
     )
+
+
+def _labelled(
+    model: nn.Module, specs: Sequence[InputSpec], kept: Sequence[int], split: SplitLoss
+) -> LabelledTask:
+    """A task whose loss is the model's own, of the inputs that are kept."""
+    own, inputs = split.loss, tuple(specs[k] for k in kept)
+    is_read = all(k in split.also_read for k in split.labels)
+    return LabelledTask(
+        model=model,
+        inputs=inputs,
+        loss="own",
+        n_classes=max((spec.n_values or 0 for spec in own.labels), default=0),
+        target_shape=own.target_shape,
+        n_tokens=_n_tokens(inputs),
+        own_loss=own,
+        positions=tuple(kept.index(k) for k in split.labels) if is_read else (),
+    )
+
+
+def _n_tokens(specs: Iterable[InputSpec]) -> int:
+    return sum(s.shape[0] for s in specs if s.name.endswith(_TOKENS) and s.shape)
 
 
 def _are_first(model: nn.Module, kwargs: dict[str, Any], n_before: int) -> bool:
@@ -104,28 +160,41 @@ def _spec(name: str, tensor: Tensor) -> InputSpec:
     )
 
 
-def _switch_off_caches(model: nn.Module) -> None:
-    """Switch off the caches of keys and values, which training does not read."""
+def _prepare(name: str, model: nn.Module) -> None:
+    """Switch off the caches of keys and values of transformers, which training does not read, and
+    compute experts without a dependence on values."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
+    has_experts = getattr(model, "_can_set_experts_implementation", lambda: False)()
+    if has_experts and model.config._experts_implementation != _EXPERTS:  # type: ignore[union-attr]
+        model.set_experts_implementation(_EXPERTS)  # type: ignore[operator]
+        _log.warning(
+            "%s computes its experts by %s, because the others depend on values: it gathers the "
+            "weights of each token's experts, which takes memory",
+            name, _EXPERTS,
+        )  # fmt: skip
 
 
-def _shape_of_logits(name: str, model: nn.Module, tensors: list[Tensor]) -> torch.Size:
-    """The shape of the logits, from a run on fake tensors."""
+def _run_on_fakes(
+    name: str, model: nn.Module, tensors: list[Tensor]
+) -> tuple[Any, list[Tensor], list[Call]]:
+    """Call a model on fake tensors; returns its output, the fake inputs and torch's calls."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         given = [fake(x, mode) for x in tensors]
-        with mode, torch.no_grad():
-            return logits_of(fake_copy(model, mode)(*given)).shape
+        copied = fake_copy(model, mode)
+        with mode, torch.no_grad(), CallRecorder() as recorder:
+            output = copied(*given)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(
             f"--model {name!r}: its forward does not take the example: {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}"
+            f"{first_line(error)}"
         ) from error
+    return output, given, recorder.calls
 
 
 def example_of(name: str, model: nn.Module, options: ModelOptions) -> dict[str, Tensor] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ def choose_logits(outputs: Mapping[str, Any], kind: str) -> Any:
     )
 
 
-LossName = Literal["cross_entropy", "binary_cross_entropy", "span_cross_entropy"]
+LossName = Literal["cross_entropy", "binary_cross_entropy", "span_cross_entropy", "own"]
 HeadName = Literal["classes", "span", "tokens"]
 
 # The token that fills sequences up, which attention masks, and the target that no loss counts.
@@ -59,7 +59,8 @@ PADDING = 0
 IGNORED = -100
 
 
-def _wide(outputs: Tensor) -> Tensor:
+def wide(outputs: Tensor) -> Tensor:
+    """Outputs of at least 32 bits, for the loss."""
     return outputs if outputs.dtype == torch.float64 else outputs.float()
 
 
@@ -68,7 +69,7 @@ def _sum_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape[:-1] != targets.shape:  # classes second, as PyTorch has them for pixels
             outputs = outputs.movedim(1, -1)
         outputs, targets = outputs.flatten(0, -2), targets.flatten()
-    return F.cross_entropy(_wide(outputs), targets, reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy(wide(outputs), targets, reduction="sum", ignore_index=IGNORED)
 
 
 def _sum_span_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def _sum_span_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _sum_binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    outputs = _wide(outputs).reshape(-1)
+    outputs = wide(outputs).reshape(-1)
     return F.binary_cross_entropy_with_logits(
         outputs, targets.to(outputs.dtype).reshape(-1), reduction="sum"
     )
@@ -127,6 +128,7 @@ class Task:
         n_classes: targets are integers below it; 0 for binary targets (floats 0 or 1).
         target_shape: of one sample's targets, such as one for each token. Their loss is the mean
             over all of a global batch, except those that are IGNORED.
+        loss: a row of LOSSES; "own" is a loss that the model computes (`own_loss.py`).
         n_tokens: tokens of a sample; 0 if it has none.
     """
 
@@ -141,6 +143,14 @@ class Task:
     def n_targets(self) -> int:
         """Targets of one sample."""
         return math.prod(self.target_shape)
+
+    @property
+    def target_dtype(self) -> torch.dtype:
+        return torch.int64
+
+    def targets_among(self, inputs: Sequence[Tensor]) -> Tensor | None:
+        """The targets of samples whose inputs hold them; None if they do not."""
+        return None
 
     def draw_targets(
         self,

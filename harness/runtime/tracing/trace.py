@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.capture.meta_copy import meta_copy
+from harness.runtime.capture.operators import draws_random
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.models.task import choose_logits, named_outputs
 from harness.runtime.tracing.autocast import keep_regions
@@ -34,7 +35,7 @@ from harness.runtime.tracing.constructs import (
     ConstructError,
 )
 from harness.runtime.tracing.export import export
-from harness.runtime.tracing.functions import GradientHooks, detach
+from harness.runtime.tracing.functions import GradientHooks, OpaqueFunction, detach
 from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
 from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.tracer import ModelTracer
@@ -56,6 +57,7 @@ def finish(
     """
     modules = dict(model.named_modules())
     _return_logits(graph)
+    _drop_unread(graph, model, modules)
     for node in list(graph.nodes):
         if node.args and isinstance(node.args[0], fx.Node) and works_in_place(node, modules):
             _check_in_place(node, node.args[0], has_gradient)
@@ -82,6 +84,18 @@ def _return_logits(graph: fx.Graph) -> None:
     output.args = (choose_logits(outputs, name),)
     if made is not None:
         graph.erase_node(made)
+
+
+def _drop_unread(graph: fx.Graph, model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """Drop functions without weights whose results nothing reads, such as those of a loss."""
+    for node in reversed(list(graph.nodes)):
+        is_function = node.op in ("call_function", "call_method")
+        if node.users or not is_function or isinstance(node.target, OpaqueFunction):
+            continue
+        has_effect = node.meta.get(HOOKS) or node.is_impure() or works_in_place(node, modules)
+        reads_weights = any(source.op == "get_attr" for source in node.all_input_nodes)
+        if not has_effect and not reads_weights and not draws_random(node, model):
+            graph.erase_node(node)
 
 
 @contextmanager

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
+from zoo import ZOO
 
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models import InputSpec, ModelOptions, Task
 from harness.runtime.models.factory import task_of
+from harness.runtime.models.own_loss import LabelledTask, join
 from harness.runtime.models.task import TextOptions
 from harness.runtime.models.torchvision_import import allow_torchvision
 
@@ -94,3 +100,84 @@ def test_documented_factories_are_captured(file, factory, shapes, target_shape, 
     captured = capture(task, 4, factory)
     hold_to_model(task, captured, factory)
     assert not [op.name for op in captured.graph.operators if op.attrs.get("mixes_samples")]
+
+
+class Scorer(nn.Module):
+    """Computes a loss from labels; `form` says which."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.last = form, nn.Linear(4, 6)
+
+    def forward(self, x, labels=None):
+        hidden, loss = x.tanh(), None
+        logits = self.last(hidden)
+        if labels is not None and self.form == "weighted":
+            loss = 3 * F.mse_loss(logits.sum(1), labels) + logits.square().mean()
+        elif labels is not None and self.form == "contrast":
+            loss = (logits.sum(1) - labels).square().mean().sqrt()
+        elif labels is not None and self.form == "hidden":
+            loss = F.mse_loss(hidden.sum(1), labels)
+        elif labels is not None:
+            loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
+        return {"loss": loss, "logits": logits}
+
+
+def scored(form, labels):
+    torch.manual_seed(0)
+    return task_of("m:f", (Scorer(form), {"x": torch.rand(2, 4), "labels": labels}), OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("form", "labels"),
+    [("weighted", torch.tensor([0.5, -1.0])), ("smooth", torch.tensor([2, 5]))],
+)
+def test_the_models_own_loss_is_trained(form, labels):
+    task, x = scored(form, labels), torch.rand(2, 4)
+    assert [spec.name for spec in task.inputs] == ["x"]
+    assert task.draw_targets(3).dtype == labels.dtype
+    parts = [task.sum_loss(task.model(x[k : k + 1]), labels[k : k + 1]) for k in (0, 1)]
+    model = task.model.model
+    assert float(sum(parts).detach()) / 2 == pytest.approx(
+        float(model(x, labels)["loss"].detach()), rel=1e-5
+    )
+
+
+def test_targets_that_do_not_count_are_left_out_of_the_mean():
+    x, labels = torch.rand(3, 4), torch.tensor([-100, 5, 1])
+    task = scored("smooth", torch.tensor([2, 5]))
+    own = task.own_loss
+    assert [own.count(labels[:1]), own.count(labels), task.n_targets] == [0, 2, 1]
+    parts = [task.sum_loss(task.model(x[k : k + 1]), labels[k : k + 1]) for k in range(3)]
+    wanted = task.model.model(x, labels)["loss"]
+    assert float(sum(parts).detach()) / 2 == pytest.approx(float(wanted.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("contrast", "its loss of 3 samples together adds up to"),
+        ("hidden", "its loss reads values that it does not return: return them by name"),
+    ],
+)
+def test_a_loss_that_parts_cannot_compute_is_refused_in_one_line(form, message):
+    with pytest.raises(ModelError, match=re.escape(message)) as caught:
+        scored(form, torch.tensor([0.5, -1.0]))
+    assert "\n" not in str(caught.value)
+    assert "leave the labels out of the example" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gpt2_labels", "bert_span", "t5_labels", "vit_labels"])
+def test_the_loss_of_a_transformers_model_is_its_own(name):
+    allow_torchvision()
+    model, example = ZOO[f"transformers_{name}"].build()
+    task = task_of("m:f", (model.eval(), example), OPTIONS)
+    assert isinstance(task, LabelledTask)
+    own = task.own_loss
+    targets = join([example[spec.name] for spec in own.labels])
+    inputs = [example[spec.name] for spec in task.inputs]
+    mean = task.sum_loss(task.model(*inputs), targets) / own.count(targets)
+    assert float(mean.detach()) == pytest.approx(float(model(**example).loss.detach()), rel=1e-5)
+    # T5 makes its decoder's inputs from the labels.
+    assert ("labels" in [spec.name for spec in task.inputs]) == (name == "t5_labels")
+    hold_to_model(task, capture(task, 4, name), name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from equivalence_models import _torchvision
-from torch import nn
+from torch import Tensor, nn
 
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import ModelOptions, Task
@@ -57,10 +57,22 @@ def _transformers(model: str, config: str, **settings: Any) -> nn.Module:
     for name, value in vars(made).items():
         if "drop" in name and isinstance(value, float):
             setattr(made, name, 0.0)
-    made.num_labels = N_CLASSES
-    if hasattr(made, "num_experts_per_tok"):
-        made._experts_implementation = "batched_mm"
+    made.num_labels = 2 if "QuestionAnswering" in model else N_CLASSES
     return getattr(transformers, model)(made)
+
+
+def _labelled(model: str, config: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model with labels in its example, so that its own loss is trained."""
+    made = _transformers(model, config, **settings)
+    if made.main_input_name == "pixel_values":
+        images = torch.zeros(2, 3, made.config.image_size, made.config.image_size)
+        return made, {"pixel_values": images, "labels": torch.tensor([0, N_CLASSES - 1])}
+    tokens = torch.arange(2 * _TOKENS).view(2, _TOKENS) + _VOCABULARY - 2 * _TOKENS
+    classes = torch.tensor([0, N_CLASSES - 1])
+    if "QuestionAnswering" in model:
+        ends = torch.tensor([1, _TOKENS - 1])
+        return made, {"input_ids": tokens, "start_positions": ends, "end_positions": ends}
+    return made, {"input_ids": tokens, "labels": classes if "Class" in model else tokens}
 
 
 _TEXT: dict[str, Any] = {
@@ -255,7 +267,16 @@ def _has_norm(name: str) -> bool:
     return not name.startswith(_WITHOUT_NORM)
 
 
+_LABELLED = {
+    **{f"{name}_labels": _TRANSFORMERS[name] for name in ("bert", "gpt2", "llama", "t5", "vit")},
+    "bert_span": ("BertForQuestionAnswering", "BertConfig", _TEXT),
+}
+
 LIBRARIES: dict[str, ZooModel] = {
+    **{
+        f"transformers_{name}": LibraryModel(build=partial(_labelled, model, config, **settings))
+        for name, (model, config, settings) in _LABELLED.items()
+    },
     **{
         f"transformers_{name}": LibraryModel(
             build=partial(_transformers, model, config, **settings)

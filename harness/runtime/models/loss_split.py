@@ -1,0 +1,187 @@
+"""Split off the loss that a model computes itself, so that any strategy can compute it.
+
+A run on fake tensors records the calls of torch's functions. Those that lead from the model's
+outputs and the labels to the loss are repeated by `OwnLoss`; the labels become the targets, and the
+model is trained without them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from harness.errors import ModelError
+from harness.runtime.models.own_loss import REMEDY, Call, OwnLoss, Slot
+from harness.runtime.models.task import InputSpec, named_outputs
+
+
+class CallRecorder(TorchFunctionMode):
+    """Records the calls in its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.calls.append(Call(function, args, kwargs or {}, result))
+        return result
+
+
+class SplitLoss(NamedTuple):
+    """A loss that is split off a model.
+
+    Attributes:
+        labels: their positions among the model's inputs.
+        also_read: those that the outputs depend on too.
+    """
+
+    loss: OwnLoss
+    labels: tuple[int, ...]
+    also_read: frozenset[int]
+
+
+def split_loss(
+    name: str,
+    output: Any,
+    given: Sequence[Tensor],
+    specs: Sequence[InputSpec],
+    calls: Sequence[Call],
+) -> SplitLoss | None:
+    """Split off the loss of a model that was called on fake tensors; None if it computes none.
+
+    Args:
+        given: the model's inputs, described by `specs`.
+
+    Raises:
+        ModelError: the loss reads other values than outputs and inputs, or is no mean over samples.
+    """
+    named = named_outputs(output)
+    loss = named.get("loss")
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return None
+    n_samples = given[0].shape[:1]
+    tensors = {key: x for key, x in named.items() if isinstance(x, Tensor) and x is not loss}
+    outputs = {key: x for key, x in tensors.items() if x.shape[:1] == n_samples}
+    trail = _Trail(calls)
+    found = trail.to([loss], (*outputs.values(), *given))
+    read = {key: x for key, x in outputs.items() if id(x) in found.ends}
+    labels = tuple(k for k, x in enumerate(given) if id(x) in found.ends)
+    if found.unknown or not read:
+        raise ModelError(
+            f"--model {name!r}: its loss reads values that it does not return: return them by "
+            f"name beside the loss, {REMEDY}"
+        )
+    if len({specs[k].dtype for k in labels}) > 1:
+        raise ModelError(
+            f"--model {name!r}: its labels are of dtypes "
+            f"{' and '.join(str(specs[k].dtype) for k in labels)}: {REMEDY}"
+        )
+    slots = {id(x): Slot(k) for k, x in enumerate((*read.values(), *(given[k] for k in labels)))}
+    steps, counted = _summed([_with_slots(calls[k], slots) for k in sorted(found.calls)])
+    own = OwnLoss(
+        outputs={key: tuple(x.shape[1:]) for key, x in read.items()},
+        labels=tuple(specs[k] for k in labels),
+        calls=tuple(steps),
+        result=slots[id(loss)],
+        counted=counted,
+    )
+    own.check(name)
+    before = trail.to(read.values(), given)
+    return SplitLoss(own, labels, frozenset(k for k in labels if id(given[k]) in before.ends))
+
+
+class _Found(NamedTuple):
+    """What leads to a tensor: numbers of calls, tensors to stop at that were met, and others that
+    no call made."""
+
+    calls: set[int]
+    ends: set[int]
+    unknown: set[int]
+
+
+class _Trail:
+    """The calls that made or changed each tensor."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._makers: defaultdict[int, list[int]] = defaultdict(list)
+        for number, call in enumerate(calls):
+            given = _tensors((call.args, call.kwargs))
+            made = {id(x) for x in _tensors(call.result)} - {id(x) for x in given}
+            if _is_in_place(call):
+                made.add(id(given[0]))
+            for key in made:
+                self._makers[key].append(number)
+
+    def to(self, goals: Iterable[Tensor], ends: Iterable[Tensor]) -> _Found:
+        """What leads to tensors, going back to `ends`."""
+        stops = {id(x) for x in ends}
+        found = _Found(set(), set(), set())
+        waiting, seen = [id(x) for x in goals], set[int]()
+        while waiting:
+            key = waiting.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            if key in stops:
+                found.ends.add(key)
+                continue
+            if not self._makers[key]:
+                found.unknown.add(key)
+            for number in self._makers[key]:
+                found.calls.add(number)
+                call = self._calls[number]
+                waiting += [id(x) for x in _tensors((call.args, call.kwargs))]
+        return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _is_in_place(call: Call) -> bool:
+    name = call.name
+    is_changing = name in ("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
+    return is_changing and bool(_tensors(call.args))
+
+
+def _with_slots(call: Call, slots: dict[int, Slot]) -> Call:
+    """Replace the tensors of a call; those that it makes get new slots."""
+
+    def slot_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return slots.setdefault(id(leaf), Slot(len(slots)))
+
+    args, kwargs = pytree.tree_map(slot_of, (call.args, call.kwargs))
+    return Call(call.function, args, kwargs, pytree.tree_map(slot_of, call.result))
+
+
+def _summed(calls: list[Call]) -> tuple[list[Call], tuple[Slot, int] | None]:
+    """Let the only cross entropy sum over its targets; returns the slot of its targets and the
+    class that does not count. None if there are others, or classes have weights."""
+    places = [k for k, call in enumerate(calls) if call.function is F.cross_entropy]
+    if len(places) != 1:
+        return calls, None
+    (place,) = places
+    bound = inspect.signature(F.cross_entropy).bind(*calls[place].args, **calls[place].kwargs)
+    bound.apply_defaults()
+    target, is_mean = bound.arguments["target"], bound.arguments["reduction"] == "mean"
+    if not isinstance(target, Slot) or bound.arguments["weight"] is not None or not is_mean:
+        return calls, None
+    bound.arguments["reduction"] = "sum"
+    changed = calls[place]._replace(args=(), kwargs=dict(bound.arguments))
+    found = [changed if k == place else call for k, call in enumerate(calls)]
+    return found, (target, bound.arguments["ignore_index"])

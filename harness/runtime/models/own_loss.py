@@ -1,0 +1,230 @@
+"""The loss that a model computes itself, as a function of its outputs and the labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from harness.errors import ModelError, first_line
+from harness.runtime.models.task import InputSpec, Task, logits_of, named_outputs, wide
+
+# Drawing and comparing more takes seconds on every rank.
+_LARGEST_CHECKED = 1 << 24  # elements
+_TOLERANCE = 1e-3  # of a loss in fp32
+_N_CHECKED = 3  # samples
+REMEDY = (
+    "leave the labels out of the example, and the cross entropy of the logits is the loss, or "
+    "return a Task with a loss of its own"
+)
+
+
+class Call(NamedTuple):
+    """A call of one of torch's functions."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return str(getattr(self.function, "__name__", ""))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for a tensor in a call."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OwnLoss:
+    """A model's loss as a function of its outputs and the labels.
+
+    Attributes:
+        outputs: shapes, without the sample dim, of the outputs that it reads, by name.
+        labels: several are flattened and concatenated, and so are several outputs.
+        calls: in order; slots stand for tensors, the first ones for outputs and labels.
+        result: the loss's slot.
+        counted: the slot of classes and the class that does not count, of the only cross entropy,
+            which `calls` sum up; None if the model's loss is a mean over samples.
+    """
+
+    outputs: dict[str, tuple[int, ...]]
+    labels: tuple[InputSpec, ...]
+    calls: tuple[Call, ...]
+    result: Slot
+    counted: tuple[Slot, int] | None
+
+    def __deepcopy__(self, memo: object) -> OwnLoss:
+        return self
+
+    def __repr__(self) -> str:
+        steps = [f"{c.name} {c.args} {c.kwargs}" for c in self.calls]
+        return f"{self.outputs} {self.labels} {steps} {self.result}"
+
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Of one sample's targets."""
+        if len(self.labels) == 1:
+            return self.labels[0].shape
+        return (sum(torch.Size(s.shape).numel() for s in self.labels),) if self.labels else ()
+
+    def sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The model's loss times the number of targets that count, or of samples."""
+        given = (
+            *separate(wide(outputs), list(self.outputs.values())),
+            *separate(targets, [spec.shape for spec in self.labels]),
+        )
+        found: Tensor = _run(self.calls, given, outputs.device)[self.result]
+        return found.reshape(()) * (1 if self.counted else len(targets))
+
+    def count(self, targets: Tensor) -> int:
+        """Number of targets that count, or of samples."""
+        if self.counted is None:
+            return len(targets)
+        slot, ignored = self.counted
+        before, wanted = [], {slot}
+        for call in reversed(self.calls):
+            if wanted & slots_in(call.result):
+                before.append(call)
+                wanted |= slots_in((call.args, call.kwargs))
+        labels = separate(targets, [spec.shape for spec in self.labels])
+        given = (*[None] * len(self.outputs), *labels)
+        return int((_run(before[::-1], given, targets.device)[slot] != ignored).sum())
+
+    def draw(
+        self,
+        n_samples: int,
+        generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Draw random targets, which all count."""
+        drawn = [_draw(spec, n_samples, generator, device) for spec in self.labels]
+        return join(drawn) if drawn else torch.zeros(n_samples, dtype=torch.int64, device=device)
+
+    def check(self, name: str) -> None:
+        """Check that the loss of a batch is made up of those of its samples.
+
+        Raises:
+            ModelError: it is not, so that no part of a batch can compute its share.
+        """
+        shapes = [torch.Size((_N_CHECKED, *shape)) for shape in self.outputs.values()]
+        if sum(shape.numel() for shape in shapes) > _LARGEST_CHECKED:
+            return
+        generator = torch.Generator().manual_seed(0)
+        outputs = join([torch.randn(shape, generator=generator) for shape in shapes])
+        targets = self.draw(_N_CHECKED, generator)
+        try:
+            whole = self.sum(outputs, targets)
+            pairs = zip(outputs.split(1), targets.split(1), strict=True)
+            parts = torch.stack([self.sum(*pair) for pair in pairs]).sum()
+        except Exception as error:
+            raise ModelError(
+                f"--model {name!r}: its loss takes the example's number of samples only "
+                f"({first_line(error)}): {REMEDY}"
+            ) from error
+        if not torch.allclose(whole, parts, rtol=_TOLERANCE, equal_nan=True):
+            raise ModelError(
+                f"--model {name!r}: its loss of {_N_CHECKED} samples together adds up to "
+                f"{whole:.4g}, of each by itself to {parts:.4g}, so that it cannot be computed in "
+                f"parts: {REMEDY}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledTask(Task):
+    """A task whose loss the model defines.
+
+    Attributes:
+        positions: of the labels among the inputs, if the model reads them for more than its loss.
+    """
+
+    own_loss: OwnLoss
+    positions: tuple[int, ...] = ()
+
+    @property
+    def n_targets(self) -> int:
+        return self.own_loss.count(self.own_loss.draw(1))
+
+    @property
+    def target_dtype(self) -> torch.dtype:
+        labels = self.own_loss.labels
+        return labels[0].dtype if labels else torch.int64
+
+    def draw_targets(
+        self,
+        n_samples: int,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        return self.own_loss.draw(n_samples, generator, device)
+
+    def targets_among(self, inputs: Sequence[Tensor]) -> Tensor | None:
+        return join([inputs[k] for k in self.positions]) if self.positions else None
+
+    def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self.own_loss.sum(logits_of(outputs), targets)
+
+
+def join_outputs(output: Any, names: Iterable[str]) -> Tensor:
+    """The named outputs of a model as one tensor."""
+    outputs = named_outputs(output)
+    return join([outputs[name] for name in names])
+
+
+def join(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors of equally many samples; one alone keeps its shape."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([tensor.reshape(tensor.shape[0], -1) for tensor in tensors], dim=1)
+
+
+def separate(joined: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Undo `join`."""
+    if len(shapes) < 2:
+        return [joined][: len(shapes)]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    parts = joined.split(sizes, dim=1)
+    pairs = zip(parts, shapes, strict=True)
+    return [part.reshape(-1, *shape).contiguous() for part, shape in pairs]
+
+
+def slots_in(value: Any) -> set[Slot]:
+    """The slots in the arguments or the result of a call."""
+    return {leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Slot)}
+
+
+def _run(calls: Iterable[Call], given: Sequence[Any], device: torch.device) -> dict[Slot, Any]:
+    """Repeat calls; returns the values of slots."""
+    values: dict[Slot, Any] = {Slot(k): value for k, value in enumerate(given)}
+
+    def filled(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return device
+        return values[leaf] if isinstance(leaf, Slot) else leaf
+
+    for call in calls:
+        args, kwargs = pytree.tree_map(filled, (call.args, call.kwargs))
+        found = pytree.tree_leaves(call.function(*args, **kwargs))
+        slots = pytree.tree_leaves(call.result)
+        values |= {s: x for s, x in zip(slots, found, strict=True) if isinstance(s, Slot)}
+    return values
+
+
+def _draw(
+    spec: InputSpec, n: int, generator: torch.Generator | None, device: torch.device | None
+) -> Tensor:
+    shape = (n, *spec.shape)
+    if spec.n_values is None:
+        return torch.randn(shape, dtype=spec.dtype, generator=generator, device=device)
+    high = spec.n_values
+    return torch.randint(high, shape, dtype=spec.dtype, generator=generator, device=device)
