@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -47,8 +46,7 @@ class Changing:
         self._data = changing.data(case.make_task())
         with as_drawn(case):
             self.elastic = ElasticExecutor(
-                case.make_task(), world, Recorder(HostClock()), options_of(case),
-                replace(plan_of(case), is_held=True),
+                case.make_task(), world, Recorder(HostClock()), options_of(case), plan_of(case)
             )  # fmt: skip
         self._samples = self._read_from(0)
 

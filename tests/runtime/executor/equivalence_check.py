@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 
 import msgspec
 from equivalence_cases import Case
@@ -14,7 +13,7 @@ from equivalence_compare import (
     float32_tolerance,
     worst,
 )
-from equivalence_ranks import JOB_TIMEOUT_S, Job, Ranks, RanksFailedError
+from equivalence_ranks import Ranks, RanksFailedError
 from equivalence_reference import Trace, train_alone
 from equivalence_training import merged, train_by_strategy
 
@@ -56,26 +55,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return f"{which}: {wrong}\n{msgspec.json.encode(case).decode()}"
 
 
-class RanksBySize:
-    """Ranks of every number, each started when first needed."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._ranks: dict[int, Ranks] = {}
-
-    def __enter__(self) -> RanksBySize:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def run(
-        self, size: int, function: Job, argument: object, *, timeout_s: float = JOB_TIMEOUT_S
-    ) -> list[object]:
-        """As `Ranks.run`, on `size` ranks."""
-        if size not in self._ranks:
-            self._ranks[size] = self._stack.enter_context(Ranks(size))
-        return self._ranks[size].run(function, argument, timeout_s=timeout_s)
+class RanksBySize(Ranks):
+    """Ranks that train cases."""
 
     def train(self, case: Case) -> Trace:
         """Train a case by its strategy."""

@@ -1,10 +1,44 @@
-"""What the server that ranks are forked from imports: all that takes a process seconds."""
+"""What the server that ranks are forked from does for them: imports, first steps and captures."""
 
 from __future__ import annotations
 
-import equivalence_training as equivalence_training
+import logging
+import os
+import tempfile
+from contextlib import suppress
+
 import torch
+import torch.distributed as dist
+from equivalence_cases import Case
 from equivalence_models import small_graph
+from equivalence_ranks import local_world
+from equivalence_strategies import named_strategies
+from equivalence_training import CAPTURED, Move, key_of, train_by_strategy
+
+from harness.errors import HarnessError
+from harness.runtime.capture.capture import capture
+
+_MOST = 40  # captured models that are kept
 
 torch.set_num_threads(1)
-small_graph("vit")  # torch imports much of itself, and sympy, only when it traces
+logging.getLogger("harness").setLevel(logging.ERROR)  # operators that are gathered, by name
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+# Imports much of torch, and sympy, which happens only when it traces and steps.
+with tempfile.TemporaryDirectory() as directory:
+    store = dist.FileStore(f"{directory}/store", 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    alone = named_strategies(small_graph("vit"), 1, 4)["single"]
+    train_by_strategy(Case(name="first", model="vit", n_ranks=1, strategy=alone), local_world(0, 1))
+    dist.destroy_process_group()
+
+
+def prepare(argument: object) -> None:
+    """Capture the model of a case once for all of its ranks."""
+    case = argument.case if isinstance(argument, Move) else argument
+    if not isinstance(case, Case) or (key := key_of(case)) in CAPTURED:
+        return
+    if len(CAPTURED) == _MOST:
+        del CAPTURED[next(iter(CAPTURED))]
+    with suppress(HarnessError):  # which each rank raises itself
+        task = case.make_task()
+        CAPTURED[key] = task, capture(task, case.strategy.batch, "model")

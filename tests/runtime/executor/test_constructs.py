@@ -9,8 +9,8 @@ from equivalence_training import make_engine
 
 from harness.errors import StrategyError
 
-WITHOUT_MICROBATCHES = ("single", "ddp", "tensor parallel", "hybrid")
-WITH_MICROBATCHES = ("1f1b", "zero_bubble", "interleaved")
+WITHOUT_MICROBATCHES = ("ddp", "tensor parallel", "hybrid")
+WITH_MICROBATCHES = ("zero_bubble", "interleaved")
 # Operators of these need all samples of a batch at once.
 MIXING = ("mixing_function", "hooked_module", "buffer_writer", "quantised")
 

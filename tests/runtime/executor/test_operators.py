@@ -20,7 +20,7 @@ from harness.runtime.executor.shards.batch_norm import check_shared_norms, check
 from harness.runtime.executor.shards.forms import choose_forms
 
 ALIKE = sorted(OPERATORS.keys() - {"shared_norm", "spectral_norm", "fixed_batch"})
-NAMES = ("ddp", "tensor parallel", "1f1b", "zero_bubble", "interleaved")
+NAMES = ("ddp", "tensor parallel", "zero_bubble")
 
 
 def assert_equal(model, strategy, ranks):
@@ -35,10 +35,10 @@ def test_operators_train_what_one_device_trains(model, name, ranks):
     assert_equal(model, named_strategies(small_graph(model), 2, 8)[name], ranks)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("model", ALIKE)
 def test_random_strategies_train_what_one_device_trains(model, seed, ranks):
-    schedule = ("gpipe", "1f1b", "zero_bubble")[seed]
+    schedule = ("1f1b", "interleaved")[seed]
     strategy = random_strategy(Random(seed), small_graph(model), 2, 8, schedule=schedule)
     assert_equal(model, msgspec.structs.replace(strategy, name=f"random {seed}"), ranks)
 

@@ -20,7 +20,7 @@ from harness.runtime.executor.shards.forms import choose_forms
 from harness.runtime.executor.shards.loss import CutCrossEntropy
 from harness.runtime.models.task import IGNORED
 
-STRATEGIES = ("ddp", "tensor parallel", "hybrid", "zero_bubble")
+STRATEGIES = ("ddp", "tensor parallel", "zero_bubble")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
