@@ -40,10 +40,10 @@ def mpirun(n_ranks, *arguments, timeout_s=120):
 
 
 def test_each_fault_becomes_its_status_and_the_next_run_is_ok(tmp_path):
-    faults = ["oom", "none", "wrong", "error", "killed", "none"]
+    faults = ["oom", "none", "wrong", "error", "killed", "hang", "none"]
     done = mpirun(2, PROGRAM, tmp_path, *faults)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["oom", "ok", "invalid", "crash", "crash", "ok"]
+    assert done.stdout.split() == ["oom", "ok", "invalid", "crash", "crash", "timeout", "ok"]
     results = read_results(tmp_path)
     assert results.skipped == []
     by_status = {run.header.status: run for run in results.runs}
@@ -60,9 +60,7 @@ FAULTS = [
     "ddp:building:1",
     "tensor:backward:0",
     "hybrid:forward:1",
-    "gpipe:forward:0",
     "1f1b:building:0",
-    "interleaved:backward:1",
     "zero_bubble:backward:0",
     "asynchronous:forward:1",
 ]
@@ -79,14 +77,12 @@ CODE = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("faults", [FAULTS[:4], FAULTS[4:]], ids=["first", "last"])
-def test_a_rank_that_fails_in_an_engine_gives_the_reason_and_its_peers_do_not(tmp_path, faults):
-    done = mpirun(
-        2, Path(__file__).with_name("failing_engines.py"), tmp_path, *faults, timeout_s=570
-    )
+def test_a_rank_that_fails_in_an_engine_gives_the_reason_and_its_peers_do_not(tmp_path):
+    program = Path(__file__).with_name("failing_engines.py")
+    done = mpirun(2, program, tmp_path, *FAULTS, timeout_s=570)
     assert done.returncode == 0, done.stderr
     found = {run.header.config["fault"]: run.header.reason for run in read_results(tmp_path).runs}
-    assert sorted(found) == sorted(faults)
+    assert sorted(found) == sorted(FAULTS)
     for fault, reason in found.items():
         _, phase, rank = fault.split(":")
         first = reason.splitlines()[0]
@@ -95,12 +91,6 @@ def test_a_rank_that_fails_in_an_engine_gives_the_reason_and_its_peers_do_not(tm
         assert first.endswith(CODE[phase])
         assert "peer" not in first
         assert "Traceback" in reason
-
-
-def test_a_hanging_rank_becomes_a_timeout_and_the_next_run_is_ok(tmp_path):
-    done = mpirun(2, PROGRAM, tmp_path, "hang", "none")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["timeout", "ok"]
 
 
 @pytest.mark.parametrize(
@@ -125,9 +115,7 @@ def test_a_rank_that_mpi_waits_for_in_vain_ends_the_launch_with_its_row(
     ("fault", "over_mpi", "code", "status", "words"),
     [
         ("first_killed", [], 137, "crash", "its first process was killed by SIGKILL"),
-        ("zeroth_killed", ["--over-mpi"], 137, "crash", "its first process was killed by SIGKILL"),
-        ("first_stopped", ["--over-mpi"], 1, "timeout", "its first process has been stopped (SIG"),
-        ("zeroth_stopped", [], 1, "timeout", "its first process has been stopped (SIGSTOP"),
+        ("zeroth_stopped", ["--over-mpi"], 1, "timeout", "its first process has been stopped (SIG"),
         ("agent_stopped", [], 1, "timeout", "no heartbeat for "),
     ],
 )

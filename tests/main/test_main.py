@@ -155,19 +155,22 @@ def test_results_that_cannot_be_written_are_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("workload", "flag"), [("links", "--cluster-file"), ("profile", "--profile-file")]
+    ("workload", "flag", "path", "why"),
+    [
+        ("links", "--cluster-file", ".", "Is a directory"),
+        ("profile", "--profile-file", "taken/file.json", "File exists"),
+    ],
 )
-def test_a_file_that_cannot_be_written_is_said_before_anything_runs(tmp_path, workload, flag):
+def test_a_file_that_cannot_be_written_is_said_before_anything_runs(
+    tmp_path, workload, flag, path, why
+):
     (tmp_path / "taken").touch()
-    for path, why in (
-        (tmp_path, "Is a directory"),
-        (tmp_path / "taken" / "file.json", "File exists"),
-    ):
-        done = entry(workload, flag, path, "--results", tmp_path / "results")
-        assert done.returncode == 2
-        (line,) = [line for line in done.stderr.splitlines() if "INFO" not in line]
-        assert line.startswith(f"error: {flag} {path} cannot be written ({why}): ")
-        assert list((tmp_path / "results").iterdir()) == []
+    path = tmp_path / path
+    done = entry(workload, flag, path, "--results", tmp_path / "results")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "INFO" not in line]
+    assert line.startswith(f"error: {flag} {path} cannot be written ({why}): ")
+    assert list((tmp_path / "results").iterdir()) == []
 
 
 @pytest.mark.parametrize(

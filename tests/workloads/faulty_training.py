@@ -1,7 +1,9 @@
-"""A rank's program for the tests: trains a pipeline whose last rank fails in the third step.
+"""A rank's program for the tests: trainings whose last rank fails in the third step.
 
-usage: faulty_training.py RESULTS FAULT      (started by mpirun; FAULT is killed, error,
-hang or stopped; with STRATEGY=ddp torch's engine trains, without microbatches)
+usage: faulty_training.py RESULTS STRATEGY:FAULT...      (started by mpirun)
+
+STRATEGY is pipeline (by the executor) or ddp (by torch, without microbatches); FAULT is killed,
+error, hang or stopped.
 """
 
 import os
@@ -9,6 +11,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -34,12 +37,14 @@ from harness.workloads.train.workload import WORKLOAD
 
 # Long enough for ranks that share a busy machine to start.
 TIMEOUT_S = 20.0
+_fault = ""  # of the model that this process has made
 
 
 def _is_third_step():
     """Whether this rank has recorded two; checks of the graph call the model as well."""
-    records = Path(sys.argv[1]).glob("*-train-*/rank2.jsonl")
-    return any(path.read_bytes().count(b'"kind":"step"') >= 2 for path in records)
+    last = max(Path(sys.argv[1]).glob("*-train-*"))
+    records = last / "rank2.jsonl"
+    return records.exists() and records.read_bytes().count(b'"kind":"step"') >= 2
 
 
 @fx.wrap
@@ -48,12 +53,11 @@ def troubled(x):
     if x.device.type == "meta" or os.environ["OMPI_COMM_WORLD_RANK"] != "2":
         return x * 1.0
     if _is_third_step():
-        fault = os.environ["FAULT"]
-        if fault == "killed":
+        if _fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "hang":
+        if _fault == "hang":
             time.sleep(600)
-        if fault == "stopped":
+        if _fault == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         raise RuntimeError("rank 2 has a bug")
     return x * 1.0
@@ -69,23 +73,31 @@ class Model(nn.Module):
         return self.second(troubled(torch.relu(self.first(self.flatten(x)))))
 
 
-def model(n_classes, n_channels, image_size):
+def make_model(fault, n_classes, n_channels, image_size):
+    global _fault
+    _fault = fault
     return Model(n_channels * image_size**2, n_classes)
 
 
-CASE = TrainCase(
-    model="faulty_training:model", strategy=f"{sys.argv[1] if sys.argv[1:] else '.'}/plan.json",
-    engine="executor", batch=8, image_size=4, n_classes=3, steps=6, warm_up=0, n_ranks=3,
+killed, error, hang, stopped = (
+    partial(make_model, fault) for fault in ("killed", "error", "hang", "stopped")
+)
+PIPELINE = TrainCase(
+    strategy=f"{sys.argv[1] if sys.argv[1:] else '.'}/plan.json", engine="executor", batch=8,
+    image_size=4, n_classes=3, steps=6, warm_up=0, n_ranks=3,
 )  # fmt: skip
 
 
-if os.environ.get("STRATEGY") == "ddp":
-    CASE = replace(CASE, strategy="ddp", engine="torch")
+def case_of(word):
+    strategy, _, fault = word.partition(":")
+    case = replace(PIPELINE, model=f"faulty_training:{fault}")
+    return case if strategy == "pipeline" else replace(case, strategy="ddp", engine="torch")
 
 
-def header(cluster, workload, config):
+def header(cluster, run_id, config):
+    workload = run_id.split("-")[1]
     return RunHeader(
-        run_id=f"1-{workload}-0", workload=workload, key="", repeat=0, argv=[], config=config,
+        run_id=run_id, workload=workload, key="", repeat=0, argv=[], config=config,
         cluster=cluster, ranks=[], versions={}, commit="", start_utc="2026", status="ok",
     )  # fmt: skip
 
@@ -102,7 +114,7 @@ def three_stages() -> Strategy:
     )  # fmt: skip
 
 
-def prepare(results, cluster: Cluster):
+def prepare(results, cluster: Cluster, cases):
     """Write what links and profile would have: three ranks of one host."""
     names = [device.name for device in cluster.devices]
     links = [
@@ -111,11 +123,16 @@ def prepare(results, cluster: Cluster):
         for b in names
         if a != b
     ]
-    write_header(results / "1-links-0", header(cluster, "links", {}))
+    write_header(results / "1-links-0", header(cluster, "1-links-0", {}))
     measured = msgspec.structs.replace(cluster, links=links)
     (results / "1-links-0" / CLUSTER_FILE).write_bytes(measured.to_json())
     (results / "plan.json").write_bytes(three_stages().to_json())
-    search_config = search_config_of(CASE)
+    for number, case in enumerate(cases):
+        write_profile(results, cluster, case, f"1-profile-{number}")
+
+
+def write_profile(results, cluster, case, run_id):
+    search_config = search_config_of(case)
     rates = {
         d.kind: DeviceRates(flops_per_s=1e10, memory_bytes_per_s=1e10) for d in cluster.devices
     }
@@ -126,18 +143,21 @@ def prepare(results, cluster: Cluster):
     timed = [OptimizerTime(device_kind=kind, optimizer=variant, s_per_byte=1e-9) for kind in rates]
     config.path(results).write_bytes(msgspec.structs.replace(profile, optimizers=timed).to_json())
     told = {**config_json(config), "shards": [1, 2, 3, 4, 8]}
-    write_header(results / "1-profile-0", header(cluster, "profile", told))
+    write_header(results / run_id, header(cluster, run_id, told))
 
 
 def main():
-    results = Path(sys.argv[1])
+    results, cases = Path(sys.argv[1]), [case_of(word) for word in sys.argv[2:]]
     start_fork_server(["torch", "harness.run", "harness.workloads.train.workload"])
     meeting = meet(read_launch(os.environ), os.environ)
     options = RunOptions(results=results, run_timeout_s=240.0, collective_timeout_s=TIMEOUT_S)
     launcher = Launcher(meeting, options, sys.argv)
     if meeting.world.is_first:
-        prepare(results, describe_cluster(launcher.ranks))
-    headers = launcher.run_cases([Case(name="train", workload=WORKLOAD, config=CASE)])
+        planned = [case for case in cases if case.engine == "executor"]
+        prepare(results, describe_cluster(launcher.ranks), planned)
+    headers = launcher.run_cases(
+        [Case(name="train", workload=WORKLOAD, config=case) for case in cases]
+    )
     if meeting.world.is_first:
         print(" ".join(header.status for header in headers))
     meeting.leave()

@@ -16,46 +16,48 @@ MPIRUN = Path(sys.executable).with_name("mpirun")
 
 pytestmark = [
     pytest.mark.mpi,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun in this environment"),
 ]
 
 WAITED = "rank 1 waited for the gradient of relu (microbatch 0) from rank 2"
+FAULTS = ["pipeline:killed", "pipeline:error", "pipeline:hang", "ddp:hang", "ddp:stopped"]
 
 
-def train(results, fault, **environ):
-    """Train on three ranks, of which the last fails; the run."""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Trainings on three ranks, in one launch, of which the last rank fails; by strategy:fault."""
+    results = tmp_path_factory.mktemp("faults")
     environ = {
         **os.environ,
-        **environ,
         "PYTHONPATH": f"{ROOT}:{HERE}",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",
-        "FAULT": fault,
     }
     command = [str(MPIRUN), "--oversubscribe", "-np", "3", sys.executable, "-m", "mpi4py"]
     done = subprocess.run(
-        [*command, str(HERE / "faulty_training.py"), str(results)],
-        env=environ, capture_output=True, text=True, timeout=280, check=False,
+        [*command, str(HERE / "faulty_training.py"), str(results), *FAULTS],
+        env=environ, capture_output=True, text=True, timeout=580, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["crash"], done.stderr
-    (run,) = [run for run in read_results(results).runs if run.header.workload == "train"]
-    return run
+    assert done.stdout.split() == ["crash"] * len(FAULTS), done.stderr
+    found = [run for run in read_results(results).runs if run.header.workload == "train"]
+    found.sort(key=lambda run: run.header.start_utc)
+    return dict(zip(FAULTS, found, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "words"),
     [
         ("killed", ["rank 2 (", "killed by SIGKILL", WAITED]),
         ("error", ["rank 2 (", "RuntimeError: rank 2 has a bug (faulty_training.py:"]),
         ("hang", ["did not answer within 20 s", "rank 2 (", ", in forward of step 2; ", WAITED]),
     ],
 )
-def test_the_reason_names_rank_and_operator(tmp_path, fault, told):
-    run = train(tmp_path, fault)
-    for words in told:
-        assert words in run.header.reason
+def test_the_reason_names_rank_and_operator(runs, fault, words):
+    run = runs[f"pipeline:{fault}"]
+    for word in words:
+        assert word in run.header.reason
     assert (WAITED in run.header.reason) == (fault != "error")
     if fault == "hang":
         assert run.header.reason.startswith(f"rank 2 ({os.uname().nodename}): no progress for ")
@@ -68,8 +70,8 @@ def test_the_reason_names_rank_and_operator(tmp_path, fault, told):
 @pytest.mark.parametrize(
     ("fault", "more"), [("hang", ""), ("stopped", "its process is stopped (SIGSTOP or SIGTSTP); ")]
 )
-def test_ddp_names_the_rank_that_stopped_making_progress(tmp_path, fault, more):
-    reason = train(tmp_path, fault, STRATEGY="ddp").header.reason
+def test_ddp_names_the_rank_that_stopped_making_progress(runs, fault, more):
+    reason = runs[f"ddp:{fault}"].header.reason
     assert reason.startswith(f"rank 2 ({os.uname().nodename}): no progress for ")
     assert f" s, in forward of step 2; {more}rank 0 (" in reason
     assert "gloo/" not in reason.splitlines()[0]

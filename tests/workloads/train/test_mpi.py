@@ -34,10 +34,9 @@ def launch(n_ranks: int, flags: list[str], results: Path) -> subprocess.Complete
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3, 5])
-def test_ddp_over_mpirun_trains_what_one_device_trains(tmp_path, n_ranks):
-    """35 samples in batches of 13: every third batch has 9, which 2 and 5 ranks share unevenly."""
-    done = launch(n_ranks, FLAGS, tmp_path)
+def test_ddp_over_mpirun_trains_what_one_device_trains(tmp_path):
+    """35 samples in batches of 13: every third batch has 9; two ranks share both unevenly."""
+    done = launch(2, FLAGS, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     models = {}
     for path in tmp_path.glob("*/run.json"):
