@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Several tests and their ranks share the cores; threads of one would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Tests run side by side, so an example's time says nothing.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")

@@ -29,8 +29,6 @@ from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness.comparison import hold_to_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def task_of(model, dtype=torch.float64):
     task = ZOO["plain"].task()

@@ -18,8 +18,6 @@ from harness.runtime.faithfulness import held
 from harness.runtime.faithfulness.held import HELD_FILE, hold_once, key_of
 from harness.runtime.models import InputSpec, ModelOptions, Task, build_task, fit_options
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def held_graphs(monkeypatch):

@@ -24,8 +24,6 @@ from harness.plan import builders
 from harness.runtime.capture.capture import capture
 from harness.runtime.models.task import InputSpec, Task
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def mixing(function):
     class Made(Net):

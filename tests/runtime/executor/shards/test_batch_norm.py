@@ -21,8 +21,6 @@ from harness.runtime.executor.shards.forms import choose_forms
 from harness.runtime.executor.shards.kinds import Wanted, make_batch_norm, make_shard
 from harness.runtime.models.task import InputSpec, Task
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 IMAGES = {"sample": 5, "feature": 4, "height": 6, "width": 3}
 ROWS = {"sample": 7, "feature": 4}
 

@@ -16,8 +16,6 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.executor.shards.kinds import Wanted, make_shard
 from harness.runtime.models import InputSpec, Task
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Sums of up to a few hundred terms of size 1, in another order, in float64.
 TOLERANCE = 1e-12
 
