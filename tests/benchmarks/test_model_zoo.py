@@ -1,7 +1,6 @@
 """The zoo's verdicts: what equals one device is ok, anything else is wrong or refused."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "executor"))
 from model_zoo import Options, _judged, rows
-from zoo import ZOO
 from zoo.training import BATCH, ZooCase, train_single
 
 from harness.domain.strategy import Strategy
@@ -21,26 +19,11 @@ def case_of(model):
     return ZooCase(model=model, strategy=Strategy(name="none", batch=BATCH, operators={}))
 
 
-def test_what_one_device_trains_is_ok():
-    case = case_of("reverse_function")
-    row = _judged(case, train_single(case, WHOLE), WHOLE)
-    assert (row["status"], row["difference"]) == ("ok", 0)
-
-
 def test_a_gradient_without_the_construct_is_wrong():
     found = train_single(case_of("detach"), WHOLE)
     row = _judged(case_of("plain"), found, WHOLE)
     assert row["status"] == "wrong"
     assert row["loss"] != row["single_loss"]
-
-
-def test_a_last_buffer_alone_makes_it_wrong():
-    case = case_of("buffer_read")
-    found = train_single(case, WHOLE)
-    state = {**found.state, "scale": found.state["scale"] + 1e-3}
-    row = _judged(case, replace(found, state=state), WHOLE)
-    assert row["status"] == "wrong"
-    assert "state at the end scale" in row["reason"]
 
 
 def test_what_one_device_refuses_is_wrong_to_train():
@@ -61,7 +44,3 @@ def test_narrow_models_are_judged_by_the_rounding_of_one_device():
 def test_a_plain_model_trains_right(strategy):
     found = list(rows(Options(only=("plain",), strategies=(strategy,))))
     assert [(row["model"], row["status"]) for row in found] == [("plain", "ok")]
-
-
-def test_each_model_has_a_kind_of_its_own():
-    assert len(ZOO) >= 56

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.domain.fingerprint import MadeFor
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.measure.store import read_header, read_results, write_header
@@ -41,44 +40,6 @@ def write_run(results, name, strategy, plan=None, *, engine="torch", status="ok"
     if plan is not None:
         (path / STRATEGY_FILE).write_bytes(plan.to_json())
     return path
-
-
-def test_a_plan_that_two_flags_made_counts_once(judging, tmp_path):
-    later = msgspec.structs.replace(PLAN, made_for=MadeFor(profile_hash="another"))
-    other = msgspec.structs.replace(PLAN, batch=16)
-    write_run(tmp_path, "a", "single")
-    left = write_run(tmp_path, "b", "pipeline", PLAN, engine="executor")
-    write_run(tmp_path, "c", "pipeline", later, engine="executor", microbatches=12)
-    unlike = write_run(tmp_path, "d", "pipeline", other, engine="executor", microbatches=4)
-    found = judging.strategies_of(tmp_path.iterdir())
-    assert sorted(found) == ["pipeline", "pipeline-4-microbatches", "single"]
-    assert (found["pipeline"], found["pipeline-4-microbatches"]) == (left, unlike)
-
-
-def test_what_was_found_and_chosen_by_hand_alike_is_one_program(judging, tmp_path):
-    found = msgspec.structs.replace(PLAN, name="1 stage on 1 device")
-    other = msgspec.structs.replace(PLAN, batch=16)
-    runs = {
-        "searched": write_run(tmp_path, "a", "searched", found, engine="executor"),
-        "pipeline": write_run(tmp_path, "b", "pipeline", PLAN, engine="executor"),
-        "tensor": write_run(tmp_path, "c", "tensor", other, engine="executor"),
-        "ddp": write_run(tmp_path, "d", "ddp", PLAN),  # by another engine
-    }
-    assert judging.same_as_searched(runs) == {"pipeline"}
-    assert judging.same_as_searched({"pipeline": runs["pipeline"]}) == set()
-
-
-def test_a_cell_without_its_reference_says_what_to_do(judging, tmp_path):
-    runs = {
-        "single": str(write_run(tmp_path, "a", "single", status="crash")),
-        "searched": str(write_run(tmp_path, "b", "searched", PLAN, engine="executor")),
-    }
-    import searched_cells
-
-    measured = judging.Measured(runs=runs, steps_s={"searched": [1.0]})
-    cell = searched_cells.CELLS["alexnet-3x1gbit"]
-    with pytest.raises(SystemExit, match=r"alexnet-3x1gbit: single crash: why.*--again"):
-        judging.judge(cell, measured)
 
 
 def test_only_pairs_that_rounds_tell_apart_have_an_order(judging):

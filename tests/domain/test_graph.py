@@ -16,12 +16,6 @@ def diamond() -> Graph:
     return Graph(name="diamond", operators=operators, batch=8)
 
 
-def test_producers_and_consumers_are_positions_without_repetition() -> None:
-    graph = diamond()
-    assert graph.producers() == [[], [0], [0], [2, 1]]
-    assert graph.consumers() == [[1, 2], [3], [3], []]
-
-
 def test_json_round_trip_keeps_everything() -> None:
     graph = Graph(
         name="one",

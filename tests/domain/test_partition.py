@@ -23,14 +23,6 @@ def test_shares_cut_in_proportion_for_unlike_devices():
     assert cut_dim(300, [2, 1]) == [(0, 200), (200, 300)]
 
 
-@given(st.integers(1, 500), st.integers(1, 20))
-def test_twice_the_parts_keep_the_bounds(size, n):
-    if size < 2 * n:
-        return
-    coarse, fine = cut_dim(size, n), cut_dim(size, 2 * n)
-    assert [stop for _, stop in coarse] == [stop for _, stop in fine][1::2]
-
-
 @pytest.mark.parametrize(("size", "cut"), [(2, 3), (4, 0), (4, [1, 0]), (4, []), (4, -1)])
 def test_cut_that_leaves_a_part_empty_is_refused(size, cut):
     with pytest.raises(StrategyError):
@@ -65,11 +57,6 @@ def test_a_reader_takes_its_own_copy_or_one_of_the_others_in_turn():
     assert nearest((0, 2), 3) == 2
 
 
-def test_cut_of_a_dim_that_is_not_there_is_refused():
-    with pytest.raises(StrategyError, match="'height' cannot be cut"):
-        blocks(["sample"], [4], {"height": 2})
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_what_blocks_of_two_partitions_share_tiles_the_tensor(a, b, c, d):
     dims, shape = ["sample", "feature"], [12, 13]
@@ -77,10 +64,6 @@ def test_what_blocks_of_two_partitions_share_tiles_the_tensor(a, b, c, d):
     right = blocks(dims, shape, {"sample": c, "feature": d})
     shared = [common for x in left for y in right if (common := intersect(x, y))]
     assert sum(map(volume, shared)) == 12 * 13
-
-
-def test_blocks_that_only_touch_share_nothing():
-    assert intersect(((0, 2),), ((2, 4),)) is None
 
 
 def test_halo_of_a_3x3_convolution_is_one_row_inside_the_tensor():

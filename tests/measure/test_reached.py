@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -53,15 +52,6 @@ def test_a_rank_that_stands_still_is_known_by_step_phase_and_time(clock, reader)
     assert found.text == "no progress for 20 s, in communication of step 7"
 
 
-def test_the_same_phase_of_the_same_step_again_is_progress(clock, reader):
-    writer = Reached(reader.path)
-    writer.begin("compute")
-    reader.poll()
-    clock.advance(10.0)
-    writer.begin("compute")
-    assert reader.standstill(is_stopped=False) is None
-
-
 def test_a_run_that_says_nothing_is_not_judged_unless_it_is_stopped(clock, reader):
     clock.advance(60.0)
     assert reader.standstill(is_stopped=False) is None
@@ -92,7 +82,3 @@ def test_another_process_writes(clock, reader):
     found = reader.standstill(is_stopped=False)
     assert found is not None
     assert (found.step, found.phase) == (3, "backward")
-
-
-def test_a_writer_whose_reader_is_gone_writes_to_itself():
-    Reached(f"/proc/{os.getpid()}/fd/9999").begin("forward")

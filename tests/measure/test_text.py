@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from harness.measure.text import columns, format_shape, table
+from harness.measure.text import columns, table
 
 
 def test_columns_are_aligned_to_the_left() -> None:
     text = columns(["run", "step"], [["ddp", "1.5 ms"], ["single", "20 ms"]])
     assert text == "run     step\nddp     1.5 ms\nsingle  20 ms"
-
-
-def test_without_rows_there_is_no_table() -> None:
-    assert columns(["run", "step"], []) == ""
 
 
 def test_numbers_stand_to_the_right_under_a_rule() -> None:
@@ -21,8 +17,3 @@ def test_numbers_stand_to_the_right_under_a_rule() -> None:
         "conv     10",
         "fc        -",
     ]
-
-
-def test_a_shape_is_one_word() -> None:
-    assert format_shape({"sample": 64, "feature": 256}) == "sample 64 x feature 256"
-    assert format_shape({}) == "-"

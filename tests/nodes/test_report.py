@@ -4,7 +4,7 @@ import json
 
 from harness.nodes.checks import CHECKS, judge_all
 from harness.nodes.findings import Status
-from harness.nodes.report import Look, host_list, plain, render, to_json
+from harness.nodes.report import Look, plain, render, to_json
 from harness.nodes.ssh import Login
 
 BASIC = ["resolve", "port", "login", "shell", "cpu"]
@@ -50,21 +50,11 @@ def test_equal_findings_of_several_hosts_are_one(hosts) -> None:
     assert text.count("remedy") == 1
 
 
-def test_ranges_fold_only_consecutive_numbers() -> None:
-    names = ["node8", "node9", "node10", "gpu1", "gpu3", "a", "b07", "b08", "b09"]
-    assert host_list(names) == "node[8-10], gpu1, gpu3, a, b0[7-9]"
-
-
 def test_a_host_cannot_steer_the_terminal(hosts) -> None:
     cluster = hosts(1).facts(0, shell="/bin/\x1b[2Jtcsh\x07")
     text = text_of(cluster, look=Look(width=100))
     assert "\x1b" not in text
     assert plain("a\x1b[31m\nb") == "a?[31m?b"
-
-
-def test_colour_is_only_where_asked_for(hosts) -> None:
-    assert "\033[32mOK" in text_of(hosts(1), look=Look(is_coloured=True))
-    assert "\033" not in text_of(hosts(1))
 
 
 def test_a_narrow_terminal_gets_the_table_in_blocks(hosts) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 import sys
@@ -67,15 +66,6 @@ def test_no_login_ever_asks_or_trusts() -> None:
     assert command[-3:] == ["--", "n1", "true"]
 
 
-def test_only_connections_of_this_program_are_shared() -> None:
-    alone = ssh.command("n1", "true", connect_timeout_s=2)
-    assert {"-oControlMaster=no", "-oControlPath=none"} <= set(alone)
-    opened = ssh.command("n1", "true", connect_timeout_s=2, shared="/tmp/check-1")
-    assert {"-oControlMaster=yes", "-oControlPath=/tmp/check-1/%C"} <= set(opened)
-    used = ssh.options(2, shared="/tmp/check-1")
-    assert {"-oControlMaster=no", "-oControlPath=/tmp/check-1/%C"} <= set(used)
-
-
 SHELLS = [
     argv
     for argv in (["bash", "-c"], ["dash", "-c"], ["busybox", "sh", "-c"], ["tcsh", "-c"])
@@ -99,16 +89,3 @@ def test_a_host_without_any_python_says_so() -> None:
     done = subprocess.run(["sh", "-c", remote], capture_output=True, text=True)
     assert done.returncode == 127
     assert "/no/python" in done.stderr
-
-
-def test_a_program_that_hangs_ends_at_its_limit() -> None:
-    program = "import time\ntime.sleep(60)\n"
-    remote = ssh.python_command(program, [], pythons=[sys.executable], limit_s=1)
-    assert subprocess.run(["sh", "-c", remote], timeout=10).returncode == 124
-
-
-@pytest.mark.skipif(not shutil.which("ssh"), reason="needs an ssh client")
-def test_ssh_itself_says_where_it_goes() -> None:
-    target = asyncio.run(ssh.target("no-such-host.invalid"))
-    assert isinstance(target, ssh.Target)
-    assert (target.hostname, target.port) == ("no-such-host.invalid", 22)

@@ -24,7 +24,7 @@ import pytest
 from harness.nodes.__main__ import main
 from harness.nodes.between import Pairs, Reduction, connect_pairs, get_ready, run_allreduce
 from harness.nodes.facts import Facts, InterfaceFacts, Route
-from harness.nodes.session import AgentError, Session, open_session
+from harness.nodes.session import Session, open_session
 
 FAKE_SSH = """#!/bin/sh
 while [ "$1" != -- ]; do
@@ -202,53 +202,6 @@ def reduce_over(names: list[str], python: str, timeout_s: float) -> Reduction:
         return await run_allreduce(starting, facts, timeout_s=timeout_s)
 
     return in_sessions(names, reduce)
-
-
-def test_a_session_runs_one_program_after_another(fake_ssh: Path) -> None:
-    async def twice(sessions: list[Session]) -> list[str]:
-        (session,) = sessions
-        words = []
-        for _ in range(2):
-            agent = await session.start("connect.py", pythons=[sys.executable], limit_s=30)
-            assert (await agent.receive())["port"]
-            await agent.finish()
-            with pytest.raises(AgentError) as caught:
-                await agent.receive()
-            words.append(str(caught.value))
-        return words
-
-    # Its order was not one, which it says as it ends.
-    assert in_sessions(["a"], twice) == ["KeyError: 'name'"] * 2
-
-
-def test_a_session_refuses_a_program_while_one_runs(fake_ssh: Path, tmp_path: Path) -> None:
-    stuck = tmp_path / "python"
-    stuck.write_text("#!/bin/sh\nexec sleep 60\n")
-    stuck.chmod(0o755)
-
-    async def overlap(sessions: list[Session]) -> None:
-        (session,) = sessions
-        await session.start("connect.py", pythons=[str(stuck)], limit_s=5)
-        second = await session.start("allreduce.py", pythons=[sys.executable], limit_s=5)
-        with pytest.raises(AgentError, match=r"connect\.py has not ended there"):
-            await second.receive()
-
-    in_sessions(["a"], overlap)
-
-
-def test_only_pairs_with_a_new_host_are_tried_again(fake_ssh: Path) -> None:
-    names = ["localhost", "127.0.0.1", "127.0.0.2"]
-    pairs = in_sessions(
-        names,
-        lambda some: connect_pairs(some, ["127.0.0.2"], pythons=[sys.executable], timeout_s=10),
-    )
-    assert set(pairs.connections) == {
-        ("localhost", "127.0.0.2"),
-        ("127.0.0.1", "127.0.0.2"),
-        ("127.0.0.2", "localhost"),
-        ("127.0.0.2", "127.0.0.1"),
-    }
-    assert not any(connection.error for connection in pairs.connections.values())
 
 
 def test_a_slow_host_joins_those_that_were_quick(

@@ -38,15 +38,6 @@ def test_the_fastest_network_that_all_share_is_looked_at_as_runs_take_it() -> No
     assert common_network({facts.hostname: facts for facts in settled}) == "10.1.0.0/24"
 
 
-def test_a_network_that_one_host_lacks_is_not() -> None:
-    hosts = [_host(1), _host(2), _host(3, fast="10.2.0")]
-    assert [name for name, _ in _taken(hosts)] == ["eth0"] * 3
-
-
-def test_a_host_that_answers_alone_is_looked_at_by_its_routes() -> None:
-    assert _taken([_host(1)]) == [("eth0", "10.0.0.1")]
-
-
 def test_hosts_without_a_route_to_the_others_names_stay_critical(hosts) -> None:
     cluster = hosts(2)
     settled = choose_run_interfaces([report.facts for report in cluster.reports])

@@ -5,7 +5,6 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import OperatorPlan, validate
 from harness.plan import builders
-from harness.plan.builders import Pair, contracted, linear_pairs
 from harness.plan.search.space import Space
 from harness.plan.simulate.simulator import Simulator
 
@@ -46,12 +45,6 @@ def simulator_of(graph, cluster):
 CLUSTER = Cluster.uniform(1, 4, inside_bytes_per_s=1e3, memory_bytes=10**9)
 
 
-def test_pairs_skip_what_is_elementwise():
-    graph = mlp(3)
-    assert linear_pairs(graph) == [Pair(1, (2,), 3, (4,)), Pair(3, (4,), 5, (6,))]
-    assert contracted(graph) == {3}
-
-
 def test_tensor_parallel_alternates_features_and_contraction():
     graph = mlp(4)
     strategy = builders.tensor_parallel(graph, CLUSTER, 8)
@@ -74,24 +67,6 @@ def test_a_pair_needs_no_transfer_inside_and_cuts_all_weights():
     assert found.static_bytes.tolist() == [3 * 2 * 64] * 4
 
 
-def test_a_row_of_linears_alone_sums_once_a_pair():
-    graph = mlp(4)
-    kept = [o for o in graph.operators if o.kind != "elementwise"]
-    chain = [
-        o if i == 0 else Operator(**{**_fields(o), "inputs": [kept[i - 1].name]})
-        for i, o in enumerate(kept)
-    ]
-    graph = Graph(name="linears", batch=8, operators=chain)
-    found = simulator_of(graph, CLUSTER).simulate(builders.tensor_parallel(graph, CLUSTER, 8))
-    # l1's sum is all-reduced for l2; nobody reads l3's.
-    assert [graph.operators[one.operator].name for one in found.outcome.sums] == ["l1"]
-    assert len(found.outcome.edge_bytes) == 0
-
-
-def _fields(operator):
-    return {name: getattr(operator, name) for name in operator.__struct_fields__}
-
-
 def test_hybrid_pairs_linear_layers_too():
     graph = mlp(2)
     cuts = {n: list(p.partition) for n, p in builders.hybrid(graph, CLUSTER, 8).operators.items()}
@@ -107,54 +82,6 @@ def test_what_is_read_by_samples_is_cut_by_samples_after_sums_too():
     plans = builders.tensor_parallel(graph, CLUSTER, 8).operators
     assert list(plans["l1"].partition) == ["contraction"]
     assert list(plans["r1"].partition) == ["feature"]
-
-
-def tables(*kinds):
-    """Indices, through operators of the given kinds, looked up in two tables."""
-    shape = {"sample": 8, "feature": 8}
-    operators = [Operator(name="in", kind="input", shape=shape)]
-    for i, kind in enumerate(kinds):
-        source = operators[-1].name
-        operators.append(Operator(name=f"o{i}", kind=kind, inputs=[source], shape=shape))
-    for i in range(2):
-        name, source = f"t{i}", operators[-1].name if i == 0 else "o0"
-        operators.append(
-            Operator(name=name, kind="embedding", inputs=[source], shape=shape, parameter_bytes=64)
-        )
-    return Graph(name="tables", batch=8, operators=operators)
-
-
-def test_indices_are_made_where_tables_look_them_up():
-    graph = tables("other", "elementwise")
-    whole = OperatorPlan({"replica": 4}, [0, 1, 2, 3])
-    plans = builders.tensor_parallel(graph, CLUSTER, 8).operators
-    assert [plans["o0"], plans["o1"]] == [whole, whole]
-    assert list(plans["t0"].partition) == ["feature"]
-    strategy = builders.tables_on_devices(graph, CLUSTER, 8)
-    validate(strategy, graph, CLUSTER)
-    assert {name: plan.devices for name, plan in strategy.operators.items()} == {
-        "o0": [0, 1], "o1": [0], "t0": [0], "t1": [1],
-    }  # fmt: skip
-
-
-def test_what_weights_have_a_part_in_is_sent_to_tables():
-    plans = builders.tensor_parallel(tables("linear", "elementwise"), CLUSTER, 8).operators
-    assert "replica" not in {**plans["o0"].partition, **plans["o1"].partition}
-
-
-def test_copies_after_sums_follow_copies_before_them():
-    # Too few samples and features to be cut over four: whole on one device until copied.
-    shape = {"sample": 2, "feature": 2}
-    graph = mlp(2, batch=2)
-    after = Operator(name="l1", kind="linear", inputs=["r0"], shape=shape, parameter_bytes=64,
-                     attrs={"in_features": 8, "out_features": 2})  # fmt: skip
-    operators = [*graph.operators[:3], after]
-    for i in range(6):
-        name, source = f"e{i}", operators[-1].name
-        operators.append(Operator(name=name, kind="elementwise", inputs=[source], shape=shape))
-    graph = Graph(name="after", batch=2, operators=operators)
-    plans = builders.tensor_parallel(graph, CLUSTER, 2).operators
-    assert [plans[f"e{i}"] for i in range(6)] == [OperatorPlan({"replica": 4}, [0, 1, 2, 3])] * 6
 
 
 def test_the_space_has_contraction_and_copies_alone_and_with_samples():

@@ -342,29 +342,6 @@ def test_convert_carries_a_strategy_there_and_back(
     assert (tmp_path / "b.txt").read_text() == CONSOLE
 
 
-def test_convert_reads_the_other_order_of_dims_when_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    operators = [Operator(name="Dense_100", kind="linear", shape={"sample": 8, "feature": 4})]
-    (tmp_path / "g.json").write_bytes(Graph(name="g", operators=operators, batch=8).to_json())
-    (tmp_path / "a.txt").write_text(CONSOLE)
-    flags = ["--graph", str(tmp_path / "g.json"), "--dims", "samples_first"]
-    assert main(["convert", str(tmp_path / "a.txt"), "--output", str(tmp_path / "s"), *flags]) == 0
-    assert Strategy.load(tmp_path / "s").operators["Dense_100"].partition == {"feature": 2}
-    assert "dims samples first: feature-parallel MLPs; wrote" in capsys.readouterr().out
-
-
-def test_convert_carries_dims_without_names_between_flexflows_formats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = "[Reshape_1] num_dims(5) dims[1,1,2,1,1] device_ids[0,1]\n"
-    (tmp_path / "a.txt").write_text(line)
-    flags = ["--to", "flexflow-console", "--output", str(tmp_path / "b.txt")]
-    assert main(["convert", str(tmp_path / "a.txt"), *flags]) == 0
-    assert (tmp_path / "b.txt").read_text() == line
-    assert "dim2-parallel" in capsys.readouterr().out
-
-
 def test_convert_without_the_graph_asks_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,43 +361,6 @@ def test_a_search_starts_from_a_file_of_another_project(
     assert main([*flags, "--memory", "100GB"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "start: single device" in [found["method"], *(r["name"] for r in found["runners_up"])]
-
-
-def test_pipedream_plan_of_a_search_converts(chain: Path, tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--output", plan)
-    assert main([*flags, "--cost", "pipedream"]) == 0
-    to = ["--to", "pipedream", "--output", str(tmp_path / "conf.json")]
-    assert main(["convert", str(plan), *to]) == 0
-    ranks = json.loads((tmp_path / "conf.json").read_text())["stage_to_rank_map"]
-    assert ranks == {"0": [0], "1": [1]}
-
-
-class Terminal:
-    """A stream that claims to be a terminal."""
-
-    def __init__(self, is_live: bool) -> None:
-        self.is_live = is_live
-        self.text = ""
-
-    def isatty(self) -> bool:
-        return self.is_live
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-def test_progress_shows_on_a_terminal_only() -> None:
-    for is_live in (True, False):
-        stream = Terminal(is_live)
-        line = ProgressLine(stream, least_interval_s=0.0)  # type: ignore[arg-type]
-        line(SearchProgress(n_proposals=10, best_step_s=0.25, phase="refining", fraction=0.5))
-        line.clear()
-        assert ("10 judged  best 250 ms  refining" in stream.text) == is_live
-        assert stream.text.endswith("\r") == is_live
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the published profiles are not here")

@@ -53,21 +53,6 @@ def test_roofline_takes_the_longer_of_flops_and_bytes():
         DeviceRates(flops_per_s=0, memory_bytes_per_s=1)
 
 
-def test_a_feature_shard_reads_all_its_input_and_half_the_weights():
-    graph = dlrm_graph(DlrmSizes())
-    linear = next(op for op in graph.operators if op.name == "top1")
-    slow_memory = DeviceRates(flops_per_s=1e30, memory_bytes_per_s=1.0, launch_s=0.0)
-    read, weights, out = 1024 * 1024 * 4, linear.parameter_bytes, 1024 * 1024 * 4
-    forward, _ = operator_seconds(linear, read, {"sample": 1024, "feature": 512}, slow_memory)
-    assert forward == read + weights / 2 + out / 2
-
-
-def test_many_devices_have_few_numbers_of_parts():
-    assert likely_parts(4) == [1, 2, 3, 4]
-    assert likely_parts(24) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24]
-    assert len(likely_parts(512)) == 14
-
-
 def test_a_roofline_for_many_devices_is_short_and_right_between_its_points():
     graph = dlrm_graph(DlrmSizes())
     profile = roofline_profile(graph, {"P100": P100}, n_parts=likely_parts(512))

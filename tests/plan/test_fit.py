@@ -76,36 +76,12 @@ def test_between_measurements_the_nearest_two_decide() -> None:
     assert times.relative_error(CONV, "gpu", "float32") == pytest.approx(0.75)
 
 
-def test_a_time_too_short_to_measure_has_no_relative_error() -> None:
-    seconds = ((1, 1.0), (2, 0.0), (3, 3.0), (4, 2.0))
-    times = OperatorTimes(profile(*(({"sample": n, "feature": 4}, s, s) for n, s in seconds)))
-    # That at 3, which its neighbours put at 1.
-    assert times.relative_error(CONV, "gpu", "float32") == pytest.approx(2 / 3)
-
-
 def test_error_of_the_fit_is_kept() -> None:
     # Least relative squares of one slope through (1, 1) and (2, 4): the line cannot hold both.
     line = fit_line([1.0, 2.0], [1.0, 4.0])
     assert line.fixed_s == 0.0
     assert line.slope_s == pytest.approx(1.2)  # (1 + 1/2) / (1 + 1/4)
     assert line.relative_error == pytest.approx(0.4)  # 2.4 for 4
-
-
-def test_fixed_cost_is_not_negative_when_time_falls_with_size() -> None:
-    line = fit_line([1.0, 2.0], [2.0, 1.0])
-    assert line.slope_s == 0.0
-    assert line.fixed_s == pytest.approx(1.2)
-
-
-def test_one_point_scales_in_proportion_and_knows_no_error() -> None:
-    times = OperatorTimes(profile(({"sample": 8, "feature": 4}, 1.0, 2.0)))
-    assert times.lookup(CONV, "gpu", shape={"sample": 2, "feature": 4}).forward_s == 0.25
-    assert times.relative_error(CONV, "gpu", "float32") is None
-
-
-def test_time_of_the_whole_minibatch_scales_to_a_part() -> None:
-    times = OperatorTimes(profile(({}, 1.0, 2.0)))
-    assert times.lookup(CONV, "gpu", shape={"sample": 4, "feature": 4}).backward_s == 1.0
 
 
 def test_time_of_the_whole_scales_to_a_part_of_the_contraction() -> None:
@@ -141,11 +117,6 @@ def test_unknown_device_kind_names_the_known_ones() -> None:
         times.lookup(CONV, "cpu")
 
 
-def test_inputs_cost_nothing() -> None:
-    times = OperatorTimes(profile(({}, 1.0, 2.0)))
-    assert times.lookup(Operator(name="x", kind="input"), "gpu").total_s == 0.0
-
-
 def jittered(spread: float | None, n_samples: int | None = 9) -> Profile:
     """Seconds of 1 ms a sample, but for one size that was caught in a slow moment."""
     seconds = {1: 1.0, 2: 2.0, 3: 3.9, 4: 4.0, 6: 6.0, 8: 8.0}
@@ -170,23 +141,11 @@ def test_a_steady_measurement_is_believed_whatever_the_others_say() -> None:
     assert at_three(jittered(0.001)) == pytest.approx(3.9, rel=1e-3)
 
 
-@pytest.mark.parametrize(("spread", "n_samples"), [(None, 9), (0.3, None), (0.0, 9)])
-def test_without_a_known_spread_a_measurement_stays(
-    spread: float | None, n_samples: int | None
-) -> None:
-    assert at_three(jittered(spread, n_samples)) == 3.9
-
-
 def test_the_more_samples_jitter_the_more_their_neighbours_count() -> None:
     believed = [at_three(jittered(spread)) for spread in (0.05, 0.2, 0.5)]
     assert 3.9 > believed[0] > believed[1] > believed[2]
     # All of the difference is noise: what is left is the line, itself pulled up by the slow one.
     assert believed[2] == pytest.approx(3.0, rel=0.06)
-
-
-def test_two_sizes_say_nothing_of_their_noise() -> None:
-    points = jittered(0.5).measurements[2:4]
-    assert at_three(Profile(model="m", measurements=points)) == 3.9
 
 
 def test_noise_is_that_of_the_median_of_so_many_samples() -> None:

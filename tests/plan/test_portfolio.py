@@ -3,7 +3,6 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -25,12 +24,11 @@ from harness.plan.portfolio import search_portfolio
 from harness.plan.published.pipedream.planner import plan as plan_by_pipedream
 from harness.plan.report import describe_strategy, result_lines
 from harness.plan.request import PlanRequest
-from harness.plan.search import objective as objective_module
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
-from harness.plan.search.space import Space, device_sets, proportional_shares
+from harness.plan.search.space import Space, proportional_shares
 from harness.plan.search.standard import balanced_pipeline, microbatch_counts, standard_strategies
-from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.simulate.simulator import Simulator
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from planner_cases import enumerated_step_s, random_request
@@ -70,20 +68,6 @@ def request_of(graph, profile, cluster=None, **changes):
     return PlanRequest(graph=graph, profile=profile, cluster=cluster, budget=600, **changes)
 
 
-def test_balanced_stages_minimise_the_largest_sum():
-    names = list("abcdef")
-    seconds = [4.0, 1.0, 1.0, 3.0, 2.0, 2.0]
-    found = builders.balanced_stages(names, seconds, 3)
-    cost = dict(zip(names, seconds, strict=True))
-
-    def largest(parts):
-        return max(sum(cost[n] for n in part) for part in parts)
-
-    every = [[names[:i], names[i:j], names[j:]] for i, j in itertools.combinations(range(1, 6), 2)]
-    assert [n for part in found for n in part] == names
-    assert largest(found) == min(map(largest, every))
-
-
 def test_too_many_stages_are_refused():
     with pytest.raises(StrategyError, match="4 stages cannot be made of 3 operators"):
         builders.balanced_stages(["a", "b", "c"], [1.0] * 3, 4)
@@ -120,14 +104,6 @@ def test_shares_are_in_proportion_to_speed_and_sum_to_the_samples():
     assert proportional_shares([1.0, 2.0], 30) == [20, 10]
     assert proportional_shares([1.0, 1.0, 100.0], 8) == [4, 3, 1]
     assert proportional_shares([1.0, 1.01], 8) is None
-
-
-def test_device_sets_of_many_devices_follow_nodes():
-    sets = device_sets(Cluster.uniform(4, 4, inside_bytes_per_s=1e9, memory_bytes=GB))
-    assert (0, 1, 2, 3) in sets
-    assert (0, 4, 8, 12) in sets
-    assert tuple(range(16)) in sets
-    assert len(sets) == len(set(sets)) < 60
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -200,25 +176,6 @@ def unlike_cluster(speeds):
     ]
     nodes = [msgspec.structs.replace(cluster.nodes[0], devices=devices)]
     return msgspec.structs.replace(cluster, nodes=nodes)
-
-
-@pytest.mark.parametrize(
-    ("batch", "speeds"),
-    [
-        (20, [1.0, 1.0, 1.0, 1.0]),  # microbatches of 2 and 3: no group of three
-        (100, [1.0, 6.5, 6.5, 1.0]),  # of 12 and 13: [1, 6, 6] would leave a part of 12 empty
-    ],
-)
-def test_pipelines_suit_the_smallest_microbatch_too(batch, speeds):
-    graph, profile = layers(4, batch=batch)
-    cluster = unlike_cluster(speeds)
-    search = PipelineSearch(Simulator(graph, profile, cluster), batch, 8)
-    found = search.candidates(10_000)
-    near = [neighbour for pipeline in found for neighbour in search._neighbours(pipeline)]
-    assert found
-    assert near
-    for pipeline in (*found, *near):
-        validate(strategy_of(search, pipeline), graph, cluster)
 
 
 def merged_rows(*, batch=32, n_rows=16):
@@ -439,30 +396,6 @@ def test_without_time_one_device_is_all_that_is_judged():
         plan_with_simulator(request_of(graph, profile, seconds=1e-9, memory_bytes=1))
 
 
-@pytest.mark.parametrize("last", ["ddp", "pipeline dynamic programming, 2 microbatches", "MCMC"])
-def test_nothing_is_begun_after_the_time_is_up(monkeypatch, last):
-    """The clock runs out as the named search begins."""
-    now, begun, judged = [0.0], [], []
-    start, judge = Objective.start, Objective.judge
-
-    def start_and_tell(objective, method, **changes):
-        begun.append(method)
-        now[0] = 100.0 if method == last else now[0]
-        start(objective, method, **changes)
-
-    def judge_and_tell(objective, trial):
-        judged.append(begun[-1])
-        return judge(objective, trial)
-
-    monkeypatch.setattr(objective_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(Objective, "start", start_and_tell)
-    monkeypatch.setattr(Objective, "judge", judge_and_tell)
-    graph, profile = layers(6)
-    plan_with_simulator(request_of(graph, profile, seconds=10))
-    assert begun[-1] == last
-    assert judged.count(last) <= 1
-
-
 def test_the_plan_carries_hashes_and_explains_itself():
     graph, profile = layers(4)
     request = request_of(graph, profile)
@@ -523,16 +456,6 @@ def test_a_fast_network_makes_data_parallel_pay_and_a_slow_one_does_not():
     assert stuck.speedup_over_ddp > 100
 
 
-def test_trial_of_a_strategy_with_stages_is_judged_like_the_strategy():
-    graph, profile = layers(4)
-    simulator = Simulator(graph, profile, request_of(graph, profile).cluster)
-    strategy = builders.pipeline(
-        graph, 8, [["fc0", "fc1"], ["fc2", "fc3"]], [[0, 1], [2]], n_microbatches=4
-    )
-    judged = Objective(simulator).judge(Trial.from_strategy(simulator, strategy))
-    assert judged.step_s == simulator.simulate(strategy).step_s
-
-
 def test_microbatches_are_searched_in_multiples_of_the_devices_too():
     graph, profile = layers(7, batch=32)
     cluster = Cluster.uniform(1, 3, inside_bytes_per_s=1e6, memory_bytes=GB)
@@ -553,18 +476,6 @@ def test_a_search_never_loses_to_the_pipelines_that_training_names(n_devices):
         for schedule in ("1f1b", "interleaved")
     ]
     assert found.best.step_s <= min(named)
-
-
-def test_plans_of_unlike_numbers_of_microbatches_are_kept_apart():
-    graph, profile = layers(7, batch=32)
-    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=GB)
-    found = search_portfolio(request_of(graph, profile, cluster))
-    numbers = [
-        candidate.n_microbatches
-        for candidate in found.ranked()
-        if candidate.method.startswith("pipeline dynamic programming")
-    ]
-    assert len(numbers) == len(set(numbers)) > 1
 
 
 def test_under_a_profile_in_bf16_what_travels_is_priced_so():

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure as Canvas
 
 from harness.measure.store import find_runs
 from harness.plot.catalog import read_catalog
 from harness.plot.figures import load_figure
 from harness.plot.render import image_bytes
-from harness.plot.style import note_failures
 
 
 def test_a_figure_draws_what_can_be_read_and_says_how_much_there_is(comparison: Path) -> None:
@@ -25,12 +23,3 @@ def test_a_figure_draws_what_can_be_read_and_says_how_much_there_is(comparison: 
     assert b"case 4901" in image  # ok ones first
     assert b"case 4860" not in image
     assert len(image) < 5 * len(few[0])
-
-
-def test_failures_below_a_figure_are_few_and_counted() -> None:
-    canvas = Canvas()
-    failed = pd.DataFrame({"label": [f"case {n}" for n in range(99)]})
-    note_failures(canvas, failed.assign(status="oom", reason=""))
-    lines = canvas.get_supxlabel().splitlines()
-    assert len(lines) == 11
-    assert lines[-1] == "and 89 more that are not ok"

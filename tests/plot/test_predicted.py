@@ -17,7 +17,6 @@ from harness.measure.store import find_runs, read_header, write_header
 from harness.plot.__main__ import main
 from harness.plot.catalog import Catalog, read_catalog
 from harness.plot.figures import load_figure
-from harness.plot.figures.prediction_ranks import _together
 from harness.plot.predicted import competing, planned_cases
 from harness.plot.render import image_bytes
 
@@ -171,23 +170,6 @@ def test_the_rank_that_computes_longer_than_predicted_lies_apart(
     assert b" 2 " in _text(drawn)
 
 
-def test_ranks_whose_words_would_overlap_share_a_box() -> None:
-    values = pd.Series([0.0, 1.0, 10.0, 1.5, 30.0, 1.2])
-    boxes = _together(values.sort_values(), pd.Series([0, 1, 2, 3, 4, 5]), span=80)
-    assert [words for _, words in boxes] == ["0 and 3 more", "2", "4"]
-    assert [mean for mean, _ in boxes] == pytest.approx([0.925, 10, 30])
-    # A box of three numbers reaches a fourth that is too far for one.
-    values, ranks = pd.Series([0.0, 1.0, 2.0, 4.0]), pd.Series([1, 2, 4, 0])
-    assert _together(values[2:], ranks, span=70) == [(2.0, "4"), (4.0, "0")]
-    assert _together(values, ranks, span=70) == [(1.75, "0 and 3 more")]
-
-
-def test_many_ranks_in_a_box_are_a_range() -> None:
-    values = pd.Series([0.0, 0.1, 0.2, 0.3, 0.4])
-    (box,) = _together(values, pd.Series([3, 1, 0, 2, 4]), span=80)
-    assert box[1] == "0-4"
-
-
 def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog: Catalog) -> None:
     table = table_of("timeline", catalog)
     measured = table[(table["side"] == "measured") & table["label"].str.contains("pipeline")]
@@ -198,24 +180,6 @@ def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog: Catalog)
     assert set(measured["step"]) == {1.0}  # durations grow by 4 per mille, modulo 9
     predicted = table[(table["side"] == "predicted") & table["label"].str.contains("pipeline")]
     assert sorted(set(predicted["rank"])) == [0, 1, 2, 3, 4]
-
-
-def test_transfers_at_the_same_time_count_once_in_the_digest() -> None:
-    base = {"label": "a", "status": "ok", "reason": "", "side": "measured", "rank": 0}
-    base |= {"step_s": 4.0, "clock_error_s": 0.0}
-    spans = [("communication", 0.0, 3.0), ("communication", 2.0, 2.0), ("forward", 0.0, 1.0)]
-    rows = [base | {"kind": k, "start_s": s, "duration_s": d} for k, s, d in spans]
-    (row,) = load_figure("timeline").report_table(pd.DataFrame(rows)).to_dict("records")
-    assert (row["communication_s"], row["forward_s"], row["backward_s"]) == (4.0, 1.0, 0.0)
-
-
-def test_operators_of_one_pass_are_drawn_as_one(catalog: Catalog) -> None:
-    table = table_of("timeline", catalog)
-    own = table[table["label"].str.contains("searched") & (table["rank"] == 4)]
-    for side in ("predicted", "measured"):
-        passes = own[(own["side"] == side) & (own["kind"] == "forward")]
-        assert sorted(passes["microbatch"]) == list(range(8))
-        assert len(own[(own["side"] == side) & (own["kind"] == "recompute")]) == 8
 
 
 def test_bubble_stands_beside_that_of_the_simulation(catalog: Catalog) -> None:
@@ -245,15 +209,6 @@ def test_predicted_memory_stands_beside_the_measured_peak(catalog: Catalog, plan
     row = table[(table["strategy"] == "ddp") & (table["kind"] == "predicted")].iloc[0]
     prediction = Prediction.load(planned / "ddp-0" / PREDICTION_FILE)
     assert row["peak_bytes"] == max(prediction.memory_bytes.values())
-
-
-@pytest.mark.parametrize(
-    "name",
-    [*OF_PREDICTIONS, "pipeline_bubble"],
-)
-def test_figures_of_predictions_can_be_drawn(name: str, catalog: Catalog) -> None:
-    figure = load_figure(name)
-    assert image_bytes(figure, figure.table(catalog), "svg")[0].startswith(b"<?xml")
 
 
 def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(

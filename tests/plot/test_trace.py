@@ -180,28 +180,6 @@ def _holding(slices: dict[tuple[int, int], list[Event]], end: Event) -> Event:
     return found
 
 
-def test_spans_at_the_same_time_get_rows_of_their_own() -> None:
-    events = TraceEvents()
-    overlapping = [
-        Span(kind="communication", name=name, start_s=start, duration_s=2e-3)
-        for name, start in (("bucket0", 0.0), ("bucket1", 1e-3), ("bucket2", 2e-3))
-    ]
-    slices = events.add_rank(1, 0, overlapping)
-    assert [(item.span.name, item.tid) for item in slices] == [
-        ("bucket0", 1001),
-        ("bucket2", 1001),
-        ("bucket1", 1002),
-    ]
-    # Neighbours that overlap by rounding share a row, and the later one is clipped.
-    touching = [
-        Span(kind="forward", start_s=0.0, duration_s=1e-6 + 3e-9),
-        Span(kind="backward", start_s=1e-6, duration_s=1e-6),
-    ]
-    first, second = events.add_rank(1, 1, touching)
-    assert first.tid == second.tid
-    assert (first.end_ns, second.start_ns, second.end_ns) == (1003, 1003, 2000)
-
-
 def test_a_run_without_prediction_or_clocks_is_a_trace_as_well(
     comparison: Path, tmp_path: Path
 ) -> None:
@@ -224,9 +202,3 @@ def test_what_cannot_be_traced_is_said(
     found = trace_of(root, tmp_path / "t.json")
     assert f"skipped {root / PREDICTION_FILE}" in capsys.readouterr().err
     assert "predicted_step_us" not in found["otherData"]
-
-
-def test_equal_runs_give_equal_bytes(planned: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        trace_of(planned / "searched-0", tmp_path / name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()

@@ -42,10 +42,3 @@ def test_a_password_in_a_source_is_no_argument(uv_flags):
 def test_an_offline_configuration_stays_offline(uv_flags):
     assert uv_flags.flags(uv_flags.parse(["global.no-index='true'"]))[-1] == "--no-index"
     assert "--no-index" not in uv_flags.flags(uv_flags.parse(["global.no-index='false'"]))
-
-
-@pytest.mark.parametrize("line", ["", "WARNING: pip is old", "global.x=", "global.x='unclosed"])
-def test_other_lines_are_skipped(uv_flags, line):
-    settings = uv_flags.parse([line])
-    assert uv_flags.flags(settings) == ["--index-strategy", "unsafe-best-match"]
-    assert uv_flags.variables(settings) == []

@@ -9,31 +9,13 @@ import pytest
 from harness.virtual.limits import Controller, cpu_quota_us, find_controllers, settings
 from harness.virtual.plan import NodePlan
 
-V1 = """\
-tmpfs /sys/fs/cgroup tmpfs rw 0 0
-cgroup /sys/fs/cgroup/cpu,cpuacct cgroup rw,relatime,cpu,cpuacct 0 0
-cgroup /sys/fs/cgroup/cpuset cgroup rw,relatime,cpuset 0 0
-cgroup /sys/fs/cgroup/memory cgroup rw,relatime,memory 0 0
-cgroup2 /sys/fs/cgroup/unified cgroup2 rw,relatime 0 0
-"""
 V2 = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n"
-
-
-def test_version_1_controllers_are_found_by_their_mount_options():
-    assert find_controllers(V1, v2_controllers="hugetlb") == {
-        "cpu": Controller("cpu", Path("/sys/fs/cgroup/cpu,cpuacct"), 1),
-        "memory": Controller("memory", Path("/sys/fs/cgroup/memory"), 1),
-    }
 
 
 def test_version_2_serves_what_it_controls():
     assert find_controllers(V2, v2_controllers="cpuset cpu io pids") == {
         "cpu": Controller("cpu", Path("/sys/fs/cgroup"), 2)
     }
-
-
-def test_no_cgroup_is_no_controller():
-    assert find_controllers("proc /proc proc rw 0 0\n") == {}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +44,3 @@ def test_settings_of_both_versions():
         "cpu": [("cpu.max", "1000 2500")],
         "memory": [("memory.max", "1073741824"), ("memory.swap.max", "0")],
     }
-
-
-def test_an_unlimited_node_needs_no_cgroup():
-    assert settings(1, NodePlan(name="node0", address="10.199.0.1")) == {}

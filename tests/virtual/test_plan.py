@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from harness.errors import ConfigError
-from harness.virtual.plan import ClusterPlan, check_name, hostfile_path, make_plan, spread
+from harness.virtual.plan import check_name, make_plan
 
 
 def test_one_value_serves_all_nodes():
@@ -28,12 +24,6 @@ def test_a_list_makes_unlike_nodes():
     plan = make_plan(n_nodes=3, n_cores=2, bandwidth="1gbit,1gbit,100mbit", cpu="0.8,0.4,0.2")
     assert [node.bandwidth_bytes_per_s for node in plan.nodes] == [125e6, 125e6, 12.5e6]
     assert [node.cpu for node in plan.nodes] == [0.8, 0.4, 0.2]
-
-
-def test_nothing_is_limited_by_default():
-    (node,) = make_plan(n_nodes=1, n_cores=2).nodes
-    limits = (node.bandwidth_bytes_per_s, node.cpu, node.memory_bytes, node.latency_s)
-    assert limits == (None, None, None, 0.0)
 
 
 def test_a_second_cluster_has_its_own_names_and_subnet():
@@ -77,26 +67,3 @@ def test_bad_flags_get_one_clear_error(flags, message):
 def test_names_that_would_need_quoting_are_refused(name):
     with pytest.raises(ConfigError):
         check_name(name)
-
-
-@given(st.lists(st.floats(0.01, 2.0), min_size=2, max_size=20))
-def test_spread_keeps_the_order_of_a_full_list(values):
-    words = [repr(value) for value in values]
-    assert spread("--cpu", ", ".join(words), len(words)) == words
-
-
-def test_plan_survives_its_file():
-    plan = make_plan(name="second", n_nodes=2, n_cores=2, bandwidth="1gbit", latency="1ms")
-    assert ClusterPlan.from_dict(plan.to_dict()) == plan
-
-
-def test_nodes_are_found_by_name_and_by_position():
-    plan = make_plan(n_nodes=2, n_cores=2)
-    assert plan.node("node1") is plan.node("1") is plan.nodes[1]
-    with pytest.raises(ConfigError, match="no node 'node2': name one of node0 to node1"):
-        plan.node("node2")
-
-
-def test_each_cluster_has_its_own_hostfile():
-    assert hostfile_path(Path("hosts"), "virtual") == Path("hosts/virtual.txt")
-    assert hostfile_path(Path("hosts"), "second") == Path("hosts/virtual-second.txt")

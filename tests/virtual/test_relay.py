@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.virtual.relay import Direction, wait_s
+from harness.virtual.relay import Direction
 
 
 def test_a_frame_leaves_when_its_latency_is_over():
@@ -16,17 +16,6 @@ def test_a_frame_leaves_when_its_latency_is_over():
     assert direction.release(10.5) == [b"a"]
     assert direction.release(10.7) == []
     assert direction.release(11.0) == [b"b"]
-
-
-def test_the_relay_sleeps_until_the_next_frame_of_any_direction():
-    slow = Direction(source=3, target=4, latency_s=2.0)
-    fast = Direction(source=5, target=6, latency_s=0.5)
-    assert wait_s([slow, fast], 10.0) is None
-    slow.accept(b"a", now_s=10.0)
-    assert wait_s([slow, fast], 10.0) == 2.0
-    fast.accept(b"b", now_s=10.0)
-    assert wait_s([slow, fast], 10.25) == 0.25
-    assert wait_s([slow, fast], 13.0) == 0.0
 
 
 @given(st.lists(st.floats(0, 1), max_size=30), st.floats(0, 1))

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.record import Record, Sample, Span
@@ -89,19 +87,6 @@ def one_step(step: int = 0, *, stretch: float = 1.0) -> list[Record]:
         span(kind, origin + start * stretch, origin + end * stretch, step)
         for kind, start, end in layout
     ]
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=12))
-def test_covered_length_counts_every_instant_once(intervals: list[tuple[int, int]]) -> None:
-    spans = [span("compute", start, start + length) for start, length in intervals]
-    instants = {t for start, length in intervals for t in range(start, start + length)}
-    assert derive.covered_s(spans) == len(instants)
-
-
-def test_covered_length_is_clipped_to_the_step() -> None:
-    assert (
-        derive.covered_s([span("compute", -5, 2), span("compute", 3, 99)], span("step", 0, 4)) == 3
-    )
 
 
 def test_exposed_communication_is_what_no_compute_covers() -> None:
@@ -435,14 +420,6 @@ def test_single_device_run_is_the_baseline_of_every_strategy() -> None:
         ("ddp", 1.0),
         ("pipeline", 0.625),
     ]
-
-
-def test_work_that_differs_by_rounding_is_equal() -> None:
-    # Weak scaling of products: sizes are whole, so that 2 x 1024^3 becomes 1290^3.
-    points = [point(1, 1024.0**3, 1.0), point(2, 1290.0**3, 1.25), point(2, 1.1 * 1290.0**3, 9.0)]
-    (one, two) = derive.scaling_table(points, "weak")
-    assert (one.low, one.efficiency, one.high) == (1.0, 1.0, 1.0)
-    assert two.efficiency == pytest.approx(0.8, rel=1e-3)
 
 
 def test_one_number_of_devices_has_no_scaling() -> None:

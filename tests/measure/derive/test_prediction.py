@@ -308,10 +308,6 @@ def test_right_order_has_no_regret_whatever_the_error() -> None:
     assert cell.median_error == pytest.approx(9.0)
 
 
-def test_equal_predictions_are_charged_with_the_slower_choice() -> None:
-    assert cell_summary(judged((1.0, 1.0), (1.0, 1.5))).regret == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize(
     ("predicted_s", "chosen", "regret"),
     [(0.9, "broken", None), (1.0, "broken", None), (1.1, "s0", 0.1)],
@@ -322,12 +318,6 @@ def test_a_choice_that_failed_has_no_regret(
     cell = cell_summary(judged((1.0, 1.1), (1.2, 1.0)), {"broken": predicted_s, "later": 5.0})
     assert (cell.chosen, cell.n_strategies, cell.n_failed) == (chosen, 2, 2)
     assert cell.regret == (None if regret is None else pytest.approx(regret))
-
-
-def test_two_strategies_or_constant_predictions_have_no_correlation() -> None:
-    assert cell_summary(judged((1.0, 1.0), (2.0, 2.0))).rank_correlation is None
-    flat = judged((1.0, 1.0), (1.0, 2.0), (1.0, 3.0))
-    assert cell_summary(flat).rank_correlation is None
 
 
 def test_a_cell_without_strategies_is_refused() -> None:

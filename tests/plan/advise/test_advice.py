@@ -29,7 +29,7 @@ from harness.plan.advise.sets import (
     with_device,
     with_rate,
 )
-from harness.plan.advise.words import Presentation, advice_lines, name_range
+from harness.plan.advise.words import Presentation, advice_lines
 
 ROOT = Path(__file__).parents[3]
 N_IMAGES = 50_000
@@ -229,19 +229,6 @@ def test_the_range_comes_from_the_runs_of_this_cluster() -> None:
     assert found.low <= 1 <= found.high
     assert found.high > found.low
     assert uncertainty_of(ROOT / "results", tesla()) == Uncertainty()
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (["n0"], "n0"),
-        (["n0", "n1"], "n0 and n1"),
-        (["n0", "n1", "n2", "n4"], "n0 to n2 and n4"),
-        (["a", "b", "c"], "a, b and c"),
-    ],
-)
-def test_node_names_in_words(names: list[str], words: str) -> None:
-    assert name_range(names) == words
 
 
 @pytest.fixture

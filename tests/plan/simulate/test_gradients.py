@@ -5,8 +5,6 @@ from simulated import chain, cluster_of, op, profile_of, simulate, timeline
 
 from harness.domain.graph import Graph
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
-from harness.plan.simulate.device_seconds import operator_seconds
-from harness.plan.simulate.frozen import is_product
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import device_seconds
 from harness.plan.simulate.simulator import Simulator, Trial
@@ -63,16 +61,6 @@ def test_gradients_of_microbatches_are_added_up_and_shared_ones_copied():
     assert added_s(OperatorPlan({"sample": 2}, [0, 1]), 1) == pytest.approx(2 * 120 * 0.01)
 
 
-def test_an_operators_seconds_are_all_its_passes_and_adding_up():
-    graph, profile = chain()
-    options = SimulatorOptions(stream_s_per_byte=0.01)
-    simulator = Simulator(graph, profile, cluster_of(), options=options)
-    found = operator_seconds(simulator, 8, 2)
-    of_a = (1.0 + 2.0) / 2 + 0.01 * 3 * 80 / 2
-    of_b = (2.0 + 4.0) / 2 + 0.01 * 3 * 40 / 2
-    assert found.tolist() == [pytest.approx([of_a, of_b])] * 2
-
-
 def zero_bubble(cuts, devices, names=("b", "n")):
     """a, then a product b and a batch norm n on another stage, in two microbatches."""
     kinds = {"b": "linear", "n": "batch_norm"}
@@ -104,22 +92,6 @@ def test_zero_bubble_defers_weights_of_products_behind_the_first_stage():
     assert forward == [0.5] * 3
     assert backward == [1.5, 0.5, 1.5]  # b's to inputs takes as long as its forward
     assert weight == [0.0, 1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "n_bytes", "attrs", "is_one"),
-    [
-        ("linear", 4, {}, True),
-        ("conv2d", 4, {}, True),
-        ("conv2d", 4, {"padding_mode": "reflect"}, False),
-        ("linear", 0, {}, False),
-        ("batch_norm", 4, {}, False),
-        ("embedding", 4, {}, False),
-        ("lstm", 4, {}, False),
-    ],
-)
-def test_products_are_what_the_executor_may_defer(kind, n_bytes, attrs, is_one):
-    assert is_product(op("o", [], 4, n_bytes, kind=kind, **attrs)) == is_one
 
 
 def test_zero_bubble_sums_each_gradient_after_the_pass_that_has_it():

@@ -139,18 +139,6 @@ def test_a_device_fetches_a_region_once_for_all_that_read_it_there():
     assert found.memory_bytes["node0:1"] == 8 + 8 + 32
 
 
-def test_different_regions_are_fetched_each():
-    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 8)]
-    operators += [op("b", ["a"], 1), op("c", ["a"], 1)]
-    graph = Graph(name="twice", batch=8, operators=operators)
-    profile = profile_of(graph, dict.fromkeys("abc", (1.0, 2.0)))
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
-    plans["c"] = OperatorPlan({"sample": 2}, [1, 0])
-    sent = [e for e in timeline(simulate(graph, profile, cluster_of(), plans)) if "a node" in e[0]]
-    # All of it for b, and the first half for c.
-    assert [round((e - s) * 16) for name, s, e in sent if "gradient" not in name] == [32, 16]
-
-
 def test_what_crosses_devices_is_told_of_both_ways_and_all_microbatches():
     graph, profile = chain()
     plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1], 1)}

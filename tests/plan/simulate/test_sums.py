@@ -1,11 +1,10 @@
 """Partial sums, copies and statistics: what devices add up among them."""
 
-from simulated import chain, cluster_of, op, profile_of, simulate, timeline, two_linears
+from simulated import cluster_of, op, profile_of, simulate, timeline, two_linears
 
 from harness.domain.graph import Graph
 from harness.domain.strategy import OperatorPlan
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.report import device_seconds, events
 
 
 def test_contraction_reads_what_features_left_and_sums_among_two_pairwise():
@@ -38,14 +37,6 @@ def test_what_travels_as_bf16_is_half_of_fp32():
         assert [one.n_bytes for one in found.sums] == [(16, 16) for _ in all_of_it.sums]
         assert [one.n_bytes for one in all_of_it.sums] == [(32, 32) for _ in found.sums]
         assert (found.edge_bytes * 2).tolist() == all_of_it.edge_bytes.tolist()
-
-
-def test_what_arrives_whole_is_used_as_it_is_in_bf16_too():
-    graph, profile = chain()
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
-    half = SimulatorOptions(wire_bytes_per_fp32_byte=0.5, stream_s_per_byte=0.01)
-    found = simulate(graph, profile, cluster_of(), plans, options=half)
-    assert device_seconds(found, 0)["backward"] == 2.0
 
 
 def test_partial_sums_are_sent_where_others_want_them_or_not_all_of_them():
@@ -107,17 +98,6 @@ def test_a_copy_elsewhere_reads_and_one_copy_alone_gives_its_gradient_back():
         "gradient of r node0:1 -> node0:0",
         "gradient of a node0:0 -> node0:1",
     ]
-
-
-def test_groups_of_partial_sums_are_all_reduced_apart():
-    graph, profile, _, plans = two_linears(3)
-    devices = [0, 1, 2, 3, 4, 5]
-    plans["a"] = OperatorPlan({"sample": 2, "feature": 3}, devices)
-    plans["b"] = OperatorPlan({"sample": 2, "contraction": 3}, devices)
-    plans["c"] = OperatorPlan({"sample": 2, "feature": 3}, devices)
-    found = simulate(graph, profile, cluster_of(6), plans)
-    groups = [e.ranks for e in events(found) if e.name == "sum of b"]
-    assert groups == [(0, 1, 2), (3, 4, 5)]
 
 
 def test_global_batch_norm_sums_its_statistics():

@@ -6,27 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure as Canvas
 
-from harness.domain.cluster import Cluster, Node
 from harness.measure.derive import PHASES
 from harness.measure.store import find_runs, read_results
 from harness.plot.catalog import (
     Catalog,
-    cluster_labels,
     read_catalog,
-    short_kind,
     without_samples,
 )
 from harness.plot.figures import FIGURES, load_figure
-from harness.plot.figures.link_heatmap import bandwidth_scale, latency_scale
-from harness.plot.numbers import RunNumbers
 from harness.plot.render import image_bytes
 from harness.plot.report import format_value, header_of, present
-from harness.plot.style import colour_of, joint_legend, series_style
 
 Write = Callable[..., Path]
 
@@ -171,16 +163,6 @@ def test_scaling_keeps_unlike_clusters_and_data_apart(
     assert [words in label for words, label in zip(told, labels, strict=True)] == [True, True]
 
 
-@pytest.mark.parametrize(("letters", "n_columns"), [(10, 2), (90, 1)])
-def test_a_legend_of_long_words_has_fewer_columns(letters: int, n_columns: int) -> None:
-    canvas = Canvas()
-    axes = canvas.subplots()
-    for name in "ab":
-        axes.plot([0], [0], label=name * letters)
-    joint_legend(canvas, [axes], n_columns=2)
-    assert canvas.legends[0]._ncols == n_columns
-
-
 def test_outlier_steps_are_marked_in_every_repeat(catalog: Catalog) -> None:
     table = table_of("step_time", catalog)
     far = table[table["is_outlier"].astype(bool)]
@@ -191,37 +173,11 @@ def test_outlier_steps_are_marked_in_every_repeat(catalog: Catalog) -> None:
     assert digest["n_outliers"].sum() == 8
 
 
-def test_a_repeat_is_one_however_many_steps_it_has() -> None:
-    base = {"label": "a", "unit": "step", "status": "ok", "reason": "", "is_outlier": False}
-    times = {0: [1.0] * 9, 1: [2.0], 2: [4.0]}
-    rows = [
-        base | {"repeat": repeat, "step": step, "duration_s": duration_s}
-        for repeat, own in times.items()
-        for step, duration_s in enumerate(own)
-    ]
-    (row,) = load_figure("step_time").report_table(pd.DataFrame(rows)).to_dict("records")
-    assert (row["n_steps"], row["median_s"]) == (11, 2.0)
-
-
 def test_memory_is_the_highest_ranks(catalog: Catalog) -> None:
     table = table_of("memory", catalog)
     row = row_of(table[table["strategy"] == "pipeline"], kind="allocated")
     assert row["peak_bytes"] == pytest.approx(3.5 * 2**30)
     assert (row["rank"], row["device_bytes"]) == (4, 8 * 2**30)
-
-
-@pytest.mark.parametrize(("device_gib", "is_drawn"), [(2.0, True), (64.0, False)])
-def test_a_device_far_larger_than_the_bars_is_written_and_not_drawn(
-    device_gib: float, is_drawn: bool
-) -> None:
-    base = {"model": "m", "label": "ddp", "strategy": "ddp", "status": "ok", "reason": ""}
-    sizes = {"peak_bytes": 2.0**29, "device_bytes": device_gib * 2.0**30}
-    canvas = Canvas()
-    load_figure("memory").draw(pd.DataFrame([base | sizes | {"kind": "rss"}]), canvas)
-    (axes,) = canvas.axes
-    assert (axes.get_xlim()[1] > device_gib) == is_drawn
-    written = [text.get_text() for text in axes.texts]
-    assert ("device: 64 GiB" in written) == (not is_drawn)
 
 
 def test_matmul_has_a_row_per_device_dtype_and_size(catalog: Catalog) -> None:
@@ -265,15 +221,6 @@ def test_heat_map_shows_the_slow_node_in_both_directions(catalog: Catalog) -> No
     assert all("tesla4" in pair for pair in ends)
 
 
-def test_links_that_differ_by_a_little_have_almost_one_colour() -> None:
-    grid = np.array([[np.nan, 0.118], [0.120, np.nan]])
-    assert bandwidth_scale(grid)(0.118) == pytest.approx(0.118 / 0.120)
-    latency = latency_scale(grid * 1e3)
-    assert latency(120) == pytest.approx(np.log2(120 / 118))  # of a span of one octave
-    wide = latency_scale(np.array([[np.nan, 10.0], [1000.0, np.nan]]))
-    assert (wide(10.0), wide(100.0), wide(1000.0)) == (0, pytest.approx(0.5), 1)
-
-
 def test_device_load_keeps_time_and_device(catalog: Catalog) -> None:
     table = table_of("device_load", catalog)
     readings = table[table["metric"] == "device_temperature_c"]
@@ -283,28 +230,6 @@ def test_device_load_keeps_time_and_device(catalog: Catalog) -> None:
     row = row_of(digest, label="resnet50 · single · batch 32 · fp32 · 1 × RTX 3070")
     assert row["max_device_temperature_c"] == 55 + 19 / 4
     assert 70 < row["median_device_utilization_percent"] < 90
-
-
-def test_no_two_of_many_series_look_alike_and_ranks_are_in_order() -> None:
-    styles = series_style(f"rank {rank} (node)" for rank in range(64))
-    assert list(styles) == [f"rank {rank} (node)" for rank in range(64)]
-    assert len(set(styles.values())) == 64
-
-
-def test_schedules_of_a_pipeline_and_stages_of_zero_have_shades_of_their_own() -> None:
-    names = ("pipeline", *(f"pipeline-{s}" for s in ("gpipe", "interleaved", "zero_bubble")))
-    names += ("pipeline-recompute", "pipeline-asynchronous", "deepspeed-zero1", "deepspeed-zero2")
-    assert len({colour_of(name) for name in names}) == len(names)
-    assert colour_of("ddp") == "#0072B2"
-    assert colour_of("executor-ddp") == "#003F63"  # a name of its own, no shade
-
-
-def test_drawing_twice_gives_equal_bytes(catalog: Catalog) -> None:
-    figure = load_figure("throughput")
-    table = figure.table(catalog)
-    for file_format in ("svg", "png"):
-        once = image_bytes(figure, table, file_format)
-        assert once == image_bytes(figure, table, file_format)
 
 
 def test_an_invalid_run_is_never_a_number(
@@ -371,20 +296,6 @@ def test_equal_labels_tell_the_setting_that_differs(
         write(tmp_path, run, trained(2, 32, 0.1, 0.1))
     labels = list(table_of("throughput", read_catalog(*find_runs(tmp_path)))["label"])
     assert [label.rpartition(" · ")[2] for label in labels] == ["bucket_mb 1", "bucket_mb 25"]
-
-
-def test_cluster_labels_are_short_until_they_must_tell_apart(header: Any, cluster: Any) -> None:
-    one, two = cluster(1), cluster(2)
-    other = Cluster(nodes=[Node(name="b", devices=one.nodes[0].devices)])
-    headers = [header("train", {}, c, run_id="r") for c in (one, two, other)]
-    runs = [RunNumbers(path=Path("r"), header=made) for made in headers]
-    labels = sorted(cluster_labels(runs).values())
-    assert labels == ["1 × RTX 3070, b", "1 × RTX 3070, tesla0", "2 × RTX 3070, 1 Gbit/s"]
-
-
-def test_device_kinds_lose_their_brands() -> None:
-    assert short_kind("NVIDIA GeForce RTX 3070") == "RTX 3070"
-    assert short_kind("Intel(R) Xeon(R) Processor @ 2.10GHz") == "Xeon"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -88,13 +87,6 @@ def test_each_deepspeed_log_is_read_for_what_it_says(name: str, tmp_path: Path) 
         ]  # fmt: skip
     else:
         assert problems == []
-
-
-def test_micro_steps_alone_are_no_steps(tmp_path: Path) -> None:
-    name = "e13-micro-only_4gpu.log"
-    runs, (problem,) = imported(tmp_path, name, (LOGS / name).read_bytes())
-    assert runs == []
-    assert problem.endswith("8 lines: a micro-step without the line of its step (fwd, bwd, step)")
 
 
 def micro(text: str) -> str:
@@ -231,11 +223,6 @@ def test_a_restart_in_the_middle_is_a_repeat(tmp_path: Path) -> None:
     assert [r.occurrence for r in rows if r.rank == 1] == [0, 0, 0, 1, 1, 1]
 
 
-def test_epochs_out_of_order_are_no_restart() -> None:
-    rows, _ = rows_of("0,3,13,0,1", "0,2,12,0,1", "0,1,11,0,1")
-    assert [row.occurrence for row in rows] == [0, 0, 0]
-
-
 def test_a_row_for_each_gpu_of_a_rank_is_one_epoch(tmp_path: Path) -> None:
     header = "Rank,Epoch,Computation_Time,GPU_ID,GPU_Name,GPU_Used_Mem_MB,GPU_Total_Mem_MB"
     lines = [f"0,{e},{10 + e},{g},G,{100 + g},8192" for e in (1, 2) for g in (0, 1, 2)]
@@ -243,13 +230,6 @@ def test_a_row_for_each_gpu_of_a_rank_is_one_epoch(tmp_path: Path) -> None:
     assert problems == []
     assert values(run, "epoch_s") == [11.0, 12.0]
     assert values(run, "memory_used_bytes") == [n * 2**20 for n in (100, 101, 102)] * 2
-
-
-def test_a_row_for_each_gpu_without_a_rank_is_a_rank_each() -> None:
-    rows, _ = rows_of("1,11,0", "1,12,1", "2,13,0", "2,14,1", header="Epoch,Epoch_Time,GPU_ID")
-    assert [(r.rank, r.epoch, r.duration_s) for r in rows] == [
-        (0, 1, 11), (1, 1, 12), (0, 2, 13), (1, 2, 14),
-    ]  # fmt: skip
 
 
 def test_two_times_of_one_epoch_are_refused_by_line() -> None:
@@ -286,15 +266,6 @@ def test_parts_of_an_epoch_are_not_taken_for_the_whole() -> None:
 def test_a_row_that_says_nothing_is_skipped_with_its_reason(line: str, reason: str) -> None:
     rows, problems = rows_of("0,1,10,0,1", line)
     assert (len(rows), problems) == (1, [f"line 3: {reason}"])
-
-
-def test_many_lines_of_one_reason_are_counted() -> None:
-    _, problems = rows_of("0,1,10,0,1", *["x,1,1,1,1"] * 40, "0,2")
-    reason = "rank, epoch or time is not a number"
-    assert problems == [
-        f"line 3: {reason}", f"line 4: {reason}", f"line 5: {reason}", "line 43: 2 of 5 columns",
-        f"37 more lines: {reason}", "41 lines were skipped in all",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -342,15 +313,6 @@ def test_any_text_is_rows_or_one_line_of_error(text: str) -> None:
         except ResultsError as error:
             problems = [str(error)]
         assert not any("\n" in problem for problem in problems)
-
-
-def test_lines_are_written_at_the_pace_of_their_times(tmp_path: Path) -> None:
-    name = "e05-mpirun-tag_2gpu.log"
-    (run,), _ = imported(tmp_path, name, (LOGS / name).read_bytes())
-    ends = [
-        s.start_s + s.duration_s for s in run.ranks[0] if isinstance(s, Span) and s.kind == "step"
-    ]
-    assert [b - a for a, b in pairwise(ends)] == pytest.approx([1.001] * 11)
 
 
 def test_a_rank_far_above_the_others_is_skipped_and_named():

@@ -96,13 +96,6 @@ def test_iso_times_are_read(tmp_path: Path, at: str) -> None:
     assert run.header.duration_s == 60.0
 
 
-@pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_blank_lines_and_a_byte_order_mark_are_passed_over(ending: str, tmp_path: Path) -> None:
-    text = "\ufeff" + ending.join([HEADER, "", row(0, 1, 5.0), "   ", row(0, 2, 6.0), ""])
-    rows, problems = parse_epoch_csv(text, tmp_path)
-    assert ([r.duration_s for r in rows], problems) == ([5.0, 6.0], [])
-
-
 def test_a_truncated_last_line_loses_itself_and_nothing_else(tmp_path: Path) -> None:
     whole = csv_text(row(0, 1, 5.0), row(0, 2, 712.5)).rstrip("\n")
     start = whole.rindex("\n") + 1
@@ -141,14 +134,6 @@ def test_importing_again_replaces_what_was_there(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in (tmp_path / "results").rglob("*") if p.is_file()} == files
     (run,) = imported(tmp_path, "log.csv", csv_text(row(0, 1, 5.0)))
     assert sorted(run.ranks) == [0]
-
-
-def test_logs_of_one_name_in_two_folders_both_stand(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "log.csv").write_text(csv_text(row(0, 1, 5.0)))
-    written, _ = import_logs([tmp_path / "a", tmp_path / "b"], tmp_path / "r", ImportFacts())
-    assert [path.name for path in written] == ["imported-a-log", "imported-b-log"]
 
 
 def test_files_of_other_kinds_are_named_and_do_not_stop_the_rest(tmp_path: Path) -> None:
@@ -203,12 +188,6 @@ def test_a_cut_deepspeed_line_is_named(tmp_path: Path) -> None:
         steps, problems = parse_deepspeed_log(text[:-cut], tmp_path)
         assert len(steps) == 2
         assert len(problems) == 1
-
-
-def test_microsteps_are_not_counted_beside_their_sum() -> None:
-    text = deepspeed_text(1) + STEP.format(second=1).replace("fwd:", "fwd_microstep:") + "\n"
-    steps, problems = parse_deepspeed_log(text, Path("x"))
-    assert (len(steps), problems) == (1, [])
 
 
 def test_kinds_are_told_by_content() -> None:

@@ -44,14 +44,6 @@ class Star:
                 spoke.receive(now_s)
 
 
-def test_ranks_that_beat_are_well():
-    star = Star()
-    for now_s in range(0, 60, 6):
-        star.beat(float(now_s))
-        assert star.hub.judge(now_s + 1.0) is None
-        assert all(spoke.judge(now_s + 1.0) is None for spoke in star.spokes.values())
-
-
 def test_a_silent_host_is_named_with_all_its_ranks_and_when_it_was_heard():
     star = Star()
     star.beat(1.0)
@@ -156,12 +148,6 @@ def test_a_rank_whose_program_is_stopped_for_too_long_is_named():
     assert fault.reason.startswith("rank 1 (b): its first process has been stopped (SIGSTOP")
 
 
-def test_parts_that_are_not_over_are_known():
-    star = Star()
-    star.beat(1.0, state={1: {"done": "run1"}, 2: {"done": "run0"}})
-    assert star.hub.unfinished("run1") == ["rank 2 (b)", "rank 3 (c)"]
-
-
 @pytest.mark.parametrize(
     "hello",
     [
@@ -209,14 +195,6 @@ def test_a_beat_waits_for_nothing_and_what_must_arrive_arrives_whole():
     assert found[0] == {"long": long}
     assert found[-1] == {"beat": 2}
     assert {"beat": 1} not in found
-
-
-@pytest.mark.parametrize("line", [b"\xff\xfe", b"[" * 5000, b"nul", b"3", b""])
-def test_a_line_that_is_no_object_is_an_empty_message(line):
-    ours, theirs = socket.socketpair()
-    receiver = Wire(theirs)
-    ours.sendall(line + b"\n")
-    assert receiver.receive() == [{}]
 
 
 def test_what_followed_from_another_ranks_fault_is_not_the_reason():

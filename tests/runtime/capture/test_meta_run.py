@@ -17,17 +17,6 @@ from harness.runtime.models import (
 )
 
 
-def two_layers() -> Task:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    return Task(model=model, inputs=(InputSpec(name="x", shape=(8,)),), n_classes=4)
-
-
-def test_the_first_layer_has_no_input_gradient():
-    # Forward 2 n (8 x 16 + 16 x 4); weight gradients the same; input gradient of layer 2 only.
-    forward, second = 2 * 10 * (8 * 16 + 16 * 4), 2 * 10 * 16 * 4
-    assert step_flops(two_layers(), 10) == (2 * forward + second, 0.0)
-
-
 def test_counting_without_memory_equals_counting_a_real_step():
     def build() -> Task:
         return build_task("lenet", fit_options("lenet", ModelOptions()))
@@ -36,14 +25,6 @@ def test_counting_without_memory_equals_counting_a_real_step():
     with FlopCounterMode(display=False) as counter:
         task.sum_loss(task.model(torch.randn(3, 1, 28, 28)), torch.tensor([1, 2, 3])).backward()
     assert step_flops(task, 3) == (counter.get_total_flops(), 0.0)
-
-
-def test_counting_leaves_the_model_alone():
-    task = two_layers()
-    before = [p.clone() for p in task.model.parameters()]
-    step_flops(task, 2)
-    assert all(torch.equal(a, b) for a, b in zip(before, task.model.parameters(), strict=True))
-    assert all(p.grad is None for p in task.model.parameters())
 
 
 def test_a_vit_step_counts_about_three_forwards():

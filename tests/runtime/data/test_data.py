@@ -40,11 +40,6 @@ def test_parts_sum_to_the_whole_and_are_within_one_of_exact(total, weights):
         assert abs(part - total * weight / sum(weights)) < 1
 
 
-def test_shares_follow_speed():
-    assert split_by_weight(10, [1, 1, 3]) == [2, 2, 6]
-    assert split_by_weight(7, [1, 1, 1, 1, 1]) == [2, 2, 1, 1, 1]
-
-
 @given(st.integers(1, 60), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.booleans())
 def test_every_epoch_gives_every_sample_to_one_rank(n_samples, shares, is_shuffled):
     plan = BatchPlan(n_samples=n_samples, shares=tuple(shares), is_shuffled=is_shuffled)
@@ -129,15 +124,6 @@ def test_a_synthetic_sample_depends_on_its_index_alone(tmp_path):
     assert together.targets[1] == apart.targets[0]
     other_seed = open_data("synthetic", options(tmp_path, n_samples=20, seed=1), IMAGES, 4)
     assert not torch.equal(other_seed.__getitems__([7]).inputs[0], apart.inputs[0])
-
-
-def test_prepared_samples_are_the_same(tmp_path):
-    data = open_data("synthetic", options(tmp_path, n_samples=20), IMAGES, 4)
-    drawn = data.__getitems__([3, 7])
-    data.prepare([2, 3, 7])
-    copied = data.__getitems__([3, 7])
-    assert torch.equal(drawn.inputs[0], copied.inputs[0])
-    assert torch.equal(drawn.targets, copied.targets)
 
 
 def test_samples_that_do_not_fit_in_the_host_run_out_of_memory(tmp_path):

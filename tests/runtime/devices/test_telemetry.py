@@ -21,8 +21,3 @@ def test_a_meter_that_a_card_lacks_leaves_the_others() -> None:
 def test_load_is_a_share_of_the_cores_that_a_rank_may_use(monkeypatch) -> None:
     monkeypatch.setattr("psutil.Process.cpu_percent", lambda self: 18.0)
     assert _cpu_reader(0.36)()["device_utilization_percent"] == pytest.approx(50)
-
-
-def test_another_error_is_not_hidden() -> None:
-    with pytest.raises(Refusal):
-        read_available({"power_w": refuse}, KeyError)

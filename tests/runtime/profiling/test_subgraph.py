@@ -13,7 +13,6 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.models import ModelOptions, build_task, fit_options
 from harness.runtime.profiling.shards import verify
 from harness.runtime.profiling.subgraph import (
-    LOSS,
     OperatorCall,
     Subgraph,
     steps_of,
@@ -109,17 +108,6 @@ def test_branches_operators_in_place_and_parameters_read_directly_have_their_gra
         assert torch.allclose(collected.found[named[name]], expected.grad, rtol=1e-12)
 
 
-def test_operators_have_their_names_parameters_and_whether_they_carry_gradients():
-    _, captured = captured_lenet()
-    steps = steps_of(captured, lambda output: output.sum())
-    assert [step.name for step in steps] == [*captured.nodes, LOSS]
-    assert [len(step.parameters) for step in steps[:3]] == [2, 0, 0]
-    assert all(step.is_carrying for step in steps)
-    for parameter in captured.module.parameters():
-        parameter.requires_grad_(False)
-    assert not any(step.is_carrying for step in steps_of(captured, lambda output: output.sum()))
-
-
 def test_values_are_those_that_are_read_later_and_carry_gradients_as_in_the_model():
     first, steps = steps_in_line([lambda x: x * 2, lambda x: x + 1, lambda x: x * 3])
     found = values_at(steps, 2, {first: torch.ones(2)})
@@ -129,33 +117,11 @@ def test_values_are_those_that_are_read_later_and_carry_gradients_as_in_the_mode
     assert list(values_at(steps, 0, {first: torch.ones(2)})) == [first]
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-def test_an_input_that_stands_three_times_gets_one_gradient():
-    module = Twice()
-    x = torch.ones(2, 3, 4, requires_grad=True)
-    call = OperatorCall(module.attention, (x, x, x), {}, tuple(module.parameters()))
-    assert len(call.wanted) == 1 + 4
-
-
 def test_saved_bytes_are_the_inputs_and_not_the_parameters():
     linear = nn.Linear(10, 3)
     x = torch.ones(4, 10, requires_grad=True)
     call = OperatorCall(linear, (x,), {}, tuple(linear.parameters()))
     assert verify(call, "linear", torch.enable_grad) == 4 * 10 * 4
-
-
-def test_what_is_run_once_by_itself_gets_inputs_of_its_own():
-    x = torch.tensor([-1.0, 2.0], requires_grad=True)
-    verify(OperatorCall(lambda x: x.mul_(2), (x,), {}), "double", torch.enable_grad)
-    assert x.tolist() == [-1.0, 2.0]
 
 
 def test_a_result_that_is_not_finite_is_no_measurement():

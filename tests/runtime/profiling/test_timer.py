@@ -110,16 +110,6 @@ def test_what_the_host_takes_is_not_the_gpus(forward_s):
     assert (found.forward_s, found.backward_s) == ([forward_s] * 4, [2.0] * 4)
 
 
-def test_more_samples_of_an_operator_are_added():
-    clock = FakeClock()
-    operators = timer(clock)
-    first = operators.measure(two_slow(clock), ["op0"])["op0"]
-    both = first + operators.measure(two_slow(clock), ["op1"])["op1"]
-    assert both.forward_s == [3.0] * 4 + [1.0] * 4
-    assert both.backward_s == [5.0] * 4 + [2.0] * 4
-    assert both.spread == pytest.approx(5.0 / 5.5)
-
-
 def test_pauses_are_shared_out_by_what_the_processor_computed():
     clock, computed = FakeClock(), FakeClock()
     # The process computes 3 s forward and 5 s backward; every forward pass is paused for 4 s.
@@ -159,11 +149,6 @@ def test_a_sample_is_the_mean_of_as_many_iterations_as_make_it_steady():
     found = timer(clock, shortest_s=75.0).measure(line([alternating]), ["op0"])["op0"]
     assert all(value == pytest.approx(2.0, abs=0.16) for value in found.forward_s)
     assert set(found.backward_s) == {5.0}
-
-
-def test_an_operator_without_gradient_has_no_backward():
-    subgraph = line([lambda x: x[:, :1]], x=torch.ones(2, 2).long())
-    assert timer(FakeClock()).measure(subgraph, ["op0"])["op0"].backward_s == [0.0] * 4
 
 
 def test_microbatches_go_forward_before_the_first_goes_backward():

@@ -121,11 +121,6 @@ def test_slurms_ranks_of_each_node_are_read():
         read_launch({**several, "SLURM_NODEID": "3"})
 
 
-def test_a_step_may_be_smaller_than_a_node_allows():
-    small = {name: text for name, text in SLURM.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
-    assert read_launch({**small, "SLURM_NTASKS_PER_NODE": "64"}).local_size == 5
-
-
 def test_a_rank_that_cannot_meet_the_others_does_not_run_alone():
     half = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
     with pytest.raises(LaunchError, match="RANK is '1' and WORLD_SIZE '4', but MASTER_ADDR is not"):
@@ -161,8 +156,3 @@ def test_any_environment_is_a_place_or_one_line_of_error(environ):
         assert 0 <= launch.rank < launch.size
         assert launch.local_rank >= 0
     assert "\n" not in message
-
-
-def test_a_list_of_no_nodes_is_refused_without_a_node_number():
-    with pytest.raises(LaunchError, match="has fewer nodes"):
-        read_launch({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x0)"})

@@ -50,11 +50,6 @@ def test_five_equal_ranks_all_work_in_columns_of_two_and_three():
     ]
 
 
-def test_a_slow_rank_gets_a_small_block_whatever_its_number():
-    tiles = split_square([4.0, 1.0, 4.0], 90)
-    assert [volume(tile) for tile in tiles] == [3600, 900, 3600]
-
-
 def half_perimeters(blocks):
     return sum(r1 - r0 + c1 - c0 for (r0, r1), (c0, c1) in blocks)
 
@@ -99,11 +94,6 @@ def test_panels_cover_k_once_and_cross_no_border(speeds, width):
     for start, stop in panels:
         assert stop - start <= width
         assert not any(start < border < stop for border in borders)
-
-
-def test_neighbouring_panels_have_different_owners():
-    blocks = split_square([1.0, 1.0], 64)
-    assert cut_panels(blocks, 64, 16) == [(0, 16), (32, 48), (16, 32), (48, 64)]
 
 
 @given(SPEEDS)

@@ -10,12 +10,12 @@ import torch
 
 from harness.domain.record import Sample, Span
 from harness.errors import ConfigError, VerificationError
-from harness.measure.clock import FakeClock, HostClock
+from harness.measure.clock import FakeClock
 from harness.measure.derive import matmul_table, summa_table
 from harness.runtime.devices.sampling import Budget
 from harness.workloads.matmul import local as matmul_local
 from harness.workloads.matmul.local import check_peak, time_product, unsupported_reason
-from harness.workloads.matmul.scaling import DistributedProduct, points_of, rank_counts
+from harness.workloads.matmul.scaling import rank_counts
 from harness.workloads.matmul.workload import MatmulConfig, matmul_cases, matmul_text, run_matmul
 
 CPU = torch.device("cpu")
@@ -42,10 +42,6 @@ def test_impossible_flags_are_refused_with_both_values(change, message):
         matmul_cases(replace(SMALL, **change), 3)
 
 
-def test_a_sound_configuration_is_one_run():
-    assert matmul_cases(SMALL, 3) == [SMALL]
-
-
 @pytest.mark.parametrize(
     ("size", "counts"),
     [(1, [1]), (5, [1, 2, 3, 4, 5]), (12, [1, 2, 3, 4, 5, 6, 7, 8, 12]),
@@ -53,21 +49,6 @@ def test_a_sound_configuration_is_one_run():
 )  # fmt: skip
 def test_scaling_runs_on_every_small_number_of_ranks_then_powers_of_two(size, counts):
     assert rank_counts(size) == counts
-
-
-def test_weak_scaling_keeps_the_work_of_each_rank():
-    points = points_of("weak", 1000, [1, 2, 5])
-    assert [point.size for point in points] == [1000, 1260, 1710]
-    for point in points:
-        # The size is a whole even number: at most one row off, three times in the cube.
-        assert point.flops / point.n_ranks == pytest.approx(2e9, rel=3 / 1000)
-
-
-def test_strong_scaling_keeps_the_product():
-    assert points_of("strong", 900, [1, 3]) == [
-        DistributedProduct(scaling="strong", n_ranks=1, size=900),
-        DistributedProduct(scaling="strong", n_ranks=3, size=900),
-    ]
 
 
 def test_a_rate_above_the_peak_is_an_error_that_names_both(monkeypatch):
@@ -107,17 +88,6 @@ def test_under_a_quota_a_sample_is_the_mean_of_several_products(monkeypatch):
     durations, operands = time_product(16, "fp32", CPU, clock, budget)
     assert durations == pytest.approx([0.004] * 3)
     assert torch.allclose(operands.c, operands.a @ operands.b)
-
-
-def test_without_a_quota_a_sample_is_one_product(monkeypatch):
-    monkeypatch.setattr(matmul_local, "shortest_sample_s", lambda device: 0.0)
-    n_calls = []
-    multiply = matmul_local._Operands.multiply
-    monkeypatch.setattr(
-        matmul_local._Operands, "multiply", lambda self: (n_calls.append(1), multiply(self))
-    )
-    time_product(16, "fp32", CPU, HostClock(), Budget(time_s=1e-9, n_min=4, n_warm_up=1))
-    assert len(n_calls) == 5
 
 
 @pytest.mark.parametrize("n_ranks", [1, 5])

@@ -194,13 +194,6 @@ def test_a_search_is_needed_again_where_code_or_measurements_changed(results, tm
     assert not need.is_met(tmp_path, here)
 
 
-def test_a_run_that_failed_plans_for_nobody(results, planned, tmp_path):
-    run = tmp_path / "1-train-a"
-    header = write_run(results, run, "train", key="same", status="crash")
-    write_plan(run, *planned)
-    assert find_plan(tmp_path, header, planned[0].made_for) is None
-
-
 def test_a_search_answers_its_own_question(results, planned, tmp_path):
     run, here = tmp_path / "1-search-a", results.launched_cluster(2)
     write_run(results, run, "search", config=config_json(QUESTION))

@@ -36,9 +36,3 @@ def test_what_a_step_goes_through_passes_through_the_cache_before_each_update(mo
     )
     assert flushed == [7e6] * 3
     assert seconds > 0
-
-
-def test_a_model_without_parameters_has_nothing_to_update():
-    nothing = TimedParameters([], 1.0)
-    options = OptimizerOptions(learning_rate=0.1)
-    assert optimizer_s_per_byte(nothing, options, torch.device("cpu")) == 0.0

@@ -21,9 +21,8 @@ from harness.plan.builders import ddp, single, tensor_parallel
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.costs import Costs
 from harness.runtime.capture.capture import capture, capture_model
-from harness.runtime.models import ModelOptions, build_task, fit_options
-from harness.runtime.profiling.subgraph import is_microbatch, stage_bounds, steps_of
-from harness.workloads.planning.profile_config import part_sizes, points_of, shard_counts
+from harness.runtime.profiling.subgraph import is_microbatch
+from harness.workloads.planning.profile_config import points_of
 from harness.workloads.profile import workload as profile
 from harness.workloads.profile.store import read_profile, with_whole_steps
 from harness.workloads.profile.workload import ProfileConfig, profile_cases, profile_text
@@ -65,28 +64,6 @@ def test_a_model_is_captured_where_it_is_measured(monkeypatch):
     assert set(captured_on) == {device}
     for model in (task.model, captured.module):
         assert {parameter.device for parameter in model.parameters()} == {device}
-
-
-def test_parts_have_every_size_that_a_cut_makes():
-    assert part_sizes(10, [1, 2, 3, 4]) == [10, 5, 4, 3, 2]
-    assert part_sizes(3, [4]) == []
-    assert shard_counts(1) == [1, 2, 3, 4, 8]
-    assert shard_counts(5) == [1, 2, 3, 4, 5, 8]
-    assert shard_counts(16) == [1, 2, 3, 4, 8, 16]
-
-
-@pytest.mark.parametrize("n_stages", [1, 2, 3, 5])
-def test_stages_follow_each_other_and_have_their_parts_of_the_flops(n_stages):
-    task = build_task("vgg16", fit_options("vgg16", ModelOptions(image_size=32)))
-    captured = capture(task, 8, "vgg16")
-    steps = steps_of(captured, lambda output: output.sum())
-    bounds = stage_bounds(steps, captured.graph, n_stages)
-    assert len(bounds) == n_stages
-    assert [end for _, end in bounds] == [*[begin for begin, _ in bounds[1:]], len(steps)]
-    flops = {op.name: op.forward_flops + op.backward_flops for op in captured.graph.operators}
-    own = [sum(flops.get(s.name, 0) for s in steps[begin:end]) for begin, end in bounds]
-    # As near as whole operators allow.
-    assert max(own) - min(own) <= 2 * max(flops.values())
 
 
 def test_a_part_of_a_batch_that_each_device_holds_less_of_is_a_microbatch():
@@ -299,13 +276,6 @@ def test_files_are_found_beside_results_that_moved(profiled):
     text = profile_text([profiled])
     assert "heaviest operators" in text
     assert f"--profile {profiled.path.parent / 'profile-lenet.json'} " in text
-
-
-def test_a_file_that_is_gone_costs_its_own_table_alone(profiled, tmp_path):
-    (tmp_path / "profile-lenet.json").unlink()
-    elsewhere = replace(profiled, path=tmp_path / "elsewhere" / "run")
-    gone = "lenet: profile file /gone/profile-lenet.json: No such file or directory"
-    assert profile_text([profiled, elsewhere]) == f"{gone}\n\n{gone}"
 
 
 def test_a_later_step_replaces_the_one_before():

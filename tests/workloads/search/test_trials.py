@@ -2,8 +2,6 @@
 
 import itertools
 
-import pytest
-
 from harness.workloads.search.trials import LEAST_ROUNDS, MOST_ROUNDS, places, race
 
 
@@ -46,29 +44,3 @@ def test_it_ends_when_it_is_late_after_the_first_rounds():
 
     found = race(racing([1.0, 1.1], [1.1, 1.0]), 2, is_late)
     assert [len(own) for own in found] == [LEAST_ROUNDS + 1] * 2
-
-
-def test_each_begins_in_turn():
-    order = []
-
-    def time_one(k):
-        order.append(k)
-        return 1.0
-
-    race(time_one, 3, lambda: True)
-    assert order[:12] == [0, 1, 2, 1, 2, 0, 2, 0, 1, 0, 1, 2]
-
-
-def test_a_slow_round_counts_for_nobody():
-    # All take three times as long in the third round, and the second racer is a half slower.
-    (first, second) = places([[1.0, 1.0, 3.0, 1.0], [1.5, 1.5, 4.5, 1.5]])
-    assert (first.index, second.index) == (0, 1)
-    assert (first.duration_s, second.duration_s) == pytest.approx((1.0, 1.5))
-
-
-def test_who_left_comes_after_those_who_stayed():
-    # The third was timed while all were slow, and takes three times the mean of those who stayed.
-    found = places([[2.0, 2.0, 1.0, 1.0, 1.0], [2.0, 2.0, 1.0, 1.0, 1.0], [6.0, 6.0]])
-    assert [place.index for place in found] == [0, 1, 2]
-    assert [place.duration_s for place in found] == pytest.approx([1.0, 1.0, 3.0])
-    assert [place.n_rounds for place in found] == [5, 5, 2]

@@ -48,11 +48,6 @@ def test_names_mean_what_planning_means_by_them(simulator):
         assert found == msgspec.structs.replace(strategy, made_for=made_for)
 
 
-def test_uneven_shares_are_those_of_the_engine(simulator):
-    found = build_strategy(replace(CASE, strategy="ddp"), simulator, [12, 8, 4])
-    assert found.operators["features.0"].partition == {"sample": [12, 8, 4]}
-
-
 def test_a_pipeline_has_a_stage_for_each_rank_in_the_order_of_the_model(simulator):
     found = built(simulator, microbatches=4)
     assert found.stage_devices() == [(0,), (1,), (2,)]
@@ -93,11 +88,6 @@ def test_fewer_stages_than_ranks_have_replicas(simulator):
 def test_an_interleaved_pipeline_gives_each_rank_two_stages(simulator):
     found = built(simulator, schedule="interleaved", microbatches=3)
     assert found.stage_devices() == [(0,), (1,), (2,)] * 2
-
-
-def test_every_stage_recomputes_where_asked_to(simulator):
-    found = built(simulator, recompute=True, microbatches=4)
-    assert [stage.recompute for stage in found.stages] == [True] * 3
 
 
 def test_a_schedule_that_cannot_take_the_numbers_says_which(simulator):

@@ -94,11 +94,6 @@ def test_seven_repeats_decide(make_run):
     assert told[0][0].startswith("pipeline on 2 against single on 1: faster (ratio 0.504")
 
 
-def test_schedules_are_rows_of_their_own(make_run):
-    runs = [make_run("pipeline", 0, schedule="gpipe"), make_run("pipeline", 1, schedule="1f1b")]
-    assert {row[1] for row in rows(runs)[1:3]} == {"pipeline-gpipe on 2", "pipeline on 2"}
-
-
 def test_microbatches_that_were_asked_for_are_rows_of_their_own(make_run):
     runs = [make_run("pipeline", 0, microbatches=8), make_run("pipeline", 1)]
     found = {row[1] for row in rows(runs)[1:3]}

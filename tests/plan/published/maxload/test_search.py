@@ -14,7 +14,6 @@ from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import validate
 from harness.errors import PlanError
 from harness.plan.costs import run
-from harness.plan.published.maxload.planner import stages_in_turn
 from harness.plan.published.maxload.problem import LoadProblem, Value, merge_free
 from harness.plan.published.maxload.search import search
 from harness.plan.report import result_lines
@@ -96,16 +95,6 @@ def test_contiguous_stages_are_optimal_and_free_ones_between_their_bounds(seed: 
     assert found.free.load_s == pytest.approx(least_s, rel=RELATIVE)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_operators_that_cost_nothing_do_not_change_the_least_load(seed: int) -> None:
-    problem = random_problem(random.Random(seed), 6, 3)
-    merged, members = merge_free(problem)
-    assert sorted(i for own in members for i in own) == list(range(6))
-    if problem.memory_bytes == math.inf:
-        for contiguous in (True, False):
-            assert least(merged, contiguous=contiguous) == least(problem, contiguous=contiguous)
-
-
 def test_a_sample_of_the_cuts_gives_a_plan_and_a_bound_below_the_optimum() -> None:
     rng = random.Random(3)
     values = [Value(0.5, (i, 11)) for i in range(11)]
@@ -147,19 +136,6 @@ def test_a_device_before_and_after_another_beats_contiguous_stages() -> None:
     assert found is not None
     assert found.contiguous.load_s == pytest.approx(6.1)
     assert found.free.load_s == pytest.approx(4.2)  # ends on one device, two values
-
-
-@pytest.mark.parametrize(
-    ("device_of", "stages"),
-    [
-        ([0, 0, 1, 1], [[0, 1], [2, 3]]),
-        ([1, 0, 1, 0], [[0], [1], [2], [3]]),
-        ([0, 1, 1, 0], None),  # nothing for device 1 in its second turn
-        ([2, 2, 2, 2], [[0, 1, 2, 3]]),
-    ],
-)
-def test_devices_take_stages_in_turn(device_of: list[int], stages: list[list[int]] | None) -> None:
-    assert stages_in_turn(chain([1.0] * 4, [], 3), device_of) == stages
 
 
 def request(n_devices: int, memory_bytes: float = 1e9) -> PlanRequest:

@@ -6,17 +6,13 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils import parametrizations
 
-from harness.domain.graph import Operator
 from harness.runtime.executor.gradients.deferred import (
     ImmediateSink,
     WeightQueue,
     backward_calls,
-    count_uses,
     defer,
-    is_worth_joining,
 )
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
-from harness.runtime.executor.shards.kinds import Wanted, make_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,53 +67,6 @@ def test_what_follows_a_deferred_layer_may_work_in_place():
         assert torch.equal(parameter.grad, gradient)
 
 
-@pytest.mark.parametrize(("module", "shape"), CASES)
-def test_what_waits_keeps_no_gradient_of_its_input(module, shape):
-    x, calls = torch.randn(shape, requires_grad=True), []
-    own = defer(module, WeightQueue(), GradientBuffers(), n_joined=2, calls=calls)
-    own(x).sum().backward()
-    assert not any(kept.requires_grad or kept.grad is not None for kept in calls[0])
-
-
-def test_flushing_a_microbatch_leaves_the_others():
-    module, queue = nn.Linear(3, 2), WeightQueue()
-    deferred = defer(module, queue, GradientBuffers())
-    first, second = torch.randn(4, 3), torch.randn(4, 3)
-    for microbatch, x in ((5, first), (6, second)):
-        with queue.filling(microbatch):
-            deferred(x).sum().backward()
-    queue.flush(6)
-    assert torch.equal(module.weight.grad, torch.ones(4, 2).t() @ second)
-    queue.flush(5)
-    both = torch.ones(4, 2).t() @ second + torch.ones(4, 2).t() @ first
-    assert torch.equal(module.weight.grad, both)
-
-
-def test_an_input_without_gradient_gets_none_and_the_weights_theirs():
-    module, queue = nn.Conv2d(1, 2, 3), WeightQueue()
-    x = torch.randn(1, 1, 5, 5)
-    defer(module, queue, GradientBuffers())(x).sum().backward()
-    assert x.grad is None
-    assert queue.flush() == [module.weight, module.bias]
-
-
-def test_frozen_weights_are_not_touched():
-    module, queue = nn.Linear(3, 2), WeightQueue()
-    module.weight.requires_grad_(False)
-    x = torch.randn(1, 3, requires_grad=True)
-    defer(module, queue, GradientBuffers())(x).sum().backward()
-    assert queue.flush() == [module.bias]
-    assert module.weight.grad is None
-    assert x.grad is not None
-
-
-def test_what_has_no_product_is_not_deferred():
-    queue = WeightQueue()
-    assert defer(nn.ReLU(), queue, GradientBuffers()) is None
-    assert defer(nn.BatchNorm2d(3), queue, GradientBuffers()) is None
-    assert defer(nn.Conv2d(1, 1, 3, padding="same"), queue, GradientBuffers()) is None
-
-
 @pytest.mark.parametrize(
     "normed", [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.spectral_norm]
 )
@@ -162,38 +111,6 @@ def test_joined_calls_give_their_gradients_with_the_last(module, shape):
     assert torch.equal(found[0], expected[0])
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-
-
-def test_modules_of_several_sizes_of_microbatch_join_their_calls():
-    module, queue, calls = nn.Linear(4, 2).double(), WeightQueue(), []
-    inputs = [torch.randn(n, 4, dtype=torch.float64) for n in (2, 3, 2)]
-    trained(module, inputs)
-    expected = module.weight.grad
-    module.zero_grad()
-    large, small = (
-        defer(module, queue, GradientBuffers(), n_joined=3, calls=calls) for _ in range(2)
-    )
-    trained(small, inputs[:1])
-    trained(large, inputs[1:2])
-    assert queue.flush() == []
-    trained(small, inputs[2:])
-    assert queue.flush() == list(module.parameters())
-    torch.testing.assert_close(module.weight.grad, expected)
-    graph = fx.Graph()
-    graph.output(graph.call_module("own", (graph.placeholder("x"),)))
-    segments = [fx.GraphModule({"own": own}, graph) for own in (large, small)]
-    uses = count_uses([(1, [[segments[0]]]), (2, [[segments[1]]])])
-    assert uses == {module.weight: 1, module.bias: 1}
-
-
-def test_what_is_large_beside_what_it_is_fed_is_worth_joining():
-    linear, conv = nn.Linear(512, 512), nn.Conv2d(256, 256, 3)
-    assert is_worth_joining(linear, linear.weight.nbytes)
-    assert not is_worth_joining(linear, linear.weight.nbytes + 1)
-    assert is_worth_joining(conv, 1)
-    assert not is_worth_joining(nn.Linear(511, 512), 1)
-    assert not is_worth_joining(nn.Linear(1024, 1024), 1)  # is added to in place
-    assert not is_worth_joining(nn.ReLU(), 1)
 
 
 def test_at_once_a_large_gradient_is_written_where_it_stays():
@@ -251,44 +168,3 @@ def test_under_autocast_another_use_of_the_weights_is_trained():
         module(module(x).detach()).float().sum().backward()
     for parameter, gradient in zip(module.parameters(), found, strict=True):
         assert torch.equal(parameter.grad, gradient)
-
-
-@pytest.mark.parametrize(
-    ("module", "shape", "input_shape"),
-    [
-        (nn.Linear(6, 5), {"sample": 4, "feature": 5}, {"sample": 4, "feature": 6}),
-        (
-            nn.Conv2d(3, 5, 3),
-            {"sample": 2, "feature": 5, "height": 3, "width": 3},
-            {"sample": 2, "feature": 3, "height": 5, "width": 5},
-        ),
-    ],
-)
-def test_a_deferred_shard_reads_the_parameter_that_it_shares(module, shape, input_shape):
-    root = fx.symbolic_trace(nn.Sequential(module))
-    node = next(n for n in root.graph.nodes if n.op == "call_module")
-    kind = "linear" if isinstance(module, nn.Linear) else "conv2d"
-    op = Operator(name="0", kind=kind, inputs=["x"], shape=shape)
-    block = tuple((0, 2) if dim == "feature" else (0, n) for dim, n in shape.items())
-    wanted = Wanted(input_shape, tuple((0, n) for n in input_shape.values()))
-    shard = make_shard(op, node, root, shape, block, [wanted])
-    queue = WeightQueue()
-    deferred = defer(shard, queue, GradientBuffers())
-    shared = nn.Parameter(torch.randn_like(shard.weight))
-    shard.weight = shared
-    x = torch.randn(*input_shape.values())
-    deferred(x).sum().backward()
-    assert queue.flush() == [shared, shard.bias]
-    expected = torch.autograd.grad(shard(x).sum(), [shared])[0]
-    assert torch.equal(shared.grad, expected)
-
-
-@pytest.mark.parametrize(("module", "shape"), CASES)
-def test_backward_calls_no_hook_of_a_deferred_parameter(module, shape):
-    module, called = copy.deepcopy(module), []
-    for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(called.append)
-    queue = WeightQueue()
-    trained(defer(module, queue, GradientBuffers()), [torch.randn(shape)], queue.flush)
-    assert not called
-    assert all(parameter.grad is not None for parameter in module.parameters())

@@ -68,18 +68,3 @@ def test_computing_again_draws_the_same_and_moving_on_draws_anew():
     state.seed, state.step = 2, 0
     masks.append(draw())
     assert all(not torch.equal(a, b) for k, a in enumerate(masks) for b in masks[:k])
-
-
-def test_nothing_is_dropped_in_evaluation():
-    x = torch.rand(*SHAPE.values())
-    shard = make(nn.Dropout(0.5).eval(), whole(), RandomState(0))
-    assert torch.equal(shard(x), x)
-
-
-def test_dropping_everything_leaves_zeros():
-    x = torch.rand(*SHAPE.values())
-    assert make(nn.Dropout(1.0), whole(), RandomState(0))(x).eq(0).all()
-
-
-def test_what_is_no_dropout_has_no_exact_dropout():
-    assert make(nn.ReLU(), whole(), RandomState(0)) is None

@@ -94,12 +94,6 @@ def test_every_group_has_the_timeout_of_the_plan(backend, monkeypatch):
     assert [ranks for ranks, _ in fabric.made] == [*pairs, [0, 1, 2], [0, 1]]
 
 
-def test_what_carries_nothing_has_no_group(monkeypatch):
-    fabric = Fabric(monkeypatch)
-    channels_of(FakeWorld("nccl"), [message(returns=False), message(1, 1, 2, goes=False)])
-    assert [ranks for ranks, _ in fabric.made] == [[0, 1], [2, 1]]
-
-
 def test_ranks_meet_in_each_group_as_it_is_made(monkeypatch):
     messages = [message(0, 0, 1), message(1, 1, 2), message(2, 0, 2)]
     used = []
@@ -113,12 +107,6 @@ def test_ranks_meet_in_each_group_as_it_is_made(monkeypatch):
     # Each group is met in by both of its ranks, and by all in the order of its making.
     assert [group for *_, group in used[1]] == [0, 2, 3, 5, 6]
     assert used[2] == [("recv", 0, 1), ("recv", 1, 3), ("send", 0, 4), ("send", 1, 5)]
-
-
-def test_gloo_needs_no_meeting(monkeypatch):
-    fabric = Fabric(monkeypatch)
-    channels_of(FakeWorld(), [message()], sums={(0, 1)})
-    assert fabric.used == []
 
 
 def test_more_groups_than_streams_are_refused_on_every_rank(monkeypatch):
