@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 # Several tests and their ranks share the cores; threads of one would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+    os.environ.setdefault(name, "1")
 
 # Tests run side by side, so an example's time says nothing.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from harness.domain.hostfile import Host, load_hostfile, parse_hostfile
 from harness.errors import HostfileError
@@ -51,10 +49,7 @@ def test_mpirun_allocates_the_same(text, tmp_path):
     done = subprocess.run(
         ["mpirun", "--hostfile", hostfile, "--display-map", "--do-not-launch", "true"],
         capture_output=True, text=True, timeout=120,
-        env={
-            **os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        },
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
     )  # fmt: skip
     nodes = re.findall(r"Data for node: (\S+)\s+Num slots: (\d+)", done.stdout)
     assert {name: int(slots) for name, slots in nodes} == TAKEN[text], done.stdout + done.stderr
@@ -174,32 +169,6 @@ def test_a_comment_may_be_in_any_encoding(tmp_path):
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_bytes("# Ger\u00e4te\na slots=1\n".encode("latin-1"))
     assert load_hostfile(hostfile) == [Host("a", 1)]
-
-
-def test_ten_thousand_hosts_are_read():
-    text = "".join(f"node{i} slots=8\n" for i in range(10_000))
-    hosts = parse_hostfile(text)
-    assert (len(hosts), hosts[-1]) == (10_000, Host("node9999", 8))
-
-
-_PIECES = [
-    *("a", "b.c", "10.0.0.1", "slots", "max_slots", "rank ", "2", "0", "#", "//", "=", " ", "\n"),
-    *(":", "@", "[", "-", ",", "\r", "\ufeff", "\u00b2", "\t", '"', "_", "."),
-]
-
-
-@given(st.lists(st.sampled_from(_PIECES) | st.characters(), max_size=30).map("".join))
-def test_any_text_is_hosts_or_one_line_of_error(text):
-    hosts: list[Host] = []
-    message = ""
-    try:
-        hosts = parse_hostfile(text)
-    except HostfileError as error:
-        message = str(error)
-    assert "\n" not in message
-    assert bool(hosts) != bool(message)
-    assert all(re.fullmatch("[A-Za-z0-9.-]+", host.name) for host in hosts)
-    assert all(host.slots is None or host.slots > 0 for host in hosts)
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -56,7 +56,3 @@ def test_the_users_choice_wins_and_a_missing_one_is_none():
 def test_loopback_is_taken_on_one_host_only():
     assert choose_interface(0, ["a", "a"], [[LO], [LO]], "lo") == LO
     assert choose_interface(0, ["a", "b"], [[LO, ethernet(1)], [LO, ethernet(2)]], "lo") is None
-
-
-def test_a_host_with_loopback_alone_has_none():
-    assert choose_interface(0, ["a", "b"], [[LO], [LO]]) is None

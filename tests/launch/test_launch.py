@@ -20,18 +20,11 @@ pytestmark = pytest.mark.mpi
 
 
 def mpirun(n_ranks, *arguments, timeout_s=120):
-    environ = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",
-    }
     launcher = Path(sys.executable).with_name("mpirun")
     command = [str(launcher), "--oversubscribe", "-np", str(n_ranks), *AGENT, sys.executable]
     return subprocess.run(
         [*command, "-m", "mpi4py", *map(str, arguments)],
-        env=environ,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -21,11 +21,10 @@ LENET = ("--model", "lenet", "--batch-size", "64", "--steps", "4", "--warm-up", 
 def run(results: Path, *words: str, n_ranks: int = 1) -> list:
     """The runs of a workload."""
     # All ranks on the first GPU, however many there are.
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     launch = [] if n_ranks == 1 else [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks)]
     done = subprocess.run(
         [*launch, str(ROOT / "entry.sh"), *words, "--results", str(results)],
-        env={**os.environ, **as_root, "CUDA_VISIBLE_DEVICES": "0"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
         capture_output=True,
         text=True,
         timeout=280,

@@ -136,23 +136,6 @@ def test_a_file_whose_writing_fails_stays_and_nothing_else_does(tmp_path):
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [(path.name, "old")]
 
 
-def test_the_last_header_leaves_no_reserve(tmp_path):
-    write_header(tmp_path, HEADER)
-    assert len(list(tmp_path.iterdir())) == 2
-    ended = msgspec.structs.replace(HEADER, status="crash", reason="x" * 1000)
-    write_header(tmp_path, ended)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-    assert read_header(tmp_path) == ended
-
-
-def test_a_header_that_outgrows_its_reserve_is_whole(tmp_path):
-    write_header(tmp_path, HEADER)
-    ended = msgspec.structs.replace(HEADER, status="crash", reason="x" * 1_000_000)
-    write_header(tmp_path, ended)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-    assert read_header(tmp_path) == ended
-
-
 def test_a_file_system_that_reserves_nothing_holds_runs(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")

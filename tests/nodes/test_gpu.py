@@ -51,20 +51,6 @@ def test_an_h200_under_a_new_driver_is_read(smi_xml: Xml) -> None:
     assert gpu.capability is None
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure "
-        "that the latest NVIDIA driver is installed and running.",
-        "Failed to initialize NVML: Driver/library version mismatch",
-        "No devices were found",
-    ],
-)
-def test_a_missing_driver_is_told_in_nvidia_smis_words(words: str) -> None:
-    facts = facts_of(words, returncode=9)
-    assert (facts.smi_error, facts.gpus) == (words, ())
-
-
 def test_a_hanging_nvidia_smi_and_broken_xml_are_errors(smi_xml: Xml) -> None:
     assert facts_of("<?xml", returncode=124).smi_error == "nvidia-smi did not answer in time"
     (gpu,) = facts_of(smi_xml("h200")[:900]).gpus

@@ -14,7 +14,6 @@ from harness.nodes.mpi import (
     explain_mpirun,
     find_mpirun,
     mpi_command,
-    parse_hello,
     run_hello,
 )
 from harness.nodes.session import remote_text
@@ -91,12 +90,6 @@ def test_the_hello_leaves_the_same_bridges_out_as_entry_sh(tmp_path: Path) -> No
     names: dict[str, Callable[[str], list[str]]] = {}
     exec(program, names)
     assert names["inner_bridges"](str(tmp_path)) == ["br-1"]
-
-
-def test_rank_zeros_line_is_found_among_others() -> None:
-    text = 'banner\n@harness:hello {"size": 2, "names": ["a", "b"]}\n'
-    assert parse_hello(text) == ("a", "b")
-    assert parse_hello("banner\n") == ()
 
 
 def test_mpiruns_telling_sentence_is_found() -> None:

@@ -4,7 +4,6 @@ import pytest
 
 from harness.nodes.facts import Disk, Route
 from harness.nodes.parse import (
-    parse_cpu_list,
     parse_disks,
     parse_facts,
     parse_limits,
@@ -114,18 +113,6 @@ def test_a_probe_cut_off_anywhere_still_parses(length: int) -> None:
     parse_facts(TEXT[:length])
 
 
-def test_text_before_the_first_mark_is_dropped() -> None:
-    assert list(split_sections("motd\n@harness:a\nx\n@rc=3\n")) == ["a"]
-    assert split_sections("@harness:a\nx\n@rc=3\n")["a"].returncode == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "count"), [("0-3,8", 5), ("7", 1), ("0-1", 2), ("", None), ("nonsense", None)]
-)
-def test_cores_of_a_list_are_counted(text: str, count: int | None) -> None:
-    assert parse_cpu_list(text) == count
-
-
 def test_the_tightest_limit_of_all_levels_counts() -> None:
     lines = ["cpu.max 50000 100000", "cpu.max 20000 100000", "cpu.max -1 100000", "memory.max max"]
     assert parse_limits(lines) == (0.2, None)
@@ -169,13 +156,3 @@ def test_routes_of_iproute2_and_busybox_are_read() -> None:
 )
 def test_mpi_implementations_are_told_apart(text: str, name: str) -> None:
     assert parse_mpi(split_sections(f"@harness:mpirun\n{text}")["mpirun"]) == name
-
-
-@pytest.mark.parametrize("line", ["1 " * 10**6, " " * 10**6 + "dev", "a" * 10**6 + " dev"])
-def test_long_lines_of_routes_are_passed_over(line: str) -> None:
-    assert parse_routes([line]) == ()
-
-
-def test_a_version_of_mpi_is_looked_for_in_its_first_lines_alone() -> None:
-    text = "@harness:mpirun\n" + "HYDRA\n" * 10**5 + "@rc=0"
-    assert parse_mpi(split_sections(text)["mpirun"]) == "HYDRA"

@@ -72,23 +72,6 @@ def fake_bin(tmp_path: Path, **programs: str) -> str:
     return f"{directory}:{os.environ['PATH']}"
 
 
-def test_nvidia_smi_is_asked_for_its_state_and_capability(tmp_path: Path, smi_xml) -> None:
-    (tmp_path / "smi.xml").write_text(smi_xml("rtx3070"))
-    body = (
-        f'case $1 in -q) cat {tmp_path}/smi.xml ;; *) echo "GPU-3a1f0c52-6a4e-9d1b-1c7f-'
-        '7a7a2f6a0b11, 8.6" ;; esac'
-    )
-    text = run_probe(script(order(tmp_path)), ["sh"], fake_bin(tmp_path, nvidia_smi=body))
-    (gpu,) = parse_facts(text).gpu.gpus
-    assert (gpu.name, gpu.capability) == ("NVIDIA GeForce RTX 3070", (8, 6))
-
-
-def test_a_failing_nvidia_smi_is_reported_in_its_words(tmp_path: Path) -> None:
-    path = fake_bin(tmp_path, nvidia_smi="echo 'NVIDIA-SMI has failed because of you'; exit 9")
-    facts = parse_facts(run_probe(script(order(tmp_path)), ["sh"], path))
-    assert facts.gpu.smi_error == "NVIDIA-SMI has failed because of you"
-
-
 def test_a_hanging_command_costs_its_limit_and_not_the_rest(tmp_path: Path) -> None:
     path = fake_bin(tmp_path, df="exec sleep 60")
     start_s = time.monotonic()

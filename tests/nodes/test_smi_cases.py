@@ -7,8 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from harness.nodes.facts import Facts
 from harness.nodes.findings import Status
@@ -155,49 +153,6 @@ def test_with_cards_on_the_bus_no_devices_are_critical_and_torch_is_unknown(host
         CRITICAL, "nvidia-smi: No devices were found (status 6)",
     )  # fmt: skip
     assert (cuda.status, cuda.detail) == (Status.UNKNOWN, "nvidia-smi fails: see gpu")
-
-
-_PIECES = [
-    "<",
-    ">",
-    "</gpu>",
-    "<gpu id=",
-    "N/A",
-    "²",
-    "ERR!",
-    "9" * 5000,
-    "1e999",
-    "-1",
-    "\x00",
-    "&",
-]
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    at=st.lists(st.tuples(st.integers(0, len(ONE_GPU)), st.integers(0, 40)), max_size=4),
-    pieces=st.lists(st.sampled_from(_PIECES) | st.text(max_size=5), min_size=4, max_size=4),
-)
-def test_whatever_nvidia_smi_prints_is_judged(hosts, at, pieces) -> None:
-    text = ONE_GPU
-    for (start, length), piece in zip(at, pieces, strict=False):
-        text = text[:start] + piece + text[start + length :]
-    survey = hosts(1).facts(0, gpu=gpu_of(text))
-    assert survey.judge("gpu", 0)
-    assert survey.judge("cuda", 0)
-
-
-@given(
-    st.lists(
-        st.sampled_from(
-            ["hostname", "memory", "cgroup", "disk", "links", "net_dev", "net_sys", "routes",
-             "load", "cpus_allowed", "versions", "torch_cuda", "mpirun", "compute_capability",
-             "own_name", "addresses", "os", "gpu_users", "python", "shell"]
-        ).flatmap(lambda name: st.text(max_size=40).map(lambda text: f"@harness:{name}\n{text}\n"))
-    ).map("".join)
-)  # fmt: skip
-def test_whatever_a_host_prints_becomes_facts(text) -> None:
-    parse_facts(text)
 
 
 @pytest.mark.parametrize(

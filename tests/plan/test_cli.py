@@ -249,16 +249,6 @@ def test_unprofiled_hardware_is_estimated_from_its_matmul_rate(
     assert json.loads(capsys.readouterr().out)["predicted_step_s"] == pytest.approx(3e-3)
 
 
-@pytest.mark.parametrize("flag", [[], ["--dot"]])
-def test_show_prints_a_graph(
-    chain: Path, flag: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["show", str(chain), *flag]) == 0
-    out = capsys.readouterr().out
-    assert ('"c" -> "d";' in out) == bool(flag)
-    assert ("graph chain: 4 operators" in out) == (not flag)
-
-
 def test_show_tells_files_by_their_content(
     chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,15 +330,6 @@ def test_convert_carries_a_strategy_there_and_back(
     back = ["--to", "flexflow-console", "--output", str(tmp_path / "b.txt"), *flags]
     assert main(["convert", str(tmp_path / "s"), *back]) == 0
     assert (tmp_path / "b.txt").read_text() == CONSOLE
-
-
-def test_convert_without_the_graph_asks_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text(CONSOLE)
-    assert main(["convert", str(tmp_path / "a.txt"), "--output", str(tmp_path / "s")]) == 2
-    assert "needs --graph FILE" in capsys.readouterr().err
-    assert not (tmp_path / "s").exists()
 
 
 def test_a_search_starts_from_a_file_of_another_project(

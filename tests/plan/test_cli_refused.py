@@ -134,30 +134,6 @@ def test_convert_refuses_a_strategy_that_does_not_fit(tmp_path: Path, refused: R
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        '"schema": "harness-graph", "name": "caf\u00e9"',
-        '"schema": "harness-profile", "model": "caf\u00e9"',
-        '"schema": "harness-cluster", "nodes": [{"name": "caf\u00e9"}]',
-        '"schema": "harness-strategy", "name": "caf\u00e9"',
-    ],
-)
-def test_json_that_is_no_text_is_refused(text: str, tmp_path: Path, refused: Refuse) -> None:
-    path = tmp_path / "latin.json"
-    path.write_bytes(f"{{{text}}}".encode("latin-1"))
-    assert "latin.json is not UTF-8 in b'caf\\xe9': save it as UTF-8 text" in refused("show", path)
-
-
-def test_a_graph_that_is_no_text_is_refused(tmp_path: Path, refused: Refuse) -> None:
-    path = tmp_path / "latin.txt"
-    path.write_bytes("caf\u00e9 -- Linear() -- forward_compute_time=1.0".encode("latin-1"))
-    assert "latin.txt is not UTF-8 at byte 3" in refused("show", path)
-    output = ("--output", tmp_path / "out")
-    strategy = strategy_file(tmp_path)
-    assert "latin.txt is not UTF-8" in refused("convert", strategy, "--graph", path, *output)
-
-
-@pytest.mark.parametrize(
     ("flag", "now"),
     [("--batch", "--batch-size"), ("--budget=9", "--search-budget"), ("--seconds", "--search-s")],
 )

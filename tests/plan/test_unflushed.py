@@ -101,9 +101,3 @@ def test_a_version_of_the_weights_is_kept_for_each_microbatch_in_flight():
     found, flushed = run(4, TWO_STAGES)
     kept = {name: found.memory_bytes[name] - n for name, n in flushed.memory_bytes.items()}
     assert kept == {"node0:0": 2 * 10, "node0:1": 20}
-
-
-def test_a_device_without_a_stage_has_no_part_in_it():
-    found, _ = run(2, TWO_STAGES, n_devices=3)
-    assert found.step_s == pytest.approx(12.0, abs=1e-9)
-    assert [span.kind for span in found.spans[2]] == ["step"]

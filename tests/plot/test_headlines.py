@@ -42,17 +42,6 @@ def test_strategies_of_unlike_clusters_are_not_one_comparison(
     assert all(answer.rows[1][1].against == "single on 1" for answer in found)
 
 
-def test_a_strategy_without_a_result_keeps_its_row(planned: Path) -> None:
-    first = answers(catalog_of(planned))[0]
-    rows = {row.strategy: row for _, row in first.rows}
-    tensor = rows["tensor on 5"]
-    assert (tensor.step_s, tensor.failures, tensor.n_started) == ((), ("oom",), 1)
-    assert strategies(first)[0] == "single on 1"
-    assert len(rows["ddp on 5"].step_s) == 2
-    assert first.sentence.startswith("No verdict yet: ")
-    assert first.sentence.endswith("tensor failed (out of memory).")
-
-
 def test_without_two_strategies_of_one_cell_there_is_no_comparison(
     tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
 ) -> None:

@@ -154,31 +154,6 @@ def test_samples_of_the_repository_do_not_stand_beside_own_runs(
     assert [row["strategy"] for row in rows] == ["pipeline"]
 
 
-def test_half_written_and_foreign_files_are_skipped_and_named(
-    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = tmp_path / "results"
-    shutil.copytree(comparison, root)
-    records = root / "single" / "rank0.jsonl"
-    with records.open("ab") as file:
-        file.write(b'{"type":"span","kind":"forw')
-    (root / "notes.docx").write_bytes(b"\xff\xfe\x00")
-    (root / "half").mkdir()
-    (root / "half" / "run.json").write_text('{"schema": "harness-run", "ver')
-    (root / "future").mkdir()
-    (root / "future" / "run.json").write_text('{"schema": "harness-run", "version": 99}')
-    assert plot(root, "--out", tmp_path / "plots", "--only", "throughput") == 0
-    captured = capsys.readouterr()
-    n_lines = len(records.read_bytes().splitlines())
-    page = Page((tmp_path / "plots" / "report.html").read_text())
-    for text in (captured.err, page.text):
-        assert "rank0.jsonl: line " + str(n_lines) in text
-        assert "notes.docx: not a run's directory" in text
-        assert "half" in text
-        assert "has schema harness-run version 99" in text
-    assert captured.out.splitlines()[-1] == f"report: {tmp_path / 'plots' / 'report.html'}"
-
-
 def test_hostile_names_stay_text(
     tmp_path: Path, write: Any, header: Any, cluster: Any, trained: Any, configured: Any
 ) -> None:

@@ -11,7 +11,7 @@ from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.record import Record, Span, SpanKind
 from harness.domain.run import RunHeader
 from harness.measure.derive import pipeline_summary
-from harness.measure.derive.pipeline import idle_shares, pass_of, stage_seconds
+from harness.measure.derive.pipeline import pass_of
 from harness.measure.store import Run
 
 
@@ -129,13 +129,6 @@ def test_the_slowest_replica_stands_for_its_stage() -> None:
     assert (summary.stages[0].forward_s, summary.stages[0].backward_s) == (3, 6)
 
 
-def test_a_rank_without_a_stage_does_not_count() -> None:
-    idle = [("step", {}, 0, 10), ("optimizer", {}, 0, 1)]
-    summary = pipeline_summary(make_run(spans(RANK0), spans(RANK1), spans(idle)))
-    assert summary is not None
-    assert set(summary.bubble_by_rank) == {0, 1}
-
-
 def test_steps_that_a_rank_never_ended_are_left_out() -> None:
     unfinished = spans([line for line in RANK1 if line[0] != "step"], n_steps=2)[-6:]
     summary = pipeline_summary(make_run(spans(RANK0, n_steps=2), [*spans(RANK1), *unfinished]))
@@ -157,10 +150,3 @@ def test_a_pass_is_the_kind_unless_the_span_says_more() -> None:
     assert found("backward", **at(12, 7, pass_="weights")) == "backward"
     assert found("communication", operator="conv1", microbatch=7, pass_="backward") is None
     assert found("optimizer") is None
-
-
-def test_names_are_not_read_and_spans_without_a_stage_are_of_none() -> None:
-    named = [("step", {}, 0, 10), ("backward", {"name": at(0, 0)}, 0, 4)]
-    assert stage_seconds(spans(named)) == {}
-    assert pipeline_summary(make_run(spans(named), spans(RANK1))) is None
-    assert idle_shares([Span(kind="step", step=0, start_s=0, duration_s=1)]) == {}

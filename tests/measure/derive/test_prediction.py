@@ -231,12 +231,6 @@ def test_predicted_stages_are_one_microbatchs_as_the_measured_ones() -> None:
     assert first.recompute_s == 0
 
 
-def test_predicted_recomputation_is_told_apart() -> None:
-    first, second = predicted_stages(simulated(recompute=True)[1])
-    assert (first.forward_s, first.recompute_s) == (pytest.approx(2), pytest.approx(2))
-    assert second.recompute_s == 0
-
-
 def test_memory_is_matched_by_host_and_place_on_it() -> None:
     _, prediction = simulated()
     peak = Sample(metric="memory_peak_bytes", value=500, labels={"kind": "rss"})

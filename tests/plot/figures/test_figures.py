@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from harness.measure.derive import PHASES
 from harness.measure.store import find_runs, read_results
 from harness.plot.catalog import (
     Catalog,
@@ -76,52 +75,11 @@ def test_every_figure_keeps_the_run_that_is_not_ok(
     assert failed[numbers].isna().all()
 
 
-def test_throughput_is_global_batch_over_median_step(catalog: Catalog) -> None:
-    table = table_of("throughput", catalog)
-    single = row_of(table, strategy="single")
-    # data 2 ms, copy 1 ms, compute 100 ms, optimizer 4 ms; noise of 1 % around it
-    assert single["throughput_samples_per_s"] == pytest.approx(32 / 0.107, rel=0.01)
-    assert single["low_samples_per_s"] < single["throughput_samples_per_s"]
-    assert single["n_devices"] == 1
-
-
 def test_repeats_merge_into_one_row(catalog: Catalog) -> None:
     table = table_of("throughput", catalog)
     ddp = row_of(table, strategy="ddp", batch=160)
     assert ddp["n_repeats"] == 3
     assert ddp["per_device_samples_per_s"] == ddp["throughput_samples_per_s"] / 5
-
-
-def test_whiskers_of_few_values_are_said_to_be_their_range(catalog: Catalog) -> None:
-    figure = load_figure("throughput")
-    table = figure.table(catalog)
-    assert row_of(table, strategy="ddp", batch=160)["n_values"] == 3  # repeats
-    assert row_of(table, strategy="single")["n_values"] == 40  # steps
-    drawn = image_bytes(figure, table, "svg")[0]
-    assert drawn.count(b"(range of 3)") == 2
-    assert b"(range of 40)" not in drawn
-    for name in ("throughput", "pipeline_bubble", "memory_bandwidth", "bandwidth", "scaling"):
-        assert "fewer than 8 values show their range" in load_figure(name).caption
-
-
-def test_mfu_of_measured_peak_uses_the_matmul_run_beside_it(catalog: Catalog) -> None:
-    single = row_of(table_of("throughput", catalog), strategy="single")
-    flops_per_s = 2.5e10 * single["throughput_samples_per_s"]
-    best = 1.6e13 * 4096 / (4096 + 400)  # the median device's largest size
-    assert single["mfu_of_measured_peak"] == pytest.approx(flops_per_s / best, rel=1e-6)
-    assert single["mfu"] == pytest.approx(flops_per_s / 2.03e13, rel=1e-6)
-
-
-def test_phases_sum_to_the_step(catalog: Catalog) -> None:
-    table = table_of("step_breakdown", catalog)
-    ok = table[table["status"] == "ok"]
-    phases = [f"{phase}_s" for phase in PHASES]
-    assert ok[phases].sum(axis=1).to_numpy() == pytest.approx(ok["step_s"].to_numpy())
-    single = row_of(ok, strategy="single")
-    assert single["exposed_communication_s"] == 0
-    pipeline = row_of(ok, strategy="pipeline")
-    assert pipeline["exposed_communication_s"] == pytest.approx(0.03, rel=0.05)
-    assert pipeline["overlap"] == pytest.approx(1 / 3, rel=0.01)  # half as long before as after
 
 
 def test_scaling_holds_the_batch_or_the_batch_per_device(catalog: Catalog) -> None:
@@ -178,29 +136,6 @@ def test_memory_is_the_highest_ranks(catalog: Catalog) -> None:
     row = row_of(table[table["strategy"] == "pipeline"], kind="allocated")
     assert row["peak_bytes"] == pytest.approx(3.5 * 2**30)
     assert (row["rank"], row["device_bytes"]) == (4, 8 * 2**30)
-
-
-def test_matmul_has_a_row_per_device_dtype_and_size(catalog: Catalog) -> None:
-    table = table_of("matmul", catalog)
-    assert len(table) == 5 * 2 * 5
-    slow = row_of(table, rank=4, dtype="fp32", n=4096)
-    assert slow["flops_per_s"] == pytest.approx(0.8 * 1.6e13 * 4096 / 4496)
-    assert not table["is_above_peak"].any()
-    assert len(load_figure("matmul").report_table(table)) == 5 * 2
-
-
-def test_memory_bandwidth_has_both_kernels_of_every_device(catalog: Catalog) -> None:
-    table = table_of("memory_bandwidth", catalog)
-    assert len(table) == 5 * 2
-    slow = row_of(table, rank=4, kernel="copy")
-    assert slow["traffic_bytes_per_s"] == pytest.approx(2 * 0.8 * 4e11)
-
-
-def test_summa_efficiency_is_against_measured_local_peaks(catalog: Catalog) -> None:
-    row = row_of(table_of("summa", catalog), scaling="strong")
-    local = 4096 / 4496 * 1.6e13  # all five count with the median device's peak
-    assert row["efficiency"] == pytest.approx(0.7 * 4.8 * 1.6e13 / (5 * local))
-    assert row["exposed_communication_s"] == pytest.approx(0.2 * row["time_s"])
 
 
 def test_bandwidth_carries_the_limit_of_the_link(catalog: Catalog) -> None:

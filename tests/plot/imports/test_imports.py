@@ -76,15 +76,6 @@ def test_weak_scaling_logs_train_a_share_on_each_device(tmp_path: Path) -> None:
     assert derive.training_summary(run).n_samples == 10_000
 
 
-def test_columns_are_found_by_name_in_any_order(tmp_path: Path) -> None:
-    text = "note,epoch,RANK,computation time\n\n,1,0,5.5\nx,2,0,6.5\n"
-    facts = {"device_kind": "A100", "device_memory": "40GiB"}
-    (run,) = imported(tmp_path, "epochs.csv", text, **facts)
-    assert epoch_values(run, 0) == [5.5, 6.5]
-    assert run.header.ranks[0].device_kind == "A100"
-    assert run.header.start_utc == ""
-
-
 @pytest.mark.parametrize(
     "at",
     ["2024-11-17T20:00:00", "2024-11-17T20:00:00.000", "2024-11-17T20:00:00Z",
@@ -107,23 +98,6 @@ def test_a_truncated_last_line_loses_itself_and_nothing_else(tmp_path: Path) -> 
             assert (rows[1].duration_s, rows[1].temperature_c) == (712.5, None)
         else:
             assert problems[0].startswith("line 3: ")
-
-
-def test_garbage_in_a_line_is_named_and_skipped(tmp_path: Path) -> None:
-    text = csv_text(row(0, 1, 5.0), "a,b,c,d,e,f,g,h,i,j,k", row(0, 2, -1.0), row(0, 3, 7.0))
-    rows, problems = parse_epoch_csv(text, tmp_path)
-    assert [r.epoch for r in rows] == [1, 3]
-    assert [p.partition(":")[0] for p in problems] == ["line 3", "line 4"]
-
-
-def test_an_appended_training_is_a_repeat(tmp_path: Path) -> None:
-    text = csv_text(row(0, 1, 5.0), row(0, 2, 6.0)) + csv_text(row(0, 1, 7.0), row(0, 2, 8.0))
-    runs = imported(tmp_path, "a_1gpu.csv", text)
-    by_repeat = {run.header.repeat: epoch_values(run, 0) for run in runs}
-    assert by_repeat == {0: [5.0, 6.0], 1: [7.0, 8.0]}
-    assert runs[0].header.key == runs[1].header.key
-    table = load_figure("throughput").table(read_catalog(*find_runs(tmp_path / "results")))
-    assert list(table["n_repeats"]) == [2]
 
 
 def test_importing_again_replaces_what_was_there(tmp_path: Path) -> None:

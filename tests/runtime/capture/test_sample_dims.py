@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from harness.runtime.capture.capture import capture
-from harness.runtime.capture.sample_dims import is_cut_by_samples, named_shape, sample_dims
+from harness.runtime.capture.sample_dims import is_cut_by_samples, sample_dims
 from harness.runtime.models import InputSpec, Task
 
 
@@ -20,14 +20,6 @@ def test_at_one_batch_size_the_first_dim_counts_samples_if_the_batch_divides_it(
     assert sample_dims((8, 3), None, 4) == (0,)
     assert sample_dims((6, 4), None, 4) == ()
     assert sample_dims((), None, 4) == ()
-
-
-def test_samples_are_named_in_their_place():
-    assert named_shape((4, 5, 6), (0,)) == {"sample": 4, "seq": 5, "feature": 6}
-    assert list(named_shape((5, 4, 6), (1,)).items()) == [("seq", 5), ("sample", 4), ("feature", 6)]
-    assert named_shape((5, 6), ()) == {"seq": 5, "feature": 6}
-    assert named_shape((5,), ()) == {"feature": 5}
-    assert named_shape((4, 1, 1, 1, 1, 1), (0,)) == {}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from harness.measure.clock import FakeClock
-from harness.runtime.devices.memory import CacheFlush, last_cache_bytes
 from harness.runtime.devices.sampling import Budget, clock_for, take_samples
 
 DEVICE = torch.device("cuda", 1)
@@ -59,13 +58,3 @@ def test_samples_are_durations_after_the_warm_up():
     found = take_samples(sample, clock, Budget(time_s=1.0, n_min=2, n_warm_up=2))
     assert found == [0.25] * 4
     assert len(calls) == 6
-
-
-def test_this_host_has_a_cache_to_flush():
-    import torch
-
-    n_bytes = last_cache_bytes(torch.device("cpu"))
-    assert 1 << 18 <= n_bytes <= 256 << 20
-    flush = CacheFlush(torch.device("cpu"))
-    flush()
-    assert flush.n_bytes == n_bytes

@@ -60,18 +60,6 @@ class OwnLinear(torch.autograd.Function):
         return grad @ weight, grad.t() @ x, grad.sum(0)
 
 
-class NormedGradient(torch.autograd.Function):
-    """Divides the gradient by its norm over all samples."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad / grad.norm()
-
-
 class Net(nn.Module):
     """Three linear layers; subclasses say what happens between them."""
 
@@ -95,51 +83,12 @@ class Functions(Net):
         return Reverse.apply(y, 0.5) * gate + self.second(x)
 
 
-class MixingFunction(Net):
-    def middle(self, x):
-        return self.second(NormedGradient.apply(x)) + x
-
-
 class NoGrad(Net):
     def middle(self, x):
         with torch.no_grad():
             y = self.second(x)
             a, b = (y * 2).chunk(2, dim=1)
         return x + y + torch.cat([b, a], dim=1)
-
-
-class NoGradMethod(Net):
-    """A target of the same weights, without gradients, as in self-supervised learning."""
-
-    @torch.no_grad()
-    def target(self, x):
-        with torch.enable_grad():
-            y = self.second(x)
-        return F.normalize(y * y.sum(1, keepdim=True), dim=1)
-
-    def middle(self, x):
-        return self.second(x) * self.target(x)
-
-
-class GradModes(Net):
-    def middle(self, x):
-        with torch.no_grad():
-            y = self.second(x)
-            with torch.enable_grad():
-                y = F.linear(y, self.weight, self.bias)
-        with torch.inference_mode():
-            n = x.size(0)
-            z = x.reshape(n, -1)
-        with torch.set_grad_enabled(self.bias is None):
-            w = torch.tanh(x) * self.bias
-        return x + y + z.clone() + w
-
-
-class ExportedNoGrad(Net):
-    def middle(self, x):
-        with torch.no_grad():
-            y = torch.stack([2 * column for column in self.second(x).unbind(1)], dim=1)
-        return torch.stack([2 * column for column in x.unbind(1)], dim=1) + y
 
 
 def _clamp(parameter):
@@ -184,19 +133,6 @@ class HookedModule(Net):
         return self.body(x) + self.second(x)
 
 
-class HookedNorm(Net):
-    """A weight that a hook of PyTorch's own computes before each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = nn.utils.weight_norm(self.second)
-        self.eval_dropout = nn.Dropout(0.5).eval()  # within a model that trains
-
-    def middle(self, x):
-        y = self.eval_dropout(self.second(x))
-        return torch.tanh(y) if self.training else y
-
-
 class BufferWriter(Net):
     """Buffers that are assigned, added to and filled, read before and after."""
 
@@ -215,43 +151,10 @@ class BufferWriter(Net):
         return y * self.largest + self.queue.mean(0)
 
 
-class Codebook(nn.Module):
-    """Vector quantisation whose codes follow what they stand for (van den Oord et al., 2017)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.linspace(-1, 1, 32).reshape(4, 8))
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        nearest = torch.cdist(x, self.codes).argmin(1)
-        found = self.codes[nearest]
-        if self.training:
-            chosen = F.one_hot(nearest, 4).to(x.dtype)
-            with torch.no_grad():
-                self.codes = 0.9 * self.codes + 0.1 * chosen.t() @ x / len(self.codes)
-        return x + (found - x).detach() * self.scale
-
-
-class Quantised(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.codebook = Codebook()
-
-    def middle(self, x):
-        return self.second(self.codebook(x))
-
-
 CONSTRUCTS: dict[str, Callable[[], nn.Module]] = {
     "functions": Functions,
-    "mixing_function": MixingFunction,
     "no_grad": NoGrad,
-    "no_grad_method": NoGradMethod,
-    "grad_modes": GradModes,
-    "exported_no_grad": ExportedNoGrad,
     "hooked_weights": HookedWeights,
     "hooked_module": HookedModule,
-    "hooked_norm": HookedNorm,
     "buffer_writer": BufferWriter,
-    "quantised": Quantised,
 }

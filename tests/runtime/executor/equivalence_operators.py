@@ -37,38 +37,12 @@ class ChangedUnderAnotherName(_Net):
         return z
 
 
-class ChangedThroughAView(_Net):
-    def between(self, y: Tensor) -> Tensor:
-        y.view(-1, 3, 4).transpose(1, 2).mul_(2.0)
-        return torch.tanh(y)
-
-
 class ChangedInPlaces(_Net):
     def between(self, y: Tensor) -> Tensor:
         y[:, :4] += 1.0
         y[:, 4:8] = y[:, 8:12] * 2
         y[:, -1] = 0
         return self.second(y) + y
-
-
-class ReadBeforeAndAfter(_Net):
-    """A module in place on a view of what another operator reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.relu = nn.ReLU(inplace=True)
-
-    def between(self, y: Tensor) -> Tensor:
-        before = self.second(y.sigmoid())
-        return before + self.relu(y.view(-1, _WIDTH)) + y
-
-
-class FilledIn(_Net):
-    def between(self, y: Tensor) -> Tensor:
-        z = torch.zeros_like(y)
-        z.copy_(y.square())
-        w = torch.empty_like(y).fill_(0.5)
-        return self.second(z) + w * z
 
 
 class HandsOnItsState(_Net):
@@ -153,10 +127,7 @@ class FixedBatch(_Net):
 
 OPERATORS: dict[str, Callable[[], nn.Module]] = {
     "changed_under_another_name": ChangedUnderAnotherName,
-    "changed_through_a_view": ChangedThroughAView,
     "changed_in_places": ChangedInPlaces,
-    "read_before_and_after": ReadBeforeAndAfter,
-    "filled_in": FilledIn,
     "hands_on_its_state": HandsOnItsState,
     "several_outputs": SeveralOutputs,
     "scalars": Scalars,

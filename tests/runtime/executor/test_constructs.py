@@ -12,7 +12,7 @@ from harness.errors import StrategyError
 WITHOUT_MICROBATCHES = ("ddp", "tensor parallel", "hybrid")
 WITH_MICROBATCHES = ("zero_bubble", "interleaved")
 # Operators of these need all samples of a batch at once.
-MIXING = ("mixing_function", "hooked_module", "buffer_writer", "quantised")
+MIXING = ("hooked_module", "buffer_writer")
 
 
 def assert_equal(model, name, ranks):

@@ -250,12 +250,6 @@ def test_nothing_is_left_of_an_engine_that_was_closed(ranks):
         assert (n_left, is_freed) == (0, True)
 
 
-def test_one_device_has_nobody_to_tell(ranks):
-    strategy = replicated_pipeline(small_graph("lenet"), 6, [[0]], n_microbatches=2)
-    (*_, can_skip), *_ = ranks.run(2, steps_alone, make_case("lenet", strategy, 2))
-    assert not can_skip
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_what_has_been_read_is_not_kept_until_the_step_ends(schedule, ranks):
     strategy = replicated_pipeline(

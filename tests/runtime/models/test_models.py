@@ -49,23 +49,10 @@ def test_models_have_their_published_number_of_parameters(name, n_parameters):
     assert sum(parameter.numel() for parameter in model.parameters()) == n_parameters
 
 
-@pytest.mark.parametrize("side", [28, 32])
-def test_lenet_takes_mnist_and_cifar_images(side):
-    task = on_meta("lenet", image_size=side, n_channels=3)
-    assert task.model(torch.empty((2, 3, side, side), device="meta")).shape == (2, 10)
-
-
 def test_the_datas_image_size_is_used_where_the_model_takes_it():
     assert fit_options("resnet50", ModelOptions(), 32, 3).image_size == 32
     assert fit_options("alexnet", ModelOptions(), 32, 3).image_size == 224
     assert fit_options("lenet", ModelOptions(), 32, 3).n_channels == 3
-
-
-def test_dropout_can_be_turned_off():
-    options = fit_options("alexnet", ModelOptions(dropout=0.0, image_size=64))
-    with torch.device("meta"):
-        model = build_task("alexnet", options).model
-    assert [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)] == [0.0, 0.0]
 
 
 def test_dlrm_dot_interaction_multiplies_every_pair_once():

@@ -61,12 +61,6 @@ def test_a_part_computes_the_last_of_the_output_features(whole, x):
     assert {p.dtype for p in part.parameters} == {torch.float64}
 
 
-def test_a_part_of_a_grouped_convolution_is_handed_the_channels_of_its_groups():
-    conv = nn.Conv2d(4, 8, 3, groups=2)
-    _, part = call_part(Call(conv), torch.randn(2, 4, 9, 9), "feature", 4)
-    assert part.args[0].shape == (2, 2, 9, 9)
-
-
 def test_a_part_of_the_contraction_has_no_bias_and_input_features_of_its_own():
     linear, part = call_part(Call(nn.Linear(6, 4)), torch.randn(2, 6), "contraction", 2)
     assert [tuple(p.shape) for p in part.parameters] == [(4, 2)]

@@ -164,15 +164,6 @@ def test_what_would_be_lost_is_refused_by_name(middle, reason):
     assert "--engine torch" in str(found.value)
 
 
-def test_the_grad_mode_is_restored_after_a_model_that_turns_it_off():
-    def off(net, x):
-        torch.set_grad_enabled(False)
-        return x
-
-    trace(Net(off), (torch.ones(2, 4),))
-    assert torch.is_grad_enabled()
-
-
 def test_autograd_functions_are_themselves_again_after_tracing():
     trace(Net(by_closure), (torch.ones(2, 4),))
     x = torch.ones(2, requires_grad=True)
@@ -380,15 +371,6 @@ def weight(net, x):
 def test_writes_that_no_graph_can_keep_are_refused(write, reason):
     with pytest.raises(ModelError, match=reason):
         trace(Writer(write), (torch.ones(2, 4),))
-
-
-def test_attributes_are_as_they_were_after_tracing():
-    def remember(net, x):
-        net.last_seen = x
-
-    model = Writer(remember)
-    trace(model, (torch.ones(2, 4),))
-    assert not hasattr(model, "last_seen")
 
 
 class Running(nn.Module):

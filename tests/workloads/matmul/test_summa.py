@@ -40,16 +40,6 @@ def test_areas_are_in_proportion_to_speed(speeds):
         assert volume(tile) == pytest.approx(size**2 * speed / sum(speeds), abs=4 * size)
 
 
-def test_five_equal_ranks_all_work_in_columns_of_two_and_three():
-    assert split_square([1.0] * 5, 60) == [
-        ((0, 30), (0, 24)),
-        ((30, 60), (0, 24)),
-        ((0, 20), (24, 60)),
-        ((20, 40), (24, 60)),
-        ((40, 60), (24, 60)),
-    ]
-
-
 def half_perimeters(blocks):
     return sum(r1 - r0 + c1 - c0 for (r0, r1), (c0, c1) in blocks)
 

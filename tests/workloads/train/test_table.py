@@ -84,16 +84,6 @@ def test_a_strategy_alone_has_its_row(make_run):
     }
 
 
-def test_seven_repeats_decide(make_run):
-    runs = [make_run("single", k, n_ranks=1, step_s=4 + k / 100) for k in range(7)]
-    runs += [make_run("pipeline", k, step_s=2 + k / 100) for k in range(7)]
-    heads, single, pipeline, *told = rows(runs)
-    assert single[heads.index("repeats")] == pipeline[heads.index("repeats")] == "7"
-    assert pipeline[heads.index("speed-up")] == "1.99"
-    assert pipeline[heads.index("99% interval")] == "2 s to 2.06 s (range)"
-    assert told[0][0].startswith("pipeline on 2 against single on 1: faster (ratio 0.504")
-
-
 def test_microbatches_that_were_asked_for_are_rows_of_their_own(make_run):
     runs = [make_run("pipeline", 0, microbatches=8), make_run("pipeline", 1)]
     found = {row[1] for row in rows(runs)[1:3]}
@@ -106,14 +96,6 @@ def test_files_of_one_name_are_told_apart(make_run):
     runs += [make_run("plan.json", 1, engine="executor", strategy_digest="edited since")]
     names = [row[1] for row in rows(runs)[1:5]]
     assert names == ["a-search on 2", "b-search on 2", "plan on 2", "plan on 2"]
-
-
-def test_a_run_that_failed_keeps_its_row(make_run):
-    run = make_run("pipeline", 0)
-    failed = msgspec.structs.replace(run.header, status="crash", run_id="other")
-    runs = [run, Run(path=run.path, header=failed, ranks={})]
-    heads, row = rows(runs)
-    assert row[heads.index("repeats")] == "1 of 2"
 
 
 def test_staleness_is_said(make_run):

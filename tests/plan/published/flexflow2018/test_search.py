@@ -24,7 +24,6 @@ from harness.plan.published.flexflow2018.explain import (
     break_down,
     critical_path,
     format_plan,
-    memory_bytes,
     to_strategy,
 )
 from harness.plan.published.flexflow2018.model import (
@@ -120,16 +119,6 @@ def test_search_equals_exhaustive_search_on_small_problems(problem: LayerProblem
     assert chain.cost_ms[BEST] == best_ms
 
 
-def test_equal_seeds_give_equal_plans_and_other_seeds_other_walks() -> None:
-    problem = LayerProblem(Machine(2, 4))
-    plans = [search(problem, request(2, 4, seed=s, budget=2000)).plan for s in (1, 1, 2)]
-    assert plans[0] == plans[1]
-    walks = [chain_at(problem, problem.data_parallel(), seed=s) for s in (1, 2)]
-    for chain in walks:
-        walk(chain, 200, 5.0, True)
-    assert not np.array_equal(walks[0].current, walks[1].current)
-
-
 @pytest.mark.parametrize("budget", [0, 1, 999, 12_500, 30_001])
 def test_the_budget_is_spent_exactly(budget: int) -> None:
     assert sum(size for _, size, _ in schedule(budget)) == budget
@@ -172,14 +161,6 @@ def test_breakdown_sums_to_the_step_and_the_path_has_no_gap() -> None:
         path = critical_path(simulate(problem, plan))
         assert path[0].start_ms == 0.0
         assert all(a.finish_ms == b.start_ms for a, b in itertools.pairwise(path))
-
-
-def test_memory_of_data_parallel_by_hand() -> None:
-    layers = [Layer(name="linear1", kind=LINEAR, n_in=10, n_out=6, n_weights=60)]
-    problem = LayerProblem(Machine(1, 2), layers)
-    # 64 samples x 6 outputs, and 60 weights with their gradients, of 4 bytes
-    assert memory_bytes(problem, (LayerCut(2, 1, (0, 1)),)) == [4 * (64 * 6 + 2 * 60)] * 2
-    assert memory_bytes(problem, (LayerCut(1, 2, (1, 1)),)) == [0, 4 * (128 * 6 + 2 * 60)]
 
 
 def test_an_interrupt_returns_the_best_so_far() -> None:

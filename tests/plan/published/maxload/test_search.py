@@ -117,27 +117,6 @@ def test_a_sample_of_the_cuts_gives_a_plan_and_a_bound_below_the_optimum() -> No
     assert sample.contiguous_bound_s <= exact.contiguous.load_s <= sample.contiguous.load_s
 
 
-def chain(seconds: list[float], values: list[Value], n_devices: int) -> LoadProblem:
-    n = len(seconds)
-    return LoadProblem(
-        names=[f"op{i}" for i in range(n)],
-        seconds=seconds,
-        n_bytes=[1.0] * n,
-        producers=[[i - 1] if i else [] for i in range(n)],
-        values=values,
-        n_devices=n_devices,
-    )
-
-
-def test_a_device_before_and_after_another_beats_contiguous_stages() -> None:
-    values = [Value(0.1, (i, i + 1)) for i in range(2)]
-    problem = chain([2.0, 4.0, 2.0], values, 2)
-    found = search(problem, effort=FEW_MOVES)
-    assert found is not None
-    assert found.contiguous.load_s == pytest.approx(6.1)
-    assert found.free.load_s == pytest.approx(4.2)  # ends on one device, two values
-
-
 def request(n_devices: int, memory_bytes: float = 1e9) -> PlanRequest:
     """Four operators in a row of 1, 3, 3 and 1 ms, each with 1 kB out at 2 MB/s."""
     names = ["a", "b", "c", "d"]
