@@ -39,7 +39,8 @@ def whole_flops(task, batch):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Deeper versions of resnet18 take seconds each.
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"resnet50", "resnet101", "resnet152"}))
 def test_flops_and_parameters_are_the_models_own(name):
     task = meta_task(name)
     graph = capture_model(name, 4, OPTIONS)

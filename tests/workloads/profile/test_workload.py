@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import msgspec
@@ -30,6 +31,8 @@ from harness.workloads.profile.workload import ProfileConfig, profile_cases, pro
 QUICK = ProfileConfig(
     model="lenet", batch_size=8, shards=(1, 2), time_budget_s=0.001, min_samples=1, warm_up=1
 )
+
+captured_model = cache(capture_model)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +70,12 @@ def test_a_model_is_captured_where_it_is_measured(monkeypatch):
 
 
 def test_a_part_of_a_batch_that_each_device_holds_less_of_is_a_microbatch():
-    graph = capture_model("lenet", 8)
+    graph = captured_model("lenet", 8)
     assert [is_microbatch(graph, n, 2) for n in (8, 4, 3, 1)] == [False, False, True, True]
 
 
 def test_equal_operators_are_measured_once():
-    graph = capture_model("resnet18", 4)
+    graph = captured_model("resnet18", 4)
     points = points_of(graph, [1], [1])
     assert len({point.identity for point in points}) == len(points)
     n_placed = sum(op.kind != "input" for op in graph.operators)
@@ -83,7 +86,9 @@ def test_equal_operators_are_measured_once():
 
 
 def test_attention_is_measured_whole_and_by_heads():
-    points = [p for p in points_of(capture_model("vit_b_16", 2), [1, 2], [2]) if "n_heads" in p.key]
+    points = [
+        p for p in points_of(captured_model("vit_b_16", 2), [1, 2], [2]) if "n_heads" in p.key
+    ]
     assert [(p.shape["sample"], p.dim, p.size) for p in points] == [
         (2, "", 0),
         (2, "heads", 6),
@@ -106,7 +111,7 @@ def as_profile(graph, points, kind="device"):
 @pytest.mark.parametrize("model", ["lenet", "vit_b_16"])
 @pytest.mark.parametrize("n_microbatches", [1, 2])
 def test_the_standard_strategies_find_every_time_measured(model, n_microbatches, monkeypatch):
-    graph = capture_model(model, 8)
+    graph = captured_model(model, 8)
     profile = as_profile(graph, points_of(graph, [1, 2, 4], [1, 2]))
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
     looked_up = []
@@ -135,7 +140,7 @@ def test_the_standard_strategies_find_every_time_measured(model, n_microbatches,
 
 
 def test_half_the_heads_take_their_measured_time_not_half():
-    graph = capture_model("vit_b_16", 2)
+    graph = captured_model("vit_b_16", 2)
     points = points_of(graph, [1], [2])
     profile = as_profile(graph, points)
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
@@ -148,7 +153,7 @@ def test_half_the_heads_take_their_measured_time_not_half():
 
 def test_a_profile_of_another_model_or_dtype_is_refused(tmp_path):
     path = tmp_path / "p.json"
-    graph = capture_model("lenet", 4)
+    graph = captured_model("lenet", 4)
     path.write_bytes(as_profile(graph, points_of(graph, [1], [1])).to_json())
     assert read_profile(path, "lenet", "float32").measurements
     with pytest.raises(ConfigError, match="profiles 'lenet', not 'vgg16'"):
@@ -253,7 +258,7 @@ def profiled(run_on_ranks, tmp_path):
     """A run of the profile workload whose results were moved after it."""
     import local_ranks
 
-    graph = capture_model("lenet", 8)
+    graph = captured_model("lenet", 8)
     header = msgspec.structs.replace(
         local_ranks.header_of(["a"]),
         workload="profile",
@@ -279,7 +284,7 @@ def test_files_are_found_beside_results_that_moved(profiled):
 
 
 def test_a_later_step_replaces_the_one_before():
-    graph = capture_model("lenet", 8)
+    graph = captured_model("lenet", 8)
     own = graph.content_hash()
     points = [
         Measurement(
@@ -349,7 +354,7 @@ def test_an_operator_out_of_memory_is_a_row(run_on_ranks, tmp_path):
 
 
 def test_a_linear_operator_is_measured_by_feature_and_by_contraction():
-    points = [p for p in points_of(capture_model("lenet", 2), [1], [2]) if "linear" in p.key]
+    points = [p for p in points_of(captured_model("lenet", 2), [1], [2]) if "linear" in p.key]
     assert [(p.shape, p.dim, p.size) for p in points[:3]] == [
         ({"sample": 2, "feature": 120}, "", 0),
         ({"sample": 2, "feature": 60}, "feature", 60),
