@@ -16,7 +16,7 @@ MPIRUN = Path(sys.executable).with_name("mpirun")
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun in this environment"),
 ]
 
@@ -32,7 +32,7 @@ def runs(tmp_path_factory):
     command = [str(MPIRUN), "--oversubscribe", "-np", "3", sys.executable, "-m", "mpi4py"]
     done = subprocess.run(
         [*command, str(HERE / "faulty_training.py"), str(results), *FAULTS],
-        env=environ, capture_output=True, text=True, timeout=580, check=False,
+        env=environ, capture_output=True, text=True, timeout=880, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["crash"] * len(FAULTS), done.stderr
