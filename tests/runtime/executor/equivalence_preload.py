@@ -14,8 +14,8 @@ from equivalence_models import small_graph
 from equivalence_ranks import local_world
 from equivalence_strategies import named_strategies
 from equivalence_training import CAPTURED, Move, key_of, train_by_strategy
+from zoo.training import ZooCase
 
-from harness.errors import HarnessError
 from harness.runtime.capture.capture import capture
 
 _MOST = 40  # captured models that are kept
@@ -33,12 +33,13 @@ with tempfile.TemporaryDirectory() as directory:
 
 
 def prepare(argument: object) -> None:
-    """Capture the model of a case once for all of its ranks."""
+    """Capture the model of a case once for all of its ranks, or import its libraries."""
     case = argument.case if isinstance(argument, Move) else argument
-    if not isinstance(case, Case) or (key := key_of(case)) in CAPTURED:
-        return
-    if len(CAPTURED) == _MOST:
-        del CAPTURED[next(iter(CAPTURED))]
-    with suppress(HarnessError):  # which each rank raises itself
-        task = case.make_task()
-        CAPTURED[key] = task, capture(task, case.strategy.batch, "model")
+    with suppress(Exception):  # which each rank raises itself
+        if isinstance(case, ZooCase):
+            case.make_task()
+        elif isinstance(case, Case) and (key := key_of(case)) not in CAPTURED:
+            if len(CAPTURED) == _MOST:
+                del CAPTURED[next(iter(CAPTURED))]
+            task = case.make_task()
+            CAPTURED[key] = task, capture(task, case.strategy.batch, "model")

@@ -45,6 +45,10 @@ class ZooCase(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Strategy
     seed: int = 0
 
+    def make_task(self) -> Task:
+        """The model with its weights; equal in every process."""
+        return ZOO[self.model].task(seed=self.seed)
+
     def batch(self, task: Task, step: int) -> Batch:
         """The global batch of a step; equal in every process."""
         return draw_batch(task, BATCH, self.seed * 1000 + step)
@@ -145,7 +149,7 @@ def train_on_ranks(case: ZooCase, world: World) -> Trace | Refusal:
 
 
 def _train(case: ZooCase, world: World) -> Trace:
-    task = ZOO[case.model].task(seed=case.seed)
+    task = case.make_task()
     _seed_all(case.seed)
     plan = ExecutorPlan(strategy=case.strategy, batch_norm="global", timeout_s=_TIMEOUT_S)
     options = EngineOptions(dtype="fp32", optimizer=_SGD, batch=BATCH)
