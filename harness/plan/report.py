@@ -154,15 +154,18 @@ class ProgressLine:
         self._width = 0
 
     def __call__(self, progress: SearchProgress) -> None:
+        share = "" if progress.fraction is None else f"{progress.fraction:4.0%}  "
+        self.show(
+            f"{share}{progress.n_proposals} judged  best "
+            f"{format_duration(progress.best_step_s)}  {progress.phase}"
+        )
+
+    def show(self, text: str) -> None:
+        """Rewrite the line, unless it has just been written."""
         now_s = time.monotonic()
         if not self._is_live or now_s - self._last_s < self._interval_s:
             return
         self._last_s = now_s
-        share = "" if progress.fraction is None else f"{progress.fraction:4.0%}  "
-        text = (
-            f"{share}{progress.n_proposals} judged  best "
-            f"{format_duration(progress.best_step_s)}  {progress.phase}"
-        )
         self._stream.write("\r" + text.ljust(self._width))
         self._stream.flush()
         self._width = len(text)

@@ -6,11 +6,9 @@ The data sets that `validate` reads, and how it finds them in a directory.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 
@@ -18,6 +16,7 @@ from harness.domain.validation import Validation, validation_file
 from harness.errors import ConfigError, DataError
 from harness.measure.store import write_atomically
 from harness.measure.text import percent_cell, table
+from harness.plan.report import ProgressLine
 from harness.plan.validation import (
     amp,
     neusight,
@@ -83,34 +82,18 @@ def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
     if args.output is not None and not args.output.is_dir():
         raise ConfigError(f"--output {args.output} is not a directory: make it first")
     for name, folder in [found for path in args.folders for found in find_sets(path)]:
-        progress = _Progress(name)
+        line = ProgressLine()
         try:
-            validation = judge(name, READERS[name].read(folder), progress)
+            validation = judge(name, READERS[name].read(folder), partial(_show, line, name))
         finally:
-            progress.clear()
+            line.clear()
         if args.output is not None:
             write_atomically(args.output / validation_file(name), validation.to_json())
         yield validation
 
 
-class _Progress:
-    """Rewrites one line of a terminal; silent elsewhere."""
-
-    def __init__(self, name: str, stream: TextIO = sys.stderr, interval_s: float = 0.2) -> None:
-        self._name, self._stream, self._interval_s = name, stream, interval_s
-        self._is_live, self._last_s = stream.isatty(), float("-inf")
-
-    def __call__(self, done: int, of: int) -> None:
-        now_s = time.monotonic()
-        if self._is_live and now_s - self._last_s >= self._interval_s:
-            self._last_s = now_s
-            self._stream.write(f"\r\x1b[K{self._name}: {done} of {of} steps predicted")
-            self._stream.flush()
-
-    def clear(self) -> None:
-        if self._is_live:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+def _show(line: ProgressLine, name: str, done: int, of: int) -> None:
+    line.show(f"{name}: {done} of {of} steps predicted")
 
 
 def json_line(validation: Validation) -> str:
