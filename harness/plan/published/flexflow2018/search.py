@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from harness.domain.fingerprint import MadeFor
+from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import PlanError
 from harness.plan.published.flexflow2018.chain import (
     BEST,
@@ -20,8 +22,14 @@ from harness.plan.published.flexflow2018.chain import (
     restart,
     walk,
 )
-from harness.plan.published.flexflow2018.explain import explain, memory_bytes, to_strategy
-from harness.plan.published.flexflow2018.model import LayerProblem, Machine, Plan, step_ms
+from harness.plan.published.flexflow2018.model import (
+    ELEMENT_BYTES,
+    LINEAR,
+    LayerProblem,
+    Machine,
+    Plan,
+    step_ms,
+)
 from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.units import format_bytes, format_duration
@@ -31,6 +39,7 @@ ROUND_PROPOSALS = 12_500
 CHUNK_PROPOSALS = 625  # between them the temperature falls, and interrupts and progress happen
 HOT, COLD = 0.02, 0.0002  # temperatures as shares of the best step
 PROGRESS_INTERVAL_S = 0.25
+_MODEL_NAME = "alexnet of flexflow2018"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +50,12 @@ class ChainResult:
         n_proposals: distinct changes judged.
         n_bounded: of these, refused by the lower bound before the simulation's end.
         cpu_s: CPU seconds of the proposals.
-        setup_cpu_s: of loading or compiling the kernels.
     """
 
     plan: Plan
     n_proposals: int
     n_bounded: int
     cpu_s: float
-    setup_cpu_s: float
     interrupted: bool
 
 
@@ -83,10 +90,10 @@ def plan(request: PlanRequest) -> PlanResult:
         memory_bytes=dict(zip(names, memory_bytes(problem, best), strict=True)),
         strategy=to_strategy(problem, best),
         explanation=[
-            *explain(problem, best),
+            "plan in FlexFlow's notation of 2018, dims (samples features):",
+            *format_plan(problem, best),
             f"{found.n_proposals} proposals in {format_duration(found.cpu_s)} of CPU, "
-            f"{found.n_bounded} of them refused by a lower bound before their simulation's end; "
-            f"loading or compiling the kernels took {format_duration(found.setup_cpu_s)} besides",
+            f"{found.n_bounded} of them refused by a lower bound before their simulation's end",
         ],
         runners_up=[
             RunnerUp(name=name, step_s=cost_ms[name] / 1e3) for name in ranked if name != method
@@ -145,7 +152,7 @@ def search(problem: LayerProblem, request: PlanRequest) -> ChainResult:
         budget = 0
     tables, start = build_tables(problem), problem.data_parallel()
     chain, interrupted = new_chain(tables, encode(start, n_devices), request.seed), False
-    start_s = search_s = time.process_time()
+    search_s = time.process_time()
     try:
         request.progress(
             SearchProgress(
@@ -162,28 +169,13 @@ def search(problem: LayerProblem, request: PlanRequest) -> ChainResult:
     except KeyboardInterrupt:
         interrupted = True
     end_s = time.process_time()
-    best = decode(tables, chain.best)
     return ChainResult(
-        plan=best if interrupted else tidy(chain, best),
+        plan=decode(tables, chain.best),
         n_proposals=int(chain.tally[N_PROPOSED]),
         n_bounded=int(chain.tally[N_BOUNDED]),
         cpu_s=end_s - search_s,
-        setup_cpu_s=search_s - start_s,
         interrupted=interrupted,
     )
-
-
-def tidy(chain: MarkovChain, plan: Plan) -> Plan:
-    """Put each layer's devices in ascending order where that costs nothing, for the reader."""
-    n_devices = chain.best.shape[1] - 1
-    best_ms = restart(chain, encode(plan, n_devices))
-    for index, cut in enumerate(plan):
-        ordered = replace(cut, devices=tuple(sorted(cut.devices)))
-        candidate = (*plan[:index], ordered, *plan[index + 1 :])
-        cost_ms = restart(chain, encode(candidate, n_devices))
-        if cost_ms <= best_ms:
-            plan, best_ms = candidate, cost_ms
-    return plan
 
 
 def _run_rounds(chain: MarkovChain, request: PlanRequest, budget: int | None) -> None:
@@ -229,3 +221,49 @@ def schedule(budget: int | None) -> Iterator[tuple[int, int, float]]:
             yield round_, size, HOT * (COLD / HOT) ** (k / (n_chunks - 1))
             left = None if left is None else left - size
         round_ += 1
+
+
+def memory_bytes(problem: LayerProblem, plan: Plan) -> list[int]:
+    """Weights, their gradients, and the outputs that are kept for the backward pass, per device.
+
+    FlexFlow's model of 2018 has no memory; this is the least that the plan needs.
+    """
+    needed = [0] * problem.machine.n_devices
+    for layer, cut in zip(problem.layers, plan, strict=True):
+        block_bytes = ELEMENT_BYTES * problem.machine.batch * layer.n_out // len(cut.devices)
+        for device in cut.devices:
+            needed[device] += block_bytes
+        held = {(device, part % cut.n_features) for part, device in enumerate(cut.devices)}
+        for device in set(cut.devices):
+            n_blocks = sum(holder == device for holder, _ in held)
+            needed[device] += 2 * ELEMENT_BYTES * layer.n_weights * n_blocks // cut.n_features
+    return needed
+
+
+def format_plan(problem: LayerProblem, plan: Plan) -> list[str]:
+    """One line per layer in FlexFlow's notation of 2018.
+
+    dims are samples first, then features; later versions print them the other way round.
+    """
+    lines = []
+    for index, (layer, cut) in enumerate(zip(problem.layers, plan, strict=True)):
+        dims = (cut.n_samples, cut.n_features) if layer.kind == LINEAR else (cut.n_samples,)
+        dim_text, gpu_text = ("".join(f"{n} " for n in each) for each in (dims, cut.devices))
+        lines.append(f"op[{index}] {layer.name}:\tdim({dim_text}) gpu({gpu_text})")
+    return lines
+
+
+def to_strategy(problem: LayerProblem, plan: Plan) -> Strategy:
+    """The plan as the strategy that it is."""
+    operators = {}
+    for layer, cut in zip(problem.layers, plan, strict=True):
+        parts = {"sample": cut.n_samples, "feature": cut.n_features}
+        operators[layer.name] = OperatorPlan(
+            partition={dim: n for dim, n in parts.items() if n > 1}, devices=list(cut.devices)
+        )
+    return Strategy(
+        name="flexflow2018",
+        batch=problem.machine.batch,
+        operators=operators,
+        made_for=MadeFor(model=_MODEL_NAME),
+    )

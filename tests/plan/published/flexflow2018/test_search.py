@@ -20,12 +20,6 @@ from harness.plan.published.flexflow2018.chain import (
     restart,
     walk,
 )
-from harness.plan.published.flexflow2018.explain import (
-    break_down,
-    critical_path,
-    format_plan,
-    to_strategy,
-)
 from harness.plan.published.flexflow2018.model import (
     CONV,
     LINEAR,
@@ -34,11 +28,15 @@ from harness.plan.published.flexflow2018.model import (
     LayerProblem,
     Machine,
     Plan,
-    simulate,
     step_ms,
 )
+from harness.plan.published.flexflow2018.search import (
+    format_plan,
+    schedule,
+    search,
+    to_strategy,
+)
 from harness.plan.published.flexflow2018.search import plan as plan_request
-from harness.plan.published.flexflow2018.search import schedule, search
 from harness.plan.published.flexflow2018.simulation import build_tables, encode
 from harness.plan.request import PlanRequest, SearchProgress
 
@@ -126,7 +124,7 @@ def test_the_budget_is_spent_exactly(budget: int) -> None:
     assert found.n_proposals == budget
 
 
-def test_a_result_says_what_the_plan_costs_and_why() -> None:
+def test_a_result_has_the_plan_and_its_step() -> None:
     problem = LayerProblem(Machine(2, 4))
     result = plan_request(request(2, 4, budget=20_000, seed=1))
     found = tuple(
@@ -145,22 +143,9 @@ def test_a_result_says_what_the_plan_costs_and_why() -> None:
     assert [other.step_s for other in result.runners_up] == sorted(
         other.step_s or 0.0 for other in result.runners_up
     )
-    assert any("what binds: arithmetic" in line for line in result.explanation)
     assert result.n_proposals == 20_000
     assert not result.interrupted
     msgspec.json.encode(result)
-
-
-def test_breakdown_sums_to_the_step_and_the_path_has_no_gap() -> None:
-    problem = LayerProblem(Machine(4, 4))
-    found = search(problem, request(4, 4, budget=5000, seed=2)).plan
-    for plan in (found, problem.data_parallel(), problem.single_device()):
-        spent, given_back_ms = break_down(problem, plan)
-        step = sum(spent.values()) - given_back_ms
-        assert step == pytest.approx(step_ms(problem, plan), abs=1e-9)
-        path = critical_path(simulate(problem, plan))
-        assert path[0].start_ms == 0.0
-        assert all(a.finish_ms == b.start_ms for a, b in itertools.pairwise(path))
 
 
 def test_an_interrupt_returns_the_best_so_far() -> None:
