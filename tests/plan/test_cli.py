@@ -128,7 +128,7 @@ def test_written_strategy_is_valid_for_the_graph(chain: Path, tmp_path: Path) ->
     validate(strategy, parse_graph_txt(CHAIN, name="chain", batch=64)[0], cluster)
 
 
-def test_unlike_devices_of_a_cluster_file_get_work_by_their_speed(
+def test_published_costs_refuse_unlike_devices(
     chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = json.loads(
@@ -137,11 +137,9 @@ def test_unlike_devices_of_a_cluster_file_get_work_by_their_speed(
     cluster["nodes"][0]["devices"][1]["speed"] = 3.0
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(cluster))
-    flags = search("--profile", chain, "--cluster", path, "--cost", "pipedream", "--json")
-    assert main(flags) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["predicted_step_s"] == pytest.approx(3e-3)  # 3 ms, and 9 ms at triple speed
-    assert result["strategy"]["operators"]["b"]["stage"] == 1
+    for cost in ("pipedream", "maxload"):
+        assert main(search("--profile", chain, "--cluster", path, "--cost", cost)) == 2
+        assert f"--cost {cost} plans for equal devices" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,11 @@ from harness.errors import PlanError
 from harness.plan.published.maxload.problem import LoadProblem, Value
 from harness.plan.published.maxload.search import Found, OperatorPlacement, search
 from harness.plan.published.pipedream.cost import STATE_BYTES_PER_PARAMETER_BYTE
-from harness.plan.published.pipedream.planner import link_bandwidths, pipeline_strategy
+from harness.plan.published.pipedream.planner import (
+    check_devices,
+    link_bandwidths,
+    pipeline_strategy,
+)
 from harness.plan.published.pipedream.problem import TICK_S, OperatorDag, workload_from
 from harness.plan.published.pipedream.search import DeviceStage
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
@@ -27,13 +31,8 @@ def plan(request: PlanRequest) -> PlanResult:
             lacks an operator.
     """
     (graph, profile), cluster = request.model(), request.cluster
-    _check_equal(cluster)
     workload = workload_from(graph, profile, cluster.devices[0].kind)
-    if not any(workload.compute_ticks):
-        raise PlanError(
-            f"all operators of {graph.name!r} take 0 s on {cluster.devices[0].kind!r}: give FLOPs "
-            "or a profile"
-        )
+    check_devices(cluster, workload, "maxload")
     problem = problem_from(workload, cluster, request.memory_bytes)
 
     def report(quick: OperatorPlacement, n_sets: int) -> None:
@@ -49,15 +48,6 @@ def plan(request: PlanRequest) -> PlanResult:
             "raise --memory, or add devices"
         )
     return _result(request, workload, problem, found)
-
-
-def _check_equal(cluster: Cluster) -> None:
-    kinds = {(device.kind, device.speed) for device in cluster.devices}
-    if len(kinds) > 1:
-        raise PlanError(
-            f"--cost maxload plans for equal devices, and the cluster has {len(kinds)} kinds or "
-            "speeds: use --cost simulator, or pipedream"
-        )
 
 
 def problem_from(workload: OperatorDag, cluster: Cluster, limit_bytes: int | None) -> LoadProblem:

@@ -50,97 +50,48 @@ def memory_bytes(parameters: Amount, activations: Amount, in_flight: int) -> Amo
     return (STATE_BYTES_PER_PARAMETER_BYTE + in_flight - 1) * parameters + in_flight * activations
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Level:
-    """Workers of one level, in order; tables are indexed [first, r] for workers first..first+r-1.
+    """Equal workers of one level.
 
     Attributes:
         bandwidth: bytes/s of the slowest link between them.
         inner: workers inside each: 1 on the innermost level, where they are devices.
-        rate: compute of the group, in units of the profiled device.
-        sync_s_per_byte: gradient synchronisation inside the group, per byte of parameters.
-        receive_s_per_byte: from the worker before the group, per byte of activations.
-        send_s_per_byte: to the worker after the group.
-        memory_bytes: least memory of a device of the group; infinite for no limit.
+        memory_bytes: of each device; infinite for no limit, and on outer levels.
     """
 
+    n_workers: int
     bandwidth: float
     inner: int
-    rate: Floats
-    sync_s_per_byte: Floats
-    receive_s_per_byte: Floats
-    send_s_per_byte: Floats
-    memory_bytes: Floats
+    memory_bytes: float = math.inf
 
-    @property
-    def n_workers(self) -> int:
-        return len(self.rate)
+    def sync_s_per_byte(self, r: int) -> float:
+        """Gradient synchronisation of r replicas, per byte of parameters."""
+        return 4 * (r - 1) / (self.bandwidth * r * r) / self.inner
+
+    def transfer_s_per_byte(self, r: int) -> float:
+        """Each way across a cut of r replicas, per byte of activations."""
+        return 2 / (self.bandwidth * r)
 
 
 def levels_of(
     n_workers: Sequence[int], bandwidths: Sequence[float], memory: float = math.inf
 ) -> list[Level]:
     """Levels of equal workers, innermost first; `memory` is of each device."""
-    levels: list[Level] = []
-    for n, bandwidth, inner in zip(n_workers, bandwidths, [1, *n_workers[:-1]], strict=True):
-        r = np.tile(np.array([math.nan, *range(1, n + 1)]), (n, 1))
-        transfer = 2 / (bandwidth * r)
-        levels.append(
-            Level(
-                bandwidth=bandwidth,
-                inner=inner,
-                rate=r,
-                sync_s_per_byte=4 * (r - 1) / (bandwidth * r * r) / inner,
-                receive_s_per_byte=transfer,
-                send_s_per_byte=transfer,
-                memory_bytes=np.full(r.shape, math.inf if levels else memory),
-            )
-        )
-    return levels
-
-
-def unlike_level(speeds: Sequence[float], bandwidth: Floats, memory: Sequence[float]) -> Level:
-    """Unlike devices in the given order.
-
-    Replicas share the samples in proportion to their speeds; a group synchronises at the
-    slowest link inside it, and hands over at the slowest link to its neighbour.
-
-    Args:
-        speeds: per device, in units of the profiled one.
-        bandwidth: bytes/s from device to device, shape (n, n); the diagonal is not read.
-        memory: bytes per device.
-    """
-    n = len(speeds)
-    rate, sync = np.full((n, n + 1), math.nan), np.full((n, n + 1), math.nan)
-    receive, send, limit = np.zeros((n, n + 1)), np.zeros((n, n + 1)), np.zeros((n, n + 1))
-    for first in range(n):
-        for r in range(1, n - first + 1):
-            group = slice(first, first + r)
-            apart = bandwidth[group, group][~np.eye(r, dtype=bool)]
-            rate[first, r], limit[first, r] = sum(speeds[group]), min(memory[group])
-            sync[first, r] = 4 * (r - 1) / (apart.min() * r * r) if r > 1 else 0.0
-            if first > 0:
-                receive[first, r] = 2 / (r * bandwidth[first - 1, group].min())
-            if first + r < n:
-                send[first, r] = 2 / (r * bandwidth[group, first + r].min())
-    return Level(
-        bandwidth=float(bandwidth[~np.eye(n, dtype=bool)].min()) if n > 1 else math.inf,
-        inner=1,
-        rate=rate,
-        sync_s_per_byte=sync,
-        receive_s_per_byte=receive,
-        send_s_per_byte=send,
-        memory_bytes=limit,
-    )
+    inner = [1, *n_workers[:-1]]
+    limits = [memory, *[math.inf] * (len(n_workers) - 1)]
+    return [
+        Level(n_workers=n, bandwidth=bandwidth, inner=within, memory_bytes=limit)
+        for n, bandwidth, within, limit in zip(n_workers, bandwidths, inner, limits, strict=True)
+    ]
 
 
 def data_parallel_s(compute_s: float, parameter_bytes: float, levels: Sequence[Level]) -> float:
     """Step time when every device holds the whole model."""
     time_s = compute_s
     for level in levels:
-        everyone = 0, level.n_workers
-        sync_s = float(level.sync_s_per_byte[everyone]) * parameter_bytes
-        time_s = time_s / float(level.rate[everyone]) + sync_s
+        n = level.n_workers
+        time_s = time_s / n + level.sync_s_per_byte(n) * parameter_bytes
     return time_s
 
 
@@ -192,28 +143,25 @@ class Stages:
         return Surroundings(r, n_after).within(self.around)
 
     def block(self, first: int, r: int, rows: slice) -> Floats:
-        cuts, group, cols = self.cuts, (first, r), slice(rows.start, None)
-        sync_s = cuts.parameter_bytes * self.level.sync_s_per_byte[group]
+        cuts, cols = self.cuts, slice(rows.start, None)
+        sync_s = cuts.parameter_bytes * self.level.sync_s_per_byte(r)
         block: Floats
         if self.group_s is not None:
-            block = self.group_s(self.inside(first, r))[rows, cols] / self.level.rate[group]
+            block = self.group_s(self.inside(first, r))[rows, cols] / r
             block += np.subtract.outer(-sync_s[rows], -sync_s[cols])
             return block
-        whole_s = cuts.compute_s / self.level.rate[group] + sync_s
+        whole_s = cuts.compute_s / r + sync_s
         block = np.subtract.outer(-whole_s[rows], -whole_s[cols])
         np.copyto(block, math.inf, where=cuts.blocked[rows, cols])
-        if self.level.memory_bytes[group] < math.inf:
+        if self.level.memory_bytes < math.inf:
             inside = self.inside(first, r)
             in_flight = n_in_flight(inside.n_copies, inside.n_after)
             held = memory_bytes(cuts.parameter_bytes, cuts.activation_bytes, in_flight)
             received = in_flight * cuts.crossing_bytes
             needed = np.subtract.outer(received[rows] - held[rows], -held[cols])
-            block[needed > self.level.memory_bytes[group]] = math.inf
+            block[needed > self.level.memory_bytes] = math.inf
         return block
 
     def transfers(self, first: int, r: int) -> tuple[Floats, Floats]:
-        crossing, group = self.cuts.crossing_bytes, (first, r)
-        return (
-            self.level.receive_s_per_byte[group] * crossing,
-            self.level.send_s_per_byte[group] * crossing,
-        )
+        seconds = self.level.transfer_s_per_byte(r) * self.cuts.crossing_bytes
+        return seconds, seconds

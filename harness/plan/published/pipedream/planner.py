@@ -22,7 +22,6 @@ from harness.plan.published.pipedream.cost import (
     data_parallel_s,
     levels_of,
     memory_bytes,
-    unlike_level,
 )
 from harness.plan.published.pipedream.problem import TICK_S, OperatorDag, workload_from
 from harness.plan.published.pipedream.search import (
@@ -41,13 +40,13 @@ def plan(request: PlanRequest) -> PlanResult:
     """Plan by PipeDream's formula; times are per profiled minibatch, in steady state.
 
     Raises:
-        PlanError: no plan fits the memory, no operator takes time, or the profile lacks an operator
-            or device kind.
+        PlanError: unlike devices, no plan fits the memory, no operator takes time, or the profile
+            lacks an operator.
     """
     (graph, profile), cluster = request.model(), request.cluster
     workload = workload_from(graph, profile, cluster.devices[0].kind)
-    speeds = _speeds(graph, profile, cluster, workload)
-    problem = PipelineProblem(workload, levels_for(cluster, request.memory_bytes, speeds, workload))
+    check_devices(cluster, workload, "pipedream")
+    problem = PipelineProblem(workload, levels_for(cluster, request.memory_bytes, workload))
     deadline_s = math.inf if request.seconds is None else time.monotonic() + request.seconds
 
     def report(quick: FoundPipeline) -> None:
@@ -62,44 +61,44 @@ def plan(request: PlanRequest) -> PlanResult:
     return _result(graph, profile, request, problem, found)
 
 
-def _speeds(graph: Graph, profile: Profile, cluster: Cluster, workload: OperatorDag) -> list[float]:
-    """Each device's speed relative to the first device's kind at speed 1.
+def check_devices(cluster: Cluster, workload: OperatorDag, cost: str) -> None:
+    """Refuse devices that a published cost cannot tell apart, and times that say nothing.
 
     Raises:
-        PlanError: no operator takes time on one kind.
+        PlanError: devices of several kinds or speeds, or no operator takes time.
     """
-    totals = {cluster.devices[0].kind: sum(workload.compute_ticks)}
-    for kind in {device.kind for device in cluster.devices} - totals.keys():
-        totals[kind] = sum(workload_from(graph, profile, kind).compute_ticks)
-    base = totals[cluster.devices[0].kind]
-    idle = [kind for kind, total in totals.items() if total == 0]
-    if idle:
+    kinds = {(device.kind, device.speed) for device in cluster.devices}
+    if len(kinds) > 1:
         raise PlanError(
-            f"all operators of {graph.name!r} take 0 s on {idle[0]!r}: give FLOPs or a profile"
+            f"--cost {cost} plans for equal devices, and the cluster has {len(kinds)} kinds or "
+            "speeds: use --cost simulator"
         )
-    return [device.speed * base / totals[device.kind] for device in cluster.devices]
+    if not any(workload.compute_ticks):
+        raise PlanError(
+            f"all operators take 0 s on {cluster.devices[0].kind!r}: give FLOPs or a profile"
+        )
 
 
-def levels_for(
-    cluster: Cluster, limit_bytes: int | None, speeds: list[float], workload: OperatorDag
-) -> list[Level]:
+def levels_for(cluster: Cluster, limit_bytes: int | None, workload: OperatorDag) -> list[Level]:
     """A cluster as the formula sees it: one or two levels of equal workers, innermost first.
 
-    The formula knows one bandwidth per level: the slowest link counts. Nodes of unequal size, or
-    unlike devices, become one level of devices in the cluster's order.
+    The formula knows one bandwidth per level: the slowest link counts. Nodes of unequal size become
+    one level of devices. The least memory of a device counts for all.
 
     Args:
         limit_bytes: of memory, that replaces the devices' own.
-        speeds: of each device, relative to the one whose times the workload holds.
 
     Raises:
         PlanError: several devices but a missing link.
     """
-    memories = [float(limit_bytes or device.memory_bytes) for device in cluster.devices]
-    sizes = {len(node.devices) for node in cluster.nodes}
-    bandwidth = link_bandwidths(cluster)
-    if len(set(speeds)) > 1 or len(set(memories)) > 1 or len(sizes) > 1:
-        return [unlike_level(speeds, bandwidth, memories)]
+    memory = float(limit_bytes or min(device.memory_bytes for device in cluster.devices))
+    # No plan needs more on any device; a limit above it is none.
+    kept = sum(workload.activation_bytes) + sum(workload.output_bytes)
+    if memory >= memory_bytes(float(sum(workload.parameter_bytes)), float(kept), cluster.n_devices):
+        memory = math.inf
+    bandwidth, sizes = link_bandwidths(cluster), {len(node.devices) for node in cluster.nodes}
+    if len(sizes) > 1:
+        return levels_of([cluster.n_devices], [float(bandwidth.min())], memory)
     node_of = np.array(cluster.node_of())
     apart = ~np.eye(len(node_of), dtype=bool)
     same = (node_of[:, None] == node_of[None, :]) & apart
@@ -107,10 +106,6 @@ def levels_for(
         float(bandwidth[pairs].min()) if pairs.any() else math.inf
         for pairs in (same, apart & ~same)
     )
-    # No plan needs more on any device; a limit above it is none.
-    kept = sum(workload.activation_bytes) + sum(workload.output_bytes)
-    most = memory_bytes(float(sum(workload.parameter_bytes)), float(kept), cluster.n_devices)
-    memory = math.inf if memories[0] >= most else memories[0]
     n_nodes, size = len(cluster.nodes), sizes.pop()
     if n_nodes == 1:
         return levels_of([size], [inside], memory)
@@ -147,7 +142,7 @@ def link_bandwidths(cluster: Cluster) -> Floats:
 
 def _nothing_fits(problem: PipelineProblem) -> str:
     workload, parameters = problem.workload, problem.workload.parameter_bytes
-    memory = float(problem.levels[0].memory_bytes.min())
+    memory = problem.levels[0].memory_bytes
     largest = max(range(workload.n_operators), key=lambda i: parameters[i])
     state, largest_state = (
         format_bytes(STATE_BYTES_PER_PARAMETER_BYTE * n)
@@ -205,16 +200,15 @@ def _lower_bound_s(problem: PipelineProblem) -> float:
     """The work of all operators, shared by all devices without communication."""
     compute_s = sum(problem.workload.compute_ticks) * TICK_S
     for level in problem.levels:
-        compute_s /= float(level.rate[0, level.n_workers])
+        compute_s /= level.n_workers
     return compute_s
 
 
 def _runner_up(name: str, step_s: float, problem: PipelineProblem, note: str) -> RunnerUp:
     """A plan in which a device holds the whole model, if its memory lets it."""
-    work, devices = problem.workload, problem.levels[0]
-    limit = float(devices.memory_bytes[0, devices.n_workers])
+    work = problem.workload
     needed = memory_bytes(sum(work.parameter_bytes), sum(work.activation_bytes), 1)
-    if needed > limit:
+    if needed > problem.levels[0].memory_bytes:
         return RunnerUp(name=name, step_s=None, note=f"does not fit: {format_bytes(needed)}")
     return RunnerUp(name=name, step_s=step_s, note=note)
 

@@ -102,7 +102,7 @@ class FoundPipeline:
 
 @dataclass(frozen=True)
 class PipelineProblem:
-    """A workload on levels of workers, innermost first; unlike devices make one level."""
+    """A workload on levels of equal workers, innermost first."""
 
     workload: OperatorDag
     levels: Sequence[Level]
@@ -114,7 +114,7 @@ class PipelineProblem:
     @property
     def is_limited(self) -> bool:
         """Whether memory is."""
-        return float(self.levels[0].memory_bytes.min()) < math.inf
+        return self.levels[0].memory_bytes < math.inf
 
     @property
     def most_cuts(self) -> int:
@@ -239,8 +239,8 @@ class _Solver:
                     end=positions[end],
                     first=first,
                     n_replicas=r,
-                    compute_s=compute_s / float(level.rate[first, r]),
-                    sync_s=float(level.sync_s_per_byte[first, r]) * parameters,
+                    compute_s=compute_s / r,
+                    sync_s=level.sync_s_per_byte(r) * parameters,
                     receive_s=pays * float(receive_s[start]),
                     send_s=pays * float(send_s[end]),
                     inner=tuple(inner),
