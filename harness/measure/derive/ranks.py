@@ -30,7 +30,7 @@ class RankSummary:
     Attributes:
         busy_s: median time of a step in which it does not wait for other ranks.
         memory_bytes: peak by kind (allocated, reserved, rss, used).
-        sent_bytes: NIC counter difference of a step, median.
+        sent_bytes, received_bytes: NIC counter difference of a step, median.
         flops: FLOPs of a step, median; None if not counted.
         stages: pipeline stages that it computes.
         is_straggler: among the ranks that compute the same stages with about as many FLOPs, the
@@ -44,6 +44,7 @@ class RankSummary:
     busy_s: float | None
     memory_bytes: dict[str, float]
     sent_bytes: float | None
+    received_bytes: float | None
     flops: float | None = None
     stages: frozenset[int] = frozenset()
     is_straggler: bool = False
@@ -88,6 +89,7 @@ def rank_summary(run: Run, rank: int, table: PhaseTable) -> RankSummary:
         stages=Records.of(records).stages,
         memory_bytes=rank_memory(records),
         sent_bytes=median_of(records, "nic_sent_bytes"),
+        received_bytes=median_of(records, "nic_received_bytes"),
     )
 
 
