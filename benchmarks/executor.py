@@ -10,13 +10,15 @@
 | ddp | DistributedDataParallel, behind our marks and bare | 0.97 |
 | pipeline | torch.distributed.pipelining: same stages, schedule, microbatches | 1.0 |
 | tensor | DTensor's parallelize_module by columns, then rows | 0.97; GPT blocks 1.0 |
+| sharded | FSDP2's fully_shard, DeepSpeed's ZeRO-3: parameters, gradients, state | 0.95 |
 | single | a plain loop | 0.98 |
 
 Both sides start from the same weights, get the same batches in the same processes on one thread
 each, and run blocks of steps in turn. Both are rebuilt several times, because memory addresses
 affect their speed. The ratio is their time over ours, of a block on the slowest rank. Before
 timing, their losses must agree for a few steps. `cpu_ratio` compares CPU seconds of all ranks,
-which other programs on the machine disturb less.
+which other programs on the machine disturb less. `memory_ratio`, for sharded state, compares by how
+much a rank's process grows at its peak.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import torch.distributed as dist
 import tyro
 from comparison import compare, find_mpi, show
 from executor_cases import Case, cases
+from executor_sharded import peaks
 from executor_sides import Side
 
 from harness.errors import VerificationError
@@ -152,9 +155,11 @@ def measure(case: Case, options: Options, world: World) -> list[dict[str, object
         del sides  # before the next ones are built
         gc.collect()  # because both have reference cycles
     ours = found.pop(name)
+    memory = peaks(case.makers(), world) if case.makers is not None else {}
     return [
         _compared(f"{case.name}: {other} over {name}", case.bar, theirs, ours)
         | {"n_builds": n_builds, "loss_difference": difference, "n_ranks": world.size}
+        | _memory_ratio(memory, name, other)
         for other, theirs in found.items()
     ]
 
@@ -172,13 +177,20 @@ def _compared(name: str, bar: float, theirs: Blocks, ours: Blocks) -> dict[str, 
     }
 
 
+def _memory_ratio(memory: dict[str, float], name: str, other: str) -> dict[str, object]:
+    if not memory:
+        return {}
+    return {"memory_ratio": memory[other] / memory[name], "ours_bytes": memory[name]}
+
+
 def table_line(found: dict[str, Any]) -> str:
     is_met = "met" if found["ratio"] >= found["bar"] else "MISSED"
+    memory = f"  memory {found['memory_ratio']:.3f}" if "memory_ratio" in found else ""
     return (
         f"{found['name']:62s} {found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})  "
         f"bar {found['bar']:.2f} {is_met:6s}  "
         f"cpu {found['cpu_ratio']:.3f} ({found['cpu_low']:.3f} to {found['cpu_high']:.3f})  "
-        f"ours {found['ours_s'] * 1e3:.1f} ms  losses {found['loss_difference']:.0e}"
+        f"ours {found['ours_s'] * 1e3:.1f} ms  losses {found['loss_difference']:.0e}{memory}"
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from executor_models import chain, tensor_gpt, tensor_mlp, whole
+from executor_sharded import sharded_makers
 from executor_sides import (
     Bare,
     MakeSides,
@@ -43,12 +44,14 @@ class Case:
     Attributes:
         bar: required ratio of their time over ours.
         sides: the executor first.
+        makers: makes each side alone, to compare peaks of memory; None where these do not matter.
     """
 
     group: str
     name: str
     bar: float
     sides: MakeSides
+    makers: Callable[[], list[Callable[[], Side]]] | None = None
 
 
 def cases(world: World) -> Iterator[Case]:
@@ -66,6 +69,7 @@ def cases(world: World) -> Iterator[Case]:
     for n_blocks in (1, 2):
         yield _tensor(world, n_blocks)
     yield _tensor_gpt(world)
+    yield _sharded(world)
 
 
 def _data_parallel(world: World, model: str, group: str, bar: float) -> Case:
@@ -129,6 +133,19 @@ def _tensor_gpt(world: World) -> Case:
         return [Ours(task, world, strategy), StockTensor(task, world, batch)]
 
     return Case(group="tensor", name="tensor gpt blocks", bar=1.0, sides=sides)
+
+
+def _sharded(world: World) -> Case:
+    def makers() -> list[Callable[[], Side]]:
+        return sharded_makers(chain("wide gpt"), world, 2 * world.size)
+
+    return Case(
+        group="sharded",
+        name="sharded gpt blocks",
+        bar=0.95,
+        sides=lambda: [make() for make in makers()],
+        makers=makers,
+    )
 
 
 def child_times(model: nn.Module, example: torch.Tensor) -> list[float]:

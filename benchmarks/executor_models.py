@@ -66,14 +66,23 @@ def _block(width: int) -> Block:
     return Block(width, attention, mlp, nn.LayerNorm, 0.0)
 
 
-def _gpt() -> nn.Sequential:
-    blocks = [_block(256) for _ in range(6)]
+def _gpt(width: int = 256, n_blocks: int = 6) -> nn.Sequential:
+    blocks = [_block(width) for _ in range(n_blocks)]
     return nn.Sequential(
-        nn.Embedding(_VOCABULARY, 256), *blocks, nn.LayerNorm(256), nn.Linear(256, _VOCABULARY)
+        nn.Embedding(_VOCABULARY, width),
+        *blocks,
+        nn.LayerNorm(width),
+        nn.Linear(width, _VOCABULARY),
     )
 
 
-_CHAINS = {"alexnet": _alexnet, "resnet18": _resnet18, "mlp": _mlp, "gpt": _gpt}
+_CHAINS = {
+    "alexnet": _alexnet,
+    "resnet18": _resnet18,
+    "mlp": _mlp,
+    "gpt": _gpt,
+    "wide gpt": lambda: _gpt(512, 6),
+}
 
 
 def chain(name: str) -> Task:
@@ -83,7 +92,7 @@ def chain(name: str) -> Task:
     for layer in model.modules():
         if isinstance(layer, nn.ReLU):
             layer.inplace = False  # a stage may begin with this layer, on a leaf tensor
-    if name == "gpt":
+    if name.endswith("gpt"):
         tokens = InputSpec(name="tokens", shape=(_LENGTH,), dtype=torch.int64, n_values=_VOCABULARY)
         return Task(model=model, inputs=(tokens,), n_classes=_VOCABULARY, target_shape=(_LENGTH,))
     spec = InputSpec(name="features", shape=(512,)) if name == "mlp" else _IMAGE

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.domain.sharding import BUCKET_BYTES
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
@@ -34,8 +35,8 @@ from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.ranks.world import World
 
-_OPTIMIZER = OptimizerOptions(learning_rate=0.01)
-_OPTIONS = EngineOptions(dtype="fp32", optimizer=_OPTIMIZER)
+OPTIMIZER = OptimizerOptions(learning_rate=0.01)
+_OPTIONS = EngineOptions(dtype="fp32", optimizer=OPTIMIZER)
 _N_BATCHES = 4
 
 
@@ -90,11 +91,14 @@ class Ours:
 
     name = "executor"
 
-    def __init__(self, task: Task, world: World, strategy: Strategy) -> None:
+    def __init__(
+        self, task: Task, world: World, strategy: Strategy, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         own = own_copy(task, world)
         self._recorder = Recorder(clock_for(world.device))
+        options = replace(_OPTIONS, bucket_bytes=bucket_bytes)
         self.engine = ExecutorEngine(
-            own, world, self._recorder, _OPTIONS, ExecutorPlan(strategy=strategy)
+            own, world, self._recorder, options, ExecutorPlan(strategy=strategy)
         )
         n = strategy.batch
         self._batches = batches(task, n, self.engine.samples, world)
@@ -138,7 +142,7 @@ class Bare:
             self._model = DistributedDataParallel(
                 self._model, gradient_as_bucket_view=True, **without_buffer_sync()
             )
-        self._optimizer = make_optimizer(self._task.model, _OPTIMIZER, world.device)
+        self._optimizer = make_optimizer(self._task.model, OPTIMIZER, world.device)
         self._batches = batches(task, batch, share_of(batch, world), world)
         # DDP averages over ranks.
         self._scale, self._n_ranks = world.size / batch, world.size
@@ -195,7 +199,7 @@ class StockPipeline:
         )
         self._is_first, self._is_last = 0 in parts, len(children) - 1 in parts
         self._batches = batches(task, batch, range(batch), world)
-        self._optimizer = make_optimizer(nn.ModuleList(parts.values()), _OPTIMIZER, world.device)
+        self._optimizer = make_optimizer(nn.ModuleList(parts.values()), OPTIMIZER, world.device)
         known = inspect.signature(made.step).parameters
         self._keywords = {"return_outputs": False} if "return_outputs" in known else {}
 
@@ -231,7 +235,7 @@ class StockTensor:
                 is_wide = layer.out_features > layer.in_features or last in PROJECTIONS
                 plan[name] = ColwiseParallel() if is_wide else RowwiseParallel()
         self._model = parallelize_module(self._task.model, mesh, plan)
-        self._optimizer = make_optimizer(self._model, _OPTIMIZER, world.device)
+        self._optimizer = make_optimizer(self._model, OPTIMIZER, world.device)
         self._batches = batches(task, batch, range(batch), world)
         self._n_targets, self._is_counted = batch * task.n_targets, world.rank == 0
 

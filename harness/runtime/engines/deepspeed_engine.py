@@ -1,4 +1,4 @@
-"""Train by DeepSpeed (ZeRO stages 0, 1 and 2) with the same model, data and optimizer.
+"""Train by DeepSpeed (ZeRO stages 0 to 3) with the same model, data and optimizer.
 
 Collectives block the rank that calls them, so the time between them is compute:
 
@@ -144,8 +144,13 @@ class DeepSpeedEngine:
         self._engine, *_ = deepspeed.initialize(
             model=task.model, optimizer=optimizer, config=_settings(options)
         )
-        self._timer = TimedBackend(deepspeed.comm.comm.cdb, recorder)
-        deepspeed.comm.comm.cdb = self._timer
+        self._plain_backend, self._comm = deepspeed.comm.comm.cdb, deepspeed.comm.comm
+        self._timer = TimedBackend(self._plain_backend, recorder)
+        self._comm.cdb = self._timer
+
+    def unmark(self) -> None:
+        """Record no more collectives, so that engines of one process do not record each other's."""
+        self._comm.cdb = self._plain_backend
 
     @property
     def model(self) -> nn.Module:

@@ -46,7 +46,7 @@ class EngineOptions:
     Attributes:
         dtype: fp32, tf32, bf16 or fp16.
         bucket_bytes: size of a bucket of gradients.
-        zero_stage: 0: ZeRO partitions nothing; 1: optimizer state; 2: gradients, too.
+        zero_stage: 0: ZeRO partitions nothing; 1: optimizer state; 2: gradients; 3: parameters.
         batch: largest number of samples of this rank in a step.
     """
 

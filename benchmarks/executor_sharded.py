@@ -1,0 +1,144 @@
+"""Sharded data parallel for benchmarks/executor.py: the executor, FSDP2 and DeepSpeed's ZeRO-3."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from executor_sides import OPTIMIZER, Ours, Side, batches, own_copy, share_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from harness.domain.cluster import Cluster
+from harness.domain.strategy import ShardState
+from harness.measure.recorder import Recorder
+from harness.plan import builders
+from harness.runtime.capture.capture import capture
+from harness.runtime.devices.sampling import clock_for
+from harness.runtime.engines.deepspeed_engine import DeepSpeedEngine
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.models.task import Task
+from harness.runtime.ranks.gather import maximum_over_ranks
+from harness.runtime.ranks.world import World
+
+_N_STEPS = 3
+_PEAK = re.compile(r"^VmHWM:\s*(\d+) kB", re.MULTILINE)
+
+
+def sharded_makers(task: Task, world: World, batch: int) -> list[Callable[[], Side]]:
+    """The sides, ours first; all gather one block of the model at a time, and one ahead."""
+    block_bytes = largest_child_bytes(task.model)
+    return [
+        lambda: ours(task, world, batch, "parameters", block_bytes),
+        lambda: StockFsdp(task, world, batch),
+        lambda: StockZero(task, world, batch, block_bytes),
+    ]
+
+
+def largest_child_bytes(model: nn.Module) -> int:
+    return max(sum(p.nbytes for p in child.parameters()) for child in model.children())
+
+
+def ours(task: Task, world: World, batch: int, state: ShardState, unit_bytes: int) -> Ours:
+    cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
+    graph = capture(task, batch, "model").graph
+    strategy = msgspec.structs.replace(builders.ddp(graph, cluster, batch), shard_state=state)
+    return Ours(task, world, strategy, bucket_bytes=unit_bytes)
+
+
+class StockFsdp:
+    """FSDP2 in its default form: fully_shard of each child with weights, then of the whole."""
+
+    name = "fully_shard"
+
+    def __init__(self, task: Task, world: World, batch: int) -> None:
+        self._task = own_copy(task, world)
+        for child in self._task.model.children():
+            if any(True for _ in child.parameters()):
+                fully_shard(child)
+        self._model: Any = fully_shard(self._task.model)
+        self._optimizer = make_optimizer(self._task.model, OPTIMIZER, world.device)
+        self._batches = batches(task, batch, share_of(batch, world), world)
+        # FSDP averages gradients over ranks.
+        self._scale, self._n_ranks = world.size / (batch * task.n_targets), world.size
+
+    def step(self) -> Tensor:
+        batch = next(self._batches)
+        loss = self._task.sum_loss(self._model(*batch.inputs), batch.targets) * self._scale
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach() / self._n_ranks
+
+    def rest(self) -> None:
+        pass
+
+
+class StockZero:
+    """DeepSpeed's ZeRO-3, without the harness's marks of its collectives."""
+
+    name = "ZeRO-3"
+
+    def __init__(self, task: Task, world: World, batch: int, block_bytes: int) -> None:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        own = share_of(batch, world)
+        self._recorder = Recorder(clock_for(world.device))
+        options = EngineOptions(
+            dtype="fp32",
+            optimizer=OPTIMIZER,
+            bucket_bytes=block_bytes,
+            zero_stage=3,
+            batch=len(own),
+        )
+        self._engine = DeepSpeedEngine(own_copy(task, world), world, self._recorder, options)
+        self._engine.unmark()
+        self._batches = batches(task, batch, own, world)
+        counts = (task.n_targets,) * batch
+        self._share = Share(n_local=len(own), n_global=batch, counts=counts)
+
+    def step(self) -> Tensor:
+        return self._engine.step(self._batches.__next__, self._share)
+
+    def rest(self) -> None:
+        self._recorder.discard()
+
+
+def peaks(makers: Sequence[Callable[[], Side]], world: World) -> dict[str, float]:
+    """Bytes that the fullest rank's process grows by in steps of each side alone, by name.
+
+    Counted from before the side is built; building itself, which holds the whole model, does not
+    count.
+    """
+    found: dict[str, float] = {}
+    for make in makers:
+        before = _resident_peak()
+        side = make()
+        side.step()
+        _resident_peak()
+        for _ in range(_N_STEPS):
+            side.step()
+        grown = _peak() - before
+        found[side.name] = maximum_over_ranks([float(grown)], world)[0]
+        del side
+    return found
+
+
+def _resident_peak() -> int:
+    """Return unused memory to the system, reset the peak of the resident set, and read it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    found = _PEAK.search(Path("/proc/self/status").read_text())
+    assert found is not None, "Linux tells the peak of the resident set"
+    return int(found[1]) * 1024
