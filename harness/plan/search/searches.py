@@ -108,10 +108,9 @@ class Searches:
                 _Flow(self.counts[-1], schedule="1f1b", shard_state=self._state),
                 _Flow(self.counts[-1], Stage(recompute=True), shard_state=self._state),
             ]
-        if self.objective.memory_binds:
-            flows += [_Flow(1, shard_state=state) for state in self._states]
-        if self.objective.best is None and self._states:  # with the least memory of all
-            flows.append(_Flow(1, Stage(recompute=True), shard_state=self._states[-1]))
+        if self.objective.memory_binds and self._states:
+            fitting = (s for s in self._states if f"ddp, sharded {s}" in self.objective.best_of)
+            flows.append(_Flow(1, shard_state=next(fitting, self._states[-1])))
         return flows
 
     def _pipelines(self, budget: int) -> None:
@@ -132,7 +131,7 @@ class Searches:
             each = max(4, budget // (n_judged * len(self.counts)))
             limit_s = 1.3 * best.step_s if best is not None else math.inf
             candidates = search.candidates(each, limit_s=limit_s, is_over=objective.tick)
-            for pipeline in candidates:
+            for k, pipeline in enumerate(candidates):
                 for schedule in schedules_for(n_microbatches):
                     if objective.is_over():
                         return
@@ -140,9 +139,9 @@ class Searches:
                         search.judge(pipeline, objective, schedule, shard_state=self._state)
                 if objective.memory_binds:
                     search.judge(pipeline, objective, recompute=True, shard_state=self._state)
-                    if any(len(group) > 1 for group in pipeline.groups):
-                        for state in self._states:
-                            search.judge(pipeline, objective, shard_state=state)
+                    if self._states and any(len(group) > 1 for group in pipeline.groups):
+                        state = self._states[k % len(self._states)]
+                        search.judge(pipeline, objective, shard_state=state)
             found = objective.best_of.get(method)
             if found is None or found.step_s >= fastest_s or objective.is_out_of_time():
                 continue
