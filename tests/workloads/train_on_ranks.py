@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,7 +19,6 @@ from harness.domain.record import Sample, Span
 from harness.errors import HarnessError, StrategyError
 from harness.measure.rank_records import read_records
 from harness.measure.store import read_header, write_header
-from harness.plan.again import FoundAgain
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.state.files import load_sharded
 from harness.runtime.ranks.world import Context
@@ -31,7 +30,6 @@ from harness.workloads.search.workload import run_search
 from harness.workloads.train import shrink
 from harness.workloads.train.config import TrainCase, parse_change
 from harness.workloads.train.plan import plan_training, search_config_of
-from harness.workloads.train.replan import BesideSearch
 from harness.workloads.train.requests import read_answer, write_request
 from harness.workloads.train.setup import prepare
 from harness.workloads.train.workload import TrainLoop, run_train
@@ -252,13 +250,10 @@ def plans_at_two_speeds(case: TrainCase, context: Context) -> list[bytes]:
     return found
 
 
-class WaitedForSearch(BesideSearch):
-    """Answers when it is first asked, so that a short training changes."""
-
-    def poll(self) -> FoundAgain | None:
-        while (found := super().poll()) is None:
-            time.sleep(0.01)
-        return found
+def waited_for(planning: Future[Any]) -> bool:
+    """The answer is there when it is first asked for, so that a short training changes."""
+    wait([planning])
+    return True
 
 
 def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:
@@ -275,7 +270,7 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
             request = write_request(context.run_dir, files[0][1])
         change = () if case.controlled else tuple(f"{step}:{file}" for step, file in files)
         try:
-            with mock.patch.multiple(shrink, BesideSearch=WaitedForSearch, STILL_S=0.0):
+            with mock.patch.multiple(shrink, has_ended=waited_for, STILL_S=0.0):
                 run_train(replace(case, change=change), context)
         except HarnessError as error:
             found[name] = f"{type(error).__name__}: {error}"

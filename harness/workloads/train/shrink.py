@@ -6,6 +6,10 @@ freeze | search for the frozen model, beside training | change, if it pays
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 
@@ -17,6 +21,7 @@ from harness.plan.autopipe import AutoPipe
 from harness.plan.change import is_worth
 from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.units import format_duration
+from harness.workloads.train.plan import Planned
 from harness.workloads.train.policy import Due, Policy, PolicyInputs
 from harness.workloads.train.replan import BesideSearch
 
@@ -26,18 +31,35 @@ _log = logging.getLogger(__name__)
 STILL_S = 0.1
 # Most share of the time that is left which a search may take, and least seconds of a search.
 _SEARCHED_SHARE, _LEAST_SEARCH_S = 0.05, 2.0
+_POLL_S = 0.05
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What rank 0 has decided; no change if the strategy of now is as good."""
+    """The decision of rank 0; no change if the strategy of now is as good."""
 
-    due: Due | None
+    due: Due | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Offer:
+    """Another strategy for the frozen model.
+
+    Attributes:
+        before_s, after_s: predicted steps by the strategy of now and by the other.
+        cost_s: predicted seconds of the change.
+    """
+
+    planned: Planned
+    before_s: float
+    after_s: float
+    cost_s: float
 
 
 class ShrinkPolicy(Policy):
     """Changes to the plan of the frozen model; all ranks construct it.
 
-    Without `--replicate` no layer gets more replicas than at the start, so freed devices idle.
+    Without `--replicate` no layer gets more replicas than at the start, so freed devices idle. A
+    thread of rank 0 plans, so that training does not wait for it.
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:
@@ -47,31 +69,64 @@ class ShrinkPolicy(Policy):
         if case.shrink == "pipetransformer":
             self._rule = AutoPipe(start, replicates=case.replicate)
         self._most_replicas = None if case.replicate else _most_replicas(start)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="frozen model")
+        self._planning: Future[_Offer | None] | None = None
+        self._is_cancelled = threading.Event()
         self._planned_for, self._is_waiting = 0, False
 
     def due(self, step: int) -> Due | None:
         world, n_frozen = self._inputs.context.world, self._inputs.current.n_frozen
         if n_frozen != self._planned_for:
             self._planned_for, self._is_waiting = n_frozen, True
-            if world.is_first and self._rule is None:
-                self._search.start(self._request(step))
+            if world.is_first:
+                self._start_planning(self._inputs.n_steps - step)
         if not self._is_waiting:
             return None
-        answer = self._answer(step) if world.is_first else None
-        if max(gather_numbers(float(answer is not None), world)) == 0:
+        is_done = self._planning is not None and has_ended(self._planning)
+        if max(gather_numbers(float(is_done), world)) == 0:
             return None
         self._is_waiting = False
-        decided: _Answer = broadcast_result(lambda: answer or _Answer(None), _Answer, world)
+        decided: _Answer = broadcast_result(lambda: self._answer(step), _Answer, world)
         return decided.due
 
     def close(self) -> None:
         """End a search that still runs."""
+        self._is_cancelled.set()
+        self._pool.shutdown(wait=True)
         self._search.close()
 
-    def _request(self, step: int) -> SearchAgain:
-        case, current = self._inputs.case, self._inputs.current
-        simulator = self._inputs.planner.simulator(current.n_frozen)
-        left_s = simulator.step_s(current.planned.strategy) * (self._inputs.n_steps - step)
+    def _start_planning(self, n_left: int) -> None:
+        self._is_cancelled.set()
+        self._is_cancelled = threading.Event()
+        now, n_frozen = self._inputs.current.planned.strategy, self._planned_for
+        self._planning = self._pool.submit(self._plan, now, n_frozen, n_left, self._is_cancelled)
+
+    def _plan(
+        self, now: Strategy, n_frozen: int, n_left: int, is_cancelled: threading.Event
+    ) -> _Offer | None:
+        """Plan the frozen model; None if the strategy of now is the answer.
+
+        Raises:
+            HarnessError: there is no plan.
+        """
+        planner = self._inputs.planner
+        if self._rule is not None:
+            strategy: Strategy | None = self._rule.next_strategy(planner.simulator(n_frozen))
+        else:
+            self._search.start(self._request(now, n_frozen, n_left))
+            strategy = self._searched(is_cancelled)
+        if strategy is None or _is_same(strategy, now):
+            return None
+        return _Offer(
+            planned=planner.planned(strategy, n_frozen),
+            before_s=planner.step_s(now, n_frozen),
+            after_s=planner.step_s(strategy, n_frozen),
+            cost_s=STILL_S + planner.estimate_change_s(now, strategy, n_frozen),
+        )
+
+    def _request(self, now: Strategy, n_frozen: int, n_left: int) -> SearchAgain:
+        case, simulator = self._inputs.case, self._inputs.planner.simulator(n_frozen)
+        left_s = simulator.step_s(now) * n_left
         return SearchAgain(
             graph=simulator.graph,
             cluster=simulator.cluster,
@@ -82,52 +137,49 @@ class ShrinkPolicy(Policy):
             budget=case.search_budget,
             seconds=min(case.search_seconds, max(_LEAST_SEARCH_S, _SEARCHED_SHARE * left_s)),
             seed=case.seed,
-            start=msgspec.structs.replace(current.planned.strategy, made_for=MadeFor()),
+            start=msgspec.structs.replace(now, made_for=MadeFor()),
             most_replicas=self._most_replicas,
         )
 
-    def _answer(self, step: int) -> _Answer | None:
-        """The decision on rank 0; None while the search runs."""
+    def _searched(self, is_cancelled: threading.Event) -> Strategy | None:
+        """The plan of the search that runs; None if it is not wanted any more."""
+        while not is_cancelled.is_set():
+            found = self._search.poll()
+            if found is not None and found.strategy is None:
+                raise HarnessError(found.error)
+            if found is not None:
+                return found.strategy
+            time.sleep(_POLL_S)
+        return None
+
+    def _answer(self, step: int) -> _Answer:
+        """The decision on rank 0; PipeTransformer's rule does not ask whether a change pays."""
+        assert self._planning is not None
         try:
-            strategy = self._found()
-            return None if strategy is None else _Answer(self._decide(strategy, step))
+            offer = self._planning.result()
         except HarnessError as error:
             _log.warning("the frozen model is not planned again: %s", error)
-            return _Answer(None)
-
-    def _found(self) -> Strategy | None:
-        """The next strategy; None while the search runs.
-
-        Raises:
-            HarnessError: there is none.
-        """
-        if self._rule is not None:
-            return self._rule.next_strategy(self._inputs.planner.simulator(self._planned_for))
-        found = self._search.poll()
-        if found is None:
-            return None
-        if found.strategy is None:
-            raise HarnessError(found.error)
-        return found.strategy
-
-    def _decide(self, strategy: Strategy, step: int) -> Due | None:
-        """The change to a strategy, unless the current one stays; PipeTransformer's rule does not
-        ask whether a change pays."""
-        now, planner = self._inputs.current.planned.strategy, self._inputs.planner
-        n_frozen, n_left = self._planned_for, self._inputs.n_steps - step
-        if _is_same(strategy, now):
-            return None
-        planned = planner.planned(strategy, n_frozen)
-        before_s, after_s = (planner.step_s(one, n_frozen) for one in (now, strategy))
-        cost_s = STILL_S + planner.estimate_change_s(now, strategy, n_frozen)
+            return _Answer()
+        if offer is None:
+            return _Answer()
+        n_left, flags = self._inputs.n_steps - step, f"--shrink {self._inputs.case.shrink}"
         told = (
-            f"{format_duration(after_s)} instead of {format_duration(before_s)} a step in "
-            f"{n_left} steps, a change takes {format_duration(cost_s)}"
+            f"predicted {format_duration(offer.after_s)} instead of "
+            f"{format_duration(offer.before_s)} a step, {n_left} steps left"
         )
-        if self._rule is None and not is_worth(before_s, after_s, n_left, cost_s):
-            _log.info("%s would not pay: %s", strategy.name, told)
-            return None
-        return Due(planned=planned, why=f"--shrink {self._inputs.case.shrink}: predicted {told}")
+        is_paying = is_worth(offer.before_s, offer.after_s, n_left, offer.cost_s)
+        if self._rule is None and not is_paying:
+            _log.info(
+                "%s does not pay: %s, the change takes %s",
+                offer.planned.strategy.name, told, format_duration(offer.cost_s),
+            )  # fmt: skip
+            return _Answer()
+        return _Answer(Due(planned=offer.planned, why=f"{flags}: {told}"))
+
+
+def has_ended(planning: Future[_Offer | None]) -> bool:
+    """Whether a plan is there."""
+    return planning.done()
 
 
 def _most_replicas(strategy: Strategy) -> int:
