@@ -178,8 +178,9 @@ def _fixed_dims(operator: Operator) -> set[str]:
         fixed.add("feature")
     if operator.kind in _WINDOWED and not _has_windows(operator):
         fixed.update(_SPATIAL)
-    if operator.kind == "attention" and len(operator.inputs) > 3:
-        fixed.add("seq")  # a mask
+    has_mask = operator.kind == "attention" and len(operator.inputs) > 3
+    if has_mask or attrs.get("is_cut_by_positions") is False:
+        fixed.add("seq")
     if operator.kind == "layer_norm":
         n_last = attrs.get("n_normalized")
         fixed.update(dims[-n_last:] if isinstance(n_last, int) and n_last > 0 else dims[1:])

@@ -72,7 +72,7 @@ def _cone(graph: Graph, index: dict[str, int], at: int) -> set[int] | None:
     if operator.kind == "linear":
         return {at}
     sources = [index[name] for name in operator.inputs]
-    if operator.kind != "elementwise" or not sources:
+    if operator.kind not in ("elementwise", "add") or not sources:
         return None
     found = {at}
     for source in sources:

@@ -17,8 +17,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from harness.domain.graph import Attribute
 from harness.runtime.models.attention import GroupedAttention, is_single_operator
+from harness.runtime.tracing.attention_region import AttentionRegion
 from harness.runtime.tracing.functions import CustomFunction, OpaqueFunction
 from harness.runtime.tracing.patches import has_own_hooks
+from harness.runtime.tracing.projections import transposed_linear
 from harness.runtime.tracing.regions import AutocastFunction, AutocastModule
 
 Attributes = dict[str, Attribute]
@@ -63,6 +65,16 @@ def _linear(module: nn.Linear) -> Attributes:
         "out_features": module.out_features,
         "bias": module.bias is not None,
     }
+
+
+def _transposed_linear(node: fx.Node) -> tuple[str, Attributes]:
+    values = [x.meta.get("val") if isinstance(x, fx.Node) else None for x in (node.args[0], node)]
+    widths = [int(value.shape[-1]) for value in values if isinstance(value, torch.Tensor)]
+    if len(widths) < len(values):
+        return "other", {"function": "transposed_linear"}
+    has_bias = node.args[2] is not None
+    attributes: Attributes = {"in_features": widths[0], "out_features": widths[1], "bias": has_bias}
+    return "linear", {"function": "transposed_linear", **attributes}
 
 
 def _embedding(module: nn.Embedding | nn.EmbeddingBag) -> Attributes:
@@ -241,6 +253,11 @@ def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple
     if node.target is operator.getitem:
         return "other", {"function": "getitem"}
     name = function_name(node.target)
+    if node.target is transposed_linear:
+        return _transposed_linear(node)
+    if isinstance(node.target, AttentionRegion):
+        groups = {"n_heads": node.target.n_groups, "is_cut_by_positions": False}
+        return "attention", {"function": name, **groups}
     if isinstance(node.target, AutocastFunction):
         return "other", {"function": name, "autocast": str(node.target.region)}
     if isinstance(node.target, OpaqueFunction):
@@ -299,6 +316,8 @@ def draws_random(node: fx.Node, root: nn.Module) -> bool:
         return any(map(_module_draws, root.get_submodule(str(node.target)).modules()))
     if node.op not in ("call_function", "call_method"):
         return False
+    if isinstance(node.target, AttentionRegion):
+        return node.target.draws
     name = function_name(node.target)
     return name in _ALWAYS or (name in _SWITCHED and _is_on(node, *_SWITCHED[name]))
 

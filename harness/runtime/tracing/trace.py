@@ -24,6 +24,7 @@ from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.operators import draws_random
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.models.task import choose_logits, named_outputs
+from harness.runtime.tracing.attention_finding import join_attentions
 from harness.runtime.tracing.autocast import keep_regions
 from harness.runtime.tracing.constants import fold_constants
 from harness.runtime.tracing.constructs import (
@@ -37,6 +38,7 @@ from harness.runtime.tracing.constructs import (
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.functions import GradientHooks, OpaqueFunction, detach
 from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
+from harness.runtime.tracing.projections import join_projections
 from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.tracer import ModelTracer
 
@@ -220,6 +222,8 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                     module = export(model, examples)
                 finish(module.graph, module)
                 fold_constants(module, examples)
+                join_projections(module)
+                join_attentions(module)
                 keep_regions(module)
                 return module
             except Exception as error:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from harness.domain.partition import Interval
 from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
 from harness.runtime.executor.shards.regions import Region, region
+from harness.runtime.tracing.projections import transposed_linear
 
 # Multiplies an input by weight and bias, as F.linear does.
 Linear = Callable[[Tensor, nn.Parameter, nn.Parameter | None], Tensor]
@@ -44,8 +45,41 @@ class LinearShard(Shard):
         return self.compute(inputs, F.linear)
 
 
-def make_linear(part: ShardSpec) -> LinearShard | None:
-    """nn.Linear or F.linear, cut along any dims."""
+class TransposedLinearShard(Shard):
+    """A part of a linear layer, as `LinearShard`, whose weight is (inputs, outputs)."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, part: ShardSpec, weight: Held, bias: Held | None, summed: Interval, inward: Region
+    ) -> None:
+        super().__init__()
+        self._inward = inward
+        columns = part.output[-1]
+        self.copy_slice(part, "weight", weight, (summed, columns))
+        self.copy_slice(part, "bias", bias if summed[0] == 0 else None, (columns,))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return transposed_linear(self._inward.take(inputs[0]), self.weight, self.bias)
+
+
+def _make_transposed_linear(part: ShardSpec) -> TransposedLinearShard | None:
+    named = part.named_arguments("x", "weight", "bias") or {}
+    weight, bias = named.get("weight"), named.get("bias")
+    is_held = isinstance(weight, Held) and (bias is None or isinstance(bias, Held))
+    if not is_held or len(part.wanted) != 1:
+        return None
+    assert weight is not None
+    summed = part.partial("contraction") or (0, part.tensor(weight).shape[0])
+    inward = region(part.wanted[0], (*part.output[:-1], summed))
+    return None if inward is None else TransposedLinearShard(part, weight, bias, summed, inward)
+
+
+def make_linear(part: ShardSpec) -> Shard | None:
+    """nn.Linear, F.linear or a product by a transposed weight, cut along any dims."""
+    if part.function == transposed_linear.__name__:
+        return _make_transposed_linear(part)
     weight, bias = part.held("weight"), part.held("bias")
     if part.module is None:
         named = part.named_arguments("input", "weight", "bias")

@@ -10,6 +10,7 @@ from harness.domain.graph import Operator
 from harness.domain.partition import Block
 from harness.runtime.executor.shards import pointwise
 from harness.runtime.executor.shards.attention import make_attention, make_grouped_attention
+from harness.runtime.executor.shards.attention_region import make_attention_region
 from harness.runtime.executor.shards.base import Make, Shard, ShardSpec, Wanted, has_plain_weights
 from harness.runtime.executor.shards.batch_norm import make_batch_norm, make_batch_norm_shard
 from harness.runtime.executor.shards.conv import make_conv2d, make_pool
@@ -27,7 +28,9 @@ _MAKERS: dict[str, Make] = {
     "elementwise": make_pointwise,
     "add": make_pointwise,
     "embedding": make_embedding,
-    "attention": lambda part: make_grouped_attention(part) or make_attention(part),
+    "attention": lambda part: (
+        make_attention_region(part) or make_grouped_attention(part) or make_attention(part)
+    ),
 }
 
 

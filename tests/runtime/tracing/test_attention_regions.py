@@ -1,0 +1,72 @@
+"""Attentions of transformers become operators that are cut by groups of heads."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
+from equivalence_strategies import small_cluster
+from zoo import ZOO
+
+from harness.domain.partition import REPLICA
+from harness.plan.builders import tensor_parallel
+from harness.runtime.capture.capture import capture
+from harness.runtime.tracing.attention_region import AttentionRegion
+
+
+class _ArgumentsOf(fx.Interpreter):
+    """Runs a graph and keeps the arguments of one node."""
+
+    def __init__(self, module, node):
+        super().__init__(module)
+        self._node, self.found = node, ()
+
+    def run_node(self, n):
+        if n is self._node:
+            self.found, _ = self.fetch_args_kwargs_from_env(n)
+        return super().run_node(n)
+
+
+def part_of(region, arguments, groups):
+    """The partial sum of some groups, from slices of the weights."""
+    weights = []
+    for rule, weight in zip(region.weights, arguments[region.n_inputs :], strict=True):
+        intervals = rule.intervals(groups, region.n_groups)
+        pieces = [weight.narrow(rule.dim, a, b - a) for a, b in intervals]
+        whole = None if rule.is_last_bias and groups[0] else weight
+        weights.append(torch.cat(pieces, dim=rule.dim) if pieces else whole)
+    return region.part(groups)(*arguments[: region.n_inputs], *weights)
+
+
+# Queries, keys and values of GPT-2 are one product; two heads of Llama's queries share a group.
+@pytest.mark.parametrize(
+    ("name", "n_groups", "sections"),
+    [
+        ("bert", 4, ((0, 16),)),
+        ("gpt2", 4, ((0, 16), (16, 32), (32, 48))),
+        ("llama", 2, ((0, 16),)),
+    ],
+)
+def test_the_parts_of_an_attention_add_up(name, n_groups, sections):
+    task = ZOO[f"transformers_{name}"].task()
+    captured = capture(task, 4, name)
+    regions = {k: n for k, n in captured.nodes.items() if isinstance(n.target, AttentionRegion)}
+    assert len(regions) == 2
+    operator, node = next(iter(regions.items()))
+    region = node.target
+    assert (region.n_groups, region.weights[0].sections) == (n_groups, sections)
+    tokens = [torch.randint(spec.n_values, (3, *spec.shape)) for spec in task.inputs]
+    run = _ArgumentsOf(captured.module, node)
+    run.run(*tokens)
+    parts = [part_of(region, run.found, groups) for groups in ((0, 1), (1, n_groups))]
+    torch.testing.assert_close(sum(parts), region(*run.found), rtol=1e-12, atol=1e-14)
+    plans = tensor_parallel(captured.graph, small_cluster(2), 4).operators
+    assert plans[operator].partition == {"heads": 2}
+    # Of a linear layer's two, the first is cut by features and the second by its contraction.
+    cuts = [set(plan.partition) - {REPLICA} for plan in plans.values()]
+    assert cuts.count({"contraction"}) >= 2
