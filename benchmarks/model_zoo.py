@@ -6,8 +6,9 @@
 The zoo (tests/runtime/executor/zoo) has small models with one construct each: contexts, autograd
 functions, hooks, operators that mix samples, buffers, outputs, control flow. It also has models of
 transformers, timm and torchvision at tiny width. Each is trained for
-four steps by plain PyTorch on one device, and by the executor's ddp, tensor, hybrid, 1F1B, zero
-bubble, interleaved and some random strategies over gloo. One line per model and strategy:
+four steps by plain PyTorch on one device, and by the executor over gloo: by the well-known
+strategies, by a searched one and by random ones. Predictions are for devices of 10 GFLOP/s.
+`--resume FILE` leaves out the rows that a file of `--json` has. One line per model and strategy:
 
     ok        losses, gradients, parameters and buffers equal those of one device: 1e-9 in float64,
               or ten times the difference to one device whose first weights are off by rounding
@@ -30,6 +31,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,16 @@ from equivalence_ranks import RanksFailedError
 from equivalence_reference import Trace
 from equivalence_training import merged
 from zoo import ZOO
-from zoo.training import BATCH, Refusal, ZooCase, strategies_of, train_on_ranks, train_single
+from zoo.training import (
+    BATCH,
+    STRATEGIES,
+    Planner,
+    Refusal,
+    ZooCase,
+    strategies_of,
+    train_on_ranks,
+    train_single,
+)
 
 # A sum that is split rounds differently in 16 bits. Microbatches on one device have the same
 # effect, so twice that difference is still equal.
@@ -74,6 +85,8 @@ class Options:
     """Seed of weights, samples and random strategies."""
     timeout_s: float = 60.0
     """Time limit of a strategy."""
+    resume: Path | None = None
+    """File of earlier rows, which are left out."""
     json: bool = False
     """Print a JSON object for each model and strategy, and one for all."""
 
@@ -83,8 +96,14 @@ Row = dict[str, Any]
 
 def _single(case: ZooCase, sizes: list[int]) -> Trace | str:
     """Train on one device; returns the trace, or the error."""
+    return _single_of(case.model, case.seed, tuple(sizes))
+
+
+@lru_cache(maxsize=8)
+def _single_of(model: str, seed: int, sizes: tuple[int, ...]) -> Trace | str:
+    none = Strategy(name="none", batch=BATCH, operators={})
     try:
-        return train_single(case, sizes)
+        return train_single(ZooCase(model=model, strategy=none, seed=seed), list(sizes))
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
 
@@ -92,7 +111,7 @@ def _single(case: ZooCase, sizes: list[int]) -> Trace | str:
 def _judged(case: ZooCase, found: Trace, sizes: list[int]) -> Row:
     """Compare a training with that on one device."""
     wanted = _single(case, sizes)
-    row: Row = {"loss": found.losses[-1]}
+    row: Row = {"loss": found.losses[-1], "step_s": found.step_s}
     if isinstance(wanted, str):
         return {**row, "status": "wrong", "reason": f"one device refuses it: {wanted}"}
     row["single_loss"] = wanted.losses[-1]
@@ -148,7 +167,14 @@ def _trained(case: ZooCase, n_ranks: int, ranks: RanksBySize, options: Options) 
     return _judged(case, merged(traces), sizes)
 
 
-def _rows_of(name: str, ranks: RanksBySize, options: Options) -> Iterator[Row]:
+def _rows_of(
+    name: str, ranks: RanksBySize, options: Options, done: set[tuple[str, str]]
+) -> Iterator[Row]:
+    names = [s for s in STRATEGIES if not options.strategies or s in options.strategies]
+    names = [s for s in names if (name, s) not in done]
+    if (name, "capture") in done or not (names or options.random):
+        return
+    start_s = time.perf_counter()
     try:
         graph = capture(ZOO[name].task(seed=options.seed), BATCH, name).graph
     except HarnessError as error:
@@ -157,19 +183,29 @@ def _rows_of(name: str, ranks: RanksBySize, options: Options) -> Iterator[Row]:
     except Exception as error:
         yield {"strategy": "capture", "status": "crash", "reason": repr(error)}
         return
+    captured_s, is_held = round(time.perf_counter() - start_s, 2), False
     for strategy_name, n_ranks, made in strategies_of(
-        graph, options.ranks, options.seed, options.random
+        graph, options.ranks, options.seed, options.random, names
     ):
-        if options.strategies and strategy_name.split()[0] not in options.strategies:
+        if (name, strategy_name) in done:
             continue
         start_s = time.perf_counter()
-        row: Row = {"strategy": strategy_name, "n_ranks": n_ranks}
+        row: Row = {"strategy": strategy_name, "n_ranks": n_ranks, "captured_s": captured_s}
         if isinstance(made, Strategy):
-            case = ZooCase(model=name, strategy=made, seed=options.seed)
+            case = ZooCase(model=name, strategy=made, seed=options.seed, is_held=is_held)
+            row["predicted_step_s"] = Planner(graph, n_ranks).predict(made)
             row |= _trained(case, n_ranks, ranks, options)
+            is_held = is_held or row["status"] == "ok"
         else:
             row |= _refused(made.reason)
         yield {**row, "duration_s": round(time.perf_counter() - start_s, 2)}
+
+
+def _rows_in(path: Path) -> set[tuple[str, str]]:
+    """Model and strategy of each row of a file that may not exist yet."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    return {(row["model"], row["strategy"]) for row in found if "strategy" in row}
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -178,11 +214,12 @@ def rows(options: Options) -> Iterator[Row]:
     if unknown:
         sys.exit(f"no model {min(unknown)!r} in the zoo: choose of {', '.join(ZOO)}")
     names = options.only or tuple(ZOO)
+    done = _rows_in(options.resume) if options.resume else set()
     with RanksBySize() as ranks:
         for index, name in enumerate(names):
             if sys.stderr.isatty():
                 print(f"\r\033[K{index + 1}/{len(names)} {name}", end="", file=sys.stderr)
-            for row in _rows_of(name, ranks, options):
+            for row in _rows_of(name, ranks, options, done):
                 yield {"model": name, **row}
 
 

@@ -117,7 +117,7 @@ def roofline_profile(
         for operator in filter(has_tasks, graph.operators):
             input_bytes = sum(sizes[name] for name in operator.inputs)
             for shape in _shapes(operator, parts, microbatches):
-                key = (kind, operator.profile_key, tuple(shape.items()))
+                key = (kind, operator.profile_key, operator.dtype, tuple(shape.items()))
                 if key in points:
                     continue
                 forward, backward = operator_seconds(operator, input_bytes, shape, own)

@@ -1,5 +1,6 @@
 """The zoo's verdicts: what equals one device is ok, anything else is wrong or refused."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -42,5 +43,17 @@ def test_narrow_models_are_judged_by_the_rounding_of_one_device():
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero_bubble"])
 def test_a_plain_model_trains_right(strategy):
-    found = list(rows(Options(only=("plain",), strategies=(strategy,))))
+    found = list(rows(Options(only=("plain",), strategies=(strategy,), random=0)))
     assert [(row["model"], row["status"]) for row in found] == [("plain", "ok")]
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    options = Options(only=("plain",), strategies=("single", "ddp"), random=0, resume=path)
+    first, *others = found = list(rows(options))
+    assert [(row["strategy"], row["status"]) for row in found] == [("single", "ok"), ("ddp", "ok")]
+    assert all(
+        row[key] > 0 for row in found for key in ("captured_s", "predicted_step_s", "step_s")
+    )
+    path.write_text(json.dumps(first) + "\n")
+    assert [row["strategy"] for row in rows(options)] == [row["strategy"] for row in others]

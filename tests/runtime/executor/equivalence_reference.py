@@ -23,11 +23,13 @@ class Trace:
         losses: mean over the global batch, of each step.
         gradients: of each step, whole, by parameter.
         state: parameters and buffers after the last step.
+        step_s: seconds of the fastest step after the first.
     """
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
     state: dict[str, Tensor]
+    step_s: float = 0.0
 
 
 def slices(sizes: list[int]) -> list[slice]:

@@ -279,7 +279,8 @@ def train_in_pairs(case: Case, world: World) -> Trace:
 def merged(traces: list[Trace]) -> Trace:
     """The ranks' traces as one: losses are sums over ranks."""
     losses = [sum(parts) for parts in zip(*(trace.losses for trace in traces), strict=True)]
-    return Trace(losses=losses, gradients=traces[0].gradients, state=traces[0].state)
+    step_s = max(trace.step_s for trace in traces)
+    return replace(traces[0], losses=losses, step_s=step_s)
 
 
 @dataclass(frozen=True, kw_only=True)

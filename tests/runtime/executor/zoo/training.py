@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 
 import msgspec
@@ -16,13 +19,19 @@ from equivalence_strategies import random_strategy, replicated_pipeline, small_c
 from torch import Tensor
 from torch.nn import Module
 
+from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
+from harness.domain.profile import Profile
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import Strategy
-from harness.errors import HarnessError, PeerError, StrategyError
+from harness.errors import HarnessError, PeerError
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
-from harness.plan.builders import ddp, hybrid, tensor_parallel
+from harness.plan.builders import ddp, hybrid, single, tensor_parallel
+from harness.plan.portfolio import plan
+from harness.plan.request import PlanRequest
+from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.simulate.simulator import Simulator
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
@@ -34,16 +43,22 @@ from zoo import ZOO
 
 BATCH = 8
 N_STEPS = 4
+STRATEGIES = (
+    "single", "ddp", "gpipe", "1f1b", "zero_bubble", "interleaved", "tensor", "hybrid", "searched",
+)  # fmt: skip
 _TIMEOUT_S = 60.0
+_BUDGET = 500  # proposals of a search
+_RATES = DeviceRates(flops_per_s=1e10, memory_bytes_per_s=5e9)
 _SGD = OptimizerOptions(name="sgd", learning_rate=0.1, momentum=0.9)
 
 
 class ZooCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of the zoo and how it is trained; without a strategy by one device."""
+    """A model of the zoo and how it is trained; `is_held` if its graph was held to it before."""
 
     model: str
     strategy: Strategy
     seed: int = 0
+    is_held: bool = False
 
     def make_task(self) -> Task:
         """The model with its weights; equal in every process."""
@@ -61,26 +76,67 @@ class Refusal(msgspec.Struct, frozen=True):
     reason: str
 
 
+@dataclass(frozen=True)
+class Planner:
+    """Makes the strategies of a graph on equal devices whose times are those of a roofline."""
+
+    graph: Graph
+    n_ranks: int
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        return small_cluster(self.n_ranks)
+
+    @cached_property
+    def profile(self) -> Profile:
+        kinds = {device.kind for device in self.cluster.devices}
+        return roofline_profile(
+            self.graph,
+            dict.fromkeys(kinds, _RATES),
+            n_parts=range(1, self.n_ranks + 1),
+            n_microbatches=(1, 2, 4),
+        )
+
+    def predict(self, strategy: Strategy) -> float:
+        """Predicted seconds of a step."""
+        simulator = Simulator(self.graph, self.profile, self.cluster)
+        return simulator.simulate(strategy).step_s
+
+    def make(self, name: str) -> Strategy:
+        """A strategy by its name in STRATEGIES.
+
+        Raises:
+            HarnessError: there is none for this graph.
+        """
+        graph, cluster = self.graph, self.cluster
+        if name in SCHEDULE_NAMES:
+            devices = [[k] for k in range(self.n_ranks)]
+            if name == "interleaved":
+                return replicated_pipeline(
+                    graph, BATCH, devices * 2, schedule=name, n_microbatches=self.n_ranks
+                )
+            return replicated_pipeline(graph, BATCH, devices, schedule=name)
+        if name == "single":
+            return single(graph, BATCH)
+        if name == "searched":
+            request = PlanRequest(
+                graph=graph, profile=self.profile, cluster=cluster, batch=BATCH, budget=_BUDGET
+            )
+            return plan(request).strategy
+        return {"ddp": ddp, "tensor": tensor_parallel, "hybrid": hybrid}[name](
+            graph, cluster, BATCH
+        )
+
+
 def strategies_of(
-    graph: Graph, n_ranks: int, seed: int, n_random: int
+    graph: Graph, n_ranks: int, seed: int, n_random: int, names: Sequence[str] = STRATEGIES
 ) -> Iterator[tuple[str, int, Strategy | Refusal]]:
-    """Name, number of ranks and strategy: the well-known ones, and random ones on 2 to 4 ranks."""
-    cluster = small_cluster(n_ranks)
-    devices = [[k] for k in range(n_ranks)]
-    makers = {
-        "ddp": lambda: ddp(graph, cluster, BATCH),
-        "tensor": lambda: tensor_parallel(graph, cluster, BATCH),
-        "hybrid": lambda: hybrid(graph, cluster, BATCH),
-        "1f1b": lambda: replicated_pipeline(graph, BATCH, devices, schedule="1f1b"),
-        "zero_bubble": lambda: replicated_pipeline(graph, BATCH, devices, schedule="zero_bubble"),
-        "interleaved": lambda: replicated_pipeline(
-            graph, BATCH, devices * 2, schedule="interleaved", n_microbatches=n_ranks
-        ),
-    }
-    for name, make in makers.items():
+    """Name, number of ranks and strategy: the named ones, and random ones on 2 to 4 ranks."""
+    planner = Planner(graph, n_ranks)
+    for name in names:
         try:
-            yield name, n_ranks, make()
-        except StrategyError as error:
+            yield name, n_ranks, planner.make(name)
+        except HarnessError as error:
             yield name, n_ranks, Refusal(type(error).__name__, str(error))
     for k in range(n_random):
         rng, n = Random(f"zoo {seed}/{graph.name}/{k}"), 2 + k % 3
@@ -151,21 +207,27 @@ def train_on_ranks(case: ZooCase, world: World) -> Trace | Refusal:
 def _train(case: ZooCase, world: World) -> Trace:
     task = case.make_task()
     _seed_all(case.seed)
-    plan = ExecutorPlan(strategy=case.strategy, batch_norm="global", timeout_s=_TIMEOUT_S)
+    chosen_plan = ExecutorPlan(
+        strategy=case.strategy, batch_norm="global", timeout_s=_TIMEOUT_S, is_held=case.is_held
+    )
     options = EngineOptions(dtype="fp32", optimizer=_SGD, batch=BATCH)
-    engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
+    engine = ExecutorEngine(task, world, Recorder(HostClock()), options, chosen_plan)
     engine.keep_gradients = True
     chosen = torch.tensor(engine.samples, dtype=torch.int64)
     share = Share(n_local=len(chosen), n_global=BATCH)
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
+    durations: list[float] = []
     for step in range(N_STEPS):
         whole = case.batch(task, step)
         part = Batch(tuple(x[chosen] for x in whole.inputs), whole.targets[chosen])
+        start_s = time.perf_counter()
         losses.append(float(engine.step(lambda part=part: part, share)))  # type: ignore[misc]
+        durations.append(time.perf_counter() - start_s)
         gradients.append({n: g.detach().clone() for n, g in engine.full_gradients().items()})
     engine.verify_replicas()
     state = {n: t.detach().clone() for n, t in engine.full_state()["model"].items()}
+    step_s = min(durations[1:])
     if world.rank:
-        return Trace(losses=losses, gradients=[], state={})
-    return Trace(losses=losses, gradients=gradients, state=state)
+        return Trace(losses=losses, gradients=[], state={}, step_s=step_s)
+    return Trace(losses=losses, gradients=gradients, state=state, step_s=step_s)
