@@ -70,7 +70,9 @@ class FoundAgain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def search_again(request: SearchAgain) -> FoundAgain:
-    """Search by the request; errors are part of the answer."""
+    """Search by the request, with the state sharded that the start shards; errors are part of the
+    answer."""
+    running = "none" if request.start is None else request.start.shard_state
     try:
         found = search_portfolio(
             PlanRequest(
@@ -83,6 +85,7 @@ def search_again(request: SearchAgain) -> FoundAgain:
                 seconds=request.seconds,
                 seed=request.seed,
                 start=request.start,
+                shard_state=None if running == "none" else running,
                 most_replicas=request.most_replicas,
             ),
             options=request.options,

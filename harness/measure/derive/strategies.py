@@ -21,7 +21,7 @@ from harness.units import format_bytes
 # Settings that define a strategy or its search; compared runs agree in all others.
 _COMPARED = (
     "strategy", "strategy_digest", "engine", "n_ranks", "schedule", "microbatches", "asynchronous",
-    "recompute", "predict", "search_seconds", "search_budget", "trials", "memory",
+    "recompute", "predict", "search_seconds", "search_budget", "trials", "memory", "shard_state",
 )  # fmt: skip
 
 

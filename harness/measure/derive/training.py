@@ -117,12 +117,14 @@ def configured_number(run: Headed, name: str) -> float | None:
 
 def _strategy_name(run: Run) -> str:
     """The strategy's name, prefixed by the engine if several engines train it, and followed by a
-    pipeline's schedule, microbatches and flags; a strategy that was read from a file is named after
-    the file."""
+    pipeline's schedule, microbatches and flags, and by the state that is sharded; a strategy that
+    was read from a file is named after the file."""
     strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
     is_file = strategy.endswith(".json")
     if strategy == "pipeline" and engine == "executor":
         strategy += _flow_name(run)
+    state = run.header.config.get("shard_state", "auto")
+    strategy += "" if state in ("auto", "none") or is_file else f"-sharded-{state}"
     is_usual = engine == "torch" or (engine == "executor" and strategy not in ("single", "ddp"))
     if is_file:
         # Runs write theirs as strategy.json, so the run's name identifies them.

@@ -90,6 +90,15 @@ def test_microbatches_that_were_asked_for_are_rows_of_their_own(make_run):
     assert found == {"pipeline-8-microbatches on 2", "pipeline on 2"}
 
 
+def test_sharded_state_is_a_row_of_its_own(make_run):
+    runs = [
+        make_run("ddp", 0, engine="executor", shard_state="gradients"),
+        make_run("ddp", 1, engine="executor"),
+    ]
+    found = {row[1] for row in rows(runs)[1:3]}
+    assert found == {"ddp-sharded-gradients on 2", "executor-ddp on 2"}
+
+
 def test_files_of_one_name_are_told_apart(make_run):
     files = ["results/a-search/strategy.json", "results/b-search/strategy.json", "plan.json"]
     runs = [make_run(file, 0, engine="executor") for file in files]
