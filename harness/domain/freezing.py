@@ -7,6 +7,7 @@ that are still trained: F(T) = F(T-1) + alpha (L - F(T-1)), so F(T) = ceil(L (1 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.domain.graph import Graph, Operator
@@ -23,6 +24,19 @@ def n_frozen_layers(n_layers: int, alpha: float, interval: int) -> int:
     """
     # Rounded, because ceil would turn 4.000000000000001 into 5.
     return math.ceil(round(n_layers * (1 - (1 - alpha) ** interval), 9))
+
+
+def n_frozen_by_norms(alpha: float, n_frozen: int, norms: Sequence[float]) -> int:
+    """Freeze up to the trained layer of the least gradient, and a share of the trained at most.
+
+    Args:
+        alpha: share of the trained layers that may be frozen at once.
+        n_frozen: layers that are frozen already.
+        norms: of each layer's gradient; those of frozen layers do not matter.
+    """
+    bound = n_frozen + n_frozen_layers(len(norms) - n_frozen, alpha, 1)
+    least = min(range(n_frozen, len(norms)), key=lambda layer: norms[layer], default=n_frozen)
+    return min(bound, least + 1)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from harness.domain.freezing import freezable_layers, n_frozen_layers
+from harness.domain.freezing import freezable_layers, n_frozen_by_norms, n_frozen_layers
 from harness.domain.graph import Graph, Operator
 
 
 def test_the_schedule_is_that_of_pipetransformer() -> None:
     """12 layers and a third, as the released code computes them."""
     assert [n_frozen_layers(12, 1 / 3, t) for t in range(8)] == [0, 4, 7, 9, 10, 11, 11, 12]
+
+
+@pytest.mark.parametrize(
+    ("n_frozen", "norms", "wanted"),
+    [
+        (0, [3, 1, 2, 4, 5, 6], 2),  # up to the layer of the least gradient, which is the second
+        (0, [9, 8, 7, 6, 5, 1], 2),  # a third of six is the most
+        (2, [0, 0, 5, 4, 1, 3], 4),  # a third of four, rounded up
+        (2, [0, 0, 1, 4, 2, 3], 3),
+        (5, [0, 0, 0, 0, 0, 3], 6),
+        (6, [0, 0, 0, 0, 0, 0], 6),
+    ],
+)
+def test_the_gradient_rule_takes_the_least_layer_or_the_bound(n_frozen, norms, wanted) -> None:
+    assert n_frozen_by_norms(1 / 3, n_frozen, norms) == wanted
 
 
 def operator(name: str, *parameters: str) -> Operator:

@@ -271,7 +271,7 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
         change = () if case.controlled else tuple(f"{step}:{file}" for step, file in files)
         try:
             with mock.patch.multiple(shrink, has_ended=waited_for, STILL_S=0.0):
-                run_train(replace(case, change=change), context)
+                summary = run_train(replace(case, change=change), context)
         except HarnessError as error:
             found[name] = f"{type(error).__name__}: {error}"
             continue
@@ -283,8 +283,9 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
             "samples": [
                 (r.metric, r.step, r.value, r.labels)
                 for r in records
-                if isinstance(r, Sample) and r.metric.startswith("change")
+                if isinstance(r, Sample) and r.metric.startswith(("change", "cache"))
             ],
+            "digest": summary["parameters_digest"],
             "losses": [r.value for r in records if isinstance(r, Sample) and r.metric == "loss"],
             "spans": [r.name for r in records if isinstance(r, Span) and r.kind == "change"],
         }

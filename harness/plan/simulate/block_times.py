@@ -30,6 +30,7 @@ class BlockTimes:
         samples: number in the microbatch.
         shapes: shapes of the operators for a microbatch.
         frozen: names of the operators that are not trained.
+        skipped: those of them that take no time.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class BlockTimes:
         samples: int,
         shapes: Sequence[dict[str, int]],
         frozen: frozenset[str] = frozenset(),
+        skipped: frozenset[str] = frozenset(),
     ) -> None:
+        self._skipped = skipped
         self._graph, self._devices, self._shapes = graph, devices, shapes
         self._samples = samples
         self._times = OperatorTimes(profile)
@@ -75,7 +78,8 @@ class BlockTimes:
                 forward_s=time.forward_s * factor,
                 backward_s=time.backward_s * factor,
             )
-            self._seconds[key] = BlockSeconds(*seconds)
+            is_skipped = operator.name in self._skipped
+            self._seconds[key] = BlockSeconds(0.0, 0.0) if is_skipped else BlockSeconds(*seconds)
         return self._seconds[key]
 
     def _full_volume(self, op: int) -> float:

@@ -76,7 +76,7 @@ class Costs:
 
     Args:
         samples: samples of the microbatch to which all shapes are scaled.
-        wire_bytes_per_fp32_byte, frozen: see SimulatorOptions.
+        wire_bytes_per_fp32_byte, frozen, skipped: see SimulatorOptions.
 
     Attributes:
         shapes: shapes of the operators for a microbatch.
@@ -96,15 +96,19 @@ class Costs:
         *,
         wire_bytes_per_fp32_byte: float = 1.0,
         frozen: frozenset[str] = frozenset(),
+        skipped: frozenset[str] = frozenset(),
     ) -> None:
         self.graph, self.samples, self._frozen = graph, samples, frozen
         is_fp32 = np.array([op.dtype == "float32" for op in graph.operators])
-        self.wire_share: Floats = np.where(is_fp32, wire_bytes_per_fp32_byte, 1.0)
+        is_sent = np.array([op.name not in skipped for op in graph.operators])
+        self.wire_share: Floats = np.where(is_fp32, wire_bytes_per_fp32_byte, 1.0) * is_sent
         self.n_devices = cluster.n_devices
         self.shapes = [
             full_shape(op, batch=samples, graph_batch=graph.batch) for op in graph.operators
         ]
-        self.times = BlockTimes(graph, profile, cluster.devices, samples, self.shapes, frozen)
+        self.times = BlockTimes(
+            graph, profile, cluster.devices, samples, self.shapes, frozen, skipped
+        )
         self._operators: dict[object, OperatorCosts] = {}
         self._wants: dict[object, Wants] = {}
         self._transfers: dict[object, ProducerTransfers] = {}

@@ -48,6 +48,7 @@ class SimulatorOptions:
             training does (see `unflushed`).
         frozen: names of operators that are not trained: no gradients, no optimizer state, and no
             backward pass before the first trained operator (see `frozen`).
+        skipped: those of them whose outputs each reader has in a cache, so that they take no time.
     """
 
     overlap: bool = True
@@ -63,6 +64,7 @@ class SimulatorOptions:
     recomputes_ahead: bool = True
     updates_each_microbatch: bool = False
     frozen: frozenset[str] = frozenset()
+    skipped: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if (

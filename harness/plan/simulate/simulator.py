@@ -131,6 +131,7 @@ class Simulator:
                 samples,
                 wire_bytes_per_fp32_byte=self.options.wire_bytes_per_fp32_byte,
                 frozen=self.options.frozen,
+                skipped=self.options.skipped,
             )
         return self._costs[samples]
 

@@ -61,12 +61,15 @@ class Captured:
         module: executes the nodes; holds the model's parameters.
         nodes: by operator name; inputs and the loss have none.
         untrained: names of parameters that require a gradient and never get one.
+        apart: frozen operators whose tasks share no segment with others, so that their outputs are
+            recorded and their time is known.
     """
 
     graph: Graph
     module: fx.GraphModule
     nodes: dict[str, fx.Node]
     untrained: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
 
     def freeze_untrained(self, model: nn.Module) -> None:
         """Clear requires_grad of untrained parameters, so that optimizers skip them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from harness.errors import ConfigError, DataError
 from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
 from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
-from harness.runtime.data.images import class_names, open_cifar, open_folder
+from harness.runtime.data.images import DigitData, class_names, open_cifar, open_folder
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
 from harness.runtime.data.text.plain import open_pairs, open_text, pair_files, text_files
 from harness.runtime.data.text.sequences import TextData, Vocabulary, check_vocabulary
@@ -77,6 +78,7 @@ class DataEntry:
         n_classes: reads the number of classes from the directory; 0: the model's.
         image_size, n_channels: of the stored images; 0: the model's.
         is_shuffled: whether each epoch has a new order.
+        held_out: opens samples that are not trained by; None if there are none.
         feeds: kind of models that it feeds; None: any.
         head: what a model of text predicts from it.
     """
@@ -87,6 +89,7 @@ class DataEntry:
     image_size: int = 0
     n_channels: int = 0
     is_shuffled: bool = True
+    held_out: Open | None = None
     feeds: Literal["images", "dlrm", "text"] | None = "images"
     head: HeadName | None = None
 
@@ -101,6 +104,12 @@ def _cifar(name: str) -> Open:
         return open_cifar(name, options.data_dir, task.inputs[0].shape[-1])
 
     return open_it
+
+
+def _digits(
+    options: DataOptions, task: Task, global_batch: int, *, is_held_out: bool = False
+) -> Dataset[Batch]:
+    return DigitData(task.inputs[0].shape, is_held_out=is_held_out)
 
 
 def _folder(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
@@ -146,6 +155,13 @@ DATA: dict[str, DataEntry] = {
         n_classes=lambda _: 100,
         image_size=32,
         n_channels=3,
+    ),
+    "digits": DataEntry(
+        open=_digits,
+        held_out=partial(_digits, is_held_out=True),
+        n_classes=lambda _: 10,
+        image_size=8,
+        n_channels=1,
     ),
     "imagefolder": DataEntry(
         open=_folder,

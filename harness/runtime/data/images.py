@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.data import Dataset
 
 from harness.errors import DataError
@@ -20,6 +21,7 @@ CIFAR_LAYOUT = {
 }
 FOLDER_LAYOUT = "one directory per class, each with its images (class_a/1.jpg, class_b/2.jpg)"
 # Channel means and deviations of ImageNet, as torchvision's reference training uses them.
+_N_DIGITS = 1440
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -74,6 +76,42 @@ def open_cifar(name: str, data_dir: Path, image_size: int) -> ImageData:
             f"{name} is not (whole) in --data-dir {data_dir}: it should hold {CIFAR_LAYOUT[name]}, "
             "as the archive from its authors unpacks"
         ) from error
+
+
+class DigitData(Dataset[Batch]):
+    """The 8 x 8 images of handwritten digits that scikit-learn ships: 1440 to train by, and 357
+    held out.
+
+    Args:
+        shape: channels, height and width of a sample.
+    """
+
+    def __init__(self, shape: tuple[int, ...], *, is_held_out: bool = False) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise DataError(
+                "--data digits is in scikit-learn, which is not installed: pip install scikit-learn"
+            ) from error
+        pixels, labels = load_digits(return_X_y=True)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        chosen = order[_N_DIGITS:] if is_held_out else order[:_N_DIGITS]
+        images = torch.from_numpy(pixels).float().reshape(-1, 1, 8, 8)[chosen] / 8 - 1
+        n_channels, *size = shape
+        if size != [8, 8]:
+            images = functional.interpolate(images, size=size, mode="bilinear")
+        self._images = images.expand(-1, n_channels, -1, -1).contiguous()
+        self._labels = torch.from_numpy(labels).long()[chosen]
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        rows = torch.tensor(indices, dtype=torch.int64)
+        return Batch((self._images[rows],), self._labels[rows])
 
 
 def class_names(data_dir: Path) -> list[str]:

@@ -17,6 +17,8 @@ from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.executor.cache.prefix import Prefix, run_forward
+from harness.runtime.executor.cache.recorded import check_rows
 from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
@@ -25,6 +27,7 @@ from harness.runtime.executor.gradients.deferred import (
     Joining,
     WeightQueue,
 )
+from harness.runtime.executor.gradients.layer_norms import LayerNorms
 from harness.runtime.executor.gradients.loss_scale import LossScale
 from harness.runtime.executor.gradients.sums import ParameterHooks
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
@@ -49,7 +52,7 @@ from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.messages import find_messages, shared_sums
 from harness.runtime.executor.transport.moves import Moves
 from harness.runtime.executor.transport.partial_sums import norm_reducer
-from harness.runtime.executor.transport.priming import is_needed, prime
+from harness.runtime.executor.transport.priming import is_needed, kept_alike, prime
 from harness.runtime.executor.transport.transfers import Groups
 from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
@@ -65,6 +68,7 @@ class ExecutorEngine:
             slices and frees the rest.
         captured: the model's graph; captured here if None. Both may come from a Blueprint, for an
             engine that gets its state by `change_engine`.
+        prefix: of an engine that uses cached activations.
 
     Raises:
         StrategyError: the strategy does not fit the model or the ranks.
@@ -79,8 +83,9 @@ class ExecutorEngine:
         options: EngineOptions,
         plan: ExecutorPlan,
         captured: Captured | None = None,
+        prefix: Prefix = Prefix(),  # noqa: B008
     ) -> None:
-        self._task, self._world, self.plan = task, world, plan
+        self._task, self._world, self.plan, self.prefix = task, world, plan, prefix
         self._scale = LossScale(options.dtype, world, is_asynchronous=plan.is_asynchronous)
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
@@ -111,6 +116,7 @@ class ExecutorEngine:
         meta = MetaModel(captured, task.inputs, world.device)
         names = canonical_names(task.model)
         self._programs = self._lower(meta, options.bucket_bytes)
+        prefix.park(self.weights, self.holders)
         self.weights.allocate()
         self.owners = self._sharding.owners(self.weights, world.rank)
         units = self._sharding.units(self.owners, world)
@@ -137,6 +143,7 @@ class ExecutorEngine:
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights
         self.keep_gradients = False
+        self.layer_norms: LayerNorms | None = None
         self.is_priming_due = is_needed(world)
         self._gradients: dict[WeightSlice, Tensor] = {}
 
@@ -147,6 +154,7 @@ class ExecutorEngine:
         sizes = sorted(set(strategy.microbatch_sizes()))
         forms = choose_forms(self._captured, meta, self.plan, sizes)
         for form in forms.values():
+            check_rows(form.layout)
             self.holders.merge(form.holders)
         self.plan.check_tied(self.holders.trained())
         self._sharding = Sharding(strategy, self.holders, forms.values(), unit_bytes)
@@ -216,6 +224,7 @@ class ExecutorEngine:
             self._stash,
             self._update_microbatch,
             residence,
+            self.prefix.tap,
         )
 
     # Training
@@ -229,6 +238,19 @@ class ExecutorEngine:
     def model(self) -> nn.Module:
         """This rank's parameters."""
         return self.weights
+
+    @property
+    def is_cache_read(self) -> bool:
+        """Whether this rank's tasks read cached values."""
+        return any(self.prefix.is_read(program) for program, _ in self._programs.values())
+
+    def compute_forward(self, batch: Batch | None) -> None:
+        """Run the forward of this rank's samples of a batch, which alters no state; all ranks must
+        call it."""
+        with kept_alike(self._runner.buffers(), self._world.device):
+            n_samples = self.plan.strategy.batch
+            run_forward(self._runner, self._feed, self._timetable.step(), batch, n_samples)
+        self._finish_sends()
 
     @property
     def n_synchronisations(self) -> int:
@@ -274,7 +296,8 @@ class ExecutorEngine:
             self._finish_sends(self._timetable.n_finished)
         self._timetable.advance()
         self._random.step += 1
-        return self._loss()
+        loss = self._runner.loss  # None on a rank that computes none
+        return torch.zeros((), device=self._world.device) if loss is None else loss
 
     def _run(self, batch: Batch | None, share: Share) -> None:
         is_asynchronous, scale = self.plan.is_asynchronous, self._scale.factor()
@@ -319,6 +342,8 @@ class ExecutorEngine:
         self._updater.assign_gradients()
         self._scale.unscale(self._optimizer, is_muted=is_muted)
         self._hooks.run(trained)
+        if self.layer_norms is not None and not is_muted:
+            self.layer_norms.add(self.weights, self.owners)
         if self.keep_gradients:
             found = {piece: parameter.grad for piece, parameter in self.owners.own.items()}
             self._gradients = {piece: g.clone() for piece, g in found.items() if g is not None}
@@ -332,11 +357,6 @@ class ExecutorEngine:
         self._update()
         self._phases.end()
         self._n_updates += 1
-
-    def _loss(self) -> Tensor:
-        """This rank's share of the mean loss; 0 if it computes none."""
-        loss = self._runner.loss
-        return torch.zeros((), device=self._world.device) if loss is None else loss
 
     # State
 
@@ -379,22 +399,15 @@ class ExecutorEngine:
         self.owners.rebind()
         self._random.step, self.keep_gradients = old._random.step, old.keep_gradients
         self._gatherer.take_unused(old._gatherer)
+        self.layer_norms = old.layer_norms
 
     def close(self) -> None:
-        """Destroy its process groups after the last step; all ranks must call it.
-
-        The garbage collector frees its memory, because its objects form reference cycles.
-        """
+        """Destroy its process groups after the last step; all ranks must call it. The garbage
+        collector frees its memory, because its objects form reference cycles."""
         self._groups.close()
 
     def verify_replicas(self) -> str:
-        """Check that replicated weights are equal, bit by bit; all ranks must call it.
-
-        Returns:
-            A digest of the weights, to compare runs of one strategy.
-
-        Raises:
-            VerificationError: names the ranks and the parameter.
-        """
+        """Check that replicas are equal bit by bit, and return a digest of the weights; all ranks
+        must call it. Raises VerificationError, with the ranks and the parameter."""
         self.flush()
         return verify_copies(self.owners.trained(self.weights), self._world)

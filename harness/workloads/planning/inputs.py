@@ -93,12 +93,16 @@ class Inputs:
         return fingerprint(self.graph, self.cluster, self.profile)
 
     def simulator(
-        self, search_config: SearchConfig, frozen: frozenset[str] = frozenset()
+        self,
+        search_config: SearchConfig,
+        frozen: frozenset[str] = frozenset(),
+        skipped: frozenset[str] = frozenset(),
     ) -> Simulator:
         """Make the simulator that predicts steps with this configuration.
 
         Args:
             frozen: operators that are not trained.
+            skipped: those of them whose outputs are cached.
         """
         variant = search_config.optimizer_options().variant
         rates = [
@@ -110,7 +114,7 @@ class Inputs:
             self.graph,
             self.profile,
             self.cluster,
-            options=replace(options, frozen=frozen),
+            options=replace(options, frozen=frozen, skipped=skipped),
             memory_bytes=search_config.memory_bytes,
         )
 

@@ -119,6 +119,7 @@ _AT_LEAST = {
     "n_ranks": 1,
     "microbatches": 1,
     "freeze_interval": 1,
+    "cache_memory": 0,
 }
 
 
@@ -272,6 +273,17 @@ def _check_changes(config: TrainConfig) -> None:
     """Refuse changes of strategy that are malformed, out of order or outside the run."""
     if not 0 < config.freeze_alpha < 1:
         raise ConfigError(f"--freeze-alpha {config.freeze_alpha} must be above 0 and below 1")
+    if config.cache != "off" and config.freeze == "none":
+        raise ConfigError(
+            f"--cache {config.cache} keeps the outputs of frozen layers, and --freeze none freezes "
+            "none: add --freeze schedule"
+        )
+    half = next((dtype for dtype in config.dtype if dtype in ("bf16", "fp16")), None)
+    if config.cache != "off" and half is not None:
+        raise ConfigError(
+            f"--cache {config.cache} is for fp32 and tf32, because ranks keep other dtypes than "
+            f"they send with --dtype {half}: drop one of them"
+        )
     if config.freeze != "none" and config.asynchronous:
         raise ConfigError("--freeze is for synchronous training: drop --asynchronous")
     if config.shrink != "none" and config.freeze == "none":

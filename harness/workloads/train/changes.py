@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ from harness.runtime.ranks.gather import (
 )
 from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
+from harness.workloads.train.cache import Start, TrainingCache
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.engines import executor_trainer
 from harness.workloads.train.next_plan import NextPlanner
@@ -38,6 +40,7 @@ from harness.workloads.train.requests import ChangeAnswer, answer_request, read_
 from harness.workloads.train.setup import Training, continue_by
 
 if TYPE_CHECKING:
+    from harness.runtime.executor.cache.tap import Tap
     from harness.runtime.executor.change.elastic import ElasticExecutor
     from harness.runtime.executor.engine import ExecutorEngine
 
@@ -68,8 +71,10 @@ class StrategyChanges:
             training=training,
             current=self._current,
             n_steps=n_steps,
+            cache=TrainingCache(case, context, training) if case.cache != "off" else None,
         )
         self._policies = [row.make(inputs) for row in POLICIES.values() if row.is_on(case)]
+        self._cache, self._n_steps = inputs.cache, n_steps
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="next engine")
         self._building: Future[_Built] | None = None
         self._next: Due | None = None
@@ -109,13 +114,24 @@ class StrategyChanges:
         if due.error:
             self._tell(ChangeAnswer(id=due.request, error=due.error))
             return
+        if due.n_skipped is not None and due.n_skipped <= self._current.n_skipped:
+            return  # another change has done it
         strategy = (due.planned or self._current.planned).strategy
         n_frozen = self._current.n_frozen if due.n_frozen is None else due.n_frozen
         self._next = due
-        predict = partial(self._predict_steps, strategy, n_frozen)
-        self._building = self._pool.submit(
-            _built, lambda: elastic.build(strategy, n_frozen), predict
-        )
+        start = Start()
+
+        def build(n_skipped: int = 0, tap: Tap | None = None) -> ExecutorEngine:
+            return elastic.build(strategy, n_frozen, n_skipped, tap)
+
+        make: Callable[[], ExecutorEngine] = build
+        if self._cache is not None:
+            first_step = max(step, due.step or 0)
+            n_left = self._n_steps - first_step
+            start = self._cache.start(first_step, n_frozen, elastic, self._planner, n_left)
+            make = partial(self._cache.build, start, build)
+        predict = partial(self._predict_steps, strategy, n_frozen, start.n_skipped)
+        self._building = self._pool.submit(_built, make, predict)
         if self._context.world.backend == "nccl":  # a new group blocks the device
             self._building.exception()
 
@@ -149,7 +165,13 @@ class StrategyChanges:
         engine, build_s, steps_s = building.result()
         predicted = elastic.predict_bytes(engine)
         start, start_s = recorder.clock.mark(), time.perf_counter()
+        recorder.step = None
+        if self._cache is not None:
+            self._cache.fill(engine, training)
         cost = elastic.change(engine)
+        if self._cache is not None:
+            self._cache.take_over(engine, elastic, step)
+            training = replace(training, data=self._cache.data_for(engine))
         trainer = executor_trainer(engine, elastic)
         planned = due.planned or self._current.planned
         training = continue_by(
@@ -159,6 +181,7 @@ class StrategyChanges:
         self._current.planned = planned
         if due.n_frozen is not None:
             self._current.n_frozen = due.n_frozen
+        self._current.n_skipped = engine.prefix.n_skipped
         after = self._name()
         still_s, build_s = maximum_over_ranks([time.perf_counter() - start_s, build_s], world)
         recorder.step = None
@@ -196,21 +219,22 @@ class StrategyChanges:
             for (source, target), n in sorted(pairs.items()):
                 sample(metric, n, source=source, target=target)
 
-    def _predict_steps(self, strategy: Strategy, n_frozen: int) -> dict[str, float]:
+    def _predict_steps(self, strategy: Strategy, n_frozen: int, n_skipped: int) -> dict[str, float]:
         """The simulated step before and after a change, on rank 0."""
         if not self._context.world.is_first:
             return {}
         now = self._current
         return {
-            "before": self._planner.step_s(now.planned.strategy, now.n_frozen),
-            "after": self._planner.step_s(strategy, n_frozen),
+            "before": self._planner.step_s(now.planned.strategy, now.n_frozen, now.n_skipped),
+            "after": self._planner.step_s(strategy, n_frozen, n_skipped),
         }
 
     def _name(self) -> str:
         """The current strategy, with its frozen layers, in a few words."""
         n_frozen = self._current.n_frozen
         frozen = f", {n_frozen} layers frozen" if n_frozen else ""
-        return f"{self._current.planned.strategy.name}{frozen}"
+        cached = f", {self._current.n_skipped} cached" if self._current.n_skipped else ""
+        return f"{self._current.planned.strategy.name}{frozen}{cached}"
 
     def _tell(self, answer: ChangeAnswer) -> None:
         """Log the outcome of a change on rank 0, and answer its controller."""
@@ -223,11 +247,18 @@ class StrategyChanges:
         if answer.id:
             answer_request(self._context.run_dir, answer)
 
+    def begin_step(self, samples: list[int]) -> None:
+        """Begin a measured step, which is of these samples, before it is trained."""
+        if self._cache is not None:
+            self._cache.begin_step(samples)
+
     def close(self) -> None:
         """Refuse a request that came too late; all ranks may call it after the last step."""
         self._pool.shutdown(wait=True)
         for policy in self._policies:
             policy.close()
+        if self._cache is not None:
+            self._cache.close()
         if not (self._case.controlled and self._context.world.is_first):
             return
         with suppress(HarnessError):

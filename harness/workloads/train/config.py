@@ -59,8 +59,9 @@ class TrainSettings(SearchFlags, ModelFlags):
     """Flags that have one value in all runs of a sweep."""
 
     data: str = "synthetic"
-    """Data set: synthetic, cifar10, cifar100, imagefolder, dlrm_hdf5 (X_int, X_cat, y), sst2,
-    squad, text (*.txt), or pairs (*.tsv of source and target)."""
+    """Data set: synthetic, digits (scikit-learn's 1797 images), cifar10, cifar100, imagefolder,
+    dlrm_hdf5 (X_int, X_cat, y), sst2, squad, text (*.txt), or pairs (*.tsv of source and
+    target)."""
     data_dir: Path = Path("data")
     """Directory of the data set (dlrm_hdf5: the file). The harness never downloads data."""
     vocabulary: Path | None = None
@@ -110,6 +111,9 @@ class TrainSettings(SearchFlags, ModelFlags):
     first bucket is smaller so that communication starts early."""
     n_workers: int = 0
     """Processes per rank that load data in advance; 0 loads in the training process."""
+    evaluate: bool = False
+    """After each epoch, measure the accuracy on data that are not trained by (digits). Training
+    stands still meanwhile, and the time of an epoch does not contain it."""
     save_model: bool = False
     """Write the trained parameters to model.safetensors in the run's directory."""
     save_sharded: bool = False
@@ -124,12 +128,13 @@ class TrainSettings(SearchFlags, ModelFlags):
     controlled: bool = False
     """Between steps, take requests of ./entry.sh control RUN --strategy FILE to go on by another
     strategy (executor)."""
-    freeze: Literal["none", "schedule"] = "none"
+    freeze: Literal["none", "schedule", "gradient"] = "none"
     """schedule: stop training layers from the model's inputs on, F(T) = ceil(L (1 - (1 - a)^T)) of
     L layers after T intervals, as PipeTransformer does; the head is always trained (executor).
-    This is not the training of all layers."""
+    gradient: as many at most, up to the layer whose gradient was least in the interval. This is not
+    the training of all layers."""
     freeze_alpha: float = 1 / 3
-    """a of --freeze: share of the trained layers that each interval freezes."""
+    """a of --freeze: share of the trained layers that each interval freezes, at most."""
     freeze_interval: int | None = None
     """Steps of an interval of --freeze. Default: an epoch."""
     shrink: Literal["none", "search", "pipetransformer"] = "none"
@@ -140,6 +145,12 @@ class TrainSettings(SearchFlags, ModelFlags):
     replicate: bool = False
     """With --shrink: turn the ranks that it frees into replicas. Else no layer gets more replicas
     than at the start, and these ranks idle."""
+    cache: Literal["off", "auto", "on"] = "off"
+    """on: keep the outputs of the frozen layers by sample, and compute these layers no more once
+    all samples are kept. auto: only where reading is measured to be faster (--freeze)."""
+    cache_memory: float = 1024.0
+    """MiB of shared memory of each rank for --cache; further samples are written to the run's
+    directory."""
     channels_last: bool = False
     """Keep images and filters in channels-last order, which is faster on tensor cores."""
     seed: int = 0

@@ -31,10 +31,10 @@ class NextPlanner:
     def _inputs(self) -> Inputs:
         return read_inputs(search_config_of(self._case), self._context.run_dir)
 
-    def _make_simulator(self, n_frozen: int) -> Simulator:
-        """The simulator of the model with so many frozen layers."""
-        frozen = frozen_operators(self._inputs.graph, n_frozen)
-        return self._inputs.simulator(search_config_of(self._case), frozen)
+    def _make_simulator(self, n_frozen: int, n_skipped: int = 0) -> Simulator:
+        """The simulator of the model with so many frozen layers, of which some are cached."""
+        frozen, skipped = (frozen_operators(self._inputs.graph, n) for n in (n_frozen, n_skipped))
+        return self._inputs.simulator(search_config_of(self._case), frozen, skipped)
 
     def plan(self, data: bytes, source: str) -> Planned:
         """Read a strategy file of any format.
@@ -76,9 +76,9 @@ class NextPlanner:
             flops=tuple(device_flops(self._inputs.graph, strategy, self._context.world.size)),
         )
 
-    def step_s(self, strategy: Strategy, n_frozen: int) -> float:
+    def step_s(self, strategy: Strategy, n_frozen: int, n_skipped: int = 0) -> float:
         """The predicted step of a strategy with so many frozen layers."""
-        return self.simulator(n_frozen).simulate(strategy).step_s
+        return self.simulator(n_frozen, n_skipped).simulate(strategy).step_s
 
     def estimate_change_s(self, before: Strategy, after: Strategy, n_frozen: int) -> float:
         """Seconds in which the slowest link moves its bytes, from the strategies alone."""

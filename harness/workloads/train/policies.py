@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from harness.domain.freezing import n_frozen_layers
+from harness.domain.freezing import n_frozen_by_norms, n_frozen_layers
 from harness.errors import ConfigError, HarnessError
 from harness.inputs import read_file
 from harness.runtime.ranks.gather import broadcast_result, gather_numbers
@@ -74,15 +74,20 @@ class ControlledPolicy(Policy):
 
 
 class FreezingPolicy(Policy):
-    """`--freeze schedule`: a prefix of the layers that grows with each interval.
+    """`--freeze`: a prefix of the layers that grows with each interval.
+
+    The gradient rule decides LEAD_STEPS before the end of an interval, by the steps since it did.
 
     Raises:
         ConfigError: the model has no layers that can be frozen.
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:
-        assert inputs.training.trainer.elastic is not None
-        self._case, self._n_layers = inputs.case, len(inputs.training.trainer.elastic.layers)
+        elastic = inputs.training.trainer.elastic
+        assert elastic is not None
+        self._case, self._n_layers = inputs.case, len(elastic.layers)
+        self._norms = elastic.watch_gradients() if inputs.case.freeze == "gradient" else None
+        self._n_frozen = 0
         self._steps = inputs.case.freeze_interval or inputs.training.plan.n_steps_per_epoch
         self._interval = 0  # the last one whose change is due
         if self._n_layers == 0:
@@ -97,16 +102,39 @@ class FreezingPolicy(Policy):
     def due(self, step: int) -> Due | None:
         found: Due | None = None
         while (self._interval + 1) * self._steps <= step + LEAD_STEPS and found is None:
-            before = self._n_frozen()
+            before = self._n_frozen
             self._interval += 1
-            if (after := self._n_frozen()) > before:
+            self._n_frozen = self._next_n_frozen()
+            if self._n_frozen > before:
                 at = self._interval * self._steps
-                why = f"--freeze {self._case.freeze}: {after} of {self._n_layers} layers"
-                found = Due(why=why, step=at, n_frozen=after)
+                why = f"--freeze {self._case.freeze}: {self._n_frozen} of {self._n_layers} layers"
+                found = Due(why=why, step=at, n_frozen=self._n_frozen)
         return found
 
-    def _n_frozen(self) -> int:
-        return n_frozen_layers(self._n_layers, self._case.freeze_alpha, self._interval)
+    def _next_n_frozen(self) -> int:
+        alpha = self._case.freeze_alpha
+        if self._norms is None:
+            return n_frozen_layers(self._n_layers, alpha, self._interval)
+        return n_frozen_by_norms(alpha, self._n_frozen, self._norms.take())
+
+
+class CachePolicy(Policy):
+    """`--cache`: training goes on behind the frozen layers once all their outputs are kept."""
+
+    def __init__(self, inputs: PolicyInputs) -> None:
+        assert inputs.cache is not None
+        self._cache, self._current, self._mode = inputs.cache, inputs.current, inputs.case.cache
+
+    def next_step(self) -> int | None:
+        n_skipped, at = self._cache.due_step(0) or (0, 0)
+        return at if n_skipped > self._current.n_skipped else None
+
+    def due(self, step: int) -> Due | None:
+        n_skipped, at = self._cache.due_step(step) or (0, 0)
+        if n_skipped <= self._current.n_skipped or at > step + LEAD_STEPS:
+            return None
+        why = f"--cache {self._mode}: {n_skipped} layers"
+        return Due(why=why, step=at, n_skipped=n_skipped)
 
 
 @dataclass(frozen=True)
@@ -123,4 +151,5 @@ POLICIES: dict[str, PolicyEntry] = {
     "freeze": PolicyEntry(lambda case: case.freeze != "none", FreezingPolicy),
     "shrink": PolicyEntry(lambda case: case.shrink != "none" and not case.replicate, ShrinkPolicy),
     "replicate": PolicyEntry(lambda case: case.replicate, ShrinkPolicy),
+    "cache": PolicyEntry(lambda case: case.cache != "off", CachePolicy),
 }

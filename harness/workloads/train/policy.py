@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from harness.runtime.ranks.world import Context
+from harness.workloads.train.cache import TrainingCache
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.next_plan import NextPlanner
 from harness.workloads.train.plan import Planned
@@ -24,6 +25,7 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
         step: the first measured step after it; None: as soon as it is prepared.
         planned: the next strategy; None: the current one stays.
         n_frozen: layers that are frozen from then on; None: those that are.
+        n_skipped: layers that the cache replaces from then on; any change may begin to use it.
         request: id of the controller's request; empty if no controller waits for an answer.
         error: why the request cannot be met; nothing changes then.
     """
@@ -32,6 +34,7 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     planned: Planned | None = None
     n_frozen: int | None = None
+    n_skipped: int | None = None
     request: str = ""
     error: str = ""
 
@@ -61,10 +64,12 @@ class Current:
 
     Attributes:
         n_frozen: layers that are not trained.
+        n_skipped: those of them whose outputs are read from the cache.
     """
 
     planned: Planned
     n_frozen: int = 0
+    n_skipped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,7 @@ class PolicyInputs:
         planner: used on rank 0 only.
         training: before the first step.
         n_steps: all measured steps of the run.
+        cache: None with --cache off.
     """
 
     case: TrainCase
@@ -83,3 +89,4 @@ class PolicyInputs:
     training: Training
     current: Current
     n_steps: int
+    cache: TrainingCache | None

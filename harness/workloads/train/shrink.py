@@ -109,7 +109,7 @@ class ShrinkPolicy(Policy):
         Raises:
             HarnessError: there is no plan.
         """
-        planner = self._inputs.planner
+        planner, n_skipped = self._inputs.planner, self._inputs.current.n_skipped
         if self._rule is not None:
             strategy: Strategy | None = self._rule.next_strategy(planner.simulator(n_frozen))
         else:
@@ -119,13 +119,14 @@ class ShrinkPolicy(Policy):
             return None
         return _Offer(
             planned=planner.planned(strategy, n_frozen),
-            before_s=planner.step_s(now, n_frozen),
-            after_s=planner.step_s(strategy, n_frozen),
+            before_s=planner.step_s(now, n_frozen, n_skipped),
+            after_s=planner.step_s(strategy, n_frozen, n_skipped),
             cost_s=STILL_S + planner.estimate_change_s(now, strategy, n_frozen),
         )
 
     def _request(self, now: Strategy, n_frozen: int, n_left: int) -> SearchAgain:
-        case, simulator = self._inputs.case, self._inputs.planner.simulator(n_frozen)
+        case, n_skipped = self._inputs.case, self._inputs.current.n_skipped
+        simulator = self._inputs.planner.simulator(n_frozen, n_skipped)
         left_s = simulator.step_s(now) * n_left
         return SearchAgain(
             graph=simulator.graph,

@@ -27,6 +27,7 @@ from harness.workloads.common.contract import Workload
 from harness.workloads.train.cases import check_files, train_cases
 from harness.workloads.train.changes import StrategyChanges
 from harness.workloads.train.config import TrainCase, TrainConfig
+from harness.workloads.train.evaluation import Evaluation
 from harness.workloads.train.plan import Planned, plan_training, train_needs
 from harness.workloads.train.setup import Training, prepare
 from harness.workloads.train.table import train_text
@@ -39,6 +40,7 @@ class TrainLoop:
 
     Args:
         changes: changes of the strategy; None if it stays.
+        evaluation: of the model after each epoch.
 
     Attributes:
         training: replaced when the strategy changes.
@@ -50,8 +52,9 @@ class TrainLoop:
         context: Context,
         n_warm_up: int,
         changes: StrategyChanges | None = None,
+        evaluation: Evaluation | None = None,
     ) -> None:
-        self.training = training
+        self.training, self._evaluation = training, evaluation
         self._changes = changes
         self._n_steps = 0
         self._context = context
@@ -85,6 +88,8 @@ class TrainLoop:
 
     def _step(self, index: int) -> None:
         training = self.training
+        if self._changes is not None and index >= 0:
+            self._changes.begin_step(training.plan.global_indices(index + self._n_warm_up))
         loss = training.engine.step(lambda: next(training.batches), self._share(index))
         self._losses.append(loss)
         if index == -1:
@@ -106,7 +111,11 @@ class TrainLoop:
         if last == 0:
             now_s = time.perf_counter()
             recorder.sample("epoch_s", now_s - self._epoch_start_s, step=epoch - 1)
-            self._epoch_start_s = now_s
+            if self._evaluation is not None:
+                recorder.step = None
+                accuracy = self._evaluation.accuracy(self.training.engine)
+                recorder.sample("accuracy", accuracy, step=epoch - 1)
+            self._epoch_start_s = time.perf_counter()
         if self._changes is not None and index + 1 < self._n_steps:
             self.training = self._changes.before_step(index + 1, self.training)
 
@@ -234,7 +243,8 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     if case.is_elastic:
         assert planned is not None, "other engines were refused"
         changes = StrategyChanges(case, context, planned, training, n_steps)
-    loop = TrainLoop(training, context, case.warm_up, changes)
+    evaluation = Evaluation(case, context) if case.evaluate else None
+    loop = TrainLoop(training, context, case.warm_up, changes, evaluation)
     loop.measure(n_steps)
     if changes is not None:
         changes.close()

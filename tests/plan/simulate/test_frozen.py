@@ -47,6 +47,16 @@ def test_a_frozen_prefix_has_no_backward(names, kinds, step_s):
     assert found.step_s == step_s
 
 
+def test_cached_operators_take_no_time_and_send_nothing():
+    graph, profile = three()
+    plans = {"a": WHOLE, "b": WHOLE, "c": OperatorPlan({}, [1], 1)}
+    options = frozen("a", "b", skipped=frozenset("ab"))
+    found = simulate(
+        graph, profile, cluster_of(2), plans, options=options, stages=[Stage(), Stage()]
+    )
+    assert found.step_s == 1 + 2  # of c
+
+
 def test_frozen_dropout_is_off():
     graph, profile = three(function="Dropout")
     plans = dict.fromkeys("abc", WHOLE)

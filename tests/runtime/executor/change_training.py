@@ -111,6 +111,15 @@ def train_and_rebuild(changing: ChangingCase, world: World) -> RankTrace:
     return RankTrace(losses, changing.batches(), state, [])
 
 
+def layer_norms(changing: ChangingCase, world: World) -> list[float]:
+    """Train all steps; the norms of the gradients of each layer."""
+    training = Changing(changing, world)
+    norms = training.elastic.watch_gradients()
+    for _ in range(changing.case.n_steps):
+        training.step()
+    return norms.take()
+
+
 class Footprint(NamedTuple):
     """Resources that a process holds."""
 

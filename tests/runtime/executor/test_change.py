@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from change_cases import ChangingCase, random_changing_case, train_alone
 from change_check import check_change
-from change_training import change_often, change_with_a_fault, freeze_and_count, merged
+from change_training import (
+    change_often,
+    change_with_a_fault,
+    freeze_and_count,
+    layer_norms,
+    merged,
+)
 from equivalence_cases import Case
 from equivalence_models import small_graph
 from equivalence_strategies import named_strategies
@@ -144,3 +150,16 @@ def test_frozen_layers_keep_their_bits_and_lose_gradients_and_optimizer_state(ra
         assert found.is_bit_equal
         assert found.freed_state_bytes == found.frozen_bytes  # momentum
         assert found.freed_bucket_bytes == found.frozen_bytes
+
+
+@pytest.mark.parametrize("name", ["ddp", "tensor parallel", "1f1b"])
+def test_gradient_norms_of_layers_are_those_of_one_device(name, ranks):
+    """Replicas, cut parameters and stages count once."""
+    alone, cut = (
+        changing_case("lenet", (1, "single"), at=()),
+        changing_case("lenet", (3, name), at=()),
+    )
+    (wanted,) = ranks.run(1, layer_norms, alone)
+    assert min(wanted) > 0
+    for found in ranks.run(3, layer_norms, cut):
+        assert found == pytest.approx(wanted, rel=1e-9)

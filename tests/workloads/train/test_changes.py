@@ -40,6 +40,11 @@ CASE = TrainCase(
     model="lenet", batch=12, n_samples=36, steps=6, warm_up=1, no_sync_steps=0, learning_rate=0.05,
     n_ranks=2, strategy="ddp", engine="executor",
 )  # fmt: skip
+# 3 steps an epoch, which drops 4 samples; 2, 3 and 4 layers are frozen after 3, 6 and 9 steps.
+FROZEN = replace(
+    CASE, n_samples=40, steps=14, freeze="schedule", freeze_alpha=0.5, freeze_interval=3,
+    change=("7:pipeline.json",),
+)  # fmt: skip
 CASES = {
     "unchanged": CASE,
     "changed": replace(CASE, change=("2:pipeline.json", "4:single.json")),
@@ -63,6 +68,9 @@ CASES = {
             "searched again": {"shrink": "search", "replicate": True, "search_budget": 200},
         }.items()
     },
+    "uncached": FROZEN,
+    "cached": replace(FROZEN, cache="on", cache_memory=0.02),
+    "cached where it pays": replace(FROZEN, cache="auto"),
     "other batch": replace(CASE, change=("2:other.json",)),
     "other model": replace(CASE, controlled=True, change=("1:model.json",)),
 }
@@ -192,6 +200,43 @@ def test_each_change_has_the_predicted_steps_of_the_frozen_model(trained):
     assert steps_s[4, "before"] > steps_s[4, "after"]
 
 
+def test_a_cached_run_equals_the_uncached_one_bit_for_bit(trained):
+    """Rows beyond 20 KB are on disk; samples that no step has read are computed before the change;
+    the outputs of 2 layers are the start when 3 are frozen, under the next strategy, too."""
+    for rank in (0, 1):
+        found, wanted = trained[rank]["cached"], trained[rank]["uncached"]
+        assert found["losses"] == wanted["losses"]
+        assert found["digest"] == wanted["digest"]
+        bytes_on = {
+            (labels["place"], step): value
+            for metric, step, value, labels in found["samples"]
+            if metric == "cache_bytes"
+        }
+        assert bytes_on["disk", 6] > 0
+    names = [
+        (step, labels["after"])
+        for metric, step, _, labels in trained[0]["cached"]["samples"]
+        if metric == "change_s"
+    ]
+    assert names == [
+        (3, "ddp, 2 layers frozen"),
+        (6, "ddp, 3 layers frozen, 2 cached"),
+        (7, "pipeline, 3 layers frozen, 2 cached"),
+        (9, "pipeline, 4 layers frozen, 3 cached"),
+        (12, "pipeline, 4 layers frozen, 4 cached"),
+    ]
+    computed = [
+        v for metric, _, v, _ in trained[0]["cached"]["samples"] if metric == "cache_computed"
+    ]
+    assert computed == [4, 0, 4, 4]
+
+
+def test_a_cache_that_does_not_pay_is_not_used(trained):
+    """The first of two steps is timed, so the decision is the machine's; the losses are not."""
+    found, wanted = trained[0]["cached where it pays"], trained[0]["uncached"]
+    assert found["losses"] == wanted["losses"]
+
+
 def test_bytes_are_predicted_exactly(trained):
     """From ddp nobody lacks anything; then rank 0 gets the second stage and its momentum."""
     moved, predicted = (
@@ -276,6 +321,8 @@ def test_a_controller_needs_a_run_that_listens(tmp_path):
         ({"freeze": "schedule", "engine": "torch"}, "--freeze needs the executor"),
         ({"shrink": "search"}, "layers freeze, and none do: add --freeze schedule"),
         ({"freeze": "schedule", "replicate": True}, "--shrink frees into replicas: add --shrink"),
+        ({"cache": "on"}, "--cache on keeps the outputs of frozen layers, and --freeze none"),
+        ({"cache": "on", "freeze": "schedule", "dtype": ("bf16",)}, "is for fp32 and tf32"),
         ({"change": ("1:a.json",), "engine": "torch"}, "--change needs the executor"),
     ],
 )

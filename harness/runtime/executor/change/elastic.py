@@ -16,14 +16,28 @@ from torch import Tensor, fx, nn
 
 from harness.domain.freezing import FreezableLayer, freezable_layers
 from harness.domain.strategy import Strategy
+from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.capture.meta_copy import stand_ins
 from harness.runtime.engines.engine import EngineOptions
 from harness.runtime.engines.optimizers import STATES_PER_PARAMETER
+from harness.runtime.executor.cache.boundary import (
+    Rest,
+    UncachedError,
+    boundary_values,
+    cut,
+    prefix_of,
+    rest_of_strategy,
+    why_not,
+)
+from harness.runtime.executor.cache.prefix import Parked, Prefix
+from harness.runtime.executor.cache.tap import Tap
 from harness.runtime.executor.change.change import ChangeCost, change_engine
 from harness.runtime.executor.change.transfer import find_all_migrations
 from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.gradients.layer_norms import LayerNorms
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.state.weights import CHANNELS_LAST, IS_REPEATED
 from harness.runtime.models.task import Task
@@ -117,22 +131,84 @@ class ElasticExecutor:
             for name, tensor in tensors
         }
         self._blueprint = Blueprint(task, captured)
+        self._boundaries: dict[int, tuple[list[str], str]] = {}
         self.engine = ExecutorEngine(task, world, recorder, options, plan, captured)
 
-    def build(self, strategy: Strategy, n_frozen: int = 0) -> ExecutorEngine:
+    def build(
+        self, strategy: Strategy, n_frozen: int = 0, n_skipped: int = 0, tap: Tap | None = None
+    ) -> ExecutorEngine:
         """Build the engine of another strategy, without state; all ranks must call it.
 
         Over gloo a thread may call it beside training, because only this method makes groups then.
 
         Args:
             n_frozen: layers that get no gradient, no bucket and no optimizer state.
+            n_skipped: those of them that are not computed, because the cache has their outputs.
+            tap: records the outputs of the frozen layers.
 
         Raises:
+            UncachedError: the strategy does not allow to skip these layers or to record them.
             StrategyError: the strategy does not fit the model or the ranks.
         """
-        task, captured = self._blueprint.make(self.layers[:n_frozen])
+        frozen, rest = self.layers[:n_frozen], None
+        task, captured = self._blueprint.make(frozen)
+        if n_skipped:
+            rest = cut(task, captured, frozen[:n_skipped], self._world.device)
+            task, captured = rest.task, rest.captured
+            strategy = self._strategy_of_rest(strategy, captured)
+        if tap is not None:
+            captured = replace(captured, apart=prefix_of(captured.graph, frozen))
+        parked = self._parked(rest)
+        prefix = Prefix(n_frozen=n_frozen, n_skipped=n_skipped, rest=rest, parked=parked, tap=tap)
         plan = replace(self._plan, strategy=strategy, is_held=True)
-        return ExecutorEngine(task, self._world, self._recorder, self._options, plan, captured)
+        world, recorder = self._world, self._recorder
+        return ExecutorEngine(task, world, recorder, self._options, plan, captured, prefix)
+
+    def _strategy_of_rest(self, strategy: Strategy, captured: Captured) -> Strategy:
+        """The strategy without the skipped layers.
+
+        Raises:
+            UncachedError: no schedule allows what is left.
+        """
+        rest = rest_of_strategy(strategy, captured.graph)
+        try:
+            replace(self._plan, strategy=rest).check(captured.graph, self._world.size)
+        except StrategyError as error:
+            raise UncachedError(f"without its cached layers {error}") from error
+        return rest
+
+    def _parked(self, rest: Rest | None) -> dict[WeightSlice, Parked]:
+        """All slices of the current engine; those that the next one uses are not parked."""
+        if rest is None:
+            return {}
+        held = self.engine.weights.held
+        return {
+            piece: Parked(devices, held.get(piece))
+            for piece, devices in self.engine.holders.items()
+        }
+
+    def watch_gradients(self) -> LayerNorms:
+        """Add up the norms of each layer's gradients from now on."""
+        self.engine.layer_norms = LayerNorms(self.layers, self._world)
+        return self.engine.layer_norms
+
+    def values_at(self, n_frozen: int) -> list[str]:
+        """The values that the rest of the model reads of its first layers."""
+        return self._boundary(n_frozen)[0]
+
+    def why_not_cached(self, n_frozen: int) -> str:
+        """The reason why the outputs of frozen layers cannot be kept; empty if they can."""
+        return self._boundary(n_frozen)[1]
+
+    def _boundary(self, n_frozen: int) -> tuple[list[str], str]:
+        if n_frozen not in self._boundaries:
+            _, captured = self._blueprint.make(self.layers[:n_frozen])
+            prefix = prefix_of(captured.graph, self.layers[:n_frozen])
+            self._boundaries[n_frozen] = (
+                boundary_values(captured, prefix),
+                why_not(captured, prefix),
+            )
+        return self._boundaries[n_frozen]
 
     def predict_bytes(self, engine: ExecutorEngine) -> dict[tuple[int, int], int]:
         """Bytes that a change to an engine moves, by (sender, reader)."""

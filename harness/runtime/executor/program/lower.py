@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from harness.runtime.executor.cache.recorded import recorded_keys
 from harness.runtime.executor.gradients.deferred import WeightQueue
 from harness.runtime.executor.program.emit import DeviceTasks, SegmentBuilder
 from harness.runtime.executor.program.program import (
@@ -29,7 +30,9 @@ class Lowering:
     def program(self) -> Program:
         """Lower all stages of this device."""
         drafts = draft_segments(self._tasks.forms, self._device)
+        recorded = recorded_keys(self._layout, self._device)
         needed = self._needed_outside([d for each in drafts.values() for d in each])
+        needed |= {key for key in recorded if isinstance(key, PartKey)}
         stages = {
             stage: tuple(self._segment(draft, needed) for draft in each)
             for stage, each in drafts.items()
@@ -41,7 +44,7 @@ class Lowering:
             for key in s.outputs
         }
         counted = frozenset(key for key in blocks if key.value == "loss" and self._is_counted(key))
-        return Program(stages, self._layout.differentiable, blocks, counted)
+        return Program(stages, self._layout.differentiable, blocks, counted, recorded)
 
     def _is_counted(self, key: PartKey) -> bool:
         copies = self._layout.parts[key.operator][key.part].copies
@@ -84,4 +87,5 @@ class Lowering:
             is_differentiable=any(
                 key.value == "loss" or key.value in self._layout.differentiable for key in outputs
             ),
+            is_apart=draft.is_apart,
         )

@@ -11,7 +11,7 @@ Where weights are freed between their uses, a task with weights of another unit 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,6 +77,13 @@ class Send:
         return PartKey(self.want.value, self.piece.part.operator, self.piece.part.index)
 
 
+class Recorded(NamedTuple):
+    """Samples of the microbatch whose rows of a value a tensor holds."""
+
+    value: str
+    samples: Interval
+
+
 @dataclass(frozen=True)
 class Segment:
     """Tasks that run without waiting for other devices.
@@ -89,6 +96,7 @@ class Segment:
             and backward, even if its output is unused.
         is_differentiable: whether a gradient flows back through it.
         units: numbers of the units of freed weights that it uses.
+        is_apart: whether its tasks are of `Captured.apart`.
     """
 
     module: fx.GraphModule
@@ -99,6 +107,7 @@ class Segment:
     is_norm: bool
     is_differentiable: bool
     units: frozenset[int] = frozenset()
+    is_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,12 +118,19 @@ class Program:
         differentiable: values that receive a gradient.
         blocks: the region of each value that a part of this device holds.
         counted: parts of the loss that this device reports, so that copies count once.
+        recorded: tensors that hold rows of a value at a frozen boundary.
     """
 
     stages: dict[int, tuple[Segment, ...]]
     differentiable: frozenset[str]
     blocks: dict[PartKey, Block] = field(default_factory=dict)
     counted: frozenset[PartKey] = frozenset()
+    recorded: Mapping[InputKey, Recorded] = field(default_factory=dict)
+
+    def reads_data(self, values: Collection[str]) -> bool:
+        """Whether a segment reads one of some inputs of the model."""
+        keys = (key for segments in self.stages.values() for s in segments for key in s.inputs)
+        return any(isinstance(key, DataKey) and key.value in values for key in keys)
 
     def modules(self) -> Iterator[fx.GraphModule]:
         """The modules of all segments."""
@@ -138,6 +154,7 @@ class Draft:
         sends: pieces of its outputs that other devices read, in order.
         waits: whether it waits for other devices: for fetches or statistics of a batch norm.
         units: numbers of the units of freed weights that it uses.
+        is_apart: whether its tasks are of `Captured.apart`.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -145,6 +162,7 @@ class Draft:
     sends: list[Send] = field(default_factory=list)
     waits: bool = False
     units: frozenset[int] = frozenset()
+    is_apart: bool = False
 
 
 def draft_segments(forms: Forms, device: int) -> dict[int, list[Draft]]:
@@ -177,9 +195,12 @@ def _drafts(
         is_norm = forms.of[part.operator] == "norm"
         units = forms.units.get((part.operator, device), frozenset())
         is_next = bool(draft.units) and not units <= draft.units
+        is_apart = part.operator in layout.captured.apart
+        is_next |= is_apart != draft.is_apart
         if draft.parts and (missing or is_norm or is_next):
             drafts.append(draft)
             draft = Draft()
+        draft.is_apart = is_apart
         draft.fetches += missing.values()
         fetched.update(missing)  # in place, for later stages
         draft.parts.append(part)

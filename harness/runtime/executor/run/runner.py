@@ -10,8 +10,9 @@ from torch import Tensor, fx, nn
 
 from harness.domain.schedule import Action
 from harness.runtime.devices.precision import Precision
+from harness.runtime.executor.cache.tap import Tap
 from harness.runtime.executor.gradients.deferred import WeightQueue, backward_calls
-from harness.runtime.executor.program.program import PartKey, Program, Segment
+from harness.runtime.executor.program.program import InputKey, PartKey, Program, Segment
 from harness.runtime.executor.run.flight import Flight, Stash, call_with, random_state, repeated
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.run.residence import Residence
@@ -44,6 +45,7 @@ class Runner:
         stash: gives each microbatch its version of the weights; None without versions.
         update: called after each microbatch's backward if there are versions.
         residence: gathers weights that are freed between their uses.
+        tap: records the values at a frozen boundary; None if none are kept.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class Runner:
         stash: Stash | None,
         update: Callable[[], None],
         residence: Residence,
+        tap: Tap | None,
     ) -> None:
         self._residence = residence
-        self._stash, self._update = stash, update
+        self._stash, self._update, self._tap = stash, update, tap
         self._programs, self._sizes = programs, list(sizes)
         self._channels, self._phases, self._precision = channels, phases, precision
         self._recompute, self._queues, self._reached = recompute, queues, reached
@@ -196,6 +199,8 @@ class Runner:
             flight.outputs[place] = outputs
             for key, output in zip(segment.outputs, outputs, strict=True):
                 self._detach(flight, program, key, output)
+            if self._tap is not None and not self._channels.is_muted:
+                self._record(self._tap, flight, program, place, microbatch)
             self._start_sums(flight, moves, segment, microbatch)
             for departure in moves.leaving.get(place, ()):
                 self._send(flight, departure, microbatch, is_backward=False)
@@ -210,6 +215,8 @@ class Runner:
         if not is_kept:
             flight.random[place] = random_state(self._device)
         with contextlib.nullcontext() if is_kept else torch.no_grad(), self._precision.autocast():
+            if self._tap is not None and segment.is_apart and self._tap.is_timing:
+                return self._tap.timed(lambda: _call(segment, flight, inputs))
             return _call(segment, flight, inputs)
 
     def _detach(self, flight: Flight, program: Program, key: PartKey, output: Tensor) -> None:
@@ -222,6 +229,16 @@ class Runner:
         elif key.value in program.differentiable and leaf.is_floating_point():
             leaf.requires_grad_()
         flight.leaves[key] = leaf
+
+    def _record(
+        self, tap: Tap, flight: Flight, program: Program, place: Place, microbatch: int
+    ) -> None:
+        """Record rows at the frozen boundary that this segment has fetched or computed."""
+        number = self._number(microbatch)
+        fetched: list[InputKey] = [fetch.key for fetch in self._at(microbatch)[1].fetches[place]]
+        for key in (*fetched, *program.stages[place[0]][place[1]].outputs):
+            if (found := program.recorded.get(key)) is not None:
+                tap.take(found, flight.leaves[key], sum(self._sizes[:number]))
 
     def _start_sums(self, flight: Flight, moves: Moves, segment: Segment, microbatch: int) -> None:
         for key in segment.outputs:

@@ -36,24 +36,26 @@ def prime(
         weights: module whose gradients are cleared afterwards.
         written: buffers that a step changes; they and the random state are restored.
     """
-    device = channels.buffers.device
-    with repeated(random_state(device), device), _restored(list(written)):
+    with kept_alike(written, channels.buffers.device):
         channels.is_muted = True
         try:
             step()
         finally:
             channels.is_muted = False
     weights.zero_grad(set_to_none=True)
+    device = channels.buffers.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextmanager
-def _restored(buffers: list[Tensor]) -> Iterator[None]:
-    """Restore the contents of buffers on exit."""
+def kept_alike(written: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """Restore the contents of buffers, and the random state, on exit."""
+    buffers = list(written)
     copies = [buffer.clone() for buffer in buffers]
     try:
-        yield
+        with repeated(random_state(device), device):
+            yield
     finally:
         for buffer, copied in zip(buffers, copies, strict=True):
             buffer.copy_(copied)

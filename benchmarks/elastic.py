@@ -1,0 +1,265 @@
+"""Compare trainings that freeze layers: what shrinking, replicating and caching add.
+
+    python benchmarks/elastic.py --work WORK                both bandwidths, 5 repeats; as root
+    python benchmarks/elastic.py --work WORK --quick --json one repeat less, and fewer epochs
+    python benchmarks/elastic.py --work WORK --summary      of finished runs
+
+The ablation of PipeTransformer (He et al., ICML 2021, figure 9) on a virtual cluster of five nodes:
+a vision transformer of eight layers, which has learned scikit-learn's digits for some epochs, goes
+on by a pipeline, in random order of the variants within each repeat.
+
+    none                   all layers are trained to the end
+    freeze                 a third of the trained layers more is frozen after each epoch
+    shrink and cache       the search plans the frozen model anew, without replicas; frozen outputs
+                           are kept
+    shrink and replicate   the search plans any strategy; nothing is kept
+    all                    the search plans any strategy; frozen outputs are kept
+
+A comparison's ratio is the time of `none` over that of the variant, in the same repeat: for the
+same epochs, and until the held-out accuracy that every run reaches. Changes of strategy count,
+evaluation does not. WORK keeps all runs, so that a second call measures only what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import tyro
+from comparison import compare
+from searched import Cluster
+from searched_cells import MODELS, Cell, Place
+
+from harness.measure.rank_records import read_records
+from harness.measure.statistics import verdict
+from harness.measure.store import read_header, write_atomically
+
+_CPU = 0.34  # of a core per node; the rest of two is for everything else
+_START_EPOCHS = 6
+_SEARCH = ("--search-seconds", "5")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "freeze": ("--freeze", "schedule"),
+    "shrink and cache": (
+        "--freeze", "schedule", "--shrink", "search", "--cache", "on", *_SEARCH,
+    ),
+    "shrink and replicate": (
+        "--freeze", "schedule", "--shrink", "search", "--replicate", *_SEARCH,
+    ),
+    "all": (
+        "--freeze", "schedule", "--shrink", "search", "--replicate", "--cache", "on", *_SEARCH,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    work: Path = Path("/tmp/elastic")
+    """Directory of all runs."""
+    bandwidths: tuple[str, ...] = ("1gbit", "100mbit")
+    """Of the nodes' links."""
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    """Variants beside none."""
+    epochs: int = 8
+    """Epochs of a run."""
+    repeats: int = 5
+    """Runs of each variant."""
+    quick: bool = False
+    """Three repeats of five epochs on the slow links only."""
+    summary: bool = False
+    """Judge finished runs, without measuring."""
+    figure: Path | None = None
+    """Draw accuracy over time into this file."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object per comparison."""
+
+
+class Trained(NamedTuple):
+    """One run: seconds from its first step to the end of each epoch, and the accuracy there."""
+
+    ends_s: list[float]
+    accuracies: list[float]
+    changes: list[str]
+
+    def time_to(self, accuracy: float) -> float:
+        """Seconds until an accuracy is reached."""
+        pairs = zip(self.ends_s, self.accuracies, strict=True)
+        return next(end_s for end_s, found in pairs if found >= accuracy)
+
+
+Runs = dict[str, list[Trained]]  # by variant, in the order of the repeats
+
+
+def read_run(path: Path) -> Trained:
+    """Read a run's first rank.
+
+    Raises:
+        SystemExit: the run failed; has its reason.
+    """
+    header = read_header(path)
+    if header.status != "ok":
+        raise SystemExit(f"{path}: {header.status}: {header.reason}")
+    records, _ = read_records(path / "rank0.jsonl", len(header.ranks))
+    samples = [record for record in records if hasattr(record, "metric")]
+    epochs = [sample.value for sample in samples if sample.metric == "epoch_s"]
+    return Trained(
+        list(accumulate(epochs)),
+        [sample.value for sample in samples if sample.metric == "accuracy"],
+        [f"{s.step}: {s.labels['after']}" for s in samples if s.metric == "change_s"],
+    )
+
+
+def measure(cell: Cell, cluster: Cluster, options: Options) -> None:
+    """Train every variant as often as asked, unless WORK has the run."""
+    results = (options.work / cell.place.name).resolve()
+    results.mkdir(parents=True, exist_ok=True)
+    rng, state = random.Random(0), options.work.resolve() / "start"
+    for repeat in range(options.repeats):
+        names = rng.sample(options.variants, len(options.variants))
+        missing = [n for n in names if not _kept(options, cell, n, repeat).exists()]
+        if missing:
+            cluster.build(cell)
+            if not (results / "cluster.json").exists():
+                cluster.run(
+                    cell, results, "links", "--transport", "torch", "--operations", "all_reduce"
+                )
+            if not state.exists():
+                run = train(cell, cluster, results, _START_EPOCHS, 0, "--save-sharded")
+                state.symlink_to(run / "state")
+        for name in missing:
+            flags = ("--load-state", str(state.resolve()), *VARIANTS[name])
+            run = train(cell, cluster, results, options.epochs, 1 + repeat, *flags)
+            write_atomically(_kept(options, cell, name, repeat), str(run).encode())
+            print(f"{cell.place.name} {name} {repeat}", file=sys.stderr, flush=True)
+
+
+def train(
+    cell: Cell, cluster: Cluster, results: Path, n_epochs: int, seed: int, *flags: str
+) -> Path:
+    """Train by a pipeline; returns the run's directory."""
+    known = set(results.iterdir())
+    cluster.run(
+        cell, results, "train", *cell.model.workload_flags, "--strategy", "pipeline",
+        "--engine", "executor", "--evaluate", "--epochs", str(n_epochs),
+        "--learning-rate", "0.001", "--warm-up", "0", "--no-sync-steps", "0", "--seed", str(seed),
+        *flags,
+    )  # fmt: skip
+    (run,) = [path for path in set(results.iterdir()) - known if "-train-" in path.name]
+    read_run(run)
+    return run
+
+
+def _kept(options: Options, cell: Cell, name: str, repeat: int) -> Path:
+    """The file that names a finished run."""
+    words = f"{cell.place.name}-{name}-{options.epochs}-{repeat}".replace(" ", "-")
+    return options.work / f"run-{words}"
+
+
+def read_runs(cell: Cell, options: Options) -> Runs:
+    """The runs of all variants in as many repeats as all have."""
+    found: Runs = {}
+    for name in options.variants:
+        kept = [_kept(options, cell, name, repeat) for repeat in range(options.repeats)]
+        found[name] = [read_run(Path(p.read_text())) for p in kept if p.exists()]
+    n_repeats = min(len(runs) for runs in found.values())
+    return {name: runs[:n_repeats] for name, runs in found.items()}
+
+
+def judge(cell: Cell, runs: Runs) -> list[dict[str, Any]]:
+    """The comparisons of a cluster."""
+    bandwidth = cell.place.bandwidth
+    target = min(max(run.accuracies) for own in runs.values() for run in own)
+    place = f"{len(cell.place.cpu)} nodes of {cell.place.cpu[0]} cores, {bandwidth}"
+    lines: list[dict[str, Any]] = []
+    for name in [name for name in runs if name != "none"]:
+        for until in ("epochs", "accuracy"):
+            without, having = (
+                [run.ends_s[-1] if until == "epochs" else run.time_to(target) for run in runs[one]]
+                for one in ("none", name)
+            )
+            words = f"to {target:.3f}" if until == "accuracy" else f"{len(runs[name][0].ends_s)}"
+            lines.append(
+                compare(f"{name}, {until} {words}, {bandwidth}", without, having, place=place)
+                | {
+                    "variant": name,
+                    "until": until,
+                    "bandwidth": bandwidth,
+                    "seconds_without": statistics.median(without),
+                    "seconds_with": statistics.median(having),
+                    "verdict": verdict(having, without).outcome,
+                    "accuracy_without": _spread([run.accuracies[-1] for run in runs["none"]]),
+                    "accuracy_with": _spread([run.accuracies[-1] for run in runs[name]]),
+                    "changes": runs[name][0].changes,
+                }
+            )
+    return lines
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def text(lines: list[dict[str, Any]]) -> str:
+    """A table of the comparisons."""
+    head = f"{'variant':22}{'links':9}{'until':10}{'none':>8}{'with':>8}{'ratio':>7}  range"
+    rows = [
+        f"{line['variant']:22}{line['bandwidth']:9}{line['until']:10}"
+        f"{line['seconds_without']:7.1f}s{line['seconds_with']:7.1f}s{line['ratio']:7.2f}  "
+        f"{line['low']:.2f} to {line['high']:.2f} ({line['n_pairs']}), {line['verdict']}, accuracy "
+        f"{line['accuracy_without']['median']:.3f} to {line['accuracy_with']['median']:.3f}"
+        for line in lines
+    ]
+    return "\n".join([head, *rows])
+
+
+def draw(found: dict[str, Runs], path: Path) -> None:
+    """Draw accuracy over time, one panel per bandwidth and one line per run."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
+    for panel, (bandwidth, runs) in zip(panels[0], found.items(), strict=True):
+        for number, (name, own) in enumerate(runs.items()):
+            for k, run in enumerate(own):
+                label = name if k == 0 else None
+                panel.plot(run.ends_s, run.accuracies, f"C{number}.-", label=label, linewidth=1)
+        panel.set(title=bandwidth, xlabel="seconds of training", ylabel="held-out accuracy")
+        panel.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(options: Options) -> None:
+    if options.quick:
+        options = Options(
+            work=options.work, bandwidths=("100mbit",), variants=options.variants, epochs=5,
+            repeats=3, summary=options.summary, figure=options.figure, as_json=options.as_json,
+        )  # fmt: skip
+    unknown = [name for name in options.variants if name not in VARIANTS]
+    if unknown:
+        raise SystemExit(f"there is no variant {unknown[0]}: choose from {', '.join(VARIANTS)}")
+    options.work.mkdir(parents=True, exist_ok=True)
+    cells = [
+        Cell(model=MODELS["deep_vit"], place=Place(cpu=(_CPU,) * 5, bandwidth=bandwidth))
+        for bandwidth in options.bandwidths
+    ]
+    lines: list[dict[str, Any]] = []
+    found: dict[str, Runs] = {}
+    with Cluster() as cluster:
+        for cell in cells:
+            if not options.summary:
+                measure(cell, cluster, options)
+            found[cell.place.bandwidth] = read_runs(cell, options)
+            lines += judge(cell, found[cell.place.bandwidth])
+    if options.figure is not None:
+        draw(found, options.figure)
+    print("\n".join(map(json.dumps, lines)) if options.as_json else text(lines), flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

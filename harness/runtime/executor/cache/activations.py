@@ -1,0 +1,159 @@
+"""The cached values of one rank, and the rows that ranks exchange before they train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.runtime.executor.cache.store import Rows
+from harness.runtime.executor.state.state import gather_objects
+from harness.runtime.ranks.world import World
+
+# Bytes of a message: large enough for the bandwidth of a link, small beside the memory of a rank.
+_MESSAGE_BYTES = 8 << 20
+
+Samples = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+class Activations:
+    """The values at frozen boundaries, by name and sample.
+
+    Args:
+        memory_bytes: shared memory that all values together may take on this rank.
+        directory: for the rows beyond it.
+    """
+
+    def __init__(self, n_samples: int, memory_bytes: int, directory: Path) -> None:
+        self.n_samples, self._limit, self._directory = n_samples, memory_bytes, directory
+        self._rows: dict[str, Rows] = {}
+
+    def write(self, value: str, samples: Sequence[int], tensor: Tensor) -> None:
+        """Keep the rows of samples."""
+        self._of(value, tensor).write(samples, tensor)
+
+    def read(self, value: str, samples: Sequence[int]) -> Tensor:
+        """The rows of samples, which must be held."""
+        return self._rows[value].read(samples)
+
+    def rows(self, value: str) -> Rows | None:
+        """The rows of a value; None if there are none."""
+        return self._rows.get(value)
+
+    def keep_only(self, values: Collection[str]) -> None:
+        """Free all other values."""
+        for value in [value for value in self._rows if value not in values]:
+            self._rows.pop(value).close()
+
+    @property
+    def n_bytes(self) -> tuple[int, int]:
+        """Bytes in shared memory and on disk."""
+        rows = self._rows.values()
+        return sum(one.memory_bytes for one in rows), sum(one.disk_bytes for one in rows)
+
+    def _of(self, value: str, like: Tensor) -> Rows:
+        if value not in self._rows:
+            left = self._limit - self.n_bytes[0]
+            self._rows[value] = Rows(like, self.n_samples, left, self._directory)
+        return self._rows[value]
+
+    def _held(self, value: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        rows = self._rows.get(value)
+        return np.zeros(self.n_samples, dtype=np.bool_) if rows is None else rows.holds()
+
+    def survey(self, values: Sequence[str], world: World) -> Survey:
+        """What all ranks hold; all ranks must call it."""
+        held = np.stack([self._held(value) for value in values])
+        found = {value: self._rows[value].like(1) for value in values if value in self._rows}
+        parts = gather_objects(world, (np.packbits(held, axis=1), found))
+        shape = (len(values), self.n_samples)
+        whole = [np.unpackbits(bits, axis=1, count=shape[1]).astype(np.bool_) for bits, _ in parts]
+        like = {value: tensor for _, found in parts for value, tensor in found.items()}
+        return Survey(tuple(values), np.stack(whole), like)
+
+    def exchange(self, survey: Survey, readers: Collection[int], world: World) -> None:
+        """Bring to every reader the rows that it lacks; all ranks must call it."""
+        for index, value in enumerate(survey.values):
+            moves = list(survey.moves(index, readers))
+            if not any(world.rank in (source, target) for source, target, _ in moves):
+                continue
+            rows = self._of(value, survey.like[value])
+            each = max(1, _MESSAGE_BYTES // rows.row_bytes)
+            n_rounds = max(-(-len(samples) // each) for _, _, samples in moves)
+            for k in range(n_rounds):
+                chunk = slice(k * each, (k + 1) * each)
+                parts = [(s, t, samples[chunk].tolist()) for s, t, samples in moves]
+                _send_and_receive(rows, [part for part in parts if part[2]], world)
+
+
+class Survey(NamedTuple):
+    """The samples that each rank holds of some values.
+
+    Attributes:
+        held: by rank, value and sample.
+        like: a row of each value that some rank holds.
+    """
+
+    values: tuple[str, ...]
+    held: np.ndarray[tuple[int, int, int], np.dtype[np.bool_]]
+    like: dict[str, Tensor]
+
+    def missing(self) -> list[int]:
+        """The samples of which no rank holds a row of some value."""
+        found: list[int] = np.flatnonzero(~self.held.any(axis=0).all(axis=0)).tolist()
+        return found
+
+    def moves(self, index: int, readers: Collection[int]) -> Iterator[tuple[int, int, Samples]]:
+        """(source, target, samples) of the rows of a value that readers lack.
+
+        Each reader asks the ranks after it first, so that all send about as much.
+        """
+        n_ranks = len(self.held)
+        for target in sorted(readers):
+            lacking = ~self.held[target, index]
+            for source in [(target + k) % n_ranks for k in range(1, n_ranks)]:
+                taken = lacking & self.held[source, index]
+                if taken.any():
+                    yield source, target, np.flatnonzero(taken)
+                lacking &= ~taken
+
+    def received_bytes(self, readers: Collection[int], rank: int) -> int:
+        """Bytes that a rank receives in an exchange."""
+        pairs = self.n_bytes(readers).items()
+        return sum(n_bytes for (_, target), n_bytes in pairs if target == rank)
+
+    def n_bytes(self, readers: Collection[int]) -> dict[tuple[int, int], int]:
+        """Bytes that an exchange moves, by (sender, reader)."""
+        found: dict[tuple[int, int], int] = {}
+        for index, value in enumerate(self.values):
+            for source, target, samples in self.moves(index, readers):
+                n_bytes = len(samples) * self.like[value].nbytes
+                found[source, target] = found.get((source, target), 0) + n_bytes
+        return found
+
+
+def _send_and_receive(
+    rows: Rows, parts: Sequence[tuple[int, int, list[int]]], world: World
+) -> None:
+    """One message for each (source, target, samples)."""
+    received: list[tuple[list[int], Tensor]] = []
+    operations: list[dist.P2POp] = []
+    for source, target, samples in parts:
+        if source == world.rank:
+            flat = rows.read(samples).contiguous().reshape(-1).view(torch.uint8).to(world.wire)
+            operations.append(dist.P2POp(dist.isend, flat, target))
+        elif target == world.rank:
+            n_bytes = len(samples) * rows.row_bytes
+            flat = torch.empty(n_bytes, dtype=torch.uint8, device=world.wire)
+            operations.append(dist.P2POp(dist.irecv, flat, source))
+            received.append((samples, flat))
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    for samples, flat in received:
+        like = rows.like(len(samples))
+        rows.write(samples, flat.to("cpu").view(like.dtype).view(like.shape))

@@ -1,0 +1,171 @@
+"""Rows of activations by sample: in shared memory up to a limit, then in a file on disk.
+
+Processes that load data read the rows, because both parts are files; rows for the disk are written
+a window at a time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.errors import DataError
+from harness.units import format_bytes
+
+_SHARED = Path("/dev/shm")
+_WINDOW_BYTES = 4 << 20
+
+
+class Rows:
+    """The rows of one value: a tensor for each sample, all of one shape.
+
+    Args:
+        like: the value of some samples, for shape, dtype and order in memory.
+        memory_bytes: of shared memory that it may take.
+    """
+
+    def __init__(self, like: Tensor, n_samples: int, memory_bytes: int, directory: Path) -> None:
+        # The order of dims in memory is kept, because another order may round differently.
+        self._order = sorted(range(like.dim()), key=lambda dim: (-like.stride()[dim], dim))
+        self._shape, self._dtype = tuple(like.shape[1:]), like.dtype
+        self.row_bytes = max(1, like[:1].numel() * like.element_size())
+        self._place = np.full(n_samples, -1, dtype=np.int64)
+        self._n_rows = 0
+        n_fitting = min(n_samples, memory_bytes // self.row_bytes)
+        self._memory, self._n_in_memory = _shared(n_fitting, self.row_bytes)
+        self._directory = directory
+        self._file = -1
+        self._window = bytearray()
+        self._written = 0  # bytes of the file
+
+    @property
+    def memory_bytes(self) -> int:
+        """Shared memory that it takes."""
+        return self._n_in_memory * self.row_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on disk."""
+        return self._written
+
+    def holds(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which samples it has a row of."""
+        held: np.ndarray[tuple[int], np.dtype[np.bool_]] = self._place >= 0
+        return held
+
+    def write(self, samples: Sequence[int], value: Tensor) -> None:
+        """Add rows; samples that have one keep it, because frozen layers compute the same again."""
+        wanted = [k for k, sample in enumerate(samples) if self._place[sample] < 0]
+        if not wanted:
+            return
+        flat = _bytes_of(value.detach().to("cpu")[wanted])
+        for k, row in zip(wanted, flat, strict=True):
+            self._append(samples[k], row)
+
+    def _append(self, sample: int, row: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        at = self._n_rows
+        if at < self._n_in_memory:
+            assert self._memory is not None
+            self._memory[at * self.row_bytes : (at + 1) * self.row_bytes] = row.tobytes()
+        else:
+            self._window += row.tobytes()
+            if len(self._window) >= _WINDOW_BYTES:
+                self.flush()
+        self._place[sample] = at
+        self._n_rows += 1
+
+    def flush(self) -> None:
+        """Write the rows of the open window to disk.
+
+        Raises:
+            DataError: the disk is full.
+        """
+        if not self._window:
+            return
+        try:
+            if self._file < 0:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                self._file, name = tempfile.mkstemp(prefix="cache-", dir=self._directory)
+                os.unlink(name)  # the file ends with the processes that have it open
+            written = os.pwrite(self._file, self._window, self._written)
+            if written < len(self._window):
+                raise OSError(f"{written} of {len(self._window)} bytes were written")
+        except OSError as error:
+            raise DataError(
+                f"the cache has {format_bytes(self._written)} on the disk of {self._directory} and "
+                f"cannot write {format_bytes(len(self._window))} more ({error}): raise "
+                "--cache-memory, free the disk, or use --cache off"
+            ) from error
+        self._written += len(self._window)
+        self._window = bytearray()
+
+    def read(self, samples: Sequence[int]) -> Tensor:
+        """The rows of samples, (samples, ...); all must be held."""
+        self.flush()
+        found = np.empty((len(samples), self.row_bytes), dtype=np.uint8)
+        for k, sample in enumerate(samples):
+            at = int(self._place[sample])
+            assert at >= 0, f"sample {sample} has no row"
+            if at < self._n_in_memory:
+                assert self._memory is not None
+                start = at * self.row_bytes
+                found[k] = np.frombuffer(self._memory, np.uint8, self.row_bytes, start)
+            else:
+                offset = (at - self._n_in_memory) * self.row_bytes
+                os.preadv(self._file, [memoryview(found[k])], offset)
+        flat = torch.from_numpy(found.reshape(-1)).view(self._dtype)
+        value = flat.view(len(samples), *self._shape)
+        return self._in_order(value)
+
+    def like(self, n_samples: int) -> Tensor:
+        """A value of this shape, dtype and order, with any contents."""
+        return self._in_order(torch.zeros(n_samples, *self._shape, dtype=self._dtype))
+
+    def _in_order(self, value: Tensor) -> Tensor:
+        if self._order == list(range(value.dim())):
+            return value
+        sizes = [value.shape[dim] for dim in self._order]
+        made = torch.empty(sizes, dtype=value.dtype).permute(*np.argsort(self._order).tolist())
+        return made.copy_(value)
+
+    def close(self) -> None:
+        """Free memory and disk."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._memory is not None:
+            with suppress(BufferError):  # a batch still uses it; freed with the batch
+                self._memory.close()
+            self._memory = None
+
+
+def _bytes_of(value: Tensor) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    """The bytes of each row."""
+    flat = value.contiguous().reshape(value.shape[0], -1)
+    found: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+    return found
+
+
+def _shared(n_rows: int, row_bytes: int) -> tuple[mmap.mmap | None, int]:
+    """Shared memory for rows, which child processes inherit; fewer rows where there is less."""
+    while n_rows > 0:
+        file, name = tempfile.mkstemp(prefix="cache-", dir=_SHARED if _SHARED.is_dir() else None)
+        try:
+            os.unlink(name)
+            os.posix_fallocate(
+                file, 0, n_rows * row_bytes
+            )  # else a full /dev/shm kills the process
+            return mmap.mmap(file, n_rows * row_bytes), n_rows
+        except OSError:
+            n_rows //= 2
+        finally:
+            os.close(file)
+    return None, 0

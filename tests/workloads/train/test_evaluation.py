@@ -1,0 +1,45 @@
+"""The accuracy of a model on digits that are held out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.errors import ConfigError
+from harness.runtime.data.images import DigitData
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.evaluation import Evaluation
+from harness.workloads.train.setup import make_task
+
+CASE = TrainCase(model="lenet", data="digits", batch=4)
+
+
+@pytest.fixture
+def context():
+    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    return SimpleNamespace(world=world)
+
+
+def test_held_out_digits_are_the_others():
+    trained, held_out = DigitData((1, 8, 8)), DigitData((1, 8, 8), is_held_out=True)
+    assert (len(trained), len(held_out)) == (1440, 357)
+    both = [d.__getitems__(list(range(len(d)))).inputs[0].flatten(1) for d in (trained, held_out)]
+    assert len(torch.cat(both).unique(dim=0)) == 1797
+
+
+def test_the_accuracy_is_the_share_of_held_out_digits_that_are_found(context):
+    model = make_task(CASE).model
+    with torch.no_grad():
+        last = list(model.parameters())[-1]
+        last += 100 * torch.nn.functional.one_hot(torch.tensor(3), 10)  # says 3 always
+    labels = DigitData((1, 8, 8), is_held_out=True).__getitems__(list(range(357))).targets
+    engine = SimpleNamespace(model_state=model.state_dict)
+    assert Evaluation(CASE, context).accuracy(engine) == int((labels == 3).sum()) / 357
+
+
+def test_data_without_held_out_samples_are_refused(context):
+    case = TrainCase(model="lenet", batch=4, evaluate=True)
+    with pytest.raises(ConfigError, match="--data synthetic holds out none: use --data digits"):
+        Evaluation(case, context)
