@@ -18,7 +18,7 @@ def estimate_moved_bytes(simulator: Simulator, before: Strategy, after: Strategy
     """Bytes that a change moves, by (sender, reader).
 
     An engine, once built, says it exactly (`ElasticExecutor.predict_bytes`). Here the weights of an
-    operator count as one tensor, and sharded optimizer state as replicated.
+    operator count as one tensor, and sharded state as replicated.
 
     Args:
         simulator: of the model with the layers frozen that are after the change.
