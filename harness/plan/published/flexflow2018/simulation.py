@@ -1,7 +1,7 @@
 """The step of a plan, exactly, by events over all parts and transfers. All compiled.
 
 Devices and channels serve by (ready, layer, part). Times are sums and maxima of the same numbers as
-in `reference`, so equal means equal to the last bit.
+in `model.simulate`, so equal means equal to the last bit.
 
 A caller that would refuse a plan slower than some limit says so: a plan is refused, unsimulated or
 half simulated, when a lower bound is above it. A part that finishes at t proves that the step takes
