@@ -1,7 +1,7 @@
 """Compare trainings that freeze layers: what shrinking, replicating and caching add.
 
     python benchmarks/elastic.py --work WORK                both bandwidths, 5 repeats; as root
-    python benchmarks/elastic.py --work WORK --quick --json one repeat less, and fewer epochs
+    python benchmarks/elastic.py --work WORK --quick --json slow links, fewer epochs and repeats
     python benchmarks/elastic.py --work WORK --summary      of finished runs
 
 The ablation of PipeTransformer (He et al., ICML 2021, figure 9) on a virtual cluster of five nodes:
@@ -33,7 +33,7 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 from comparison import compare
-from searched import Cluster
+from searched import Cluster, profile
 from searched_cells import MODELS, Cell, Place
 
 from harness.measure.rank_records import read_records
@@ -71,7 +71,7 @@ class Options:
     repeats: int = 5
     """Runs of each variant."""
     quick: bool = False
-    """Three repeats of five epochs on the slow links only."""
+    """Two repeats of five epochs on the slow links only: about a quarter of an hour."""
     summary: bool = False
     """Judge finished runs, without measuring."""
     figure: Path | None = None
@@ -129,6 +129,7 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> None:
                 cluster.run(
                     cell, results, "links", "--transport", "torch", "--operations", "all_reduce"
                 )
+                profile(cell, cluster, results, options.work)
             if not state.exists():
                 run = train(cell, cluster, results, _START_EPOCHS, 0, "--save-sharded")
                 state.symlink_to(run / "state")
@@ -238,7 +239,7 @@ def main(options: Options) -> None:
     if options.quick:
         options = Options(
             work=options.work, bandwidths=("100mbit",), variants=options.variants, epochs=5,
-            repeats=3, summary=options.summary, figure=options.figure, as_json=options.as_json,
+            repeats=2, summary=options.summary, figure=options.figure, as_json=options.as_json,
         )  # fmt: skip
     unknown = [name for name in options.variants if name not in VARIANTS]
     if unknown:
@@ -250,7 +251,7 @@ def main(options: Options) -> None:
     ]
     lines: list[dict[str, Any]] = []
     found: dict[str, Runs] = {}
-    with Cluster() as cluster:
+    with Cluster("elastic") as cluster:
         for cell in cells:
             if not options.summary:
                 measure(cell, cluster, options)

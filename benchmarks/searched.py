@@ -54,7 +54,6 @@ from harness.measure.store import read_header, write_atomically
 from harness.runtime.ranks.host import processor_seconds
 
 _ROOT = Path(__file__).resolve().parents[1]
-_CLUSTER = "searched"
 _STRATEGIES = ("single", "ddp", "pipeline", "tensor", "hybrid", "searched")
 
 
@@ -93,17 +92,18 @@ def call(*command: str) -> str:
 
 
 class Cluster:
-    """The virtual cluster of the current cell; rebuilt for a cell on another cluster."""
+    """The virtual cluster of the current cell, with its name; rebuilt for a cell on another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "searched") -> None:
         self._cell: Cell | None = None
+        self._name = name
 
     def __enter__(self) -> Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._cell is not None:
-            call("bash", "setup/virtual_cluster.sh", "down", "--name", _CLUSTER)
+            call("bash", "setup/virtual_cluster.sh", "down", "--name", self._name)
 
     def build(self, cell: Cell) -> None:
         """Build a cell's virtual cluster unless it exists."""
@@ -111,7 +111,7 @@ class Cluster:
         if self._cell is None or self._cell.place != place:
             self._cell = cell
             call(
-                "bash", "setup/virtual_cluster.sh", "up", "--replace", "--name", _CLUSTER,
+                "bash", "setup/virtual_cluster.sh", "up", "--replace", "--name", self._name,
                 "--nodes", str(len(place.cpu)), "--bandwidth", place.bandwidth,
                 "--cpu", ",".join(map(str, place.cpu)),
             )  # fmt: skip
@@ -123,9 +123,9 @@ class Cluster:
     def start(self, cell: Cell, *command: str) -> str:
         """Run a program on one rank per node; returns its output."""
         return call(
-            "bash", "setup/virtual_cluster.sh", "run", "--name", _CLUSTER, "--",
+            "bash", "setup/virtual_cluster.sh", "run", "--name", self._name, "--",
             "mpirun", "-np", str(len(cell.place.cpu)),
-            "--hostfile", f"hosts/virtual-{_CLUSTER}.txt", *command,
+            "--hostfile", f"hosts/virtual-{self._name}.txt", *command,
         )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
     results.mkdir(parents=True, exist_ok=True)
     if options.again or not (results / "cluster.json").exists():
         cluster.run(cell, results, "links", "--transport", "torch", "--operations", "all_reduce")
-    _profile(cell, cluster, results, options.work)
+    profile(cell, cluster, results, options.work)
     known = set(results.iterdir())
     cluster.run(
         cell, results, "train", *cell.model.workload_flags, "--strategy", *_STRATEGIES,
@@ -210,7 +210,7 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
     return found
 
 
-def _profile(cell: Cell, cluster: Cluster, results: Path, work: Path) -> None:
+def profile(cell: Cell, cluster: Cluster, results: Path, work: Path) -> None:
     """Profile a model unless another cell has: profiles hold for a kind of device."""
     for path in work.glob(f"profile-*{cell.model.name}*.json"):
         shutil.copy(path, results)
