@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
@@ -70,6 +70,10 @@ class ExecutorEngine:
             engine that gets its state by `change_engine`.
         prefix: of an engine that uses cached activations.
 
+    Attributes:
+        samples: positions in the global batch of the samples that this rank reads, in order.
+        model: this rank's parameters.
+
     Raises:
         StrategyError: the strategy does not fit the model or the ranks.
         ConfigError: the dtype is fp16, and training asynchronous.
@@ -89,8 +93,7 @@ class ExecutorEngine:
         self._scale = LossScale(options.dtype, world, is_asynchronous=plan.is_asynchronous)
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
-        captured = captured or capture(task, plan.strategy.batch, "model")
-        self._captured = captured
+        self._captured = captured = captured or capture(task, plan.strategy.batch, "model")
         plan.check(captured.graph, world.size)
         if not plan.is_held:
             hold_alike(task, captured, options.dtype, world)
@@ -98,7 +101,8 @@ class ExecutorEngine:
         self._hooks = ParameterHooks(task.model)
         inputs = tuple(n.name for n in captured.module.graph.find_nodes(op="placeholder"))
         self._feed = Feed(captured.graph, plan.strategy, world.rank, inputs)
-        self.weights = Weights(captured.module)
+        self.samples = self._feed.samples
+        self.model = self.weights = Weights(captured.module)
         self.holders = Holders(captured.module)
         self._groups = Groups(world, plan.timeout_s)
         # Zero bubble separates weight gradients from input gradients, except in the first stage:
@@ -117,6 +121,7 @@ class ExecutorEngine:
         names = canonical_names(task.model)
         self._programs = self._lower(meta, options.bucket_bytes)
         prefix.park(self.weights, self.holders)
+        self.is_cache_read = any(prefix.is_read(program) for program, _ in self._programs.values())
         self.weights.allocate()
         self.owners = self._sharding.owners(self.weights, world.rank)
         units = self._sharding.units(self.owners, world)
@@ -229,21 +234,6 @@ class ExecutorEngine:
 
     # Training
 
-    @property
-    def samples(self) -> list[int]:
-        """Positions in the global batch of the samples that this rank reads, in order."""
-        return self._feed.samples
-
-    @property
-    def model(self) -> nn.Module:
-        """This rank's parameters."""
-        return self.weights
-
-    @property
-    def is_cache_read(self) -> bool:
-        """Whether this rank's tasks read cached values."""
-        return any(self.prefix.is_read(program) for program, _ in self._programs.values())
-
     def compute_forward(self, batch: Batch | None) -> None:
         """Run the forward of this rank's samples of a batch, which alters no state; all ranks must
         call it."""
@@ -319,11 +309,8 @@ class ExecutorEngine:
         self.is_priming_due = False
 
     def flush(self) -> None:
-        """Finish microbatches in flight after asynchronous steps; all ranks must call it.
-
-        Raises:
-            PeerError: another rank died or hangs.
-        """
+        """Finish microbatches in flight after asynchronous steps; all ranks must call it. Raises
+        PeerError if another rank died or hangs."""
         if self._timetable.n_streamed:
             self._runner.run(self._timetable.flush(), [], self._timetable.n_streamed)
             self._finish_sends()

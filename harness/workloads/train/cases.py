@@ -23,6 +23,7 @@ from harness.runtime.devices.precision import DTYPES
 from harness.runtime.engines.optimizers import check_optimizer
 from harness.runtime.models import ModelOptions, fit_options
 from harness.workloads.common.flags import check_above_zero, check_at_least, flag
+from harness.workloads.train.change_flags import check_changes
 from harness.workloads.train.config import (
     SHARDABLE,
     STRATEGIES,
@@ -203,7 +204,7 @@ def _check(config: TrainConfig, n_ranks: int) -> None:
     _check_numbers(config)
     _check_names(config)
     _check_unused(config)
-    _check_changes(config)
+    check_changes(config)
     if config.batch_size and config.per_device_batch:
         raise ConfigError(
             f"--batch-size {config.batch_size} and --per-device-batch {config.per_device_batch} "
@@ -267,41 +268,6 @@ def _check_pipeline(case: TrainCase) -> None:
             f"--balance speed is for --engine torch, {case.strategy} is trained by the executor: "
             "drop it; searched and pipeline balance by the profile"
         )
-
-
-def _check_changes(config: TrainConfig) -> None:
-    """Refuse changes of strategy that are malformed, out of order or outside the run."""
-    if not 0 < config.freeze_alpha < 1:
-        raise ConfigError(f"--freeze-alpha {config.freeze_alpha} must be above 0 and below 1")
-    if config.cache != "off" and config.freeze == "none":
-        raise ConfigError(
-            f"--cache {config.cache} keeps the outputs of frozen layers, and --freeze none freezes "
-            "none: add --freeze schedule"
-        )
-    half = next((dtype for dtype in config.dtype if dtype in ("bf16", "fp16")), None)
-    if config.cache != "off" and half is not None:
-        raise ConfigError(
-            f"--cache {config.cache} is for fp32 and tf32, because ranks keep other dtypes than "
-            f"they send with --dtype {half}: drop one of them"
-        )
-    if config.freeze != "none" and config.asynchronous:
-        raise ConfigError("--freeze is for synchronous training: drop --asynchronous")
-    if config.shrink != "none" and config.freeze == "none":
-        raise ConfigError(
-            f"--shrink {config.shrink} plans again when layers freeze, and none do: add --freeze "
-            "schedule"
-        )
-    if config.replicate and config.shrink == "none":
-        raise ConfigError("--replicate turns ranks that --shrink frees into replicas: add --shrink")
-    last = 0
-    for text in config.change:
-        step, _ = parse_change(text)
-        if step <= last or (config.epochs is None and step >= config.steps):
-            bound = "" if config.epochs else f" and below --steps {config.steps}"
-            raise ConfigError(
-                f"--change {text} is for step {step}: steps must be above {last}{bound}, ascending"
-            )
-        last = step
 
 
 def _check_degrees(case: TrainCase) -> None:
