@@ -23,7 +23,6 @@ from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.deferred import (
-    ImmediateSink,
     Joining,
     WeightQueue,
 )
@@ -41,7 +40,7 @@ from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.run.residence import Residence
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
-from harness.runtime.executor.sharding import GradientContext, Sharding
+from harness.runtime.executor.sharding import GradientContext, Sharding, immediate_sink
 from harness.runtime.executor.shards.forms import Forms, choose_forms
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.files import save_sharded
@@ -102,7 +101,7 @@ class ExecutorEngine:
         inputs = tuple(n.name for n in captured.module.graph.find_nodes(op="placeholder"))
         self._feed = Feed(captured.graph, plan.strategy, world.rank, inputs)
         self.samples = self._feed.samples
-        self.model = self.weights = Weights(captured.module)
+        self.weights = Weights(captured.module)
         self.holders = Holders(captured.module)
         self._groups = Groups(world, plan.timeout_s)
         # Zero bubble separates weight gradients from input gradients, except in the first stage:
@@ -124,6 +123,7 @@ class ExecutorEngine:
         self.is_cache_read = any(prefix.is_read(program) for program, _ in self._programs.values())
         self.weights.allocate()
         self.owners = self._sharding.owners(self.weights, world.rank)
+        self.model = self.owners.module(self.weights)
         units = self._sharding.units(self.owners, world)
         self._gatherer = StateGatherer(
             task.model, names, meta, self.weights, self.holders, self.owners, world
@@ -193,25 +193,13 @@ class ExecutorEngine:
             reduce_over=partial(norm_reducer, self._channels, self._phases),
             random=self._random,
             buffers=self._gradient_buffers,
-            immediate=self._immediate_sink(),
+            immediate=immediate_sink(
+                self._world, self.plan, lambda parameter: self._sync.reached(parameter)
+            ),
             joining=joining,
             joined=self._joined,
         )
         return Lowering(tasks, self._queues).program()
-
-    def _immediate_sink(self) -> ImmediateSink | None:
-        """A sink that writes gradients directly into buckets; None if that saves no copies.
-
-        Asynchronous training uses none, because stashed weights have no buckets, nor do sharded
-        gradients, whose buckets are packed by owner.
-        """
-        has_copies = self._world.size > 1 or self.plan.strategy.n_microbatches > 1
-        # On a GPU the overhead of an autograd function in Python exceeds the time of a copy.
-        is_faster = self._world.device.type == "cpu"
-        has_buckets = not (self.plan.is_asynchronous or self.plan.strategy.shards_gradients)
-        if not has_copies or not is_faster or not has_buckets:
-            return None
-        return ImmediateSink(lambda parameter: self._sync.reached(parameter))
 
     def _make_runner(self, precision: Precision, residence: Residence) -> Runner:
         strategy = self.plan.strategy

@@ -11,17 +11,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
-from harness.runtime.executor.gradients.deferred import count_uses
+from harness.runtime.executor.gradients.deferred import ImmediateSink, count_uses
 from harness.runtime.executor.gradients.scatter import GradientScatter
 from harness.runtime.executor.gradients.sums import GradientSync
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
+from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.run.residence import Residence
@@ -141,3 +142,18 @@ class Sharding:
             bucket_bytes,
             buffers,
         )
+
+
+def immediate_sink(
+    world: World, plan: ExecutorPlan, reached: Callable[[nn.Parameter], None]
+) -> ImmediateSink | None:
+    """A sink that writes gradients directly into buckets; None if that saves no copies.
+
+    Asynchronous training uses none, because stashed weights have no buckets, nor do sharded
+    gradients, whose buckets are packed by owner.
+    """
+    has_copies = world.size > 1 or plan.strategy.n_microbatches > 1
+    # On a GPU the overhead of an autograd function in Python exceeds the time of a copy.
+    is_faster = world.device.type == "cpu"
+    has_buckets = not (plan.is_asynchronous or plan.strategy.shards_gradients)
+    return ImmediateSink(reached) if has_copies and is_faster and has_buckets else None

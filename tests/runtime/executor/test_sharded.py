@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from equivalence_cases import Case
 from equivalence_models import small_graph
 from equivalence_ranks import local_world
 from equivalence_sharded import kept_bytes, sharded
 from equivalence_strategies import named_strategies
-from equivalence_training import make_engine
+from equivalence_training import make_engine, train_in_fp16
 
 from harness.domain.strategy import SHARD_STATES
 from harness.errors import StrategyError
@@ -40,6 +41,17 @@ def test_each_rank_keeps_half_of_what_is_sharded(case, ranks):
         assert kept.most_units < 0.5 * whole
     sizes = [kept.weights for kept in found["parameters"]]
     assert max(sizes) < 0.55 * whole
+
+
+def test_a_step_that_overflows_changes_no_weights_in_parts(case, ranks):
+    single = msgspec.structs.replace(case, dtype="float32")
+    whole, parts = (
+        ranks.run(2, train_in_fp16, sharded(single, state)) for state in ("none", "parameters")
+    )
+    for before, after in zip(whole, parts, strict=True):
+        assert [changed for *_, changed in after] == [changed for *_, changed in before]
+        assert not after[2][2]
+        assert [loss for loss, *_ in after] == pytest.approx([loss for loss, *_ in before])
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,10 @@ class Owners:
             if one.piece in self.freed and one.own_part is not None and one.own is not None
         }
 
+    def module(self, weights: Weights) -> nn.Module:
+        """The trained parameters between two steps, without the memory of freed ones."""
+        return nn.ParameterList(self.trained(weights).values()) if self.freed else weights
+
     def held(self, weights: Weights) -> dict[WeightSlice, Tensor]:
         """This rank's slices of the model between two steps."""
         kept = {p: tensor for p, tensor in weights.held.items() if p not in self.freed}
