@@ -75,8 +75,8 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     """Return the workload's name (empty: the comparison), its configuration and RunOptions."""
     import tyro
 
-    from harness.launch import RunOptions
     from harness.workloads import WORKLOADS, load_workload
+    from harness.workloads.common.run_flags import RunOptions
 
     if not argv or argv[0].startswith("-"):
         if argv and argv[0] in ("-h", "--help"):

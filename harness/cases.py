@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from harness.domain.run import RankInfo, RunHeader, device_names, run_key
 from harness.errors import ResultsError
 from harness.measure.store import read_header
 from harness.workloads import load_workload
-from harness.workloads.common.contract import Need, Workload, config_json
+from harness.workloads.common.contract import Continuation, Need, Workload, config_json
 
 _FINISHED = ("ok", "oom")
 
@@ -32,12 +33,16 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A case with its place among the repeats of the same configuration and cluster."""
+    """A case with its place among the repeats of the same configuration and cluster.
+
+    Attributes:
+        ranks: the ranks of the launch that it uses; rank k of the run is the k-th of them.
+    """
 
     case: Case
     key: str
     repeat: int
-    n_ranks: int
+    ranks: tuple[int, ...]
 
 
 def describe_cluster(ranks: list[RankInfo]) -> Cluster:
@@ -72,7 +77,8 @@ def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[PlannedRun]:
         n_ranks = case.workload.n_ranks(case.config, len(ranks))
         cluster = describe_cluster(ranks[:n_ranks])
         key = run_key(case.name, config_json(case.config), cluster)
-        planned.append(PlannedRun(case=case, key=key, repeat=seen[key], n_ranks=n_ranks))
+        used = tuple(info.rank for info in ranks[:n_ranks])
+        planned.append(PlannedRun(case=case, key=key, repeat=seen[key], ranks=used))
         seen[key] += 1
     return planned
 
@@ -100,6 +106,13 @@ def case_of(name: str, config: dict[str, Any]) -> Case:
     return Case(name=name, workload=workload, config=msgspec.convert(config, workload.config))
 
 
+def continued(case: Case, found: Continuation, n_ranks: int) -> Case:
+    """The case by which so many ranks go on."""
+    go_on = case.workload.go_on
+    assert go_on is not None, "a workload that finds continuations has it"
+    return replace(case, config=go_on(case.config, found, n_ranks))
+
+
 def needs_of(cases: Sequence[Case]) -> list[Need]:
     """Runs that cases build on; needs with needs of their own come last."""
     needs = [need for case in cases for need in case.workload.needs(case.config)]
@@ -115,6 +128,33 @@ def adjacent_cases(cases: Sequence[Case]) -> Iterator[list[int]]:
     """Yield the positions of each group of adjacent cases of one workload."""
     for _, positions in groupby(range(len(cases)), key=lambda position: cases[position].name):
         yield list(positions)
+
+
+def find_last(results: Path, case: Case, repeat: int, n_started: int) -> RunHeader | None:
+    """The newest run of a case, or the one by which it went on; None if there is none.
+
+    A run of another number of ranks counts only if it had more than this launch has started, so
+    that a sweep over numbers of ranks continues each run by itself.
+    """
+    workload = case.workload
+    if workload.is_same is None or not results.is_dir():
+        return None
+    config, known = config_json(case.config), dict[str, RunHeader]()
+    for entry in results.iterdir():
+        with suppress(ResultsError):
+            header = read_header(entry)
+            known[header.run_id] = header
+    found: list[RunHeader] = []
+    for header in known.values():
+        first = header
+        while (earlier := known.get(str(first.config.get("continues", "")))) is not None:
+            first = earlier
+        n_ranks = len(first.ranks)
+        is_repeat = (first.workload, first.repeat) == (case.name, repeat)
+        has_ranks = n_ranks == workload.n_ranks(case.config, n_started) or n_ranks > n_started
+        if is_repeat and has_ranks and workload.is_same(config, first.config):
+            found.append(header)
+    return max(found, key=lambda header: header.start_utc, default=None)
 
 
 def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:

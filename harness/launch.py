@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,16 @@ from harness.cases import (
     PlannedRun,
     adjacent_cases,
     case_of,
+    continued,
     describe_cluster,
+    find_last,
     finished_repeats,
     needs_of,
     plan_runs,
     remaining_repeats,
 )
 from harness.domain.run import RankInfo, RunHeader
-from harness.errors import ConfigError, HarnessError, ResultsError
+from harness.errors import HarnessError, ResultsError
 from harness.measure.heartbeat import Heartbeat
 from harness.measure.reached import ReachedReader
 from harness.measure.store import (
@@ -43,56 +45,18 @@ from harness.measure.store import (
     Run,
     read_run,
     try_directory,
-    write_atomically,
     write_header,
 )
-from harness.run import Outcome, RunSpec, run_case, worst
+from harness.run import Outcome, RunSpec, outcome_of, run_case, worst
 from harness.runtime.devices.peaks import peak_flops_per_s
+from harness.runtime.ranks.copies import copy_to_first
 from harness.runtime.ranks.host import code_commit
-from harness.runtime.ranks.isolate import Ending, run_isolated
+from harness.runtime.ranks.isolate import GRACE_S, run_isolated
 from harness.runtime.ranks.rendezvous import Meeting, without_mpi
-from harness.workloads.common.contract import Need, config_json
-from harness.workloads.common.flags import check_above_zero
+from harness.workloads.common.contract import Continuation, Need, config_json
+from harness.workloads.common.run_flags import RunOptions
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Flags that every workload shares."""
-
-    results: Path = Path("results")
-    """Results directory; each run gets a directory in it."""
-    resume: bool = False
-    """Skip runs that the results directory already holds with status ok or oom (out of memory)."""
-    dry_run: bool = False
-    """Print the runs in order and exit without running them."""
-    run_timeout_s: float = 3600.0
-    """Stop a run after this many seconds and record it with status timeout; the sweep goes on,
-    except after links, which shares the ranks' first processes."""
-    collective_timeout_s: float = 300.0
-    """Fail a run in which a rank has waited for other ranks in a collective for this long."""
-    heartbeat_timeout_s: float = 30.0
-    """End the sweep on all hosts if a rank or host has sent no sign of life for this long (or for
-    --run-timeout-s, if that is shorter); the run is recorded."""
-
-    def check(self, config: Any) -> None:
-        """Refuse limits that are not positive or too short for the workload.
-
-        Args:
-            config: the workload's configuration; None for the comparison.
-
-        Raises:
-            ConfigError: names the flag.
-        """
-        check_above_zero(self, ("run_timeout_s", "collective_timeout_s", "heartbeat_timeout_s"))
-        wait_s = getattr(config, "longest_wait_s", 0.0)
-        if wait_s > self.collective_timeout_s:
-            raise ConfigError(
-                f"--time-budget-s {wait_s:g} is longer than a rank waits for another, "
-                f"--collective-timeout-s {self.collective_timeout_s:g}: lower the first or raise "
-                "the second"
-            )
 
 
 class SweepEnded(ResultsError):
@@ -174,8 +138,11 @@ class Launcher:
             for at in adjacent:
                 plan, number, repeat = planned[at], at + 1, repeats[at]
                 if repeat is not None:
+                    plan = replace(plan, repeat=repeat)
+                    then = self._resumed(plan) if self._options.resume else plan
                     title = f"[{number}/{len(cases)}] {plan.case.name} {plan.key} repeat {repeat}"
-                    self._record_run(replace(plan, repeat=repeat), f"run{number}", title)
+                    if then is not None:
+                        self._record_run(then, f"run{number}", title)
                 elif self._world.is_first:
                     self._headers.append(done[plan.key][plan.repeat])
         return self._headers
@@ -196,7 +163,7 @@ class Launcher:
         while needs:
             need = needs.pop(0)
             (plan,) = plan_runs([case_of(need.name, need.config)], self.ranks)
-            cluster = describe_cluster(self.ranks[: plan.n_ranks])
+            cluster = describe_cluster(self._infos(plan))
             if plan.key not in self._tried and not need.is_met(self._results, cluster):
                 self._tried.add(plan.key)
                 return [need.name, need.config]
@@ -228,6 +195,14 @@ class Launcher:
             },
         )
 
+    def _infos(self, plan: PlannedRun) -> list[RankInfo]:
+        """The ranks of a run, by their numbers in it."""
+        used = [self.ranks[rank] for rank in plan.ranks]
+        return [msgspec.structs.replace(info, rank=k) for k, info in enumerate(used)]
+
+    def _hostnames(self, plan: PlannedRun) -> list[str]:
+        return [self._world.hostnames[rank] for rank in plan.ranks]
+
     def _new_header(self, plan: PlannedRun) -> RunHeader:
         now = datetime.now(UTC)
         run_id = f"{now:%Y%m%dT%H%M%S}-{plan.case.name}-{plan.key[:6]}-r{plan.repeat}"
@@ -240,8 +215,8 @@ class Launcher:
             repeat=plan.repeat,
             argv=self._argv,
             config=config_json(plan.case.config),
-            cluster=describe_cluster(self.ranks[: plan.n_ranks]),
-            ranks=self.ranks[: plan.n_ranks],
+            cluster=describe_cluster(self._infos(plan)),
+            ranks=self._infos(plan),
             versions=self._meeting.facts[0].versions,
             commit=self._commit,
             start_utc=now.isoformat(timespec="milliseconds"),
@@ -264,10 +239,15 @@ class Launcher:
         with Heartbeat(run_dir) if is_writer else nullcontext():
             start_s = time.monotonic()
             outcomes = self._watch_run(plan, name, run_dir)
-            status, reason = worst(outcomes, self._world.hostnames)
-            if problem := self._copy_records(run_dir):
+            status, reason = worst(outcomes, self._hostnames(plan))
+            if problem := self._copy_records(plan, run_dir):
                 reason = f"{reason}; {problem}" if reason else problem
                 status = "crash" if status == "ok" else status
+            lost = [rank for rank, outcome in enumerate(outcomes) if outcome.is_lost]
+            found = self._find_continuation(plan, run_dir, lost)
+            if found is not None:
+                first, *rest = reason.splitlines()
+                reason = "\n".join([f"{first}; the other ranks {found.text}", *rest])
             closed = msgspec.structs.replace(
                 header,
                 status=status,
@@ -282,6 +262,52 @@ class Launcher:
             self._meeting.channel.close_run()
         _log.info("%s: %s", title, closed.ending)
         self._headers.append(closed)
+        if found is not None:
+            self._go_on(plan, found, lost, name)
+
+    def _find_continuation(
+        self, plan: PlannedRun, run_dir: Path, lost: list[int]
+    ) -> Continuation | None:
+        """How the ranks that are left go on; None if none was lost, or if they cannot."""
+        found: Continuation | None = None
+        find = plan.case.workload.find_continuation
+        if not lost or len(lost) == len(plan.ranks) or find is None:
+            return None
+        if self._world.is_first:
+            try:
+                found = find(plan.case.config, run_dir, lost)
+            except HarnessError as error:
+                _log.warning("the ranks that are left cannot go on: %s", error)
+        return self._control.broadcast("continuation", found, Continuation | None)
+
+    def _go_on(self, plan: PlannedRun, found: Continuation, lost: Sequence[int], name: str) -> None:
+        """Record the run by which the ranks that are left go on."""
+        left = [self.ranks[rank] for k, rank in enumerate(plan.ranks) if k not in lost]
+        case = continued(plan.case, found, len(left))
+        (then,) = plan_runs([case], left)
+        then = replace(then, repeat=plan.repeat)
+        title = f"[{len(left)} ranks {found.text}] {case.name} {then.key}"
+        self._record_run(then, f"{name}.{len(left)}", title)
+
+    def _resumed(self, plan: PlannedRun) -> PlannedRun | None:
+        """The run that goes on where an earlier launch ended; the plan itself if there is none, and
+        None if other ranks have gone on to the end."""
+        find, found, is_done = plan.case.workload.find_continuation, None, False
+        if self._world.is_first and find is not None:
+            last = find_last(self._results, plan.case, plan.repeat, self._world.size)
+            if last is not None and last.status == "ok" and last.config.get("continues"):
+                is_done = True
+                self._headers.append(last)
+            elif last is not None and last.status != "ok":
+                found = find(plan.case.config, self._results / last.run_id, ())
+        if self._control.broadcast("done", is_done, bool):
+            return None
+        found = self._control.broadcast("resumed", found, Continuation | None)
+        if found is None:
+            return plan
+        used = [self.ranks[rank] for rank in plan.ranks]
+        (then,) = plan_runs([continued(plan.case, found, len(used))], used)
+        return replace(then, repeat=plan.repeat)
 
     def _watch_run(self, plan: PlannedRun, name: str, run_dir: Path) -> list[Outcome]:
         """Run this rank's part while the agents watch it; returns the outcomes of all ranks."""
@@ -293,7 +319,7 @@ class Launcher:
             is_isolated=is_isolated,
         )
         outcome = Outcome(status="ok")
-        if self._world.rank < plan.n_ranks:
+        if self._world.rank in plan.ranks:
             outcome = self._run_part(plan, name, run_dir)
         host = f"({self._world.hostname})"
         fault = None
@@ -307,14 +333,13 @@ class Launcher:
         channel.end_run()
         if not is_isolated:
             _free_process()
-        return outcomes
+        return [outcomes[rank] for rank in plan.ranks]
 
     def _run_part(self, plan: PlannedRun, name: str, run_dir: Path) -> Outcome:
         """Run this rank's part, in a child process unless the workload needs MPI."""
         meeting, workload, config = self._meeting, plan.case.workload, plan.case.config
-        world = replace(
-            self._world, size=plan.n_ranks, hostnames=self._world.hostnames[: plan.n_ranks]
-        )
+        hostnames, rank = self._hostnames(plan), plan.ranks.index(self._world.rank)
+        world = replace(self._world, rank=rank, size=len(hostnames), hostnames=hostnames)
         spec = RunSpec(
             name=name,
             run_dir=str(run_dir),
@@ -332,29 +357,22 @@ class Launcher:
                 timeout_s=self._options.run_timeout_s,
                 peer_failure=lambda: self._control.read_failure(name),
                 reached=reached,
+                grace_s=getattr(config, "grace_s", GRACE_S),
             )
-        return _outcome_of(ending)
+        return outcome_of(ending)
 
-    def _copy_records(self, run_dir: Path) -> str:
+    def _copy_records(self, plan: PlannedRun, run_dir: Path) -> str:
         """Copy records to rank 0 from ranks that do not share its disk; returns an error or ""."""
-        path = run_dir / f"rank{self._world.rank}.jsonl"
-        sizes = self._control.gather("sizes", path.stat().st_size if path.exists() else -1, int)
-        missing = [
-            rank
-            for rank, size in enumerate(sizes)
-            if size >= 0 and not _has_size(run_dir / f"rank{rank}.jsonl", size)
-        ]
-        missing = self._control.broadcast("missing", missing, list[int])
-        if not missing:
-            return ""
-        data = path.read_bytes() if self._world.rank in missing else None
-        problem = ""
-        for rank, content in self._control.send_to_first("records", data).items():
-            try:
-                write_atomically(run_dir / f"rank{rank}.jsonl", content)
-            except ResultsError as error:
-                problem = f"records of rank {rank} stay on {self._world.hostnames[rank]}: {error}"
-        return problem
+        paths = {rank: run_dir / f"rank{k}.jsonl" for k, rank in enumerate(plan.ranks)}
+        problems = copy_to_first(self._control, paths)
+        return next(
+            (
+                f"records of rank {plan.ranks.index(rank)} stay on {self._world.hostnames[rank]}: "
+                f"{problem}"
+                for rank, problem in problems.items()
+            ),
+            "",
+        )
 
     def _write_header(self, run_dir: Path, header: RunHeader) -> str:
         """Write the header on rank 0; returns an error or ""."""
@@ -366,20 +384,8 @@ class Launcher:
         return ""
 
 
-def _outcome_of(ending: Ending) -> Outcome:
-    if ending.status == "ok":
-        outcome: Outcome = ending.value
-    else:
-        outcome = msgspec.convert({"status": ending.status, "reason": ending.reason}, Outcome)
-    return msgspec.structs.replace(outcome, standstill=ending.standstill)
-
-
 def _free_process() -> None:
     """Free the process group and GPU memory of a run in this process, for later runs."""
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.cuda.empty_cache()  # does nothing unless a GPU was used
-
-
-def _has_size(path: Path, n_bytes: int) -> bool:
-    return path.exists() and path.stat().st_size == n_bytes

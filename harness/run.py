@@ -27,6 +27,7 @@ from harness.runtime.devices.sampling import clock_for
 from harness.runtime.ranks.clock_offset import measure_clock_offset
 from harness.runtime.ranks.failures import gist, has_lost_peer, has_timed_out, located
 from harness.runtime.ranks.host import processor_seconds
+from harness.runtime.ranks.isolate import Ending
 from harness.runtime.ranks.rendezvous import join_process_group
 from harness.runtime.ranks.world import Context, Progress, World
 
@@ -43,14 +44,28 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         peers: ranks that the failed rank waited for; one of them did not answer.
         standstill: the point at which the rank was stuck, if it made no progress.
         is_explained: the rank raised the exception in `reason` itself; no peer caused it.
+        is_lost: the rank's process died without an answer.
     """
 
     status: Status
     reason: str = ""
     peers: tuple[int, ...] = ()
     is_explained: bool = False
+    is_lost: bool = False
     standstill: Standstill | None = None
     summary: dict[str, Any] = {}
+
+
+def outcome_of(ending: Ending) -> Outcome:
+    """The outcome that a rank's process gave, or how it ended without one."""
+    if ending.status == "ok":
+        outcome: Outcome = ending.value
+    else:
+        # A rank that was stopped, because another had failed, is not lost.
+        is_lost = ending.status in ("crash", "oom")
+        told = {"status": ending.status, "reason": ending.reason, "is_lost": is_lost}
+        outcome = msgspec.convert(told, Outcome)
+    return msgspec.structs.replace(outcome, standstill=ending.standstill)
 
 
 def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
@@ -152,25 +167,28 @@ def measure_steps(
     n_steps: int,
     n_warm_up: int,
     label: str,
+    first: int = 0,
     between: Callable[[int], None] = lambda index: None,
 ) -> None:
-    """Warm up, then record `n_steps` steps as back-to-back `step` spans; all ranks must call it.
+    """Warm up, then record steps as back-to-back `step` spans; all ranks must call it.
 
     Records are written after each step, outside its span, without waiting for the device.
 
     Args:
         step: called with the step's index; warm-up steps have -n_warm_up to -1.
+        n_steps: number of the last recorded step, plus one.
+        first: number of the first recorded step; above 0 without warm-up.
         label: names the steps on the progress line.
         between: called after each measured step, outside its span.
     """
     recorder = context.recorder
     context.flush()
-    for index in range(-n_warm_up, 0):
+    for index in range(0 if first else -n_warm_up, 0):
         recorder.reached.begin_step(index)
         step(index)
     recorder.discard()
     start = recorder.clock.mark()
-    for index in range(n_steps):
+    for index in range(first, n_steps):
         recorder.step = index
         step(index)
         end = recorder.clock.mark()

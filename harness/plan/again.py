@@ -1,4 +1,5 @@
-"""Search once more beside a running training: `python -m harness.plan.again <REQUEST >ANSWER`.
+"""Search once more beside a running training: `python -m harness.plan.again PARENT`,
+with the request on standard input and the answer on standard output.
 
 The search is a process of low priority, so the training process neither waits for it nor shares
 its interpreter lock.
@@ -102,8 +103,10 @@ def search_again(request: SearchAgain) -> FoundAgain:
 
 
 def main() -> int:
-    """Answer the request on standard input; ends with the process that asks."""
+    """Answer the request on standard input; ends with the process that asks, by its id."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):  # it has ended already
+        return 1
     os.nice(_NICENESS)
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=SearchAgain)
     sys.stdout.buffer.write(msgspec.json.encode(search_again(request)))

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from harness.cases import Case
 from harness.domain.cluster import Cluster
-from harness.launch import Launcher, RunOptions
+from harness.launch import Launcher
 from harness.plan.builders import balanced_stages, ddp, hybrid, pipeline, tensor_parallel
 from harness.runtime.capture.capture import capture
 from harness.runtime.data.batch import Batch
@@ -28,6 +28,7 @@ from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 from harness.runtime.ranks.rendezvous import meet
 from harness.workloads.common.contract import Workload
+from harness.workloads.common.run_flags import RunOptions
 
 BATCH = 8
 _phase = []

@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from harness.cases import Case
 from harness.errors import VerificationError
-from harness.launch import Launcher, RunOptions, SweepEnded
+from harness.launch import Launcher, SweepEnded
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 from harness.runtime.ranks.rendezvous import meet
 from harness.workloads.common.contract import Workload
+from harness.workloads.common.run_flags import RunOptions
 
 
 @dataclass(frozen=True, kw_only=True)

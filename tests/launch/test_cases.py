@@ -15,7 +15,7 @@ WORKLOAD = Workload(
 
 def planned(key: str, repeat: int) -> PlannedRun:
     case = Case(name="case", workload=WORKLOAD, config=key)
-    return PlannedRun(case=case, key=key, repeat=repeat, n_ranks=1)
+    return PlannedRun(case=case, key=key, repeat=repeat, ranks=(0,))
 
 
 def header(key: str, repeat: int) -> RunHeader:

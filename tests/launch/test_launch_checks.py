@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from harness.cases import Case
-from harness.launch import Launcher, RunOptions
+from harness.launch import Launcher
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.rendezvous import Meeting
 from harness.runtime.ranks.world import World
 from harness.workloads.common.contract import Workload
+from harness.workloads.common.run_flags import RunOptions
 
 
 class Answers:

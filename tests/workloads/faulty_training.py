@@ -1,9 +1,8 @@
 """A rank's program for the tests: trainings whose last rank fails in the third step.
 
-usage: faulty_training.py RESULTS STRATEGY:FAULT...      (started by mpirun)
+usage: faulty_training.py RESULTS [--resume] CASE:FAULT...      (started by mpirun)
 
-STRATEGY is pipeline (by the executor) or ddp (by torch, without microbatches); FAULT is killed,
-error, hang or stopped.
+CASE is a key of CASES, on as many ranks as there are; FAULT is killed, error, hang or stopped.
 """
 
 import os
@@ -23,13 +22,14 @@ from harness.domain.cluster import CLUSTER_FILE, Cluster, Link
 from harness.domain.profile import OptimizerTime
 from harness.domain.run import RunHeader
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
-from harness.launch import Launcher, RunOptions
+from harness.launch import Launcher
 from harness.measure.store import write_header
 from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 from harness.runtime.ranks.rendezvous import meet
 from harness.workloads.common.contract import config_json
+from harness.workloads.common.run_flags import RunOptions
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import search_config_of
@@ -88,10 +88,21 @@ PIPELINE = TrainCase(
 )  # fmt: skip
 
 
+LASTING = replace(PIPELINE, strategy="ddp", save_every=1, save_model=True)
+CASES = {
+    "pipeline": PIPELINE,
+    "ddp": replace(PIPELINE, strategy="ddp", engine="torch"),  # without microbatches
+    "lasting": LASTING,
+    "replicas": replace(LASTING, save_every=None, survive=True),
+    "stages": replace(PIPELINE, save_every=2, save_model=True, survive=True),
+    "single": replace(LASTING, strategy="single", save_every=None),
+}
+
+
 def case_of(word):
-    strategy, _, fault = word.partition(":")
-    case = replace(PIPELINE, model=f"faulty_training:{fault}")
-    return case if strategy == "pipeline" else replace(case, strategy="ddp", engine="torch")
+    name, _, fault = word.partition(":")
+    n_ranks = 1 if name == "single" else int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    return replace(CASES[name], model=f"faulty_training:{fault}", n_ranks=n_ranks)
 
 
 def header(cluster, run_id, config):
@@ -147,10 +158,14 @@ def write_profile(results, cluster, case, run_id):
 
 
 def main():
-    results, cases = Path(sys.argv[1]), [case_of(word) for word in sys.argv[2:]]
+    results, words = Path(sys.argv[1]), [word for word in sys.argv[2:] if word != "--resume"]
+    cases = [case_of(word) for word in words]
     start_fork_server(["torch", "harness.run", "harness.workloads.train.workload"])
     meeting = meet(read_launch(os.environ), os.environ)
-    options = RunOptions(results=results, run_timeout_s=240.0, collective_timeout_s=TIMEOUT_S)
+    options = RunOptions(
+        results=results, run_timeout_s=240.0, collective_timeout_s=TIMEOUT_S,
+        resume="--resume" in sys.argv,
+    )  # fmt: skip
     launcher = Launcher(meeting, options, sys.argv)
     if meeting.world.is_first:
         planned = [case for case in cases if case.engine == "executor"]

@@ -367,7 +367,8 @@ class ExecutorEngine:
 
     def held_state(self) -> HeldState:
         """This rank's part of the state, for a change of strategy."""
-        return HeldState(self.weights, self.owners, self.holders, self._optimizer, self._gatherer)
+        parts = self.weights, self.owners, self.holders, self._optimizer, self._gatherer
+        return HeldState(*parts, self._random)
 
     def take_over(self, old: ExecutorEngine) -> None:
         """Continue at the step of another engine, after its held state has been transferred."""

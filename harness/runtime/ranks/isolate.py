@@ -26,7 +26,9 @@ from harness.runtime.ranks.cgroup import n_oom_kills
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 # Time for a rank to notice a peer's failure by itself before it is killed.
-_GRACE_S = 3.0
+GRACE_S = 3.0
+# Longest exit of a child that has given its value; threads may wait for a dead rank.
+_EXIT_S = 5.0
 _ABORTED = (
     "killed by SIGABRT: stderr says why; where NCCL is used, its watchdog does so when a "
     "collective has no answer within --collective-timeout-s: look at the other ranks' logs, or "
@@ -53,14 +55,16 @@ class Ending:
 class Limit:
     """Decides when a rank stops waiting for its part of a run."""
 
-    def __init__(self, timeout_s: float, peer_failure: Callable[[], str | None]) -> None:
+    def __init__(
+        self, timeout_s: float, peer_failure: Callable[[], str | None], grace_s: float = GRACE_S
+    ) -> None:
         """Start the timeout.
 
         Args:
             timeout_s: longest duration of the part.
-            peer_failure: returns another rank's failure, after which this rank has `_GRACE_S` left.
+            peer_failure: returns another rank's failure, after which this rank has `grace_s` left.
         """
-        self._timeout_s = timeout_s
+        self._timeout_s, self._grace_s = timeout_s, grace_s
         self._peer_failure = peer_failure
         self._deadline_s = time.monotonic() + timeout_s
         self._give_up_s = float("inf")
@@ -74,7 +78,7 @@ class Limit:
         if now_s > self._give_up_s:
             return Ending(status="skipped", reason=f"stopped, because rank {self._failure}")
         if not self._failure and (found := self._peer_failure()):
-            self._failure, self._give_up_s = found, now_s + _GRACE_S
+            self._failure, self._give_up_s = found, now_s + self._grace_s
         return None
 
 
@@ -133,6 +137,7 @@ def run_isolated(
     timeout_s: float,
     peer_failure: Callable[[], str | None],
     reached: ReachedReader | None = None,
+    grace_s: float = GRACE_S,
 ) -> Ending:
     """Call `function(*arguments)` in a child process and wait for it.
 
@@ -140,7 +145,7 @@ def run_isolated(
         function: importable by name; its result must be picklable.
         timeout_s: the child is stopped after this time.
         peer_failure: polled twice a second; returns another rank's failure, after which the child
-            is stopped in `_GRACE_S`.
+            is stopped in `grace_s`.
         reached: polled twice a second to find where the child is stuck.
     """
     context = multiprocessing.get_context("forkserver")
@@ -152,7 +157,7 @@ def run_isolated(
     process.start()
     writer.close()
     try:
-        return _watch(process, reader, Limit(timeout_s, peer_failure), kills, reached)
+        return _watch(process, reader, Limit(timeout_s, peer_failure, grace_s), kills, reached)
     finally:
         if process.is_alive():
             _stop(process)
@@ -171,7 +176,7 @@ def _watch(
             except EOFError:
                 process.join()
                 return replace(_failed_ending(process.exitcode, kills), standstill=standstill)
-            process.join()
+            process.join(_EXIT_S)
             return Ending(status="ok", value=value, standstill=standstill)
         if reached is not None:
             reached.poll()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,28 @@ def _no_needs(config: Any) -> list[Need]:
 
 def _no_check(config: Any) -> None:
     """Accept every case."""
+
+
+class Continuation(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run goes on after a rank, or the whole launch, was lost.
+
+    Attributes:
+        run_id: the run that goes on.
+        step: its first step; the state is that of the steps before.
+        state: directory of the state; empty: it begins again.
+        strategy, strategy_digest: by which it goes on; empty: as configured.
+    """
+
+    run_id: str
+    step: int = 0
+    state: str = ""
+    strategy: str = ""
+    strategy_digest: str = ""
+
+    @property
+    def text(self) -> str:
+        """In words, to follow `the other ranks`."""
+        return f"go on from step {self.step}" if self.state else "begin again"
 
 
 def all_ranks(config: Any, n_ranks: int) -> int:
@@ -51,6 +73,12 @@ class Workload:
             later runs. A workload that needs MPI runs in each rank's first process instead.
         needs: runs that a case builds on, in order; called on rank 0 only, must not raise.
         renamed: old spellings of flags, each with its new spelling.
+        find_continuation: whether and how the ranks that are left go on, given the case, the
+            directory of its run and the lost ranks; called on rank 0 only, raises HarnessError
+            where they cannot. None: the workload's runs never go on.
+        go_on: the case by which so many ranks go on.
+        is_same: whether two configurations as JSON train the same on any number of ranks, so that
+            `--resume` may continue the second by the first.
         check: checks the files that a case names, once before any run of the sweep; called on rank
             0 only, raises HarnessError.
     """
@@ -63,6 +91,9 @@ class Workload:
     is_isolated: bool = True
     needs: Callable[[Any], list[Need]] = _no_needs
     renamed: Mapping[str, str] = field(default_factory=dict)
+    find_continuation: Callable[[Any, Path, Sequence[int]], Continuation | None] | None = None
+    go_on: Callable[[Any, Continuation, int], Any] | None = None
+    is_same: Callable[[dict[str, Any], dict[str, Any]], bool] | None = None
     check: Callable[[Any], None] = _no_check
 
 

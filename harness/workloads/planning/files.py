@@ -73,16 +73,37 @@ def _runs(results: Path, workload: str) -> Iterator[tuple[RunHeader, Path]]:
     yield from sorted(found, key=lambda item: item[0].start_utc, reverse=True)
 
 
-def first_devices(cluster: Cluster, n: int) -> Cluster:
-    """The cluster of the first `n` devices and the links among them."""
-    nodes, left = [], n
+def only_devices(cluster: Cluster, ranks: Sequence[int]) -> Cluster:
+    """The cluster of some devices, by ascending position, and the links among them; devices are
+    named as a launch on them names them."""
+    kept, nodes, at = set(ranks), [], 0
+    names: dict[str, str] = {}
     for node in cluster.nodes:
-        if left > 0:
-            nodes.append(msgspec.structs.replace(node, devices=node.devices[:left]))
-            left -= len(node.devices)
-    kept = {device.name for node in nodes for device in node.devices}
-    links = [link for link in cluster.links if {link.source, link.target} <= kept]
+        devices = [d for k, d in enumerate(node.devices, at) if k in kept]
+        at += len(node.devices)
+        if devices:
+            names |= {device.name: f"{node.name}:{k}" for k, device in enumerate(devices)}
+            devices = [msgspec.structs.replace(d, name=names[d.name]) for d in devices]
+            nodes.append(msgspec.structs.replace(node, devices=devices))
+    links = [
+        msgspec.structs.replace(link, source=names[link.source], target=names[link.target])
+        for link in cluster.links
+        if link.source in names and link.target in names
+    ]
     return msgspec.structs.replace(cluster, nodes=nodes, links=links)
+
+
+def _positions(measured: Cluster, wanted: Cluster) -> list[int]:
+    """Positions of the wanted devices among the measured ones, in order; empty if one lacks."""
+    left = list(enumerate(_signatures(measured)))
+    found: list[int] = []
+    for signature in _signatures(wanted):
+        at = next((k for k, (_, known) in enumerate(left) if known == signature), None)
+        if at is None:
+            return []
+        found.append(left[at][0])
+        left = left[at + 1 :]
+    return found
 
 
 def is_complete(config: dict[str, Any]) -> bool:
@@ -95,19 +116,19 @@ def is_complete(config: dict[str, Any]) -> bool:
 
 
 def find_cluster(results: Path, wanted: Cluster) -> Cluster | None:
-    """Load the newest measured cluster whose first devices are these; None if there is none.
+    """Load the newest measured cluster that has these devices; None if there is none.
 
     Links runs that measured only some sizes, operations or transports are ignored.
 
     Args:
         wanted: this launch's cluster, without links.
     """
-    n = wanted.n_devices
     for header, path in finished_runs(results, "links"):
-        if _signatures(header.cluster)[:n] != _signatures(wanted) or not is_complete(header.config):
+        positions = _positions(header.cluster, wanted)
+        if not positions or not is_complete(header.config):
             continue
         try:
-            return first_devices(Cluster.load(path / CLUSTER_FILE), n)
+            return only_devices(Cluster.load(path / CLUSTER_FILE), positions)
         except HarnessError:
             continue
     return None

@@ -6,7 +6,6 @@ Check the files that training runs name, before a sweep begins.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 from harness.domain.schedule import check_schedule
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, StrategyError
-from harness.inputs import read_file
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.layouts.degrees import parse_layout
 from harness.runtime.data import DATA, DataOptions, entry_for, fit_to_data
@@ -36,6 +34,7 @@ from harness.workloads.train.config import (
     is_shardable,
     parse_change,
 )
+from harness.workloads.train.continuation import digest_of
 
 
 def data_options(case: TrainCase) -> DataOptions:
@@ -121,13 +120,14 @@ _AT_LEAST = {
     "microbatches": 1,
     "freeze_interval": 1,
     "cache_memory": 0,
+    "save_every": 1,
 }
 
 
 def _check_numbers(config: TrainConfig) -> None:
     config.check()
     check_at_least(config, _AT_LEAST)
-    check_above_zero(config, ("learning_rate", "bucket_mib"))
+    check_above_zero(config, ("learning_rate", "bucket_mib", "drift_threshold"))
     config.check_search()
 
 
@@ -241,19 +241,11 @@ def _check_pipeline(case: TrainCase) -> None:
             f"--exact-dropout needs the executor, {case.strategy} is trained by {case.engine}: add "
             "--engine executor"
         )
-    for name, is_set in (
-        ("save-sharded", case.save_sharded),
-        ("load-state", case.load_state),
-        ("shard-state", case.sharded_state != "none"),
-        ("change", case.change),
-        ("controlled", case.controlled),
-        ("freeze", case.freeze != "none"),
-    ):
-        if is_set and case.engine != "executor":
-            raise ConfigError(
-                f"--{name} needs the executor, {case.strategy} is trained by {case.engine}: add "
-                "--engine executor"
-            )
+    if (given := case.executor_flags) and case.engine != "executor":
+        raise ConfigError(
+            f"{flag(given[0])} needs the executor, {case.strategy} is trained by {case.engine}: "
+            "add --engine executor"
+        )
     if case.is_asynchronous and case.sharded_state != "none":
         raise ConfigError(f"--asynchronous has no --shard-state {case.shard_state}: drop one")
     if case.sharded_state == "parameters" and case.schedule == "zero_bubble":
@@ -319,28 +311,19 @@ def _flows(config: TrainConfig) -> list[dict[str, Any]]:
     ]
 
 
-def _digest(strategy: str) -> str:
-    """Hash a strategy's file, because runs by other contents are no repeats; empty without one."""
-    if not is_file(strategy) or not Path(strategy).is_file():
-        return ""
-    data = read_file(Path(strategy), "strategy file", StrategyError)
-    return hashlib.sha256(data).hexdigest()[:12]
-
-
 def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     names = [field.name for field in dataclasses.fields(TrainSettings)]
     shared: dict[str, Any] = {name: getattr(config, name) for name in names}
     cases: list[TrainCase] = []
     for strategy in config.strategy:
-        is_elastic = config.controlled or config.freeze != "none" or bool(config.change)
         is_sharded = config.asked_state not in (None, "none") and is_shardable(strategy)
-        needs_executor = config.exact_dropout or is_elastic or is_sharded
+        needs_executor = config.needs_executor or is_sharded
         engine = engine_of(strategy, config.engine, needs_executor=needs_executor)
         for count in (1,) if strategy == "single" else config.n_ranks or (n_ranks,):
             cases += [
                 TrainCase(
                     strategy=strategy,
-                    strategy_digest=_digest(strategy),
+                    strategy_digest=digest_of(strategy),
                     engine=engine,
                     dtype=dtype,
                     batch=batch,

@@ -23,6 +23,8 @@ def check_changes(config: TrainConfig) -> None:
         )
     if config.freeze != "none" and config.asynchronous:
         raise ConfigError("--freeze is for synchronous training: drop --asynchronous")
+    if config.survive and config.asynchronous:
+        raise ConfigError("--survive is for synchronous training: drop --asynchronous")
     if config.shrink != "none" and config.freeze == "none":
         raise ConfigError(
             f"--shrink {config.shrink} plans again when layers freeze, and none do: add --freeze "

@@ -11,6 +11,7 @@ from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
 from harness.inputs import parse_int
 from harness.runtime.engines.optimizers import OptimizerOptions
+from harness.runtime.ranks.isolate import GRACE_S
 from harness.workloads.common.flags import ModelFlags, SearchFlags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
@@ -122,6 +123,19 @@ class TrainSettings(SearchFlags, ModelFlags):
     load_state: Path | None = None
     """Start from the state that --save-sharded wrote into this directory (executor). Strategy and
     number of ranks may differ; the data start from the beginning."""
+    save_every: int | None = None
+    """Write the state of --save-sharded after every so many measured steps, into state/step-STEP;
+    the last three stay. A launch with --resume goes on from it, on as many ranks as it has
+    (executor)."""
+    survive: bool = False
+    """When a rank's process dies, train on with the other ranks, in a run of its own: from the last
+    step that they hold together, else from --save-every's last state. Plans without each rank are
+    searched ahead, beside training (executor)."""
+    drift: bool = False
+    """Measure how fast each device computes, search again beside training when one has become
+    faster or slower, and change the strategy if that pays in the steps that are left (executor)."""
+    drift_threshold: float = 0.25
+    """--drift: relative change of a device's speed, up or down, that starts a search."""
     change: tuple[str, ...] = ()
     """STEP:FILE, one or more: go on by another strategy from that measured step on, in the same
     processes (executor). FILE is a strategy's file; ranks may be idle under either strategy."""
@@ -155,6 +169,17 @@ class TrainSettings(SearchFlags, ModelFlags):
     """Keep images and filters in channels-last order, which is faster on tensor cores."""
     seed: int = 0
     """Seed of weights, data and the order of runs."""
+
+    @property
+    def needs_executor(self) -> bool:
+        """Whether a flag is set that only the executor supports."""
+        return self.exact_dropout or self.is_elastic or bool(self.save_every)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the strategy may change between steps."""
+        by_hand = bool(self.change) or self.controlled
+        return by_hand or self.freeze != "none" or self.drift or self.survive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +224,8 @@ class TrainCase(TrainSettings):
         strategy_digest: hash of the strategy's file on rank 0; empty without a file.
         batch: the global batch.
         schedule, microbatches: used by `pipeline` only; None: automatic.
+        first_step: the first measured step; above 0 after the loss of ranks, without warm-up.
+        continues: id of the run that this one continues; empty if none.
     """
 
     engine: EngineName = "torch"
@@ -209,6 +236,8 @@ class TrainCase(TrainSettings):
     dtype: str = "fp32"
     batch: int = 32
     n_ranks: int = 1
+    first_step: int = 0
+    continues: str = ""
 
     @property
     def is_asynchronous(self) -> bool:
@@ -223,9 +252,25 @@ class TrainCase(TrainSettings):
         return self.shard_state
 
     @property
-    def is_elastic(self) -> bool:
-        """Whether the strategy may change between steps."""
-        return bool(self.change) or self.controlled or self.freeze != "none"
+    def executor_flags(self) -> list[str]:
+        """Names of the flags that are set and that only the executor supports."""
+        is_set = {
+            "save_sharded": self.save_sharded,
+            "load_state": self.load_state is not None,
+            "shard_state": self.sharded_state != "none",
+            "change": bool(self.change),
+            "controlled": self.controlled,
+            "freeze": self.freeze != "none",
+            "drift": self.drift,
+            "survive": self.survive,
+            "save_every": bool(self.save_every),
+        }
+        return [name for name, is_given in is_set.items() if is_given]
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds that a rank has left after another has failed, to save what it holds."""
+        return 30.0 if self.survive else GRACE_S
 
     @property
     def zero_stage(self) -> int:

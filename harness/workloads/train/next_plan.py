@@ -28,13 +28,14 @@ class NextPlanner:
         self.simulator = cache(self._make_simulator)
 
     @cached_property
-    def _inputs(self) -> Inputs:
+    def inputs(self) -> Inputs:
+        """Graph, cluster and profile, as measured before training."""
         return read_inputs(search_config_of(self._case), self._context.run_dir)
 
     def _make_simulator(self, n_frozen: int, n_skipped: int = 0) -> Simulator:
         """The simulator of the model with so many frozen layers, of which some are cached."""
-        frozen, skipped = (frozen_operators(self._inputs.graph, n) for n in (n_frozen, n_skipped))
-        return self._inputs.simulator(search_config_of(self._case), frozen, skipped)
+        frozen, skipped = (frozen_operators(self.inputs.graph, n) for n in (n_frozen, n_skipped))
+        return self.inputs.simulator(search_config_of(self._case), frozen, skipped)
 
     def plan(self, data: bytes, source: str) -> Planned:
         """Read a strategy file of any format.
@@ -46,7 +47,7 @@ class NextPlanner:
             StrategyError, ConfigError: it is malformed, or for another model, batch or cluster.
             PlanError: it needs more memory than a device has.
         """
-        graph, cluster = self._inputs.graph, self._inputs.cluster
+        graph, cluster = self.inputs.graph, self.inputs.cluster
         imported = detect(data, source=source)
         if isinstance(imported.content, PipeDreamPlan):
             stage_of = stages_by_modules(imported.content, graph)
@@ -71,9 +72,9 @@ class NextPlanner:
         simulation = self.simulator(n_frozen).simulate(strategy)
         simulation.check_memory()
         return Planned(
-            strategy=msgspec.structs.replace(strategy, made_for=self._inputs.made_for),
+            strategy=msgspec.structs.replace(strategy, made_for=self.inputs.made_for),
             predicted_step_s=simulation.step_s,
-            flops=tuple(device_flops(self._inputs.graph, strategy, self._context.world.size)),
+            flops=tuple(device_flops(self.inputs.graph, strategy, self._context.world.size)),
         )
 
     def step_s(self, strategy: Strategy, n_frozen: int, n_skipped: int = 0) -> float:
@@ -86,4 +87,4 @@ class NextPlanner:
 
     def predict_change_s(self, pair_bytes: PairBytes) -> float:
         """Seconds in which the slowest link moves its bytes."""
-        return predict_change_s(self._inputs.cluster, pair_bytes)
+        return predict_change_s(self.inputs.cluster, pair_bytes)

@@ -17,6 +17,7 @@ from harness.workloads.train.config import TrainCase, parse_change
 from harness.workloads.train.policy import LEAD_STEPS, Due, Policy, PolicyInputs
 from harness.workloads.train.requests import UNREADABLE, Request, read_request
 from harness.workloads.train.shrink import ShrinkPolicy
+from harness.workloads.train.survival import SurvivalPolicy
 
 
 class ScheduledPolicy(Policy):
@@ -152,4 +153,5 @@ POLICIES: dict[str, PolicyEntry] = {
     "shrink": PolicyEntry(lambda case: case.shrink != "none" and not case.replicate, ShrinkPolicy),
     "replicate": PolicyEntry(lambda case: case.replicate, ShrinkPolicy),
     "cache": PolicyEntry(lambda case: case.cache != "off", CachePolicy),
+    "survive": PolicyEntry(lambda case: case.survive, SurvivalPolicy),
 }

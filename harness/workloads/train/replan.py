@@ -35,7 +35,7 @@ class BesideSearch:
             asked.write(msgspec.json.encode(request))
             asked.seek(0)
             self._process = subprocess.Popen(
-                _COMMAND, stdin=asked, stdout=self._answer,
+                [*_COMMAND, str(os.getpid())], stdin=asked, stdout=self._answer,
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             )  # fmt: skip
 

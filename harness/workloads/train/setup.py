@@ -280,7 +280,10 @@ def prepare(
     data = _open(case, task)
     trainer = _make_trainer(case, task, world, recorder, executor_options, shares[world.rank])
     plan = _batch_plan(case, len(data), shares, trainer, world)
-    batches = load_batches(data, plan, world.rank, n_workers=case.n_workers, device=world.device)
+    batches = load_batches(
+        data, plan, world.rank, n_workers=case.n_workers, device=world.device,
+        first_step=case.first_step + case.warm_up if case.first_step else 0,
+    )  # fmt: skip
     return Training(
         trainer=trainer,
         data=data,

@@ -27,7 +27,9 @@ from harness.workloads.common.contract import Workload
 from harness.workloads.train.cases import check_files, train_cases
 from harness.workloads.train.changes import StrategyChanges
 from harness.workloads.train.config import TrainCase, TrainConfig
+from harness.workloads.train.continuation import find_continuation, go_on, is_same
 from harness.workloads.train.evaluation import Evaluation
+from harness.workloads.train.keeper import StateKeeper
 from harness.workloads.train.plan import Planned, plan_training, train_needs
 from harness.workloads.train.setup import Training, prepare
 from harness.workloads.train.table import train_text
@@ -41,6 +43,8 @@ class TrainLoop:
     Args:
         changes: changes of the strategy; None if it stays.
         evaluation: of the model after each epoch.
+        keeper: saves the state; None if nothing does.
+        first: the first measured step; above 0 without warm-up.
 
     Attributes:
         training: replaced when the strategy changes.
@@ -53,10 +57,12 @@ class TrainLoop:
         n_warm_up: int,
         changes: StrategyChanges | None = None,
         evaluation: Evaluation | None = None,
+        keeper: StateKeeper | None = None,
+        first: int = 0,
     ) -> None:
         self.training, self._evaluation = training, evaluation
-        self._changes = changes
-        self._n_steps = 0
+        self._changes, self._keeper = changes, keeper
+        self._n_steps, self._first = 0, first
         self._context = context
         self._n_warm_up = n_warm_up
         self._losses: list[Tensor] = []
@@ -64,15 +70,18 @@ class TrainLoop:
         self._epoch_start_s = 0.0
 
     def measure(self, n_steps: int) -> None:
-        """Warm up, then train `n_steps` recorded steps."""
+        """Warm up, then train the recorded steps until `n_steps`."""
         self._begin_epoch()
         self._n_steps = n_steps
+        if self._first and self._changes is not None:
+            self.training = self._changes.before_step(self._first, self.training)
         measure_steps(
             self._step,
             self._context,
             n_steps=n_steps,
             n_warm_up=self._n_warm_up,
             label="training steps",
+            first=self._first,
             between=self._between,
         )
 
@@ -88,6 +97,8 @@ class TrainLoop:
 
     def _step(self, index: int) -> None:
         training = self.training
+        if self._keeper is not None:
+            self._keeper.begin_step(index, training)
         if self._changes is not None and index >= 0:
             self._changes.begin_step(training.plan.global_indices(index + self._n_warm_up))
         loss = training.engine.step(lambda: next(training.batches), self._share(index))
@@ -108,7 +119,7 @@ class TrainLoop:
         recorder.sample("n_samples", self._n_counted(index))
         recorder.sample("n_synchronisations", self.training.engine.n_synchronisations)
         epoch, last = divmod(index + 1, self.training.plan.n_steps_per_epoch)
-        if last == 0:
+        if last == 0 and index + 1 - self._first >= self.training.plan.n_steps_per_epoch:
             now_s = time.perf_counter()
             recorder.sample("epoch_s", now_s - self._epoch_start_s, step=epoch - 1)
             if self._evaluation is not None:
@@ -116,6 +127,8 @@ class TrainLoop:
                 accuracy = self._evaluation.accuracy(self.training.engine)
                 recorder.sample("accuracy", accuracy, step=epoch - 1)
             self._epoch_start_s = time.perf_counter()
+        if self._keeper is not None:
+            self._keeper.end_step(index, self.training)
         if self._changes is not None and index + 1 < self._n_steps:
             self.training = self._changes.before_step(index + 1, self.training)
 
@@ -128,8 +141,9 @@ class TrainLoop:
         losses = torch.stack(self._losses).float()
         if self._context.world.size > 1:
             dist.all_reduce(losses)
-        values = [float(value) for value in losses.tolist()][self._n_warm_up :]
-        for step, value in enumerate(values):
+        n_skipped = 0 if self._first else self._n_warm_up
+        values = [float(value) for value in losses.tolist()][n_skipped:]
+        for step, value in enumerate(values, self._first):
             if not math.isfinite(value):
                 raise VerificationError(
                     f"the loss is {value} from step {step} on: lower --learning-rate"
@@ -244,8 +258,10 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         assert planned is not None, "other engines were refused"
         changes = StrategyChanges(case, context, planned, training, n_steps)
     evaluation = Evaluation(case, context) if case.evaluate else None
-    loop = TrainLoop(training, context, case.warm_up, changes, evaluation)
-    loop.measure(n_steps)
+    keeper = StateKeeper(case, context)
+    loop = TrainLoop(training, context, case.warm_up, changes, evaluation, keeper, case.first_step)
+    with keeper.surviving():
+        loop.measure(n_steps)
     if changes is not None:
         changes.close()
     training = loop.training
@@ -260,6 +276,8 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         "shares": list(training.plan.shares),
         "steps_per_epoch": training.plan.n_steps_per_epoch,
     }
+    if case.continues:
+        summary |= {"continues": case.continues, "first_step": case.first_step}
     _save(case, training, context)
     if changes is None:
         loop.measure_without_communication(case.no_sync_steps)
@@ -296,5 +314,8 @@ WORKLOAD = Workload(
     table=train_text,
     n_ranks=_n_ranks,
     needs=train_needs,
+    find_continuation=find_continuation,
+    go_on=go_on,
+    is_same=is_same,
     check=check_files,
 )

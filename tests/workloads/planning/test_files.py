@@ -22,8 +22,8 @@ from harness.workloads.planning.files import (
     find_cluster,
     find_plan,
     find_search,
-    first_devices,
     has_profiled,
+    only_devices,
     write_plan,
 )
 from harness.workloads.planning.inputs import capture_graph, search_need
@@ -74,11 +74,15 @@ def test_a_pipe_in_place_of_a_file_is_passed_over(results, tmp_path):
     assert not has_profiled(tmp_path, {}, here, file=file, parts=(8,))
 
 
-def test_the_first_ranks_of_a_measured_cluster_are_known_too(results, tmp_path):
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 2], [1, 2]])
+def test_some_ranks_of_a_measured_cluster_are_known_too(results, tmp_path, ranks):
     results.write_links(tmp_path, 3)
-    found = find_cluster(tmp_path, results.launched_cluster(2))
-    assert found == first_devices(results.measured_cluster(3), 2)
-    assert [device.name for device in found.devices] == ["node0:0", "node1:0"]
+    nodes = [results.launched_cluster(3).nodes[rank] for rank in ranks]
+    found = find_cluster(
+        tmp_path, msgspec.structs.replace(results.launched_cluster(2), nodes=nodes)
+    )
+    assert found == only_devices(results.measured_cluster(3), ranks)
+    assert [device.name for device in found.devices] == [f"node{rank}:0" for rank in ranks]
     assert len(found.links) == 2
     assert find_cluster(tmp_path, results.launched_cluster(4)) is None
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.change.migration import Migration, find_migrations
 from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.owners import Owners
 from harness.runtime.executor.state.state import StateGatherer, gather_objects
 from harness.runtime.executor.state.weights import Holders, Weights
@@ -34,13 +35,18 @@ Inventory = dict[WeightSlice, dict[str, Any]]
 
 @dataclass(frozen=True)
 class HeldState:
-    """The state of one engine on this rank, and the holders of all slices."""
+    """The state of one engine on this rank, and the holders of all slices.
+
+    Attributes:
+        random: counts the steps.
+    """
 
     weights: Weights
     owners: Owners
     holders: Holders
     optimizer: Optimizer
     gatherer: StateGatherer
+    random: RandomState
 
     def tensor(self, piece: WeightSlice, key: str) -> Tensor:
         """The tensor of a held slice."""

@@ -3,12 +3,16 @@
 Each rank writes one file, with tensors named `model INTERVALS NAME` and `optimizer KEY INTERVALS
 NAME`. INTERVALS is such as `0:4,2:6`, or `-` for state without the parameter's shape. Metadata
 hold the number of ranks, the step and the names of the model's state.
+
+Shards of survivors are those of ranks that have lost another: each holds all slices of its rank,
+and together they are a state if they cover every tensor.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +35,7 @@ from harness.runtime.ranks.world import World
 
 _FORMAT = "state shards 1"
 _UNCUT = "-"
+_SURVIVORS = "survivors"
 _MOST_RANKS = 2**16
 
 T = TypeVar("T")
@@ -44,19 +49,35 @@ class Metadata:
     Attributes:
         names: for each name of the model's state, the first name of the same tensor.
         parameters: names of the parameters, in the order of the optimizer's numbers.
+        is_survivors: shards may be missing, and slices may be in several of them.
+        shapes: by the first name of each tensor of the model's state.
+        trained: parameters that the optimizer updates.
     """
 
     n_ranks: int
     step: int
     names: dict[str, str]
     parameters: list[str]
+    is_survivors: bool
+    shapes: dict[str, list[int]]
+    trained: list[str]
 
 
 def save_sharded(
-    gatherer: StateGatherer, optimizer: Optimizer, step: int, world: World, directory: Path
+    gatherer: StateGatherer,
+    optimizer: Optimizer,
+    step: int,
+    world: World,
+    directory: Path,
+    *,
+    is_survivor: bool = False,
 ) -> None:
-    """Write this rank's slices as `shardRANK.safetensors`, atomically."""
-    parts = dict(_named(gatherer.rank_parts(optimizer)))
+    """Write this rank's slices as `shardRANK.safetensors`, atomically.
+
+    Args:
+        is_survivor: write also slices that other ranks hold, because one of them is lost.
+    """
+    parts = dict(_named(gatherer.rank_parts(optimizer, has_copies=is_survivor)))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()}
     metadata = {
         "format": _FORMAT,
@@ -64,6 +85,9 @@ def save_sharded(
         "step": str(step),
         "names": json.dumps(gatherer.names),
         "parameters": json.dumps(gatherer.parameters),
+        "writers": _SURVIVORS if is_survivor else "all",
+        "shapes": json.dumps(gatherer.model_shapes(), sort_keys=True),
+        "trained": json.dumps(gatherer.trained_names()),
     }
     with replacing(directory / _file_name(world.rank)) as temporary:
         save_file(tensors, str(temporary), metadata=metadata)
@@ -77,12 +101,13 @@ def load_sharded(directory: Path) -> dict[str, Any]:
     """
     paths, metadata = check_sharded(directory)
     model, cut, single = _read(paths)
-    whole = {name: _join(name, parts, directory) for name, parts in model.items()}
+    has_copies = metadata.is_survivors
+    whole = {n: _join(n, parts, directory, has_copies=has_copies) for n, parts in model.items()}
     numbers = {name: index for index, name in enumerate(metadata.parameters)}
     state: dict[int, dict[str, Tensor]] = {}
     for (key, name), parts in cut.items():
         index = _known(numbers, name, "parameters", directory)
-        state.setdefault(index, {})[key] = _join(name, parts, directory)
+        state.setdefault(index, {})[key] = _join(name, parts, directory, has_copies=has_copies)
     for (key, name), value in single.items():
         state.setdefault(_known(numbers, name, "parameters", directory), {})[key] = value
     return {
@@ -114,6 +139,9 @@ def check_sharded(directory: Path) -> tuple[list[Path], Metadata]:
     if not paths:
         raise ResultsError(f"{directory} holds no {_file_name('*')}: give the directory of a state")
     metadata = _parse_metadata(_common_metadata(paths), paths[0])
+    if metadata.is_survivors:
+        _check_covered(paths, metadata, directory)
+        return paths, metadata
     wanted, found = {_file_name(rank) for rank in range(metadata.n_ranks)}, {p.name for p in paths}
     if not wanted <= found:
         raise ResultsError(
@@ -126,6 +154,56 @@ def check_sharded(directory: Path) -> tuple[list[Path], Metadata]:
             "ranks: move it elsewhere"
         )
     return paths, metadata
+
+
+def _check_covered(paths: list[Path], metadata: Metadata, directory: Path) -> None:
+    """Check that the shards of survivors cover the model and the optimizer's state.
+
+    Raises:
+        ResultsError: names a tensor of which only the lost rank held a part.
+    """
+    held: dict[tuple[str, str], list[WeightSlice]] = defaultdict(list)
+    for path in paths:
+        with _opened(path) as file:
+            for stored in file.keys():  # noqa: SIM118 (it is no mapping)
+                key, text, name = _parts_of(stored, path)
+                piece = _parse_piece(name, text)
+                if piece is not None:
+                    held[key, name].append(piece)
+    keys = {key for key, _ in held if key}
+    wanted = [("", name) for name in metadata.shapes]
+    wanted += [(key, name) for key in keys for name in metadata.trained]
+    most = sum(path.stat().st_size for path in paths)
+    for key, name in wanted:
+        shape = _known(metadata.shapes, name, "shapes", directory)
+        n_elements = math.prod(shape)
+        n_held = _n_covered(shape, held[key, name]) if 0 <= n_elements <= most else 0
+        if n_held != n_elements:
+            raise ResultsError(
+                f"{directory} holds {n_held} of the {n_elements} elements of "
+                f"{f'{key} of ' if key else ''}{shorten(name)}: only a lost rank had the others"
+            )
+
+
+def _n_covered(shape: list[int], pieces: list[WeightSlice]) -> int:
+    covered = torch.zeros(shape, dtype=torch.bool)
+    for piece in pieces:
+        if len(piece.intervals) == len(shape):
+            piece.take(covered).fill_(True)
+    return int(covered.sum())
+
+
+def _parts_of(stored: str, path: Path) -> tuple[str, str, str]:
+    """The optimizer's key (empty for the model), the intervals and the name of a stored tensor."""
+    kind, *words = stored.split(" ", 3 if stored.startswith("optimizer") else 2)
+    if kind == "model" and len(words) == 2:
+        return "", words[0], words[1]
+    if kind != "optimizer" or len(words) != 3:
+        raise ResultsError(
+            f"{path} holds {shorten(stored)}, which is no part of a model or an optimizer: save "
+            "the state again"
+        )
+    return words[0], words[1], words[2]
 
 
 def _file_name(rank: int | str) -> str:
@@ -190,6 +268,9 @@ def _parse_metadata(metadata: dict[str, str], path: Path) -> Metadata:
         step=parse_int(metadata["step"], f"{path}: step", error=ResultsError),
         names=_decode_field(metadata, "names", dict[str, str], path),
         parameters=_decode_field(metadata, "parameters", list[str], path),
+        is_survivors=metadata.get("writers") == _SURVIVORS,
+        shapes=_decode_field({"shapes": "{}", **metadata}, "shapes", dict[str, list[int]], path),
+        trained=_decode_field({"trained": "[]", **metadata}, "trained", list[str], path),
     )
     if len(set(parsed.parameters)) != len(parsed.parameters):
         raise ResultsError(f"{path} has a name twice in its parameters: save the state again")
@@ -212,33 +293,32 @@ def _read(
         with _opened(path) as file:
             for stored in file.keys():  # noqa: SIM118 (it is no mapping)
                 tensor = file.get_tensor(stored)
-                kind, *words = stored.split(" ", 3 if stored.startswith("optimizer") else 2)
-                if kind == "model" and len(words) == 2:
-                    piece = _piece(words[1], words[0], tensor, path)
-                    model.setdefault(piece.name, []).append((piece, tensor))
-                elif kind != "optimizer" or len(words) != 3:
-                    raise ResultsError(
-                        f"{path} holds {shorten(stored)}, which is no part of a model or an "
-                        "optimizer: save the state again"
-                    )
-                elif words[1] == _UNCUT:
-                    single[words[0], words[2]] = tensor
+                key, text, name = _parts_of(stored, path)
+                if key and text == _UNCUT:
+                    single[key, name] = tensor
+                    continue
+                piece = _piece(name, text, tensor, path)
+                if key:
+                    cut.setdefault((key, name), []).append((piece, tensor))
                 else:
-                    piece = _piece(words[2], words[1], tensor, path)
-                    cut.setdefault((words[0], piece.name), []).append((piece, tensor))
+                    model.setdefault(name, []).append((piece, tensor))
     return model, cut, single
 
 
-def _join(name: str, parts: Pieces, directory: Path) -> Tensor:
-    """Assemble a tensor from parts, which must cover each element once."""
+def _join(name: str, parts: Pieces, directory: Path, *, has_copies: bool) -> Tensor:
+    """Assemble a tensor from parts, which must cover each element once.
+
+    Args:
+        has_copies: elements may be in several parts; that of the lowest rank counts.
+    """
     first = parts[0][1]
     if any((tensor.dim(), tensor.dtype) != (first.dim(), first.dtype) for _, tensor in parts):
         raise ResultsError(f"{directory} holds unlike parts of {shorten(name)}: save it again")
     shape = [max(piece.intervals[dim][1] for piece, _ in parts) for dim in range(first.dim())]
     n_found, n_wanted = sum(tensor.numel() for _, tensor in parts), math.prod(shape)
-    if n_found == n_wanted:
+    if has_copies or n_found == n_wanted:
         whole, is_found = first.new_empty(shape), first.new_zeros(shape, dtype=torch.bool)
-        for piece, tensor in parts:
+        for piece, tensor in reversed(parts):
             piece.take(whole).copy_(tensor)
             piece.take(is_found).fill_(True)
         n_found = int(is_found.sum())
@@ -254,17 +334,22 @@ def _text(piece: WeightSlice) -> str:
     return ",".join(f"{start}:{stop}" for start, stop in piece.intervals)
 
 
-def _piece(name: str, text: str, tensor: Tensor, path: Path) -> WeightSlice:
-    """Parse a slice such as `0:4,2:6`."""
+def _parse_piece(name: str, text: str) -> WeightSlice | None:
+    """Parse a slice such as `0:4,2:6`; None if it is none."""
     intervals = []
     for interval in filter(None, text.split(",")):
         start, stop = (find_int(end) for end in interval.partition(":")[::2])
         if start is None or stop is None:
-            break
+            return None
         intervals.append((start, stop))
-    else:
-        if [stop - start for start, stop in intervals] == list(tensor.shape):
-            return WeightSlice(name, tuple(intervals))
+    return WeightSlice(name, tuple(intervals))
+
+
+def _piece(name: str, text: str, tensor: Tensor, path: Path) -> WeightSlice:
+    """Parse a slice of a tensor's shape."""
+    piece = _parse_piece(name, text)
+    if piece and [stop - start for start, stop in piece.intervals] == list(tensor.shape):
+        return piece
     raise ResultsError(
         f"{path} holds {shorten(text)} of {shorten(name)} with shape {tuple(tensor.shape)}: save "
         "the state again"

@@ -144,19 +144,23 @@ class StateGatherer:
                     single.setdefault(self._model_name(piece), {})[key] = kept
         return by_key, single
 
-    def rank_parts(self, optimizer: Optimizer) -> RankParts:
-        """The slices that this rank writes, by the model's names."""
+    def rank_parts(self, optimizer: Optimizer, *, has_copies: bool = False) -> RankParts:
+        """The slices that this rank writes, by the model's names.
+
+        Args:
+            has_copies: all slices that this rank holds, though other ranks may hold them too.
+        """
 
         def chosen(parts: Parts, writer: Callable[[WeightSlice], int]) -> dict[WeightSlice, Tensor]:
             return {
                 replace(piece, name=self._model_name(piece)): tensor
                 for piece, tensor in parts.items()
-                if writer(piece) == self._world.rank
+                if has_copies or writer(piece) == self._world.rank
             }
 
         writers = self._owners.placement()
         model = chosen(self._model_parts(), lambda piece: writers[piece][0])
-        if self._world.is_first:
+        if has_copies or self._world.is_first:
             model |= {WeightSlice.whole(name, t): t for name, t in self._unused.items()}
         by_key, single = self._optimizer_parts(optimizer)
         return RankParts(
@@ -164,6 +168,16 @@ class StateGatherer:
             optimizer={key: chosen(parts, self._owners.of) for key, parts in by_key.items()},
             single=single,
         )
+
+    def model_shapes(self) -> dict[str, list[int]]:
+        """The shape of each tensor of the model's state, by its first name."""
+        shapes = {self._model_names.get(n, n): list(shape) for n, shape in self._shapes.items()}
+        shapes |= {name: list(tensor.shape) for name, tensor in self._unused.items()}
+        return {name: shapes[name] for name in set(self.names.values())}
+
+    def trained_names(self) -> list[str]:
+        """Parameters that the optimizer updates on any rank."""
+        return sorted({self._model_name(piece) for piece in self._owners.keepers()})
 
     def take_unused(self, other: StateGatherer) -> None:
         """Take over the tensors that no device holds, which are equal on all ranks."""

@@ -1,0 +1,74 @@
+"""The state of an engine whose step was cut off because another rank died.
+
+The forward changes buffers, the optimizer weights, and the step counter the rest:
+
+    step 7 | forward          | optimizer | finish   | step 8
+             weights of step 7, torn        weights of step 8
+             buffers remembered             buffers of step 8
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from harness.errors import ResultsError
+from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.state.files import save_sharded
+from harness.runtime.ranks.world import World
+
+
+class Survivor:
+    """Follows the steps of one engine, and saves what this rank holds of its last whole state.
+
+    Args:
+        engine: trains synchronously.
+    """
+
+    def __init__(self, engine: ExecutorEngine, world: World) -> None:
+        self._held, self._world = engine.held_state(), world
+        optimizer = self._held.optimizer
+        optimizer.register_step_pre_hook(lambda *_: self._note(begun=True))
+        optimizer.register_step_post_hook(lambda *_: self._note(done=True))
+        held = self._held.weights.held.values()
+        self._buffers = [tensor for tensor in held if not isinstance(tensor, nn.Parameter)]
+        self.begin_step()
+
+    def _note(self, *, begun: bool = False, done: bool = False) -> None:
+        self._has_begun |= begun
+        self._is_done |= done
+
+    def begin_step(self) -> None:
+        """Remember the start of a step."""
+        self._has_begun = self._is_done = False
+        self._step = self._held.random.step
+        self._before: list[Tensor] = [tensor.detach().clone() for tensor in self._buffers]
+
+    def n_more_steps(self) -> int:
+        """Steps since the last `begin_step` whose update the state contains: 0 or 1.
+
+        Raises:
+            ResultsError: the update was cut off.
+        """
+        if self._held.random.step > self._step:
+            return 1
+        is_spread = not self._held.owners.is_sharded  # else others' weights may be missing
+        if self._has_begun and not (self._is_done and is_spread):
+            raise ResultsError("the update of the weights was cut off")
+        return int(self._is_done)
+
+    def save(self, directory: Path) -> None:
+        """Write all slices that this rank holds; no other rank takes part.
+
+        Raises:
+            ResultsError: the update was cut off, or the file cannot be written.
+        """
+        n_more = self.n_more_steps()
+        if n_more == 0:
+            for tensor, before in zip(self._buffers, self._before, strict=True):
+                tensor.detach().copy_(before)
+        save_sharded(
+            self._held.gatherer, self._held.optimizer, self._step + n_more, self._world, directory,
+            is_survivor=True,
+        )  # fmt: skip

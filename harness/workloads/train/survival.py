@@ -1,0 +1,89 @@
+"""`--survive`: search plans without each rank ahead, beside training, and write them into the run.
+
+A rank that is lost ends its run. The launch then goes on with the other ranks by such a plan, so
+nothing is searched while they wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from harness.domain.fingerprint import MadeFor
+from harness.measure.store import write_atomically
+from harness.plan.again import FoundAgain, SearchAgain
+from harness.plan.simulate.options import SimulatorOptions
+from harness.units import format_duration
+from harness.workloads.planning.files import only_devices
+from harness.workloads.train.continuation import plan_without
+from harness.workloads.train.plan import search_config_of
+from harness.workloads.train.policy import Due, PolicyInputs
+from harness.workloads.train.replan import BesideSearch
+
+_log = logging.getLogger(__name__)
+
+
+class SurvivalPolicy:
+    """Searches one plan after another on rank 0; it never changes the strategy itself."""
+
+    def __init__(self, inputs: PolicyInputs) -> None:
+        self._inputs, world = inputs, inputs.context.world
+        self._search, self._rank = BesideSearch(), 0
+        self._left = deque(range(world.size) if world.is_first and world.size > 1 else ())
+        if self._left:
+            self._next()
+
+    def due(self, step: int) -> Due | None:
+        if self._search.is_running and (found := self._search.poll()) is not None:
+            self._write(found)
+            self._next()
+        return None
+
+    def _next(self) -> None:
+        if self._left:
+            self._rank = self._left.popleft()
+            self._search.start(self._request(self._rank))
+
+    def _request(self, lost: int) -> SearchAgain:
+        inputs, config = self._inputs.planner.inputs, search_config_of(self._inputs.case)
+        left = [rank for rank in range(inputs.cluster.n_devices) if rank != lost]
+        return SearchAgain(
+            graph=inputs.graph,
+            cluster=only_devices(inputs.cluster, left),
+            profile=inputs.profile,
+            options=options_of(inputs.simulator(config).options, left),
+            batch=config.batch_size,
+            memory_bytes=config.memory_bytes,
+            budget=config.search_budget,
+            seconds=config.search_seconds,
+            seed=config.seed,
+        )
+
+    def _write(self, found: FoundAgain) -> None:
+        if found.strategy is None:
+            _log.warning("no plan without rank %d: %s", self._rank, found.error)
+            return
+        # Without hashes, because the devices' names depend on the ranks that are left.
+        strategy = msgspec.structs.replace(found.strategy, made_for=MadeFor())
+        write_atomically(plan_without(self._inputs.context.run_dir, self._rank), strategy.to_json())
+        _log.info(
+            "plan without rank %d: %s, predicted step %s",
+            self._rank, strategy.name, format_duration(found.step_s),
+        )  # fmt: skip
+
+
+def options_of(options: SimulatorOptions, ranks: Sequence[int]) -> SimulatorOptions:
+    """The simulator's options for some of the devices."""
+
+    def chosen(rates: float | tuple[float, ...]) -> float | tuple[float, ...]:
+        return rates if isinstance(rates, float) else tuple(rates[rank] for rank in ranks)
+
+    return replace(
+        options,
+        optimizer_s_per_byte=chosen(options.optimizer_s_per_byte),
+        stream_s_per_byte=chosen(options.stream_s_per_byte),
+    )

@@ -1,0 +1,97 @@
+"""A training goes on after the loss of a rank or of the launch, and trains what one device does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness.domain.record import Span
+from harness.measure.store import Run, read_results
+
+HERE = Path(__file__).parents[1]
+ROOT = HERE.parents[1]
+MPIRUN = Path(sys.executable).with_name("mpirun")
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun in this environment"),
+]
+
+# fp32 sums in another order: six steps of differences of 1e-7 stay far below.
+TOLERANCE = 1e-5
+N_STEPS = 6
+
+
+def launch(results: Path, n_ranks: int, *words: str) -> list[Run]:
+    """Train on so many ranks, of which the third is killed; the training runs, in order."""
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{HERE}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks), sys.executable, "-m", "mpi4py"]
+    done = subprocess.run(
+        [*command, str(HERE / "faulty_training.py"), str(results), *words],
+        env=environ, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    runs = [run for run in read_results(results).runs if run.header.workload == "train"]
+    return sorted(runs, key=lambda run: run.header.start_utc)
+
+
+def steps_of(run: Run) -> list[int]:
+    return [r.step for r in run.ranks[0] if isinstance(r, Span) and r.kind == "step"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Run]:
+    """One device; replicas that lost a rank, then the others; the same of stages."""
+    return launch(
+        tmp_path_factory.mktemp("lost"), 3, "single:killed", "replicas:killed", "stages:killed"
+    )
+
+
+@pytest.fixture(scope="module")
+def one_device(runs):
+    """The model after training on one device."""
+    return load_file(runs[0].path / "model.safetensors")
+
+
+def assert_goes_on(lost: Run, then: Run, state: str, one_device) -> None:
+    first = int(state.partition("-")[2])
+    assert lost.header.status == "crash"
+    assert Path(then.header.config["load_state"]).name == state
+    assert then.header.config["continues"] == lost.header.run_id
+    assert len(then.header.ranks) == 2
+    assert then.header.status == "ok", then.header.reason
+    assert steps_of(then) == list(range(first, N_STEPS))
+    found = load_file(then.path / "model.safetensors")
+    for name, tensor in one_device.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE)
+
+
+def test_replicas_lose_nothing_but_the_step_in_which_a_rank_died(runs, one_device):
+    lost, then = runs[1:3]
+    first_line = lost.header.reason.splitlines()[0]
+    assert first_line.startswith("rank 2 (")
+    assert "killed by SIGKILL" in first_line
+    assert first_line.endswith("; the other ranks go on from step 2")
+    assert_goes_on(lost, then, "survivors-2", one_device)
+
+
+def test_a_lost_stage_comes_from_the_last_save(runs, one_device):
+    """The survivors hold step 2, but without the last stage."""
+    assert (runs[3].path / "state" / "survivors-2").is_dir()
+    assert_goes_on(*runs[3:], "step-2", one_device)
+
+
+def test_a_launch_that_was_lost_goes_on_with_fewer_ranks(tmp_path, one_device):
+    (lost,) = launch(tmp_path, 3, "lasting:killed")
+    _, then = launch(tmp_path, 2, "--resume", "lasting:killed")
+    assert_goes_on(lost, then, "step-2", one_device)
