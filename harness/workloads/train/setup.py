@@ -175,7 +175,6 @@ def _positions(trainer: Trainer, world: World) -> tuple[tuple[int, ...], ...] | 
     """Positions of the samples that every rank is fed, by rank."""
     if trainer.samples is None:
         return None
-    wait_for_all(world)  # because ranks take different times to build their shards
     parts = gather_bytes(msgspec.json.encode(trainer.samples), world)
     return tuple(msgspec.json.decode(part, type=tuple[int, ...]) for part in parts)
 
@@ -228,6 +227,7 @@ def _open(case: TrainCase, task: Task) -> Any:
 def _batch_plan(
     case: TrainCase, n_samples: int, shares: tuple[int, ...], trainer: Trainer, world: World
 ) -> BatchPlan:
+    wait_for_all(world)  # because ranks take different times to build their shards
     plan = BatchPlan(
         n_samples=n_samples,
         shares=shares,
