@@ -7,6 +7,7 @@ may be written by hand; `Cluster.uniform` builds the common case from four numbe
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
@@ -126,6 +127,23 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
     def node_of(self) -> list[int]:
         """Index of the node that holds each device, by the device's position."""
         return [i for i, node in enumerate(self.nodes) for _ in node.devices]
+
+    def scaled(self, factors: Sequence[float]) -> Cluster:
+        """The cluster with the speed of each device multiplied; its communication overhead, which
+        is computing, too."""
+        left, nodes = iter(factors), []
+        for node in self.nodes:
+            devices = []
+            for device in node.devices:
+                speed, overhead_s = device.speed, device.host_s_per_byte
+                factor = next(left)
+                devices.append(
+                    msgspec.structs.replace(
+                        device, speed=speed * factor, host_s_per_byte=overhead_s / factor
+                    )
+                )
+            nodes.append(msgspec.structs.replace(node, devices=devices))
+        return msgspec.structs.replace(self, nodes=nodes)
 
     @classmethod
     def uniform(

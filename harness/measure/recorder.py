@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Unpack
 
@@ -26,11 +26,15 @@ class Recorder:
 
     Marks become spans only in `collect`, after the clock has settled, so that a step contains
     neither synchronisation nor formatting.
+
+    Attributes:
+        listen: called with the records that are collected.
     """
 
     def __init__(self, clock: Clock, reached: Reached | None = None) -> None:
         """Start empty; `reached` publishes this rank's progress to another process."""
         self.clock = clock
+        self.listen: Callable[[Sequence[Record]], None] = lambda records: None
         self.reached = reached or Reached()
         self._step: int | None = None
         self._marks: list[_Mark] = []
@@ -91,6 +95,7 @@ class Recorder:
         spans = sorted((self._span(mark) for mark in ready), key=lambda span: span.start_s)
         records: list[Record] = [*spans, *self._records]
         self._records = []
+        self.listen(records)
         return records
 
     def _span(self, mark: _Mark) -> Span:

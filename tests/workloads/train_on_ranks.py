@@ -19,6 +19,7 @@ from harness.domain.record import Sample, Span
 from harness.errors import HarnessError, StrategyError
 from harness.measure.rank_records import read_records
 from harness.measure.store import read_header, write_header
+from harness.plan.again import SearchAgain, search_again
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.state.files import load_sharded
 from harness.runtime.ranks.world import Context
@@ -30,8 +31,10 @@ from harness.workloads.search.workload import run_search
 from harness.workloads.train import shrink
 from harness.workloads.train.config import TrainCase, parse_change
 from harness.workloads.train.plan import plan_training, search_config_of
+from harness.workloads.train.replan import BesideSearch
 from harness.workloads.train.requests import read_answer, write_request
 from harness.workloads.train.setup import prepare
+from harness.workloads.train.stage_times import StageTimes
 from harness.workloads.train.workload import TrainLoop, run_train
 
 
@@ -291,4 +294,31 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
         }
         if case.controlled and context.world.is_first:
             found[name]["answer"] = msgspec.to_builtins(read_answer(context.run_dir, request))
+    return found
+
+
+def drifting_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:
+    """Trainings whose last rank computes three times slower after 35 steps in the case "slowed", by
+    invented times; training waits for a search, so that it ends while there are steps."""
+    end = StageTimes._end
+    found: dict[str, Any] = {}
+    n_before = 0
+    asked: list[SearchAgain] = []
+    BesideSearch.start = lambda self, request: asked.append(request)  # type: ignore[method-assign]
+    BesideSearch.poll = lambda self: search_again(asked.pop())  # type: ignore[method-assign]
+    for name, case in cases.items():
+        counted = iter(range(case.steps + 1))
+
+        def invented(self: StageTimes, compute_s: float, counted=counted, name=name) -> None:
+            is_slow = name == "slowed" and context.world.rank == context.world.size - 1
+            end(self, 0.03 if next(counted) >= 35 and is_slow else 0.01)
+
+        StageTimes._end = invented  # type: ignore[method-assign]
+        run_train(case, context)
+        context.flush()
+        path = context.run_dir / f"rank{context.world.rank}.jsonl"
+        every, _ = read_records(path, context.world.size)
+        records, n_before = list(every)[n_before:], len(every)
+        samples = [record for record in records if isinstance(record, Sample)]
+        found[name] = [(one.metric, one.step, one.value, one.labels) for one in samples]
     return found

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 
 import msgspec
 
+from harness.domain.fingerprint import MadeFor
 from harness.domain.freezing import frozen_operators
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import StrategyError
+from harness.plan.again import SearchAgain
 from harness.plan.change import predict_change_s
 from harness.plan.formats.detect import detect, strategy_from
 from harness.plan.formats.pipedream_plan import PipeDreamPlan, stages_by_modules, to_strategy
@@ -26,16 +30,43 @@ class NextPlanner:
     def __init__(self, case: TrainCase, context: Context) -> None:
         self._case, self._context = case, context
         self.simulator = cache(self._make_simulator)
+        self._speeds: tuple[float, ...] = ()
 
     @cached_property
     def inputs(self) -> Inputs:
         """Graph, cluster and profile, as measured before training."""
         return read_inputs(search_config_of(self._case), self._context.run_dir)
 
+    def set_speeds(self, speeds: Sequence[float]) -> None:
+        """Predict from now on for devices of these speeds, relative to the measured ones."""
+        self._speeds = tuple(speeds)
+        self.simulator.cache_clear()
+
     def _make_simulator(self, n_frozen: int, n_skipped: int = 0) -> Simulator:
         """The simulator of the model with so many frozen layers, of which some are cached."""
-        frozen, skipped = (frozen_operators(self.inputs.graph, n) for n in (n_frozen, n_skipped))
-        return self.inputs.simulator(search_config_of(self._case), frozen, skipped)
+        inputs = self.inputs
+        frozen, skipped = (frozen_operators(inputs.graph, n) for n in (n_frozen, n_skipped))
+        if self._speeds:
+            inputs = replace(inputs, cluster=inputs.cluster.scaled(self._speeds))
+        return inputs.simulator(search_config_of(self._case), frozen, skipped)
+
+    def search_again(self, n_frozen: int, start: Strategy | None = None) -> SearchAgain:
+        """The request of a search beside training, for the devices' speeds of now."""
+        simulator, config = self.simulator(n_frozen), search_config_of(self._case)
+        if start is not None:  # without hashes, because the devices' speeds may differ
+            start = msgspec.structs.replace(start, made_for=MadeFor())
+        return SearchAgain(
+            graph=simulator.graph,
+            cluster=simulator.cluster,
+            profile=simulator.profile,
+            options=simulator.options,
+            batch=config.batch_size,
+            memory_bytes=config.memory_bytes,
+            budget=config.search_budget,
+            seconds=config.search_seconds,
+            seed=config.seed,
+            start=start,
+        )
 
     def plan(self, data: bytes, source: str) -> Planned:
         """Read a strategy file of any format.

@@ -14,6 +14,7 @@ from harness.errors import ConfigError, HarnessError
 from harness.inputs import read_file
 from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.workloads.train.config import TrainCase, parse_change
+from harness.workloads.train.drift import DriftPolicy
 from harness.workloads.train.policy import LEAD_STEPS, Due, Policy, PolicyInputs
 from harness.workloads.train.requests import UNREADABLE, Request, read_request
 from harness.workloads.train.shrink import ShrinkPolicy
@@ -153,5 +154,6 @@ POLICIES: dict[str, PolicyEntry] = {
     "shrink": PolicyEntry(lambda case: case.shrink != "none" and not case.replicate, ShrinkPolicy),
     "replicate": PolicyEntry(lambda case: case.replicate, ShrinkPolicy),
     "cache": PolicyEntry(lambda case: case.cache != "off", CachePolicy),
+    "drift": PolicyEntry(lambda case: case.drift, DriftPolicy),
     "survive": PolicyEntry(lambda case: case.survive, SurvivalPolicy),
 }

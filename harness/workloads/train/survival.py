@@ -20,14 +20,13 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.units import format_duration
 from harness.workloads.planning.files import only_devices
 from harness.workloads.train.continuation import plan_without
-from harness.workloads.train.plan import search_config_of
-from harness.workloads.train.policy import Due, PolicyInputs
+from harness.workloads.train.policy import Due, Policy, PolicyInputs
 from harness.workloads.train.replan import BesideSearch
 
 _log = logging.getLogger(__name__)
 
 
-class SurvivalPolicy:
+class SurvivalPolicy(Policy):
     """Searches one plan after another on rank 0; it never changes the strategy itself."""
 
     def __init__(self, inputs: PolicyInputs) -> None:
@@ -43,24 +42,21 @@ class SurvivalPolicy:
             self._next()
         return None
 
+    def close(self) -> None:
+        self._search.close()
+
     def _next(self) -> None:
         if self._left:
             self._rank = self._left.popleft()
             self._search.start(self._request(self._rank))
 
     def _request(self, lost: int) -> SearchAgain:
-        inputs, config = self._inputs.planner.inputs, search_config_of(self._inputs.case)
-        left = [rank for rank in range(inputs.cluster.n_devices) if rank != lost]
-        return SearchAgain(
-            graph=inputs.graph,
-            cluster=only_devices(inputs.cluster, left),
-            profile=inputs.profile,
-            options=options_of(inputs.simulator(config).options, left),
-            batch=config.batch_size,
-            memory_bytes=config.memory_bytes,
-            budget=config.search_budget,
-            seconds=config.search_seconds,
-            seed=config.seed,
+        request = self._inputs.planner.search_again(n_frozen=0)
+        left = [rank for rank in range(request.cluster.n_devices) if rank != lost]
+        return msgspec.structs.replace(
+            request,
+            cluster=only_devices(request.cluster, left),
+            options=options_of(request.options, left),
         )
 
     def _write(self, found: FoundAgain) -> None:

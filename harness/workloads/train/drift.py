@@ -1,0 +1,157 @@
+"""`--drift`: plan again, beside training, when devices are no longer as fast as they were.
+
+    computing of each rank -> speed of each device -> search -> change, if it pays
+
+Ranks compare their speeds every EXCHANGE_STEPS steps. Three conditions keep noise from moving
+anything: a device's speed must differ from the planned one by --drift-threshold, the means must
+have settled, and the gain over the steps that are left must exceed twice the cost of the change.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from harness.errors import HarnessError
+from harness.plan.again import FoundAgain
+from harness.plan.change import is_worth
+from harness.runtime.ranks.gather import broadcast_result, gather_numbers
+from harness.units import format_duration
+from harness.workloads.train.policy import Due, Policy, PolicyInputs
+from harness.workloads.train.replan import BesideSearch
+from harness.workloads.train.stage_times import StageTimes
+
+_log = logging.getLogger(__name__)
+
+EXCHANGE_STEPS = 10
+# Means of successive exchanges that differ by less, relatively, have settled.
+SETTLED = 0.1
+# A change must gain this multiple of its cost, and this share of a step.
+COST_FACTOR = 2.0
+LEAST_GAIN = 0.05
+
+
+class DeviceSpeeds:
+    """The speeds of all devices relative to those before training; equal on all ranks."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self.now = [1.0] * n_ranks
+        self.reset()
+
+    def reset(self) -> None:
+        """Measure a new base, because the strategy has changed; speeds stay until then."""
+        self._known = self.now
+        self._before: list[float] = []
+        self._base: list[float] = []
+
+    def take(self, means_s: Sequence[float]) -> bool:
+        """Take each rank's mean (0: it computes nothing); returns whether `now` is known anew."""
+        before, self._before = self._before, list(means_s)
+        if not before or not all(_is_settled(a, b) for a, b in zip(before, means_s, strict=True)):
+            return False
+        if not self._base:
+            self._base = list(means_s)
+        self.now = [
+            known * base / mean if mean and base else known
+            for known, base, mean in zip(self._known, self._base, means_s, strict=True)
+        ]
+        return True
+
+
+def _is_settled(before_s: float, now_s: float) -> bool:
+    return abs(now_s - before_s) <= SETTLED * max(before_s, now_s)
+
+
+def largest_drift(before: Sequence[float], now: Sequence[float]) -> float:
+    """The largest relative change of a speed, up or down: 1 is twice or half as fast."""
+    return max(math.exp(abs(math.log(b / a))) - 1 for a, b in zip(before, now, strict=True))
+
+
+class DriftPolicy(Policy):
+    """Compares speeds on all ranks; rank 0 searches and judges."""
+
+    def __init__(self, inputs: PolicyInputs) -> None:
+        self._inputs, self._context = inputs, inputs.context
+        self._world = self._context.world
+        self._times, self._speeds = StageTimes(), DeviceSpeeds(self._world.size)
+        self._planned_for = self._speeds.now  # of the last search
+        self._trained = inputs.current.planned.strategy, inputs.current.n_frozen
+        self._search, self._is_searching = BesideSearch(), False
+        self._context.recorder.listen = self._times.take
+
+    def due(self, step: int) -> Due | None:
+        if step % EXCHANGE_STEPS:
+            return None
+        trained = self._inputs.current.planned.strategy, self._inputs.current.n_frozen
+        if trained != self._trained:
+            self._trained = trained
+            self._times.reset()
+            self._speeds.reset()
+            return None
+        if self._is_searching:
+            return self._answer(step)
+        means_s = gather_numbers(self._times.mean_s or 0.0, self._world)
+        if self._speeds.take(means_s):
+            drift = largest_drift(self._planned_for, self._speeds.now)
+            if drift > self._inputs.case.drift_threshold:
+                self._begin()
+        return None
+
+    def close(self) -> None:
+        self._search.close()
+
+    def _begin(self) -> None:
+        """Search for the speeds of now; the search disturbs rank 0, so no times are taken."""
+        self._planned_for = self._speeds.now
+        self._is_searching = self._times.is_paused = True
+        if not self._world.is_first:
+            return
+        for rank, speed in enumerate(self._speeds.now):
+            self._context.recorder.sample("drift_speed", speed, rank=rank)
+        planner, current = self._inputs.planner, self._inputs.current
+        planner.set_speeds(self._speeds.now)
+        self._search.start(planner.search_again(current.n_frozen, current.planned.strategy))
+        _log.info("speeds have drifted to %s: searching again", self._text())
+
+    def _text(self) -> str:
+        return ", ".join(f"{speed:.2f}" for speed in self._speeds.now)
+
+    def _answer(self, step: int) -> Due | None:
+        found = self._search.poll() if self._world.is_first else None
+        if max(gather_numbers(float(found is not None), self._world)) == 0:
+            return None
+        self._is_searching = self._times.is_paused = False
+        due: Due | None = broadcast_result(
+            partial(self._judge, found, step), Due | None, self._world
+        )
+        return due
+
+    def _judge(self, found: FoundAgain | None, step: int) -> Due | None:
+        """The change to the strategy that was found, if it is worth its cost."""
+        assert found is not None, "rank 0 has polled it"
+        if found.strategy is None or found.start_step_s is None:
+            _log.warning("the strategy stays, because nothing was found: %s", found.error)
+            return None
+        planner, current = self._inputs.planner, self._inputs.current
+        n_left, n_frozen = self._inputs.n_steps - step, current.n_frozen
+        stay_s, next_s = found.start_step_s, found.step_s
+        cost_s = planner.estimate_change_s(current.planned.strategy, found.strategy, n_frozen)
+        sample = self._context.recorder.sample
+        for side, value in (("stay", stay_s), ("change", next_s)):
+            sample("drift_step_predicted_s", value, side=side)
+        sample("drift_cost_predicted_s", cost_s)
+        pays = is_worth(stay_s, next_s, n_left, COST_FACTOR * cost_s)
+        if not pays or next_s > (1 - LEAST_GAIN) * stay_s:
+            _log.info(
+                "the strategy stays: %s a step instead of %s do not pay for a change of %s in %d "
+                "steps", *map(format_duration, (next_s, stay_s, cost_s)), n_left,
+            )  # fmt: skip
+            return None
+        try:
+            planned = planner.planned(found.strategy, n_frozen)
+        except HarnessError as error:
+            _log.warning("the strategy stays: %s", error)
+            return None
+        return Due(why=f"drift to speeds {self._text()}", planned=planned)

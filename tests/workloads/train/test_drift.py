@@ -1,0 +1,124 @@
+"""Devices that become slower are noticed, and the strategy changes where that pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.domain.record import Span
+from harness.plan.roofline import DeviceRates
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.drift import DeviceSpeeds, largest_drift
+from harness.workloads.train.plan import search_config_of
+from harness.workloads.train.stage_times import N_SKIPPED, StageTimes
+
+CASE = TrainCase(
+    model="lenet", batch=12, n_samples=36, steps=100, warm_up=1, no_sync_steps=0, n_ranks=2,
+    learning_rate=0.01, strategy="ddp", engine="executor", drift=True, search_budget=100,
+)  # fmt: skip
+CASES = {
+    "still": replace(CASE, drift=False, controlled=True),
+    "steady": CASE,
+    "slowed": CASE,
+    "insensitive": replace(CASE, drift_threshold=3.0),
+}
+
+
+def step(number: int, *parts: tuple[str, float]) -> list[Span]:
+    spans = [Span(kind=kind, step=number, start_s=0.0, duration_s=s) for kind, s in parts]
+    return [*spans, Span(kind="step", step=number, start_s=0.0, duration_s=9.0)]
+
+
+def test_times_of_a_stage_are_a_weighted_mean_of_computing_alone():
+    times = StageTimes()
+    for number in range(N_SKIPPED):
+        times.take(step(number, ("forward", 7.0)))
+    assert times.mean_s is None
+    parts = ("forward", 1.0), ("communication", 5.0), ("backward", 2.0), ("optimizer", 1.0)
+    times.take(step(N_SKIPPED, *parts))
+    assert times.mean_s == 4.0
+    times.take(step(N_SKIPPED + 1, ("forward", 14.0)))
+    assert times.mean_s == pytest.approx(4.0 + 0.3 * 10)
+    times.is_paused = True
+    times.take(step(N_SKIPPED + 2, ("forward", 99.0)))
+    assert times.mean_s == pytest.approx(7.0)
+
+
+def test_speeds_are_known_when_means_have_settled():
+    speeds = DeviceSpeeds(3)
+    assert not speeds.take([1.0, 2.0, 0.0])
+    assert speeds.take([1.01, 2.0, 0.0])  # the base
+    assert speeds.now == [1.0, 1.0, 1.0]
+    assert not speeds.take([1.01, 5.0, 0.0])  # on its way
+    assert not speeds.take([1.01, 5.9, 0.0])
+    assert speeds.take([1.01, 6.0, 0.0])
+    assert speeds.now == pytest.approx([1.0, 1 / 3, 1.0])
+    speeds.reset()  # by the next strategy, the slow device computes less
+    assert not speeds.take([1.5, 1.5, 3.0])
+    assert speeds.take([1.5, 1.5, 3.0])
+    assert speeds.now == pytest.approx([1.0, 1 / 3, 1.0])
+    assert speeds.take([1.5, 1.6, 3.0])
+    assert speeds.now == pytest.approx([1.0, 1 / 3 * 1.5 / 1.6, 1.0])
+
+
+def test_drift_counts_alike_up_and_down():
+    assert largest_drift([1.0, 1.0], [1.0, 0.5]) == pytest.approx(1.0)
+    assert largest_drift([1.0, 0.5], [1.0, 1.0]) == pytest.approx(1.0)
+    assert largest_drift([1.0], [1.0]) == 0.0
+
+
+@pytest.fixture(scope="module")
+def trained(run_on_ranks):
+    """By rank: the samples of each case."""
+    import planned_results
+    import train_on_ranks
+
+    def beside(directory: Path) -> None:
+        planned_results.write_links(directory, 2)
+        rates = DeviceRates(flops_per_s=2e8, memory_bytes_per_s=5e9)
+        planned_results.write_profile(directory, search_config_of(CASE), 2, rates)
+
+    return run_on_ranks(train_on_ranks.drifting_trainings, CASES, 2, beside)[0]
+
+
+def samples(trained, name: str, metric: str):
+    return [(at, value, labels) for m, at, value, labels in trained[0][name] if m == metric]
+
+
+def test_a_slowed_device_gets_less_work(trained):
+    speeds = {
+        labels["rank"]: value for _, value, labels in samples(trained, "slowed", "drift_speed")
+    }
+    assert speeds[0] == pytest.approx(1.0)
+    assert speeds[1] == pytest.approx(1 / 3, rel=0.05)
+    predicted = {
+        labels["side"]: value
+        for _, value, labels in samples(trained, "slowed", "drift_step_predicted_s")
+    }
+    # Half the batch at a third of the speed, against three quarters at the whole: 1.5 to 0.75.
+    assert predicted["change"] < 0.55 * predicted["stay"]
+    ((at, _, labels),) = samples(trained, "slowed", "change_s")
+    assert 50 < at <= 80
+    assert labels["why"] == "drift to speeds 1.00, 0.33"
+    sides = {
+        labels["side"]: value
+        for _, value, labels in samples(trained, "slowed", "change_step_predicted_s")
+    }
+    assert sides == pytest.approx(
+        {"before": predicted["stay"], "after": predicted["change"]}, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["steady", "insensitive"])
+def test_nothing_moves_without_drift(trained, name):
+    assert not samples(trained, name, "drift_speed")
+    assert not samples(trained, name, "change_s")
+
+
+def test_a_change_by_drift_alters_no_loss(trained):
+    wanted, found = (
+        [value for _, value, _ in samples(trained, name, "loss")] for name in ("still", "slowed")
+    )
+    assert found == pytest.approx(wanted, abs=1e-4)  # fp32
