@@ -24,8 +24,9 @@ _AGENT = "harness/runtime/agent"
 class Cluster:
     """A virtual cluster that this program builds and removes, with one rank per node."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, n_nodes: int = N_NODES) -> None:
         self.name = name
+        self.n_nodes = n_nodes
         self.directory = directory
         self.place = State(state.state_root(), name)
         self.hostfile = directory / f"virtual-{name}.txt"
@@ -47,7 +48,7 @@ class Cluster:
         return done.stdout
 
     def up(self, *flags: str) -> None:
-        words = ["--nodes", str(N_NODES), "--hosts-dir", str(self.directory), "--replace"]
+        words = ["--nodes", str(self.n_nodes), "--hosts-dir", str(self.directory), "--replace"]
         self.call("up", *words, *flags)
 
     def down(self) -> None:
@@ -60,7 +61,7 @@ class Cluster:
         self, words: Iterable[str], log: Path, variables: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         """Start mpirun on the first node, in a new process group; its output goes to `log`."""
-        mpirun = ["mpirun", "-np", str(N_NODES), "--hostfile", str(self.hostfile)]
+        mpirun = ["mpirun", "-np", str(self.n_nodes), "--hostfile", str(self.hostfile)]
         mpirun += [word for name in variables for word in ("-x", name)]
         with log.open("wb") as output:
             return subprocess.Popen(

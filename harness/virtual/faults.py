@@ -9,10 +9,12 @@ import signal
 from pathlib import Path
 from typing import Literal, get_args
 
-from harness.virtual import network, node, state, system
+from harness.errors import ConfigError
+from harness.virtual import limits, network, node, state, system
 from harness.virtual.state import SWITCH, State
 
-Kind = Literal["off", "wrong-key", "hang", "cut", "freeze", "heal"]
+Kind = Literal["off", "wrong-key", "hang", "cut", "freeze", "slow", "heal"]
+_SLOW_SHARE = 1 / 3
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -33,8 +35,11 @@ def inject(place: State, name: str, kind: Kind) -> None:
 
     off: link down and all processes killed. wrong-key: the sshd has a host key that other nodes do
     not know. hang: the sshd is stopped, so TCP connects without an answer. cut: link down,
-    processes go on. freeze: all processes stopped, as if the kernel hangs. heal: as built; after
-    cut and freeze the processes continue.
+    processes go on. freeze: all processes stopped, as if the kernel hangs. slow: a third of the CPU
+    quota. heal: as built; after cut, freeze and slow the processes continue.
+
+    Raises:
+        ConfigError: the node is to become slow and has no CPU quota.
     """
     _heal(place, name)
     match kind:
@@ -54,6 +59,8 @@ def inject(place: State, name: str, kind: Kind) -> None:
             network.set_link(place.namespace(SWITCH), _index(place, name), up=False)
         case "freeze":
             _signal(place, name, signal.SIGSTOP)
+        case "slow":
+            _set_share(place, name, _SLOW_SHARE)
         case "heal":
             return
     _fault_file(place, name).write_text(kind)
@@ -61,6 +68,16 @@ def inject(place: State, name: str, kind: Kind) -> None:
 
 def _index(place: State, name: str) -> int:
     return [one.name for one in state.load(place).plan.nodes].index(name)
+
+
+def _set_share(place: State, name: str, share: float) -> None:
+    """Give a node a share of the CPU quota that it was built with."""
+    node_plan = state.load(place).plan.node(name)
+    if node_plan.cpu is None:
+        raise ConfigError(
+            f"{name} has no CPU quota of which it could get a part: build the cluster with --cpu"
+        )
+    limits.change_cpu(place.name, node_plan, node_plan.cpu * share)
 
 
 def _end(place: State, name: str) -> None:
@@ -101,9 +118,11 @@ def _heal(place: State, name: str) -> None:
     fault = condition(place, name)
     if fault == "up":
         return
-    if fault in ("cut", "freeze"):
+    if fault in ("cut", "freeze", "slow"):
         if fault == "cut":
             network.set_link(place.namespace(SWITCH), _index(place, name), up=True)
+        elif fault == "slow":
+            _set_share(place, name, 1.0)
         else:
             _signal(place, name, signal.SIGCONT)
         _fault_file(place, name).unlink()

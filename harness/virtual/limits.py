@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import EnvironmentSetupError
@@ -133,6 +133,19 @@ def create(cluster: str, node: NodePlan) -> list[Path]:
             _write(group / name, value)
         joined.append(group / "cgroup.procs")
     return joined
+
+
+def change_cpu(cluster: str, node: NodePlan, cpu: float) -> None:
+    """Change the CPU quota of a node while its processes run.
+
+    Raises:
+        EnvironmentSetupError: the quota cannot be written.
+    """
+    controller = _controllers()["cpu"]
+    group = controller.root / group_name(cluster, node.name)
+    wanted = settings(controller.version, replace(node, cpu=cpu))["cpu"]
+    for name, value in wanted:
+        _write(group / name, value)
 
 
 def _groups(cluster: str, node: str) -> Iterator[Path]:

@@ -227,7 +227,8 @@ def _open(case: TrainCase, task: Task) -> Any:
 def _batch_plan(
     case: TrainCase, n_samples: int, shares: tuple[int, ...], trainer: Trainer, world: World
 ) -> BatchPlan:
-    wait_for_all(world)  # because ranks take different times to build their shards
+    if trainer.samples is not None:
+        wait_for_all(world)  # because ranks take different times to build their shards
     plan = BatchPlan(
         n_samples=n_samples,
         shares=shares,
