@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.virtual import limits
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 MIB = 2**20
@@ -221,6 +223,28 @@ def test_processes_outlive_a_cut_link_and_a_freeze(cluster, kind):
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def _share(cluster, node):
+    """The quota of a running node in cores."""
+    groups = [path.parent for path in limits.join_files(cluster.name, f"{cluster.name}-node{node}")]
+    for group in groups:
+        if (group / "cpu.cfs_quota_us").exists():
+            quota, period = (group / f"cpu.cfs_{kind}_us" for kind in ("quota", "period"))
+            return int(quota.read_text()) / int(period.read_text())
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+            return int(quota) / int(period)
+    raise AssertionError(f"node {node} has no quota")
+
+
+def test_a_slow_node_has_a_third_of_its_quota_until_it_is_healed(cluster):
+    assert _share(cluster, 1) == pytest.approx(0.5, rel=0.01)
+    cluster("fault", "1", "--kind", "slow")
+    assert _share(cluster, 1) == pytest.approx(0.5 / 3, rel=0.01)
+    assert _condition(cluster, 1) == "slow"
+    cluster("fault", "1", "--kind", "heal")
+    assert _share(cluster, 1) == pytest.approx(0.5, rel=0.01)
 
 
 def _wait_for(pid, name):
