@@ -33,7 +33,7 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 from comparison import compare
-from searched import Cluster, profile
+from searched import Cluster
 from searched_cells import MODELS, Cell, Place
 
 from harness.measure.rank_records import read_records
@@ -129,7 +129,6 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> None:
                 cluster.run(
                     cell, results, "links", "--transport", "torch", "--operations", "all_reduce"
                 )
-                profile(cell, cluster, results, options.work)
             if not state.exists():
                 run = train(cell, cluster, results, _START_EPOCHS, 0, "--save-sharded")
                 state.symlink_to(run / "state")
@@ -147,7 +146,7 @@ def train(
     known = set(results.iterdir())
     cluster.run(
         cell, results, "train", *cell.model.workload_flags, "--strategy", "pipeline",
-        "--engine", "executor", "--evaluate", "--epochs", str(n_epochs),
+        "--engine", "executor", "--data", "digits", "--evaluate", "--epochs", str(n_epochs),
         "--learning-rate", "0.001", "--warm-up", "0", "--no-sync-steps", "0", "--seed", str(seed),
         *flags,
     )  # fmt: skip

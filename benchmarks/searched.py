@@ -135,7 +135,7 @@ def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
     results.mkdir(parents=True, exist_ok=True)
     if options.again or not (results / "cluster.json").exists():
         cluster.run(cell, results, "links", "--transport", "torch", "--operations", "all_reduce")
-    profile(cell, cluster, results, options.work)
+    _profile(cell, cluster, results, options.work)
     known = set(results.iterdir())
     cluster.run(
         cell, results, "train", *cell.model.workload_flags, "--strategy", *_STRATEGIES,
@@ -210,7 +210,7 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
     return found
 
 
-def profile(cell: Cell, cluster: Cluster, results: Path, work: Path) -> None:
+def _profile(cell: Cell, cluster: Cluster, results: Path, work: Path) -> None:
     """Profile a model unless another cell has: profiles hold for a kind of device."""
     for path in work.glob(f"profile-*{cell.model.name}*.json"):
         shutil.copy(path, results)

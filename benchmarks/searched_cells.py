@@ -43,7 +43,7 @@ MODELS = {
         Model(name="resnet18", batch=16, flags=_images(64)),
         Model(name="vit", batch=32, flags=_images(32)),
         Model(name="dlrm", batch=512, flags=("--dlrm-table-rows", *["20000"] * 8)),
-        Model(name="deep_vit", batch=96, flags=("--data", "digits", "--optimizer", "adamw")),
+        Model(name="deep_vit", batch=96, flags=("--optimizer", "adamw")),
         Model(name="gpt2", batch=8, flags=_text(vocabulary_size=4096)),
         Model(name="bert_base", batch=16, flags=_text(vocabulary_size=8192, mlp_width=1024)),
     )
