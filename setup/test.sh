@@ -41,5 +41,6 @@ if [[ $markers != *cluster* ]]; then
 fi
 # One more worker than cores, because many tests wait.
 workers=$(($(nproc) < 8 ? $(nproc) + 1 : 8))
-python -m pytest -m "$markers" --durations=10 -n "$workers" --dist loadfile || status=$?
+python -m pytest -m "$markers" --durations=10 -n "$workers" --dist loadfile \
+    --no-loadscope-reorder || status=$?
 exit "$status"

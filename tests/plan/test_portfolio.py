@@ -97,7 +97,7 @@ def test_every_standard_strategy_is_valid(n_devices):
     found = list(standard_strategies(simulator, 32))
     for strategy in found:
         validate(strategy, graph, cluster)
-    assert len(found) == {1: 1, 2: 13, 4: 10, 6: 10}[n_devices]
+    assert len(found) == {1: 1, 2: 10, 4: 7, 6: 7}[n_devices]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -336,7 +336,7 @@ def test_recomputation_is_tried_where_something_slower_fits():
 @pytest.mark.parametrize("planner", [plan_with_simulator, plan_by_pipedream])
 def test_times_of_zero_are_refused(planner):
     graph, profile = layers(seconds=0.0)
-    with pytest.raises(PlanError, match="all operators of 'layers' take 0 s on 'device'"):
+    with pytest.raises(PlanError, match=r"all operators .*take 0 s on 'device'"):
         planner(request_of(graph, profile))
 
 

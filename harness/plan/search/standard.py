@@ -76,13 +76,16 @@ def standard_strategies(
     balanced pipelines.
 
     Args:
-        shard_state: of all of them; None shards nothing, and each state of ddp.
+        shard_state: of all of them; None shards nothing but what memory needs: if ddp does not
+            fit, it comes with each state sharded too.
     """
     for strategy in _unsharded(simulator, batch):
         kept = shard_state or "none"
         yield msgspec.structs.replace(strategy, shard_state=kept)
-        for state in useful_states(simulator) if shard_state is None else ():
-            if strategy.name == "ddp":
+        if shard_state is not None or strategy.name != "ddp":
+            continue
+        if not simulator.simulate(strategy).fits:
+            for state in useful_states(simulator):
                 name = f"ddp, sharded {state}"
                 yield msgspec.structs.replace(strategy, name=name, shard_state=state)
 

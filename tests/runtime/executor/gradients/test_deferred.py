@@ -14,8 +14,6 @@ from harness.runtime.executor.gradients.deferred import (
 )
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CASES = [
     (nn.Linear(6, 5), (4, 6)),
     (nn.Linear(6, 5, bias=False), (4, 6)),
