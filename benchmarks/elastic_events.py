@@ -137,8 +137,8 @@ def wait_for(
 
 def fact(name: str, **values: Any) -> dict[str, Any]:
     """A finding that is no ratio."""
-    told = {"command": shlex.join(sys.argv), "machine": machine(), "commit": code_commit()}
-    return {"name": name, **values, **told}
+    context = {"command": shlex.join(sys.argv), "machine": machine(), "commit": code_commit()}
+    return {"name": name, **values, **context}
 
 
 # Cases

@@ -63,8 +63,8 @@ def outcome_of(ending: Ending) -> Outcome:
     else:
         # A rank that was stopped, because another had failed, is not lost.
         is_lost = ending.status in ("crash", "oom")
-        told = {"status": ending.status, "reason": ending.reason, "is_lost": is_lost}
-        outcome = msgspec.convert(told, Outcome)
+        fields = {"status": ending.status, "reason": ending.reason, "is_lost": is_lost}
+        outcome = msgspec.convert(fields, Outcome)
     return msgspec.structs.replace(outcome, standstill=ending.standstill)
 
 

@@ -34,7 +34,7 @@ from harness.workloads.train.plan import plan_training, search_config_of
 from harness.workloads.train.replan import BesideSearch
 from harness.workloads.train.requests import read_answer, write_request
 from harness.workloads.train.setup import prepare
-from harness.workloads.train.stage_times import StageTimes
+from harness.workloads.train.stage_times import MeanComputeTime
 from harness.workloads.train.workload import TrainLoop, run_train
 
 
@@ -300,7 +300,7 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
 def drifting_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:
     """Trainings whose last rank computes three times slower after 35 steps in the case "slowed", by
     invented times; training waits for a search, so that it ends while there are steps."""
-    end = StageTimes._end
+    end = MeanComputeTime._end
     found: dict[str, Any] = {}
     n_before = 0
     asked: list[SearchAgain] = []
@@ -309,11 +309,11 @@ def drifting_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
     for name, case in cases.items():
         counted = iter(range(case.steps + 1))
 
-        def invented(self: StageTimes, compute_s: float, counted=counted, name=name) -> None:
+        def invented(self: MeanComputeTime, compute_s: float, counted=counted, name=name) -> None:
             is_slow = name == "slowed" and context.world.rank == context.world.size - 1
             end(self, 0.03 if next(counted) >= 35 and is_slow else 0.01)
 
-        StageTimes._end = invented  # type: ignore[method-assign]
+        MeanComputeTime._end = invented  # type: ignore[method-assign]
         run_train(case, context)
         context.flush()
         path = context.run_dir / f"rank{context.world.rank}.jsonl"

@@ -44,7 +44,7 @@ class Start:
 
 
 @dataclass(kw_only=True)
-class _Recording:
+class _RecordedFreeze:
     """Values that the current engine records.
 
     Attributes:
@@ -76,7 +76,7 @@ class TrainingCache:
             len(training.data), round(case.cache_memory * (1 << 20)), context.run_dir / "cache"
         )
         self.n_skipped = 0
-        self._recording: _Recording | None = None
+        self._recording: _RecordedFreeze | None = None
         self._refused: dict[int, str] = {}  # by number of frozen layers
         _check_repeats(self._data)
 
@@ -163,7 +163,7 @@ class TrainingCache:
         else:
             is_same = same is not None and same.n_frozen == n_frozen
             since = same.since if same is not None and is_same else step
-            self._recording = _Recording(n_frozen=n_frozen, since=since, tap=prefix.tap)
+            self._recording = _RecordedFreeze(n_frozen=n_frozen, since=since, tap=prefix.tap)
         kept = set(elastic.values_at(self.n_skipped)) if self.n_skipped else set()
         if self._recording is not None:
             kept |= set(elastic.values_at(n_frozen))
@@ -212,7 +212,11 @@ class TrainingCache:
             _log.warning("no cache of %d frozen layers: %s", n_frozen, reason)
 
     def _is_worth(
-        self, recording: _Recording, elastic: ElasticExecutor, planner: NextPlanner, n_left: int
+        self,
+        recording: _RecordedFreeze,
+        elastic: ElasticExecutor,
+        planner: NextPlanner,
+        n_left: int,
     ) -> bool:
         """Whether reading is faster than computing, by the time of both on the slowest rank."""
         if recording.n_frozen in self._refused:

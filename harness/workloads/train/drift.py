@@ -21,7 +21,7 @@ from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.units import format_duration
 from harness.workloads.train.policy import Due, Policy, PolicyInputs
 from harness.workloads.train.replan import BesideSearch
-from harness.workloads.train.stage_times import StageTimes
+from harness.workloads.train.stage_times import MeanComputeTime
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class DriftPolicy(Policy):
     def __init__(self, inputs: PolicyInputs) -> None:
         self._inputs, self._context = inputs, inputs.context
         self._world = self._context.world
-        self._times, self._speeds = StageTimes(), DeviceSpeeds(self._world.size)
+        self._times, self._speeds = MeanComputeTime(), DeviceSpeeds(self._world.size)
         self._planned_for = self._speeds.now  # of the last search
         self._trained = inputs.current.planned.strategy, inputs.current.n_frozen
         self._search, self._is_searching = BesideSearch(), False

@@ -34,7 +34,7 @@ _SEARCHED_SHARE, _LEAST_SEARCH_S = 0.05, 2.0
 _POLL_S = 0.05
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _Decision(msgspec.Struct, frozen=True):
     """The decision of rank 0; no change if the strategy of now is as good."""
 
     due: Due | None = None
@@ -86,7 +86,7 @@ class ShrinkPolicy(Policy):
         if max(gather_numbers(float(is_done), world)) == 0:
             return None
         self._is_waiting = False
-        decided: _Answer = broadcast_result(lambda: self._answer(step), _Answer, world)
+        decided: _Decision = broadcast_result(lambda: self._answer(step), _Decision, world)
         return decided.due
 
     def close(self) -> None:
@@ -153,18 +153,18 @@ class ShrinkPolicy(Policy):
             time.sleep(_POLL_S)
         return None
 
-    def _answer(self, step: int) -> _Answer:
+    def _answer(self, step: int) -> _Decision:
         """The decision on rank 0; PipeTransformer's rule does not ask whether a change pays."""
         assert self._planning is not None
         try:
             offer = self._planning.result()
         except HarnessError as error:
             _log.warning("the frozen model is not planned again: %s", error)
-            return _Answer()
+            return _Decision()
         if offer is None:
-            return _Answer()
+            return _Decision()
         n_left, flags = self._inputs.n_steps - step, f"--shrink {self._inputs.case.shrink}"
-        told = (
+        reason = (
             f"predicted {format_duration(offer.after_s)} instead of "
             f"{format_duration(offer.before_s)} a step, {n_left} steps left"
         )
@@ -172,10 +172,10 @@ class ShrinkPolicy(Policy):
         if self._rule is None and not is_paying:
             _log.info(
                 "%s does not pay: %s, the change takes %s",
-                offer.planned.strategy.name, told, format_duration(offer.cost_s),
+                offer.planned.strategy.name, reason, format_duration(offer.cost_s),
             )  # fmt: skip
-            return _Answer()
-        return _Answer(Due(planned=offer.planned, why=f"{flags}: {told}"))
+            return _Decision()
+        return _Decision(Due(planned=offer.planned, why=f"{flags}: {reason}"))
 
 
 def has_ended(planning: Future[_Offer | None]) -> bool:

@@ -14,7 +14,7 @@ WEIGHT = 0.3
 N_SKIPPED = 3
 
 
-class StageTimes:
+class MeanComputeTime:
     """The mean of one rank; it takes records as they become ready.
 
     Attributes:

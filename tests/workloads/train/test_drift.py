@@ -12,7 +12,7 @@ from harness.plan.roofline import DeviceRates
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.drift import DeviceSpeeds, largest_drift
 from harness.workloads.train.plan import search_config_of
-from harness.workloads.train.stage_times import N_SKIPPED, StageTimes
+from harness.workloads.train.stage_times import N_SKIPPED, MeanComputeTime
 
 CASE = TrainCase(
     model="lenet", batch=12, n_samples=36, steps=100, warm_up=1, no_sync_steps=0, n_ranks=2,
@@ -32,7 +32,7 @@ def step(number: int, *parts: tuple[str, float]) -> list[Span]:
 
 
 def test_times_of_a_stage_are_a_weighted_mean_of_computing_alone():
-    times = StageTimes()
+    times = MeanComputeTime()
     for number in range(N_SKIPPED):
         times.take(step(number, ("forward", 7.0)))
     assert times.mean_s is None

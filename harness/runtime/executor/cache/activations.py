@@ -66,7 +66,7 @@ class Activations:
         rows = self._rows.get(value)
         return np.zeros(self.n_samples, dtype=np.bool_) if rows is None else rows.holds()
 
-    def survey(self, values: Sequence[str], world: World) -> Survey:
+    def survey(self, values: Sequence[str], world: World) -> HeldRows:
         """What all ranks hold; all ranks must call it."""
         held = np.stack([self._held(value) for value in values])
         found = {value: self._rows[value].like(1) for value in values if value in self._rows}
@@ -74,9 +74,9 @@ class Activations:
         shape = (len(values), self.n_samples)
         whole = [np.unpackbits(bits, axis=1, count=shape[1]).astype(np.bool_) for bits, _ in parts]
         like = {value: tensor for _, found in parts for value, tensor in found.items()}
-        return Survey(tuple(values), np.stack(whole), like)
+        return HeldRows(tuple(values), np.stack(whole), like)
 
-    def exchange(self, survey: Survey, readers: Collection[int], world: World) -> None:
+    def exchange(self, survey: HeldRows, readers: Collection[int], world: World) -> None:
         """Bring to every reader the rows that it lacks; all ranks must call it."""
         for index, value in enumerate(survey.values):
             moves = list(survey.moves(index, readers))
@@ -91,7 +91,7 @@ class Activations:
                 _send_and_receive(rows, [part for part in parts if part[2]], world)
 
 
-class Survey(NamedTuple):
+class HeldRows(NamedTuple):
     """The samples that each rank holds of some values.
 
     Attributes:

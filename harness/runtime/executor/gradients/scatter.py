@@ -31,7 +31,7 @@ from harness.runtime.ranks.world import World
 _MOST_ON_THEIR_WAY = 1
 
 
-class _Bucket:
+class _ScatterBucket:
     """Gradients that are summed together, and the sums of this rank's own parts.
 
     Attributes:
@@ -129,14 +129,14 @@ class GradientScatter:
         members: dict[tuple[Group, torch.dtype], list[nn.Parameter]] = defaultdict(list)
         for one in shared:
             members[one.devices, one.parameter.dtype].append(one.parameter)
-        self._queues: dict[Group, list[_Bucket]] = {}
-        self._bucket_of: dict[nn.Parameter, tuple[Group, _Bucket]] = {}
+        self._queues: dict[Group, list[_ScatterBucket]] = {}
+        self._bucket_of: dict[nn.Parameter, tuple[Group, _ScatterBucket]] = {}
         self.n_buckets = 0
         for (devices, _), parameters in members.items():
             for chunk in bucketed(parameters[::-1], bucket_bytes):
                 slices = [by_parameter[parameter] for parameter in chunk]
                 name = f"bucket{self.n_buckets}"
-                bucket = _Bucket(name, slices, devices.index(world.rank))
+                bucket = _ScatterBucket(name, slices, devices.index(world.rank))
                 self._queues.setdefault(devices, []).append(bucket)
                 self._bucket_of |= dict.fromkeys(chunk, (devices, bucket))
                 self.n_buckets += 1
@@ -145,9 +145,9 @@ class GradientScatter:
             parameter.register_post_accumulate_grad_hook(self.reached)
         self._n_left: dict[nn.Parameter, int] = {}
         self._round_of: dict[nn.Parameter, int] = {}
-        self._waiting: dict[tuple[int, _Bucket], int] = {}
+        self._waiting: dict[tuple[int, _ScatterBucket], int] = {}
         self._next: dict[Group, int] = {}
-        self._under_way: dict[Group, deque[_Bucket]] = {}
+        self._under_way: dict[Group, deque[_ScatterBucket]] = {}
         self._is_muted = False
 
     def start_step(self, *, is_muted: bool = False) -> None:
@@ -207,7 +207,7 @@ class GradientScatter:
             self._start(devices, queue[at])
             self._next[devices] += 1
 
-    def _start(self, devices: Group, bucket: _Bucket) -> None:
+    def _start(self, devices: Group, bucket: _ScatterBucket) -> None:
         under_way = self._under_way[devices]
         while bucket in under_way or len(under_way) >= _MOST_ON_THEIR_WAY:
             self._finish(devices, under_way.popleft())
@@ -237,7 +237,7 @@ class GradientScatter:
         under_way.append(bucket)
 
     @torch.no_grad()
-    def _finish(self, devices: Group, bucket: _Bucket) -> None:
+    def _finish(self, devices: Group, bucket: _ScatterBucket) -> None:
         try:
             bucket.work.wait()
         except RuntimeError as error:

@@ -145,3 +145,17 @@ class Flight:
         if leaf.grad is None:
             leaf.grad = torch.zeros_like(leaf)
         region.of_tensor(leaf.grad).add_(gradient)
+
+
+@contextlib.contextmanager
+def on_buffer_copies(module: fx.GraphModule) -> Iterator[None]:
+    """Use copies of running statistics, so that recomputation does not update them twice."""
+    tracked = [m._buffers for m in module.modules() if getattr(m, "track_running_stats", False)]
+    kept = [dict(buffers) for buffers in tracked]
+    for buffers in tracked:
+        buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
+    try:
+        yield
+    finally:
+        for buffers, originals in zip(tracked, kept, strict=True):
+            buffers.update(originals)

@@ -6,14 +6,21 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from harness.domain.schedule import Action
 from harness.runtime.devices.precision import Precision
 from harness.runtime.executor.cache.tap import Tap
 from harness.runtime.executor.gradients.deferred import WeightQueue, backward_calls
 from harness.runtime.executor.program.program import InputKey, PartKey, Program, Segment
-from harness.runtime.executor.run.flight import Flight, Stash, call_with, random_state, repeated
+from harness.runtime.executor.run.flight import (
+    Flight,
+    Stash,
+    call_with,
+    on_buffer_copies,
+    random_state,
+    repeated,
+)
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.run.residence import Residence
 from harness.runtime.executor.shards.pointwise import RandomState
@@ -338,7 +345,7 @@ class Runner:
 
     def _repeat(self, flight: Flight, segment: Segment, place: tuple[int, int]) -> None:
         """Run a segment's forward again, with gradients."""
-        with repeated(flight.random.pop(place), self._device), _on_buffer_copies(segment.module):
+        with repeated(flight.random.pop(place), self._device), on_buffer_copies(segment.module):
             inputs = [flight.input(key) for key in segment.inputs]
             with torch.enable_grad(), self._precision.autocast():
                 flight.outputs[place] = _call(segment, flight, inputs)
@@ -391,17 +398,3 @@ def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tenso
     # Not called as a module, because errors would then lose the failing line in their traceback.
     found: tuple[Tensor, ...] = segment.module.forward(*inputs)
     return found
-
-
-@contextlib.contextmanager
-def _on_buffer_copies(module: fx.GraphModule) -> Iterator[None]:
-    """Use copies of running statistics, so that recomputation does not update them twice."""
-    tracked = [m._buffers for m in module.modules() if getattr(m, "track_running_stats", False)]
-    kept = [dict(buffers) for buffers in tracked]
-    for buffers in tracked:
-        buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
-    try:
-        yield
-    finally:
-        for buffers, originals in zip(tracked, kept, strict=True):
-            buffers.update(originals)
