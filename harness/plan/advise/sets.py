@@ -146,7 +146,7 @@ def _ring_s(network: Network, n_ranks: int, n_bytes: int) -> float:
 def _with_curves(old: Cluster, new: Cluster) -> Cluster:
     """Carry the measured all-reduce over: measured time x ring on the new links / on the old ones.
 
-    A group inside a node is not what a curve between nodes measured, so it has none.
+    Curves are measured between nodes, so a group inside a node has none.
     """
     is_inside = len(new.nodes) == 1 and len(old.nodes) > 1
     points = [p for p in old.collectives if p.operation == "all_reduce" and p.n_ranks > 1]

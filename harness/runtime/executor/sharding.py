@@ -46,10 +46,10 @@ class GradientContext(NamedTuple):
 
 
 class Sharding:
-    """Plans units of weights, and makes what exchanges and keeps parts of the state.
+    """Plans units of weights, and makes the objects that exchange and keep parts of the state.
 
     Args:
-        forms: by microbatch size; are told which operators use freed weights.
+        forms: by microbatch size; they mark the operators that use freed weights.
         unit_bytes: weights that are gathered together.
     """
 

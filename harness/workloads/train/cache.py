@@ -1,4 +1,4 @@
-"""The cache of activations of one run: what is recorded, when it is complete, when it pays."""
+"""The cache of activations of one run: recording, completion, and the decision whether it pays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SAMPLES_READ_TWICE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where the next engine begins, and what it records.
+    """The first layer of the next engine, and the outputs that it records.
 
     Attributes:
         n_skipped: frozen layers that are read from the cache.
@@ -133,7 +133,7 @@ class TrainingCache:
         return build(0, None)
 
     def fill(self, engine: ExecutorEngine, training: Training) -> None:
-        """Bring what the next engine reads to the ranks that read it; training stands still.
+        """Bring cached outputs to the ranks that read them next; training stands still.
 
         Args:
             training: by the current engine.
@@ -154,7 +154,7 @@ class TrainingCache:
         sample("cache_received_bytes", survey.received_bytes(readers, world.rank))
 
     def take_over(self, engine: ExecutorEngine, elastic: ElasticExecutor, step: int) -> None:
-        """Go on with an engine from a step on; frees what it does not need."""
+        """Go on with an engine from a step on; frees outputs that it does not need."""
         prefix, n_frozen = engine.prefix, engine.prefix.n_frozen
         self.n_skipped = prefix.n_skipped
         same = self._recording
@@ -188,7 +188,7 @@ class TrainingCache:
         """Run the forward of samples that no step has read, which records them."""
         plan, rank = training.plan, self._context.world.rank
         assert plan.positions is not None, "the executor has positions"
-        assert self._recording is not None, "samples are missing of what is recorded"
+        assert self._recording is not None, "samples of the recorded outputs are missing"
         for at in range(0, len(samples), plan.global_batch):
             batch = samples[at : at + plan.global_batch]
             batch += [samples[0]] * (plan.global_batch - len(batch))

@@ -1,4 +1,4 @@
-"""How a training goes on when a rank, or the whole launch, was lost: from which state, by what.
+"""How a training goes on when a rank, or the whole launch, was lost: its state and its strategy.
 
     run A  step 0 ... 16 | rank 3 dies           state/survivors-17, state/step-10, without-3.json
     run B                  step 17 ... on the other ranks, by the plan without rank 3

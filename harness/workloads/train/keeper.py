@@ -68,7 +68,7 @@ class StateKeeper:
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
-        """Save what this rank holds if the enclosed steps end because another rank died."""
+        """Save this rank's state if the enclosed steps end because another rank died."""
         try:
             yield
         except (PeerError, RuntimeError) as error:

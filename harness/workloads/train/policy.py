@@ -1,4 +1,4 @@
-"""The reasons to change a running training's strategy: what a policy sees, and its answer."""
+"""The reasons to change a running training's strategy: a policy's inputs and its answer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Policy(Protocol):
         return None
 
     def close(self) -> None:
-        """Free what it holds after the last step."""
+        """Free the policy's resources after the last step."""
 
 
 @dataclass(kw_only=True)

@@ -100,7 +100,7 @@ def test_data_parallelism_shards_what_memory_needs(memory, state):
         operators.append(op(f"fc{k}", [operators[-1].name], 4, parameters))
     graph = Graph(name="g", batch=8, operators=operators)
     profile = profile_of(graph, {one.name: (1.0, 2.0) for one in operators[1:]})
-    # 12 MB of weights, gradients and state: half of what is sharded, 3 buckets and 2 units more.
+    # 12 MB of weights, gradients and state: half of each sharded part, 3 buckets and 2 units more.
     cluster = cluster_of(bandwidth=1e9, memory=round(memory))
     request = PlanRequest(cluster=cluster, graph=graph, profile=profile, budget=50)
     options = SimulatorOptions(bucket_bytes=100_000)

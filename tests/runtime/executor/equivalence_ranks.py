@@ -1,4 +1,4 @@
-"""Jobs on ranks, forked by a server that has imported and captured what they need.
+"""Jobs on ranks, forked by a server that has imported modules and captured models.
 
 A rank that fails or hangs costs its own job only.
 """
@@ -136,7 +136,7 @@ class _Job:
         return f"{_HUNG}, within {timeout_s:g} s or after another rank failed: {shown}".encode()
 
     def close(self) -> None:
-        """End what is left of the ranks."""
+        """End the ranks that still run."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:

@@ -1,4 +1,4 @@
-"""Sharded state: memory that each rank keeps, and what is refused."""
+"""Sharded state: memory that each rank keeps, and refusals."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from harness.runtime.executor.program.program import InputKey, PartKey, Recorded
 
 
 def recorded_keys(layout: Layout, device: int) -> dict[InputKey, Recorded]:
-    """The tensors of a device with what its trained tasks read of the frozen prefix.
+    """The tensors of a device with outputs of the frozen prefix that its trained tasks read.
 
     Raises:
         UncachedError: a task reads a part of a sample's row.

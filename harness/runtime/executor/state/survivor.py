@@ -20,7 +20,7 @@ from harness.runtime.ranks.world import World
 
 
 class Survivor:
-    """Follows the steps of one engine, and saves what this rank holds of its last whole state.
+    """Follows the steps of one engine, and saves this rank's slices of its last whole state.
 
     Args:
         engine: trains synchronously.
