@@ -35,14 +35,17 @@ class MeanComputeTime:
         self._open: defaultdict[int, float] = defaultdict(float)
 
     def take(self, records: Iterable[Record]) -> None:
-        """Count the steps that have ended."""
+        """Count the steps that have ended; a step's own span may come before its parts."""
+        ended = []
         for record in records:
             if not isinstance(record, Span) or record.step is None:
                 continue
             if record.kind in COMPUTE_KINDS:
                 self._open[record.step] += record.duration_s
             elif record.kind == "step":
-                self._end(self._open.pop(record.step, 0.0))
+                ended.append(record.step)
+        for step in ended:
+            self._end(self._open.pop(step, 0.0))
 
     def _end(self, compute_s: float) -> None:
         if self.is_paused:

@@ -27,8 +27,9 @@ CASES = {
 
 
 def step(number: int, *parts: tuple[str, float]) -> list[Span]:
+    """A step's spans in a recorder's order: the step's own is first, because it starts first."""
     spans = [Span(kind=kind, step=number, start_s=0.0, duration_s=s) for kind, s in parts]
-    return [*spans, Span(kind="step", step=number, start_s=0.0, duration_s=9.0)]
+    return [Span(kind="step", step=number, start_s=0.0, duration_s=9.0), *spans]
 
 
 def test_times_of_a_stage_are_a_weighted_mean_of_computing_alone():
