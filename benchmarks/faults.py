@@ -223,8 +223,7 @@ def problems(fault: Fault, cluster: Cluster, row: dict[str, Any]) -> list[str]:
         found.append(f"status {row['status']}, not {fault.statuses[0]}")
     host = [] if fault.node is None else [re.escape(cluster.host(fault.node))]
     if fault.statuses != (None,):
-        named = host if fault.is_named else []
-        absent = [words for words in (*named, *fault.reason) if not re.search(words, row["reason"])]
+        absent = [words for words in (*host, *fault.reason) if not re.search(words, row["reason"])]
         found += [f"the reason does not say {words!r}" for words in absent]
     seen = "\n".join(row["message"])
     absent = [words for words in (*host, *fault.message) if not re.search(words, seen)]

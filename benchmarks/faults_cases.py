@@ -44,7 +44,6 @@ class Fault:
         words: the workload's command line.
         limit_s: the launch must end within this time after the injection, because of `limit`.
         node: the target; the message must name its host.
-        is_named: whether run.json's reason must name the host too.
         before: inject before mpirun starts.
         reason: regular expressions that run.json's reason must match.
         message: regular expressions that the output must match.
@@ -64,7 +63,6 @@ class Fault:
     limit_s: float
     limit: str
     node: int | None = 1
-    is_named: bool = True
     heal: Act | None = None
     before: bool = False
     reason: tuple[str, ...] = ()
@@ -294,7 +292,6 @@ FAULTS = [
     Fault(
         name="sshd-killed", title="sshd of a host and its sessions are killed during a run",
         words=DDP, inject=_kill_sshd(1), limit_s=AT_ONCE_S, limit="at once", message=_CHECK,
-        is_named=False,
     ),
     Fault(
         name="sshd-dead", title="sshd of a host is dead before the launch", words=DDP,

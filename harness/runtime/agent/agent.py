@@ -73,6 +73,7 @@ class RankAgent:
         self._has_daemon = family.is_daemon(self._parent)
         self._oom_kills = n_oom_kills()
         self._peers: Peers | None = None
+        self._connections: dict[str, int] = {}
         self._limit_s = float("inf")
         self._period_s = _SLOWEST_BEAT_S
         self._stopped_at_s: float | None = None
@@ -185,6 +186,7 @@ class RankAgent:
         self._label = f"rank {rank} ({hostnames[rank]})"
         if rank == 0:
             self._peers = Hub(connection, token, hostnames, self._limit_s, now_s)
+            self._connections = family.connections(hostnames[1:])
         else:
             self._peers = Spoke(connection, rank, hostnames[0], token, self._limit_s, now_s)
 
@@ -217,8 +219,17 @@ class RankAgent:
             family.send([self._pid], number)
             if number in _ENDING and self._end_by_s is None:
                 self._end_by_s = now_s + _TIME_TO_END_S
+                self._note_lost_connections()
                 if self._peers is not None:
                     self._peers.notify({"left": True})
+
+    def _note_lost_connections(self) -> None:
+        """Name the hosts whose ssh has ended, because mpirun then stops all ranks by SIGTERM."""
+        lost = [host for host, pid in self._connections.items() if not family.is_connected(pid)]
+        if lost and isinstance(self._peers, Hub):
+            reason = f"{', '.join(lost)}: mpirun's ssh connection ended: is sshd there running?"
+            remedy = "run: bash setup/check_nodes.sh HOSTFILE"
+            self._peers.add_fault(Fault("crash", f"{reason}; {remedy}"), float("inf"))
 
     def _reap(self, now_s: float) -> None:
         """Read the program's state; reap orphans, because the agent is their subreaper."""

@@ -133,26 +133,38 @@ def _end_launcher(pid: int, silent_hosts: Sequence[str]) -> None:
     timeout_s = _EXIT_TIMEOUT_S
     if name in _LAUNCHERS:
         if silent_hosts:
-            send(_connections(pid, silent_hosts), signal.SIGTERM)
+            named = _connections(pid, silent_hosts).values()
+            send(named or _ssh_processes(pid), signal.SIGTERM)
     else:
         timeout_s *= 3  # a daemon ends with its mpirun
     if _has_ended(pid, name, timeout_s):
         return
-    connections = _connections(pid, ())
+    connections = _ssh_processes(pid)
     send([pid], signal.SIGKILL)
     send(connections, signal.SIGTERM)
 
 
-def _connections(pid: int, hosts: Sequence[str]) -> list[int]:
-    """mpirun's ssh processes to some hosts; all its ssh processes if none matches."""
-    found = {each: _command(each) for each in descendants(pid) if name_of(each) == "ssh"}
-    names = {host.partition(".")[0] for host in hosts}
-    named = [
-        each
-        for each, command in found.items()
-        if any(_short(word) in names for word in command.decode(errors="replace").split("\0"))
-    ]
-    return named or list(found)
+def connections(hosts: Sequence[str]) -> dict[str, int]:
+    """The ssh process of each host to which mpirun, if it runs on this host, has one."""
+    pid = _launcher_above(os.getppid())
+    return {} if pid is None else _connections(pid, hosts)
+
+
+def is_connected(pid: int) -> bool:
+    """Whether an ssh process still runs."""
+    return _is_running(pid, "ssh")
+
+
+def _ssh_processes(pid: int) -> list[int]:
+    return [each for each in descendants(pid) if name_of(each) == "ssh"]
+
+
+def _connections(pid: int, hosts: Sequence[str]) -> dict[str, int]:
+    found = {}
+    for each in _ssh_processes(pid):
+        words = {_short(word) for word in _command(each).decode(errors="replace").split("\0")}
+        found |= {host: each for host in hosts if host.partition(".")[0] in words}
+    return found
 
 
 def _short(word: str) -> str:

@@ -205,3 +205,28 @@ def test_a_first_process_that_the_kernel_killed_for_memory_is_told_with_its_limi
     assert agent._fault_of(-11).status == "crash"
     monkeypatch.setattr(agent_module, "n_oom_kills", lambda: 2)
     assert agent._fault_of(-9).reason == "rank 1 (b): its first process was killed by SIGKILL"
+
+
+def test_the_connections_of_a_launcher_are_found_and_seen_to_end():
+    script = """
+sleeper() { exec -a "$1" "$PYTHON" -c "import time; time.sleep(600)" "${@:2}"; }
+sleeper ssh -x me@node1.lan 'orted --tree node2' &
+sleeper ssh node3 orted &
+sleeper ping node2 &
+echo $$; wait
+"""
+    env = {**os.environ, "PYTHON": sys.executable}
+    launcher = subprocess.Popen(["bash", "-c", script], env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert launcher.stdout.readline() == f"{launcher.pid}\n"
+        wait_until(lambda: len(family._ssh_processes(launcher.pid)) == 2)
+        found = family._connections(launcher.pid, ["node1", "node2", "node3.lan"])
+        assert list(found) == ["node1", "node3.lan"]
+        assert all(map(family.is_connected, found.values()))
+        os.kill(found["node1"], signal.SIGKILL)
+        wait_until(lambda: not family.is_connected(found["node1"]))
+        assert family.is_connected(found["node3.lan"])
+    finally:
+        family.kill_descendants(launcher.pid)
+        launcher.kill()
+        launcher.communicate()
