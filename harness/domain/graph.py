@@ -58,8 +58,9 @@ class Operator(
             of them writes; these operators must be on one device),
             statistics (`frozen` if a batch norm does not compute them from its input),
             is_repeatable (false if two devices may compute different values of one block),
-            function (relu, add, ...), description; of a block: saved_bytes (kept for backward
-            beside the output), tied_to (the operator whose weights it shares).
+            function (relu, add, ...), description, tied_to and tied_bytes (the first operator that
+            uses some of its weights, and their bytes, which its parameter_bytes do not count); of a
+            block: saved_bytes (kept for backward beside the output).
     """
 
     name: str
@@ -96,6 +97,17 @@ class Operator(
     def profile_key(self) -> str:
         """Key of its measurements: the signature, or its name if it has none."""
         return self.signature or self.name
+
+    @property
+    def tied_bytes(self) -> int:
+        """Bytes of its weights that an earlier operator counts."""
+        n_bytes = self.attrs.get("tied_bytes", 0)
+        return n_bytes if isinstance(n_bytes, int) else 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights that it uses."""
+        return self.parameter_bytes + self.tied_bytes
 
     @property
     def n_elements(self) -> int:

@@ -159,10 +159,10 @@ def cuttable_dims(operator: Operator, shape: dict[str, int]) -> list[str]:
 def may_have_copies(operator: Operator) -> bool:
     """Whether several devices may compute the same block: only if there are no weights to sync.
 
-    Kinds with weights may not, even without bytes: a second user of tied weights counts none. An
-    operator that draws random numbers may not either, nor an unknown function, which might do so.
+    Kinds with weights may not, even without bytes, as in a graph without sizes. An operator that
+    draws random numbers may not either, nor an unknown function, which might do so.
     """
-    is_free = operator.parameter_bytes == 0 and has_tasks(operator)
+    is_free = operator.weight_bytes == 0 and has_tasks(operator)
     is_repeatable = operator.attrs.get("is_repeatable") is not False
     return is_free and is_repeatable and operator.kind not in _WITH_WEIGHTS
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from harness.domain.graph import Operator
 from harness.domain.profile import Measurement, Profile
-from harness.domain.sharding import full_shape, weight_dims
+from harness.domain.sharding import full_shape, is_partial, weight_dims
 from harness.errors import PlanError
 
 _LEAST_S = 1e-9  # resolution of clocks; bounds the weight of zero times
@@ -148,8 +148,14 @@ class _Pass:
     """One pass (forward or backward) of one operator."""
 
     def __init__(
-        self, points: list[Measurement], wholes: dict[str, int], field: Callable[..., float]
+        self, points: list[Measurement], operator: Operator, field: Callable[..., float]
     ) -> None:
+        full = full_shape(operator, batch=1, graph_batch=None)
+        wholes = {dim: full[dim] for dim in weight_dims(operator) if dim in full}
+        # A shape without a partial dim, as that of a whole loss, has all of it.
+        self._partial = {
+            dim: n for dim, n in full.items() if dim not in wholes and is_partial(operator, dim)
+        }
         noise = statistics.median(point.relative_noise for point in points)
         self._wholes = wholes
         self._cuts: dict[str, _Axis] = {}
@@ -170,7 +176,8 @@ class _Pass:
 
     def volume(self, shape: dict[str, int]) -> float:
         """Elements over the dims that do not cut weights."""
-        return float(math.prod(n for dim, n in shape.items() if dim not in self._wholes))
+        sizes = self._partial | shape
+        return float(math.prod(n for dim, n in sizes.items() if dim not in self._wholes))
 
     def _cut_dims(self, shape: dict[str, int]) -> list[str]:
         return [dim for dim, n in self._wholes.items() if shape.get(dim, n) < n]
@@ -206,18 +213,11 @@ class _Curve:
     def passes(self, operator: Operator) -> tuple[_Pass, _Pass]:
         """Forward and backward; operators of equal profile key have equal weights."""
         if self._passes is None:
-            wholes = _whole_weights(operator)
             self._passes = (
-                _Pass(self._points, wholes, lambda point: point.forward_s),
-                _Pass(self._points, wholes, lambda point: point.backward_s),
+                _Pass(self._points, operator, lambda point: point.forward_s),
+                _Pass(self._points, operator, lambda point: point.backward_s),
             )
         return self._passes
-
-
-def _whole_weights(operator: Operator) -> dict[str, int]:
-    """Sizes of the dims along which an operator's weights can be cut."""
-    full = full_shape(operator, batch=1, graph_batch=None)
-    return {dim: full[dim] for dim in weight_dims(operator) if dim in full}
 
 
 class OperatorTimes:

@@ -69,7 +69,7 @@ def chain_graph(name: str, layers: Sequence[PlannedLayer], batch: int, n_parts: 
             kind="block",
             inputs=[layers[k - 1].name] if k else [],
             shape={SAMPLE: batch},
-            parameter_bytes=layer.parameter_bytes,
+            parameter_bytes=0 if layer.tied_to else layer.parameter_bytes,
             activation_bytes=layer.output_bytes * batch,
             attrs=_attrs(layer, batch, n_parts),
         )
@@ -85,7 +85,7 @@ def _attrs(layer: PlannedLayer, batch: int, n_parts: int) -> dict[str, Attribute
     if layer.saved_bytes:
         attrs["saved_bytes"] = layer.saved_bytes * batch
     if layer.tied_to:
-        attrs["tied_to"] = layer.tied_to
+        attrs |= {"tied_to": layer.tied_to, "tied_bytes": layer.parameter_bytes}
     return attrs
 
 

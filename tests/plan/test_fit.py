@@ -91,6 +91,15 @@ def test_time_of_the_whole_scales_to_a_part_of_the_contraction() -> None:
     assert times.lookup(linear, "gpu", shape=shape).backward_s == 1.0
 
 
+def test_a_loss_of_some_classes_takes_its_share_of_the_whole() -> None:
+    loss = Operator(name="loss", kind="loss", shape={"sample": 8}, attrs={"n_classes": 100})
+    wholes = [({"sample": n}, 1.0 * n, 2.0 * n) for n in (2, 4, 8)]
+    points = [msgspec.structs.replace(p, operator="loss") for p in profile(*wholes).measurements]
+    times = OperatorTimes(Profile(model="m", measurements=points))
+    assert times.lookup(loss, "gpu", shape={"sample": 8, "contraction": 25}).total_s == 6.0
+    assert times.lookup(loss, "gpu", shape={"sample": 6}).total_s == pytest.approx(18.0)
+
+
 def test_the_only_dtype_of_a_profile_stands_for_any() -> None:
     whole = profile(({"sample": 8, "feature": 4}, 1.0, 3.0))
     half = [msgspec.structs.replace(point, dtype="bfloat16") for point in whole.measurements]

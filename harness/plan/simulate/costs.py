@@ -212,7 +212,7 @@ class Costs:
     def _slices(
         self, operator: Operator, op: int, plan: OperatorPlan
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        if not operator.parameter_bytes:
+        if not operator.weight_bytes:
             return ()
         shape = self.shapes[op]
         dims, weights = list(shape), [dim for dim in weight_dims(operator) if dim in shape]
@@ -226,7 +226,7 @@ class Costs:
                 np.prod([(b - a) / shape[d] for d in weights for a, b in (own[d],)])
             )
         return tuple(
-            (round(operator.parameter_bytes * shares[part]), tuple(sorted(holders[part])))
+            (round(operator.weight_bytes * shares[part]), tuple(sorted(holders[part])))
             for part in sorted(holders)
         )
 

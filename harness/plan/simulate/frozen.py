@@ -33,7 +33,7 @@ def needs_gradient(graph: Graph, frozen: frozenset[str] = frozenset()) -> npt.ND
     needs = np.zeros(len(graph.operators), dtype=np.bool_)
     for i, producers in enumerate(graph.producers()):
         operator = graph.operators[i]
-        is_trained = operator.parameter_bytes > 0 and operator.name not in frozen
+        is_trained = operator.weight_bytes > 0 and operator.name not in frozen
         needs[i] = is_trained or any(needs[p] for p in producers)
     return needs
 

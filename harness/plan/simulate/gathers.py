@@ -80,13 +80,11 @@ def freed_slices(tables: Tables, flow: Flow) -> list[tuple[list[int], Group, int
     """(operators, devices, bytes) of each slice that several devices hold, and use in one stage."""
     found: list[tuple[list[int], Group, int]] = []
     for op in tables.parameterised:
-        if op in tables.tied.values():
-            continue  # with the later layer that shares its weights
-        operators, own = [op], tables.slices(op)
-        if op in tables.tied:
-            operators = sorted([op, tables.tied[op]])
-            if own != tables.slices(tables.tied[op]):
-                continue
+        if tables.last_user.get(op, op) != op:
+            continue  # with the last operator that uses its weights
+        operators, own = list(tables.tied.get(op, (op,))), tables.slices(op)
+        if any(tables.slices(each) != own for each in operators):
+            continue
         if len({int(flow.stage_of[each]) for each in operators}) == 1:
             found += [(operators, group, n) for n, group in own if len(group) > 1]
     return found

@@ -145,7 +145,8 @@ class Tables:
             None if all are equal. Seconds are those of the mean microbatch.
 
     Attributes:
-        tied: operators that share weights, by the position of the later one.
+        tied: operators that share weights, by the last of them (see `Operator.attrs`).
+        last_user: of the weights of each of these operators.
         mean_size: size of the mean microbatch over the largest.
     """
 
@@ -177,13 +178,13 @@ class Tables:
             self._readers[p].append((e, c))
             self._producers[c].append(p)
         index = graph.index()
-        # Layers that share weights, by the position of the later one (see `Operator.attrs`).
-        self.tied: dict[int, int] = {
-            i: index[name]
-            for i, op in enumerate(graph.operators)
-            if isinstance(name := op.attrs.get("tied_to"), str) and name in index
-        }
-        self.parameterised = [i for i, op in enumerate(graph.operators) if op.parameter_bytes > 0]
+        users: dict[int, list[int]] = {}  # of tied weights, by the first one
+        for i, operator in enumerate(graph.operators):
+            if isinstance(name := operator.attrs.get("tied_to"), str) and name in index:
+                users.setdefault(index[name], [index[name]]).append(i)
+        self.tied = {members[-1]: tuple(members) for members in users.values()}
+        self.last_user = {op: last for last, members in self.tied.items() for op in members}
+        self.parameterised = [i for i, op in enumerate(graph.operators) if op.weight_bytes > 0]
         shape = (self.n_ops, self.n_devices)
         self.active = np.zeros(shape, dtype=np.bool_)
         self.forward_s, self.backward_s = np.zeros(shape), np.zeros(shape)
@@ -194,6 +195,8 @@ class Tables:
         self._placed = [op for op in range(self.n_ops) if op in plans]
         for op, plan in plans.items():
             self._fill_row(op, plan)
+        for last in self.tied:
+            self._count_once(last)
         self._transfers = {op: self._find_transfers(op) for op in self._placed}
         self._stale: set[int] = set()  # operators whose transfers changed
         self._edges: Edges | None = None
@@ -212,6 +215,17 @@ class Tables:
         self.saved_bytes[op], self.frozen_bytes[op] = row.saved_bytes, row.frozen_bytes
         self.shared_bytes[op], self._slices[op] = row.shared_bytes, row.slices
 
+    def _count_once(self, last: int) -> None:
+        """Count tied weights once on each device, with the first of their operators there."""
+        has_them = np.zeros(self.n_devices, dtype=np.bool_)
+        for op in (op for op in self.tied[last] if op in self.plans):
+            row, operator = self.costs.operator(op, self.plans[op]), self.costs.graph.operators[op]
+            share = np.where(has_them, 1 - operator.tied_bytes / operator.weight_bytes, 1.0)
+            self.weight_bytes[op] = share * row.weight_bytes
+            self.frozen_bytes[op] = share * row.frozen_bytes
+            self.shared_bytes[op] = share * row.shared_bytes
+            has_them |= row.weight_bytes + row.frozen_bytes > 0
+
     def _find_transfers(self, op: int) -> ProducerTransfers:
         plans = self.plans
         readers = [(e, c, plans[c]) for e, c in self._readers[op]]
@@ -225,6 +239,8 @@ class Tables:
         slices = self._slices[op]
         self.plans[op] = plan
         self._fill_row(op, plan)
+        if op in self.last_user:
+            self._count_once(self.last_user[op])
         if self._slices[op] != slices:
             self._buckets = None
         self._stale.update((op, *self._producers[op]))
@@ -272,8 +288,6 @@ class Tables:
         open_bucket: dict[tuple[int, ...], int] = {}
         has_closed: set[tuple[int, ...]] = set()  # groups whose first bucket is full
         for op in reversed(self.parameterised):
-            if op in self.tied.values():
-                continue  # with the gradients of the layer that shares its weights
             for n_bytes, group in self._gradients(op):
                 if len(group) < 2:
                     continue
@@ -284,8 +298,8 @@ class Tables:
                     groups.append(group)
                     sizes.append(0)
                 sizes[k] += n_bytes
-                owners = [op, self.tied[op]] if op in self.tied else [op]
-                members[k] += [one for one in owners if one not in members[k][-2:]]
+                owners = self.tied.get(op, (op,))
+                members[k] += [one for one in owners if one not in members[k]]
                 limit = self.options.bucket_bytes
                 if sizes[k] >= (limit if group in has_closed else first_bucket_bytes(limit)):
                     del open_bucket[group]
@@ -317,15 +331,22 @@ class Tables:
 
     def _gradients(self, op: int) -> list[tuple[int, tuple[int, ...]]]:
         """Bytes of each slice of gradients with the devices that add them up; of tied weights all
-        devices that have either layer."""
-        share, own = self.options.gradient_bytes_per_weight_byte, self._slices[op]
-        theirs = self._slices[self.tied[op]] if op in self.tied else own
-        if len(theirs) != len(own):
-            every = tuple(sorted({device for _, group in (*own, *theirs) for device in group}))
+        devices that have one of their operators, with the last one."""
+        own, operators = self._slices[op], self.costs.graph.operators
+        share = self.options.gradient_bytes_per_weight_byte
+        if self.last_user.get(op, op) != op:
+            own_bytes = operators[op].weight_bytes - operators[self.last_user[op]].tied_bytes
+            share *= max(0.0, own_bytes / operators[op].weight_bytes)
+            return [(round(share * n), group) for n, group in own] if share else []
+        users = [self._slices[user] for user in self.tied.get(op, (op,))]
+        if any(len(slices) != len(own) for slices in users):
+            every = tuple(
+                sorted({device for slices in users for _, group in slices for device in group})
+            )
             return [(round(share * sum(n_bytes for n_bytes, _ in own)), every)]
         return [
-            (round(share * n_bytes), tuple(sorted({*group, *other})))
-            for (n_bytes, group), (_, other) in zip(own, theirs, strict=True)
+            (round(share * n_bytes), tuple(sorted({d for slices in users for d in slices[k][1]})))
+            for k, (n_bytes, _) in enumerate(own)
         ]
 
 

@@ -116,7 +116,7 @@ class _Builder:
         # A node that is no operator (an element of a tuple) has the name of its producer.
         self._name_of: dict[fx.Node, str] = {}
         self._waiting: dict[fx.Node, dict[str, nn.Parameter]] = {}
-        self._counted: set[int] = set()
+        self._first_user: dict[int, str] = {}  # of each parameter, by its id
         self._taken = {LOSS}
         self._written: frozenset[str] = module.meta.get(WRITTEN, frozenset())
         self.operators: list[Operator] = []
@@ -208,8 +208,6 @@ class _Builder:
         is_hooked = any(map(has_gradient_hooks, parameters.values()))
         if is_hooked:  # its hook must see the whole gradient
             kind, attrs = "other", {"function": attrs["function"]}
-        new = {name: p for name, p in parameters.items() if id(p) not in self._counted}
-        self._counted |= {id(p) for p in new.values()}
         signature = _signature(kind, attrs, inputs, value)
         if node.meta.get(WRITES) or self._mixing.mixes(node, kind):
             attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
@@ -227,6 +225,11 @@ class _Builder:
             attrs["parameters"] = list(parameters)
         name = self._free_name(node)
         self._name_of[node] = name
+        tied = [p for p in parameters.values() if id(p) in self._first_user]
+        if tied:
+            attrs |= {"tied_to": self._first_user[id(tied[0])], "tied_bytes": _n_bytes(tied)}
+        new = [p for p in parameters.values() if id(p) not in self._first_user]
+        self._first_user |= {id(p): name for p in new}
         self.nodes[name] = node
         found = self._measured[node]
         if found.score_flops:
@@ -240,12 +243,16 @@ class _Builder:
                 dtype=str(value.dtype).removeprefix("torch."),
                 forward_flops=found.forward_flops,
                 backward_flops=found.backward_flops,
-                parameter_bytes=sum(p.numel() * p.element_size() for p in new.values()),
+                parameter_bytes=_n_bytes(new),
                 activation_bytes=value.numel() * value.element_size(),
                 signature=signature,
                 attrs=attrs,
             )
         )
+
+
+def _n_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:

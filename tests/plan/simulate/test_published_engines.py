@@ -81,6 +81,32 @@ def test_tied_weights_of_two_stages_are_synchronised_once() -> None:
     assert tied.step_s - alone.step_s == pytest.approx(400 / 800)
 
 
+def test_tied_weights_are_counted_once_on_each_device_and_summed_over_all() -> None:
+    own = PlannedLayer("a", 400, 8), PlannedLayer("b", 100, 8)
+    graph = chain_graph("three", [*own, PlannedLayer("c", 400, 8, tied_to="a")], 4)
+    assert graph.parameter_bytes == 500
+    profile = layer_profile(graph, {TimeKey(KIND, 4): [LayerTime(1.0, 2.0)] * 3})
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=800.0, memory_bytes=10**6)
+    options = SimulatorOptions(n_optimizer_states=0)
+
+    def found(c: int, stages: int) -> tuple[list[int], float]:
+        plans = {
+            name: OperatorPlan({}, [device], stage)
+            for name, device, stage in (("a", 0, 0), ("b", 0, 0), ("c", c, stages - 1))
+        }
+        done = simulate(
+            graph, profile, cluster, plans, batch=4, stages=[Stage()] * stages, options=options
+        )
+        return list(done.memory_bytes.values()), done.step_s
+
+    (near, _), near_s = found(0, 1)
+    (first, last), far_s = found(1, 2)
+    assert near_s == pytest.approx(9.0)
+    assert far_s - near_s == pytest.approx((400 + 2 * 32) / 800)  # and what is sent forth and back
+    assert (near, first) == (2 * 500 + 24 * 4, 2 * 500 + 16 * 4)
+    assert last == 2 * 400 + 16 * 4  # with what it receives
+
+
 def test_hierarchical_ring_moves_each_byte_once_between_two_nodes() -> None:
     cluster = Cluster.uniform(
         2, 4, inside_bytes_per_s=1e12, between_bytes_per_s=1e3, memory_bytes=1
