@@ -160,7 +160,7 @@ def _ssh_processes(pid: int) -> list[int]:
 
 
 def _connections(pid: int, hosts: Sequence[str]) -> dict[str, int]:
-    found = {}
+    found: dict[str, int] = {}
     for each in _ssh_processes(pid):
         words = {_short(word) for word in _command(each).decode(errors="replace").split("\0")}
         found |= {host: each for host in hosts if host.partition(".")[0] in words}
