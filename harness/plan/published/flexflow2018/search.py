@@ -6,6 +6,7 @@ best plan known, hot enough to leave it, and cools. Equal seeds and budgets give
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,9 +29,8 @@ from harness.plan.published.flexflow2018.model import (
     LayerProblem,
     Machine,
     Plan,
-    step_ms,
 )
-from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode
+from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode, step_ms
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.units import format_bytes, format_duration
 
@@ -157,7 +157,7 @@ def search(problem: LayerProblem, request: PlanRequest) -> ChainResult:
         request.progress(
             SearchProgress(
                 n_proposals=0,
-                best_step_s=step_ms(problem, start) / 1e3,
+                best_step_s=math.nan,
                 phase="loading kernels (the first time on a machine they are compiled)",
                 fraction=0.0,
             )

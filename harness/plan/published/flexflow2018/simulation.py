@@ -1,7 +1,11 @@
 """The step of a plan, exactly, by events over all parts and transfers. All compiled.
 
-Devices and channels serve by (ready, layer, part). Times are sums and maxima of the same numbers as
-in `model.simulate`, so equal means equal to the last bit.
+Every part is a task on its device, and every intersection of a producer's block with a consumer's
+input block that crosses devices is a task on the channel (producer part, consumer part). Channels
+are keyed by the parts' indices alone, so that transfers between different pairs of layers share
+them. Each device and channel serves its tasks in the order in which they become ready; ties go to
+the earlier layer, compute before transfers into the next layer, then the lower consumer and
+producer part.
 
 A caller that would refuse a plan slower than some limit says so: a plan is refused, unsimulated or
 half simulated, when a lower bound is above it. A part that finishes at t proves that the step takes
@@ -100,6 +104,12 @@ def decode(tables: CostTables, encoded: Ints) -> Plan:
         n_features = (len(row) - 1) // n_samples if tables.is_linear[layer] else 1
         cuts.append(LayerCut(n_samples, n_features, tuple(row[: n_samples * n_features])))
     return tuple(cuts)
+
+
+def step_ms(problem: LayerProblem, plan: Plan) -> float:
+    """Predicted milliseconds of a training step: the last task, then all synchronisation."""
+    encoded = encode(plan, problem.machine.n_devices)
+    return float(simulate(build_tables(problem), encoded, np.inf))
 
 
 @compiled

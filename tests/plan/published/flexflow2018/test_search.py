@@ -28,7 +28,6 @@ from harness.plan.published.flexflow2018.model import (
     LayerProblem,
     Machine,
     Plan,
-    step_ms,
 )
 from harness.plan.published.flexflow2018.search import (
     format_plan,
@@ -37,7 +36,7 @@ from harness.plan.published.flexflow2018.search import (
     to_strategy,
 )
 from harness.plan.published.flexflow2018.search import plan as plan_request
-from harness.plan.published.flexflow2018.simulation import build_tables, encode
+from harness.plan.published.flexflow2018.simulation import build_tables, encode, step_ms
 from harness.plan.request import PlanRequest, SearchProgress
 
 TOPOLOGIES = [(1, 2), (1, 4), (2, 4), (4, 4)]
@@ -56,7 +55,7 @@ def chain_at(problem: LayerProblem, plan: Plan, seed: int) -> MarkovChain:
 
 
 @pytest.mark.parametrize("shape", [*TOPOLOGIES, (8, 4)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_bound_changes_no_decision(shape: tuple[int, int], seed: int) -> None:
     problem = LayerProblem(Machine(*shape))
     chains = [chain_at(problem, problem.data_parallel(), seed) for _ in range(2)]
@@ -71,7 +70,7 @@ def test_the_bound_changes_no_decision(shape: tuple[int, int], seed: int) -> Non
     assert chains[0].random[0] == chains[1].random[0]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shape", TOPOLOGIES)
 def test_every_seed_finds_the_best_listed_step(shape: tuple[int, int], seed: int) -> None:
     problem = LayerProblem(Machine(*shape))
