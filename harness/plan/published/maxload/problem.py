@@ -19,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from harness.plan.published.closed_sets import consumers_of
+
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
@@ -68,11 +70,7 @@ class LoadProblem:
     @cached_property
     def consumers(self) -> list[list[int]]:
         """Positions of the distinct consumers."""
-        found: list[list[int]] = [[] for _ in self.names]
-        for i, sources in enumerate(self.producers):
-            for source in dict.fromkeys(sources):
-                found[source].append(i)
-        return found
+        return consumers_of(self.producers)
 
     def load_s(self, operators: set[int]) -> float:
         """Of a device with these operators."""

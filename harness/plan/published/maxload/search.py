@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from harness.plan.published.closed_sets import cheapest_of_parts, members_of
 from harness.plan.published.maxload.annealing import anneal
-from harness.plan.published.maxload.closed_sets import ClosedSets, add_device, list_closed_sets
+from harness.plan.published.maxload.cuts import ClosedSets, add_device, cuts_of
 from harness.plan.published.maxload.problem import Floats, LoadProblem, merge_free
 
 _MOST_CUTS = 64
@@ -121,7 +122,7 @@ def search(
         report: called with the plan over few sets, and the number of all.
     """
     small, members = merge_free(problem)
-    sets = list_closed_sets(small, most_sets)
+    sets = cuts_of(small, most_sets)
     quick = best_chain(small, thin(sets, _FEW_SETS), math.inf)
     if quick is not None and len(sets) > _FEW_SETS:
         report(quick, len(sets))
@@ -155,15 +156,7 @@ def thin(sets: ClosedSets, most: int) -> ClosedSets:
     """The sets cheapest to cut at, of each part of the work."""
     if len(sets) <= most:
         return sets
-    n_parts = most // 3
-    part = np.floor(sets.seconds / max(sets.seconds[-1], 1e-300) * n_parts)
-    order = np.lexsort((sets.cut_s, part))
-    ordered = part[order]
-    rank = np.arange(len(sets)) - np.searchsorted(ordered, ordered, side="left")
-    kept = np.zeros(len(sets), dtype=bool)
-    kept[order[rank < 3]] = True
-    kept[[0, -1]] = True
-    positions = np.flatnonzero(kept)
+    positions = cheapest_of_parts(sets.seconds, sets.cut_s, most // 3, 3)
     lengths = np.diff(sets.cut_starts)[positions]
     chosen = np.concatenate(
         [np.arange(sets.cut_starts[k], sets.cut_starts[k + 1]) for k in positions]
@@ -207,9 +200,8 @@ def _devices(problem: LoadProblem, sets: ClosedSets, sources: Sequence[Floats]) 
     device_of = [0] * problem.n_operators
     for device, (start, end) in enumerate(zip(chain[:0:-1], chain[-2::-1], strict=True)):
         inside = sets.members[end] & ~sets.members[start]
-        for i in range(problem.n_operators):
-            if inside >> i & 1:
-                device_of[i] = device
+        for i in members_of(inside):
+            device_of[i] = device
     return device_of
 
 

@@ -3,8 +3,7 @@
 Inputs are dropped (they stand in the first stage), and so are `__getitem__` sinks, whose
 results nobody reads.
 
-A pipeline is a chain of cuts. A branchy graph has exponentially many, so that they are listed up to
-a limit. Sets are Python integers: bit i is operator i.
+A pipeline is a chain of cuts, each after a closed set of operators.
 
 The bytes that cross a cut are counted as PipeDream counts them: the outputs of the operators
 that have no consumer inside, and of every operator below one of those that feeds something not
@@ -19,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +27,15 @@ from harness.domain.profile import Profile
 from harness.errors import GraphError
 from harness.plan.bottleneck import Floats
 from harness.plan.fit import OperatorTimes
+from harness.plan.published.closed_sets import (
+    cheapest_of_parts,
+    consumers_of,
+    flags_of,
+    list_closed_sets,
+    members_of,
+    union,
+    words_of,
+)
 
 # Seconds are summed as whole multiples of this: equal sets have equal sums, whatever the order.
 TICK_S = 1e-13
@@ -55,34 +62,11 @@ class OperatorDag:
     @cached_property
     def consumers(self) -> list[list[int]]:
         """Positions of the distinct consumers."""
-        found: list[list[int]] = [[] for _ in self.names]
-        for i, sources in enumerate(self.producers):
-            for source in sources:
-                found[source].append(i)
-        return found
+        return consumers_of(self.producers)
 
     @property
     def n_operators(self) -> int:
         return len(self.names)
-
-    def grouped(self, groups: Sequence[Sequence[int]], group_of: Sequence[int]) -> OperatorDag:
-        """With runs of operators as one; consumers read the last of each."""
-
-        def summed(values: list[int]) -> list[int]:
-            return [sum(values[i] for i in members) for members in groups]
-
-        outside = [
-            [group_of[p] for i in members for p in self.producers[i] if group_of[p] != k]
-            for k, members in enumerate(groups)
-        ]
-        return OperatorDag(
-            names=[self.names[members[-1]] for members in groups],
-            compute_ticks=summed(self.compute_ticks),
-            parameter_bytes=summed(self.parameter_bytes),
-            activation_bytes=summed(self.activation_bytes),
-            output_bytes=[self.output_bytes[members[-1]] for members in groups],
-            producers=[list(dict.fromkeys(sources)) for sources in outside],
-        )
 
 
 def workload_from(graph: Graph, profile: Profile, device_kind: str) -> OperatorDag:
@@ -115,171 +99,65 @@ def _is_unread_item(operator: Operator, read: set[str]) -> bool:
     return is_item and operator.name not in read
 
 
-class GraphCut(NamedTuple):
-    """One cut: its members and sums over them.
-
-    Attributes:
-        members: bit i when operator i is before the cut.
-        covers: the same in the numbering of the finest workload.
-        ticks: compute of the members, in TICK_S.
-        parameter_bytes: of the members.
-        activation_bytes: of the members.
-        crossing_bytes: activations that a stage behind the cut is sent.
-        ready: operators that may be added.
-        last: members without consumers among the members, as bits.
-    """
-
-    members: int
-    covers: int
-    ticks: int
-    parameter_bytes: int
-    activation_bytes: int
-    crossing_bytes: int
-    ready: tuple[int, ...]
-    last: int
+def _reached(neighbours: Sequence[Sequence[int]], order: Iterable[int]) -> list[int]:
+    """By operator: itself and all that neighbours lead to, which stand before it in the order."""
+    found = [0] * len(neighbours)
+    for i in order:
+        found[i] = 1 << i | union(found[j] for j in neighbours[i])
+    return found
 
 
-def bits(members: int) -> Iterable[int]:
-    """Positions of the set bits, ascending."""
-    while members:
-        low = members & -members
-        yield low.bit_length() - 1
-        members ^= low
+def _sent_sets(workload: OperatorDag) -> list[int]:
+    """Per operator: itself and the operators below it that feed something not below it."""
+    inside = _reached(workload.producers, range(workload.n_operators))
+    consumers = [union(1 << j for j in found) for found in workload.consumers]
+    sent: list[int] = []
+    for i, producers in enumerate(workload.producers):
+        forks = union(sent[p] for p in producers)
+        # Above one producer, what it leaves open stays so, but for itself.
+        closing = forks if len(producers) > 1 else union(1 << p for p in producers)
+        for p in members_of(closing):
+            if not consumers[p] & ~inside[i]:
+                forks &= ~(1 << p)
+        sent.append(forks | 1 << i)
+    return sent
 
 
-class Lattice:
-    """The cuts of one workload.
+def _merged_chains(workload: OperatorDag, most_ticks: float) -> list[list[int]]:
+    """Operators in groups: chains that lie beside others, of at most so much compute unless a
+    single operator has more."""
+    n, consumers = workload.n_operators, workload.consumers
+    below = _reached(workload.producers, range(n))
+    above = _reached(consumers, reversed(range(n)))
+    # On the trunk every other operator is before or after.
+    on_trunk = [below[i].bit_count() + above[i].bit_count() == n + 1 for i in range(n)]
+    group_of: dict[int, list[int]] = {}
+    for i, producers in enumerate(workload.producers):
+        group_of[i] = [i]
+        if len(producers) == 1 and len(consumers[producers[0]]) == 1:
+            before = group_of[producers[0]]
+            ticks = sum(workload.compute_ticks[j] for j in [*before, i])
+            if not on_trunk[i] and not on_trunk[producers[0]] and ticks <= most_ticks:
+                before.append(i)
+                group_of[i] = before
+    return [group for i, group in group_of.items() if group[0] == i]
+
+
+def merged_sets(workload: OperatorDag, most_ticks: float, most: int) -> list[int] | None:
+    """The closed sets that divide no chain of operators beside others; None if more than `most`.
 
     Args:
-        units: which operators of a finer workload each operator stands for; itself when None.
+        most_ticks: compute of an undivided chain.
     """
-
-    def __init__(self, workload: OperatorDag, units: list[int] | None = None) -> None:
-        self.workload = workload
-        self.full = (1 << workload.n_operators) - 1
-        self._units = units or [1 << i for i in range(workload.n_operators)]
-        self._producer_bits = [_union(producers) for producers in workload.producers]
-        self._consumer_bits = [_union(consumers) for consumers in workload.consumers]
-        self._sent = self._sent_sets()
-        self._sent_bytes = [self._bytes(sent) for sent in self._sent]
-
-    def _sent_sets(self) -> list[int]:
-        """Per operator: itself and the operators below it that feed something not below it."""
-        below: list[int] = []
-        sent: list[int] = []
-        for i, producers in enumerate(self.workload.producers):
-            under, forks = 0, 0
-            for producer in producers:
-                under |= below[producer]
-                forks |= sent[producer]
-            inside = under | 1 << i
-            # Above one producer, what it leaves open stays so, but for itself.
-            closing = forks if len(producers) > 1 else _union(producers)
-            for p in bits(closing):
-                if not self._consumer_bits[p] & ~inside:
-                    forks &= ~(1 << p)
-            below.append(inside)
-            sent.append(forks | 1 << i)
-        self._below = below
-        return sent
-
-    def _bytes(self, members: int) -> int:
-        return sum(self.workload.output_bytes[i] for i in bits(members))
-
-    def _crossing(self, members: int, last: int) -> int:
-        if members == self.full:
-            return 0
-        if last & (last - 1) == 0:
-            return self._sent_bytes[last.bit_length() - 1] if last else 0
-        sent = 0
-        for i in bits(last):
-            sent |= self._sent[i]
-        return self._bytes(sent)
-
-    def empty(self) -> GraphCut:
-        """The cut before everything."""
-        sources = tuple(i for i, producers in enumerate(self.workload.producers) if not producers)
-        return GraphCut(0, 0, 0, 0, 0, 0, sources, 0)
-
-    def grow(self, cut: GraphCut, i: int) -> GraphCut:
-        """Add a ready operator."""
-        work = self.workload
-        members = cut.members | 1 << i
-        last = cut.last & ~self._producer_bits[i] | 1 << i
-        ready = [j for j in cut.ready if j != i]
-        ready += [j for j in work.consumers[i] if not self._producer_bits[j] & ~members]
-        return GraphCut(
-            members,
-            cut.covers | self._units[i],
-            cut.ticks + work.compute_ticks[i],
-            cut.parameter_bytes + work.parameter_bytes[i],
-            cut.activation_bytes + work.activation_bytes[i],
-            self._crossing(members, last),
-            tuple(ready),
-            last,
-        )
-
-    def every(self, limit: int) -> list[GraphCut] | None:
-        """All cuts, by size; None as soon as there are more than `limit`."""
-        found = [self.empty()]
-        level = {0: found[0]}
-        while level:
-            above: dict[int, GraphCut] = {}
-            for cut in level.values():
-                for i in cut.ready:
-                    if cut.members | 1 << i not in above:
-                        grown = self.grow(cut, i)
-                        above[grown.members] = grown
-            found.extend(above.values())
-            if len(found) > limit:
-                return None
-            level = above
-        return found
-
-    def line(self) -> list[GraphCut]:
-        """The cuts of one topological order."""
-        found = [self.empty()]
-        for i in range(self.workload.n_operators):
-            found.append(self.grow(found[-1], i))
-        return found
-
-    def merged(self, most_ticks: float) -> Lattice:
-        """Of the workload in which chains of operators that lie beside others are merged.
-
-        Args:
-            most_ticks: compute of a merged operator, unless a single one has more.
-        """
-        work, n = self.workload, self.workload.n_operators
-        above = [0] * n
-        for i in reversed(range(n)):
-            above[i] = 1 << i | _union_bits(above[j] for j in work.consumers[i])
-        # On the trunk every other operator is before or after.
-        on_trunk = [self._below[i].bit_count() + above[i].bit_count() == n + 1 for i in range(n)]
-        groups: list[list[int]] = []
-        group_of: list[int] = []
-        for i, producers in enumerate(work.producers):
-            before = producers[0] if len(producers) == 1 else i
-            if before != i and len(work.consumers[before]) == 1:
-                members = groups[group_of[before]]
-                ticks = sum(work.compute_ticks[j] for j in members) + work.compute_ticks[i]
-                if not on_trunk[i] and not on_trunk[before] and ticks <= most_ticks:
-                    members.append(i)
-                    group_of.append(group_of[before])
-                    continue
-            group_of.append(len(groups))
-            groups.append([i])
-        return Lattice(work.grouped(groups, group_of), [_union(members) for members in groups])
-
-
-def _union(positions: Iterable[int]) -> int:
-    return _union_bits(1 << i for i in positions)
-
-
-def _union_bits(sets: Iterable[int]) -> int:
-    members = 0
-    for each in sets:
-        members |= each
-    return members
+    groups = _merged_chains(workload, most_ticks)
+    group_of = {i: k for k, members in enumerate(groups) for i in members}
+    producers = [
+        sorted({group_of[p] for i in members for p in workload.producers[i]} - {k})
+        for k, members in enumerate(groups)
+    ]
+    sets = list_closed_sets(producers, most)
+    units = [union(1 << i for i in members) for members in groups]
+    return sets and [union(units[k] for k in members_of(each)) for each in sets]
 
 
 Bools = npt.NDArray[np.bool_]
@@ -303,15 +181,23 @@ class Cuts:
     crossing_bytes: Floats
 
     @classmethod
-    def from_cuts(cls, cuts: Iterable[GraphCut]) -> Cuts:
-        """Sort them."""
-        ordered = sorted(cuts, key=lambda c: (c.ticks, c.covers.bit_count(), c.covers))
+    def at(cls, workload: OperatorDag, sets: Sequence[int]) -> Cuts:
+        """After each of some closed sets, among which are the empty and the full one."""
+        n = workload.n_operators
+        ticks = flags_of(sets, n) @ np.array(workload.compute_ticks, dtype=np.int64)
+        keys = sorted(zip(ticks.tolist(), map(int.bit_count, sets), sets, strict=True))
+        members = [each for *_, each in keys]
+        flags = flags_of(members, n).astype(float)
+        is_consumer = flags_of([union(1 << j for j in found) for found in workload.consumers], n)
+        last = flags * (flags @ is_consumer.T == 0)
+        sent = last @ flags_of(_sent_sets(workload), n) > 0
+        sent[-1] = False
         return cls(
-            members=[cut.covers for cut in ordered],
-            compute_s=np.array([cut.ticks for cut in ordered], dtype=float) * TICK_S,
-            parameter_bytes=np.array([cut.parameter_bytes for cut in ordered], dtype=float),
-            activation_bytes=np.array([cut.activation_bytes for cut in ordered], dtype=float),
-            crossing_bytes=np.array([cut.crossing_bytes for cut in ordered], dtype=float),
+            members=members,
+            compute_s=np.array([tick for tick, *_ in keys], dtype=float) * TICK_S,
+            parameter_bytes=flags @ np.array(workload.parameter_bytes, dtype=float),
+            activation_bytes=flags @ np.array(workload.activation_bytes, dtype=float),
+            crossing_bytes=sent @ np.array(workload.output_bytes, dtype=float),
         )
 
     def __len__(self) -> int:
@@ -320,9 +206,7 @@ class Cuts:
     @cached_property
     def blocked(self) -> Bools:
         """[i, j] is True unless a stage may run from cut i to another cut j: i is within j."""
-        n_bytes = (self.members[-1].bit_length() + 63) // 64 * 8
-        raw = b"".join(members.to_bytes(n_bytes, "little") for members in self.members)
-        words = np.frombuffer(raw, dtype="<u8").reshape(len(self), -1)
+        words = words_of(self.members, self.members[-1].bit_length())
         blocked = np.eye(len(self), dtype=bool)
         for column in words.T:
             blocked |= (column[:, None] & ~column[None, :]) != 0
@@ -350,12 +234,6 @@ class Cuts:
 
     def thin(self, n_buckets: int, per_bucket: int) -> Cuts:
         """Keep the cuts cheapest to cross among those of about equal compute, and both ends."""
-        share = self.compute_s / max(self.compute_s[-1], TICK_S)
-        bucket = np.minimum((share * n_buckets).astype(int), n_buckets - 1)
-        order = np.lexsort((self.crossing_bytes, bucket))
-        ordered = bucket[order]
-        rank = np.arange(len(self)) - np.searchsorted(ordered, ordered, side="left")
-        kept = np.zeros(len(self), dtype=bool)
-        kept[order[rank < per_bucket]] = True
-        kept[[0, -1]] = True
-        return self.take(np.flatnonzero(kept))
+        return self.take(
+            cheapest_of_parts(self.compute_s, self.crossing_bytes, n_buckets, per_bucket)
+        )

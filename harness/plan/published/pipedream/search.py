@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from harness.plan.bottleneck import Floats, all_pairs, best_chain
+from harness.plan.published.closed_sets import list_closed_sets, members_of
 from harness.plan.published.pipedream.cost import (
     Level,
     Stages,
@@ -19,7 +20,7 @@ from harness.plan.published.pipedream.cost import (
     memory_bytes,
     n_in_flight,
 )
-from harness.plan.published.pipedream.problem import Cuts, Lattice, OperatorDag, bits
+from harness.plan.published.pipedream.problem import Cuts, OperatorDag, merged_sets
 
 _MERGED_PARTS = (16, 8, 4, 2, 1)  # a merged branch is at most this part of a device's share
 _FLAT_CUTS = 3000
@@ -167,16 +168,16 @@ def solve(problem: PipelineProblem, cuts: Cuts, *, is_exact: bool = False) -> Fo
 
 def list_cuts(problem: PipelineProblem) -> tuple[Cuts, bool]:
     """The cuts to consider, and whether they are all."""
-    lattice, most = Lattice(problem.workload), problem.most_cuts
-    every = lattice.every(most)
+    workload, most = problem.workload, problem.most_cuts
+    every = list_closed_sets(workload.producers, most)
     if every is not None:
-        return Cuts.from_cuts(every), True
-    share = sum(problem.workload.compute_ticks) / problem.n_devices
+        return Cuts.at(workload, every), True
+    share = sum(workload.compute_ticks) / problem.n_devices
     for n_parts in _MERGED_PARTS:
-        every = lattice.merged(share / n_parts).every(most)
-        if every is not None:
-            return Cuts.from_cuts(every), False
-    cuts = Cuts.from_cuts(lattice.line())
+        some = merged_sets(workload, share / n_parts, most)
+        if some is not None:
+            return Cuts.at(workload, some), False
+    cuts = Cuts.at(workload, [(1 << i) - 1 for i in range(workload.n_operators + 1)])
     return (cuts if len(cuts) <= most else cuts.thin(max(1, most // 4), 4)), False
 
 
@@ -261,7 +262,7 @@ def device_stages(found: FoundPipeline, levels: Sequence[Level]) -> list[DeviceS
         parameters = cuts.parameter_bytes[end] - cuts.parameter_bytes[start]
         placed.append(
             DeviceStage(
-                operators=list(bits(cuts.members[end] & ~cuts.members[start])),
+                operators=list(members_of(cuts.members[end] & ~cuts.members[start])),
                 devices=devices,
                 in_flight=in_flight,
                 memory_bytes=math.ceil(memory_bytes(float(parameters), float(held), in_flight)),

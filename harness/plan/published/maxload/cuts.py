@@ -1,6 +1,6 @@
-"""Sets of operators that contain all their producers: where a pipeline of stages may be cut.
+"""The closed sets of a problem, the values that they cut, and the dynamic program over them.
 
-The loops of the maximum-load search, compiled. Import this module lazily: it imports numba.
+Its loops are compiled. Import this module lazily: it imports numba.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.plan.compiled import compiled, inlined
+from harness.plan.published.closed_sets import Flags, Words, flags_of, list_closed_sets, words_of
 from harness.plan.published.maxload.problem import Floats, Integers, Lists, LoadProblem
 
 
@@ -20,7 +20,7 @@ def cut_values(bits: Any, starts: Any, operators: Any, value_s: Any) -> Any:
     operators inside.
 
     Args:
-        bits: (n_sets, n_operators), 1 for members.
+        bits: `Flags` of the sets.
         starts, operators: `Lists` of each value's operators.
     """
     n_sets, n_values = len(bits), len(value_s)
@@ -108,9 +108,6 @@ def add_device(
     return best, source
 
 
-Words = npt.NDArray[np.uint64]
-
-
 class ClosedSets(NamedTuple):
     """Closed sets by their seconds: a set stands after those that it includes.
 
@@ -138,68 +135,41 @@ class ClosedSets(NamedTuple):
         return len(self.members)
 
 
-def list_closed_sets(problem: LoadProblem, most: int) -> ClosedSets:
+def cuts_of(problem: LoadProblem, most: int) -> ClosedSets:
     """All closed sets, or, where they are more than `most`, as many of the cheapest to cut at of
     each size."""
-    found = _grow(problem, most, width=None)
+    found = list_closed_sets(problem.producers, most)
     if found is not None:
         return _tabulate(problem, found, is_complete=True)
     width = max(1, most // (problem.n_operators + 1))
-    beam = _grow(problem, most, width=width)
+
+    def cheapest(sets: list[int]) -> Integers:
+        cut_s, *_ = _cut_values(problem, flags_of(sets, problem.n_operators))
+        return np.argsort(cut_s, kind="stable")[:width]
+
+    beam = list_closed_sets(problem.producers, max(most, problem.n_operators + 1), cheapest)
     assert beam is not None, "each size has at most its part"
     return _tabulate(problem, beam, is_complete=False)
 
 
-def _grow(problem: LoadProblem, most: int, width: int | None) -> list[int] | None:
-    """Closed sets by size, at most `width` of each; None where there are more than `most`."""
-    n = problem.n_operators
-    needs = [sum(1 << p for p in set(producers)) for producers in problem.producers]
-    sources = tuple(i for i in range(n) if not needs[i])
-    found, level = [0], {0: sources}
-    while level:
-        above: dict[int, tuple[int, ...]] = {}
-        for members, ready in level.items():
-            for i in ready:
-                grown = members | 1 << i
-                if grown not in above:
-                    freed = [j for j in problem.consumers[i] if not needs[j] & ~grown]
-                    above[grown] = (*(j for j in ready if j != i), *freed)
-        if width is not None and len(above) > width:
-            cut_s = _tabulate(problem, list(above), is_complete=False, is_ordered=True).cut_s
-            kept = np.argsort(cut_s, kind="stable")[:width]
-            items = list(above.items())
-            above = dict(items[k] for k in kept)
-        found += above
-        if width is None and len(found) > most:
-            return None
-        level = above
+def _cut_values(problem: LoadProblem, flags: Flags) -> tuple[Floats, Integers, Integers, Integers]:
+    operators = Lists.from_lists([value.operators for value in problem.values])
+    value_s = np.array([value.seconds for value in problem.values], dtype=np.float64)
+    found: tuple[Floats, Integers, Integers, Integers] = cut_values(flags, *operators, value_s)
     return found
 
 
-def _tabulate(
-    problem: LoadProblem, members: list[int], *, is_complete: bool, is_ordered: bool = False
-) -> ClosedSets:
-    n_words = (problem.n_operators + 63) // 64
-    raw = b"".join(each.to_bytes(8 * n_words, "little") for each in members)
-    words: Words = np.frombuffer(raw, dtype="<u8").reshape(len(members), n_words)
-    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little", count=problem.n_operators)
-    seconds = _sums(bits, problem.seconds)
-    if not is_ordered:
-        order = np.lexsort((bits.sum(axis=1), seconds))
-        members, words, seconds = [members[k] for k in order], words[order], seconds[order]
-        bits = bits[order]
-    operators = Lists.from_lists([value.operators for value in problem.values])
-    value_s = np.array([value.seconds for value in problem.values], dtype=np.float64)
-    cut_s, starts, values, inside = cut_values(bits, *operators, value_s)
+def _tabulate(problem: LoadProblem, sets: list[int], *, is_complete: bool) -> ClosedSets:
+    flags = flags_of(sets, problem.n_operators)
+    seconds = _sums(flags, problem.seconds)
+    order = np.lexsort((flags.sum(axis=1), seconds))
+    members, flags = [sets[k] for k in order], flags[order]
     return ClosedSets(
         members,
-        np.ascontiguousarray(words),
-        seconds,
-        _sums(bits, problem.n_bytes),
-        cut_s,
-        starts,
-        values,
-        inside,
+        words_of(members, problem.n_operators).copy(),
+        seconds[order],
+        _sums(flags, problem.n_bytes),
+        *_cut_values(problem, flags),
         is_complete,
     )
 
@@ -207,9 +177,9 @@ def _tabulate(
 _TICK = 1e-12  # seconds and bytes are summed as multiples, so that order does not matter
 
 
-def _sums(bits: npt.NDArray[np.uint8], amounts: object) -> Floats:
+def _sums(flags: Flags, amounts: object) -> Floats:
     """Sum of each set's amounts."""
     each = np.asarray(amounts, dtype=np.float64)
     unit = max(float(each.max(initial=0.0)) * _TICK, 1e-300)
-    total: Floats = bits @ np.round(each / unit) * unit
+    total: Floats = flags @ np.round(each / unit) * unit
     return total
