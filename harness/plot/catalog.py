@@ -62,9 +62,6 @@ Found = tuple[Path, RunHeader]
 UNLABELLED = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
 
-CASE_COLUMNS = ("model", "label", "strategy", "status", "reason")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RepeatGroup:
     """Repeats of one configuration on one cluster with one status.
@@ -91,6 +88,11 @@ class RepeatGroup:
         return len(self.header.ranks) or self.header.cluster.n_devices
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """Begins a table's row."""
+        return {"label": self.cluster, "status": self.status, "reason": self.reason}
+
+    @property
     def reason(self) -> str:
         """First line of why it is not ok."""
         return self.header.reason.strip().partition("\n")[0]
@@ -114,9 +116,19 @@ class TrainingCase:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """`CASE_COLUMNS` of a table's row."""
-        values = (self.first.model, self.label, self.first.strategy)
-        return dict(zip(CASE_COLUMNS, (*values, self.case.status, self.case.reason), strict=True))
+        """Begins a table's row."""
+        own = {"model": self.first.model, "label": self.label, "strategy": self.first.strategy}
+        return own | {"status": self.case.status, "reason": self.case.reason}
+
+    @property
+    def whole_label(self) -> str:
+        """Unique for all models."""
+        return f"{self.first.model} · {self.label}"
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """`identity` with the whole label."""
+        return self.identity | {"label": self.whole_label}
 
 
 def short_kind(kind: str) -> str:
@@ -180,6 +192,12 @@ def merged(summaries: Sequence[Summary]) -> Summary:
     if len(summaries) == 1:
         return summaries[0]
     return summarize([summary.median for summary in summaries], shortest=0)
+
+
+def known_median(values: Iterable[float | None]) -> float | None:
+    """Of the values that are known, if any is."""
+    known = [value for value in values if value is not None]
+    return summarize(known, shortest=0).median if known else None
 
 
 def _scalars(config: dict[str, Any], prefix: str = "") -> dict[str, str]:

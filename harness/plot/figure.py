@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.plot.style import note_cut
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from harness.plot.catalog import Catalog
 
 
+Rows = list[dict[str, Any]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figure:
     """One entry of FIGURES.
@@ -23,24 +26,37 @@ class Figure:
         caption: explains the drawing to a reader who has not seen the code.
         better: which way is better, such as "higher is better"; empty when neither is.
         needs: the command that makes the data, shown when there is none.
-        table: every number that is drawn, one row each; columns end in their units. Rows that are
+        rows: every number that is drawn, one row each; columns end in their units. Rows that are
             not ok are there too, without numbers.
         draw: draws the table into an empty figure and sets its size.
+        name, title: by `FIGURES`.
+        measured: columns without any value of which there is nothing to draw.
+        columns: all of the table, where it is drawn even if no row has some of them.
         digest: a shorter table for the report, when the table has a row per step or so.
         unit: columns that identify a drawn element, such as a bar.
         most: limit of drawn units, so that a figure stays readable.
     """
 
-    name: str
-    title: str
     caption: str
     better: str
     needs: str
-    table: Callable[[Catalog], pd.DataFrame]
+    rows: Callable[[Catalog], Rows]
     draw: Callable[[pd.DataFrame, Canvas], None]
+    name: str = ""
+    title: str = ""
+    measured: tuple[str, ...] = ()
+    columns: tuple[str, ...] | None = None
     digest: Callable[[pd.DataFrame], pd.DataFrame] | None = None
     unit: tuple[str, ...] = ("label",)
     most: int = 48
+
+    def table(self, catalog: Catalog) -> pd.DataFrame:
+        """The rows; none where there is nothing to draw."""
+        import pandas as pd
+
+        frame = pd.DataFrame(self.rows(catalog), columns=self.columns)
+        known = [name for name in self.measured if name in frame]
+        return frame if not self.measured or frame[known].notna().any(axis=None) else frame.iloc[:0]
 
     def draw_most(self, table: pd.DataFrame, canvas: Canvas) -> None:
         """Draw as many units as can be read, ok ones first, and say how many there are."""

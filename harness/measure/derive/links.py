@@ -24,7 +24,7 @@ HALVED = ("all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRow:
-    """One operation at one size; bandwidths in bytes/s, `low` and `high` bound busbw."""
+    """One operation at one size; bandwidths in bytes/s."""
 
     operation: str
     transport: str
@@ -33,8 +33,6 @@ class CollectiveRow:
     time: Summary
     algbw: float
     busbw: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +112,6 @@ def _collective_row(key: tuple[str, str, int], n_ranks: int, time: Summary) -> C
         time=time,
         algbw=n_bytes / time.median,
         busbw=factor * n_bytes / time.median,
-        low=factor * n_bytes / time.high,
-        high=factor * n_bytes / time.low,
     )
 
 

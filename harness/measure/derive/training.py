@@ -42,8 +42,7 @@ class TrainingSummary:
         unit: `step`, or `epoch` when only epochs were logged.
         duration: seconds of a unit, maximum over ranks, over all units.
         n_samples: samples of the job in one unit.
-        throughput: samples per second of the job, from the median; `throughput_low` and
-            `throughput_high` from its interval.
+        throughput: samples per second of the job, from the median.
         tokens_per_sample: 1 or more for text; None for other samples.
         phases: mean seconds of a step by the names of PHASES, mean over the ranks that compute.
         overlap: communication covered by compute / communication, 0 to 1.
@@ -67,8 +66,6 @@ class TrainingSummary:
     duration: Summary | None = None
     n_samples: float | None = None
     throughput: float | None = None
-    throughput_low: float | None = None
-    throughput_high: float | None = None
     tokens_per_sample: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
     communication_s: float | None = None
@@ -282,8 +279,6 @@ def _rates(
     rates: dict[str, Any] = {}
     if n_samples:
         rates["throughput"] = n_samples / duration.median
-        rates["throughput_low"] = n_samples / duration.high
-        rates["throughput_high"] = n_samples / duration.low
     for name in ("sent", "received"):
         moved = [getattr(rank, f"{name}_bytes") for rank in ranks]
         known = [value for value in moved if value is not None]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
-from typing import cast
 
 from harness.plot.figure import Figure
 
@@ -33,4 +33,5 @@ FIGURES = {
 
 def load_figure(name: str) -> Figure:
     """Import a figure of FIGURES."""
-    return cast(Figure, import_module(f"{__name__}.{name}").FIGURE)
+    figure: Figure = import_module(f"{__name__}.{name}").FIGURE
+    return replace(figure, name=name, title=FIGURES[name])

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.measure.derive import nic_limit_bytes_per_s
-from harness.measure.statistics import summarize
-from harness.plot.catalog import Catalog, RepeatGroup
-from harness.plot.figure import Figure
+from harness.plot.catalog import Catalog, RepeatGroup, merged
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     LIMIT,
     MUTED,
@@ -26,34 +25,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
-    "label",
-    "cluster",
-    "status",
-    "reason",
-    "n_repeats",
-    "operation",
-    "transport",
-    "n_ranks",
-    "size_bytes",
-    "time_s",
-    "cv",
-    "algbw_bytes_per_s",
-    "busbw_bytes_per_s",
-    "low_bytes_per_s",
-    "high_bytes_per_s",
-    "nic_limit_bytes_per_s",
-    "best_link_bytes_per_s",
-]
-
 
 def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
-    base: dict[str, Any] = {
-        "label": case.cluster,
-        "cluster": case.cluster,
-        "status": case.status,
-        "reason": case.reason,
-    }
+    base = case.identity | {"cluster": case.cluster}
     if not case.is_ok:
         return [base]
     base["nic_limit_bytes_per_s"] = nic_limit_bytes_per_s(case.runs[0])
@@ -67,10 +41,8 @@ def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
 
 
 def _numbers(rows: list[Any], cluster: str) -> dict[str, Any]:
-    first = rows[0]
-    over = summarize([row.busbw for row in rows], shortest=0)
-    is_single = len(rows) == 1
-    time = summarize([row.time.median for row in rows], shortest=0)
+    first, time = rows[0], merged([row.time for row in rows])
+    moved_bytes = first.busbw * first.time.median
     return {
         "label": f"{cluster} · {first.transport}",
         "n_repeats": len(rows),
@@ -79,19 +51,17 @@ def _numbers(rows: list[Any], cluster: str) -> dict[str, Any]:
         "n_ranks": first.n_ranks,
         "size_bytes": first.n_bytes,
         "time_s": time.median,
-        "cv": first.time.cv if is_single else time.cv,
+        "cv": time.cv,
         "algbw_bytes_per_s": first.n_bytes / time.median,
-        "busbw_bytes_per_s": over.median,
-        "low_bytes_per_s": first.low if is_single else over.low,
-        "high_bytes_per_s": first.high if is_single else over.high,
+        "busbw_bytes_per_s": moved_bytes / time.median,
+        "low_bytes_per_s": moved_bytes / time.high,
+        "high_bytes_per_s": moved_bytes / time.low,
     }
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per cluster, transport, operation and message size."""
-    rows = [row for case in catalog.cases("links") for row in _rows(case)]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame if frame["busbw_bytes_per_s"].notna().any() else frame.iloc[:0]
+    return [row for case in catalog.cases("links") for row in _rows(case)]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -157,8 +127,6 @@ def _draw_panel(
 
 
 FIGURE = Figure(
-    name="bandwidth",
-    title="Bandwidth against message size",
     caption=(
         "Bus bandwidth of each operation, one way (1 GB/s is 1e9 bytes per second): bytes / "
         "median time of the slowest rank, scaled by the factor of nccl-tests, so that a perfect "
@@ -168,7 +136,8 @@ FIGURE = Figure(
     ),
     better="higher is better; at large messages, close to the dashed line",
     needs="a links run: ./entry.sh links",
-    table=table,
+    rows=rows,
+    measured=("busbw_bytes_per_s",),
     draw=draw,
     most=12,
     digest=digest,

@@ -8,33 +8,18 @@ import pandas as pd
 
 from harness.measure.derive.changes import ChangeRow
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import WIDTH_IN, label_bars, note_failures, write_beside
 from harness.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
-    "label",
-    "status",
-    "reason",
-    "step",
-    "before",
-    "after",
-    "why",
-    "still_s",
-    "predicted_still_s",
-    "build_s",
-    "moved_bytes",
-    "predicted_bytes",
-    "busiest_pair",
-    "step_before_s",
-    "step_after_s",
-    "predicted_before_s",
-    "predicted_after_s",
+NUMBERS = (
+    *("step", "before", "after", "why", "still_s", "predicted_still_s", "build_s"),
+    *("step_before_s", "step_after_s", "predicted_before_s", "predicted_after_s"),
     "break_even_steps",
-]
+)
 SIDES = {
     "still_s": ("#0072B2", "measured: training stands still"),
     "predicted_still_s": ("#D55E00", "predicted: the slowest link moves its bytes"),
@@ -44,8 +29,7 @@ SIDES = {
 def _row(base: dict[str, Any], change: ChangeRow) -> dict[str, Any]:
     pairs = change.moved_bytes
     busiest = max(pairs, key=lambda pair: pairs[pair], default=None)
-    names = [name for name in COLUMNS if name not in ("moved_bytes", "predicted_bytes")]
-    return base | {name: getattr(change, name) for name in names if hasattr(change, name)} | {
+    return base | {name: getattr(change, name) for name in NUMBERS} | {
         "label": f"{base['label']} · step {change.step}: {change.before} to {change.after}",
         "moved_bytes": sum(pairs.values()),
         "predicted_bytes": sum(change.predicted_bytes.values()),
@@ -55,22 +39,14 @@ def _row(base: dict[str, Any], change: ChangeRow) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per change of strategy, of every run."""
-    rows = [
-        _row(
-            {
-                "label": f"{case.first.model} · {case.label}",
-                "status": case.case.status,
-                "reason": case.case.reason,
-            },
-            change,
-        )
+    return [
+        _row(case.named, change)
         for case in catalog.training
         for run in case.case.runs
         for change in run.changes
     ]
-    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -91,8 +67,6 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
 
 
 FIGURE = Figure(
-    name="changes",
-    title="Changes of strategy while training",
     caption=(
         "A change moves a running training to another strategy between two steps. Blue: seconds "
         "in which no rank trained, with the bytes that moved. Orange: the time that the slowest "
@@ -102,6 +76,6 @@ FIGURE = Figure(
     ),
     better="shorter is better",
     needs="a training run that changes: ./entry.sh train --change STEP:FILE",
-    table=table,
+    rows=rows,
     draw=draw,
 )

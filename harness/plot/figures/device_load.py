@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure
+from harness.plot.figure import Figure, Rows
 from harness.plot.numbers import TELEMETRY, RunNumbers
 from harness.plot.style import WIDTH_IN, series_style, shorten, wrap_label
 
@@ -20,7 +20,6 @@ _UNITS = (
     *(("memory in use (GiB)", 2.0**-30), ("power (W)", 1.0)),
 )
 METRICS = dict(zip(TELEMETRY, _UNITS, strict=True))
-COLUMNS = ["label", "repeat", "status", "reason", "rank", "device", "metric", "time_s", "value"]
 MAX_RUNS = 12
 
 
@@ -34,20 +33,16 @@ def _rows(run: RunNumbers, label: str) -> list[dict[str, Any]]:
     return [base | reading._asdict() for reading in run.readings]
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per reading; times are each rank's own, from its start."""
-    labels = {
-        id(run): f"{case.first.model} · {case.label}"
-        for case in catalog.training
-        for run in case.case.runs
-    }
-    rows = []
+    labels = {id(run): case.whole_label for case in catalog.training for run in case.case.runs}
+    found = []
     trained = [run for case in catalog.training for run in case.case.runs]
     others = [run for run in catalog.runs if id(run) not in labels]
     for run in [*trained, *others]:
         label = labels.get(id(run), f"{run.header.workload} · {run.header.run_id}")
-        rows += _rows(run, label)
-    return pd.DataFrame(rows, columns=COLUMNS)
+        found += _rows(run, label)
+    return found
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -109,8 +104,6 @@ def _draw_metric(
 
 
 FIGURE = Figure(
-    name="device_load",
-    title="Device load and temperature over time",
     caption=(
         "Load, temperature, memory and power of each device during the run. For a GPU, memory is "
         "the use of all processes. For a CPU, load (share of the rank's cores) and memory "
@@ -120,7 +113,7 @@ FIGURE = Figure(
     ),
     better="load: higher is better; temperature: lower and steady is better",
     needs="a run on devices with counters (NVML), or imported logs",
-    table=table,
+    rows=rows,
     draw=draw,
     most=MAX_RUNS,
     digest=digest,

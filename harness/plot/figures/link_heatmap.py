@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from harness.plot.catalog import Catalog, RepeatGroup
-from harness.plot.figure import Figure
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     MUTED,
     WIDTH_IN,
@@ -24,20 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
-    "label",
-    "status",
-    "reason",
-    "n_repeats",
-    "transport",
-    "source",
-    "target",
-    "source_name",
-    "target_name",
-    "message_bytes",
-    "bandwidth_bytes_per_s",
-    "latency_s",
-]
 LEAST_SPAN = 2.0  # of the colours of latency
 # Sides of a map, and a digit of a value in it.
 MAP_IN, LETTER_IN = 2.6, 0.062
@@ -46,9 +32,8 @@ MAX_TICKS = 20
 
 
 def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
-    base = {"label": case.cluster, "status": case.status, "reason": case.reason}
     if not case.is_ok:
-        return [base]
+        return [case.identity]
     by_transport: dict[str, list[Any]] = {}
     for run in case.runs:
         for matrix in run.links:
@@ -56,12 +41,13 @@ def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
     return [
         row
         for transport, matrices in sorted(by_transport.items())
-        for row in _pairs(base | {"label": f"{case.cluster} · {transport}"}, transport, matrices)
+        for row in _pairs(case, transport, matrices)
     ]
 
 
-def _pairs(base: dict[str, Any], transport: str, matrices: list[Any]) -> list[dict[str, Any]]:
+def _pairs(case: RepeatGroup, transport: str, matrices: list[Any]) -> list[dict[str, Any]]:
     """Medians over repeats; a pair that no repeat measured has no row."""
+    base = case.identity | {"label": f"{case.cluster} · {transport}"}
     names = matrices[0].names
     like = [m for m in matrices if m.names == names]
     stacks = {
@@ -90,12 +76,9 @@ def _pairs(base: dict[str, Any], transport: str, matrices: list[Any]) -> list[di
     return rows
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per cluster, transport and ordered pair."""
-    rows = [row for case in catalog.cases("links") for row in _rows(case)]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    measured = frame["bandwidth_bytes_per_s"].notna() | frame["latency_s"].notna()
-    return frame if measured.any() else frame.iloc[:0]
+    return [row for case in catalog.cases("links") for row in _rows(case)]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -189,8 +172,6 @@ def _write_values(axes: Axes, grid: np.ndarray, image: Any) -> None:
 
 
 FIGURE = Figure(
-    name="link_heatmap",
-    title="Links between every pair of ranks",
     caption=(
         "Every ordered pair of ranks: rows send to columns, and each direction is measured "
         "separately. Left: bandwidth of the largest message. Right: latency, half the round trip "
@@ -200,7 +181,8 @@ FIGURE = Figure(
     ),
     better="bandwidth: higher is better; latency: lower is better",
     needs="a links run: ./entry.sh links",
-    table=table,
+    rows=rows,
+    measured=("bandwidth_bytes_per_s", "latency_s"),
     draw=draw,
     most=8,
     digest=digest,

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.statistics import summarize
-from harness.plot.catalog import Catalog, RepeatGroup, short_kind
-from harness.plot.figure import Figure
+from harness.plot.catalog import Catalog, RepeatGroup, merged, short_kind
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     FAILED,
     WIDTH_IN,
@@ -22,40 +21,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
-    "label",
-    "status",
-    "reason",
-    "n_repeats",
-    "rank",
-    "hostname",
-    "device",
-    "dtype",
-    "m",
-    "n",
-    "k",
-    "flops_per_s",
-    "low_flops_per_s",
-    "high_flops_per_s",
-    "max_flops_per_s",
-    "cv",
-    "peak_flops_per_s",
-    "relative_error",
-    "is_above_peak",
-]
 RANK_IN = 0.5  # of height, for the bars and the name of a rank
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "tf32")
 
 
 def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
-    base = {"label": case.cluster, "status": case.status, "reason": case.reason}
     if not case.is_ok:
-        return [base]
+        return [case.identity]
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for run in case.runs:
         for row in run.products:
             groups.setdefault((row.rank, row.dtype, row.m, row.n, row.k), []).append(row)
-    return [base | _numbers(rows) for rows in groups.values()] + skipped_products(case)
+    return [case.identity | _numbers(rows) for rows in groups.values()] + skipped_products(case)
 
 
 def skipped_products(case: RepeatGroup) -> list[dict[str, Any]]:
@@ -76,11 +53,8 @@ def skipped_products(case: RepeatGroup) -> list[dict[str, Any]]:
 
 def _numbers(rows: list[Any]) -> dict[str, Any]:
     """Of one product on one rank; the repeat is the unit when there are several."""
-    first = rows[0]
-    low, high, cv = first.low, first.high, first.time.cv
-    over = summarize([row.flops_per_s for row in rows], shortest=0)
-    if len(rows) > 1:
-        low, high, cv = over.low, over.high, over.cv
+    first, time = rows[0], merged([row.time for row in rows])
+    flops = 2.0 * first.m * first.n * first.k
     return {
         "n_repeats": len(rows),
         "rank": first.rank,
@@ -90,22 +64,20 @@ def _numbers(rows: list[Any]) -> dict[str, Any]:
         "m": first.m,
         "n": first.n,
         "k": first.k,
-        "flops_per_s": over.median,
-        "low_flops_per_s": low,
-        "high_flops_per_s": high,
+        "flops_per_s": flops / time.median,
+        "low_flops_per_s": flops / time.high,
+        "high_flops_per_s": flops / time.low,
         "max_flops_per_s": max(row.max_flops_per_s for row in rows),
-        "cv": cv,
+        "cv": time.cv,
         "peak_flops_per_s": first.peak_flops_per_s,
         "relative_error": max((row.error for row in rows if row.error is not None), default=None),
         "is_above_peak": any(row.is_above_peak for row in rows),
     }
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per cluster, rank, dtype and size."""
-    rows = [row for case in catalog.cases("matmul") for row in _rows(case)]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame if frame["flops_per_s"].notna().any() else frame.iloc[:0]
+    return [row for case in catalog.cases("matmul") for row in _rows(case)]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -196,8 +168,6 @@ def _draw_devices(
 
 
 FIGURE = Figure(
-    name="matmul",
-    title="Matrix multiplication on each device",
     caption=(
         "FLOP/s of one dense matrix product on each single device: 2n³ / median time, verified "
         "against a float64 reference. Full lines are rank 0, pale lines the other ranks. A black "
@@ -206,7 +176,8 @@ FIGURE = Figure(
     ),
     better="higher is better",
     needs="a matmul run: ./entry.sh matmul",
-    table=table,
+    rows=rows,
+    measured=("flops_per_s",),
     draw=draw,
     unit=("label", "rank"),
     digest=digest,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.plot.catalog import CASE_COLUMNS, Catalog, TrainingCase
-from harness.plot.figure import Figure
+from harness.plot.catalog import Catalog, TrainingCase
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     MUTED,
     draw_bar_panels,
@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
-    *CASE_COLUMNS,
-    "kind",
-    "rank",
-    "peak_bytes",
-    "device_bytes",
-]
 KINDS = {
     "predicted": ("#D55E00", "predicted by the simulator"),
     "allocated": ("#0072B2", "tensors (allocated)"),
@@ -74,10 +67,9 @@ def _rows(case: TrainingCase) -> list[dict[str, Any]]:
     ]
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per case and kind of reading: the rank with the highest peak."""
-    frame = pd.DataFrame([r for c in catalog.training for r in _rows(c)], columns=COLUMNS)
-    return frame if frame["peak_bytes"].notna().any() else frame.iloc[:0]
+    return [row for case in catalog.training for row in _rows(case)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -125,8 +117,6 @@ def _draw_limit(axes: Axes, y: float, limit_gib: float, widest_gib: float) -> No
 
 
 FIGURE = Figure(
-    name="memory",
-    title="Peak memory",
     caption=(
         "Peak memory of the rank that used most. The black mark is the device's memory (for a "
         "CPU, the limit of its rank), written at the right if it is far larger. A run out of "
@@ -135,7 +125,8 @@ FIGURE = Figure(
     ),
     better="lower is better",
     needs="a training run: ./entry.sh train",
-    table=table,
+    rows=rows,
+    measured=("peak_bytes",),
     draw=draw,
     unit=("model", "label"),
 )

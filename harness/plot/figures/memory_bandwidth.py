@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.measure.derive import MemoryRow
-from harness.measure.statistics import summarize
-from harness.plot.catalog import Catalog, RepeatGroup, short_kind
-from harness.plot.figure import Figure
+from harness.plot.catalog import Catalog, RepeatGroup, merged, short_kind
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     SERIES,
     draw_bar_panels,
@@ -23,40 +22,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
-    "label",
-    "status",
-    "reason",
-    "n_repeats",
-    "rank",
-    "hostname",
-    "device",
-    "kernel",
-    "array_bytes",
-    "traffic_bytes_per_s",
-    "n_values",
-    "low_bytes_per_s",
-    "high_bytes_per_s",
-]
 COLOURS = {"copy": SERIES[0], "triad": SERIES[4]}
 
 
 def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
-    base = {"label": case.cluster, "status": case.status, "reason": case.reason}
     if not case.is_ok:
-        return [base]
+        return [case.identity]
     groups: dict[tuple[int, str], list[MemoryRow]] = {}
     for run in case.runs:
         for row in run.memory:
             groups.setdefault((row.rank, row.kernel), []).append(row)
-    return [base | _numbers(rows) for rows in groups.values()]
+    return [case.identity | _numbers(rows) for rows in groups.values()]
 
 
 def _numbers(rows: list[MemoryRow]) -> dict[str, Any]:
     """Of one kernel on one rank; the repeat is the unit when there are several."""
-    first = rows[0]
-    over = summarize([row.bytes_per_s for row in rows], shortest=0)
-    is_single = len(rows) == 1
+    first, time = rows[0], merged([row.time for row in rows])
+    traffic = first.bytes_per_s * first.time.median
     return {
         "n_repeats": len(rows),
         "rank": first.rank,
@@ -64,18 +46,16 @@ def _numbers(rows: list[MemoryRow]) -> dict[str, Any]:
         "device": short_kind(first.device_kind),
         "kernel": first.kernel,
         "array_bytes": first.n_bytes,
-        "traffic_bytes_per_s": over.median,
-        "n_values": first.time.n if is_single else over.n,
-        "low_bytes_per_s": first.low if is_single else over.low,
-        "high_bytes_per_s": first.high if is_single else over.high,
+        "traffic_bytes_per_s": traffic / time.median,
+        "n_values": time.n,
+        "low_bytes_per_s": traffic / time.high,
+        "high_bytes_per_s": traffic / time.low,
     }
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per cluster, rank and kernel."""
-    rows = [row for case in catalog.cases("matmul") for row in _rows(case)]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame if frame["traffic_bytes_per_s"].notna().any() else frame.iloc[:0]
+    return [row for case in catalog.cases("matmul") for row in _rows(case)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -117,8 +97,6 @@ def _draw_cluster(axes: Axes, label: str, rows: pd.DataFrame) -> None:
 
 
 FIGURE = Figure(
-    name="memory_bandwidth",
-    title="Memory bandwidth of each device",
     caption=(
         "Rate at which each device reads and writes its own memory: traffic / median time of "
         "STREAM's copy (two arrays) and triad (three arrays), on arrays larger than the caches. "
@@ -126,7 +104,8 @@ FIGURE = Figure(
     ),
     better="higher is better",
     needs="a matmul run: ./entry.sh matmul",
-    table=table,
+    rows=rows,
+    measured=("traffic_bytes_per_s",),
     draw=draw,
     unit=("label", "rank"),
 )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.measure.derive import PipelineSummary
-from harness.plot.catalog import CASE_COLUMNS, Catalog, TrainingCase, merged
-from harness.plot.figure import Figure
+from harness.plot.catalog import Catalog, TrainingCase, merged
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     LIMIT,
     MUTED,
@@ -27,19 +27,6 @@ from harness.plot.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
-
-COLUMNS = [
-    *CASE_COLUMNS,
-    "n_repeats",
-    "n_stages",
-    "n_microbatches",
-    "rank",
-    "n_values",
-    "bubble",
-    "low",
-    "high",
-    "predicted_bubble",
-]
 
 
 def _predicted(case: TrainingCase) -> float | None:
@@ -75,11 +62,9 @@ def _rank_rows(known: list[PipelineSummary]) -> list[dict[str, Any]]:
     return [{"rank": rank, "bubble": fmean(shares)} for rank, shares in by_rank.items()]
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """For each pipeline a row for the mean over its ranks (no rank), then one for each rank."""
-    rows = [row for case in catalog.training for row in _rows(case, catalog)]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame if frame["bubble"].notna().any() else frame.iloc[:0]
+    return [row for case in catalog.training for row in _rows(case, catalog)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -122,8 +107,6 @@ def _label(row: Any) -> str:
 
 
 FIGURE = Figure(
-    name="pipeline_bubble",
-    title="Pipeline bubble",
     caption=(
         "Share of a step in which the ranks of a pipeline idle: they neither compute nor run the "
         "optimizer, because the pipeline fills or drains, another stage is slower, or a transfer "
@@ -132,7 +115,8 @@ FIGURE = Figure(
     ),
     better="lower is better",
     needs="a run of two or more stages: ./entry.sh train --strategy pipeline",
-    table=table,
+    rows=rows,
+    measured=("bubble",),
     draw=draw,
     unit=("model", "label"),
 )

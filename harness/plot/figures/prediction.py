@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure
+from harness.plot.figure import Figure, Rows
 from harness.plot.predicted import PlannedCase, PlannedRepeat, planned_cases
 from harness.plot.style import (
     FAILED,
@@ -27,26 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
-    "model",
-    "label",
-    "strategy",
-    "plan",
-    "method",
-    "cluster",
-    "batch",
-    "dtype",
-    "status",
-    "reason",
-    "repeat",
-    "predicted_s",
-    "measured_s",
-    "low_s",
-    "high_s",
-    "error",
-    "profile_fit_error",
-    "search_s",
-]
 BANDS = (0.2, 0.1)
 MISS = 0.2
 MAX_NAMED = 8
@@ -57,8 +37,7 @@ ROOM = 0.3  # of the figure's width, for a name next to its point
 
 def _row(case: PlannedCase, planned: PlannedRepeat) -> dict[str, Any]:
     summary, compared = case.training.first, planned.compared
-    row = case.training.identity | {
-        "label": f"{summary.model} · {case.training.label}",
+    row = case.training.named | {
         "plan": compared.plan,
         "method": compared.method,
         "cluster": case.training.case.cluster,
@@ -76,11 +55,9 @@ def _row(case: PlannedCase, planned: PlannedRepeat) -> dict[str, Any]:
     return row
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """One row per run that was predicted; error is predicted / measured - 1."""
-    rows = [_row(case, repeat) for case in planned_cases(catalog) for repeat in case.repeats]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame if frame["measured_s"].notna().any() else frame.iloc[:0]
+    return [_row(case, repeat) for case in planned_cases(catalog) for repeat in case.repeats]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -199,8 +176,6 @@ def _draw_legend(axes: Axes, known: pd.DataFrame) -> None:
 
 
 FIGURE = Figure(
-    name="prediction",
-    title="Predicted against measured step time",
     caption=(
         "Each point is one planned run: predicted step against the median of its measured steps, "
         "with the 99 % interval (below 8 steps the range). On the diagonal the prediction is "
@@ -209,7 +184,8 @@ FIGURE = Figure(
     ),
     better="nearer to the diagonal is better",
     needs="a training run by a strategy: ./entry.sh train --strategy searched",
-    table=table,
+    rows=rows,
+    measured=("measured_s",),
     draw=draw,
     unit=("model", "strategy"),
     most=100,

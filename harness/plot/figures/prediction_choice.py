@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.derive import CellSummary, RankedStrategy, cell_summary
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure
+from harness.plot.figure import Figure, Rows
 from harness.plot.predicted import PlannedCase, competing, planned_cases
 from harness.plot.style import (
     FAILED,
@@ -26,25 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
-    "cell",
-    "label",
-    "strategy",
-    "status",
-    "reason",
-    "n_repeats",
-    "predicted_s",
-    "measured_s",
-    "error",
-    "is_chosen",
-    "is_best",
-    "n_strategies",
-    "n_failed",
-    "median_error",
-    "worst_error",
-    "rank_correlation",
-    "regret",
-]
 FAILED_CHOICE = "predicted choice failed"  # in place of a regret
 CELL_COLUMNS = [
     "cell",
@@ -103,12 +84,11 @@ def _cell_rows(cell: str, cases: list[PlannedCase]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["predicted_s"], row["label"]))
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per strategy of each cell that has two or more, fastest predicted first; those that
     failed have no measured step."""
     found = sorted(competing(planned_cases(catalog)).items())
-    rows = [row for cell, cases in found if len(cases) > 1 for row in _cell_rows(cell, cases)]
-    return pd.DataFrame(rows, columns=COLUMNS)
+    return [row for cell, cases in found if len(cases) > 1 for row in _cell_rows(cell, cases)]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -175,8 +155,6 @@ def _verdict(row: Any) -> str:
 
 
 FIGURE = Figure(
-    name="prediction_choice",
-    title="Regret of the predicted choice",
     caption=(
         "One panel per cell (model, batch, dtype and cluster), with strategies in the order of "
         "their predicted steps. If that order is right, the filled points (measured) move right "
@@ -187,7 +165,7 @@ FIGURE = Figure(
     ),
     better="lower regret is better; rank correlation 1 is best",
     needs="training runs by two or more strategies: ./entry.sh train --strategy ddp searched",
-    table=table,
+    rows=rows,
     draw=draw,
     unit=("cell", "label"),
     digest=digest,

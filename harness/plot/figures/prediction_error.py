@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.measure.derive import PARTS, mean_parts
-from harness.plot.catalog import CASE_COLUMNS, Catalog
-from harness.plot.figure import Figure
+from harness.plot.catalog import Catalog
+from harness.plot.figure import Figure, Rows
 from harness.plot.predicted import PlannedCase, planned_cases
 from harness.plot.style import (
     LIMIT,
@@ -37,14 +37,6 @@ COLOURS = {
     "rest": PHASE_COLOURS["data"],
 }
 SUM = "sum of parts, mean over ranks"
-COLUMNS = [
-    *CASE_COLUMNS,
-    "n_repeats",
-    "measured_s",
-    "difference_s",
-    *(f"{side}_{part}_s" for part in PARTS for side in ("predicted", "measured")),
-    *(f"difference_{part}_s" for part in PARTS),
-]
 
 
 def _row(case: PlannedCase) -> dict[str, Any]:
@@ -58,18 +50,19 @@ def _row(case: PlannedCase) -> dict[str, Any]:
         return row
     predicted = mean_parts(compared.predicted_parts for compared in known)
     measured = mean_parts(compared.measured_parts for compared in known)
-    for part in measured:
-        row[f"predicted_{part}_s"], row[f"measured_{part}_s"] = predicted[part], measured[part]
-        row[f"difference_{part}_s"] = predicted[part] - measured[part]
+    for part in PARTS:
+        is_known = part in measured
+        row[f"predicted_{part}_s"] = predicted[part] if is_known else None
+        row[f"measured_{part}_s"] = measured[part] if is_known else None
+        row[f"difference_{part}_s"] = predicted[part] - measured[part] if is_known else None
     row["measured_s"] = sum(measured.values())
     row["difference_s"] = sum(predicted.values()) - row["measured_s"]
     return row
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per case: means over repeats, middle steps and ranks; differences sum to the error."""
-    frame = pd.DataFrame([_row(case) for case in planned_cases(catalog)], columns=COLUMNS)
-    return frame if frame["measured_s"].notna().any() else frame.iloc[:0]
+    return [_row(case) for case in planned_cases(catalog)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -108,8 +101,6 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
 
 
 FIGURE = Figure(
-    name="prediction_error",
-    title="Prediction error by part of the step",
     caption=(
         "Predicted minus measured time of each part of a step, as a share of the measured step: "
         "mean over the ranks that compute and over the middle half of the steps. Bars to the "
@@ -123,7 +114,8 @@ FIGURE = Figure(
     ),
     better="shorter bars are better",
     needs="a training run by a strategy: ./entry.sh train --strategy searched",
-    table=table,
+    rows=rows,
+    measured=("measured_s",),
     draw=draw,
     unit=("model", "label"),
 )

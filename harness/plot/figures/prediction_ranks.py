@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.plot.catalog import CASE_COLUMNS, Catalog
-from harness.plot.figure import Figure
+from harness.plot.catalog import Catalog
+from harness.plot.figure import Figure, Rows
 from harness.plot.predicted import PlannedCase, planned_cases
 from harness.plot.style import LIMIT, SERIES, draw_bar_panels, label_bars, note_failures, rank_words
 
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
 # Of a box with ranks, as shares of the axis.
 _PADDING, _LETTER = 0.016, 0.01
 SHOWN = ("compute", "exposed_communication")
-COLUMNS = [
-    *CASE_COLUMNS,
-    "rank",
-    "n_repeats",
-    "measured_s",
-    *(f"{side}_{part}_s" for part in SHOWN for side in ("predicted", "measured")),
-    *(f"difference_{part}_s" for part in SHOWN),
-]
 
 
 def _rows(case: PlannedCase) -> list[dict[str, Any]]:
@@ -52,11 +44,9 @@ def _rows(case: PlannedCase) -> list[dict[str, Any]]:
     return rows if len(rows) > 1 else []
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per rank that computes, of cases that have several: means over repeats."""
-    rows = [row for case in planned_cases(catalog) for row in _rows(case)]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame if frame["rank"].notna().any() else frame.iloc[:0]
+    return [row for case in planned_cases(catalog) for row in _rows(case)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -119,8 +109,6 @@ def _ranks_in_words(ranks: list[int]) -> str:
 
 
 FIGURE = Figure(
-    name="prediction_ranks",
-    title="Prediction error by rank",
     caption=(
         "Predicted minus measured computation time of each rank, as a share of the measured step: "
         "mean over repeats and over the middle half of the steps. The numbers are ranks. Left of "
@@ -130,7 +118,8 @@ FIGURE = Figure(
     ),
     better="nearer to zero is better",
     needs="a training run by a strategy on several ranks: ./entry.sh train --strategy searched",
-    table=table,
+    rows=rows,
+    measured=("rank",),
     draw=draw,
     unit=("model", "label"),
 )

@@ -19,7 +19,7 @@ from harness.plot.catalog import (
     short_kind,
     speed_class,
 )
-from harness.plot.figure import Figure
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     LEGEND_ROW_IN,
     MUTED,
@@ -34,22 +34,6 @@ from harness.plot.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
-
-COLUMNS = [
-    "scaling",
-    "label",
-    "strategy",
-    "n_devices",
-    "status",
-    "reason",
-    "work",
-    "time_s",
-    "speedup",
-    "efficiency",
-    "low",
-    "high",
-    "baseline_devices",
-]
 
 
 def _first_kind(case: RepeatGroup) -> str:
@@ -171,21 +155,21 @@ def _row(result: EfficiencyRow) -> dict[str, Any]:
 
 
 def _failed(case: TrainingCase) -> dict[str, Any]:
-    return case.identity | {"scaling": "", "n_devices": case.case.n_devices}
+    own = {"label": case.label, "strategy": case.first.strategy}
+    return case.case.identity | own | {"scaling": "", "n_devices": case.case.n_devices}
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per kind of scaling, series and number of devices; then rows that are not ok."""
     telling = _telling(catalog.training)
     points = [p for case in catalog.training if (p := _training_point(case, telling))]
     points += _summa_points(catalog)
     results = [*scaling_table(points, "strong"), *scaling_table(points, "weak")]
     # Series that share a baseline have its row in common.
-    rows = [_row(r) for r in {(r.scaling, r.point): r for r in results}.values()]
-    rows.sort(key=lambda row: (row["scaling"], row["label"], row["n_devices"]))
-    if rows:
-        rows += [_failed(case) for case in catalog.training if not case.case.is_ok]
-    return pd.DataFrame(rows, columns=COLUMNS)
+    found = [_row(r) for r in {(r.scaling, r.point): r for r in results}.values()]
+    found.sort(key=lambda row: (row["scaling"], row["label"], row["n_devices"]))
+    failed = [_failed(case) for case in catalog.training if not case.case.is_ok]
+    return found and found + failed
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -246,8 +230,6 @@ def _draw_panel(
 
 
 FIGURE = Figure(
-    name="scaling",
-    title="Strong and weak scaling efficiency",
     caption=(
         "How much of the ideal speed-up remains with more devices. Strong scaling divides a fixed "
         "problem: t(1) / (n t(n)). Weak scaling gives each device a fixed problem: t(1) / t(n). "
@@ -259,7 +241,7 @@ FIGURE = Figure(
     ),
     better="higher is better",
     needs="runs of one problem on two numbers of devices: ./entry.sh train or matmul",
-    table=table,
+    rows=rows,
     draw=draw,
     most=24,
 )

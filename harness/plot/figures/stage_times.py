@@ -11,7 +11,7 @@ import pandas as pd
 
 from harness.measure.derive import PipelineSummary
 from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figure import Figure
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     KIND_COLOURS,
     draw_bar_panels,
@@ -30,18 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 PASSES = ("forward", "recompute", "backward")
-COLUMNS = [
-    "label",
-    "strategy",
-    "status",
-    "reason",
-    "stage",
-    "ranks",
-    *(f"{name}_s" for name in PASSES),
-    "total_s",
-    "predicted_total_s",
-    "is_slowest",
-]
 MAX_CASES = 24
 
 
@@ -60,21 +48,18 @@ def _stage_row(
 def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
     found = [run for run in case.case.runs if run.pipeline is not None and case.case.is_ok]
     known = [run.pipeline for run in found if run.pipeline is not None]
-    base = case.identity | {"label": f"{case.first.model} · {case.label}"}
     if not known:
-        return [base] if catalog.is_failed_pipeline(case.case) else []
+        return [case.named] if catalog.is_failed_pipeline(case.case) else []
     totals = [run.predicted_stage_s for run in found]
     n_stages = min(summary.n_stages for summary in known)
-    rows = [base | _stage_row(stage, known, totals) for stage in range(n_stages)]
+    rows = [case.named | _stage_row(stage, known, totals) for stage in range(n_stages)]
     slowest = max(row["total_s"] for row in rows)
     return [row | {"is_slowest": math.isclose(row["total_s"], slowest)} for row in rows]
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per stage of each pipeline: means over repeats of the medians of each."""
-    rows = [row for case in catalog.training for row in _rows(case, catalog)]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame if frame["stage"].notna().any() else frame.iloc[:0]
+    return [row for case in catalog.training for row in _rows(case, catalog)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -118,8 +103,6 @@ def _stage_words(row: Any) -> str:
 
 
 FIGURE = Figure(
-    name="stage_times",
-    title="Time of each pipeline stage",
     caption=(
         "Time of one microbatch in each stage: forward, recomputation and backward, without "
         "waits, on the slowest rank of the stage. The slowest stage limits the pipeline; equal "
@@ -127,7 +110,8 @@ FIGURE = Figure(
     ),
     better="equal bars are better; shorter is better",
     needs="a run of two or more stages: ./entry.sh train --strategy pipeline",
-    table=table,
+    rows=rows,
+    measured=("stage",),
     draw=draw,
     most=MAX_CASES,
 )

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from harness.measure.derive import PHASES
-from harness.plot.catalog import CASE_COLUMNS, Catalog, TrainingCase
-from harness.plot.figure import Figure
+from harness.plot.catalog import Catalog, TrainingCase
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     PHASE_COLOURS,
     draw_bar_panels,
@@ -23,18 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-PHASE_COLUMNS = [f"{phase}_s" for phase in PHASES]
-COLUMNS = [
-    *CASE_COLUMNS,
-    "n_repeats",
-    "step_s",
-    *PHASE_COLUMNS,
-    "communication_s",
-    "no_sync_exposed_s",
-    "slowed_compute_s",
-    "overlap",
+ESTIMATES = (
+    *("communication_s", "no_sync_exposed_s", "slowed_compute_s", "overlap"),
     "synchronisations_per_s",
-]
+)
 WORDS = {
     "host_to_device": "host to device",
     "exposed_communication": "exposed communication",
@@ -54,17 +46,15 @@ def _row(case: TrainingCase) -> dict[str, Any]:
         return row
     means = {f"{p}_s": _mean([summary.phases[p] for summary in known]) for p in PHASES}
     row |= means | {"step_s": sum(value or 0.0 for value in means.values())}
-    for name in COLUMNS[COLUMNS.index("communication_s") :]:
+    for name in ESTIMATES:
         row[name] = _mean([getattr(summary, name) for summary in known])
     return row
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """One row per case that logged steps or is not ok; seconds are means over steps and the ranks
     that compute."""
-    rows = [_row(case) for case in catalog.training if case.first.unit == "step"]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame if frame["step_s"].notna().any() else frame.iloc[:0]
+    return [_row(case) for case in catalog.training if case.first.unit == "step"]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -108,8 +98,6 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame, shown: list[str]) ->
 
 
 FIGURE = Figure(
-    name="step_breakdown",
-    title="Where the time of a step goes",
     caption=(
         "The mean step of the ranks that compute, split into phases. Exposed communication is the "
         "part of the transfers that no computation hides; a better link or strategy can shorten "
@@ -121,7 +109,8 @@ FIGURE = Figure(
     ),
     better="shorter is better; less orange is better",
     needs="a training run with step spans: ./entry.sh train",
-    table=table,
+    rows=rows,
+    measured=("step_s",),
     draw=draw,
     unit=("model", "label"),
 )

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figure import Figure
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     FAILED,
     LIMIT,
@@ -22,28 +22,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
-    "model",
-    "label",
-    "strategy",
-    "unit",
-    "status",
-    "reason",
-    "repeat",
-    "step",
-    "duration_s",
-    "is_outlier",
-]
 MAX_PANELS = 24
 MAX_REPEATS = 12
 RASTER_ABOVE = 2000
 
 
 def _rows(case: TrainingCase) -> list[dict[str, Any]]:
-    base = case.identity | {
-        "label": f"{case.first.model} · {case.label}",
-        "unit": case.first.unit,
-    }
+    base = case.named | {"unit": case.first.unit}
     rows = []
     for repeat, (run, summary) in enumerate(zip(case.case.runs, case.summaries, strict=True)):
         # An invalid run is never a number, also not a point.
@@ -56,10 +41,9 @@ def _rows(case: TrainingCase) -> list[dict[str, Any]]:
     return rows or [base | {"is_outlier": False}]
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """One row per step of every run: seconds, maximum over ranks."""
-    frame = pd.DataFrame([r for c in catalog.training for r in _rows(c)], columns=COLUMNS)
-    return frame if frame["duration_s"].notna().any() else frame.iloc[:0]
+    return [row for case in catalog.training for row in _rows(case)]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -134,8 +118,6 @@ def _draw_case(axes: Axes, label: str, steps: pd.DataFrame) -> None:
 
 
 FIGURE = Figure(
-    name="step_time",
-    title="Time of every step",
     caption=(
         "Wall time of each step after warm-up (or epoch, if only epochs were logged): the maximum "
         "over ranks. The dashed line is the median over repeats. Red circles are outliers: more "
@@ -144,7 +126,8 @@ FIGURE = Figure(
     ),
     better="lower and flatter is better",
     needs="a training run: ./entry.sh train",
-    table=table,
+    rows=rows,
+    measured=("duration_s",),
     draw=draw,
     most=MAX_PANELS,
     digest=digest,

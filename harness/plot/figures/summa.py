@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.measure.derive import SummaRow
-from harness.measure.statistics import summarize
-from harness.plot.catalog import Catalog, RepeatGroup
-from harness.plot.figure import Figure
+from harness.plot.catalog import Catalog, RepeatGroup, known_median, merged
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     FAILED,
     LIMIT,
@@ -26,33 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
-    "label",
-    "cluster",
-    "status",
-    "reason",
-    "n_repeats",
-    "scaling",
-    "dtype",
-    "m",
-    "n",
-    "k",
-    "n_ranks",
-    "flops_per_s",
-    "low_flops_per_s",
-    "high_flops_per_s",
-    "efficiency",
-    "time_s",
-    "compute_s",
-    "communication_s",
-    "exposed_communication_s",
-]
-
 
 def _rows(case: RepeatGroup, catalog: Catalog) -> list[dict[str, Any]]:
-    base = {"cluster": case.cluster, "status": case.status, "reason": case.reason}
+    base = case.identity | {"cluster": case.cluster}
     if not case.is_ok:
-        return [base | {"label": case.cluster}]
+        return [base]
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for run in case.runs:
         for row in catalog.distributed(run):
@@ -62,11 +39,6 @@ def _rows(case: RepeatGroup, catalog: Catalog) -> list[dict[str, Any]]:
     return [base | _numbers(rows, case.cluster) for rows in groups.values()]
 
 
-def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return summarize(known, shortest=0).median if known else None
-
-
 def _label(row: SummaRow, cluster: str) -> str:
     sizes = f"{row.m}" if row.m == row.n == row.k else f"{row.m}×{row.n}×{row.k}"
     ranks = f"{row.n_ranks} rank{'s' if row.n_ranks > 1 else ''}"
@@ -74,10 +46,8 @@ def _label(row: SummaRow, cluster: str) -> str:
 
 
 def _numbers(rows: list[Any], cluster: str) -> dict[str, Any]:
-    first = rows[0]
+    first, time = rows[0], merged([row.time for row in rows])
     flops = 2.0 * first.m * first.n * first.k
-    rates = summarize([row.flops_per_s for row in rows], shortest=0)
-    is_single = len(rows) == 1
     return {
         "label": _label(first, cluster),
         "n_repeats": len(rows),
@@ -87,22 +57,20 @@ def _numbers(rows: list[Any], cluster: str) -> dict[str, Any]:
         "n": first.n,
         "k": first.k,
         "n_ranks": first.n_ranks,
-        "flops_per_s": rates.median,
-        "low_flops_per_s": flops / first.time.high if is_single else rates.low,
-        "high_flops_per_s": flops / first.time.low if is_single else rates.high,
-        "efficiency": _median([row.efficiency for row in rows]),
-        "time_s": _median([row.time.median for row in rows]),
-        "compute_s": _median([row.compute_s for row in rows]),
-        "communication_s": _median([row.communication_s for row in rows]),
-        "exposed_communication_s": _median([row.exposed_communication_s for row in rows]),
+        "flops_per_s": flops / time.median,
+        "low_flops_per_s": flops / time.high,
+        "high_flops_per_s": flops / time.low,
+        "efficiency": known_median(row.efficiency for row in rows),
+        "time_s": time.median,
+        "compute_s": known_median(row.compute_s for row in rows),
+        "communication_s": known_median(row.communication_s for row in rows),
+        "exposed_communication_s": known_median(row.exposed_communication_s for row in rows),
     }
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per cluster, kind of scaling, dtype and size."""
-    rows = [row for case in catalog.cases("matmul") for row in _rows(case, catalog)]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame if frame["flops_per_s"].notna().any() else frame.iloc[:0]
+    return [row for case in catalog.cases("matmul") for row in _rows(case, catalog)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -160,8 +128,6 @@ def _draw_times(axes: Axes, table: pd.DataFrame) -> None:
 
 
 FIGURE = Figure(
-    name="summa",
-    title="One matrix product over all devices",
     caption=(
         "One matrix product distributed in blocks over all ranks (SUMMA). Left: FLOP/s of all "
         "devices together; the percentage is the efficiency against the sum of the single "
@@ -170,6 +136,7 @@ FIGURE = Figure(
     ),
     better="left: higher is better; right: shorter is better",
     needs="a matmul run on several ranks: ./entry.sh matmul",
-    table=table,
+    rows=rows,
+    measured=("flops_per_s",),
     draw=draw,
 )

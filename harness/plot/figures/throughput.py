@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.statistics import summarize
-from harness.plot.catalog import Catalog, TrainingCase, batch_of
-from harness.plot.figure import Figure
+from harness.plot.catalog import Catalog, TrainingCase, batch_of, known_median, merged
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     colour_of,
     draw_bar_panels,
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
+COLUMNS = (
     "model",
     "label",
     "strategy",
@@ -42,7 +41,7 @@ COLUMNS = [
     "cv",
     "mfu",
     "mfu_of_measured_peak",
-]
+)
 
 
 def _row(case: TrainingCase) -> dict[str, Any]:
@@ -61,33 +60,22 @@ def _row(case: TrainingCase) -> dict[str, Any]:
 
 def _numbers(known: list[Any]) -> dict[str, Any]:
     """Over repeats when there are several, else over the steps of the only one."""
-    first = known[0]
-    median, low, high = first.throughput, first.throughput_low, first.throughput_high
-    cv, n_values = first.duration.cv, first.duration.n
-    if len(known) > 1:
-        over = summarize([summary.duration.median for summary in known], shortest=0)
-        median, low, high = (first.n_samples / s for s in (over.median, over.high, over.low))
-        cv, n_values = over.cv, over.n
+    first, time = known[0], merged([summary.duration for summary in known])
     return {
-        "n_values": n_values,
-        "throughput_samples_per_s": median,
-        "low_samples_per_s": low,
-        "high_samples_per_s": high,
-        "per_device_samples_per_s": median / first.n_ranks,
-        "cv": cv,
-        "mfu": _median([s.mfu for s in known]),
-        "mfu_of_measured_peak": _median([s.mfu_of_measured_peak for s in known]),
+        "n_values": time.n,
+        "throughput_samples_per_s": first.n_samples / time.median,
+        "low_samples_per_s": first.n_samples / time.high,
+        "high_samples_per_s": first.n_samples / time.low,
+        "per_device_samples_per_s": first.n_samples / time.median / first.n_ranks,
+        "cv": time.cv,
+        "mfu": known_median(s.mfu for s in known),
+        "mfu_of_measured_peak": known_median(s.mfu_of_measured_peak for s in known),
     }
 
 
-def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return summarize(known, shortest=0).median if known else None
-
-
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """One row per case; rates are blank where the run is not ok."""
-    return pd.DataFrame([_row(case) for case in catalog.training], columns=COLUMNS)
+    return [_row(case) for case in catalog.training]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -115,8 +103,6 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
 
 
 FIGURE = Figure(
-    name="throughput",
-    title="Training throughput by strategy",
     caption=(
         "Samples per second of the whole job: global batch / median step time. The bar is the "
         "median over repeats, or over the steps of a single run. "
@@ -124,7 +110,8 @@ FIGURE = Figure(
     ),
     better="higher is better",
     needs="a training run: ./entry.sh train",
-    table=table,
+    rows=rows,
+    columns=COLUMNS,
     draw=draw,
     unit=("model", "label"),
 )

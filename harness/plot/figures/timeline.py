@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.measure.derive.spans import covered_by_group
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure
+from harness.plot.figure import Figure, Rows
 from harness.plot.numbers import PASSES, SIDES
 from harness.plot.predicted import PlannedCase, planned_cases
 from harness.plot.style import (
@@ -26,21 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
     from matplotlib.figure import SubFigure
 
-COLUMNS = [
-    "label",
-    "status",
-    "reason",
-    "side",
-    "step",
-    "step_s",
-    "clock_error_s",
-    "rank",
-    "kind",
-    "name",
-    "microbatch",
-    "start_s",
-    "duration_s",
-]
 MAX_CASES = 8
 MAX_RANKS = 16
 KINDS = (
@@ -56,20 +41,14 @@ NARROWEST_NAMED = 0.013
 
 def _rows(case: PlannedCase) -> list[dict[str, Any]]:
     """The first repeat's; a case without a measured step keeps one row that says why."""
-    base = {
-        "label": f"{case.training.first.model} · {case.training.label}",
-        "status": case.training.case.status,
-        "reason": case.training.case.reason,
-    }
+    base = case.training.named
     return [base | row for row in case.first.run.timeline] or [base]
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """A row per span; times count from the step's start."""
     cases = [case for case in planned_cases(catalog) if case.first.compared.predicted_by_rank]
-    rows = [row for case in cases for row in _rows(case)]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame if frame["side"].notna().any() else frame.iloc[:0]
+    return [row for case in cases for row in _rows(case)]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -190,8 +169,6 @@ def _draw_legend(canvas: Canvas, table: pd.DataFrame) -> None:
 
 
 FIGURE = Figure(
-    name="timeline",
-    title="One step of every rank, predicted and measured",
     caption=(
         "The simulated step above the measured step of median duration, on one time scale. Each "
         "rank has a row: computation with its microbatch above, transfers and waits in the narrow "
@@ -204,7 +181,8 @@ FIGURE = Figure(
     ),
     better="shorter is better; less white (idle) is better",
     needs="a training run by a strategy: ./entry.sh train --strategy searched",
-    table=table,
+    rows=rows,
+    measured=("side",),
     draw=draw,
     most=MAX_CASES,
     digest=digest,

@@ -8,25 +8,13 @@ import pandas as pd
 
 from harness.domain.validation import ValidatedPoint, Validation
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure
+from harness.plot.figure import Figure, Rows
 from harness.plot.style import LIMIT, MUTED, SERIES, WIDTH_IN, plain_log_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-COLUMNS = [
-    "set",
-    "label",
-    "cell",
-    "status",
-    "reason",
-    "judged",
-    "measured_s",
-    "predicted_s",
-    "error",
-    "median_error",
-]
 N_COLUMNS, PANEL_IN = 2, 4.2
 
 
@@ -47,11 +35,9 @@ def _row(validation: Validation, point: ValidatedPoint) -> dict[str, Any]:
     return row
 
 
-def table(catalog: Catalog) -> pd.DataFrame:
+def rows(catalog: Catalog) -> Rows:
     """One row per published step; error is predicted / measured - 1."""
-    rows = [_row(one, point) for one in catalog.validations for point in one.points]
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame if frame["measured_s"].notna().any() else frame.iloc[:0]
+    return [_row(one, point) for one in catalog.validations for point in one.points]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -104,8 +90,6 @@ def _draw_set(axes: Axes, name: str, rows: pd.DataFrame) -> None:
 
 
 FIGURE = Figure(
-    name="validation",
-    title="Predicted against published steps of GPU clusters",
     caption=(
         "Steps that others measured on GPU clusters, and what the simulator predicts for them. On "
         "the diagonal both are equal; the band is 10 % around it. Grey points gave a number to "
@@ -113,7 +97,8 @@ FIGURE = Figure(
     ),
     better="closer to the diagonal is better",
     needs="published steps: python -m harness.plan validate DIR --output results",
-    table=table,
+    rows=rows,
+    measured=("measured_s",),
     draw=draw,
     digest=digest,
     unit=("set",),

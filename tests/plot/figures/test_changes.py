@@ -47,8 +47,9 @@ def test_a_change_stands_between_the_steps_before_and_after() -> None:
 
 def test_the_figure_has_a_row_for_each_change() -> None:
     run = SimpleNamespace(changes=change_rows(RUN))
-    case = SimpleNamespace(status="ok", reason="", runs=[run])
-    training = SimpleNamespace(first=SimpleNamespace(model="lenet"), label="ddp", case=case)
+    case = SimpleNamespace(runs=[run])
+    named = {"label": "lenet · ddp", "status": "ok", "reason": ""}
+    training = SimpleNamespace(named=named, case=case)
     table = FIGURE.table(SimpleNamespace(training=[training]))  # type: ignore[arg-type]
     (row,) = table.to_dict("records")
     assert row["label"] == "lenet · ddp · step 3: ddp to pipeline"
