@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,40 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _import_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m harness.plot import",
-        description="Turn per-epoch CSVs and DeepSpeed step lines into runs. Importing a file "
-        "again replaces its runs. Facts that a log lacks come from its name "
-        "(vit_b16_strong_2gpu.csv) and from these flags.",
-    )
-    parser.add_argument("paths", type=Path, nargs="+", help="log files, or directories of them")
-    parser.add_argument("--into", type=Path, default=Path("results"), help="default: results")
-    parser.add_argument("--model", default="vit_b_16", help="default: vit_b_16")
-    parser.add_argument("--dataset", default="cifar10", help="default: cifar10")
-    parser.add_argument("--dtype", default="fp32", help="default: fp32")
-    parser.add_argument("--strategy", default="deepspeed_zero0", help="default: deepspeed_zero0")
-    parser.add_argument(
-        "--batch-per-device", type=int, default=16,
-        help="samples of a micro-step, if a log shows several in a step (default: 16)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--epoch-samples",
-        type=int,
-        default=50_000,
-        help="samples of one epoch of the whole data set (default: 50000)",
-    )
-    parser.add_argument(
-        "--weak-share",
-        type=float,
-        default=0.1,
-        help="share of the data set that each device trains in a weak scaling log (default: 0.1)",
-    )
-    parser.add_argument("--device-kind", default="", help="GPU of a log that names none")
-    parser.add_argument("--device-memory", default="", help="memory of that GPU, such as 8GiB")
-    return parser
-
-
 def _trace_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m harness.plot trace",
@@ -124,10 +89,10 @@ def _make_directory(path: Path) -> None:
     Raises:
         ConfigError: the directory cannot be made or written.
     """
+    from harness.measure.store import try_directory
+
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        try_directory(path)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror}): give a directory that you may write to "
@@ -202,27 +167,19 @@ def _print_json(**values: Any) -> None:
     print(json.dumps(values, indent=1))
 
 
-def _import(args: argparse.Namespace) -> None:
-    from harness.plot.imports import ImportFacts, import_logs
+def _import(words: Sequence[str]) -> None:
+    import tyro
 
+    from harness.plot.imports import ImportOptions, import_logs
+
+    facts = tyro.cli(ImportOptions, args=words, prog="python -m harness.plot import")
     for name in ("batch_per_device", "epoch_samples", "weak_share"):
-        if not getattr(args, name) > 0:
+        if not getattr(facts, name) > 0:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} {getattr(args, name)} must be above 0")
-    if args.weak_share > 1:
-        raise ConfigError(f"--weak-share {args.weak_share} is a share: give one up to 1")
-    facts = ImportFacts(
-        model=args.model,
-        dataset=args.dataset,
-        dtype=args.dtype,
-        strategy=args.strategy,
-        batch_per_device=args.batch_per_device,
-        epoch_samples=args.epoch_samples,
-        weak_share=args.weak_share,
-        device_kind=args.device_kind,
-        device_memory=args.device_memory,
-    )
-    imported, problems = import_logs(args.paths, args.into, facts)
+            raise ConfigError(f"{flag} {getattr(facts, name)} must be above 0")
+    if facts.weak_share > 1:
+        raise ConfigError(f"--weak-share {facts.weak_share} is a share: give one up to 1")
+    imported, problems = import_logs(facts.paths, facts.into, facts)
     for path, reason in problems:
         print(f"skipped {path}: {reason}", file=sys.stderr)
     for run_dir in imported:
@@ -257,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["import"]:
-            _import(_import_parser().parse_args(words[1:]))
+            _import(words[1:])
         elif words[:1] == ["trace"]:
             _trace(_trace_parser().parse_args(words[1:]))
         else:

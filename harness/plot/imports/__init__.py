@@ -1,5 +1,5 @@
 """Logs of other programs, converted to runs for the same figures."""
 
-from harness.plot.imports.logs import ImportFacts, import_logs
+from harness.plot.imports.logs import ImportFacts, ImportOptions, import_logs
 
-__all__ = ["ImportFacts", "import_logs"]
+__all__ = ["ImportFacts", "ImportOptions", "import_logs"]

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import tyro
 
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.record import Record, Sample, Span
@@ -35,24 +36,34 @@ Problems = list[tuple[Path, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class ImportFacts:
-    """Facts that logs lack and the user supplies.
-
-    Attributes:
-        epoch_samples: samples of the whole data set.
-        weak_share: share of the data set that each device trains per epoch, for weak scaling logs.
-        device_kind, device_memory: for logs that name no GPU and have no CSV of as many GPUs in
-            the same directory.
-    """
+    """Facts that logs lack and the user supplies."""
 
     model: str = "vit_b_16"
     dataset: str = "cifar10"
     dtype: str = "fp32"
     strategy: str = "deepspeed_zero0"
     batch_per_device: int = 16
+    """Samples of a micro-step, if a log shows several in a step."""
     epoch_samples: int = 50_000
+    """Samples of one epoch of the whole data set."""
     weak_share: float = 0.1
+    """Share of the data set that each device trains in a weak scaling log."""
     device_kind: str = ""
+    """GPU of a log that names none, and has no CSV of as many GPUs in the same directory."""
     device_memory: str = ""
+    """Memory of that GPU, such as 8GiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(ImportFacts):
+    """Turn per-epoch CSVs and DeepSpeed step lines into runs. Importing a file again replaces its
+    runs. Facts that a log lacks come from its name (vit_b16_strong_2gpu.csv) and from these flags.
+    """
+
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Log files, or directories of them."""
+    into: Path = Path("results")
+    """Directory of the runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
