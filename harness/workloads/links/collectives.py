@@ -6,10 +6,9 @@ import time
 from dataclasses import dataclass
 
 from harness.domain.cluster import CollectivePoint
-from harness.errors import VerificationError
 from harness.measure.statistics import summarize
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.gather import maximum_over_ranks
+from harness.runtime.ranks.gather import maximum_over_ranks, raise_on_all_ranks
 from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes, format_duration
 from harness.workloads.links.operations import CollectiveTrial, Transport, make_trial, time_trial
@@ -38,9 +37,9 @@ def measure_collective(
     """
     trial = make_trial(operation, n_bytes, transport)
     n = _count_iterations(trial, transport, context.world, budget)
-    _require_everywhere(trial, context.world)
+    raise_on_all_ranks(trial.check, context.world)
     durations = time_trial(trial, transport, n)
-    _require_everywhere(trial, context.world)
+    raise_on_all_ranks(trial.check, context.world)
     for step, duration_s in enumerate(durations):
         context.recorder.sample(
             "collective_s", duration_s, step=step,
@@ -66,33 +65,6 @@ def _count_iterations(
     time_trial(trial, transport, budget.n_warm_up)
     iteration_s = (time.perf_counter_ns() - start_ns) * 1e-9 / budget.n_warm_up
     return budget.count(maximum_over_ranks([iteration_s], world)[0])
-
-
-def _require_everywhere(trial: CollectiveTrial, world: World) -> None:
-    """Check the result on all ranks; raise on all ranks if one is wrong."""
-    failure: VerificationError | None = None
-    try:
-        trial.check()
-    except VerificationError as error:
-        failure = error
-    subject = f"{trial.name} of {format_bytes(trial.n_bytes)} over {trial.transport.name}"
-    raise_everywhere(failure, subject, world)
-
-
-def raise_everywhere(failure: VerificationError | None, subject: str, world: World) -> None:
-    """Raise on all ranks if one failed, because the others would wait; all ranks must call it.
-
-    Args:
-        subject: names the wrong result in the error of ranks without a failure.
-
-    Raises:
-        VerificationError: this rank's failure, or an error that points to another rank.
-    """
-    is_wrong_anywhere = maximum_over_ranks([float(failure is not None)], world)[0] > 0
-    if failure is not None:
-        raise failure
-    if is_wrong_anywhere:
-        raise VerificationError(f"{subject} is wrong on another rank: its message says where")
 
 
 def measure_collectives(

@@ -80,10 +80,11 @@ class TorchTransport:
         dist.all_reduce(data)
 
     def all_gather(self, out: torch.Tensor, data: torch.Tensor) -> None:
-        _all_gather()(out, data)
+        # Newer torch warns about the old name.
+        (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, data)
 
     def reduce_scatter(self, out: torch.Tensor, data: torch.Tensor) -> None:
-        _reduce_scatter()(out, data)
+        (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(out, data)
 
     def broadcast(self, data: torch.Tensor) -> None:
         dist.broadcast(data, 0)
@@ -101,15 +102,6 @@ class TorchTransport:
             work.wait()
 
 
-def _all_gather() -> Callable[..., Any]:
-    """Find the function by its new name; newer torch warns about the old one."""
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _reduce_scatter() -> Callable[..., Any]:
-    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 def pattern(rank: int, n: int, device: torch.device) -> torch.Tensor:
     """A rank's input of a collective: float32, (n,)."""
     return ((torch.arange(n, device=device) + 31 * rank) % _PERIOD).float()
@@ -122,19 +114,10 @@ def _sum_of_patterns(size: int, n: int, device: torch.device) -> torch.Tensor:
     return total
 
 
-class OperationTrial(Protocol):
-    """One operation at one size; `reset` (before `run`) and `check` (after) are not timed."""
-
-    n_bytes: int
-
-    def reset(self) -> None: ...
-    def run(self) -> None: ...
-    def check(self) -> None: ...
-
-
 @dataclass
 class CollectiveTrial:
-    """A collective with its buffers.
+    """A collective at one size with its buffers; `reset` (before `run`) and `check` (after) are not
+    timed.
 
     Attributes:
         n_bytes: S, rounded up to whole elements on every rank.
@@ -149,17 +132,13 @@ class CollectiveTrial:
     source: torch.Tensor
     out: torch.Tensor
     expected: torch.Tensor
-    is_in_place: bool
-    operation: Callable[[], None]
+    run: Callable[[], None]
 
     def reset(self) -> None:
-        if self.is_in_place:
+        if self.name in _IN_PLACE:
             self.out.copy_(self.source)
         else:
             self.out.fill_(-1.0)
-
-    def run(self) -> None:
-        self.operation()
 
     def check(self) -> None:
         """Compare every element.
@@ -183,76 +162,55 @@ def _chunk(whole: torch.Tensor, transport: Transport) -> torch.Tensor:
     return whole.chunk(transport.size)[transport.rank].clone()  # so that `whole` is freed
 
 
-def _make_all_reduce(t: Transport, n: int) -> CollectiveTrial:
-    out = torch.empty(n, device=t.device)
-    expected = _sum_of_patterns(t.size, n, t.device)
-    return _trial("all_reduce", t, n, pattern(t.rank, n, t.device), out, expected,
-                  lambda: t.all_reduce(out), is_in_place=True)  # fmt: skip
+# This rank's input, its output, the correct output, and the operation.
+Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], None]]
 
 
-def _make_all_gather(t: Transport, n: int) -> CollectiveTrial:
+def _all_reduce(t: Transport, n: int) -> Buffers:
+    data, out = pattern(t.rank, n, t.device), torch.empty(n, device=t.device)
+    return data, out, _sum_of_patterns(t.size, n, t.device), lambda: t.all_reduce(out)
+
+
+def _all_gather(t: Transport, n: int) -> Buffers:
     part = n // t.size
     data, out = pattern(t.rank, part, t.device), torch.empty(n, device=t.device)
     expected = torch.cat([pattern(rank, part, t.device) for rank in range(t.size)])
-    return _trial("all_gather", t, n, data, out, expected, lambda: t.all_gather(out, data))
+    return data, out, expected, lambda: t.all_gather(out, data)
 
 
-def _make_reduce_scatter(t: Transport, n: int) -> CollectiveTrial:
+def _reduce_scatter(t: Transport, n: int) -> Buffers:
     data, out = pattern(t.rank, n, t.device), torch.empty(n // t.size, device=t.device)
     expected = _chunk(_sum_of_patterns(t.size, n, t.device), t)
-    return _trial("reduce_scatter", t, n, data, out, expected, lambda: t.reduce_scatter(out, data))
+    return data, out, expected, lambda: t.reduce_scatter(out, data)
 
 
-def _make_broadcast(t: Transport, n: int) -> CollectiveTrial:
+def _broadcast(t: Transport, n: int) -> Buffers:
     out, expected = torch.empty(n, device=t.device), pattern(0, n, t.device)
     source = expected if t.rank == 0 else torch.full_like(expected, -1.0)
-    return _trial("broadcast", t, n, source, out, expected,
-                  lambda: t.broadcast(out), is_in_place=True)  # fmt: skip
+    return source, out, expected, lambda: t.broadcast(out)
 
 
-def _make_all_to_all(t: Transport, n: int) -> CollectiveTrial:
+def _all_to_all(t: Transport, n: int) -> Buffers:
     data, out = pattern(t.rank, n, t.device), torch.empty(n, device=t.device)
     expected = torch.cat([_chunk(pattern(rank, n, t.device), t) for rank in range(t.size)])
-    return _trial("all_to_all", t, n, data, out, expected, lambda: t.all_to_all(out, data))
+    return data, out, expected, lambda: t.all_to_all(out, data)
 
 
-def _make_send_recv(t: Transport, n: int) -> CollectiveTrial:
+def _send_recv(t: Transport, n: int) -> Buffers:
     data, out = pattern(t.rank, n, t.device), torch.empty(n, device=t.device)
     expected = pattern((t.rank - 1) % t.size, n, t.device)
-    return _trial("send_recv", t, n, data, out, expected, lambda: t.ring(out, data))
+    return data, out, expected, lambda: t.ring(out, data)
 
 
-def _trial(
-    name: str,
-    transport: Transport,
-    n: int,
-    source: torch.Tensor,
-    out: torch.Tensor,
-    expected: torch.Tensor,
-    operation: Callable[[], None],
-    *,
-    is_in_place: bool = False,
-) -> CollectiveTrial:
-    return CollectiveTrial(
-        name=name,
-        n_bytes=ELEMENT_BYTES * n,
-        transport=transport,
-        source=source,
-        out=out,
-        expected=expected,
-        is_in_place=is_in_place,
-        operation=operation,
-    )
-
-
-_MAKE: dict[str, Callable[[Transport, int], CollectiveTrial]] = {
-    "all_reduce": _make_all_reduce,
-    "all_gather": _make_all_gather,
-    "reduce_scatter": _make_reduce_scatter,
-    "broadcast": _make_broadcast,
-    "all_to_all": _make_all_to_all,
-    "send_recv": _make_send_recv,
+_MAKE: dict[str, Callable[[Transport, int], Buffers]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_to_all": _all_to_all,
+    "send_recv": _send_recv,
 }
+_IN_PLACE = ("all_reduce", "broadcast")
 OPERATIONS = tuple(_MAKE)
 
 
@@ -263,10 +221,11 @@ def make_trial(operation: str, n_bytes: int, transport: Transport) -> Collective
     """
     quantum = ELEMENT_BYTES * transport.size
     n = max(1, -(-n_bytes // quantum)) * transport.size
-    return _MAKE[operation](transport, n)
+    source, out, expected, run = _MAKE[operation](transport, n)
+    return CollectiveTrial(operation, ELEMENT_BYTES * n, transport, source, out, expected, run)
 
 
-def time_trial(trial: OperationTrial, transport: Transport, n: int) -> list[float]:
+def time_trial(trial: CollectiveTrial, transport: Transport, n: int) -> list[float]:
     """Time n iterations on this rank, in seconds; all ranks must call it.
 
     An untimed barrier precedes each iteration, so that iterations do not overlap. An iteration's

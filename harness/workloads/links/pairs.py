@@ -18,10 +18,10 @@ import torch
 
 from harness.errors import VerificationError
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.gather import maximum_over_ranks
+from harness.runtime.ranks.gather import maximum_over_ranks, raise_on_all_ranks
 from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
-from harness.workloads.links.collectives import Limits, raise_everywhere
+from harness.workloads.links.collectives import Limits
 from harness.workloads.links.operations import ELEMENT_BYTES, Transport, pattern
 
 Pair = tuple[int, int]
@@ -204,16 +204,14 @@ def _measure_everywhere(
     pair: Pair, sizes: list[int], transport: Transport, context: Context, limits: Limits
 ) -> PairTimes | None:
     """Measure on the pair; raise on all ranks if it fails; all ranks must call it."""
-    times: PairTimes | None = None
-    failure: VerificationError | None = None
-    if transport.rank in pair:
-        try:
-            times = _measure_pair(pair, sizes, transport, context, limits)
-        except VerificationError as error:
-            failure = error
-    subject = f"a message from rank {pair[0]} to rank {pair[1]} over {transport.name}"
-    raise_everywhere(failure, subject, context.world)
-    return times
+    times: list[PairTimes | None] = [None]
+
+    def measure() -> None:
+        if transport.rank in pair:
+            times[0] = _measure_pair(pair, sizes, transport, context, limits)
+
+    raise_on_all_ranks(measure, context.world)
+    return times[0]
 
 
 def _left_out(

@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from harness.domain.record import Span
-from harness.errors import ConfigError, VerificationError
+from harness.errors import ConfigError
 from harness.measure.clock import Clock, HostClock
 from harness.measure.derive.spans import covered_s
-from harness.runtime.ranks.gather import gather_numbers
+from harness.runtime.ranks.gather import gather_numbers, raise_on_all_ranks
 from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes
 from harness.workloads.matmul.local import precision_of
-from harness.workloads.matmul.product import ProductDeviation, check_block, torch_dtype
+from harness.workloads.matmul.product import check_block, torch_dtype
 from harness.workloads.matmul.summa import Marks, Summa, split_square
 
 Scaling = Literal["strong", "weak"]
@@ -96,8 +96,7 @@ def measure_point(
             duration_s = part.multiply(repeat) if part else 0.0
             if repeat >= 0:
                 times.append(max(gather_numbers(duration_s, world)))
-    check = part.check() if part else None
-    _require_everywhere(check, point, world)
+    raise_on_all_ranks(part.check if part else lambda: None, world)
     context.flush()
     rate = point.flops / median(times)
     return {
@@ -149,11 +148,19 @@ class _RankPart:
             self._record(repeat, duration_s, compute, communication)
         return duration_s
 
-    def check(self) -> ProductDeviation:
+    def check(self) -> None:
+        """Verify this rank's block.
+
+        Raises:
+            VerificationError: it is wrong.
+        """
         size, n_panels = self._point.size, len(self._summa.panels)
         rows, columns = self._summa.block
-        return check_block(
+        check_block(
             self._summa.c, rows, columns, size, self._dtype, n_accumulations=n_panels
+        ).require(
+            f"rank {self._context.world.rank}'s block of the distributed product of size {size} "
+            f"over {self._point.n_ranks} ranks"
         )
 
     def _spans(self, kind: Literal["compute", "communication"], marks: Marks) -> list[Span]:
@@ -183,16 +190,3 @@ class _RankPart:
             )  # fmt: skip
         for span in (*computing, *moving):
             recorder.add(span)
-
-
-def _require_everywhere(
-    check: ProductDeviation | None, point: DistributedProduct, world: World
-) -> None:
-    """Raise on all ranks if a block is wrong, because the others would wait for the failed one."""
-    is_wrong = check is not None and not check.error <= check.tolerance
-    wrong = [rank for rank, flag in enumerate(gather_numbers(float(is_wrong), world)) if flag]
-    subject = f"the distributed product of size {point.size} over {point.n_ranks} ranks"
-    if check is not None:
-        check.require(f"rank {world.rank}'s block of {subject}")
-    if wrong:
-        raise VerificationError(f"{subject} is wrong on ranks {wrong}: see their messages")

@@ -134,7 +134,7 @@ def test_sizes_are_rounded_up_to_whole_elements_on_every_rank(size):
 def test_only_the_operation_is_timed():
     def work(transport):
         trial = make_trial("all_reduce", 64, transport)
-        run = trial.operation
+        run = trial.run
 
         def slowly():
             run()
@@ -143,7 +143,7 @@ def test_only_the_operation_is_timed():
         def barrier():
             transport.clock.advance(100.0)
 
-        trial.operation, transport.barrier = slowly, barrier
+        trial.run, transport.barrier = slowly, barrier
         return time_trial(trial, transport, 3)
 
     assert on_ranks(2, work) == [[0.5, 0.5, 0.5]] * 2
