@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from harness.measure.statistics import CONFIDENCE, Summary
+from harness.measure.store import Run
 from harness.units import format_duration
 
 
@@ -21,6 +22,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = _align([header, *rows], is_number)
     lines.insert(1, "-" * max(len(line) for line in lines))
     return lines
+
+
+def run_texts(runs: Sequence[Run], parts: Callable[[Run], Iterable[str]]) -> str:
+    """The parts of each run that are not empty, one after another; a line for a failed run."""
+    found: list[str] = []
+    for run in runs:
+        header = run.header
+        if header.status == "ok":
+            found += filter(None, parts(run))
+        else:
+            found.append(f"{header.config.get('model', header.run_id)}: {header.ending}")
+    return "\n\n".join(found)
 
 
 def _align(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:

@@ -14,18 +14,16 @@ from harness.measure.derive import (
     overhead_table,
 )
 from harness.measure.store import Run
-from harness.measure.text import columns
+from harness.measure.text import columns, run_texts
 from harness.units import format_bandwidth, format_bytes, format_duration
 
 
 def links_text(runs: list[Run]) -> str:
     """Return the tables of every run, one after another."""
-    return "\n\n".join(part for run in runs for part in _parts(run) if part)
+    return run_texts(runs, _parts)
 
 
 def _parts(run: Run) -> list[str]:
-    if run.header.status != "ok":
-        return [f"{run.header.run_id}: {run.header.ending}"]
     left_out = run.header.texts("left_out")
     return [
         *(_matrix(matrix) for matrix in link_matrices(run)),

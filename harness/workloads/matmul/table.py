@@ -16,18 +16,16 @@ from harness.measure.derive import (
     summa_table,
 )
 from harness.measure.store import Run
-from harness.measure.text import columns
+from harness.measure.text import columns, run_texts
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
 
 
 def matmul_text(runs: list[Run]) -> str:
     """Return the tables of every run, one after another."""
-    return "\n\n".join(part for run in runs for part in _parts(run) if part)
+    return run_texts(runs, _parts)
 
 
 def _parts(run: Run) -> list[str]:
-    if run.header.status != "ok":
-        return [f"{run.header.run_id}: {run.header.ending}"]
     summa = summa_table(run)
     warnings = "\n".join(low_peak_warnings(summa))
     return [_devices(run), _memory(run), _skipped(run), _distributed(summa), warnings]

@@ -10,7 +10,7 @@ from harness.domain.record import Sample
 from harness.domain.sharding import has_tasks
 from harness.errors import GraphError
 from harness.measure.store import Run
-from harness.measure.text import columns
+from harness.measure.text import columns, run_texts
 from harness.plan.fit import OperatorTime, OperatorTimes
 from harness.units import format_bytes, format_duration
 from harness.workloads.profile.store import fit_errors
@@ -23,22 +23,18 @@ _FAITHFUL = (0.8, 1.25)
 def profile_text(runs: list[Run]) -> str:
     """Return three tables for each run that wrote a profile, and a line for each run that did not
     or whose files are missing."""
-    return "\n\n".join(_run_text(run) for run in runs)
+    return run_texts(runs, _parts)
 
 
-def _run_text(run: Run) -> str:
-    header = run.header
-    if header.status != "ok":
-        return f"{header.config.get('model')}: {header.ending}"
+def _parts(run: Run) -> list[str]:
     try:
         profile = Profile.load(_file_of(run, "profile"))
         graph = Graph.load(_file_of(run, "graph"))
     except GraphError as error:
-        return f"{header.config.get('model')}: {error}"
+        return [f"{run.header.config.get('model')}: {error}"]
     if not profile.measurements:
-        return _skipped(run)
-    parts = [_sums(profile, graph), _heaviest(profile, graph), _skipped(run), _files(run, graph)]
-    return "\n\n".join(part for part in parts if part)
+        return [_skipped(run)]
+    return [_sums(profile, graph), _heaviest(profile, graph), _skipped(run), _files(run, graph)]
 
 
 def _file_of(run: Run, key: str) -> Path:

@@ -14,6 +14,7 @@ import msgspec
 
 from harness.domain.prediction import STRATEGY_FILE, Prediction
 from harness.measure.store import Run
+from harness.measure.text import run_texts
 from harness.plan import builders
 from harness.plan.portfolio import Searched, search_portfolio
 from harness.plan.report import result_lines
@@ -110,15 +111,11 @@ def run_search(config: SearchConfig, context: Context) -> dict[str, Any]:
 
 def search_text(runs: list[Run]) -> str:
     """Return each search's plan with its explanation, or a line if it failed."""
-    return "\n\n".join(_run_text(run) for run in runs)
+    return run_texts(runs, _parts)
 
 
-def _run_text(run: Run) -> str:
-    header = run.header
-    if header.status != "ok":
-        return f"{header.config.get('model')}: {header.ending}"
-    lines = header.texts("text")
-    return "\n".join([*lines, f"train it with: {_training_command(run)}"])
+def _parts(run: Run) -> list[str]:
+    return ["\n".join([*run.header.texts("text"), f"train it with: {_training_command(run)}"])]
 
 
 def _training_command(run: Run) -> str:
