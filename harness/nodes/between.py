@@ -62,13 +62,12 @@ async def connect_pairs(
     Args:
         new: hosts of which each tested pair includes at least one.
     """
-    silent: dict[str, str] = {}
     connections: dict[tuple[str, str], Connection] = {}
     limit_s = round(3 * timeout_s)
     agents = await asyncio.gather(
         *(session.start("connect.py", pythons=pythons, limit_s=limit_s) for session in sessions)
     )
-    ports = await _gather(agents, timeout_s, silent)
+    ports, silent = await _gather_outputs(_messages(agents), timeout_s)
     listening = [agent for agent in agents if agent.host in ports]
     for agent in listening:
         others = [
@@ -78,7 +77,7 @@ async def connect_pairs(
         ]
         peers = [[peer.host, ports[peer.host]["port"]] for peer in others]
         await agent.send({"name": agent.host, "timeout_s": timeout_s / 2, "peers": peers})
-    results = await _gather(listening, timeout_s, silent)
+    results, fallen_silent = await _gather_outputs(_messages(listening), timeout_s)
     await asyncio.gather(*(agent.finish() for agent in agents))
     for source, result in results.items():
         for name, outcome in result["peers"].items():
@@ -87,26 +86,7 @@ async def connect_pairs(
                 error=str(outcome.get("error", "")),
                 detail=str(outcome.get("detail", outcome.get("address", ""))),
             )
-    return Pairs(connections=connections, silent=silent)
-
-
-async def _gather(
-    agents: Sequence[Agent], timeout_s: float, silent: dict[str, str]
-) -> dict[str, dict[str, Any]]:
-    """Receive one message from each agent, by host; adds the others to `silent`."""
-
-    async def listen(agent: Agent) -> dict[str, Any] | None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await agent.receive()
-        except TimeoutError:
-            silent[agent.host] = f"no answer in {timeout_s:g} s"
-        except AgentError as error:
-            silent[agent.host] = str(error)
-        return None
-
-    messages = await asyncio.gather(*(listen(agent) for agent in agents))
-    return {a.host: m for a, m in zip(agents, messages, strict=True) if m is not None}
+    return Pairs(connections=connections, silent=silent | fallen_silent)
 
 
 T = TypeVar("T")
