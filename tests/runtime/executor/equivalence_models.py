@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from equivalence_constructs import CONSTRUCTS
 from equivalence_operators import OPERATORS
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -379,7 +378,7 @@ TEXT_MODELS: dict[str, SmallModel] = {
 OTHER_MODELS |= TEXT_MODELS
 OTHER_MODELS |= {
     name: SmallModel(build=lambda make=make: _classifier(make(), 10))
-    for name, make in {**CONSTRUCTS, **OPERATORS}.items()
+    for name, make in OPERATORS.items()
 }
 _ALL = {**SMALL_MODELS, **DEEP_MODELS, **OTHER_MODELS}
 
@@ -418,12 +417,18 @@ def small_task(
 ) -> Task:
     """Build a task, its weights drawn from `seed`; equal in every process."""
     torch.manual_seed(seed)
-    task = _ALL[name].build()
+    task = _ALL[name].build() if name in _ALL else _of_zoo(name)
     with torch.no_grad():
         _draw_weights(task.model)
     if not has_dropout:
         _without_dropout(task.model)
     return _as_dtype(task, dtype)
+
+
+def _of_zoo(name: str) -> Task:
+    from zoo import ZOO  # which imports this module
+
+    return _classifier(ZOO[name].build(), *ZOO[name].shape)
 
 
 def min_microbatch(name: str) -> int:

@@ -150,8 +150,42 @@ class PlainTensorHook(Net):
         return torch.tanh(y)
 
 
-def _scaled(module: nn.Module, given: Any, taken: Any) -> tuple[Tensor, ...]:
-    return tuple(0.5 * gradient for gradient in given)
+class HookedWeights(Net):
+    """Hooks on a weight that is used twice, one of them with a state, and on one that is never
+    used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_calls = 0
+        self.never = nn.Parameter(torch.ones(3))
+        self.second.weight.register_hook(self._grown)
+        self.second.weight.register_hook(lambda gradient: gradient / gradient.norm())
+        self.second.bias.register_hook(lambda gradient: None)
+        self.never.register_hook(lambda gradient: gradient * float("nan"))
+
+    def _grown(self, gradient: Tensor) -> Tensor:
+        self.n_calls += 1
+        return gradient * self.n_calls
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(self.second(x)))
+
+
+class HookedModule(Net):
+    """A hook on a container, which sees the gradients of a whole batch and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.n_calls = 0
+        self.body.register_full_backward_hook(self._shrunk)
+
+    def _shrunk(self, module: nn.Module, given: Any, taken: Any) -> tuple[Tensor, ...]:
+        self.n_calls += 1
+        return tuple(gradient / (given[0].norm() + self.n_calls) for gradient in given)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.second(x)
 
 
 def _hooked(hook: Callable[[Net], object]) -> Callable[[], nn.Module]:
@@ -161,10 +195,6 @@ def _hooked(hook: Callable[[Net], object]) -> Callable[[], nn.Module]:
         return net
 
     return build
-
-
-def _parameter_hook(net: Net) -> None:
-    net.second.weight.register_hook(lambda gradient: 0.5 * gradient)
 
 
 def _clamp_hook(net: Net) -> None:
@@ -182,10 +212,6 @@ def _accumulate_hook(net: Net) -> None:
         parameter.grad.mul_(0.5)
 
     net.second.weight.register_post_accumulate_grad_hook(halve)
-
-
-def _backward_hook(net: Net) -> None:
-    net.second.register_full_backward_hook(_scaled)
 
 
 def _container_backward_hook(net: Net) -> None:
@@ -227,11 +253,11 @@ CONTEXTS: dict[str, ZooModel] = {
     "surrogate": ZooModel(build=SurrogateTrick),
     "tensor_hook": ZooModel(build=TensorHook),
     "plain_tensor_hook": ZooModel(build=PlainTensorHook),
-    "parameter_hook": ZooModel(build=_hooked(_parameter_hook)),
+    "hooked_weights": ZooModel(build=HookedWeights),
     "parameter_clamp_hook": ZooModel(build=_hooked(_clamp_hook)),
     "parameter_mask_hook": ZooModel(build=_hooked(_mask_hook)),
     "accumulate_hook": ZooModel(build=_hooked(_accumulate_hook)),
-    "backward_hook": ZooModel(build=_hooked(_backward_hook)),
+    "hooked_module": ZooModel(build=HookedModule),
     "container_backward_hook": ZooModel(build=_hooked(_container_backward_hook)),
     "forward_hook": ZooModel(build=_hooked(_forward_hook)),
     "container_forward_hook": ZooModel(build=_hooked(_container_forward_hook)),
