@@ -2,7 +2,7 @@
 # Run the tests. Usage: bash setup/test.sh [PYTEST ARGUMENTS]
 # Installs if needed. Runs all tests that this machine supports: virtual clusters as root, GPU tests
 # with a GPU. Prints which tests are left out and why (slow ones: -m slow). Ends with pytest's
-# summary. Without arguments, tests that need no virtual cluster run in several processes.
+# summary. Without arguments, tests that need not be alone run in several processes.
 set -euo pipefail
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -35,10 +35,10 @@ export PATH=$root/.venv/bin:$PATH
 if (($#)); then exec python -m pytest -m "$markers" "$@"; fi
 status=0
 if [[ $markers != *cluster* ]]; then
-    # Virtual clusters bound times of processes and links, so nothing else runs beside them.
-    python -m pytest -m "$markers and cluster" --durations=10 || status=$?
-    markers+=' and not cluster'
+    # They bound times of processes and links, so nothing else runs beside them.
+    python -m pytest -m "$markers and alone" --durations=10 || status=$?
 fi
+markers+=' and not alone'
 # One more worker than cores, because many tests wait.
 workers=$(($(nproc) < 8 ? $(nproc) + 1 : 8))
 python -m pytest -m "$markers" --durations=10 -n "$workers" --dist loadfile \

@@ -15,7 +15,7 @@ import pytest
 from harness.nodes.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 TIMEOUT_S = 25  # several times what five healthy nodes take, also on a busy machine
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from harness.virtual import limits
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.timeout(120)]
 
 MIB = 2**20
 
