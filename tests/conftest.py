@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Tests of several packages share modules beside this one.
+sys.path.insert(0, str(Path(__file__).parent))
 # Several tests and their ranks share the cores; threads of one would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import msgspec
+from made_runs import header_of
 
-from harness.domain.cluster import Cluster
-from harness.domain.run import RankInfo, RunHeader, device_names
-
-CLUSTER = Cluster.uniform(1, 1, inside_bytes_per_s=1e9, memory_bytes=2**30)
+from harness.domain.run import RankInfo, device_names
 
 
 def test_devices_are_named_by_host_and_place_on_it() -> None:
@@ -20,9 +18,6 @@ def test_devices_are_named_by_host_and_place_on_it() -> None:
 
 
 def test_an_ending_is_one_line() -> None:
-    header = RunHeader(
-        run_id="a", workload="train", key="k", repeat=0, argv=[], config={}, cluster=CLUSTER,
-        ranks=[], versions={}, commit="c", start_utc="",
-    )  # fmt: skip
+    header = header_of()
     traced = msgspec.structs.replace(header, status="crash", reason="rank 0 (a): no\nTraceback")
     assert (traced.ending, header.ending) == ("crash: rank 0 (a): no", "running")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from made_runs import header_of
+
 from harness.cases import Case, PlannedRun, remaining_repeats
-from harness.domain.cluster import Cluster
 from harness.domain.run import RunHeader
 from harness.workloads.common.contract import Workload
 
@@ -19,11 +20,7 @@ def planned(key: str, repeat: int) -> PlannedRun:
 
 
 def header(key: str, repeat: int) -> RunHeader:
-    cluster = Cluster.uniform(1, 1, inside_bytes_per_s=1e9, memory_bytes=2**30)
-    return RunHeader(
-        run_id="run", workload="case", key=key, repeat=repeat, argv=[], config={}, cluster=cluster,
-        ranks=[], versions={}, commit="", start_utc="",
-    )  # fmt: skip
+    return header_of(workload="case", key=key, repeat=repeat)
 
 
 def test_repeats_are_counted_from_0_where_nothing_is_done() -> None:

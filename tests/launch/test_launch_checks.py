@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from made_runs import world_of
 
 from harness.cases import Case
 from harness.launch import Launcher
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.rendezvous import Meeting
-from harness.runtime.ranks.world import World
 from harness.workloads.common.contract import Workload
 from harness.workloads.common.run_flags import RunOptions
 
@@ -33,15 +32,14 @@ class Answers:
 
 
 def launcher(rank: int, results: Path) -> Launcher:
-    world = World(
-        rank=rank, size=2, local_rank=0, local_size=1, hostname=f"node{rank}",
-        hostnames=["node0", "node1"], device=torch.device("cpu"), device_kind="cpu",
-        backend="gloo", backend_reason="a test", interface="lo", n_cores=1, n_threads=1,
-        memory_bytes=1 << 30,
-    )  # fmt: skip
     control: Any = Answers(rank)
     meeting = Meeting(
-        world=world, control=control, channel=Channel(None), address="", port=0, facts=[]
+        world=world_of(rank, 2),
+        control=control,
+        channel=Channel(None),
+        address="",
+        port=0,
+        facts=[],
     )
     return Launcher(meeting, RunOptions(results=results), [])
 

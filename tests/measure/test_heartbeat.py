@@ -11,19 +11,14 @@ import time
 
 import msgspec
 import pytest
+from made_runs import header_of
 
 from harness.cases import finished_repeats
-from harness.domain.cluster import Cluster, Device, Node
-from harness.domain.run import RunHeader
 from harness.measure import heartbeat
 from harness.measure.heartbeat import HEARTBEAT_FILE, Heartbeat, find_dead_writer
 from harness.measure.store import read_header, read_results, write_header
 
-NODE = Node(name="a", devices=[Device(name="a:0", kind="a CPU", memory_bytes=1)])
-HEADER = RunHeader(
-    run_id="run", workload="train", key="k", repeat=0, argv=[], config={}, ranks=[],
-    cluster=Cluster(nodes=[NODE]), versions={}, commit="", start_utc="2026-01-01T00:00:00+00:00",
-)  # fmt: skip
+HEADER = header_of()
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import os
 
 import msgspec
 import pytest
+from made_runs import header_of
 
 from harness.domain.cluster import Cluster
 from harness.domain.record import Sample, Span
-from harness.domain.run import RunHeader
 from harness.errors import ResultsError
 from harness.measure.store import (
     RecordWriter,
@@ -21,19 +21,7 @@ from harness.measure.store import (
 )
 
 CLUSTER = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=2**30)
-HEADER = RunHeader(
-    run_id="a",
-    workload="train",
-    key="k",
-    repeat=0,
-    argv=[],
-    config={"model": "lenet"},
-    cluster=CLUSTER,
-    ranks=[],
-    versions={"torch": "2"},
-    commit="c",
-    start_utc="2026-01-01T00:00:00+00:00",
-)
+HEADER = header_of([], cluster=CLUSTER, run_id="a", config={"model": "lenet"})
 SPAN = Span(kind="forward", start_s=1.0, duration_s=0.5, step=3)
 SAMPLE = Sample(metric="loss", value=2.5, labels={"part": "x"}, step=3)
 

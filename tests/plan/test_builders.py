@@ -1,8 +1,9 @@
 """Linear operators in a row are cut in pairs, with one sum for each."""
 
+from made_graphs import profile_of
+
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import OperatorPlan, validate
 from harness.plan import builders
 from harness.plan.search.space import Space
@@ -33,13 +34,7 @@ def mlp(n_linears=4, batch=8):
 
 
 def simulator_of(graph, cluster):
-    points = [
-        Measurement(
-            device_kind="device", operator=o.name, shape=o.shape, forward_s=1.0, backward_s=2.0
-        )
-        for o in graph.operators[1:]
-    ]
-    return Simulator(graph, Profile(model=graph.name, measurements=points), cluster)
+    return Simulator(graph, profile_of(graph), cluster)
 
 
 CLUSTER = Cluster.uniform(1, 4, inside_bytes_per_s=1e3, memory_bytes=10**9)

@@ -1,10 +1,10 @@
 """A step of asynchronous training, worked out by hand."""
 
 import pytest
+from made_graphs import profile_of
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.measure.derive.spans import spans_by_step
 from harness.plan.simulate.options import SimulatorOptions
@@ -32,17 +32,7 @@ def run(n_microbatches, plans, *, n_devices=2, bandwidth=1e30, **options):
         batch=8,
         operators=[linear("x", [], 0), linear("a", ["x"], 10), linear("b", ["a"], 20)],
     )
-    profile = Profile(
-        model=graph.name,
-        measurements=[
-            Measurement(
-                device_kind="device", operator=op.name, shape=shape, forward_s=f, backward_s=b
-            )
-            for op in graph.operators[1:]
-            for shape in [op.shape]
-            for f, b in [SECONDS[op.name]]
-        ],
-    )
+    profile = profile_of(graph, SECONDS)
     cluster = Cluster.uniform(1, n_devices, inside_bytes_per_s=bandwidth, memory_bytes=10**6)
     strategy = Strategy(
         name="s",

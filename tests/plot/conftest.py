@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from made_runs import cluster_of, header_of
 
-from harness.domain.cluster import Cluster, Device, Link, Node
+from harness.domain.cluster import Cluster, Link
 from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Measurement, Profile
 from harness.domain.record import Record, Sample, Span
-from harness.domain.run import RankInfo, RunHeader, run_key
+from harness.domain.run import RunHeader, run_key
 from harness.domain.strategy import Strategy
 from harness.measure.store import RecordWriter, write_header
 from harness.plan import builders
@@ -33,47 +34,19 @@ PEAK = 1.6e13
 
 
 def make_cluster(n: int, nic_bytes_per_s: float | None = NIC, kind: str = GPU) -> Cluster:
-    nodes = [
-        Node(
-            name=f"tesla{i}",
-            devices=[Device(name=f"tesla{i}:0", kind=kind, memory_bytes=8 * 2**30)],
-            nic_bytes_per_s=nic_bytes_per_s,
-        )
-        for i in range(n)
-    ]
-    return Cluster(nodes=nodes)
+    hosts = [f"tesla{i}" for i in range(n)]
+    return cluster_of(hosts, kind=kind, nic_bytes_per_s=nic_bytes_per_s)
 
 
 def make_header(workload: str, config: dict[str, Any], cluster: Cluster, **more: Any) -> RunHeader:
-    ranks = [
-        RankInfo(
-            rank=i,
-            hostname=node.name,
-            device="cuda:0",
-            device_kind=node.devices[0].kind,
-            n_cores=8,
-            memory_bytes=node.devices[0].memory_bytes,
-            interface="eth0",
-            peak_flops_per_s={"fp32": 2.03e13},
-        )
-        for i, node in enumerate(cluster.nodes)
-    ]
-    values: dict[str, Any] = {
-        "workload": workload,
-        "key": run_key(workload, config, cluster),
-        "repeat": 0,
-        "argv": ["entry.sh", workload],
-        "config": config,
-        "cluster": cluster,
-        "ranks": ranks,
-        "versions": {"torch": "2.13.0"},
-        "commit": "0123456789abcdef",
-        "start_utc": "2026-01-01T00:00:00Z",
-        "status": "ok",
-        "backend": "nccl",
-        "duration_s": 12.0,
-    }
-    return RunHeader(**(values | more))
+    values = {
+        "workload": workload, "key": run_key(workload, config, cluster),
+        "argv": ["entry.sh", workload], "config": config, "versions": {"torch": "2.13.0"},
+        "commit": "0123456789abcdef", "status": "ok", "backend": "nccl", "duration_s": 12.0,
+    }  # fmt: skip
+    info = {"n_cores": 8, "interface": "eth0", "peak_flops_per_s": {"fp32": 2.03e13}}
+    hosts = [node.name for node in cluster.nodes]
+    return header_of(hosts, cluster=cluster, info=info, **(values | more))
 
 
 def write_run(root: Path, header: RunHeader, records: dict[int, list[Record]]) -> Path:

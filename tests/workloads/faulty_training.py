@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 import torch
+from made_runs import header_of
 from torch import fx, nn
 
 from harness.cases import Case, describe_cluster
 from harness.domain.cluster import CLUSTER_FILE, Cluster, Link
 from harness.domain.profile import OptimizerTime
-from harness.domain.run import RunHeader
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.launch import Launcher
 from harness.measure.store import write_header
@@ -107,9 +107,9 @@ def case_of(word):
 
 def header(cluster, run_id, config):
     workload = run_id.split("-")[1]
-    return RunHeader(
-        run_id=run_id, workload=workload, key="", repeat=0, argv=[], config=config,
-        cluster=cluster, ranks=[], versions={}, commit="", start_utc="2026", status="ok",
+    return header_of(
+        [], cluster=cluster, run_id=run_id, workload=workload, key="", config=config,
+        start_utc="2026", status="ok",
     )  # fmt: skip
 
 

@@ -14,73 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from made_runs import local_header, world_of
 
-from harness.domain.cluster import Cluster, Device, Node
-from harness.domain.run import RankInfo, RunHeader
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter, Results, Run, read_run, write_header
 from harness.runtime.devices.sampling import clock_for
-from harness.runtime.ranks.world import Context, Progress, World
+from harness.runtime.ranks.world import Context, Progress
 from harness.workloads import WORKLOADS, workload_module
-
-
-def local_world(rank: int, size: int, device: str = "cpu") -> World:
-    return World(
-        rank=rank,
-        size=size,
-        local_rank=rank,
-        local_size=size,
-        hostname=f"node{rank}",
-        hostnames=[f"node{i}" for i in range(size)],
-        device=torch.device(device),
-        device_kind="test device",
-        backend="gloo",
-        backend_reason="a test",
-        interface="lo",
-        n_cores=1,
-        n_threads=1,
-        memory_bytes=4 << 30,
-    )
-
-
-def header_of(hostnames: list[str]) -> RunHeader:
-    """The header of a run with one rank for each name."""
-    nodes = [
-        Node(
-            name=host,
-            devices=[
-                Device(name=f"{host}:{i}", kind="test device", memory_bytes=4 << 30)
-                for i in range(hostnames.count(host))
-            ],
-        )
-        for host in dict.fromkeys(hostnames)
-    ]
-    ranks = [
-        RankInfo(
-            rank=rank,
-            hostname=host,
-            device="cpu",
-            device_kind="test device",
-            n_cores=1,
-            memory_bytes=4 << 30,
-        )
-        for rank, host in enumerate(hostnames)
-    ]
-    return RunHeader(
-        run_id="run",
-        workload="test",
-        key="key",
-        repeat=0,
-        argv=[],
-        config={},
-        cluster=Cluster(nodes=nodes),
-        ranks=ranks,
-        versions={},
-        commit="",
-        start_utc="2026-01-01T00:00:00.000+00:00",
-        status="ok",
-        backend="gloo",
-    )
 
 
 def _rank(
@@ -91,7 +31,7 @@ def _rank(
     store = dist.FileStore(f"{directory}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     run_dir = Path(directory) / "run"
-    world = local_world(rank, size)
+    world = world_of(rank, size)
     recorder = Recorder(clock_for(world.device))
     writer = RecordWriter(run_dir, rank)
     context = Context(
@@ -121,7 +61,7 @@ def run_on_ranks(
         beside: fills the directory of results before the run.
     """
     with tempfile.TemporaryDirectory() as directory:
-        write_header(Path(directory) / "run", header_of([f"node{i}" for i in range(size)]))
+        write_header(Path(directory) / "run", local_header([f"node{i}" for i in range(size)]))
         beside(Path(directory))
         # Forks of a server that has imported torch: seconds less than a fresh interpreter each.
         context = multiprocessing.get_context("forkserver")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from local_ranks import header_of
+from made_runs import local_header
 
 from harness.domain.cluster import CLUSTER_FILE, Cluster
 from harness.domain.profile import OptimizerTime
@@ -21,7 +21,7 @@ RATES = DeviceRates(flops_per_s=2e10, memory_bytes_per_s=5e9)
 
 def launched_cluster(size: int) -> Cluster:
     """As a launch describes the ranks of a test."""
-    return header_of([f"node{i}" for i in range(size)]).cluster
+    return local_header([f"node{i}" for i in range(size)]).cluster
 
 
 def measured_cluster(size: int) -> Cluster:
@@ -33,7 +33,7 @@ def measured_cluster(size: int) -> Cluster:
 
 def write_links(results: Path, size: int, *, start_utc: str = "", rate: float = 1.0) -> Path:
     """A finished links run over so many ranks; its directory."""
-    header = header_of([f"node{i}" for i in range(size)])
+    header = local_header([f"node{i}" for i in range(size)])
     path = results / f"run{start_utc}-links-{size}"
     told = {"run_id": path.name, "workload": "links", "start_utc": start_utc or header.start_utc}
     write_header(path, msgspec.structs.replace(header, **told))
@@ -70,6 +70,6 @@ def write_profile(
             ],
         ).to_json()
     )
-    header = header_of([f"node{i}" for i in range(size)])
+    header = local_header([f"node{i}" for i in range(size)])
     told = {"run_id": "run-profile-0", "workload": "profile", "config": config_json(config)}
     write_header(results / "run-profile-0", msgspec.structs.replace(header, **told))

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
+from made_runs import run_of
 
-from harness.domain.cluster import Cluster
 from harness.domain.record import Sample
-from harness.domain.run import RankInfo, RunHeader, Status
+from harness.domain.run import Status
 from harness.measure.derive import stolen_shares, stolen_warnings, unpublished_peaks
 from harness.measure.store import Run
 
 
 def disturbed(run_id: str, *shares: float, status: Status = "ok") -> Run:
     """A run of one rank on each of hosts a and b, of whose time these shares were stolen."""
-    header = RunHeader(
-        run_id=run_id, workload="train", key="key", repeat=0, argv=[], config={},
-        cluster=Cluster.uniform(2, 1, inside_bytes_per_s=1.0, memory_bytes=1),
-        ranks=[
-            RankInfo(rank=rank, hostname="ab"[rank], device="cpu", device_kind="CPU", n_cores=1,
-                     memory_bytes=1)
-            for rank in range(len(shares))
-        ],
-        versions={}, commit="", start_utc="2026-01-01T00:00:00Z", status=status,
-    )  # fmt: skip
-    ranks = {
-        rank: [Sample(metric="cpu_stolen_share", value=share)] for rank, share in enumerate(shares)
-    }
-    return Run(path=Path(run_id), header=header, ranks=ranks)
+    samples = [[Sample(metric="cpu_stolen_share", value=share)] for share in shares]
+    info = {"device": "cpu", "device_kind": "CPU"}
+    return run_of(*samples, hosts="ab", run_id=run_id, info=info, status=status)
 
 
 def test_each_host_has_its_share() -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+from made_runs import run_of
 
-from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.record import Record, Span, SpanKind
-from harness.domain.run import RunHeader
 from harness.measure.derive import pipeline_summary
 from harness.measure.derive.pipeline import pass_of
-from harness.measure.store import Run
 
 
 def at(stage: int, microbatch: int, **fields: Any) -> dict[str, Any]:
@@ -53,29 +50,8 @@ def spans(layout: list[Any], *, n_steps: int = 1) -> list[Record]:
     ]
 
 
-def make_run(*ranks: list[Record]) -> Run:
-    nodes = [
-        Node(name=f"node{r}", devices=[Device(name=f"node{r}:0", kind="cpu", memory_bytes=2**30)])
-        for r in range(len(ranks))
-    ]
-    header = RunHeader(
-        run_id="run",
-        workload="train",
-        key="key",
-        repeat=0,
-        argv=[],
-        config={},
-        cluster=Cluster(nodes=nodes),
-        ranks=[],
-        versions={},
-        commit="",
-        start_utc="2026-01-01T00:00:00Z",
-    )
-    return Run(path=Path("run"), header=header, ranks=dict(enumerate(ranks)))
-
-
 def test_bubble_is_the_idle_share_of_the_step_over_ranks() -> None:
-    summary = pipeline_summary(make_run(spans(RANK0, n_steps=2), spans(RANK1, n_steps=2)))
+    summary = pipeline_summary(run_of(spans(RANK0, n_steps=2), spans(RANK1, n_steps=2)))
     assert summary is not None
     assert summary.bubble_by_rank == {0: pytest.approx(0.3), 1: pytest.approx(0.3)}
     assert summary.bubble.median == pytest.approx(0.3)
@@ -84,7 +60,7 @@ def test_bubble_is_the_idle_share_of_the_step_over_ranks() -> None:
 
 
 def test_stage_times_are_those_of_one_microbatch() -> None:
-    summary = pipeline_summary(make_run(spans(RANK0), spans(RANK1)))
+    summary = pipeline_summary(run_of(spans(RANK0), spans(RANK1)))
     assert summary is not None
     assert [stage.ranks for stage in summary.stages] == [(0,), (1,)]
     assert [(stage.forward_s, stage.backward_s) for stage in summary.stages] == [(1, 2), (1, 2)]
@@ -99,7 +75,7 @@ def test_a_wait_inside_a_pass_is_idle_and_no_time_of_the_stage() -> None:
         ("backward", at(0, 0), 4, 10),
         ("communication", {"name": "bucket0"}, 5, 9),  # beside backward: no wait
     ]
-    summary = pipeline_summary(make_run(spans(inside), spans(RANK1)))
+    summary = pipeline_summary(run_of(spans(inside), spans(RANK1)))
     assert summary is not None
     assert summary.bubble_by_rank[0] == pytest.approx(0.2)
     assert summary.stages[0].forward_s == 2
@@ -114,7 +90,7 @@ def test_weight_passes_are_backward_and_recomputation_is_computing() -> None:
         ("backward", at(0, 0), 4, 6),
         ("backward", at(0, 0, pass_="weights"), 6, 9),
     ]
-    summary = pipeline_summary(make_run(spans(own), spans(RANK1)))
+    summary = pipeline_summary(run_of(spans(own), spans(RANK1)))
     assert summary is not None
     stage = summary.stages[0]
     assert (stage.forward_s, stage.recompute_s, stage.backward_s) == (1, 1, 5)
@@ -123,7 +99,7 @@ def test_weight_passes_are_backward_and_recomputation_is_computing() -> None:
 
 def test_the_slowest_replica_stands_for_its_stage() -> None:
     slow = [("step", {}, 0, 10), ("forward", at(0, 0), 0, 3), ("backward", at(0, 0), 3, 9)]
-    summary = pipeline_summary(make_run(spans(RANK0), spans(RANK1), spans(slow)))
+    summary = pipeline_summary(run_of(spans(RANK0), spans(RANK1), spans(slow)))
     assert summary is not None
     assert summary.stages[0].ranks == (0, 2)
     assert (summary.stages[0].forward_s, summary.stages[0].backward_s) == (3, 6)
@@ -131,14 +107,14 @@ def test_the_slowest_replica_stands_for_its_stage() -> None:
 
 def test_steps_that_a_rank_never_ended_are_left_out() -> None:
     unfinished = spans([line for line in RANK1 if line[0] != "step"], n_steps=2)[-6:]
-    summary = pipeline_summary(make_run(spans(RANK0, n_steps=2), [*spans(RANK1), *unfinished]))
+    summary = pipeline_summary(run_of(spans(RANK0, n_steps=2), [*spans(RANK1), *unfinished]))
     assert summary is not None
     assert summary.bubble.n == 1
 
 
 def test_one_stage_is_no_pipeline() -> None:
-    assert pipeline_summary(make_run(spans(RANK0))) is None
-    assert pipeline_summary(make_run([])) is None
+    assert pipeline_summary(run_of(spans(RANK0))) is None
+    assert pipeline_summary(run_of([])) is None
 
 
 def test_a_pass_is_the_kind_unless_the_span_says_more() -> None:

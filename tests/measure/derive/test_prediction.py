@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_runs import run_of
 from scipy.stats import spearmanr
 
 from harness.domain.cluster import Cluster
@@ -16,7 +17,6 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Measurement, Profile
 from harness.domain.record import Record, Sample, Span, SpanFields, SpanKind
-from harness.domain.run import RankInfo, RunHeader
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import ResultsError, StrategyError
 from harness.measure.derive import (
@@ -29,7 +29,6 @@ from harness.measure.derive import (
     read_strategy,
 )
 from harness.measure.derive.prediction import middle_steps
-from harness.measure.store import Run
 from harness.plan.simulate.report import spans as simulated_spans
 from harness.plan.simulate.simulator import Simulator
 
@@ -91,30 +90,6 @@ def simulated(*, recompute: bool = False) -> tuple[Strategy, Prediction]:
     return strategy, prediction
 
 
-def make_run(ranks: list[list[Record]], status: Any = "ok", hosts: tuple[str, ...] = ()) -> Run:
-    hosts = hosts or tuple(f"node{rank}" for rank in range(len(ranks)))
-    header = RunHeader(
-        run_id="run",
-        workload="train",
-        key="key",
-        repeat=0,
-        argv=[],
-        config={},
-        cluster=Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=10**6),
-        ranks=[
-            RankInfo(
-                rank=rank, hostname=host, device="cpu", device_kind="cpu", n_cores=1, memory_bytes=1
-            )
-            for rank, host in enumerate(hosts)
-        ],
-        versions={},
-        commit="",
-        start_utc="",
-        status=status,
-    )
-    return Run(path=Path("run"), header=header, ranks=dict(enumerate(ranks)))
-
-
 def step(number: int, stretch: float) -> list[Record]:
     """data 0-1, forward 1-4 with a wait 2-3 in it, backward 4-8, bucket 6-10, optimizer 10-11,
     end 12."""
@@ -142,7 +117,7 @@ def step(number: int, stretch: float) -> list[Record]:
 def test_error_is_predicted_over_the_median_measured_step() -> None:
     _, prediction = simulated()
     records = [record for n, stretch in enumerate((1, 2, 50)) for record in step(n, stretch)]
-    found = predicted_run(make_run([records]), prediction)
+    found = predicted_run(run_of(records), prediction)
     assert found.measured is not None
     assert found.measured.median == 24.0
     assert found.error == pytest.approx(prediction.step_s / 24 - 1)
@@ -152,7 +127,7 @@ def test_measured_parts_sum_to_the_middle_step_and_leave_waits_out_of_computing(
     _, prediction = simulated()
     # The middle half of 1, 1, 1 and 9 is the first three: the outlier weighs nothing.
     records = [record for n, stretch in enumerate((1, 1, 1, 9)) for record in step(n, stretch)]
-    found = predicted_run(make_run([records]), prediction)
+    found = predicted_run(run_of(records), prediction)
     expected = dict(
         zip(PARTS[:1] + PARTS[2:], (6, 3, 1, 2), strict=True)
     )  # exposed: the wait, and 8-10
@@ -174,7 +149,7 @@ def alone(seconds: float) -> list[Record]:
 
 def test_contention_is_what_computing_takes_beyond_steps_without_communication() -> None:
     prediction = contending(simulated()[1], 0.5)
-    found = predicted_run(make_run([[*step(0, 1), *alone(5.5)]]), prediction)
+    found = predicted_run(run_of([*step(0, 1), *alone(5.5)]), prediction)
     expected = dict(zip(PARTS, (4.5, 1.5, 3, 1, 2), strict=True))  # 6 + 1 s, alone 5.5 s
     assert found.measured_parts == pytest.approx(expected)
     assert found.predicted_parts["compute"] == pytest.approx(9 - 0.5)
@@ -196,7 +171,7 @@ def test_unknown_contention_is_a_part_of_compute_on_both_sides(
 ) -> None:
     prediction = simulated()[1]
     told = contending(prediction, 0.5) if is_predicted else prediction
-    found = predicted_run(make_run(ranks), told)
+    found = predicted_run(run_of(*ranks), told)
     assert found.measured_parts.keys() == found.predicted_parts.keys() == set(PARTS[:1] + PARTS[2:])
     assert found.measured_parts["compute"] == pytest.approx(6)
     assert found.predicted_parts["compute"] == pytest.approx(9)
@@ -204,7 +179,7 @@ def test_unknown_contention_is_a_part_of_compute_on_both_sides(
 
 def test_predicted_parts_sum_to_the_predicted_step() -> None:
     _, prediction = simulated()
-    found = predicted_run(make_run([[]]), prediction)
+    found = predicted_run(run_of([]), prediction)
     # Both ranks compute (4 + 8) and (2 + 4) seconds: the mean is 9.
     assert found.predicted_parts["compute"] == pytest.approx(9)
     assert found.predicted_parts["rest"] == 0
@@ -218,7 +193,7 @@ def test_predicted_parts_sum_to_the_predicted_step() -> None:
 
 def test_an_invalid_run_has_no_measured_number() -> None:
     _, prediction = simulated()
-    found = predicted_run(make_run([step(0, 1)], status="invalid"), prediction)
+    found = predicted_run(run_of(step(0, 1), status="invalid"), prediction)
     assert (found.measured, found.measured_parts) == (None, {})
 
 
@@ -234,7 +209,7 @@ def test_predicted_stages_are_one_microbatchs_as_the_measured_ones() -> None:
 def test_memory_is_matched_by_host_and_place_on_it() -> None:
     _, prediction = simulated()
     peak = Sample(metric="memory_peak_bytes", value=500, labels={"kind": "rss"})
-    found = predicted_run(make_run([[peak], []], hosts=("node1", "node0")), prediction)
+    found = predicted_run(run_of([peak], [], hosts=("node1", "node0")), prediction)
     assert [m.predicted_bytes for m in found.memory] == [
         prediction.memory_bytes["node1:0"],
         prediction.memory_bytes["node0:0"],

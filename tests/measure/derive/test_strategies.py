@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from made_runs import run_of
 
-from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.record import Record, Sample, Span
-from harness.domain.run import RankInfo, RunHeader, Status
+from harness.domain.run import Status
 from harness.measure.derive import StrategyRow, strategy_table, training_summary
 from harness.measure.derive.strategies import strategy_finding
 from harness.measure.statistics import verdict
@@ -21,27 +20,18 @@ def trained(
     strategy: str, n_ranks: int, step_s: float, *, status: Status = "ok", **config: Any
 ) -> Run:
     """A run of three steps of `step_s` with 12 samples each."""
-    names = [f"node{rank}" for rank in range(n_ranks)]
     records: list[Record] = []
     for step in range(3 if status == "ok" else 0):
         records.append(Span(kind="step", start_s=10.0 * step, duration_s=step_s, step=step))
         records.append(
             Sample(metric="n_samples", value=12 / n_ranks, time_s=10.0 * step, step=step)
         )
-    devices = {name: Device(name=f"{name}:0", kind="GPU", memory_bytes=1) for name in names}
-    header = RunHeader(
-        run_id="run", workload="train", key="key", repeat=0, argv=[],
+    return run_of(
+        *[records] * n_ranks,
         config={"model": "lenet", "dtype": "fp32", "batch": 12, "engine": "torch",
                 "strategy": strategy, "n_ranks": n_ranks, **config},
-        cluster=Cluster(nodes=[Node(name=n, devices=[d]) for n, d in devices.items()]),
-        ranks=[
-            RankInfo(rank=rank, hostname=name, device="cuda:0", device_kind="GPU", n_cores=1,
-                     memory_bytes=1)
-            for rank, name in enumerate(names)
-        ],
-        versions={}, commit="", start_utc="2026-01-01T00:00:00Z", status=status,
+        status=status,
     )  # fmt: skip
-    return Run(path=Path("run"), header=header, ranks=dict.fromkeys(range(n_ranks), records))
 
 
 def table(*runs: Run) -> list[StrategyRow]:

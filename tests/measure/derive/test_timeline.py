@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from made_runs import run_of
 
-from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.prediction import Prediction
 from harness.domain.record import Record, Sample, Span
-from harness.domain.run import RunHeader
 from harness.measure.derive import clock_offsets, measured_timeline, predicted_timeline
 from harness.measure.derive.timeline import median_step
-from harness.measure.store import Run
 
 
 def rank(offset_s: float | None, *starts_and_durations: tuple[float, float]) -> list[Record]:
@@ -31,38 +27,20 @@ def rank(offset_s: float | None, *starts_and_durations: tuple[float, float]) -> 
     return records
 
 
-def make_run(*ranks: list[Record]) -> Run:
-    device = Device(name="node0:0", kind="cpu", memory_bytes=1)
-    header = RunHeader(
-        run_id="run",
-        workload="train",
-        key="key",
-        repeat=0,
-        argv=[],
-        config={},
-        cluster=Cluster(nodes=[Node(name="node0", devices=[device])]),
-        ranks=[],
-        versions={},
-        commit="",
-        start_utc="",
-    )
-    return Run(path=Path("run"), header=header, ranks=dict(enumerate(ranks)))
-
-
 def test_a_rank_that_a_strategy_leaves_out_neither_begins_the_step_nor_is_shown() -> None:
     idle: list[Record] = [
         Sample(metric="clock_offset_s", value=0.0),
         Sample(metric="clock_offset_error_s", value=0.0),
         Span(kind="step", step=0, start_s=2.0, duration_s=0.001),
     ]
-    timeline = measured_timeline(make_run(rank(0.0, (10, 4)), rank(0.0, (11, 3)), idle))
+    timeline = measured_timeline(run_of(rank(0.0, (10, 4)), rank(0.0, (11, 3)), idle))
     assert timeline is not None
     starts = {rank: spans[0].start_s for rank, spans in timeline.spans.items()}
     assert starts == {0: 0.0, 1: 1.0}
 
 
 def test_offsets_are_subtracted_and_their_largest_error_is_stated() -> None:
-    timeline = measured_timeline(make_run(rank(0.0, (10, 4)), rank(100.0, (111, 3))))
+    timeline = measured_timeline(run_of(rank(0.0, (10, 4)), rank(100.0, (111, 3))))
     assert timeline is not None
     # On rank 0's clock rank 1 starts at 11, a second after rank 0.
     assert [spans[0].start_s for spans in timeline.spans.values()] == [0.0, 1.0]
@@ -71,15 +49,15 @@ def test_offsets_are_subtracted_and_their_largest_error_is_stated() -> None:
 
 
 def test_clocks_that_were_not_measured_count_from_each_ranks_own_start() -> None:
-    timeline = measured_timeline(make_run(rank(0.0, (10, 4)), rank(None, (500, 3))))
+    timeline = measured_timeline(run_of(rank(0.0, (10, 4)), rank(None, (500, 3))))
     assert timeline is not None
     assert timeline.clock_error_s is None
     assert [spans[0].start_s for spans in timeline.spans.values()] == [0.0, 0.0]
-    assert list(clock_offsets(make_run(rank(0.0), rank(None)))) == [0]
+    assert list(clock_offsets(run_of(rank(0.0), rank(None)))) == [0]
 
 
 def test_the_step_of_median_duration_is_shown() -> None:
-    timeline = measured_timeline(make_run(rank(0.0, (0, 9), (10, 1), (20, 3))))
+    timeline = measured_timeline(run_of(rank(0.0, (0, 9), (10, 1), (20, 3))))
     assert timeline is not None
     assert (timeline.step, timeline.duration_s) == (2, 3.0)
     assert timeline.spans[0][0].start_s == 0.0
@@ -89,7 +67,7 @@ def test_the_step_of_median_duration_is_shown() -> None:
 
 def test_a_run_without_a_finished_step_has_no_timeline() -> None:
     assert (
-        measured_timeline(make_run([Span(kind="forward", step=0, start_s=0, duration_s=1)])) is None
+        measured_timeline(run_of([Span(kind="forward", step=0, start_s=0, duration_s=1)])) is None
     )
 
 

@@ -1,11 +1,11 @@
 """Hand-sized graphs, clusters and strategies for the simulator's tests."""
 
+from made_graphs import profile_of
 from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import count_parts
-from harness.domain.profile import Measurement, Profile
 from harness.domain.sharding import full_shape, may_have_copies
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.plan.simulate.report import events
@@ -35,19 +35,6 @@ def chain():
         operators=[op("x", [], 4, kind="input"), op("a", ["x"], 4, 80), op("b", ["a"], 2, 40)],
     )
     return graph, profile_of(graph, {"a": (1.0, 2.0), "b": (2.0, 4.0)})
-
-
-def profile_of(graph, seconds, kind="device"):
-    shapes = {o.name: o.shape for o in graph.operators}
-    return Profile(
-        model=graph.name,
-        measurements=[
-            Measurement(
-                device_kind=kind, operator=name, shape=shapes[name], forward_s=f, backward_s=b
-            )
-            for name, (f, b) in seconds.items()
-        ],
-    )
 
 
 def cluster_of(n=2, bandwidth=16.0, latency=0.0, memory=MB, **changes):

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from made_runs import world_of
 
 from harness.runtime.ranks.world import World
 
@@ -44,22 +45,7 @@ class RanksFailedError(Exception):
 
 def local_world(rank: int, size: int) -> World:
     """A world of one core for each rank."""
-    return World(
-        rank=rank,
-        size=size,
-        local_rank=rank,
-        local_size=size,
-        hostname="localhost",
-        hostnames=["localhost"] * size,
-        device=torch.device("cpu"),
-        device_kind="test device",
-        backend="gloo",
-        backend_reason="a test",
-        interface="lo",
-        n_cores=1,
-        n_threads=1,
-        memory_bytes=4 << 30,
-    )
+    return world_of(rank, size, hosts=["localhost"] * size)
 
 
 def _told(answers: list[bytes]) -> str:

@@ -6,6 +6,7 @@ import os
 
 import msgspec
 import pytest
+from made_runs import header_of
 
 from harness.domain.cluster import CLUSTER_FILE
 from harness.domain.fingerprint import fingerprint
@@ -137,12 +138,9 @@ def test_a_profile_counts_where_it_is_of_the_same_model_and_devices(results, tmp
 
 
 def write_run(results, path, workload: str, **told) -> RunHeader:
-    cluster = results.launched_cluster(2)
-    header = RunHeader(
-        run_id=path.name, workload=workload, key=told.pop("key", ""), repeat=0, argv=[],
-        config=told.pop("config", {}), cluster=cluster, ranks=[], versions={},
-        commit=told.pop("commit", ""), start_utc=told.pop("start_utc", "2026"),
-        status=told.pop("status", "ok"),
+    header = header_of(
+        [], cluster=results.launched_cluster(2), run_id=path.name, workload=workload,
+        **{"key": "", "start_utc": "2026", "status": "ok", **told},
     )  # fmt: skip
     write_header(path, header)
     return header

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from made_runs import local_header
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
@@ -254,13 +255,11 @@ def test_a_run_that_was_killed_half_way_is_completed(run_on_ranks, tmp_path):
 
 
 @pytest.fixture
-def profiled(run_on_ranks, tmp_path):
+def profiled(tmp_path):
     """A run of the profile workload whose results were moved after it."""
-    import local_ranks
-
     graph = captured_model("lenet", 8)
-    header = msgspec.structs.replace(
-        local_ranks.header_of(["a"]),
+    header = local_header(
+        ["a"],
         workload="profile",
         config={"model": "lenet"},
         summary={

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from made_runs import local_header
 
 from harness.domain.cluster import Cluster
 from harness.domain.freezing import frozen_operators
@@ -301,12 +302,9 @@ def test_a_second_controller_is_refused_until_the_first_has_its_answer(tmp_path)
 
 
 def test_a_controller_needs_a_run_that_listens(tmp_path):
-    from local_ranks import header_of
-
     with pytest.raises(ResultsError, match="No such file"):
         control(ControlOptions(run=tmp_path / "none", strategy=tmp_path / "next.json"))
-    ended = header_of(["node0"])
-    write_header(tmp_path, ended)
+    write_header(tmp_path, local_header(["node0"]))
     with pytest.raises(ConfigError, match=r"is not running \(ok\): name a run that trains"):
         check_listens(tmp_path)
 

@@ -28,7 +28,7 @@ FAULTS = ["pipeline:killed", "pipeline:error", "pipeline:hang", "ddp:hang", "ddp
 def runs(tmp_path_factory):
     """Trainings on three ranks, in one launch, of which the last rank fails; by strategy:fault."""
     results = tmp_path_factory.mktemp("faults")
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{HERE.parent}:{HERE}"}
     command = [str(MPIRUN), "--oversubscribe", "-np", "3", sys.executable, "-m", "mpi4py"]
     done = subprocess.run(
         [*command, str(HERE / "faulty_training.py"), str(results), *FAULTS],

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import tyro
+from made_runs import local_header
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
@@ -230,10 +231,9 @@ def test_a_profile_that_was_made_ahead_is_known(tmp_path, ranks):
     assert profile.is_met(tmp_path, results.launched_cluster(2))
 
 
-def test_a_missing_profile_is_made_by_the_command_that_is_told(tmp_path, ranks):
-    _, results = ranks
+def test_a_missing_profile_is_made_by_the_command_that_is_told(tmp_path):
     search_config = replace(search_config_of(CASE), image_size=32, dtype="bf16", n_ranks=1)
-    write_header(tmp_path / "run", results.header_of(["node0"]))
+    write_header(tmp_path / "run", local_header(["node0"]))
     with pytest.raises(PlanError) as refused:
         read_inputs(search_config, tmp_path / "run")
     command = str(refused.value).partition("run ./entry.sh profile ")[2].removesuffix(" on them")
@@ -244,14 +244,14 @@ def test_a_missing_profile_is_made_by_the_command_that_is_told(tmp_path, ranks):
 @pytest.mark.parametrize("failed", ["profile", "links"])
 def test_the_reason_is_that_of_the_run_that_should_have_measured(tmp_path, ranks, failed):
     _, results = ranks
-    write_header(tmp_path / "run", results.header_of(["node0", "node1"]))
+    write_header(tmp_path / "run", local_header(["node0", "node1"]))
     search_config = search_config_of(CASES["ddp"])
     config = config_json(search_config.profile_config()) if failed == "profile" else {}
     if failed == "profile":
         results.write_links(tmp_path, 2)
     run = tmp_path / f"1-{failed}-a"
-    header = msgspec.structs.replace(
-        results.header_of(["node0", "node1", "node2"]), run_id=run.name, workload=failed,
+    header = local_header(
+        ["node0", "node1", "node2"], run_id=run.name, workload=failed,
         status="crash", reason="rank 2 (node2): boom\nTraceback", config=config,
         start_utc="2026-01-02",
     )  # fmt: skip

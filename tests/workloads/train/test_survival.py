@@ -30,7 +30,7 @@ def launch(results: Path, n_ranks: int, *words: str) -> list[Run]:
     """Train on so many ranks, of which the third is killed; the training runs, in order."""
     environ = {
         **os.environ,
-        "PYTHONPATH": f"{ROOT}:{HERE}",
+        "PYTHONPATH": f"{ROOT}:{HERE.parent}:{HERE}",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",

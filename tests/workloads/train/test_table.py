@@ -5,20 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import pytest
+from made_runs import local_header
 
 from harness.domain.record import Sample, Span
 from harness.measure.derive import training_summary
 from harness.measure.store import Run
 from harness.workloads.train.table import compared_text
-
-
-@pytest.fixture(scope="session")
-def header_of(run_on_ranks):
-    """Makes headers; its path is known once `run_on_ranks` is."""
-    import local_ranks
-
-    return local_ranks.header_of
 
 
 def passes(step: int, stage: int, start_s: float) -> list[Span]:
@@ -31,33 +23,29 @@ def passes(step: int, stage: int, start_s: float) -> list[Span]:
     ]
 
 
-@pytest.fixture
-def make_run(header_of):
-    def make(strategy: str, repeat: int, *, n_ranks: int = 2, step_s: float = 4.0, **config) -> Run:
-        """Ten equal steps, 8 samples each, and 1 GiB of memory."""
-        header = msgspec.structs.replace(
-            header_of([f"node{i}" for i in range(n_ranks)]),
-            run_id=f"{strategy}{repeat}",
-            workload="train",
-            config={"model": "m", "strategy": strategy, "dtype": "fp32", "batch": 8,
-                    "engine": "executor" if strategy == "pipeline" else "torch", **config},
-            summary={"predicted_step_s": 1.1 * step_s, "n_stages": 2},
-        )  # fmt: skip
-        ranks = {}
-        for rank in range(n_ranks):
-            spans = [
-                msgspec.structs.replace(
-                    span, start_s=span.start_s * step_s / 4, duration_s=span.duration_s * step_s / 4
-                )
-                for step in range(10)
-                for span in passes(step, rank if strategy == "pipeline" else 0, float(rank))
-            ]
-            samples = [Sample(metric="n_samples", value=8 / n_ranks, step=k) for k in range(10)]
-            peak = Sample(metric="memory_peak_bytes", value=1 << 30, labels={"kind": "rss"})
-            ranks[rank] = [*spans, *samples, peak]
-        return Run(path=Path(header.run_id), header=header, ranks=ranks)
-
-    return make
+def make_run(strategy: str, repeat: int, *, n_ranks: int = 2, step_s: float = 4.0, **config) -> Run:
+    """Ten equal steps, 8 samples each, and 1 GiB of memory."""
+    header = local_header(
+        [f"node{i}" for i in range(n_ranks)],
+        run_id=f"{strategy}{repeat}",
+        workload="train",
+        config={"model": "m", "strategy": strategy, "dtype": "fp32", "batch": 8,
+                "engine": "executor" if strategy == "pipeline" else "torch", **config},
+        summary={"predicted_step_s": 1.1 * step_s, "n_stages": 2},
+    )  # fmt: skip
+    ranks = {}
+    for rank in range(n_ranks):
+        spans = [
+            msgspec.structs.replace(
+                span, start_s=span.start_s * step_s / 4, duration_s=span.duration_s * step_s / 4
+            )
+            for step in range(10)
+            for span in passes(step, rank if strategy == "pipeline" else 0, float(rank))
+        ]
+        samples = [Sample(metric="n_samples", value=8 / n_ranks, step=k) for k in range(10)]
+        peak = Sample(metric="memory_peak_bytes", value=1 << 30, labels={"kind": "rss"})
+        ranks[rank] = [*spans, *samples, peak]
+    return Run(path=Path(header.run_id), header=header, ranks=ranks)
 
 
 def rows(runs: list[Run]) -> list[list[str]]:
@@ -66,7 +54,7 @@ def rows(runs: list[Run]) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
 
 
-def test_a_strategy_alone_has_its_row(make_run):
+def test_a_strategy_alone_has_its_row():
     heads, row = rows([make_run("pipeline", 0)])
     assert dict(zip(heads, row, strict=True)) == {
         "strategies": "m fp32 batch 8",
@@ -84,13 +72,13 @@ def test_a_strategy_alone_has_its_row(make_run):
     }
 
 
-def test_microbatches_that_were_asked_for_are_rows_of_their_own(make_run):
+def test_microbatches_that_were_asked_for_are_rows_of_their_own():
     runs = [make_run("pipeline", 0, microbatches=8), make_run("pipeline", 1)]
     found = {row[1] for row in rows(runs)[1:3]}
     assert found == {"pipeline-8-microbatches on 2", "pipeline on 2"}
 
 
-def test_sharded_state_is_a_row_of_its_own(make_run):
+def test_sharded_state_is_a_row_of_its_own():
     runs = [
         make_run("ddp", 0, engine="executor", shard_state="gradients"),
         make_run("ddp", 1, engine="executor"),
@@ -99,7 +87,7 @@ def test_sharded_state_is_a_row_of_its_own(make_run):
     assert found == {"ddp-sharded-gradients on 2", "executor-ddp on 2"}
 
 
-def test_files_of_one_name_are_told_apart(make_run):
+def test_files_of_one_name_are_told_apart():
     files = ["results/a-search/strategy.json", "results/b-search/strategy.json", "plan.json"]
     runs = [make_run(file, 0, engine="executor") for file in files]
     runs += [make_run("plan.json", 1, engine="executor", strategy_digest="edited since")]
@@ -107,7 +95,7 @@ def test_files_of_one_name_are_told_apart(make_run):
     assert names == ["a-search on 2", "b-search on 2", "plan on 2", "plan on 2"]
 
 
-def test_staleness_is_said(make_run):
+def test_staleness_is_said():
     *_, last = rows([make_run("pipeline", 0, asynchronous=True)])
     assert last[0].startswith("pipeline-asynchronous on 2 does not train like one device")
     assert "2 - 1 - s updates old" in last[0]
