@@ -17,6 +17,7 @@ import numpy as np
 CONFIDENCE = 0.99
 MAX_P = 0.002
 MIN_REPEATS = 9
+_FEWEST_CORRELATED = 3
 TOO_SHORT_S = 1e-3
 # Up to this many samples an exact binomial coefficient takes microseconds.
 _EXACT = 1000
@@ -264,3 +265,13 @@ def _logs(values: Sequence[float]) -> np.ndarray:
         raise ValueError("verdict compares durations: they must be above 0")
     logs: np.ndarray = np.log(array)
     return logs
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Spearman's coefficient, ties by their mean rank; None below three pairs, or where all values
+    of a side are equal."""
+    from scipy.stats import rankdata
+
+    if len(a) < _FEWEST_CORRELATED or len(set(a)) == 1 or len(set(b)) == 1:
+        return None
+    return float(np.corrcoef(rankdata(a), rankdata(b))[0, 1])

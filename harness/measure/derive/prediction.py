@@ -40,7 +40,7 @@ from harness.measure.derive.ranks import rank_memory
 from harness.measure.derive.spans import COMPUTE_KINDS, COMPUTING, StepWindows, samples_of
 from harness.measure.derive.training import step_times
 from harness.measure.rank_records import Records
-from harness.measure.statistics import Summary, summarize
+from harness.measure.statistics import Summary, rank_correlation, summarize
 from harness.measure.store import Run
 
 PARTS = ("compute", "contention", "exposed_communication", "optimizer", "rest")
@@ -272,9 +272,6 @@ def predicted_stages(prediction: Prediction) -> tuple[StageTimes, ...]:
     return stage_times({int(rank): spans for rank, spans in prediction.spans.items()})
 
 
-MIN_CORRELATED = 3
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankedStrategy:
     """One strategy of a cell: its predicted and its measured step."""
@@ -313,15 +310,6 @@ class CellSummary:
     regret: float | None
 
 
-def _spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Correlation of ranks; ties have their mean rank."""
-    from scipy.stats import rankdata
-
-    if len(a) < MIN_CORRELATED or len(set(a)) == 1 or len(set(b)) == 1:
-        return None
-    return float(np.corrcoef(rankdata(a), rankdata(b))[0, 1])
-
-
 def cell_summary(
     strategies: Sequence[RankedStrategy], failed: Mapping[str, float] | None = None
 ) -> CellSummary:
@@ -347,7 +335,7 @@ def cell_summary(
         n_failed=len(failed),
         median_error=median(errors),
         worst_error=max(errors),
-        rank_correlation=_spearman(
+        rank_correlation=rank_correlation(
             [judged.predicted_s for judged in strategies],
             [judged.measured_s for judged in strategies],
         ),

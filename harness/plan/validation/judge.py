@@ -14,6 +14,7 @@ import numpy as np
 
 from harness.domain.validation import ValidatedPoint, Validation
 from harness.errors import HarnessError
+from harness.measure.statistics import rank_correlation
 from harness.plan.validation.points import MeasuredStep, NotExpressedError, Published
 
 
@@ -25,22 +26,6 @@ def percentile_error(
         return None
     errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
     return float(np.percentile(errors, q))
-
-
-def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
-    """Spearman's coefficient, ties by mean rank; None below 3 points or if all are equal."""
-    if len(predicted) < 3:
-        return None
-    a, b = _ranks(predicted), _ranks(measured)
-    if a.std() == 0 or b.std() == 0:
-        return None
-    return float(np.corrcoef(a, b)[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return np.array((ends - (counts - 1) / 2)[inverse], dtype=np.float64)
 
 
 def regret_of(predicted: Sequence[float], measured: Sequence[float]) -> float | None:

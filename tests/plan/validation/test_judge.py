@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.plan.validation.fitting import fit_amounts, solve
-from harness.plan.validation.judge import percentile_error, rank_correlation, regret_of
+from harness.measure.statistics import rank_correlation
+from harness.plan.validation.fitting import fit_amounts, solve_all
+from harness.plan.validation.judge import percentile_error, regret_of
 
 
 def test_scores_of_a_hand_sized_cell() -> None:
@@ -26,5 +27,5 @@ def test_a_term_that_would_be_negative_is_left_out() -> None:
 
 
 def test_bisection_finds_the_bandwidth_and_stops_at_a_bound() -> None:
-    assert solve(lambda rate: 10 / rate, 2.0, 0.1, 100) == pytest.approx(5)
-    assert solve(lambda rate: 10 / rate, 1e-9, 0.1, 100) == pytest.approx(100)
+    assert solve_all(lambda _, rate: 10 / rate, [2.0], 0.1, 100) == pytest.approx(5)
+    assert solve_all(lambda _, rate: 10 / rate, [1e-9], 0.1, 100) == pytest.approx(100)
