@@ -51,9 +51,9 @@ COSTS = {
     ),
     "layouts": Cost(
         module="harness.plan.layouts.planner",
-        summary="tensor x data x pipeline parallelism with recomputation on up to 4096 equal "
-        "devices, all layouts, by classes of devices",
-        unread=("start", "search_budget", "search_seconds", "shard_state"),
+        summary="tensor x data x pipeline parallelism, recomputation and sharded state on up to "
+        "4096 equal devices, all layouts, by classes of devices",
+        unread=("start", "search_budget", "search_seconds"),
         needs_memory=True,
         most_devices=4096,
     ),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
+from harness.domain.fingerprint import fingerprint
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError
 from harness.measure.store import write_atomically
@@ -63,7 +64,11 @@ def predict(args: argparse.Namespace, capture_model: cli.CaptureModel) -> None:
         schedule=args.schedule,
         recompute=args.recompute != "none",
     )
-    strategy = msgspec.structs.replace(strategy, shard_state=args.shard_state)
+    strategy = msgspec.structs.replace(
+        strategy,
+        shard_state=args.shard_state,
+        made_for=fingerprint(graph, request.cluster, profile),
+    )
     simulation = simulator.simulate(strategy)
     if args.output is not None:
         write_atomically(args.output, strategy.to_json())

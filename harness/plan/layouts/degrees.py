@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 
 from harness.domain.cluster import Cluster
-from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
 from harness.domain.partition import SAMPLE, Cut, n_parts
 from harness.domain.schedule import ScheduleName
@@ -163,11 +161,11 @@ def profiled_layout(
     simulator: Simulator,
     batch: int,
     *,
-    n_microbatches: int,
-    schedule: ScheduleName,
-    recompute: bool,
+    n_microbatches: int = 1,
+    schedule: ScheduleName = "1f1b",
+    recompute: bool = False,
 ) -> Strategy:
-    """The strategy of a layout whose stages are balanced by the profile, with its fingerprint.
+    """The strategy of a layout whose stages are balanced by the profile.
 
     Raises:
         StrategyError: as `layout_strategy`.
@@ -176,7 +174,7 @@ def profiled_layout(
     if layout.pp > 1 and layout.cuts is None:
         _check(layout, simulator.cluster, batch, n_microbatches)
         seconds = operator_seconds(simulator, batch, n_microbatches).tolist()
-    strategy = layout_strategy(
+    return layout_strategy(
         layout,
         simulator.graph,
         simulator.cluster,
@@ -186,8 +184,6 @@ def profiled_layout(
         recompute=recompute,
         seconds=seconds,
     )
-    made_for = fingerprint(simulator.graph, simulator.cluster, simulator.profile)
-    return msgspec.structs.replace(strategy, made_for=made_for)
 
 
 def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 
 from harness.domain.cluster import Cluster
@@ -16,11 +17,14 @@ from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.sharding import has_tasks
+from harness.domain.strategy import ShardState
 from harness.errors import PlanError, StrategyError
 from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
-from harness.plan.layouts.pricing import Choice, Group, GroupCosts, NodeLinks, last_readers, price
+from harness.plan.layouts.groups import Group, GroupCosts
+from harness.plan.layouts.pricing import Choice, NodeLinks, last_readers, price
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.sharded_state import useful_states
 from harness.plan.simulate.transfers import Ints
 from harness.plan.stages import balance
 from harness.units import format_bytes
@@ -38,8 +42,15 @@ def plan(request: PlanRequest) -> PlanResult:
     batch = request.batch or graph.batch
     if batch is None:
         raise PlanError(f"graph {graph.name!r} has no batch: give --batch-size")
-    search = LayoutSearch(graph, profile, request.cluster, batch)
     limit = request.memory_bytes or request.cluster.devices[0].memory_bytes
+    search = LayoutSearch(
+        graph,
+        profile,
+        request.cluster,
+        batch,
+        limit_bytes=limit,
+        shard_state=request.shard_state,
+    )
     found: list[Choice] = []
     for choice in search.choices():
         found.append(choice)
@@ -65,6 +76,10 @@ def plan(request: PlanRequest) -> PlanResult:
 class LayoutSearch:
     """All layouts of a graph on a cluster of equal nodes.
 
+    Args:
+        limit_bytes: of a device. A layout that needs more shards state too.
+        shard_state: of all layouts; None: what memory needs.
+
     Raises:
         PlanError: unlike nodes.
     """
@@ -76,8 +91,12 @@ class LayoutSearch:
         cluster: Cluster,
         batch: int,
         options: SimulatorOptions | None = None,
+        *,
+        limit_bytes: float = math.inf,
+        shard_state: ShardState | None = None,
     ) -> None:
         self.graph, self.profile, self.cluster, self.batch = graph, profile, cluster, batch
+        self.limit_bytes, self.shard_state = limit_bytes, shard_state
         self.options = options or SimulatorOptions()
         self.links = NodeLinks.from_cluster(cluster)
         placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
@@ -118,16 +137,28 @@ class LayoutSearch:
             except StrategyError:  # a group of this size cannot share an operator
                 return
             for recompute in (False, True):
-                yield price(
-                    layout,
-                    self._stages(layout, samples, costs, recompute=recompute),
-                    own // samples,
-                    recompute=recompute,
-                    costs=costs,
-                    last_reader=self._last_reader,
-                    links=self.links,
-                    options=self.options,
-                )
+                for state in self._states(layout.dp):
+                    choice = price(
+                        layout,
+                        self._stages(layout, samples, costs, recompute=recompute),
+                        own // samples,
+                        recompute=recompute,
+                        shard_state=state,
+                        costs=costs,
+                        last_reader=self._last_reader,
+                        links=self.links,
+                        options=self.options,
+                    )
+                    yield choice
+                    if choice.memory_bytes <= self.limit_bytes:
+                        break
+
+    def _states(self, n_replicas: int) -> tuple[ShardState, ...]:
+        """What may be sharded, least first."""
+        if self.shard_state is not None and n_replicas > 1:
+            return (self.shard_state,)
+        is_free = self.shard_state is None
+        return ("none", *(useful_states(n_replicas, self.options) if is_free else ()))
 
     def _stages(
         self, layout: ParallelLayout, samples: int, costs: GroupCosts, *, recompute: bool
@@ -157,16 +188,19 @@ def _result(
 ) -> PlanResult:
     best, graph, cluster = found[0], search.graph, search.cluster
     layout = best.layout
-    strategy = layout_strategy(
-        ParallelLayout(tp=layout.tp, dp=layout.dp, pp=layout.pp, cuts=search.cuts(best)),
-        graph,
-        cluster,
-        search.batch,
-        n_microbatches=best.n_microbatches,
-        schedule="1f1b",
-        recompute=best.recompute,
+    strategy = msgspec.structs.replace(
+        layout_strategy(
+            ParallelLayout(tp=layout.tp, dp=layout.dp, pp=layout.pp, cuts=search.cuts(best)),
+            graph,
+            cluster,
+            search.batch,
+            n_microbatches=best.n_microbatches,
+            schedule="1f1b",
+            recompute=best.recompute,
+        ),
+        shard_state=best.shard_state,
+        made_for=fingerprint(graph, cluster, search.profile),
     )
-    made_for = fingerprint(graph, cluster, search.profile)
     single_s = search.single_s()
     ddp = [c.step_s for c in found if c.layout.dp == cluster.n_devices]
     return PlanResult(
@@ -176,15 +210,7 @@ def _result(
         speedup_over_single=single_s / best.step_s,
         speedup_over_ddp=min(ddp) / best.step_s if ddp else math.nan,
         memory_bytes={device.name: best.memory_bytes for device in cluster.devices},
-        strategy=type(strategy)(
-            name=strategy.name,
-            batch=strategy.batch,
-            operators=strategy.operators,
-            n_microbatches=strategy.n_microbatches,
-            schedule=strategy.schedule,
-            stages=strategy.stages,
-            made_for=made_for,
-        ),
+        strategy=strategy,
         explanation=[f"{best.name}, of {len(found)} layouts with their flows"],
         runners_up=_runners_up(found, limit, single_s),
         n_proposals=len(found),

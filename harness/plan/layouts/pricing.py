@@ -7,114 +7,28 @@ gradients take y seconds to all-reduce, ends after
     M w + max(p, p / 3 + y - h)
 
 (see `search/pipelines.py`), and the step is the last one's end. The last backward hides h of the
-all-reduce, but not its last bucket. A stage that recomputes runs forward again while it waits for
-the first gradient, so that p is without it. Rings of a node's devices share its NIC.
-
-One tensor-parallel group: seconds and bytes of each operator for one microbatch.
-
-All groups of a layout on equal nodes are alike, so one is simulated, on the first devices of a
-node. An operator's seconds last from its start to that of the next one, and so contain the
-all-reduces that it waits for.
+all-reduce once its first bucket is full, but not the last bucket. A stage that recomputes runs
+forward again while it waits for the first gradient, so that p is without it. Rings of a node's
+devices share its NIC. `sharded` adds what sharded state costs and saves.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from harness.domain.cluster import Cluster, Link
 from harness.domain.graph import Graph
-from harness.domain.profile import Profile
+from harness.domain.strategy import ShardState
 from harness.errors import PlanError
-from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.layouts.groups import GroupCosts
+from harness.plan.layouts.sharded import stage_state
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.simulator import Simulator, Trial
 from harness.plan.simulate.transfers import Floats, Ints
-
-
-class GroupCosts(NamedTuple):
-    """By operator that is placed, on one device of the group.
-
-    Attributes:
-        kept_bytes: that forward keeps for backward.
-        sent_bytes: of the whole output, for readers of a later stage.
-    """
-
-    forward_s: Floats
-    backward_s: Floats
-    weight_bytes: Floats
-    kept_bytes: Floats
-    sent_bytes: Floats
-
-
-def group_cluster(cluster: Cluster, tp: int) -> Cluster:
-    """The first devices of the first node."""
-    node = cluster.nodes[0]
-    devices = node.devices[:tp]
-    names = {device.name for device in devices}
-    return Cluster(
-        nodes=[msgspec.structs.replace(node, devices=devices)],
-        links=[link for link in cluster.links if {link.source, link.target} <= names],
-    )
-
-
-class Group:
-    """Groups of one size."""
-
-    def __init__(
-        self, graph: Graph, profile: Profile, cluster: Cluster, tp: int, options: SimulatorOptions
-    ) -> None:
-        self._graph, self._tp = graph, tp
-        self._cluster = group_cluster(cluster, tp)
-        self._simulator = Simulator(graph, profile, self._cluster, options=options)
-        self._known: dict[int, GroupCosts] = {}
-
-    def costs(self, samples: int) -> GroupCosts:
-        """For a microbatch of so many samples.
-
-        Raises:
-            StrategyError: the group cannot share the operators.
-        """
-        if samples not in self._known:
-            self._known[samples] = self._simulate(samples)
-        return self._known[samples]
-
-    def _simulate(self, samples: int) -> GroupCosts:
-        layout = ParallelLayout(tp=self._tp)
-        strategy = layout_strategy(layout, self._graph, self._cluster, samples, schedule="gpipe")
-        trial = Trial.from_strategy(self._simulator, strategy)
-        found, tables, placed = trial.outcome(), trial.tables, self._simulator.placed
-        costs = self._simulator.costs(samples)
-        first = np.flatnonzero(found.rows % self._tp == 0)
-        ops = found.rows[first] // self._tp
-        end_s = float(found.finish[first].max())
-        wire = [
-            costs.wire_bytes_per_element(op) * float(np.prod(list(costs.shapes[op].values())))
-            for op in placed
-        ]
-        return GroupCosts(
-            _seconds(found.start[first], ops, placed, end_s),
-            _seconds(
-                found.start[first + len(found.rows)], ops, placed, float(found.device_end_s[0])
-            ),
-            tables.weight_bytes[placed].max(axis=1),
-            (tables.output_bytes + tables.saved_bytes)[placed].max(axis=1),
-            np.array(wire, dtype=np.float64),
-        )
-
-
-def _seconds(start: Floats, ops: Ints, placed: list[int], end_s: float) -> Floats:
-    """By placed operator: from its start to the next one's, 0 where it has no task."""
-    runs = np.flatnonzero(~np.isnan(start))
-    order = runs[np.argsort(start[runs], kind="stable")]
-    found = dict.fromkeys(placed, 0.0)
-    ends = [*start[order[1:]].tolist(), end_s]
-    for op, begin, end in zip(ops[order].tolist(), start[order].tolist(), ends, strict=True):
-        found[op] += max(0.0, end - begin)
-    return np.array([found[op] for op in placed])
 
 
 class NodeLinks(NamedTuple):
@@ -167,13 +81,15 @@ class Choice:
     layout: ParallelLayout
     n_microbatches: int
     recompute: bool
+    shard_state: ShardState
     step_s: float
     memory_bytes: int
 
     @property
     def name(self) -> str:
-        again = ", recomputed" if self.recompute else ""
-        return f"{self.layout.name}, {self.n_microbatches} microbatches{again}"
+        name = f"{self.layout.name}, {self.n_microbatches} microbatches"
+        name += ", recomputed" if self.recompute else ""
+        return name if self.shard_state == "none" else f"{name}, sharded {self.shard_state}"
 
 
 def price(
@@ -182,6 +98,7 @@ def price(
     n_microbatches: int,
     *,
     recompute: bool,
+    shard_state: ShardState,
     costs: GroupCosts,
     last_reader: Ints,
     links: NodeLinks,
@@ -194,30 +111,39 @@ def price(
         last_reader: of each operator's output, by position; -1 for none.
     """
     begins = np.concatenate([[0], ends[:-1]])
-    forward, backward = _sums(costs.forward_s, ends), _sums(costs.backward_s, ends)
-    weights, kept = _sums(costs.weight_bytes, ends), _sums(costs.kept_bytes, ends)
+    forward, kept = _sums(costs.forward_s, ends), _sums(costs.kept_bytes, ends)
+    state = stage_state(
+        shard_state,
+        layout.dp,
+        n_microbatches,
+        ends=ends,
+        costs=costs,
+        again_s=costs.forward_s * recompute,
+        all_reduce_s=partial(_all_reduce_s, layout, links=links),
+        options=options,
+    )
+    backward = _sums(costs.backward_s, ends) + state.wait_s
     work = forward * (1 + recompute) + backward
     crossing = np.array(
         [costs.sent_bytes[:b][last_reader[:b] >= b].sum() for b in begins], dtype=np.float64
     )
     crossing_s = _crossing_s(layout, crossing, links)
-    on_the_way = forward + backward if options.recomputes_ahead else work
+    recomputes_ahead = options.recomputes_ahead and shard_state != "parameters"
+    on_the_way = forward + backward if recomputes_ahead else work
     reached = np.cumsum(on_the_way + 2 * crossing_s) - on_the_way
-    gradients = weights * options.gradient_bytes_per_weight_byte
-    sync_s = _all_reduce_s(layout, gradients, links)
-    last_bucket = np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
-    hidden_s = np.minimum(backward, sync_s * (1 - last_bucket)) if options.overlap else 0.0
-    ends_s = n_microbatches * work + np.maximum(reached, reached / 3 + sync_s - hidden_s)
+    window_s = backward - state.first_s + (state.n_rounds - 1) * work
+    exposed_s = state.sync_s - np.minimum(window_s, state.hideable_s)
+    ends_s = n_microbatches * work + np.maximum(reached, reached / 3 + exposed_s)
     ends_s = np.maximum(ends_s, reached + n_microbatches * crossing_s)
-    ends_s += weights * float(np.max(options.optimizer_s_per_byte))
+    ends_s += state.owned_bytes * float(np.max(options.optimizer_s_per_byte)) + state.gather_s
     in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
     active = in_flight * crossing + kept if recompute else in_flight * (kept + crossing)
-    copies = 1 + options.gradient_bytes_per_weight_byte + options.n_optimizer_states
-    memory = weights * copies + options.reserved_bytes + active
+    memory = state.n_bytes + options.reserved_bytes + active
     return Choice(
         layout=layout,
         n_microbatches=n_microbatches,
         recompute=recompute,
+        shard_state=shard_state,
         step_s=float(ends_s.max()),
         memory_bytes=int(np.ceil(memory.max())),
     )
@@ -237,7 +163,7 @@ def _crossing_s(layout: ParallelLayout, n_bytes: Floats, links: NodeLinks) -> Fl
     return np.where(is_inside, inside_s, n_bytes / shared + links.latency_s) * (n_bytes > 0)
 
 
-def _all_reduce_s(layout: ParallelLayout, n_bytes: Floats, links: NodeLinks) -> Floats:
+def _all_reduce_s(layout: ParallelLayout, n_bytes: Floats, *, links: NodeLinks) -> Floats:
     """A ring of the replicas of each device of a group; the rings of a node share its NIC."""
     dp, tp = layout.dp, layout.tp
     if dp == 1:

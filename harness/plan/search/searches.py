@@ -17,7 +17,8 @@ from harness.plan.search.mcmc import Chain, closest, descend
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.pipelines import PipelineSearch, schedules_for
 from harness.plan.search.space import Space
-from harness.plan.search.standard import microbatch_counts, useful_states
+from harness.plan.search.standard import microbatch_counts
+from harness.plan.simulate.sharded_state import useful_states
 from harness.plan.simulate.simulator import Simulator, Trial
 
 
@@ -81,7 +82,8 @@ class Searches:
         self._spaces: dict[int, Space] = {}
         # Of all plans, and of further ones where memory binds.
         self._state: ShardState = request.shard_state or "none"
-        self._states = useful_states(simulator) if request.shard_state is None else ()
+        n_devices, options = simulator.cluster.n_devices, simulator.options
+        self._states = useful_states(n_devices, options) if request.shard_state is None else ()
 
     def run(self) -> None:
         """Pipelines, then per-operator searches for the most promising flows, as time allows."""

@@ -11,10 +11,11 @@ from itertools import pairwise
 import msgspec
 
 from harness.domain.schedule import ScheduleName
-from harness.domain.strategy import SHARD_STATES, ShardState, Strategy
+from harness.domain.strategy import ShardState, Strategy
 from harness.plan import builders
 from harness.plan.search.space import proportional_shares
 from harness.plan.simulate.device_seconds import operator_seconds
+from harness.plan.simulate.sharded_state import useful_states
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.stages import balance, balance_in_turn
 
@@ -85,17 +86,9 @@ def standard_strategies(
         if shard_state is not None or strategy.name != "ddp":
             continue
         if not simulator.simulate(strategy).fits:
-            for state in useful_states(simulator):
+            for state in useful_states(simulator.cluster.n_devices, simulator.options):
                 name = f"ddp, sharded {state}"
                 yield msgspec.structs.replace(strategy, name=name, shard_state=state)
-
-
-def useful_states(simulator: Simulator) -> tuple[ShardState, ...]:
-    """The states that free memory on this cluster if several devices hold a weight."""
-    if simulator.cluster.n_devices == 1:
-        return ()
-    has_state = simulator.options.n_optimizer_states > 0
-    return SHARD_STATES[1:] if has_state else SHARD_STATES[2:]
 
 
 def _unsharded(simulator: Simulator, batch: int) -> Iterator[Strategy]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from harness.plan.simulate import order
-from harness.plan.simulate.sharded_state import Group
+from harness.plan.simulate.sharded_state import Group, fill, unit_memory
 from harness.plan.simulate.tables import Flow, Tables
 from harness.plan.simulate.transfers import Floats, Ints
 
@@ -58,21 +59,16 @@ class Gathers(NamedTuple):
 
 def plan_units(tables: Tables, flow: Flow) -> list[Unit]:
     """The units of freed weights, in the order of their first use."""
-    found: list[Unit] = []
-    open_units: dict[tuple[Group, int], tuple[list[int], int]] = {}
-    freed = sorted(
-        (operators[0], group, operators, n_bytes)
-        for operators, group, n_bytes in freed_slices(tables, flow)
-    )
-    for _, group, operators, n_bytes in freed:
-        key = group, int(flow.stage_of[operators[0]])
-        members, size = open_units.get(key, ([], 0))
-        open_units[key] = [*members, *operators], size + n_bytes
-        if open_units[key][1] >= tables.options.bucket_bytes:
-            members, size = open_units.pop(key)
-            found.append(Unit(*key, tuple(sorted(set(members))), size))
-    for (group, stage), (members, size) in open_units.items():
-        found.append(Unit(group, stage, tuple(sorted(set(members))), size))
+    slices: dict[tuple[Group, int], list[tuple[list[int], int]]] = defaultdict(list)
+    for operators, group, n_bytes in sorted(freed_slices(tables, flow)):
+        slices[group, int(flow.stage_of[operators[0]])].append((operators, n_bytes))
+    found = []
+    for (group, stage), own in slices.items():
+        ends = fill([n_bytes for _, n_bytes in own], tables.options.bucket_bytes)
+        for start, end in pairwise((0, *ends)):
+            operators = {op for members, _ in own[start:end] for op in members}
+            n_bytes = sum(n for _, n in own[start:end])
+            found.append(Unit(group, stage, tuple(sorted(operators)), n_bytes))
     return sorted(found, key=lambda unit: (unit.first, unit.group))
 
 
@@ -100,7 +96,7 @@ def saved_bytes(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Floats:
     for unit in units:
         sizes[unit.group].append(unit.n_bytes)
     for group, own in sizes.items():
-        saved[list(group)] -= max(sum(own[k : k + 2]) for k in range(len(own)))
+        saved[list(group)] -= unit_memory(own)
     return saved
 
 

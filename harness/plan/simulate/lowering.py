@@ -136,7 +136,9 @@ def lower(
     units = plan_units(tables, flow) if shard_state == "parameters" else []
     gathers = plan_gathers(tables, flow, units, row_at, len(rows), following)
     n_summed = 1 if shards_gradients(shard_state) else flow.n_microbatches
-    seconds = _seconds(simulator, tables, flow, rows, is_deferred, n_summed)
+    # Freed weights are gathered once for a unit's second forward and its backward.
+    recomputes_ahead = simulator.options.recomputes_ahead and not units
+    seconds = _seconds(simulator, tables, flow, rows, is_deferred, n_summed, recomputes_ahead)
     seconds += tables.mean_size * _streams(simulator, tables, rows, row_at)
     found = Work(
         n_microbatches=flow.n_microbatches,
@@ -312,6 +314,7 @@ def _seconds(
     rows: Ints,
     is_deferred: npt.NDArray[np.bool_],
     n_summed: int,
+    recomputes_ahead: bool,
 ) -> Floats:
     """(4, n_rows) seconds of forward, backward, weight pass and recomputation.
 
@@ -320,6 +323,7 @@ def _seconds(
 
     Args:
         n_summed: microbatches whose gradients are added up before other devices' are.
+        recomputes_ahead: a stage runs forward again before its first backward, not layer by layer.
     """
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
     to_inputs = np.minimum(forward, backward)
@@ -333,7 +337,7 @@ def _seconds(
     if simulator.options.updates_each_microbatch:
         weight = weight + update_seconds(simulator, tables, rows).sum(axis=0)
     again = forward
-    if not simulator.options.recomputes_ahead:
+    if not recomputes_ahead:
         stages = flow.stage_of[rows // tables.n_devices]
         recomputes = _recomputes(simulator, flow)[stages]
         backward, again = backward + forward * recomputes, np.zeros(len(rows))

@@ -146,6 +146,10 @@ class Network:
     def stream_resource(self, device: int) -> int:
         return self.n_devices**2 + 2 * len(self.nic) + device
 
+    def is_interface(self, resource: int) -> bool:
+        """Whether it is a node's NIC."""
+        return 0 <= resource - self.n_devices**2 < 2 * len(self.nic)
+
     def resource_name(self, resource: int) -> str:
         """Name of a resource, for explanations."""
         n, nodes = self.n_devices, len(self.nic)

@@ -1,20 +1,21 @@
 """What sharded state costs and saves: parts of each device, rounds of gradients, final all-gather.
 
 A reduce-scatter and an all-gather each take half of an all-reduce. `gathers` has those of sharded
-parameters.
+parameters, and `layouts.sharded` prices whole layouts by the same rules.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from harness.domain.strategy import ShardState
+from harness.domain.strategy import SHARD_STATES, ShardState
 from harness.plan.simulate.network import Network
+from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.tables import Buckets, Tables
 from harness.plan.simulate.transfers import Floats
 
@@ -31,6 +32,39 @@ _N_BUCKETS_IN_MEMORY = 3
 
 def shards_gradients(shard_state: ShardState) -> bool:
     return shard_state in ("gradients", "parameters")
+
+
+def useful_states(n_holders: int, options: SimulatorOptions) -> tuple[ShardState, ...]:
+    """The states that free memory where so many devices hold a weight."""
+    if n_holders == 1:
+        return ()
+    return SHARD_STATES[1:] if options.n_optimizer_states > 0 else SHARD_STATES[2:]
+
+
+def fill(sizes: Sequence[float], limit: float) -> list[int]:
+    """Cut a row of sizes into units, each of which ends with the size that reaches the limit.
+
+    Returns:
+        One more than the position of each unit's last size.
+    """
+    ends, filled = [], 0.0
+    for end, size in enumerate(sizes, 1):
+        filled += size
+        if filled >= limit or end == len(sizes):
+            ends.append(end)
+            filled = 0.0
+    return ends
+
+
+def bucket_memory(sizes: Sequence[float]) -> float:
+    """Bytes of one group's buckets of gradients that are in memory at once."""
+    return min(_N_BUCKETS_IN_MEMORY * max(sizes), 2 * sum(sizes))
+
+
+def unit_memory(sizes: Sequence[float]) -> float:
+    """Bytes of one group's units of weights that are in memory at once: that in use, and the
+    next."""
+    return max(sum(sizes[k : k + 2]) for k in range(len(sizes)))
 
 
 def owned_bytes(slices: Iterable[Slice], n_devices: int) -> Floats:
@@ -54,15 +88,21 @@ def shared_bytes(slices: Iterable[Slice], gathered: Iterable[Unit] = ()) -> dict
 
 
 def gather_seconds(network: Network, shared: Mapping[Group, int], ready: Floats) -> Floats:
-    """(n_devices,) seconds from the end of each device's optimizer to its last new weights.
+    """(n_devices,) seconds from the end of each device's optimizer to its last new weights; groups
+    whose rings use one interface share it.
 
     Args:
         ready: (n_devices,) end of the optimizer.
     """
-    done = ready.copy()
-    for group, n_bytes in shared.items():
+    done, found = ready.copy(), {g: network.all_reduce(g, n) for g, n in shared.items()}
+    busy: dict[int, float] = defaultdict(float)
+    for one in found.values():
+        for resource, seconds in one.occupied:
+            busy[resource] += seconds * network.is_interface(resource)
+    for group, one in found.items():
         members = list(group)
-        done[members] = done[members].max() + network.all_reduce(group, n_bytes).duration_s / 2
+        slowest = max((busy[resource] for resource, _ in one.occupied), default=0.0)
+        done[members] = done[members].max() + max(one.duration_s, slowest) / 2
     return done - ready
 
 
@@ -77,7 +117,7 @@ def gradient_bytes(tables: Tables, weights: Floats, owned: Floats, state: ShardS
     for group, n_bytes in zip(buckets.groups, buckets.n_bytes.tolist(), strict=True):
         sizes[group].append(n_bytes)
     for group, own in sizes.items():
-        found[list(group)] += min(_N_BUCKETS_IN_MEMORY * max(own), 2 * sum(own))
+        found[list(group)] += bucket_memory(own)
     return found
 
 

@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from simulated import chain, cluster_of, op, profile_of, simulate
 
+from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
-from harness.domain.strategy import SHARD_STATES, OperatorPlan
+from harness.domain.strategy import SHARD_STATES, OperatorPlan, Stage
 from harness.plan.portfolio import search_portfolio
 from harness.plan.request import PlanRequest
+from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import binding, events, explain
+from harness.plan.simulate.sharded_state import gather_seconds
 
 BY_SAMPLES = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
 
@@ -59,6 +63,27 @@ def test_parameters_are_gathered_one_unit_ahead_and_kept_for_their_backward():
     assert any(
         "240 B of parameters are gathered" in line or "200" in line for line in explain(found)
     )
+
+
+def test_gathers_of_groups_that_share_an_interface_take_longer():
+    network = Network(Cluster.uniform(2, 2, inside_bytes_per_s=1e3, memory_bytes=1))
+    one = gather_seconds(network, {(0, 2): 1000}, np.zeros(4))
+    both = gather_seconds(network, {(0, 2): 1000, (1, 3): 1000}, np.zeros(4))
+    assert one.tolist() == [0.5, 0.0, 0.5, 0.0]
+    assert both.tolist() == [1.0] * 4
+
+
+def test_freed_weights_are_gathered_once_for_forward_again_and_backward():
+    graph, profile = chain()
+    steps = [
+        simulate(
+            graph, profile, cluster_of(), BY_SAMPLES, stages=[Stage(recompute=True)],
+            options=SimulatorOptions(bucket_bytes=1, recomputes_ahead=ahead),
+            shard_state="parameters",
+        ).step_s
+        for ahead in (True, False)
+    ]  # fmt: skip
+    assert steps[0] == steps[1]
 
 
 def test_gradients_are_summed_after_each_microbatch_where_they_are_sharded():
