@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import Strategy
 from harness.errors import PlanError
@@ -21,6 +23,7 @@ from harness.plan.advise.sets import (
     with_rate,
     with_rates,
 )
+from harness.plan.request import family_of
 from harness.plan.search.standard import balanced_pipeline
 from harness.plan.simulate.device_seconds import operator_seconds
 from harness.plan.simulate.simulator import Simulator
@@ -143,12 +146,12 @@ class Adviser:
             PlanError: the model fits on no set of the machines.
         """
         sets, n_unpriced = self._price_sets()
+        sets = self._search(sets)
         if not sets:
             raise PlanError(
                 f"{self.request.graph.name!r} fits on no set of these machines at this batch: "
                 "lower --batch-size, or add devices or memory"
             )
-        sets = self._search(sets)
         singles = [one for one in sets if one.cluster.n_devices == 1]
         advice = Advice(
             request=self.request,
@@ -193,9 +196,13 @@ class Adviser:
         }
 
     def _search(self, sets: list[Priced]) -> list[Priced]:
-        """Search on the most promising sets, and on the largest."""
+        """Search on the most promising sets, and on the largest; on all machines where no standard
+        strategy fits on any set."""
         if "searched" not in self.request.families:
             return sets
+        if not sets:
+            found = price(self.request, self.cluster, search_s=self._share_left() * self.seconds)
+            return [] if found is None else [found]
         chosen = sets[:_N_SEARCHED]
         chosen += [one for one in sets[_N_SEARCHED:] if one.cluster.n_devices == max(
             other.cluster.n_devices for other in sets)]  # fmt: skip
@@ -281,7 +288,8 @@ class Adviser:
             yield f"all nodes on {faster[0]}", with_rates(self.cluster, faster[1]), None
 
     def _largest(self, best: Priced) -> Iterator[LargestBatch]:
-        """Alone on each kind of device; data parallel and a pipeline on the best set and on all."""
+        """Alone on each kind of device; data parallel, with and without sharded state, and a
+        pipeline on the best set and on all."""
         kinds = {device.kind: k for k, device in reversed(list(enumerate(self.cluster.devices)))}
         for kind, k in kinds.items():
             batch = largest_batch(self.request, part_of(self.cluster, [k]), _single)
@@ -292,9 +300,10 @@ class Adviser:
         for name, cluster in groups.items():
             if cluster.n_devices == 1:
                 continue
-            for strategy, build in _SPREAD.items():
-                if strategy in self.request.families:
-                    batch = largest_batch(self.request, cluster, build, 4 * cluster.n_devices)
+            for strategy, (build, n_each) in _SPREAD.items():
+                if family_of(strategy) in self.request.families:
+                    least = n_each * cluster.n_devices
+                    batch = largest_batch(self.request, cluster, build, least)
                     yield LargestBatch(strategy=strategy, devices=name, batch=batch)
 
 
@@ -314,9 +323,18 @@ def _ddp(simulator: Simulator, batch: int) -> Strategy:
     return builders.ddp(simulator.graph, simulator.cluster, batch)
 
 
+def _sharded_ddp(simulator: Simulator, batch: int) -> Strategy:
+    return msgspec.structs.replace(_ddp(simulator, batch), shard_state="parameters")
+
+
 def _pipeline(simulator: Simulator, batch: int) -> Strategy:
     n = 1 if simulator.graph.mixing_operator() else 4 * simulator.cluster.n_devices
     return balanced_pipeline(simulator, batch, n)
 
 
-_SPREAD: dict[str, Build] = {"ddp": _ddp, "pipeline": _pipeline}
+# With the fewest samples for each device.
+_SPREAD: dict[str, tuple[Build, int]] = {
+    "ddp": (_ddp, 1),
+    "ddp, sharded parameters": (_sharded_ddp, 1),
+    "pipeline": (_pipeline, 4),
+}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +18,7 @@ from harness.measure.store import write_atomically
 from harness.plan import cli
 from harness.plan.advise.advice import Advice, Adviser
 from harness.plan.advise.evidence import uncertainty_of
-from harness.plan.advise.prices import find_prices, load_prices
+from harness.plan.advise.prices import Prices, find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, Priced
 from harness.plan.advise.words import Presentation, advice_lines, advice_object
 from harness.plan.find import default_profile, graph_beside
@@ -29,6 +31,14 @@ _SIMPLE = {
     "ddp by speed": "ddp --balance speed",
     "tensor parallel": "tensor",
     "hybrid": "hybrid",
+}
+_IN_MICROBATCHES = re.compile(
+    r"(?P<way>single|pipeline|interleaved pipeline)( of [\dx ]+)?, (?P<n>\d+) microbatches"
+)
+_OPTIMIZER_FLAGS = {
+    "sgd": ["--momentum", "0"],
+    "momentum": [],
+    "adamw": ["--optimizer", "adamw"],
 }
 
 
@@ -60,7 +70,7 @@ def advise(args: argparse.Namespace, capture_model: cli.CaptureModel) -> None:
     finally:
         progress.clear()
     names = [node.name for node in request.cluster.nodes]
-    prices = find_prices(names) if args.prices is None else load_prices(args.prices)
+    prices = find_prices(names) if args.prices is None else _given_prices(args.prices, names)
     shown = Presentation(uncertainty=uncertainty_of(args.results, request.cluster), prices=prices)
     if args.output is not None:
         _write(args.output, advice, request)
@@ -68,6 +78,16 @@ def advise(args: argparse.Namespace, capture_model: cli.CaptureModel) -> None:
         print(msgspec.json.encode(advice_object(advice, shown)).decode())
         return
     print("\n".join([*advice_lines(advice, shown), f"train it: {_train_command(args, advice)}"]))
+
+
+def _given_prices(path: Path, names: Sequence[str]) -> Prices:
+    prices = load_prices(path)
+    if not set(names) & set(prices.nodes):
+        raise ConfigError(
+            f"{path} has prices of {', '.join(prices.nodes) or 'no node'}, the cluster has the "
+            f"nodes {', '.join(names)}: name them so"
+        )
+    return prices
 
 
 def _find_files(args: argparse.Namespace) -> None:
@@ -147,11 +167,20 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
         best.cluster.n_devices > 1
     ) else []  # fmt: skip
     words += ["./entry.sh", "train", "--model", advice.request.graph.name]
-    words += ["--batch-size", str(best.batch), "--strategy", *_strategy_words(args, best)]
-    return shlex.join(words)
+    words += ["--batch-size", str(best.batch), *_OPTIMIZER_FLAGS[args.optimizer]]
+    words += ["--dtype", args.dtype] if args.dtype else []
+    return shlex.join([*words, "--strategy", *_strategy_words(args, best)])
 
 
 def _strategy_words(args: argparse.Namespace, best: Priced) -> list[str]:
-    if best.label in _SIMPLE:
-        return _SIMPLE[best.label].split()
-    return ["searched"] if args.output is None else [str(args.output)]
+    name, _, state = best.label.partition(", sharded ")
+    if name in _SIMPLE:
+        return [*_SIMPLE[name].split(), *(["--shard-state", state] if state else [])]
+    if args.output is not None:
+        return [str(args.output)]
+    flow = _IN_MICROBATCHES.fullmatch(name)
+    if flow is None:
+        return ["searched"]
+    schedule = "interleaved" if flow["way"] == "interleaved pipeline" else "1f1b"
+    kind = "tp=1" if flow["way"] == "single" else "pipeline"
+    return [kind, "--schedule", schedule, "--microbatches", flow["n"]]

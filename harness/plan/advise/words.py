@@ -55,7 +55,7 @@ def first_sentence(advice: Advice) -> str:
     rate = f"{best.samples_per_s:.3g} samples/s"
     if best.cluster.n_devices == 1:
         device = best.cluster.devices[0]
-        more = "" if best.label == "single" else f" with {best.label}"
+        more = "" if best.label == "single" else f" with {_in_words(best.label)}"
         if advice.cluster.n_devices == 1:
             return f"The model fits on {device.name} ({device.kind}){more}: {rate}."
         where = f"{best.node_names[0]} alone ({device.kind}){more}"
@@ -69,7 +69,14 @@ def first_sentence(advice: Advice) -> str:
         if single is None
         else f"{best.samples_per_s / single.samples_per_s:.2g} times one {noun}"
     )
-    return f"Use {where} with {best.label}: {gain}, {rate}."
+    return f"Use {where} with {_in_words(best.label)}: {gain}, {rate}."
+
+
+def _in_words(label: str) -> str:
+    """A strategy within a sentence."""
+    name, _, state = label.partition(", sharded ")
+    state = "optimizer state" if state == "optimizer" else state
+    return f"{name} (sharded {state})" if state else name
 
 
 def device_word(advice: Advice) -> str:
@@ -125,8 +132,8 @@ def _larger(advice: Advice) -> Iterator[str]:
     if fastest is not advice.best:
         gain = fastest.samples_per_s / advice.best.samples_per_s
         yield (
-            f"{name_range(fastest.node_names)} with {fastest.label} would be {gain:.2f} times as "
-            "fast, which is less than predictions are off."
+            f"{name_range(fastest.node_names)} with {_in_words(fastest.label)} would be "
+            f"{gain:.2f} times as fast, which is less than predictions are off."
         )
 
 
@@ -138,7 +145,7 @@ def _cheapest(advice: Advice, prices: Prices | None) -> Iterator[str]:
         money, one = min(known, key=lambda item: item[0])
         words = f"{money:.3g} {prices.currency}".strip()
         where = name_range(one.node_names)
-        yield f"Cheapest: {where} with {one.label}, {words} per million samples."
+        yield f"Cheapest: {where} with {_in_words(one.label)}, {words} per million samples."
 
 
 def energy_kwh(one: Priced, prices: Prices) -> float | None:

@@ -117,6 +117,18 @@ def test_a_model_that_fits_no_device_alone_is_spread() -> None:
     assert alone == [0, 0, 0]
 
 
+def test_data_parallelism_shards_its_state_where_only_that_fits() -> None:
+    advice = advise_vit(16, (0.064, 0.1385, 0.0173), memory_bytes=800 << 20)
+    assert advice_lines(advice, Presentation(uncertainty=Uncertainty()))[0] == (
+        "Use ecetesla0 to ecetesla2 with ddp (sharded parameters): no GPU holds the model alone, "
+        "67.1 samples/s."
+    )
+    batches = {(one.strategy, one.devices): one.batch for one in advice.largest}
+    assert batches["ddp", "all machines"] == 0
+    # Of 346 MB of parameters, gradients and AdamW's two states each device keeps a fifth.
+    assert batches["ddp, sharded parameters", "all machines"] == 284
+
+
 def test_equal_nodes_are_interchangeable() -> None:
     assert node_classes(tesla()) == [[0, 1, 2], [3], [4]]
     # 4 x 2 x 2 - 1 sets of classes; equal nodes differ in number only.
