@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness.domain.cluster import CollectivePoint
-from harness.errors import DataError
+from harness.errors import ConfigError, DataError
 from harness.inputs import decode_text, find_int, find_number, read_file, shorten
 from harness.plan.importing.tables import Row, read_table
+from harness.units import parse_bytes
 
-_UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-_RANK = re.compile(r"^#\s+Rank\s+\d+\s", re.MULTILINE)
-_TEST = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|broadcast|alltoall)_perf\b")
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_RANK = re.compile(r"^#\s+Rank\s+(\d+)\s", re.MULTILINE)
+_TEST = re.compile(r"\b([a-z_]+)_perf\b")
+# By the names of nccl-tests' programs, and of files.
+_OPERATIONS = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+}
+_INITIALS = {"ar": "all_reduce", "ag": "all_gather", "rs": "reduce_scatter"}
 _MOST_RANKS = 2**20
-# Columns of a line of nccl-tests: size, count, type, operation, root, then time, algbw and busbw.
-_SIZE, _TIME, _FEWEST = 0, 5, 8
+# Columns of nccl-tests that some programs leave blank: operation and root.
+_N_BLANK = 2
 
 
 def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
@@ -26,33 +38,83 @@ def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectiveP
         n_ranks: that took part; None if the file, or its name (`AR_GPU8_...`), says so.
 
     Raises:
-        DataError: it holds no curve, or nothing says how many ranks took part.
+        DataError: it holds no curve, or nothing says how many ranks took part or in what.
     """
     text = decode_text(read_file(path, "curve", DataError, is_given=True), str(path), DataError)
-    if "busbw" in text and "#" in text and "," not in text.partition("\n")[0]:
-        return _nccl_tests(text, str(path), n_ranks)
-    return read_curve(path, n_ranks)
+    heads = [words for line in text.splitlines() if (words := _heads(line))]
+    return _nccl_tests(text, heads[0], path, n_ranks) if heads else read_curve(path, n_ranks)
 
 
-def _nccl_tests(text: str, source: str, n_ranks: int | None) -> list[CollectivePoint]:
-    n = n_ranks or len(_RANK.findall(text))
+def _heads(line: str) -> list[str]:
+    """Names of the columns, if a line of nccl-tests has them."""
+    words = line.removeprefix("#").split() if line.startswith("#") else []
+    return words if words[:1] == ["size"] and "time" in words else []
+
+
+def _nccl_tests(
+    text: str, heads: Sequence[str], path: Path, n_ranks: int | None
+) -> list[CollectivePoint]:
+    n = n_ranks or len(set(_RANK.findall(text)))
     if n < 2:
-        raise DataError(f"{source} names {n} ranks: give --ranks N, how many took part")
-    test = _TEST.search(text)
-    operation = "all_reduce" if test is None else test[1].replace("alltoall", "all_to_all")
+        raise DataError(f"{path} names {n} ranks: give --ranks N, how many took part")
+    unit = re.search(r"^#\s+\((\w+)\)\s+\(elements\)\s+\((\w+)\)", text, re.MULTILINE)
+    if unit is not None and (unit[1] != "B" or unit[2] not in _UNITS_S):
+        raise DataError(f"{path} has sizes in {unit[1]} and times in {unit[2]}: print B and us")
+    unit_s = _UNITS_S[unit[2]] if unit is not None else _UNITS_S["us"]
     points = {}
     for line in text.splitlines():
         cells = line.split()
-        if line.startswith("#") or len(cells) < _FEWEST:
-            continue
-        size, time = find_int(cells[_SIZE], 1), find_number(cells[_TIME])
+        at = None if line.startswith("#") else _place_of_time(heads, len(cells))
+        size, time = (None, None) if at is None else (find_int(cells[0], 1), find_number(cells[at]))
         if size and time:
-            points[size] = time * 1e-6
-    return _points(points, operation, n, source)
+            points[size] = time * unit_s
+    return _points(points, _operation_of(text, heads, path), n, str(path))
+
+
+def _place_of_time(heads: Sequence[str], n_cells: int) -> int | None:
+    """The cell of a line's first time: out of place, or in place where that alone is printed."""
+    first, n_missing = heads.index("time"), len(heads) - n_cells
+    has_both = heads.count("time") > 1
+    n_each = heads.index("time", first + 1) - first if has_both else 0
+    if n_missing <= 0 or n_missing == n_each:
+        return first
+    return first - n_missing if n_missing <= _N_BLANK else None
+
+
+def _operation_of(text: str, heads: Sequence[str], path: Path) -> str:
+    """The collective of the program that an output names, else of the file's name; a sum without
+    a name is all-reduce.
+
+    Raises:
+        DataError: several, none, or one without a curve in a cluster file.
+    """
+    named = set(_TEST.findall(text))
+    if len(named) > 1:
+        raise DataError(f"{path} holds {' and '.join(sorted(named))}: write one test to a file")
+    for name in named:
+        if name not in _OPERATIONS:
+            raise DataError(f"{path} is of {name}: give one of {', '.join(_OPERATIONS)}")
+        return _OPERATIONS[name]
+    found = _named_operation(path)
+    if found is None and ("redop" not in heads or re.search(r"\s(none|copy)\s", text)):
+        raise DataError(
+            f"{path} does not say which collective it is of: put its name into the file's, such as "
+            "all_gather.txt"
+        )
+    return found or "all_reduce"
+
+
+def _named_operation(path: Path) -> str | None:
+    """The collective in a file's name; None if there is none."""
+    name = re.sub(r"[\s-]", "_", path.stem.lower())
+    plain = name.replace("_", "")
+    found = next((op for word, op in _OPERATIONS.items() if word.replace("_", "") in plain), None)
+    return found or _INITIALS.get(name.split("_")[0])
 
 
 def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
-    """An all-reduce curve of a CSV file: a column `size(B)`, and `time` with its unit in brackets.
+    """A curve of a CSV file: columns `size` and `time` with their units in brackets. It is of
+    all-reduce, if the file's name has no other collective.
 
     Raises:
         DataError: as `read_collectives`.
@@ -61,31 +123,49 @@ def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
     if n is None:
         raise DataError(f"{path} does not say how many ranks took part: give --ranks N")
     rows = read_table(path, [])
-    size, time, unit_s = _columns(rows[0], path)
+    size, unit_bytes = _size_column(rows[0], path)
+    time, unit_s = _time_column(rows[0], path)
     points = {}
     for row in rows:
-        n_bytes, seconds = row.count(size, 0), row.number(time) * unit_s
+        n_bytes = round(row.number(size) * unit_bytes)
+        seconds = row.number(time) * unit_s
         if n_bytes > 0 and seconds > 0:
             points[n_bytes] = seconds
-    return _points(points, "all_reduce", n, str(path))
+    return _points(points, _named_operation(path) or "all_reduce", n, str(path))
 
 
 def _ranks_of_name(name: str) -> int | None:
-    found = re.search(r"gpus?[_-]?(\d+)|(\d+)[_-]?(?:gpus?|ranks?)", name.lower())
-    return None if found is None else find_int(found[1] or found[2], 2, _MOST_RANKS)
+    """None also where a name has a number of nodes too, which may be a factor."""
+    name = name.lower()
+    found = re.search(r"gpus?[_-]?(\d+)|(\d+)[_-]?(?:gpus?|ranks?)", name)
+    if found is None or re.search(r"nodes?[_-]?\d|\d[_-]?nodes?|\d+x\d+", name):
+        return None
+    return find_int(found[1] or found[2], 2, _MOST_RANKS)
 
 
-def _columns(row: Row, path: Path) -> tuple[str, str, float]:
-    """Columns of sizes and of times, and the times' unit."""
-    size = next((name for name in row.columns if name.lower().startswith("size")), None)
+def _size_column(row: Row, path: Path) -> tuple[str, int]:
+    """The column of sizes, and the bytes of its unit."""
     for name in row.columns:
-        unit = re.fullmatch(r"time\s*[(\[](\w+)[)\]]|time_(\w+)", name.lower())
-        seconds = unit and _UNITS_S.get(unit[1] or unit[2])
-        if size is not None and seconds:
-            return size, name, seconds
+        found = re.fullmatch(r"size\s*[(\[_]?\s*(\w*?)[)\]]?", name.lower())
+        unit = None if found is None else found[1].removesuffix("ytes")
+        if unit is not None:
+            with contextlib.suppress(ConfigError):
+                return name, parse_bytes(f"1{unit}")
     raise DataError(
-        f"{path} has columns {shorten(', '.join(row.columns))}: it needs size(B) and time(us), or "
-        "another unit of time"
+        f"{path} has columns {shorten(', '.join(row.columns))}: it needs size(B), or another unit "
+        "of size"
+    )
+
+
+def _time_column(row: Row, path: Path) -> tuple[str, float]:
+    """The first column of times, and the seconds of its unit."""
+    for name in row.columns:
+        unit = re.fullmatch(r"(?:time|latency)\s*[(\[_]\s*(\w+)[)\]]?", name.lower())
+        if unit is not None and unit[1] in _UNITS_S:
+            return name, _UNITS_S[unit[1]]
+    raise DataError(
+        f"{path} has columns {shorten(', '.join(row.columns))}: it needs time(us), or another unit "
+        "of time"
     )
 
 

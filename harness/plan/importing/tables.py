@@ -54,16 +54,26 @@ def header_of(path: Path) -> list[str]:
             line = decode_text(file.read(4096).split(b"\n")[0], str(path), DataError)
     except (OSError, DataError):
         return []
-    return _names(next(csv.reader([line]), []))
+    return _names(next(csv.reader([line], delimiter=_delimiter(line)), []))
+
+
+def _delimiter(line: str) -> str:
+    """What parts the cells of a header: a comma, a semicolon or a tab."""
+    return max(",;\t", key=line.count)
 
 
 def find_tables(folder: Path, columns: Sequence[str]) -> list[Path]:
-    """CSV files of a directory whose headers have some columns."""
-    return [p for p in sorted(folder.glob("*.csv")) if set(columns) <= set(header_of(p))]
+    """CSV files of a directory whose headers have some columns, or most of them."""
+    return [p for p in sorted(folder.glob("*.csv")) if _has_most(p, columns)]
+
+
+def _has_most(path: Path, columns: Sequence[str]) -> bool:
+    header = {name.lower() for name in header_of(path)}
+    return 2 * sum(name.lower() in header for name in columns) > len(columns)
 
 
 def read_tables(folder: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Rows of all these files; raises as `read_table`."""
+    """Rows of all these files; raises as `read_table`, also where a file lacks one column."""
     for path in find_tables(folder, columns):
         yield from read_table(path, columns)
 
@@ -83,22 +93,24 @@ def read_table(path: Path, columns: Sequence[str]) -> list[Row]:
     """All rows of a CSV file.
 
     Args:
-        columns: that must be there.
+        columns: that must be there, in small or capital letters.
 
     Raises:
         DataError: missing, not text, without a column, or a row of another length.
     """
     text = decode_text(read_file(path, "table", DataError), str(path), DataError)
     try:
-        lines = list(csv.reader(io.StringIO(text), strict=True))
+        delimiter = _delimiter(text.partition("\n")[0])
+        lines = list(csv.reader(io.StringIO(text), strict=True, delimiter=delimiter))
     except csv.Error as error:
         raise DataError(f"{path} is no CSV ({error}): write one row a line") from None
-    header = _names((lines or [[]])[0])
+    names = {name.lower(): name for name in columns}
+    header = [names.get(name.lower(), name) for name in _names((lines or [[]])[0])]
     lacking = [name for name in columns if name not in header]
     if lacking:
         raise DataError(
-            f"{path} has no column {lacking[0]!r}, only {shorten(', '.join(header))}: it is of "
-            "another kind"
+            f"{path} has no column {lacking[0]!r}, only {shorten(', '.join(header))}: rename or "
+            "add it"
         )
     if len(lines) > _MOST_ROWS:
         raise DataError(f"{path} has {len(lines)} rows: {_MOST_ROWS} are the most")

@@ -110,7 +110,13 @@ def read_operators(
     rows = read_table(path, (_NAME, _FORWARD, _BACKWARD))
     numbers = [_layer_of(row) for row in rows]
     floors = [_floor(rows, column) for column in (_FORWARD, _BACKWARD)]
-    n_copies = n_layers if len({n for n in numbers if n is not None}) == 1 else 1
+    n_numbered = len({n for n in numbers if n is not None})
+    if n_layers > 1 and not n_numbered:
+        raise DataError(
+            f"{path} does not say which operators are of a layer ({_META}), and the model has "
+            f"{n_layers} layers: add that column, or give a table of all layers and no number"
+        )
+    n_copies = n_layers if n_numbered == 1 else 1
     operators: list[Operator] = []
     points: list[Measurement] = []
     known: dict[str, str] = {}  # the last operator of each name of the table

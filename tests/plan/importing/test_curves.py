@@ -34,6 +34,51 @@ def test_nccl_tests_are_read_out_of_place(tmp_path: Path) -> None:
     assert bandwidth_of(points) == pytest.approx(20e9)
 
 
+RANKS = "".join(
+    f"#  Rank  {k} Group  0 Pid   1 on   host device  {k} [0x07] T4\n" for k in range(8)
+)
+ALLTOALL = f"""\
+[node0:31] mpirun warning, of the network
+# nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807
+# Collective test starting: alltoall_perf
+{RANKS}NCCL version 2.28.7+cuda13.0
+#                                          out-of-place                in-place
+#  size   count  type  redop  root     time  algbw  busbw #wrong     time  algbw  busbw #wrong
+#   (B)   (elements)                   (us)  (GB/s) (GB/s)           (us)  (GB/s) (GB/s)
+    1024     128  float   none    -1  20.00   0.05   0.05      0  19.00   0.05   0.05    N/A
+# Collective test concluded: alltoall_perf
+"""
+OLD_ALL_GATHER = f"""\
+{RANKS}#  size   count  type    time  algbw  busbw  error    time  algbw  busbw  error
+#   (B)   (elements)      (us)  (GB/s) (GB/s)          (us)  (GB/s) (GB/s)
+    1024      32  float  20.00   0.05   0.05  0e+00  19.00   0.05   0.05  0e+00
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "operation"),
+    [
+        ("out.log", ALLTOALL, "all_to_all"),
+        ("out.log", ALLTOALL.replace("\n", "\r\n"), "all_to_all"),
+        ("out.log", ALLTOALL.replace("none    -1", ""), "all_to_all"),  # blank columns
+        ("out.log", ALLTOALL.replace("19.00   0.05   0.05    N/A", ""), "all_to_all"),
+        ("out.log", ALLTOALL.replace("N/A", "N/A 2026-01-01 10:00:00"), "all_to_all"),
+        ("all-gather.txt", OLD_ALL_GATHER, "all_gather"),
+        ("AG_GPU8.csv", "time(us),size(KiB)\n20,1\n", "all_gather"),
+        ("8gpus.csv", "size_bytes;time_us\n1024;20\n".replace(";", ","), "all_reduce"),
+        ("8_ranks.csv", "Size (MiB),Time (ms)\n0.0009765625,0.02\n", "all_reduce"),
+    ],
+)
+def test_collective_size_and_time_are_found_in_each_form(
+    tmp_path: Path, name: str, text: str, operation: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    (point,) = read_collectives(path)
+    assert (point.operation, point.n_ranks, point.n_bytes) == (operation, 8, 1024)
+    assert point.duration_s == pytest.approx(20e-6)
+
+
 def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path: Path) -> None:
     path = tmp_path / "AR_GPU4_1K"
     path.write_text(CSV)
@@ -45,9 +90,15 @@ def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path: Path) -> Non
     ("name", "text", "message"),
     [
         ("curve.csv", CSV, "how many ranks"),
-        ("gpu4.csv", "size(B),time\n1,2\n", "needs size"),
+        ("gpu4.csv", "size(B),time\n1,2\n", "needs time"),
         ("gpu4.csv", "size(B),time(ns)\n1\n", "1 cells, its header 2"),
-        ("gpu4.csv", "size(B),time(ns)\nx,2\n", "whole number"),
+        ("gpu4.csv", "size(B),time(ns)\nx,2\n", "write a number"),
+        ("gpu4.csv", "size(parsec),time(ns)\n1,2\n", "needs size"),
+        ("2nodes_8gpus.csv", CSV, "how many ranks"),  # of each node, or of all?
+        ("x.txt", OLD_ALL_GATHER, "does not say which collective"),
+        ("x.txt", ALLTOALL + NCCL + "all_reduce_perf", "all_reduce and alltoall: write one"),
+        ("x.txt", ALLTOALL.replace("alltoall_perf", "sendrecv_perf"), "is of sendrecv"),
+        ("x.txt", ALLTOALL.replace("(us)", "(min)"), "times in min"),
         ("gpu4.csv", "size(B),time(ns)\n0,0\n", "no curve"),
         ("gpu4.csv", "", "no row"),
     ],
