@@ -31,7 +31,7 @@ from harness.plan.layers import (
     chain_graph,
     layer_profile,
 )
-from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.fitting import fit_amounts
@@ -46,7 +46,7 @@ from harness.plan.validation.points import (
 _COLUMNS = ("experiment", "tp", "dp", "pp", "microbatch", "partition", "predicted_s", "measured_s")
 _MOST_LAYERS, _MOST_PARTS = 10_000, 64
 _Float = np.dtype[np.float64]
-_GIB = 2**30
+_MIB = 2**20
 # AMP's convention: backward takes twice as long as forward.
 _BACKWARD = 2.0
 _N_NODES, _N_EACH = 4, 4
@@ -58,11 +58,14 @@ class _Experiment:
 
     Attributes:
         gpu: as the files of times name it.
+        memory_bytes: of the GPU, as its driver says.
         memory_bytes_per_s: of the GPU's data sheet.
         heavy_parameters: of each layer that takes a quarter of the longest, or more; 0 where nobody
             says.
         ends_parameters: of the first and the last layer, which share them; 0 if they have none.
-        output_bytes, saved_bytes: of one such layer and one sample.
+        output_bytes: of a half of one such layer and one sample.
+        copied_bytes, divided_bytes: that it keeps beside its outputs: on each device of a
+            tensor-parallel group, and divided among them.
         logits_bytes: that the last layer keeps for one sample.
     """
 
@@ -76,12 +79,21 @@ class _Experiment:
     heavy_parameters: int
     ends_parameters: int
     output_bytes: int
-    saved_bytes: int
+    copied_bytes: int
+    divided_bytes: int
     logits_bytes: int
+
+    def saved_bytes(self, tp: int) -> int:
+        """Of a layer that a group of devices divides: what all of them keep."""
+        return tp * self.copied_bytes + self.divided_bytes
 
 
 _GBIT = 1e9 / 8
 _TOKENS, _HIDDEN, _HEADS, _VOCABULARY = 1024, 1024, 16, 51200
+# Korthikanti et al. (2022), equation 2: s h (10 + 24 / t) + 5 a s^2 / t bytes of a layer in FP16,
+# of which 4 s h are its outputs.
+_COPIED = 6 * _TOKENS * _HIDDEN
+_DIVIDED = 24 * _TOKENS * _HIDDEN + 5 * _HEADS * _TOKENS**2
 _EXPERIMENTS = {
     "homogeneous": _Experiment(
         model="gpt2",
@@ -89,13 +101,13 @@ _EXPERIMENTS = {
         batch=32,
         between_bytes_per_s=50 * _GBIT,
         inside_bytes_per_s=50 * _GBIT,
-        memory_bytes=15 * _GIB,
+        memory_bytes=15109 * _MIB,
         memory_bytes_per_s=320e9,
         heavy_parameters=12 * _HIDDEN**2,
         ends_parameters=_VOCABULARY * _HIDDEN,
         output_bytes=2 * _TOKENS * _HIDDEN,
-        # Korthikanti et al. (2022): 34 s h + 5 a s^2 bytes of a layer in FP16.
-        saved_bytes=34 * _TOKENS * _HIDDEN + 5 * _HEADS * _TOKENS**2,
+        copied_bytes=_COPIED,
+        divided_bytes=_DIVIDED,
         logits_bytes=10 * _TOKENS * _VOCABULARY,
     ),
     "het_model": _Experiment(
@@ -104,12 +116,13 @@ _EXPERIMENTS = {
         batch=64,
         between_bytes_per_s=10 * _GBIT,
         inside_bytes_per_s=170 * _GBIT,
-        memory_bytes=15 * _GIB,
+        memory_bytes=16160 * _MIB,
         memory_bytes_per_s=900e9,
         heavy_parameters=0,
         ends_parameters=0,
         output_bytes=2 * _TOKENS * _HIDDEN,
-        saved_bytes=2 * (34 * _TOKENS * _HIDDEN + 5 * _HEADS * _TOKENS**2),
+        copied_bytes=2 * _COPIED,
+        divided_bytes=2 * _DIVIDED,
         logits_bytes=0,
     ),
 }
@@ -117,7 +130,7 @@ _EXPERIMENTS = {
 _BYTES, _N_STATES = 2, 6
 # Bytes that Adam reads (gradient, master weight, moments) and writes per byte of weights.
 _UPDATE_TRAFFIC = 14
-_RESERVED_BYTES = 3 * _GIB // 4
+_RESERVED_BYTES = 768 * _MIB
 _LATENCY_S = 20e-6
 # Amounts at which the calibrating layout is tried.
 _FAST_BYTES_PER_S, _TRIED_BYTES_PER_S, _TRIED_S, _TRIED_PARAMETERS = 1e15, 1e9, 1e-4, 1e7
@@ -180,13 +193,14 @@ class _AmpExperiment:
         inside = _TRIED_BYTES_PER_S / share if share else _FAST_BYTES_PER_S
         return none._replace(fixed_s=fixed_s, inside_bytes_per_s=inside)
 
-    def _make_graph(self, parameters_each: float) -> Graph:
+    def _make_graph(self, parameters_each: float, tp: int) -> Graph:
         """Each layer as two blocks, because it has two all-reduces each way."""
         known, ends = self.known, self.known.ends_parameters * _BYTES
         n, layers = len(self._times), []
         for k in range(n):
             heavy = bool(self._is_heavy[k])
-            parameters, saved = round(heavy * parameters_each * _BYTES), heavy * known.saved_bytes
+            parameters = round(heavy * parameters_each * _BYTES)
+            saved = heavy * known.saved_bytes(tp)
             for half in range(2):
                 layers.append(
                     PlannedLayer(
@@ -215,12 +229,13 @@ class _AmpExperiment:
         key = layout.tp, trial.microbatch, fit
         if key not in self._simulators:
             self._simulators[key] = self._make_simulator(layout.tp, trial.microbatch, fit)
-        return SimulatedRun.of_layout(
-            self._simulators[key],
+        strategy = profiled_layout(
             replace(layout, cuts=tuple(2 * cut for cut in layout.cuts or ())),
+            self._simulators[key],
             known.batch,
             n_microbatches=known.batch // (trial.microbatch * layout.dp),
         )
+        return SimulatedRun(self._simulators[key], strategy)
 
     def _make_simulator(self, tp: int, samples: int, fit: _Fit) -> Simulator:
         row = []
@@ -246,7 +261,7 @@ class _AmpExperiment:
             optimizer_s_per_byte=_UPDATE_TRAFFIC / known.memory_bytes_per_s,
             reserved_bytes=_RESERVED_BYTES,
         )
-        graph = self._make_graph(fit.parameters)
+        graph = self._make_graph(fit.parameters, tp)
         profile = layer_profile(graph, {TimeKey(known.gpu, samples, tp): row})
         return Simulator(graph, profile, cluster, options=options)
 
@@ -325,7 +340,7 @@ def read(folder: Path) -> Published:
         )
     notes.append(
         "assumed: FP16 gradients in one ring after backward, Adam in mixed precision, "
-        "34 s h + 5 a s^2 bytes kept of a layer, no recomputation"
+        "s h (10 + 24 / tp) + 5 a s^2 / tp bytes kept of a layer, no recomputation"
     )
     return Published(points, notes)
 

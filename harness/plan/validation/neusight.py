@@ -30,7 +30,7 @@ from harness.plan.validation.points import (
 
 # bert_large-train-512-8[-fusion].json
 _NAME = re.compile(
-    r"(?P<model>[^-]+)-(?P<mode>train|inf)-(?P<sequence>[0-9]+)-(?P<batch>[0-9]{1,9})(?P<note>-.+)?"
+    r"(?P<model>.+?)-(?P<mode>train|inf)-(?P<sequence>[0-9]+)-(?P<batch>[0-9]{1,9})(?P<note>-.+)?"
 )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from harness.domain.cluster import Cluster
 from harness.plan.importing.tables import Row, read_tables
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
-from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
     MeasuredStep,
@@ -51,7 +51,7 @@ class _PipelineRates:
         row = [LayerTime(each_s / 3, 2 * each_s / 3)]
         cluster = Cluster.uniform(1, n, inside_bytes_per_s=1e10, memory_bytes=2**50, kind=_KIND)
         simulator = Simulator(graph, layer_profile(graph, {TimeKey(_KIND, 1): row}), cluster)
-        return SimulatedRun.of_layout(simulator, ParallelLayout(dp=n), run.batch)
+        return SimulatedRun(simulator, profiled_layout(ParallelLayout(dp=n), simulator, run.batch))
 
 
 def _parse(row: Row) -> _PipelineRun:

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import Strategy
 from harness.errors import DataError
 from harness.plan.importing.tables import find_tables
-from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.simulate.simulator import Simulator
 
 
@@ -20,29 +18,6 @@ class SimulatedRun(NamedTuple):
 
     simulator: Simulator
     strategy: Strategy
-
-    @classmethod
-    def of_layout(
-        cls,
-        simulator: Simulator,
-        layout: ParallelLayout,
-        batch: int,
-        *,
-        n_microbatches: int = 1,
-        schedule: ScheduleName = "1f1b",
-        recompute: bool = False,
-    ) -> SimulatedRun:
-        """Of the degrees of a layout; raises as `layout_strategy`."""
-        strategy = layout_strategy(
-            layout,
-            simulator.graph,
-            simulator.cluster,
-            batch,
-            n_microbatches=n_microbatches,
-            schedule=schedule,
-            recompute=recompute,
-        )
-        return cls(simulator, strategy)
 
     def step_s(self) -> float:
         """The predicted step."""

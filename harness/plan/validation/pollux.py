@@ -16,7 +16,7 @@ from harness.errors import DataError
 from harness.inputs import shorten
 from harness.plan.importing.tables import Row, find_tables, header_of, read_table
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
-from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.fitting import solve_all
 from harness.plan.validation.points import (
@@ -116,7 +116,8 @@ class _Job:
             cluster = _cluster(run.placement, bandwidth)
             self._simulators[key] = Simulator(self._graph, self._profile, cluster)
         simulator, n = self._simulators[key], sum(run.placement)
-        return SimulatedRun.of_layout(simulator, ParallelLayout(dp=n), n * run.local)
+        strategy = profiled_layout(ParallelLayout(dp=n), simulator, n * run.local)
+        return SimulatedRun(simulator, strategy)
 
 
 def _calibrating(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:

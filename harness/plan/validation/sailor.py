@@ -1,7 +1,9 @@
 """Sailor: plans of OPT-350M and others on nodes of 4 GPUs, with profiles by (microbatch, TP).
 
 Times of layers include the collectives of tensor parallelism. A run on one node gives a factor on
-the times of its microbatch, and what memory a process needs beside tensors.
+the times of its microbatch, and what memory a process needs beside tensors. Where the profile of a
+model's GPU is of another model, as GPT-Neo's on GH200 is, another GPU's gives the proportions of
+the layers, and the smallest run of each microbatch the factor.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from harness.plan.layers import (
     layer_profile,
     without_collectives,
 )
-from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
@@ -73,6 +75,10 @@ class _Shape(msgspec.Struct):
     act_mem_bytes: Count
 
 
+# Model, kind of device, degree of tensor parallelism and microbatch.
+_Key = tuple[str, str, int, int]
+
+
 class _Plan(NamedTuple):
     name: str
     model: str
@@ -88,8 +94,21 @@ class _Plan(NamedTuple):
     unlike: str
 
     @property
+    def key(self) -> _Key:
+        return self.model, self.kind, self.tp, self.microbatch
+
+    @property
+    def n_devices(self) -> int:
+        return self.tp * self.dp * len(self.stages)
+
+    @property
     def is_one_node(self) -> bool:
         return self.dp == 1 and len(self.stages) == 1
+
+    @property
+    def is_additive(self) -> bool:
+        """Whether computing and synchronising can add up to its step."""
+        return 2 * self.sync_s <= self.measured_s
 
     @property
     def n_microbatches(self) -> int:
@@ -97,7 +116,8 @@ class _Plan(NamedTuple):
 
 
 T = TypeVar("T")
-_Times = dict[str, dict[str, dict[str, tuple[Number, Number, Number]]]]
+_LayerTimes = dict[str, tuple[Number, Number, Number]]
+_Times = dict[str, dict[str, _LayerTimes]]
 _Info = dict[str, dict[str, dict[str, _Shape]]]
 # By kind of device and number of devices: coefficients, and the largest bandwidth.
 _Fits = dict[str, dict[str, tuple[list[Number], Number]]]
@@ -113,19 +133,17 @@ class _SailorPlans:
         self._between = between.get("inter", {})
         self._inside = _load(folder / "providers/intra_node_bandwidths.json", _Fits)
         self._profiles: dict[tuple[str, str], _Times] = {}
-        self.calibrating: dict[tuple[str, str, int, int], _Plan] = {}
-        for plan in plans:
-            key = plan.model, plan.kind, plan.tp, plan.microbatch
-            if plan.is_one_node and not plan.unlike:
-                known = self.calibrating.setdefault(key, plan)
-                if plan.n_microbatches < known.n_microbatches:
-                    self.calibrating[key] = plan
-        self._factors: dict[tuple[str, str, int, int], float] = {}
+        self.calibrating: dict[_Key, _Plan] = {}
+        for plan in sorted(plans, key=lambda plan: (plan.n_devices, plan.n_microbatches)):
+            is_other = self._kind_of_times(plan) != plan.kind
+            if plan.is_additive and not plan.unlike and (plan.is_one_node or is_other):
+                self.calibrating.setdefault(plan.key, plan)
+        self._factors: dict[_Key, float] = {}
         self._reserved: dict[tuple[str, str, int], int] = {}
         for key, plan in self.calibrating.items():
             self._calibrate(key, plan)
 
-    def _calibrate(self, key: tuple[str, str, int, int], plan: _Plan) -> None:
+    def _calibrate(self, key: _Key, plan: _Plan) -> None:
         try:
             case = self.case(plan)
         except NotExpressedError:
@@ -137,10 +155,14 @@ class _SailorPlans:
 
     def notes(self) -> list[str]:
         """The calibrated numbers."""
-        factors = [
-            f"{model} on {kind}, tp {tp}, microbatch {samples}: factor {factor:.2f}"
-            for (model, kind, tp, samples), factor in self._factors.items()
-        ]
+        factors = []
+        for key, factor in self._factors.items():
+            model, kind, tp, samples = key
+            source = self._kind_of_times(self.calibrating[key])
+            on = "" if source == kind else f" on the times of {source}"
+            factors.append(
+                f"{model} on {kind}, tp {tp}, microbatch {samples}: factor {factor:.2f}{on}"
+            )
         return factors + [
             f"{model} on {kind}, tp {tp}: {n_bytes / 1e9:.2f} GB beside tensors"
             for (model, kind, tp), n_bytes in self._reserved.items()
@@ -150,7 +172,7 @@ class _SailorPlans:
         """The simulator's input."""
         if plan.unlike:
             raise NotExpressedError(plan.unlike)
-        if 2 * plan.sync_s > plan.measured_s:
+        if not plan.is_additive:
             raise NotExpressedError("its gradient_sync_s is above half of its step")
         simulator = self._simulator(plan)
         n_layers = len(simulator.graph.operators)
@@ -161,15 +183,14 @@ class _SailorPlans:
             )
         cuts = tuple(accumulate(plan.stages[:-1]))
         layout = ParallelLayout(tp=plan.tp, dp=plan.dp, pp=len(plan.stages), cuts=cuts)
-        return SimulatedRun.of_layout(
-            simulator, layout, plan.batch, n_microbatches=plan.n_microbatches
-        )
+        n = plan.n_microbatches
+        strategy = profiled_layout(layout, simulator, plan.batch, n_microbatches=n)
+        return SimulatedRun(simulator, strategy)
 
     def _simulator(self, plan: _Plan) -> Simulator:
         times = self._times(plan)
         graph, cluster = self._graph(plan, len(times)), self._cluster(plan)
-        key = plan.model, plan.kind, plan.tp, plan.microbatch
-        factor = self._factors.get(key, 1.0)
+        factor = self._factors.get(plan.key, 1.0)
         row = [LayerTime(factor * forward, factor * back) for forward, back, _ in times]
         time_key = TimeKey(plan.kind, plan.microbatch, plan.tp)
         group = tuple(range(plan.tp))
@@ -180,19 +201,13 @@ class _SailorPlans:
             bucket_bytes=2**50,
             n_optimizer_states=_N_STATES,
             optimizer_s_per_byte=update_s / (graph.parameter_bytes / plan.tp),
-            reserved_bytes=self._reserved.get(key[:3], 0),
+            reserved_bytes=self._reserved.get(plan.key[:3], 0),
         )
         return Simulator(graph, layer_profile(graph, {time_key: row}), cluster, options=options)
 
     def _times(self, plan: _Plan) -> list[tuple[float, float, float]]:
         """(forward, backward, update) seconds of each layer."""
-        key = plan.model, plan.kind
-        if key not in self._profiles:
-            path = self._folder / f"profiles/{plan.model}/{plan.kind}/profile.json"
-            if not path.is_file():
-                raise NotExpressedError(f"no profile of {plan.model} on {plan.kind}")
-            self._profiles[key] = _load(path, _Times)
-        found = self._profiles[key].get(str(plan.microbatch), {}).get(str(plan.tp))
+        found = self._profiled(plan, self._kind_of_times(plan))
         if not found:
             raise NotExpressedError(
                 f"no times of microbatch {plan.microbatch} at tp {plan.tp} of {plan.model} on "
@@ -201,6 +216,24 @@ class _SailorPlans:
         if any(min(times) < 0 for times in found.values()):
             raise DataError(f"the profile of {plan.model} on {plan.kind} has a negative time")
         return list(found.values())
+
+    def _kind_of_times(self, plan: _Plan) -> str:
+        """The plan's kind of device, or the first other one, whose profile has all its layers."""
+        others = sorted(p.parent.name for p in self._folder.glob(f"profiles/{plan.model}/*/*.json"))
+        kinds = (
+            kind
+            for kind in (plan.kind, *others)
+            if len(self._profiled(plan, kind)) == sum(plan.stages)
+        )
+        return next(kinds, plan.kind)
+
+    def _profiled(self, plan: _Plan, kind: str) -> _LayerTimes:
+        """Times by layer in a profile; none where it lacks the plan's microbatch or degree."""
+        key = plan.model, kind
+        if key not in self._profiles:
+            path = self._folder / f"profiles/{plan.model}/{kind}/profile.json"
+            self._profiles[key] = _load(path, _Times) if path.is_file() else {}
+        return self._profiles[key].get(str(plan.microbatch), {}).get(str(plan.tp), {})
 
     def _graph(self, plan: _Plan, n_layers: int) -> Graph:
         info = self._info.get(plan.model, {}).get("1")
@@ -306,8 +339,9 @@ def read(folder: Path) -> Published:
         for plan in plans
     ]
     notes = [
-        "calibrated on runs of one node: a factor on the times of their microbatch, and the memory "
-        "that a process needs beside tensors",
+        "calibrated on runs of one node, or the smallest where another GPU's profile stands in: a "
+        "factor on the times of their microbatch, and the memory that a process needs beside "
+        "tensors",
         "assumed: FP32 gradients in one ring after backward at the largest bandwidth of one pair",
         *given.notes(),
     ]

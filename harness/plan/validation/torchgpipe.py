@@ -17,7 +17,7 @@ from harness.errors import DataError
 from harness.inputs import find_int, shorten
 from harness.plan.importing.tables import Row, read_tables
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
-from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
@@ -74,14 +74,15 @@ class _Model:
         simulator = Simulator(
             graph, profile, cluster, options=SimulatorOptions(recomputes_ahead=False)
         )
-        return SimulatedRun.of_layout(
-            simulator,
+        strategy = profiled_layout(
             ParallelLayout(pp=n, cuts=tuple(range(1, n))),
+            simulator,
             run.batch,
             n_microbatches=run.chunks,
             schedule="gpipe",
             recompute=run.recomputes,
         )
+        return SimulatedRun(simulator, strategy)
 
 
 def _parse(row: Row) -> _GPipeRun:

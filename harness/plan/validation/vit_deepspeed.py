@@ -7,6 +7,7 @@ on one GPU gives the time of computing and the smallest run on several the bandw
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,11 @@ from statistics import median
 from typing import NamedTuple
 
 from harness.domain.cluster import Cluster
+from harness.errors import DataError
 from harness.inputs import find_number
 from harness.plan.importing.tables import Row, header_of, read_table
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
-from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.fitting import solve_all
@@ -35,7 +37,7 @@ _COLUMNS = ("Rank", "Epoch", "Computation_Time", "GPU_ID", "GPU_Name")
 _FILE = "metrics.csv"
 # p0.5_b16_e10_r1: half of the data, 16 samples on each GPU, 10 epochs.
 _NAME = re.compile(r"p(?P<share>[0-9.]+)_b(?P<batch>[0-9]+)_e[0-9]+(_r[0-9]+)?")
-_N_GPUS = re.compile(r"(?P<n>[0-9]+)_GPUs?")
+_N_GPUS = re.compile(r"(?P<n>[0-9]+)[_-]?GPUs?", re.IGNORECASE)
 
 _N_SAMPLES = 50_000  # CIFAR-10's training set
 _N_LAYERS, _PARAMETERS = 12, 86_567_656
@@ -108,7 +110,8 @@ class _Group:
         profile = layer_profile(graph, {TimeKey(run.device_kind, run.local): [time] * _N_LAYERS})
         options = SimulatorOptions(overlap=False, bucket_bytes=2**50)
         simulator = Simulator(graph, profile, cluster, options=options)
-        return SimulatedRun.of_layout(simulator, ParallelLayout(dp=n), n * run.local)
+        strategy = profiled_layout(ParallelLayout(dp=n), simulator, n * run.local)
+        return SimulatedRun(simulator, strategy)
 
 
 def _run(path: Path, root: Path) -> _DeepSpeedRun | None:
@@ -121,7 +124,7 @@ def _run(path: Path, root: Path) -> _DeepSpeedRun | None:
     n, local = max(1, int(gpus["n"][:6])), max(1, int(name["batch"][:9]))
     n_steps = math.ceil(_N_SAMPLES * share / (local * n))
     return _DeepSpeedRun(
-        setting=str(path.parent.parent.parent.relative_to(root)),
+        setting=os.path.relpath(path.parent.parent.parent, root),
         share=share,
         local=local,
         n_devices=n,
@@ -153,6 +156,8 @@ def _groups(root: Path) -> Iterator[_Group]:
 def read(folder: Path) -> Published:
     """All runs below a folder."""
     groups = list(_groups(folder))
+    if not groups:
+        raise DataError(f"{folder} has no {_FILE} in N_GPUs/pX_bY_eZ: name the directories so")
     points = [_point(group, run) for group in groups for run in group.runs]
     notes = [
         "calibrated on each cluster and batch: the run on one GPU, and the smallest on several",

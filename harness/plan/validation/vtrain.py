@@ -31,7 +31,7 @@ from harness.plan.layers import (
     layer_profile,
     without_collectives,
 )
-from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
@@ -207,13 +207,15 @@ class _VTrainRuns:
         if run.n_layers % run.layout.pp:
             raise NotExpressedError("its layers do not divide evenly over its stages")
         each = run.n_layers // run.layout.pp
-        return SimulatedRun.of_layout(
-            self._simulator(run, times),
+        simulator = self._simulator(run, times)
+        strategy = profiled_layout(
             replace(run.layout, cuts=tuple(1 + each * k for k in range(1, run.layout.pp))),
+            simulator,
             run.batch,
             n_microbatches=run.n_microbatches,
             recompute=True,
         )
+        return SimulatedRun(simulator, strategy)
 
     def _simulator(self, run: _VTrainRun, times: _Times) -> Simulator:
         """Of a model on a number of devices; cached."""
