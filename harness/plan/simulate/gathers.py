@@ -66,9 +66,9 @@ def plan_units(tables: Tables, flow: Flow) -> list[Unit]:
     for (group, stage), own in slices.items():
         ends = fill([n_bytes for _, n_bytes in own], tables.options.bucket_bytes)
         for start, end in pairwise((0, *ends)):
-            operators = {op for members, _ in own[start:end] for op in members}
+            users = {op for members, _ in own[start:end] for op in members}
             n_bytes = sum(n for _, n in own[start:end])
-            found.append(Unit(group, stage, tuple(sorted(operators)), n_bytes))
+            found.append(Unit(group, stage, tuple(sorted(users)), n_bytes))
     return sorted(found, key=lambda unit: (unit.first, unit.group))
 
 
