@@ -74,9 +74,9 @@ def attend(
     Returns:
         (samples, queries, width); the sum over parts of the heads is the whole attention.
     """
-    q = _heads(queries, weights.query, weights.query_bias, form.head_dim)
-    k = _heads(memory, weights.key, weights.key_bias, form.head_dim)
-    v = _heads(memory, weights.value, weights.value_bias, form.head_dim)
+    q = split_heads(queries, weights.query, weights.query_bias, form.head_dim)
+    k = split_heads(memory, weights.key, weights.key_bias, form.head_dim)
+    v = split_heads(memory, weights.value, weights.value_bias, form.head_dim)
     if form.rotary_base is not None:
         q = _rotated(q, form.rotary_base, first)
         k = _rotated(k, form.rotary_base, 0)
@@ -92,7 +92,7 @@ def attend(
     return F.linear(mixed.transpose(1, 2).flatten(2), weights.out, weights.out_bias)
 
 
-def _heads(x: Tensor, weight: Tensor, bias: Tensor | None, head_dim: int) -> Tensor:
+def split_heads(x: Tensor, weight: Tensor, bias: Tensor | None, head_dim: int) -> Tensor:
     """Project an input; returns (samples, heads, positions, features of a head)."""
     heads: Tensor = F.linear(x, weight, bias).unflatten(-1, (-1, head_dim))
     return heads.transpose(1, 2)

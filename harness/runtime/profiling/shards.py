@@ -18,7 +18,8 @@ from harness.domain.partition import Block
 from harness.domain.sharding import full_shape, input_block, output_sizes
 from harness.errors import VerificationError
 from harness.runtime.capture.capture import Captured
-from harness.runtime.executor.shards.kinds import Wanted, make_shard
+from harness.runtime.executor.shards.base import ShardSpec, Wanted
+from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.profiling.subgraph import OperatorCall, as_leaves, tensors_in, written
 
 
@@ -68,7 +69,16 @@ def operator_shard(
     inputs = tensors_in((call.args, call.kwargs))
     if [tuple(x.shape) for x in inputs] != [tuple(each.shape.values()) for each in wants]:
         return None
-    shard = make_shard(operator, captured.nodes[name], captured.module, shape, block, wants)
+    shard = make_shard(
+        ShardSpec(
+            operator=operator,
+            node=captured.nodes[name],
+            root=captured.module,
+            shape=shape,
+            block=block,
+            wanted=wants,
+        )
+    )
     return None if shard is None else OperatorShard(shard, wants)
 
 

@@ -139,8 +139,12 @@ def _can_defer(module: nn.Module) -> bool:
         return False
     if isinstance(module, nn.Conv2d):
         return module.padding_mode == "zeros" and not isinstance(module.padding, str)
-    is_single = isinstance(module, ConvShard) and module.is_single
-    return is_single or isinstance(module, nn.Linear | LinearShard)
+    return _is_linear(module) or (isinstance(module, ConvShard) and module.is_single)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    is_shard = isinstance(module, LinearShard) and not module.is_transposed
+    return is_shard or isinstance(module, nn.Linear)
 
 
 def is_worth_joining(module: nn.Module, n_bytes: int) -> bool:
@@ -167,7 +171,7 @@ def is_large_linear(module: nn.Module) -> bool:
 
     Does not read parametrized weights, because computing them may change buffers.
     """
-    is_plain = isinstance(module, nn.Linear | LinearShard) and has_plain_weights(module)
+    is_plain = _is_linear(module) and has_plain_weights(module)
     return is_plain and _weight(module).numel() >= LARGE_ELEMENTS
 
 

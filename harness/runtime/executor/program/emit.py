@@ -32,20 +32,18 @@ from harness.runtime.executor.program.program import (
     WantKey,
     WeightKey,
 )
-from harness.runtime.executor.shards.batch_norm import BatchNormShard, Reduce
+from harness.runtime.executor.shards.batch_norm import BatchNormShard, Reduce, make_batch_norm
 from harness.runtime.executor.shards.forms import (
     Forms,
     attribute_of,
     node_sources,
     norm_devices,
-    norm_of,
-    shard_of,
-    wanted_of,
+    spec_of,
 )
 from harness.runtime.executor.shards.inplace import COPIES, out_of_place
-from harness.runtime.executor.shards.kinds import make_dropout
+from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.executor.shards.loss import CutCrossEntropy, LossPart
-from harness.runtime.executor.shards.pointwise import RandomState
+from harness.runtime.executor.shards.pointwise import RandomState, make_dropout
 from harness.runtime.executor.shards.regions import Crop, RegionMap, Relative, assembled
 from harness.runtime.executor.state.weights import Weights
 from harness.runtime.models.task import Task
@@ -162,21 +160,13 @@ class SegmentBuilder:
 
     def _shard(self, part: Part, form: str) -> Any:
         device, layout = self._device, self._layout
-        node = layout.captured.nodes[part.operator]
+        spec = spec_of(layout, part, layout.captured.nodes[part.operator], device.root)
         if form == "dropout":
-            operator = layout.operators[part.operator]
-            index = layout.position[part.operator]
-            shape = layout.shapes[part.operator]
-            return make_dropout(
-                operator, node, device.root, shape, part.block,
-                wanted_of(layout, part), index, device.random,
-            )  # fmt: skip
+            return make_dropout(spec, layout.position[part.operator], device.random)
         if form == "shard":
-            return shard_of(layout, part, node, device.root)
-        shard = norm_of(layout, part, node, device.root)
-        assert shard is not None, "only batch norms have this form"
-        shard.reduce = device.reduce_over(part.operator, norm_devices(layout, part))
-        return shard
+            return make_shard(spec)
+        devices = norm_devices(layout, part)
+        return make_batch_norm(spec, device.reduce_over(part.operator, devices))
 
     def _earlier(self, part: Part) -> list[Part]:
         """Earlier tasks of the same operator on this device."""

@@ -8,10 +8,16 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from harness.domain.partition import Interval
+from harness.domain.partition import Block, Interval
 from harness.runtime.executor.shards.base import Given, Shard, ShardSpec
-from harness.runtime.executor.shards.regions import Region, region
-from harness.runtime.models.attention import AttentionForm, GroupedAttention, Projections, attend
+from harness.runtime.executor.shards.regions import Region, regions
+from harness.runtime.models.attention import (
+    AttentionForm,
+    GroupedAttention,
+    Projections,
+    attend,
+    split_heads,
+)
 
 
 class GroupedAttentionShard(Shard):
@@ -63,15 +69,14 @@ def make_grouped_attention(part: ShardSpec) -> GroupedAttentionShard | None:
         return None
     if len(part.output) != 3 or not part.is_whole(2):
         return None
-    regions: list[Region] = []
+    needed: list[Block] = []
     for index, wanted in enumerate(part.wanted):
-        whole = [(0, size) for size in wanted.shape.values()]
-        needed = [part.output[0], part.output[1] if index == 0 else whole[1], *whole[2:]]
-        found = region(wanted, needed)
-        if found is None:
-            return None
-        regions.append(found)
-    return GroupedAttentionShard(part, module.form, groups, part.output[1][0], regions)
+        positions, *rest = [(0, size) for size in wanted.shape.values()][1:]
+        needed.append((part.output[0], part.output[1] if index == 0 else positions, *rest))
+    inward = regions(part, needed)
+    if inward is None:
+        return None
+    return GroupedAttentionShard(part, module.form, groups, part.output[1][0], inward)
 
 
 _ROLES = ("query", "key", "value")
@@ -131,18 +136,17 @@ class AttentionShard(Shard):
     def forward(self, *inputs: Tensor) -> Tensor:
         taken = [each.take(x) for each, x in zip(self._inward, inputs, strict=True)]
         query, key, value = (
-            self._heads(role, taken[source])
+            split_heads(
+                taken[source],
+                getattr(self, f"{role}_weight"),
+                getattr(self, f"{role}_bias"),
+                self._head_dim,
+            )
             for role, source in zip(_ROLES, self._roles, strict=True)
         )
         dropout = self._dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         return F.linear(mixed.transpose(1, 2).flatten(2), self.out_weight, self.out_bias)
-
-    def _heads(self, role: str, x: Tensor) -> Tensor:
-        """Project an input; returns (samples, heads, sequence, features of a head)."""
-        weight, bias = getattr(self, f"{role}_weight"), getattr(self, f"{role}_bias")
-        heads: Tensor = F.linear(x, weight, bias).unflatten(-1, (-1, self._head_dim))
-        return heads.transpose(1, 2)
 
 
 def make_attention(part: ShardSpec) -> AttentionShard | None:
@@ -156,15 +160,15 @@ def make_attention(part: ShardSpec) -> AttentionShard | None:
         return None
     if len(part.output) != 3 or not part.is_whole(2):
         return None
-    inward: list[Region | None] = []
+    needed: list[Block] = []
     for index, wanted in enumerate(part.wanted):
-        sequence = part.output[1] if index == roles[0] else (0, list(wanted.shape.values())[1])
-        needed = (part.output[0], sequence, (0, list(wanted.shape.values())[-1]))
-        inward.append(region(wanted, needed))
-    regions = [each for each in inward if each is not None]
-    if len(regions) < len(inward):
+        _, n_positions, *_, n_features = wanted.shape.values()
+        positions = part.output[1] if index == roles[0] else (0, n_positions)
+        needed.append((part.output[0], positions, (0, n_features)))
+    inward = regions(part, needed)
+    if inward is None:
         return None
-    return AttentionShard(part, module, heads, roles, regions)
+    return AttentionShard(part, module, heads, roles, inward)
 
 
 def _is_plain(module: nn.MultiheadAttention) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from harness.domain.partition import Interval
 from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
-from harness.runtime.executor.shards.regions import Region, region
+from harness.runtime.executor.shards.regions import Region, regions
 from harness.runtime.tracing.attention_region import AttentionRegion, RegionWeight
 
 
@@ -86,11 +86,13 @@ def make_attention_region(part: ShardSpec) -> RegionShard | None:
     given = [each.index for each in read[0] if isinstance(each, Given)]
     if given != list(range(joined.n_inputs)) or len(held) != len(joined.weights):
         return None
-    inward: list[Region] = []
-    for wanted in part.wanted:
-        whole = [(0, size) for size in wanted.shape.values()]
-        found = region(wanted, [part.output[0], *whole[1:]])
-        if found is None:
-            return None
-        inward.append(found)
+    inward = regions(
+        part,
+        [
+            (part.output[0], *[(0, size) for size in wanted.shape.values()][1:])
+            for wanted in part.wanted
+        ],
+    )
+    if inward is None:
+        return None
     return RegionShard(part, joined, held, groups, inward)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,6 +14,8 @@ from harness.domain.graph import Operator
 from harness.domain.partition import Block, Interval
 from harness.runtime.capture.operators import function_name
 from harness.runtime.executor.geometry.slices import WeightSlice
+
+ShardT = TypeVar("ShardT", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,10 @@ class ShardSpec:
 
     Attributes:
         root: the traced model.
-        shape: sizes of the dims of the whole output, then of its partial dims.
+        shape: sizes by `domain.sharding.full_shape` at the microbatch size: of the dims of the
+            whole output, then of its partial dims.
         block: one interval for each of these dims.
+        wanted: one for each input of the operator.
     """
 
     operator: Operator
@@ -100,6 +104,10 @@ class ShardSpec:
         """The name of the module's type or of the function."""
         module = self.module
         return function_name(self.node.target) if module is None else type(module).__name__
+
+    def in_mode(self, shard: ShardT) -> ShardT:
+        """Set a shard to training or evaluation, as the node's module is."""
+        return shard if self.module is None else shard.train(self.module.training)
 
     def held(self, name: str) -> Held | None:
         """A tensor of the node's module; None if the module does not have it."""

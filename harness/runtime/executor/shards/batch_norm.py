@@ -9,18 +9,17 @@ Check that a strategy changes buffers in forward as often, and in the order, as 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from harness.domain.graph import Operator
-from harness.domain.partition import Block
 from harness.domain.strategy import Strategy
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
@@ -91,14 +90,14 @@ class GlobalBatchNorm(BatchNormShard):
 
     Args:
         n_values: values per feature of the whole output, at this microbatch size.
-        reduce: called twice in each forward and once in each backward; may be replaced.
+        reduce: called twice in each forward and once in each backward.
     """
 
     def __init__(
         self, part: ShardSpec, module: _BatchNorm, inward: Region, *, n_values: int, reduce: Reduce
     ) -> None:
         super().__init__(part, module, inward)
-        self._n_values, self.reduce = n_values, reduce
+        self._n_values, self._reduce = n_values, reduce
 
     def forward(self, *inputs: Tensor) -> Tensor:
         if not self.is_measuring:
@@ -110,10 +109,10 @@ class GlobalBatchNorm(BatchNormShard):
             )
         x = self._inward.take(inputs[0])
         factor = self._count_batch()
-        mean, variance, n_values = merge_statistics(x.detach(), self.reduce)
+        mean, variance, n_values = merge_statistics(x.detach(), self._reduce)
         self._track(mean, variance * (n_values / (n_values - 1)), factor)
         return batch_norm(
-            x, self.weight, self.bias, mean, variance, n_values, self._eps, self.reduce
+            x, self.weight, self.bias, mean, variance, n_values, self._eps, self._reduce
         )
 
     def _track(self, mean: Tensor, variance: Tensor, factor: float) -> None:
@@ -227,35 +226,22 @@ def make_batch_norm_shard(part: ShardSpec) -> BatchNormShard | None:
     return None if inward is None else BatchNormShard(part, part.module, inward)
 
 
-def make_batch_norm(
-    operator: Operator,
-    node: fx.Node,
-    root: nn.Module,
-    shape: dict[str, int],
-    block: Block,
-    *,
-    reduce: Reduce = _identity,
-) -> GlobalBatchNorm | None:
+def make_batch_norm(part: ShardSpec, reduce: Reduce = _identity) -> GlobalBatchNorm | None:
     """Make a batch normalisation with global statistics, for any cut.
 
     Its input block equals its output block.
 
     Args:
-        operator, node, root, shape, block: as for `make_shard`.
         reduce: sums over all devices that hold blocks of the same features.
 
     Returns:
         None for a batch normalisation that is a function.
     """
-    part = ShardSpec(operator=operator, node=node, root=root, shape=shape, block=block, wanted=[])
-    module = part.module
-    if not isinstance(module, _BatchNorm):
+    if not isinstance(part.module, _BatchNorm):
         return None
-    n_values = 1
-    for position, size in enumerate(part.sizes):
-        n_values *= 1 if position == 1 else size
-    shard = GlobalBatchNorm(part, module, Region(), n_values=n_values, reduce=reduce)
-    return shard.train(module.training)
+    n_values = math.prod(part.sizes) // part.sizes[1]
+    shard = GlobalBatchNorm(part, part.module, Region(), n_values=n_values, reduce=reduce)
+    return part.in_mode(shard)
 
 
 def check_shared_norms(captured: Captured, strategy: Strategy) -> None:

@@ -22,75 +22,57 @@ Linear = Callable[[Tensor, nn.Parameter, nn.Parameter | None], Tensor]
 
 
 class LinearShard(Shard):
-    """Some output features of a linear layer, or a partial sum over some input features."""
+    """Some output features of a linear layer, or a partial sum over some input features.
+
+    Args:
+        is_transposed: the weight is (inputs, outputs).
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
-        self, part: ShardSpec, weight: Held, bias: Held | None, summed: Interval, inward: Region
+        self,
+        part: ShardSpec,
+        weight: Held,
+        bias: Held | None,
+        summed: Interval,
+        inward: Region,
+        *,
+        is_transposed: bool,
     ) -> None:
         super().__init__()
-        self._inward = inward
-        rows = part.output[-1]
-        self.copy_slice(part, "weight", weight, (rows, summed))
+        self._inward, self.is_transposed = inward, is_transposed
+        made = part.output[-1]
+        self.copy_slice(part, "weight", weight, (summed, made) if is_transposed else (made, summed))
         # Only the first part of a partial sum adds the bias.
-        self.copy_slice(part, "bias", bias if summed[0] == 0 else None, (rows,))
+        self.copy_slice(part, "bias", bias if summed[0] == 0 else None, (made,))
 
     def compute(self, inputs: tuple[Tensor, ...], linear: Linear) -> Tensor:
         """Compute the block by `linear`."""
         return linear(self._inward.take(inputs[0]), self.weight, self.bias)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self.compute(inputs, F.linear)
+        return self.compute(inputs, transposed_linear if self.is_transposed else F.linear)
 
 
-class TransposedLinearShard(Shard):
-    """A part of a linear layer, as `LinearShard`, whose weight is (inputs, outputs)."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(
-        self, part: ShardSpec, weight: Held, bias: Held | None, summed: Interval, inward: Region
-    ) -> None:
-        super().__init__()
-        self._inward = inward
-        columns = part.output[-1]
-        self.copy_slice(part, "weight", weight, (summed, columns))
-        self.copy_slice(part, "bias", bias if summed[0] == 0 else None, (columns,))
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return transposed_linear(self._inward.take(inputs[0]), self.weight, self.bias)
-
-
-def _make_transposed_linear(part: ShardSpec) -> TransposedLinearShard | None:
-    named = part.named_arguments("x", "weight", "bias") or {}
-    weight, bias = named.get("weight"), named.get("bias")
-    is_held = isinstance(weight, Held) and (bias is None or isinstance(bias, Held))
-    if not is_held or len(part.wanted) != 1:
-        return None
-    assert weight is not None
-    summed = part.partial("contraction") or (0, part.tensor(weight).shape[0])
-    inward = region(part.wanted[0], (*part.output[:-1], summed))
-    return None if inward is None else TransposedLinearShard(part, weight, bias, summed, inward)
-
-
-def make_linear(part: ShardSpec) -> Shard | None:
+def make_linear(part: ShardSpec) -> LinearShard | None:
     """nn.Linear, F.linear or a product by a transposed weight, cut along any dims."""
-    if part.function == transposed_linear.__name__:
-        return _make_transposed_linear(part)
     weight, bias = part.held("weight"), part.held("bias")
     if part.module is None:
-        named = part.named_arguments("input", "weight", "bias")
-        weight, bias = (named or {}).get("weight"), (named or {}).get("bias")
+        named = part.named_arguments("input", "weight", "bias") or {}
+        weight, bias = named.get("weight"), named.get("bias")
     is_held = isinstance(weight, Held) and (bias is None or isinstance(bias, Held))
     if not is_held or len(part.wanted) != 1:
         return None
     assert weight is not None
-    summed = part.partial("contraction") or (0, part.tensor(weight).shape[1])
+    is_transposed = part.function == transposed_linear.__name__
+    n_summed = part.tensor(weight).shape[0 if is_transposed else 1]
+    summed = part.partial("contraction") or (0, n_summed)
     inward = region(part.wanted[0], (*part.output[:-1], summed))
-    return None if inward is None else LinearShard(part, weight, bias, summed, inward)
+    if inward is None:
+        return None
+    return LinearShard(part, weight, bias, summed, inward, is_transposed=is_transposed)
 
 
 class EmbeddingShard(Shard):

@@ -32,12 +32,13 @@ from harness.runtime.executor.geometry.layout import Layout, Part, check_samples
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.shards.base import Shard, ShardSpec, Wanted
 from harness.runtime.executor.shards.batch_norm import (
-    GlobalBatchNorm,
     check_shared_norms,
     check_writers,
+    make_batch_norm,
 )
-from harness.runtime.executor.shards.kinds import Shard, Wanted, make_batch_norm, make_shard
+from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.executor.state.weights import Holders, Use, canonical_names
 
 _log = logging.getLogger(__name__)
@@ -193,10 +194,13 @@ class _Chooser:
             return False
         return _is_training_norm(name, self._captured.nodes[name], self._captured.module)
 
+    def _specs(self, layout: Layout, name: str) -> list[ShardSpec]:
+        node = self._twin[self._captured.nodes[name]]
+        return [spec_of(layout, part, node, self._meta.module) for part in layout.parts[name]]
+
     def _shards(self, layout: Layout, name: str) -> list[Shard | None]:
         """The shards of all tasks of an operator, on the meta device."""
-        node = self._twin[self._captured.nodes[name]]
-        return [shard_of(layout, part, node, self._meta.module) for part in layout.parts[name]]
+        return [make_shard(one) for one in self._specs(layout, name)]
 
     def _holders(self, layout: Layout, forms: dict[str, Form], unable: set[str]) -> Holders:
         holders = Holders(self._captured.module)  # with the names of tied weights
@@ -208,10 +212,7 @@ class _Chooser:
             if name not in unable and form == "shard":
                 shards = self._shards(layout, name)
             elif name not in unable and form == "norm":
-                node = self._twin[self._captured.nodes[name]]
-                shards = [
-                    norm_of(layout, part, node, self._meta.module) for part in layout.parts[name]
-                ]
+                shards = [make_batch_norm(one) for one in self._specs(layout, name)]
             for part, shard in zip(layout.parts[name], shards, strict=True):
                 sources = whole if shard is None else list(shard.sources.values())
                 use = Use(part.device, part.stage, layout.position[name])
@@ -303,25 +304,19 @@ def _is_training_norm(name: str, node: fx.Node, root: nn.Module) -> bool:
     return is_training
 
 
-def wanted_of(layout: Layout, part: Part) -> list[Wanted]:
-    """The blocks that a task receives, argument by argument."""
-    return [
-        Wanted(layout.value_shape(node), layout.wanted(part, argument, node))
-        for argument, node in enumerate(layout.arguments(part.operator))
-    ]
-
-
-def shard_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> Shard | None:
-    """The shard of one task; None if there is none for this operator and cut."""
-    operator = layout.operators[part.operator]
-    shape = layout.shapes[part.operator]
-    return make_shard(operator, node, root, shape, part.block, wanted_of(layout, part))
-
-
-def norm_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> GlobalBatchNorm | None:
-    """The global batch norm of one task; the caller must set its `reduce`."""
-    operator = layout.operators[part.operator]
-    return make_batch_norm(operator, node, root, layout.shapes[part.operator], part.block)
+def spec_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> ShardSpec:
+    """The specification of one task's shard."""
+    return ShardSpec(
+        operator=layout.operators[part.operator],
+        node=node,
+        root=root,
+        shape=layout.shapes[part.operator],
+        block=part.block,
+        wanted=[
+            Wanted(layout.value_shape(node), layout.wanted(part, argument, node))
+            for argument, node in enumerate(layout.arguments(part.operator))
+        ],
+    )
 
 
 def whole_sources(layout: Layout, name: str, root: nn.Module) -> list[WeightSlice]:

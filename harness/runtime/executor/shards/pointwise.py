@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from harness.domain.partition import Block, Interval
 from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
 from harness.runtime.executor.shards.inplace import copying_function
-from harness.runtime.executor.shards.regions import Region, region
+from harness.runtime.executor.shards.regions import Region, region, regions
 
 
 class PointwiseShard(Shard):
@@ -66,13 +66,16 @@ def make_pointwise(part: ShardSpec) -> PointwiseShard | None:
     if read is None or function is None or not part.dims:
         return None
     args, kwargs = read
-    inward = [_operand_region(part, index) for index in range(len(part.wanted))]
-    if any(each is None for each in inward) or "out" in kwargs:
+    blocks = [_needed(part, tuple(wanted.shape.values())) for wanted in part.wanted]
+    known = [block for block in blocks if block is not None]
+    if len(known) < len(blocks) or "out" in kwargs:
         return None
-    regions = [each for each in inward if each is not None]
+    inward = regions(part, known)
+    if inward is None:
+        return None
     if part.node.op == "call_function":
         args, kwargs = _out_of_place(part.node.target, args, kwargs)
-    shard = PointwiseShard(function, args, kwargs, regions)
+    shard = PointwiseShard(function, args, kwargs, inward)
     for held in _held_in((args, kwargs)):
         needed = _needed(part, tuple(part.tensor(held).shape))
         if needed is None:
@@ -93,12 +96,6 @@ def _needed(part: ShardSpec, sizes: tuple[int, ...]) -> Block | None:
             return None
         needed.append(interval if size == of_output else (0, 1))
     return tuple(needed)
-
-
-def _operand_region(part: ShardSpec, index: int) -> Region | None:
-    wanted = part.wanted[index]
-    needed = _needed(part, tuple(wanted.shape.values()))
-    return None if needed is None else region(wanted, needed)
 
 
 def _held_in(arguments: Any) -> Iterable[Held]:
@@ -208,7 +205,12 @@ class ExactDropout(Shard):
 
 
 def make_dropout(part: ShardSpec, index: int, state: RandomState) -> ExactDropout | None:
-    """nn.Dropout, nn.Dropout2d or F.dropout, cut along any dims; None for another function."""
+    """nn.Dropout, nn.Dropout2d or F.dropout, cut along any dims; None for another function.
+
+    Args:
+        index: number of the operator, equal on every rank.
+        state: random state that all dropouts of this rank share.
+    """
     probability = _probability(part)
     if probability is None or len(part.wanted) != 1:
         return None
@@ -218,7 +220,8 @@ def make_dropout(part: ShardSpec, index: int, state: RandomState) -> ExactDropou
     sizes, block = list(part.sizes), list(part.output)
     if isinstance(part.module, nn.Dropout2d):
         sizes[2:], block[2:] = [1] * len(sizes[2:]), [(0, 1)] * len(sizes[2:])
-    return ExactDropout(probability, sizes, tuple(block), index=index, state=state, inward=inward)
+    shard = ExactDropout(probability, sizes, tuple(block), index=index, state=state, inward=inward)
+    return part.in_mode(shard)
 
 
 def _probability(part: ShardSpec) -> float | None:

@@ -7,7 +7,7 @@ region   |pad|......|crop|
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.domain.partition import Block, Interval
-from harness.runtime.executor.shards.base import Wanted
+from harness.runtime.executor.shards.base import ShardSpec, Wanted
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,13 @@ def region(wanted: Wanted, needed: Sequence[Interval]) -> Region | None:
         if skipped or stop - start < before + (high - low) + after:
             crops.append((dim, skipped, stop - start))
     return Region(tuple(pads) if any(pads) else (), tuple(crops))
+
+
+def regions(part: ShardSpec, needed: Iterable[Sequence[Interval]]) -> list[Region] | None:
+    """The padding and crops of every input; None if a received block lacks a part."""
+    found = [region(wanted, block) for wanted, block in zip(part.wanted, needed, strict=True)]
+    known = [each for each in found if each is not None]
+    return known if len(known) == len(found) else None
 
 
 def window(

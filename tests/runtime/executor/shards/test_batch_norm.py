@@ -16,9 +16,10 @@ from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.shards.batch_norm import merge_statistics
+from harness.runtime.executor.shards.base import ShardSpec, Wanted
+from harness.runtime.executor.shards.batch_norm import make_batch_norm, merge_statistics
 from harness.runtime.executor.shards.forms import choose_forms
-from harness.runtime.executor.shards.kinds import Wanted, make_batch_norm, make_shard
+from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.models.task import InputSpec, Task
 
 IMAGES = {"sample": 5, "feature": 4, "height": 6, "width": 3}
@@ -57,8 +58,14 @@ def run_together(functions):
     return results
 
 
-def operator_of(shape):
-    return Operator(name="0", kind="batch_norm", inputs=["x"], shape=shape, attrs={"module": "0"})
+def spec_of(node, root, shape, block):
+    operator = Operator(
+        name="0", kind="batch_norm", inputs=["x"], shape=shape, attrs={"module": "0"}
+    )
+    wanted = [Wanted(shape, block)]
+    return ShardSpec(
+        operator=operator, node=node, root=root, shape=shape, block=block, wanted=wanted
+    )
 
 
 def traced(module):
@@ -74,7 +81,7 @@ def global_shards(module, shape, cuts):
     meetings = {f: Meeting(len(members)) for f, members in same.items()}
     for block in cut:
         reduce = meetings[block[1]].member(same[block[1]].index(block))
-        shard = make_batch_norm(operator_of(shape), node, root, shape, block, reduce=reduce)
+        shard = make_batch_norm(spec_of(node, root, shape, block), reduce)
         yield tuple(slice(*interval) for interval in block), shard
 
 
@@ -170,7 +177,7 @@ def test_a_block_by_its_own_statistics_is_batch_norm_of_the_block():
     root, node = traced(module)
     block = ((1, 4), (1, 3), (0, 2), (0, 3))
     x = torch.randn(*IMAGES.values(), dtype=torch.float64)
-    shard = make_shard(operator_of(IMAGES), node, root, IMAGES, block, [Wanted(IMAGES, block)])
+    shard = make_shard(spec_of(node, root, IMAGES, block))
     at = tuple(slice(*interval) for interval in block)
     mean, variance = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     expected = F.batch_norm(

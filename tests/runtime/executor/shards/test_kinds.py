@@ -13,7 +13,8 @@ from harness.domain.partition import blocks
 from harness.domain.sharding import cuttable_dims, full_shape, input_block
 from harness.errors import StrategyError
 from harness.runtime.capture.capture import capture
-from harness.runtime.executor.shards.kinds import Wanted, make_shard
+from harness.runtime.executor.shards.base import ShardSpec, Wanted
+from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.models import InputSpec, Task
 
 # Sums of up to a few hundred terms of size 1, in another order, in float64.
@@ -105,8 +106,11 @@ def shards_of(found, op, inputs, cuts):
             Wanted(producer, input_block(op, shape, block, producer, argument=k))
             for k, producer in enumerate(shapes)
         ]
-        made = make_shard(op, found.nodes[op.name], found.module, shape, block, wanted)
-        yield block[: len(op.shape)], wanted, made
+        part = ShardSpec(
+            operator=op, node=found.nodes[op.name], root=found.module, shape=shape, block=block,
+            wanted=wanted,
+        )  # fmt: skip
+        yield block[: len(op.shape)], wanted, make_shard(part)
 
 
 def run_parts(found, op, inputs, cuts, gradient):

@@ -4,8 +4,8 @@ from torch import fx, nn
 
 from harness.domain.graph import Operator
 from harness.domain.partition import blocks
-from harness.runtime.executor.shards.kinds import Wanted, make_dropout
-from harness.runtime.executor.shards.pointwise import ExactDropout, RandomState
+from harness.runtime.executor.shards.base import ShardSpec, Wanted
+from harness.runtime.executor.shards.pointwise import ExactDropout, RandomState, make_dropout
 
 SHAPE = {"sample": 4, "feature": 6, "height": 5, "width": 3}
 
@@ -14,7 +14,10 @@ def make(module, block, state, index=2, shape=SHAPE):
     root = fx.symbolic_trace(nn.Sequential(module))
     node = next(n for n in root.graph.nodes if n.op == "call_module")
     op = Operator(name="0", kind="elementwise", inputs=["x"], shape=SHAPE)
-    return make_dropout(op, node, root, shape, block, [Wanted(shape, block)], index, state)
+    part = ShardSpec(
+        operator=op, node=node, root=root, shape=shape, block=block, wanted=[Wanted(shape, block)]
+    )
+    return make_dropout(part, index, state)
 
 
 def whole(shape=SHAPE):
