@@ -4,7 +4,7 @@
     unit 1           |gather|         |--- operators ---|
     unit 2                            |gather|          |--- operators ---|
 
-The executor gathers by the same rules (`runtime.executor.run.residence`): a unit stays from its
+The executor gathers by the same rules (`runtime.executor.sharded.gathers`): a unit stays from its
 first to its last use in an action, and the next one is gathered from then on that it is in use.
 """
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
@@ -17,6 +17,7 @@ from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.executor.cache.prefix import Prefix, run_forward
 from harness.runtime.executor.cache.recorded import check_rows
 from harness.runtime.executor.change.transfer import HeldState
@@ -25,10 +26,17 @@ from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.deferred import (
     Joining,
     WeightQueue,
+    count_rounds,
+    immediate_sink,
 )
 from harness.runtime.executor.gradients.layer_norms import LayerNorms
 from harness.runtime.executor.gradients.loss_scale import LossScale
-from harness.runtime.executor.gradients.sums import ParameterHooks
+from harness.runtime.executor.gradients.sums import (
+    Bucket,
+    GradientSync,
+    ParameterHooks,
+    sum_buckets,
+)
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
@@ -37,21 +45,21 @@ from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.run.feed import Feed
 from harness.runtime.executor.run.flight import Stash
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.run.residence import Residence
+from harness.runtime.executor.run.priming import is_needed, kept_alike, prime
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
-from harness.runtime.executor.sharding import GradientContext, Sharding, immediate_sink
+from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
+from harness.runtime.executor.sharded.owners import Owners
+from harness.runtime.executor.sharded.scatter import scatter_buckets
 from harness.runtime.executor.shards.forms import Forms, choose_forms
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.files import save_sharded
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
-from harness.runtime.executor.state.updates import WeightUpdater
 from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.messages import find_messages, shared_sums
 from harness.runtime.executor.transport.moves import Moves
 from harness.runtime.executor.transport.partial_sums import norm_reducer
-from harness.runtime.executor.transport.priming import is_needed, kept_alike, prime
 from harness.runtime.executor.transport.transfers import Groups
 from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
@@ -122,29 +130,44 @@ class ExecutorEngine:
         prefix.park(self.weights, self.holders)
         self.is_cache_read = any(prefix.is_read(program) for program, _ in self._programs.values())
         self.weights.allocate()
-        self.owners = self._sharding.owners(self.weights, world.rank)
+        freed = [piece for unit in self._units if unit.is_freed for piece in unit.pieces]
+        self.owners = Owners(
+            self.holders, self.weights, plan.strategy.shard_state, world.rank, freed
+        )
         self.model = self.owners.module(self.weights)
-        units = self._sharding.units(self.owners, world)
         self._gatherer = StateGatherer(
             task.model, names, meta, self.weights, self.holders, self.owners, world
         )
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._n_updates = 0  # in the last step
-        residence = self._sharding.residence(units, self._programs, self._phases)
-        self._runner = self._make_runner(Precision(options.dtype, world.device), residence)
-        self._sync = self._sharding.gradient_sync(
+        sizes = plan.strategy.microbatch_sizes()
+        self._gathers = WeightGathers(
+            self._units,
             self.owners,
-            self.weights,
+            self._unit_groups,
+            lambda microbatch, stage: self._programs[sizes[microbatch]][0].units(stage),
+            world,
+            self._phases,
+        )
+        self._sync = self._make_sync(options.bucket_bytes)
+        self._runner = Runner(
+            plan.strategy,
             self._programs,
-            self._gradient_groups,
-            self._gradient_buffers,
-            GradientContext(world, recorder, options.bucket_bytes),
+            self._channels,
+            self._phases,
+            Precision(options.dtype, world.device),
+            self._queues,
+            self._joined,
+            self._random,
+            self._sync.reached,
+            self._stash,
+            self._update_microbatch,
+            self._gathers,
+            prefix.tap,
         )
-        kept = [unit for unit in units if not unit.plan.is_freed]
-        self._updater = WeightUpdater(
-            self.owners, self.weights, kept, options.optimizer, world.device
-        )
-        self._optimizer = self._updater.optimizer
+        own = list(self.owners.own.values())
+        trained = nn.ParameterList(own) if own else nn.Linear(1, 1)
+        self._optimizer = make_optimizer(trained, options.optimizer, world.device)
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights
         self.keep_gradients = False
@@ -162,10 +185,16 @@ class ExecutorEngine:
             check_rows(form.layout)
             self.holders.merge(form.holders)
         self.plan.check_tied(self.holders.trained())
-        self._sharding = Sharding(strategy, self.holders, forms.values(), unit_bytes)
+        self._units = []
+        if strategy.shard_state != "none":
+            is_freeing = strategy.shard_state == "parameters"
+            self._units = plan_units(self.holders, unit_bytes, is_freeing=is_freeing)
+        for form in forms.values():
+            form.find_units(self._units)
         groups = self.holders.groups()
         self._gradient_groups = {devices: self._groups.for_gradients(devices) for devices in groups}
-        self._sharding.make_groups(self._groups)
+        exchanging = sorted({unit.devices for unit in self._units})
+        self._unit_groups = {devices: self._groups.for_sums(devices) for devices in exchanging}
         messages = {size: find_messages(form, world.size) for size, form in forms.items()}
         self._channels = Channels(
             world,
@@ -201,24 +230,18 @@ class ExecutorEngine:
         )
         return Lowering(tasks, self._queues).program()
 
-    def _make_runner(self, precision: Precision, residence: Residence) -> Runner:
-        strategy = self.plan.strategy
-        return Runner(
-            self._programs,
-            strategy.microbatch_sizes(),
-            self._channels,
-            self._phases,
-            precision,
-            [stage.recompute for stage in strategy.stages],
-            self._queues,
-            self._joined,
-            self._random,
-            lambda parameter: self._sync.reached(parameter),
-            self._stash,
-            self._update_microbatch,
-            residence,
-            self.prefix.tap,
-        )
+    def _make_sync(self, bucket_bytes: int) -> GradientSync:
+        is_each, world = self.plan.strategy.shards_gradients, self._world
+        programs = {size: program for size, (program, _) in self._programs.items()}
+        sizes = self.plan.strategy.microbatch_sizes()
+        rounds = count_rounds(programs, sizes, is_each=is_each)
+        queues: Mapping[tuple[int, ...], Sequence[Bucket]]
+        if is_each:
+            queues = scatter_buckets(self.owners.shared, bucket_bytes, world)
+        else:
+            trained, buffers = self.weights.trainable(), self._gradient_buffers
+            queues = sum_buckets(trained, self.holders.of, bucket_bytes, buffers)
+        return GradientSync(world, queues, self._gradient_groups, rounds, self._recorder)
 
     # Training
 
@@ -285,15 +308,9 @@ class ExecutorEngine:
 
     def _prime(self, batch: Batch | None, share: Share) -> None:
         """Run a step without communication or update; see the module `priming`."""
-
-        def step() -> None:
-            self._sync.start_step(is_muted=True)
-            self._run(batch, share)
-            self._sync.finish()
-            self._runner.forget()
-
+        run = partial(self._run, batch, share)
         with without_gradient_hooks(self._captured.module):
-            prime(step, self._channels, self.weights, self._runner.buffers())
+            prime(run, self._sync, self._runner, self._channels, self.weights)
         self.is_priming_due = False
 
     def flush(self) -> None:
@@ -314,7 +331,7 @@ class ExecutorEngine:
         if self.is_priming_due:
             return
         trained, is_muted = self.weights.trainable(), self._channels.is_muted
-        self._updater.assign_gradients()
+        self.owners.assign_gradients()
         self._scale.unscale(self._optimizer, is_muted=is_muted)
         self._hooks.run(trained)
         if self.layer_norms is not None and not is_muted:
@@ -322,7 +339,12 @@ class ExecutorEngine:
         if self.keep_gradients:
             found = {piece: parameter.grad for piece, parameter in self.owners.own.items()}
             self._gradients = {piece: g.clone() for piece, g in found.items() if g is not None}
-        self._updater.update(self._phases, self._scale, is_muted=is_muted)
+        self._phases.begin("optimizer")
+        self._scale.step(self._optimizer, is_muted=is_muted)
+        for parameter in (*self.weights.parameters(), *self.owners.own.values()):
+            parameter.grad = None
+        if not is_muted:
+            self._gathers.gather_updated()
 
     def _update_microbatch(self) -> None:
         """Synchronise gradients and update the weights after one microbatch, without a flush."""

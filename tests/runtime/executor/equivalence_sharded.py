@@ -10,7 +10,7 @@ from equivalence_cases import Case
 from equivalence_training import make_engine, train_step
 from torch import Tensor
 
-from harness.runtime.executor.state.units import WeightUnit
+from harness.runtime.executor.sharded.gathers import WeightUnit
 from harness.runtime.ranks.world import World
 
 
@@ -59,7 +59,7 @@ def kept_bytes(case: Case, world: World) -> Kept:
     ):
         train_step(engine, case, task, 1)
     own = list(engine.owners.own.values())
-    buckets = {bucket for _, bucket in getattr(engine._sync, "_bucket_of", {}).values()}
+    buckets = [bucket for queue in engine._sync._queues.values() for bucket in queue]
     sums = [getattr(bucket, "sums", None) for bucket in buckets]
     flats = [getattr(bucket, "flat", None) for bucket in buckets]
     state = [
@@ -73,7 +73,7 @@ def kept_bytes(case: Case, world: World) -> Kept:
         sums=_n_bytes([t for t in (*sums, *flats) if t is not None]),
         state=_n_bytes(state),
         most_units=max(found, default=0),
-        n_units=len(engine._sharding._plans),
+        n_units=len(engine._units),
     )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.domain.sharding import BUCKET_BYTES, first_bucket_bytes
-from harness.runtime.executor.gradients.sums import _Bucket, bucketed
+from harness.runtime.executor.gradients.sums import SumBucket, bucketed
 
 
 @pytest.mark.parametrize("cap", [BUCKET_BYTES, 4 << 20, 1 << 16])
@@ -32,7 +32,7 @@ def test_gradients_lie_in_a_bucket_as_their_parameters_do_in_memory():
     # Fused optimizers refuse a gradient of another order.
     conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     parameters = [conv.bias, conv.weight]
-    bucket = _Bucket("bucket0", parameters)
+    bucket = SumBucket("bucket0", "", parameters)
     assert [bucket.views[p].stride() for p in parameters] == [p.stride() for p in parameters]
     for number, parameter in enumerate(parameters, start=1):
         parameter.grad = torch.full_like(parameter, number)

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.change.migration import Migration, find_migrations
 from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.shards.pointwise import RandomState
-from harness.runtime.executor.state.owners import Owners
 from harness.runtime.executor.state.state import StateGatherer, gather_objects
 from harness.runtime.executor.state.weights import Holders, Weights
 from harness.runtime.ranks.world import World

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -41,9 +41,12 @@ from harness.runtime.executor.gradients.weight_gradients import (
     conv2d,
     linear,
 )
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.shards.base import has_plain_weights
 from harness.runtime.executor.shards.conv import ConvShard, Pair
 from harness.runtime.executor.shards.dense import LinearShard
+from harness.runtime.ranks.world import World
 
 # (input, gradient of the output) of one call of a module.
 Call = tuple[Tensor, Tensor]
@@ -78,6 +81,21 @@ class ImmediateSink:
     def put(self, pending: Pending) -> None:
         for parameter in pending():
             self._reached(parameter)
+
+
+def immediate_sink(
+    world: World, plan: ExecutorPlan, reached: Callable[[nn.Parameter], None]
+) -> ImmediateSink | None:
+    """A sink that writes gradients directly into buckets; None if that saves no copies.
+
+    Asynchronous training uses none, because stashed weights have no buckets, nor do sharded
+    gradients, whose buckets are packed by owner.
+    """
+    has_copies = world.size > 1 or plan.strategy.n_microbatches > 1
+    # On a GPU the overhead of an autograd function in Python exceeds the time of a copy.
+    is_faster = world.device.type == "cpu"
+    has_buckets = not (plan.is_asynchronous or plan.strategy.shards_gradients)
+    return ImmediateSink(reached) if has_copies and is_faster and has_buckets else None
 
 
 class WeightQueue:
@@ -205,14 +223,27 @@ def backward_calls(module: fx.GraphModule) -> Calls:
     return found
 
 
-def count_uses(
-    sizes: Iterable[tuple[int, Iterable[Iterable[fx.GraphModule]]]],
-) -> Counter[nn.Parameter]:
-    """How often a step's backward adds to the gradient of each parameter.
+def count_rounds(
+    programs: Mapping[int, Program], sizes: Sequence[int], *, is_each: bool
+) -> list[Counter[nn.Parameter]]:
+    """How often backward adds to the gradient of each parameter before each sum over devices.
 
     Args:
-        sizes: for each microbatch size, the number of microbatches and the segments by stage.
+        programs: by microbatch size.
+        sizes: of a step's microbatches.
+        is_each: gradients are summed after each microbatch, not once a step.
     """
+    counts = [Counter([size]) for size in sizes] if is_each else [Counter(sizes)]
+    return [
+        _count_uses((n, programs[size].differentiable_modules()) for size, n in each.items())
+        for each in counts
+    ]
+
+
+def _count_uses(
+    sizes: Iterable[tuple[int, Iterable[Iterable[fx.GraphModule]]]],
+) -> Counter[nn.Parameter]:
+    """Additions by some microbatches: for each size, their number and the segments by stage."""
     uses: Counter[nn.Parameter] = Counter()
     joined: Counter[nn.Parameter] = Counter()
     for n, stages in sizes:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.freezing import FreezableLayer
-from harness.runtime.executor.state.owners import Owners
+from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Weights
 from harness.runtime.ranks.world import World
 

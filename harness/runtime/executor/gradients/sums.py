@@ -1,22 +1,23 @@
-"""All-reduce the gradients of replicated weights, in buckets, overlapped with backward.
+"""Sum the gradients of weights over the devices that hold them, in buckets, beside backward.
 
     backward  |--- p5 p4 ---|--- p3 p2 ---|-- p1 --|
     bucket 0  (p5 p4)        |--- sum over devices ---|
     bucket 1  (p3 p2)                      |--- sum ---|
 
-A bucket holds gradients of one set of devices in the order of backward. Its all-reduce starts when
+A bucket holds gradients of one set of devices in the order of backward. Its collective starts when
 its gradients are complete and all earlier buckets of the same devices have started, so that every
 device of the set starts them in the same order.
 
-Gradient hooks of parameters, run once per step on the summed gradient.
-
-Autograd would run them separately on the gradient of each microbatch and device.
+Gradient hooks of parameters run once per step on the summed gradient. Autograd would run them
+separately on the gradient of each microbatch and device.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,24 +79,57 @@ def _take_hooks(hooks: Any) -> list[Hook]:
 Group = tuple[int, ...]
 
 
-class _Bucket:
-    """Gradients that are all-reduced together."""
+class Bucket(ABC):
+    """Gradients that are summed together.
 
-    def __init__(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
-        self.name, self.parameters = name, list(parameters)
+    Attributes:
+        label: names its weights.
+        most_on_their_way: buckets of one set of devices that may be on their way at once.
+    """
+
+    most_on_their_way = math.inf
+
+    def __init__(self, name: str, label: str, parameters: Sequence[nn.Parameter]) -> None:
+        self.name, self.label, self.parameters = name, label, list(parameters)
+        self.n_elements = sum(parameter.numel() for parameter in self.parameters)
+        self.n_bytes = self.n_elements * self.parameters[0].element_size()
+
+    def reset(self) -> None:  # noqa: B027 (only some buckets keep sums)
+        """Begin a step."""
+
+    @abstractmethod
+    def take(self, parameter: nn.Parameter) -> None:
+        """Move one gradient into the bucket while it is in the cache, and free its old memory."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Take the remaining gradients; zeros for parameters without one."""
+
+    @abstractmethod
+    def start(self, group: Any) -> Any:
+        """Start the collective; all devices must call it."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Keep the result of the collective."""
+
+    def assign(self) -> None:  # noqa: B027
+        """End a step: let parameters refer to their sums."""
+
+
+class SumBucket(Bucket):
+    """Gradients that are all-reduced in place."""
+
+    def __init__(self, name: str, label: str, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(name, label, parameters)
         first = self.parameters[0]
-        n = sum(p.numel() for p in self.parameters)
-        self.flat = torch.zeros(n, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(self.n_elements, dtype=first.dtype, device=first.device)
         self.views: dict[nn.Parameter, Tensor] = {}
         at = 0
         for parameter in self.parameters:
             self.views[parameter] = view_like(parameter, self.flat, at)
             at += parameter.numel()
-        self.n_missing = 0
-        self.work: Any = None
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Copy one gradient into the buffer while it is in the cache, and free its old memory."""
         view = self.views[parameter]
         if parameter.grad is None:
             view.zero_()
@@ -104,10 +138,50 @@ class _Bucket:
         parameter.grad = view
 
     def collect(self) -> None:
-        """Copy the remaining gradients into the buffer; zeros for parameters without one."""
         for parameter in self.parameters:
             if parameter.grad is not self.views[parameter]:
                 self.take(parameter)
+
+    def start(self, group: Any) -> Any:
+        return dist.all_reduce(self.flat, group=group, async_op=True)
+
+
+def sum_buckets(
+    parameters: Mapping[WeightSlice, nn.Parameter],
+    devices_of: Callable[[WeightSlice], Group],
+    bucket_bytes: int,
+    buffers: GradientBuffers,
+) -> dict[Group, list[SumBucket]]:
+    """The buckets of replicated weights, by the devices that hold them.
+
+    Args:
+        parameters: of this device, in the model's order.
+        buffers: receives the views of the buckets, so that gradients can be written into them.
+    """
+    found: dict[Group, list[SumBucket]] = defaultdict(list)
+    names = {parameter: piece.name for piece, parameter in parameters.items()}
+    members = ((devices_of(piece), parameter) for piece, parameter in parameters.items())
+    for number, (devices, chunk) in enumerate(buckets_of(members, bucket_bytes)):
+        label = " to ".join(dict.fromkeys((names[chunk[0]], names[chunk[-1]])))
+        bucket = SumBucket(f"bucket{number}", label, chunk)
+        for parameter, view in bucket.views.items():
+            buffers.assign(parameter, view)
+        found[devices].append(bucket)
+    return found
+
+
+def buckets_of(
+    parameters: Iterable[tuple[Group, nn.Parameter]], bucket_bytes: int
+) -> Iterator[tuple[Group, list[nn.Parameter]]]:
+    """The parameters of each bucket, for those that several devices hold; a bucket has one set of
+    devices and one dtype."""
+    shared: dict[tuple[Group, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    for devices, parameter in parameters:
+        if len(devices) > 1:
+            shared[devices, parameter.dtype].append(parameter)
+    for (devices, _), members in shared.items():
+        for chunk in bucketed(members[::-1], bucket_bytes):
+            yield devices, chunk
 
 
 def view_like(parameter: nn.Parameter, flat: Tensor, at: int) -> Tensor:
@@ -122,128 +196,145 @@ def view_like(parameter: nn.Parameter, flat: Tensor, at: int) -> Tensor:
 
 
 class GradientSync:
-    """All-reduces gradients over the devices that hold the same weights.
+    """Sums gradients over the devices that hold the same weights.
 
     Args:
-        parameters: (name, parameter, devices that hold it) of this device, in the model's order.
+        queues: buckets by their devices, in the order of backward.
         groups: process groups by their devices.
-        n_uses: additions of backward to each gradient per step (`count_uses`).
-        buffers: receives the views of the buckets, so that gradients can be written into them.
+        rounds: for each sum of all buckets, the additions of backward to each gradient before it
+            (`count_rounds`). All-reduces have one round a step, sums to owners one a microbatch.
     """
 
     def __init__(
         self,
         world: World,
-        parameters: Sequence[tuple[str, nn.Parameter, Group]],
+        queues: Mapping[Group, Sequence[Bucket]],
         groups: Mapping[Group, Any],
-        n_uses: Mapping[nn.Parameter, int],
+        rounds: Sequence[Mapping[nn.Parameter, int]],
         recorder: Recorder,
-        bucket_bytes: int,
-        buffers: GradientBuffers,
     ) -> None:
-        self._recorder, self._groups, self._n_uses = recorder, groups, n_uses
+        self._queues, self._groups, self._rounds, self._recorder = queues, groups, rounds, recorder
         self._is_nccl = world.backend == "nccl"
-        self._queues: dict[Group, list[_Bucket]] = {}
-        shared: dict[tuple[Group, torch.dtype], list[nn.Parameter]] = defaultdict(list)
-        self._name_of = {parameter: name for name, parameter, _ in parameters}
-        for _, parameter, devices in parameters:
-            if len(devices) > 1:
-                shared[devices, parameter.dtype].append(parameter)
-        self._bucket_of: dict[nn.Parameter, tuple[Group, _Bucket]] = {}
-        n_made = 0
-        for (devices, _), members in shared.items():
-            for chunk in bucketed(members[::-1], bucket_bytes):
-                bucket = _Bucket(f"bucket{n_made}", chunk)
-                n_made += 1
-                self._queues.setdefault(devices, []).append(bucket)
-                for parameter in chunk:
-                    self._bucket_of[parameter] = devices, bucket
-                    buffers.assign(parameter, bucket.views[parameter])
-        self._completions = {devices: CompletionStream(world) for devices in self._queues}
+        self._bucket_of = {
+            parameter: (devices, bucket)
+            for devices, queue in queues.items()
+            for bucket in queue
+            for parameter in bucket.parameters
+        }
+        self.n_buckets = sum(map(len, queues.values()))
+        # Gradients that each bucket waits for, by (round, bucket).
+        self._n_used = {
+            (number, bucket): sum(uses.get(parameter, 0) > 0 for parameter in bucket.parameters)
+            for number, uses in enumerate(rounds)
+            for queue in queues.values()
+            for bucket in queue
+        }
+        self._completions = {devices: CompletionStream(world) for devices in queues}
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self.reached)
+        self._n_waiting: dict[tuple[int, Bucket], int] = {}
         self._n_left: dict[nn.Parameter, int] = {}
-        self._next: dict[Group, int] = {}
+        self._round_of: dict[nn.Parameter, int] = {}
+        self._n_started: dict[Group, int] = {}
+        self._under_way: dict[Group, deque[tuple[Bucket, Any]]] = {}
         self._is_muted = False
-        self.n_buckets = n_made
 
     def start_step(self, *, is_muted: bool = False) -> None:
         """Reset all buckets.
 
         Args:
-            is_muted: fill the buckets without all-reduces.
+            is_muted: fill the buckets without communication.
         """
         self._is_muted = is_muted
-        self._n_left = {p: self._n_uses.get(p, 0) for p in self._bucket_of}
-        for devices, queue in self._queues.items():
-            self._next[devices] = 0
+        self._n_waiting = dict(self._n_used)
+        self._n_left = dict.fromkeys(self._bucket_of, 0)
+        for parameter in self._bucket_of:
+            self._begin_round(parameter, 0)
+        self._n_started = dict.fromkeys(self._queues, 0)
+        self._under_way = {devices: deque() for devices in self._queues}
+        for queue in self._queues.values():
             for bucket in queue:
-                bucket.n_missing = len(bucket.parameters)
-                bucket.work = None
+                bucket.reset()
 
     def reached(self, parameter: nn.Parameter) -> None:
-        """Count an addition to a gradient; after the last, its bucket may start."""
+        """Count an addition to a gradient; after a round's last, its bucket may start."""
         if parameter not in self._n_left:
             return
         self._n_left[parameter] -= 1
         if self._n_left[parameter] == 0:
             devices, bucket = self._bucket_of[parameter]
+            number = self._round_of[parameter]
             bucket.take(parameter)
-            bucket.n_missing -= 1
-            if bucket.n_missing == 0:
-                self._start_ready(devices)
+            self._n_waiting[number, bucket] -= 1
+            self._begin_round(parameter, number + 1)
+            self._start_ready(devices)
 
-    def _start_ready(self, devices: Group) -> None:
+    def _begin_round(self, parameter: nn.Parameter, number: int) -> None:
+        """Begin the next round whose backward adds to a gradient."""
+        while number < len(self._rounds) and not self._rounds[number].get(parameter):
+            number += 1
+        self._round_of[parameter] = number
+        if number < len(self._rounds):
+            self._n_left[parameter] = self._rounds[number][parameter]
+
+    def _start_ready(self, devices: Group, *, is_forced: bool = False) -> None:
+        """Start buckets in the order that all devices share: round by round, as in the queue."""
         queue = self._queues[devices]
-        while self._next[devices] < len(queue) and queue[self._next[devices]].n_missing == 0:
-            self._start(devices, queue[self._next[devices]])
-            self._next[devices] += 1
+        while self._n_started[devices] < len(queue) * len(self._rounds):
+            number, at = divmod(self._n_started[devices], len(queue))
+            key = number, queue[at]
+            is_complete = self._n_used[key] > 0 and self._n_waiting[key] == 0
+            if not (is_complete or is_forced):
+                return
+            self._start(devices, queue[at])
+            self._n_started[devices] += 1
 
-    def _start(self, devices: Group, bucket: _Bucket) -> None:
+    def _start(self, devices: Group, bucket: Bucket) -> None:
+        under_way = self._under_way[devices]
+        while len(under_way) >= bucket.most_on_their_way:
+            self._finish(devices)
         bucket.collect()
         if self._is_muted:
             return
         clock, recorder = self._recorder.clock, self._recorder
         start = clock.mark()
-        n_bytes = bucket.flat.numel() * bucket.flat.element_size()
-        work = dist.all_reduce(bucket.flat, group=self._groups[devices], async_op=True)
+        work = bucket.start(self._groups[devices])
 
         def note_end() -> None:
-            end = self._completions[devices].mark(work, clock)
+            end, n_bytes = self._completions[devices].mark(work, clock), bucket.n_bytes
             recorder.add_marks("communication", start, end, name=bucket.name, n_bytes=n_bytes)
 
-        bucket.work = with_end(work, note_end, is_nccl=self._is_nccl)
+        under_way.append((bucket, _with_end(work, note_end, is_nccl=self._is_nccl)))
+
+    def _finish(self, devices: Group) -> None:
+        """Wait for the first bucket of some devices that is on its way."""
+        bucket, work = self._under_way[devices].popleft()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerError(
+                f"the sum of the gradients of {bucket.label} over ranks {list(devices)} failed "
+                f"({gist(error)}): one of them died or hangs, look at their logs",
+                devices,
+            ) from error
+        bucket.finish()
 
     def finish(self) -> None:
-        """Start the remaining buckets and wait for all all-reduces; all devices must call it.
+        """Start the remaining buckets and wait for all; all devices must call it.
 
         Raises:
             PeerError: another device died or hangs; NCCL ends this process instead.
         """
+        for devices in self._queues:
+            self._start_ready(devices, is_forced=True)
         for devices, queue in self._queues.items():
+            while self._under_way[devices]:
+                self._finish(devices)
             for bucket in queue:
-                bucket.n_missing = 0
-            self._start_ready(devices)
-        if self._is_muted:
-            return
-        for devices, queue in self._queues.items():
-            for bucket in queue:
-                try:
-                    bucket.work.wait()
-                except RuntimeError as error:
-                    raise PeerError(
-                        f"the sum of the gradients of {self._label(bucket)} over ranks "
-                        f"{list(devices)} failed ({gist(error)}): one of them died or hangs, "
-                        "look at their logs",
-                        devices,
-                    ) from error
-
-    def _label(self, bucket: _Bucket) -> str:
-        names = [self._name_of[parameter] for parameter in bucket.parameters]
-        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({bucket.name})"
+                bucket.assign()
 
 
-def with_end(work: Any, note_end: Callable[[], None], *, is_nccl: bool) -> Any:
+def _with_end(work: Any, note_end: Callable[[], None], *, is_nccl: bool) -> Any:
     """Record the end of a collective; return the work to wait for."""
     if is_nccl:  # its callback would run at once, on a stream that one of its groups may use
         note_end()

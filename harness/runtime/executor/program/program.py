@@ -132,6 +132,10 @@ class Program:
         keys = (key for segments in self.stages.values() for s in segments for key in s.inputs)
         return any(isinstance(key, DataKey) and key.value in values for key in keys)
 
+    def units(self, stage: int) -> list[frozenset[int]]:
+        """Numbers of the units of freed weights that each segment of a stage uses."""
+        return [segment.units for segment in self.stages[stage]]
+
     def modules(self) -> Iterator[fx.GraphModule]:
         """The modules of all segments."""
         for segments in self.stages.values():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.domain.schedule import Action
+from harness.domain.strategy import Strategy
 from harness.runtime.devices.precision import Precision
 from harness.runtime.executor.cache.tap import Tap
 from harness.runtime.executor.gradients.deferred import WeightQueue, backward_calls
@@ -22,7 +23,7 @@ from harness.runtime.executor.run.flight import (
     repeated,
 )
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.run.residence import Residence
+from harness.runtime.executor.sharded.gathers import WeightGathers
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.transport.channels import Channels
@@ -44,39 +45,37 @@ class Runner:
 
     Args:
         programs: programs and their moves by microbatch size.
-        sizes: samples of each of a step's microbatches.
-        recompute: by stage, whether its forward is run again before its backward.
         queues: by stage, weight gradients that are computed in separate actions.
         joined: by stage, weight gradients of joined microbatches, computed after a backward.
         reached: called with parameters whose gradients a queue has added to.
         stash: gives each microbatch its version of the weights; None without versions.
         update: called after each microbatch's backward if there are versions.
-        residence: gathers weights that are freed between their uses.
+        gathers: gathers weights that are freed between their uses.
         tap: records the values at a frozen boundary; None if none are kept.
     """
 
     def __init__(
         self,
+        strategy: Strategy,
         programs: dict[int, tuple[Program, Moves]],
-        sizes: Sequence[int],
         channels: Channels,
         phases: Phases,
         precision: Precision,
-        recompute: Sequence[bool],
         queues: Mapping[int, WeightQueue],
         joined: Mapping[int, WeightQueue],
         random: RandomState,
         reached: Callable[[nn.Parameter], None],
         stash: Stash | None,
         update: Callable[[], None],
-        residence: Residence,
+        gathers: WeightGathers,
         tap: Tap | None,
     ) -> None:
-        self._residence = residence
+        self._gathers = gathers
         self._stash, self._update, self._tap = stash, update, tap
-        self._programs, self._sizes = programs, list(sizes)
+        self._programs, self._sizes = programs, strategy.microbatch_sizes()
         self._channels, self._phases, self._precision = channels, phases, precision
-        self._recompute, self._queues, self._reached = recompute, queues, reached
+        self._recompute = [stage.recompute for stage in strategy.stages]
+        self._queues, self._reached = queues, reached
         self._joined, self._keeps_inputs = joined, self._needs_inputs()
         self._random = random
         self._device = channels.buffers.device
@@ -103,7 +102,7 @@ class Runner:
             self._receives_of[actions] = self._make_receives(actions)
         self._receives = self._receives_of[actions]
         self._receives.start(first)
-        self._residence.start_step(actions, is_muted=self._channels.is_muted)
+        self._gathers.start_step(actions, is_muted=self._channels.is_muted)
         numbered = (one._replace(microbatch=first + one.microbatch) for one in actions)
         for self._at_action, action in enumerate(numbered):
             number, stage = self._number(action.microbatch), action.stage
@@ -200,9 +199,9 @@ class Runner:
             place = stage, position
             for fetch in moves.fetches[place]:
                 self._assemble(flight, fetch, microbatch)
-            self._residence.before((self._at_action, position))
+            self._gathers.before((self._at_action, position))
             outputs = self._compute(flight, segment, place)
-            self._residence.after((self._at_action, position))
+            self._gathers.after((self._at_action, position))
             flight.outputs[place] = outputs
             for key, output in zip(segment.outputs, outputs, strict=True):
                 self._detach(flight, program, key, output)
@@ -308,7 +307,7 @@ class Runner:
         for moment, position in enumerate(reversed(range(len(program.stages[stage])))):
             place = stage, position
             segment = program.stages[stage][position]
-            self._residence.before((self._at_action, moment))
+            self._gathers.before((self._at_action, moment))
             if self._recompute[stage] and segment.is_differentiable:
                 self._phases.begin("forward", pass_="recompute", stage=stage, microbatch=number)
                 self._repeat(flight, segment, place)  # while its gradients are in transit
@@ -316,7 +315,7 @@ class Runner:
             self._collect(flight, moves, place, segment, microbatch)
             if segment.is_differentiable:
                 self._differentiate(flight, segment, place, action)
-            self._residence.after((self._at_action, moment))
+            self._gathers.after((self._at_action, moment))
             flight.outputs.pop(place, None)
             self._return(flight, moves, place, microbatch)
             for key in segment.outputs:

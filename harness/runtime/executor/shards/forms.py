@@ -10,7 +10,7 @@ gathered  the whole operator for the task's samples, cropped to the block (logs 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,6 +32,7 @@ from harness.runtime.executor.geometry.layout import Layout, Part, check_samples
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.sharded.gathers import UnitPlan
 from harness.runtime.executor.shards.base import Shard, ShardSpec, Wanted
 from harness.runtime.executor.shards.batch_norm import (
     check_shared_norms,
@@ -59,14 +60,14 @@ class Forms:
     holders: Holders
     units: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
 
-    def find_units(self, number_of: Mapping[WeightSlice, int]) -> None:
-        """Set `units` from the number of each freed slice's unit."""
+    def find_units(self, plans: Sequence[UnitPlan]) -> None:
+        """Set `units` from the plans of all units."""
         names = {self.layout.position[name]: name for name in self.of}
-        found: dict[tuple[str, int], set[int]] = {}
-        for piece, number in number_of.items():
-            for use in self.holders.uses(piece):
-                found.setdefault((names[use.position], use.device), set()).add(number)
-        self.units.update({key: frozenset(units) for key, units in found.items()})
+        for number, plan in enumerate(plans):
+            for piece in plan.pieces if plan.is_freed else ():
+                for use in self.holders.uses(piece):
+                    key = names[use.position], use.device
+                    self.units[key] = self.units.get(key, frozenset()) | {number}
 
     def norm_groups(self) -> set[tuple[int, ...]]:
         """The sets of devices that sum the statistics of a batch norm."""

@@ -21,7 +21,7 @@ from harness.errors import ResultsError, VerificationError
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
-from harness.runtime.executor.state.owners import Owners
+from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Holders, Weights
 from harness.runtime.ranks.world import World
 

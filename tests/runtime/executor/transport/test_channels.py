@@ -14,8 +14,7 @@ from torch import nn
 from harness.errors import PeerError, StrategyError
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
-from harness.runtime.executor.gradients.sums import GradientSync
-from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
+from harness.runtime.executor.gradients.sums import GradientSync, SumBucket
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.messages import Message, PlacedPiece
 from harness.runtime.executor.transport.transfers import (
@@ -205,10 +204,8 @@ def test_a_sum_that_cannot_start_says_of_what(monkeypatch):
 
 def sync_of(world, parameter, recorder):
     """Sums one weight over ranks 0 and 1."""
-    return GradientSync(
-        world, [("weight", parameter, (0, 1))], {(0, 1): None}, {parameter: 1}, recorder, 8,
-        GradientBuffers(),
-    )  # fmt: skip
+    queues = {(0, 1): [SumBucket("bucket0", "weight", [parameter])]}
+    return GradientSync(world, queues, {(0, 1): None}, [{parameter: 1}], recorder)
 
 
 def test_a_sum_of_gradients_may_fail_without_a_word():

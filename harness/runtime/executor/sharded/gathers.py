@@ -1,27 +1,46 @@
-"""Slices that are gathered together from their holders' parts, by messages between the holders.
+"""Gather slices of weights from their holders' parts, by messages between the holders.
 
-rank 0   own rows of a b c --->  rank 1        ZeRO 1 and 2: after the optimizer
-rank 1   own rows of a b c --->  rank 0        ZeRO 3: before each use, then freed
+    rank 0   own rows of a b c --->  rank 1        optimizer, gradients: after the optimizer
+    rank 1   own rows of a b c --->  rank 0        parameters: before each use, then freed
+
+Freed slices are gathered in units, one unit ahead:
+
+    unit 0   |gather|--- segment 0 ---|free
+    unit 1           |gather|         |--- segment 1 ---|free
+    unit 2                            |gather|          |--- segment 2 ---| kept for its backward
+
+In an action (the forward or backward of one microbatch on one stage) a unit has memory from its
+first to its last use. All holders of a unit plan the same visits from the schedule alone, so that
+they gather in one order. A unit that is the last of one action and the first of the next stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.domain.schedule import Action
 from harness.errors import PeerError
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.state.owners import Group, SharedSlice, flat
+from harness.runtime.executor.sharded.owners import Group, Owners, SharedSlice, flat
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.ranks.failures import gist
 from harness.runtime.ranks.world import World
+
+# Number of the action in the step, and of the segment in the order in which they run.
+Moment = tuple[int, int]
+# The units of each segment of a microbatch on a stage, in the order of forward.
+Needs = Callable[[int, int], Sequence[frozenset[int]]]
+# Updated units on their way at once, because each needs memory for what it receives.
+_MOST_ON_THEIR_WAY = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +60,14 @@ class UnitPlan:
     is_freed: bool
 
 
-def plan_units(holders: Holders, freed: frozenset[WeightSlice], unit_bytes: int) -> list[UnitPlan]:
+def plan_units(holders: Holders, unit_bytes: int, *, is_freeing: bool) -> list[UnitPlan]:
     """Cut the trained slices with several holders, in the order of their first use, into units of
-    about `unit_bytes`; each unit has one set of holders."""
+    about `unit_bytes`; each unit has one set of holders.
+
+    Args:
+        is_freeing: slices that can be gathered before each use are freed between two uses.
+    """
+    freed = _freed_slices(holders) if is_freeing else frozenset()
     shared = [(piece, devices) for piece, devices in holders.trained() if len(devices) > 1]
     found: list[UnitPlan] = []
     open_units: dict[object, tuple[list[WeightSlice], int]] = {}
@@ -79,7 +103,7 @@ def plan_units(holders: Holders, freed: frozenset[WeightSlice], unit_bytes: int)
     return sorted(found, key=lambda unit: (unit.first, unit.devices, unit.is_freed))
 
 
-def freed_slices(holders: Holders) -> frozenset[WeightSlice]:
+def _freed_slices(holders: Holders) -> frozenset[WeightSlice]:
     """Trained slices that all of several holders use in the same stages, so that they can gather
     them together before each use."""
     found = set()
@@ -203,3 +227,140 @@ class WeightUnit:
             for storage, _ in self._memory:
                 storage.resize_(0)
             self.is_live = False
+
+
+class Visit(NamedTuple):
+    """One stay of a unit in memory: the moments of its first and last use on this rank."""
+
+    unit: int
+    first: Moment
+    last: Moment
+
+
+def plan_visits(
+    actions: Sequence[Action], units: Mapping[int, UnitPlan], needs: Needs
+) -> dict[Group, list[Visit]]:
+    """The visits of a step on one rank, for each set of devices in the order of all of them.
+
+    Args:
+        units: the freed units that this rank holds, by number.
+    """
+
+    def in_forward(number: int) -> tuple[int, int]:
+        return units[number].first, number
+
+    def in_backward(number: int) -> tuple[int, int]:
+        return -units[number].last, -number
+
+    found: dict[Group, list[Visit]] = defaultdict(list)
+    for at, action in enumerate(actions):
+        segments = list(needs(action.microbatch, action.stage))
+        is_forward = action.kind == "forward"
+        moments: dict[int, list[Moment]] = defaultdict(list)
+        for k, used in enumerate(segments if is_forward else segments[::-1]):
+            for number in used:
+                moments[number].append((at, k))
+        here = [number for number, plan in units.items() if action.stage in plan.stages]
+        for number in sorted(here, key=in_forward if is_forward else in_backward):
+            visits = found[units[number].devices]
+            first, last = moments[number][0], moments[number][-1]
+            if visits and visits[-1].unit == number:
+                visits[-1] = visits[-1]._replace(last=last)
+            else:
+                visits.append(Visit(number, first, last))
+    return dict(found)
+
+
+class WeightGathers:
+    """Gathers the sharded weights of one rank: freed ones around each use, the others after each
+    update.
+
+    Args:
+        plans: all units, equal on all ranks.
+        groups: process groups by their devices.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[UnitPlan],
+        owners: Owners,
+        groups: Mapping[Group, Any],
+        needs: Needs,
+        world: World,
+        phases: Phases,
+    ) -> None:
+        slices = {one.piece: one for one in owners.shared}
+        units = {
+            number: WeightUnit(number, plan, slices, groups[plan.devices], world)
+            for number, plan in enumerate(plans)
+            if world.rank in plan.devices
+        }
+        self._freed = {number: unit for number, unit in units.items() if unit.plan.is_freed}
+        self._kept = [unit for unit in units.values() if not unit.plan.is_freed]
+        self._needs, self._phases = needs, phases
+        self._planned: dict[tuple[Action, ...], dict[Group, list[Visit]]] = {}
+        self._visits: dict[Group, list[Visit]] = {}
+        self._n_started: dict[Group, int] = {}
+        self._is_muted = False
+
+    def start_step(self, actions: tuple[Action, ...], *, is_muted: bool) -> None:
+        """Start to gather the first freed units.
+
+        Args:
+            is_muted: allocate memory without communication.
+        """
+        if not self._freed:
+            return
+        if actions not in self._planned:
+            plans = {number: unit.plan for number, unit in self._freed.items()}
+            self._planned[actions] = plan_visits(actions, plans, self._needs)
+        self._visits, self._is_muted = self._planned[actions], is_muted
+        self._n_started = dict.fromkeys(self._visits, 0)
+        for devices in self._visits:
+            self._start(devices, 1)
+
+    def _start(self, devices: Group, until: int, *, is_ahead: bool = False) -> None:
+        """Start to gather a group's units up to a number of visits."""
+        visits = self._visits[devices]
+        while self._n_started[devices] < min(until, len(visits)):
+            unit = self._freed[visits[self._n_started[devices]].unit]
+            if is_ahead and unit.is_live:
+                return  # its earlier visit has not ended
+            unit.start(is_muted=self._is_muted)
+            self._n_started[devices] += 1
+
+    def before(self, moment: Moment) -> None:
+        """Wait for the units that a segment uses first, and start to gather the next ones.
+
+        Raises:
+            PeerError: another holder died or hangs.
+        """
+        for devices, visits in self._visits.items():
+            for k, visit in enumerate(visits):
+                if visit.first == moment:
+                    self._start(devices, k + 1)
+                    self._freed[visit.unit].finish(self._phases)
+                    self._start(devices, k + 2, is_ahead=True)
+
+    def after(self, moment: Moment) -> None:
+        """Free the units that a segment used last."""
+        for visits in self._visits.values():
+            for visit in visits:
+                if visit.last == moment:
+                    self._freed[visit.unit].free()
+
+    def gather_updated(self) -> None:
+        """Gather the units that are not freed, after the optimizer; all holders must call it.
+
+        Raises:
+            PeerError: another holder died or hangs; NCCL ends this process instead.
+        """
+        if not self._kept:
+            return
+        self._phases.begin("communication", name="weights")
+        for k, unit in enumerate(self._kept):
+            unit.start(is_muted=False)
+            if k >= _MOST_ON_THEIR_WAY - 1:
+                self._kept[k - _MOST_ON_THEIR_WAY + 1].finish(self._phases)
+        for unit in self._kept[-_MOST_ON_THEIR_WAY + 1 :]:
+            unit.finish(self._phases)

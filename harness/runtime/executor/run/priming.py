@@ -16,7 +16,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from harness.runtime.executor.gradients.sums import GradientSync
 from harness.runtime.executor.run.flight import random_state, repeated
+from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.ranks.world import World
 
@@ -27,23 +29,29 @@ def is_needed(world: World) -> bool:
 
 
 def prime(
-    step: Callable[[], None], channels: Channels, weights: nn.Module, written: Iterable[Tensor]
+    run: Callable[[], None],
+    sync: GradientSync,
+    runner: Runner,
+    channels: Channels,
+    weights: nn.Module,
 ) -> None:
-    """Run a step without messages; ranks do not wait for each other.
+    """Run a step without messages and update; ranks do not wait for each other.
 
     Args:
-        step: runs a step without an update.
+        run: runs the actions of a step.
         weights: module whose gradients are cleared afterwards.
-        written: buffers that a step changes; they and the random state are restored.
     """
-    with kept_alike(written, channels.buffers.device):
+    device = channels.buffers.device
+    with kept_alike(runner.buffers(), device):
         channels.is_muted = True
         try:
-            step()
+            sync.start_step(is_muted=True)
+            run()
+            sync.finish()
+            runner.forget()
         finally:
             channels.is_muted = False
     weights.zero_grad(set_to_none=True)
-    device = channels.buffers.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -131,6 +131,15 @@ class Owners:
             if part is not None and one.own is not None and one.piece not in self.freed:
                 one.own.data = _view(part, one)
 
+    def assign_gradients(self) -> None:
+        """Let own parts of all-reduced gradients refer to them."""
+        if self.shards_gradients:
+            return  # they have sums of their own
+        for one in self.shared:
+            gradient, part = one.parameter.grad, one.own_part
+            if one.own is not None and part is not None and gradient is not None:
+                one.own.grad = part.within(one.piece).take(gradient)
+
     def of(self, piece: WeightSlice) -> int:
         """The rank that writes the optimizer's state of a part."""
         return self._ranks[piece][0]

@@ -1,0 +1,9 @@
+"""State of which each holder keeps a part (ZeRO, FSDP): owners, sums to them, gathers from them.
+
+| shard_state | gradients | weights |
+|---|---|---|
+| none | all-reduced | every holder updates its copy |
+| optimizer | all-reduced | gathered after the optimizer |
+| gradients | summed to their owners | gathered after the optimizer |
+| parameters | summed to their owners | gathered before each use, then freed |
+"""
