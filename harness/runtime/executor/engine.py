@@ -57,10 +57,10 @@ from harness.runtime.executor.state.files import save_sharded
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
 from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
+from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import find_messages, shared_sums
 from harness.runtime.executor.transport.moves import Moves
 from harness.runtime.executor.transport.partial_sums import norm_reducer
-from harness.runtime.executor.transport.transfers import Groups
 from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World

@@ -147,7 +147,7 @@ Orders = dict[tuple[int, int], list[int]]
 def _orders(messages: Iterable[Message]) -> Orders:
     found: Orders = {}
     for message in messages:
-        stages = message.source_stage, message.target_stage
+        stages = message.source.stage, message.target.stage
         found.setdefault(stages, []).append(message.number)
     return found
 

@@ -1,7 +1,11 @@
 """Transfer messages between devices: sends do not block, receives are posted ahead.
 
-With gloo, tensors of a GPU are copied to the host before sending and from it after receiving.
+gloo has tags: every transfer has a unique tag, so the order of posting is free. NCCL has none:
+each pair of stages on a pair of devices has a process group for each direction, and both sides
+post in the same order, which the order of the program guarantees. If a peer dies or hangs under
+NCCL, no error is raised: the watchdog of its group ends this process after the timeout.
 
+With gloo, tensors of a GPU are copied to the host before sending and from it after receiving.
 gloo does not report when a send is done. But when a message of another rank arrives, that rank has
 received all messages that its earlier actions waited for:
 
@@ -18,6 +22,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,10 +33,14 @@ from torch import Tensor
 
 from harness.errors import PeerError
 from harness.runtime.executor.run.timetable import Order
-from harness.runtime.executor.transport.messages import Message, PlacedPiece
-from harness.runtime.executor.transport.transfers import Groups, transfers_of
+from harness.runtime.executor.transport.groups import Groups
+from harness.runtime.executor.transport.messages import End, Message
 from harness.runtime.ranks.failures import gist
 from harness.runtime.ranks.world import World
+
+Label = Callable[[], str]
+_N_TAGS = 2**31 - 1
+_WAYS = (False, True)  # forward, backward
 
 
 class _Done:
@@ -43,30 +53,34 @@ class _Done:
 _DONE = _Done()
 
 
+class _Pair(NamedTuple):
+    """Two ends and a direction, whose messages share a process group under NCCL."""
+
+    sender: End
+    reader: End
+    is_backward: bool
+
+
+@dataclass
 class Transfer:
-    """A receive, pending or complete; the message was sent in the source's action `sent_at`."""
+    """A receive; the message was sent in the source's action `sent_at`.
 
-    def __init__(
-        self,
-        work: Any,
-        buffer: Tensor,
-        source: int,
-        label: Callable[[], str],
-        entries: Sequence[PlacedPiece],
-        sent_at: int,
-    ) -> None:
-        self.work, self.buffer, self.source, self.label = work, buffer, source, label
-        self._entries, self.sent_at = entries, sent_at
-        self.has_arrived = False
-        self.n_left = len(entries)
+    Attributes:
+        pieces: those that have not been taken, by their keys; None until the message arrives.
+    """
 
-    def take(self, entry: PlacedPiece) -> Tensor:
-        """Take one piece; each can be taken once."""
-        self.n_left -= 1
-        if len(self._entries) == 1:
-            return self.buffer
-        flat = self.buffer.narrow(0, entry.offset, entry.n_elements)
-        return flat.view(entry.shape)
+    work: Any
+    buffer: Tensor
+    message: Message
+    is_backward: bool
+    label: Label
+    sent_at: int
+    pieces: dict[tuple[int, int], Tensor] | None = None
+
+    @property
+    def source(self) -> int:
+        sender, _ = self.message.ends(is_backward=self.is_backward)
+        return sender.rank
 
 
 class Buffers:
@@ -91,7 +105,7 @@ class _Sent(NamedTuple):
 
     work: Any
     tensor: Tensor
-    label: Callable[[], str]
+    label: Label
     microbatch: int
     read_at: int
 
@@ -120,7 +134,9 @@ class Channels:
         self.buffers = Buffers(world.device)
         is_staged = world.wire != world.device
         self._arriving = Buffers(world.wire) if is_staged else self.buffers
-        self._transfers = transfers_of(world, messages, groups)
+        self._is_nccl, self._timeout = world.backend == "nccl", timedelta(seconds=groups.timeout_s)
+        self._n_messages = 1 + max((message.number for message in messages), default=0)
+        self._pairs = self._make_pairs(messages) if self._is_nccl else {}
         self._sending: dict[int, list[_Sent]] = defaultdict(list)
         self._sum_groups = self._make_groups(sums)
         self._norm_groups = self._make_groups(one for one in norms if len(one) > 1)
@@ -129,49 +145,72 @@ class Channels:
     def _make_groups(self, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         return {devices: self._groups.for_sums(devices) for devices in sorted(set(sets))}
 
-    def reduce_norm(self, tensor: Tensor, label: str, devices: tuple[int, ...]) -> None:
-        """Sum statistics over devices, in place, and wait; each of the devices must call it.
+    def _make_pairs(self, messages: Iterable[Message]) -> dict[_Pair, Any]:
+        pairs = {
+            _Pair(*message.ends(is_backward=is_backward), is_backward)
+            for message in messages
+            for is_backward in _WAYS
+            if message.carried(is_backward=is_backward)
+        }
+        return {
+            pair: self._groups.for_transfers(pair.sender.rank, pair.reader.rank)
+            for pair in sorted(pairs)
+        }
 
-        Raises:
-            PeerError: as for `start_sum`.
-        """
-        if self.is_muted:
-            return
-        with self._summing(label, devices):
-            dist.all_reduce(tensor, group=self._norm_groups[devices])
+    def _route(self, message: Message, microbatch: int, *, is_backward: bool) -> dict[str, Any]:
+        """The group or the tag of a message."""
+        if self._is_nccl:
+            pair = _Pair(*message.ends(is_backward=is_backward), is_backward)
+            return {"group": self._pairs[pair]}
+        tag = (microbatch * self._n_messages + message.number) * 2 + is_backward
+        return {"tag": tag % _N_TAGS}
 
-    def start_sum(self, tensor: Tensor, label: str, devices: tuple[int, ...]) -> Any:
+    def _wait(self, work: Any) -> None:
+        """Wait for a send, a receive or an all-reduce: on the host, under NCCL on the stream."""
+        if self._is_nccl:
+            work.wait()  # without a timeout, which would block the host too
+        else:
+            work.wait(self._timeout)
+
+    def start_sum(
+        self, tensor: Tensor, label: str, devices: tuple[int, ...], *, is_norm: bool = False
+    ) -> Callable[[], None]:
         """Start an all-reduce over devices, in place; each of the devices must call it.
 
-        Raises:
-            PeerError: as for `wait`.
-        """
-        if self.is_muted:
-            return _DONE
-        with self._summing(label, devices):
-            return dist.all_reduce(tensor, group=self._sum_groups[devices], async_op=True)
-
-    def wait_for_sum(self, work: Any, label: str, devices: tuple[int, ...]) -> None:
-        """Wait for an all-reduce.
+        Returns:
+            A function that waits for it, and raises the same error.
 
         Raises:
             PeerError: as for `wait`.
         """
-        with self._summing(label, devices):
-            self._transfers.wait(work)
+        work: Any = _DONE
+
+        def name() -> str:
+            return f"the sum of {label} over ranks {list(devices)}"
+
+        if not self.is_muted:
+            groups = self._norm_groups if is_norm else self._sum_groups
+            with self._waiting(name, *devices):
+                work = dist.all_reduce(tensor, group=groups[devices], async_op=True)
+
+        def wait() -> None:
+            with self._waiting(name, *devices):
+                self._wait(work)
+
+        return wait
 
     @contextmanager
-    def _summing(self, label: str, devices: tuple[int, ...]) -> Iterator[None]:
-        """Convert the error of an all-reduce to a PeerError that names it."""
+    def _waiting(self, label: Label, *peers: int) -> Iterator[None]:
+        """Convert the error of a collective or a transfer to a PeerError that names it."""
         try:
             yield
         except RuntimeError as error:
+            who = f"rank {peers[0]}" if len(peers) == 1 else "one of them"
             raise PeerError(
-                f"rank {self._world.rank} waited for the sum of {label} over ranks "
-                f"{list(devices)}, one of which died or did not answer within "
-                f"{self._groups.timeout_s:g} s ({gist(error)}): look at their logs, or raise "
+                f"rank {self._world.rank} waited for {label()}, and {who} died or did not answer "
+                f"within {self._groups.timeout_s:g} s ({gist(error)}): look at its log, or raise "
                 "the timeout",
-                devices,
+                peers,
             ) from error
 
     def send(self, tensor: Tensor, message: Message, microbatch: int, *, is_backward: bool) -> None:
@@ -185,9 +224,10 @@ class Channels:
             return
         _, reader = message.ends(is_backward=is_backward)
         tensor = tensor.to(self._world.wire)
-        label = partial(_label, message, microbatch, is_backward)
-        with self._exchanging(label, "to", reader.rank):
-            work = self._transfers.send(tensor, message, microbatch, is_backward=is_backward)
+        label = partial(_label, message, microbatch, is_backward, "to")
+        with self._waiting(label, reader.rank):
+            route = self._route(message, microbatch, is_backward=is_backward)
+            work = dist.isend(tensor, reader.rank, **route)
         read_at = self._order(reader.stage, microbatch, is_backward)
         self._sending[reader.rank].append(_Sent(work, tensor, label, microbatch, read_at))
 
@@ -202,15 +242,15 @@ class Channels:
         sender, _ = message.ends(is_backward=is_backward)
         buffer = self._arriving.take(message.shape(is_backward=is_backward), dtype)
         work: Any = _DONE
-        label = partial(_label, message, microbatch, is_backward)
+        label = partial(_label, message, microbatch, is_backward, "from")
         if not self.is_muted:
-            with self._exchanging(label, "from", sender.rank):
-                work = self._transfers.receive(buffer, message, microbatch, is_backward=is_backward)
+            with self._waiting(label, sender.rank):
+                route = self._route(message, microbatch, is_backward=is_backward)
+                work = dist.irecv(buffer, sender.rank, **route)
         elif not buffer.is_floating_point():
             buffer.zero_()  # because indices must be valid
         sent_at = self._order(sender.stage, microbatch, is_backward)
-        entries = message.carried(is_backward=is_backward)
-        return Transfer(work, buffer, sender.rank, label, entries, sent_at)
+        return Transfer(work, buffer, message, is_backward, label, sent_at)
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for a receive; the caller gives its pieces back to `buffers` after use.
@@ -219,10 +259,10 @@ class Channels:
             PeerError: the other rank died or took longer than the timeout. Under NCCL, its
                 watchdog ends this process instead.
         """
-        with self._exchanging(transfer.label, "from", transfer.source):
-            self._transfers.wait(transfer.work)
+        with self._waiting(transfer.label, transfer.source):
+            self._wait(transfer.work)
         transfer.buffer = self._on_device(transfer.buffer)
-        transfer.has_arrived = True
+        transfer.pieces = transfer.message.split(transfer.buffer, is_backward=transfer.is_backward)
         self._finish_sends(transfer.source, lambda sent: sent.read_at < transfer.sent_at)
 
     def _on_device(self, buffer: Tensor) -> Tensor:
@@ -248,26 +288,15 @@ class Channels:
         left: list[_Sent] = []
         for sent in self._sending[target]:
             if is_read(sent):
-                with self._exchanging(sent.label, "to", target):
-                    self._transfers.wait(sent.work)
+                with self._waiting(sent.label, target):
+                    self._wait(sent.work)
             else:
                 left.append(sent)
         self._sending[target] = left
 
-    @contextmanager
-    def _exchanging(self, label: Callable[[], str], direction: str, peer: int) -> Iterator[None]:
-        """Convert the error of a transfer to a PeerError that names it."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise PeerError(
-                f"rank {self._world.rank} waited for {label()} {direction} rank {peer}, which died "
-                f"or did not answer within {self._groups.timeout_s:g} s ({gist(error)}): "
-                f"look at rank {peer}'s log, or raise the timeout",
-                [peer],
-            ) from error
 
-
-def _label(message: Message, microbatch: int, is_backward: bool) -> str:
+def _label(message: Message, microbatch: int, is_backward: bool, direction: str) -> str:
     kind = "the gradient of" if is_backward else "the output of"
-    return f"{kind} {message.label} (microbatch {microbatch})"
+    ends = message.ends(is_backward=is_backward)
+    peer = ends[direction == "to"].rank
+    return f"{kind} {message.label} (microbatch {microbatch}) {direction} rank {peer}"

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from harness.domain.sharding import FEWEST_SUMMED
 from harness.runtime.executor.geometry.layout import Layout, Piece, Want
@@ -36,13 +37,17 @@ class End(NamedTuple):
     stage: int
 
 
-class PlacedPiece(NamedTuple):
-    """A piece in a message; `offset` counts the elements before it."""
+class Entry(NamedTuple):
+    """A piece in a message."""
 
     want: Want
     piece: Piece
     shape: tuple[int, ...]
-    offset: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Number of the want, and of the piece's part."""
+        return self.want.number, self.piece.part.index
 
     @property
     def n_elements(self) -> int:
@@ -64,42 +69,39 @@ class Message:
         before: position of the segment in the receiver's stage that waits for it.
         first: position of the first operator of that segment.
         entries: pieces that are sent, in the order of their computation.
-        returning: pieces whose gradients come back, with their offsets in that message.
+        returning: pieces whose gradients come back.
     """
 
     number: int
-    source: int
-    target: int
-    source_stage: int
-    target_stage: int
+    source: End
+    target: End
     after: int
     last: int
     before: int
     first: int
     dtype: torch.dtype
-    entries: tuple[PlacedPiece, ...]
-    returning: tuple[PlacedPiece, ...]
+    entries: tuple[Entry, ...]
+    returning: tuple[Entry, ...]
 
-    def carried(self, *, is_backward: bool) -> tuple[PlacedPiece, ...]:
+    def carried(self, *, is_backward: bool) -> tuple[Entry, ...]:
         return self.returning if is_backward else self.entries
 
     def ends(self, *, is_backward: bool) -> tuple[End, End]:
         """Sender and reader."""
-        return self._ends[is_backward]
-
-    @cached_property
-    def _ends(self) -> tuple[tuple[End, End], tuple[End, End]]:
-        source = End(self.source, self.source_stage)
-        target = End(self.target, self.target_stage)
-        return (source, target), (target, source)
+        return (self.target, self.source) if is_backward else (self.source, self.target)
 
     def shape(self, *, is_backward: bool) -> Shape:
         """Shape of the tensor that is sent: a single piece keeps its shape, several are flat."""
-        return self._shapes[is_backward]
+        carried = self.carried(is_backward=is_backward)
+        return carried[0].shape if len(carried) == 1 else (sum(e.n_elements for e in carried),)
 
-    @cached_property
-    def _shapes(self) -> tuple[Shape, Shape]:
-        return _shape(self.entries), _shape(self.returning)
+    def split(self, tensor: Tensor, *, is_backward: bool) -> dict[tuple[int, int], Tensor]:
+        """The pieces of the tensor that was sent, by their keys."""
+        carried = self.carried(is_backward=is_backward)
+        if len(carried) == 1:
+            return {carried[0].key: tensor}
+        parts = tensor.split([entry.n_elements for entry in carried])
+        return {e.key: part.view(e.shape) for e, part in zip(carried, parts, strict=True)}
 
     @cached_property
     def operators(self) -> list[str]:
@@ -111,10 +113,6 @@ class Message:
         """A short text that names the operators."""
         first, *rest = self.operators
         return f"{first} and {len(rest)} more" if rest else first
-
-
-def _shape(entries: tuple[PlacedPiece, ...]) -> Shape:
-    return entries[0].shape if len(entries) == 1 else (sum(one.n_elements for one in entries),)
 
 
 Place = tuple[int, int]  # stage, position of a segment
@@ -178,39 +176,31 @@ def _leaving(
 def _message(
     layout: Layout, number: int, pieces: list[_Piece], waiting: Mapping[int, _Waiting]
 ) -> Message:
-    first = pieces[0].send
+    sends = [one.send for one in pieces]
+    first = sends[0]
     (stage, position), first_operator = waiting[first.want.number]
     return Message(
         number=number,
-        source=first.piece.part.device,
-        target=first.want.device,
-        source_stage=first.piece.part.stage,
-        target_stage=stage,
+        source=End(first.piece.part.device, first.piece.part.stage),
+        target=End(first.want.device, stage),
         after=pieces[-1].after,
-        last=layout.position[pieces[-1].send.piece.part.operator],
+        last=layout.position[sends[-1].piece.part.operator],
         before=position,
         first=first_operator,
         dtype=layout.tensor(first.want.value).dtype,
-        entries=_entries(layout, [one.send for one in pieces if one.send.goes]),
+        entries=_entries(layout, (send for send in sends if send.goes)),
         returning=_entries(
             layout,
-            [
-                one.send
-                for one in pieces
-                if one.send.returns and one.send.want.value in layout.differentiable
-            ],
+            (send for send in sends if send.returns and send.want.value in layout.differentiable),
         ),
     )
 
 
-def _entries(layout: Layout, sends: list[Send]) -> tuple[PlacedPiece, ...]:
-    found: list[PlacedPiece] = []
-    offset = 0
-    for send in sends:
-        want, piece = send.want, send.piece
-        found.append(PlacedPiece(want, piece, layout.sizes_of(want.value, piece.region), offset))
-        offset += found[-1].n_elements
-    return tuple(found)
+def _entries(layout: Layout, sends: Iterable[Send]) -> tuple[Entry, ...]:
+    return tuple(
+        Entry(send.want, send.piece, layout.sizes_of(send.want.value, send.piece.region))
+        for send in sends
+    )
 
 
 class SharedSum(NamedTuple):

@@ -14,9 +14,10 @@ from harness.runtime.executor.program.program import PartKey, Program, Segment, 
 from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.transport.messages import (
     Devices,
+    End,
+    Entry,
     Message,
     Place,
-    PlacedPiece,
     SharedSum,
     shared_sums,
 )
@@ -26,7 +27,7 @@ class Carried(NamedTuple):
     """A piece of a message."""
 
     message: Message
-    entry: PlacedPiece
+    entry: Entry
 
 
 class LocalRegion(NamedTuple):
@@ -129,7 +130,7 @@ class Moves:
     ) -> None:
         self._layout, self._program, self._device = layout, program, device
         self._summed = shared_sums(layout)
-        self._messages = [m for m in messages if device in (m.source, m.target)]
+        self._messages = [m for m in messages if device in (m.source.rank, m.target.rank)]
         self._forward = _by_piece(self._messages, is_backward=False)
         self._backward = _by_piece(self._messages, is_backward=True)
         self.fetches: dict[Place, tuple[Fetch, ...]] = {}
@@ -147,23 +148,20 @@ class Moves:
         self.leaving: dict[Place, list[Departure]] = defaultdict(list)
         self.returning: dict[Place, list[Departure]] = defaultdict(list)
         for message in self._messages:
-            if message.source == device and message.entries:
-                place = message.source_stage, message.after
+            if message.source.rank == device and message.entries:
+                place = message.source.stage, message.after
                 self.leaving[place].append(self._leaving(message))
-            elif message.target == device and message.returning:
-                place = message.target_stage, message.before
+            elif message.target.rank == device and message.returning:
+                place = message.target.stage, message.before
                 self.returning[place].append(_returning(message))
 
     def received(self, stage: int, *, is_backward: bool) -> list[Message]:
         """The messages that a stage waits for, in the order in which they are sent."""
+        here = End(self._device, stage)
+        found = [m for m in self._messages if m.ends(is_backward=is_backward)[1] == here]
         if is_backward:
-            found = [m for m in self._messages if (m.source, m.source_stage) == self._at(stage)]
             return sorted((m for m in found if m.returning), key=_returns_before)
-        found = [m for m in self._messages if (m.target, m.target_stage) == self._at(stage)]
         return sorted((m for m in found if m.entries), key=lambda m: (m.last, m.after, m.number))
-
-    def _at(self, stage: int) -> tuple[int, int]:
-        return self._device, stage
 
     def _fetch(self, want: Want) -> Fetch:
         total = self._summed.get(want.number, SharedSum((), goes=False, returns=False))
@@ -229,7 +227,7 @@ def _returns_before(message: Message) -> tuple[int, int, int]:
 
 def _by_piece(messages: list[Message], *, is_backward: bool) -> dict[tuple[int, int], Carried]:
     return {
-        (entry.want.number, entry.piece.part.index): Carried(message, entry)
+        entry.key: Carried(message, entry)
         for message in messages
         for entry in message.carried(is_backward=is_backward)
     }

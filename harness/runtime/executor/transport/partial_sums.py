@@ -11,21 +11,12 @@ use other groups, because the time of their all-reduces depends on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.moves import Fetch
-
-
-class _Sum(NamedTuple):
-    """An all-reduce in progress."""
-
-    work: Any
-    tensor: Tensor
-    label: str
 
 
 def norm_reducer(
@@ -38,7 +29,9 @@ def norm_reducer(
     def sum_over_devices(x: Tensor) -> Tensor:
         if len(devices) > 1:
             phases.wait(
-                lambda: channels.reduce_norm(x, label, devices), name=name, operator=operator
+                lambda: channels.start_sum(x, label, devices, is_norm=True)(),
+                name=name,
+                operator=operator,
             )
         return x
 
@@ -50,7 +43,7 @@ class Sums:
 
     def __init__(self, channels: Channels, phases: Phases, n_microbatches: int) -> None:
         self._channels, self._phases, self._n_microbatches = channels, phases, n_microbatches
-        self._under_way: dict[tuple[int, int, bool], _Sum] = {}
+        self._under_way: dict[tuple[int, int, bool], tuple[Tensor, Callable[[], None]]] = {}
 
     def start(self, tensor: Tensor, fetch: Fetch, microbatch: int, *, is_backward: bool) -> None:
         """Start an all-reduce in place; the caller must not use the tensor afterwards.
@@ -60,8 +53,8 @@ class Sums:
         """
         operator = fetch.want.pieces[0].part.operator
         label = f"gradient of {operator}" if is_backward else operator
-        work = self._channels.start_sum(tensor, label, fetch.summed_over)
-        self._under_way[microbatch, fetch.want.number, is_backward] = _Sum(work, tensor, label)
+        wait = self._channels.start_sum(tensor, label, fetch.summed_over)
+        self._under_way[microbatch, fetch.want.number, is_backward] = tensor, wait
 
     def take(self, fetch: Fetch, microbatch: int, *, is_backward: bool) -> Tensor:
         """Wait for an all-reduce and return its result.
@@ -69,12 +62,11 @@ class Sums:
         Raises:
             PeerError: another rank died or hangs.
         """
-        devices = fetch.summed_over
-        work, tensor, label = self._under_way.pop((microbatch, fetch.want.number, is_backward))
+        tensor, wait = self._under_way.pop((microbatch, fetch.want.number, is_backward))
         operator = fetch.want.pieces[0].part.operator
         self._phases.wait(
-            lambda: self._channels.wait_for_sum(work, label, devices),
-            name=f"sum of {operator} over ranks {list(devices)}",
+            wait,
+            name=f"sum of {operator} over ranks {list(fetch.summed_over)}",
             n_bytes=tensor.nbytes,
             microbatch=microbatch % self._n_microbatches,
             pass_="backward" if is_backward else "forward",

@@ -87,7 +87,7 @@ class Receives:
         """
         slot = (microbatch - self._first, carried.message.number, is_backward)
         transfer = self._transfers[slot]
-        if not transfer.has_arrived:
+        if transfer.pieces is None:
             message = carried.message
             self._phases.wait(
                 lambda: self._wait(slot, transfer),
@@ -98,8 +98,9 @@ class Receives:
                 operator=message.operators[0],
                 peer=transfer.source,
             )
-        found = transfer.take(carried.entry)
-        if not transfer.n_left:
+        assert transfer.pieces is not None, "it has arrived"
+        found = transfer.pieces.pop(carried.entry.key)
+        if not transfer.pieces:
             del self._transfers[slot]
         return found
 

@@ -16,13 +16,8 @@ from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.runtime.executor.gradients.sums import GradientSync, SumBucket
 from harness.runtime.executor.transport.channels import Channels
-from harness.runtime.executor.transport.messages import Message, PlacedPiece
-from harness.runtime.executor.transport.transfers import (
-    Groups,
-    PairedTransfers,
-    TaggedTransfers,
-    transfers_of,
-)
+from harness.runtime.executor.transport.groups import Groups
+from harness.runtime.executor.transport.messages import End, Entry, Message
 
 
 class FakeWorld(msgspec.Struct):
@@ -38,10 +33,10 @@ def channels_of(world, messages=(), **groups):
 
 
 def message(number=0, source=0, target=1, *, goes=True, returns=True):
-    piece = [PlacedPiece(None, mock.Mock(), (2,), 0)]
+    piece = [Entry(mock.Mock(), mock.Mock(), (2,))]
     return Message(
-        number=number, source=source, target=target, source_stage=source, target_stage=target,
-        after=0, last=0, before=0, first=0, dtype=torch.float32, entries=tuple(piece * goes),
+        number=number, source=End(source, source), target=End(target, target), after=0, last=0,
+        before=0, first=0, dtype=torch.float32, entries=tuple(piece * goes),
         returning=tuple(piece * returns),
     )  # fmt: skip
 
@@ -143,12 +138,10 @@ def test_gloo_tells_transfers_by_tag_and_nccl_by_group(monkeypatch):
     monkeypatch.setattr(dist, "isend", lambda tensor, rank, **where: told.append((rank, where)))
     monkeypatch.setattr(dist, "irecv", lambda tensor, rank, **where: told.append((rank, where)))
     messages = [message(0), message(1)]
-    for backend, kind in (("gloo", TaggedTransfers), ("nccl", PairedTransfers)):
-        world = FakeWorld(backend)
-        transfers = transfers_of(world, messages, Groups(world, 7.0))
-        assert isinstance(transfers, kind)
-        transfers.send(torch.zeros(2), messages[1], 3, is_backward=False)
-        transfers.receive(torch.zeros(2), messages[1], 3, is_backward=True)
+    for backend in ("gloo", "nccl"):
+        channels = channels_of(FakeWorld(backend), messages)
+        channels.send(torch.zeros(2), messages[1], 3, is_backward=False)
+        channels.receive(messages[1], torch.float32, 3, is_backward=True)
     assert told == [(1, {"tag": 14}), (1, {"tag": 15}), (1, {"group": 0}), (1, {"group": 1})]
 
 
@@ -157,7 +150,7 @@ def test_a_gpu_sends_over_gloo_from_the_host_and_is_sent_there(monkeypatch):
     moved = []
     monkeypatch.setattr(dist, "isend", lambda tensor, *_, **__: moved.append(tensor.device))
     monkeypatch.setattr(dist, "irecv", lambda buffer, *_, **__: moved.append(buffer.device))
-    monkeypatch.setattr(TaggedTransfers, "wait", lambda *_: None)
+    monkeypatch.setattr(Channels, "_wait", lambda *_: None)
     host, gpu = torch.device("cpu"), torch.device("meta")
     channels = channels_of(FakeWorld(device=gpu, wire=host))
     transfer = channels.receive(message(), torch.float32, 0, is_backward=True)
@@ -179,7 +172,7 @@ def test_a_batch_norm_that_waits_in_vain_says_for_whom():
         mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("")),
         pytest.raises(PeerError, match=r"statistics of bn1 over ranks \[0, 3\].*RuntimeError"),
     ):
-        channels.reduce_norm(torch.zeros(2), "statistics of bn1", (0, 3))
+        channels.start_sum(torch.zeros(2), "statistics of bn1", (0, 3), is_norm=True)
 
 
 def test_who_meets_a_dead_rank_says_what_it_posted(monkeypatch):
@@ -237,7 +230,9 @@ def test_nccl_is_not_asked_to_call_back():
 @pytest.mark.parametrize(
     ("backend", "told"), [("gloo", [mock.call(timedelta(seconds=7))]), ("nccl", [mock.call()])]
 )
-def test_the_host_waits_under_gloo_alone(backend, told):
-    channels, work = channels_of(FakeWorld(backend)), mock.Mock()
-    channels.wait_for_sum(work, "add", (0, 1))
+def test_the_host_waits_under_gloo_alone(backend, told, monkeypatch):
+    Fabric(monkeypatch)
+    work = mock.Mock()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group, async_op=False: work)
+    channels_of(FakeWorld(backend), sums={(0, 1)}).start_sum(torch.zeros(2), "add", (0, 1))()
     assert work.wait.mock_calls == told

@@ -1,0 +1,89 @@
+"""Process groups of one engine: all ranks make the same groups, and destroy them together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.errors import StrategyError
+from harness.runtime.ranks.world import World
+
+# Streams in PyTorch's pool (kStreamsPerPool in c10/cuda/CUDAStream.cpp), assigned round-robin.
+_N_STREAMS = 32
+
+
+class Groups:
+    """Makes process groups; all ranks must make the same groups in the same order.
+
+    NCCL connects the ranks of a group at its first use and blocks the host until all ranks use it:
+    a receive posted ahead could wait for a rank that waits for this rank. So every group is used
+    once when it is made. Each group has a CUDA stream, which runs work in order; two groups with
+    the same stream could deadlock.
+    """
+
+    def __init__(self, world: World, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._world, self._timeout = world, timedelta(seconds=timeout_s)
+        self._is_nccl = world.backend == "nccl"
+        self._made: list[Any] = []
+        self._n_of: Counter[int] = Counter()  # by rank
+
+    def for_sums(self, devices: tuple[int, ...]) -> Any:
+        """A group for all-reduces over devices.
+
+        Raises:
+            StrategyError: under NCCL, a rank has too many groups.
+        """
+        group = self._make(devices)
+        if self._is_nccl and self._world.rank in devices:
+            dist.all_reduce(self._probe(), group=group)
+        return group
+
+    def for_gradients(self, devices: tuple[int, ...]) -> Any:
+        """A group for gradients of replicated weights; torch's default group for all devices.
+
+        Raises:
+            StrategyError: under NCCL, a rank has too many groups.
+        """
+        # NCCL's default group was made before, and may share its stream with a new group.
+        if len(devices) == self._world.size and not self._is_nccl:
+            return dist.group.WORLD
+        return self.for_sums(devices)
+
+    def for_transfers(self, sender: int, reader: int) -> Any:
+        """A group for messages from one rank to another.
+
+        Raises:
+            StrategyError: under NCCL, a rank has too many groups.
+        """
+        group = self._make((sender, reader))
+        if self._is_nccl and self._world.rank == sender:
+            dist.send(self._probe(), reader, group=group)
+        elif self._is_nccl and self._world.rank == reader:
+            dist.recv(self._probe(), sender, group=group)
+        return group
+
+    def close(self) -> None:
+        """Destroy all groups, after every rank has finished their communication."""
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._made.clear()
+
+    def _make(self, devices: tuple[int, ...]) -> Any:
+        self._n_of.update(devices)
+        rank, n_groups = self._n_of.most_common(1)[0]
+        if self._is_nccl and n_groups > _N_STREAMS:
+            raise StrategyError(
+                f"rank {rank} needs {n_groups} process groups or more to exchange what the "
+                f"strategy cuts, and NCCL has streams for {_N_STREAMS}: let fewer devices exchange "
+                "with each other, by cutting operators over fewer of them or by samples alone"
+            )
+        self._made.append(dist.new_group(list(devices), timeout=self._timeout))
+        return self._made[-1]
+
+    def _probe(self) -> torch.Tensor:
+        return torch.zeros(1, device=self._world.wire)
