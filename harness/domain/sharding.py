@@ -27,9 +27,6 @@ PARTIAL_DIMS = (HEADS, CONTRACTION)
 
 # DDP's default bucket size.
 BUCKET_BYTES = 25 << 20
-# From this number of devices on, one all-reduce adds up an output's partial sums. Between two
-# devices an exchange moves as many bytes at half the latency.
-FEWEST_SUMMED = 3
 
 # Dims along which each kind of operator can be cut; other kinds only along samples.
 _CUTTABLE: dict[str, tuple[str, ...]] = {

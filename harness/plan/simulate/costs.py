@@ -32,7 +32,7 @@ from harness.domain.sharding import (
 from harness.domain.strategy import OperatorPlan, copies_of
 from harness.errors import PlanError
 from harness.plan.simulate.block_times import BlockTimes
-from harness.plan.simulate.pieces import Pieces
+from harness.plan.simulate.pieces import PricedPieces
 from harness.plan.simulate.transfers import (
     Floats,
     ProducerTransfers,
@@ -250,7 +250,7 @@ class Costs:
         operator = self.graph.operators[consumer]
         name = self.graph.operators[producer].name
         maker = self.graph.operators[producer]
-        pieces = Pieces(
+        pieces = PricedPieces(
             a,
             held,
             self.wire_bytes_per_element(producer),

@@ -1,20 +1,17 @@
-"""Pieces of one operator's output that its readers fetch, and whose gradients they return.
-
-The rules are those of `runtime.executor.geometry.layout`; tests compare the two.
-"""
+"""Pieces of one operator's output that its readers fetch, and whose gradients they return."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from harness.domain.partition import n_replicas, nearest, volume
-from harness.domain.sharding import FEWEST_SUMMED
+from harness.domain.partition import n_replicas, volume
+from harness.domain.routes import Parts, Pieces, find_pieces, summing_devices
 from harness.domain.strategy import OperatorPlan, copies_of
 from harness.plan.simulate.transfers import ADDS, COPIES, Floats, Ints, Shared, whole_bytes
 
 
-class Pieces:
-    """Collects the pieces of wants.
+class PricedPieces:
+    """Collects the pieces of wants, with their bytes.
 
     Args:
         held: (n_parts, n_dims, 2) bounds of the producer's blocks.
@@ -23,11 +20,10 @@ class Pieces:
     def __init__(
         self, plan: OperatorPlan, held: Ints, bytes_per_element: float, *, is_summed: bool
     ) -> None:
-        self._held, self._bytes = held, bytes_per_element
-        self._holders = np.array(plan.devices)
-        self._copies = [copies_of(plan, k) for k in range(len(plan.devices))]
-        self._has_copies = n_replicas(plan.partition) > 1
-        self._is_summed = is_summed
+        has_copies = n_replicas(plan.partition) > 1
+        copies = [copies_of(plan, k) for k in range(len(plan.devices))] if has_copies else []
+        self._parts = Parts(held, np.array(plan.devices), copies)
+        self._bytes, self._is_summed = bytes_per_element, is_summed
         self._rows: list[tuple[float, ...]] = []
 
     def add(self, number: int, bounds: Ints, device: int, copies: tuple[int, ...]) -> Shared | None:
@@ -40,17 +36,9 @@ class Pieces:
         Returns:
             The all-reduce that may replace the pieces, or None.
         """
-        low = np.maximum(self._held[:, :, 0], bounds[:, 0])
-        high = np.minimum(self._held[:, :, 1], bounds[:, 1])
-        elements = np.maximum(high - low, 0).prod(axis=1)
-        goes = returns = elements > 0
-        if self._has_copies:
-            served = [nearest(holders, device) for holders in self._copies]
-            goes = goes & (self._holders == served)
-        if copies:
-            served = [nearest(copies, holder) for holder in self._holders.tolist()]
-            returns = returns & (np.array(served) == device)
-        n_pieces, is_remote = np.count_nonzero(goes), self._holders != device
+        found, holders = find_pieces(self._parts, bounds, device, copies), self._parts.devices
+        elements, goes, returns = found.n_elements, found.goes, found.returns
+        n_pieces, is_remote = np.count_nonzero(goes), holders != device
         sent = (elements * (goes & is_remote)).sum()
         if n_pieces > 1:  # local pieces are copied or added too
             each = (ADDS if self._is_summed else COPIES) * (elements * goes).sum() / max(sent, 1)
@@ -59,18 +47,17 @@ class Pieces:
         for part in np.flatnonzero((goes | returns) & is_remote).tolist():
             n_bytes = float(elements[part]) * self._bytes
             streamed = n_bytes * each if goes[part] else 0.0
-            self._rows.append(
-                (number, self._holders[part], n_bytes, streamed, goes[part], returns[part])
-            )
-        return self._shared(elements, volume(bounds.tolist()), copies)
+            self._rows.append((number, holders[part], n_bytes, streamed, goes[part], returns[part]))
+        return self._shared(found, volume(bounds.tolist()), copies)
 
-    def _shared(self, elements: Ints, whole: int, copies: tuple[int, ...]) -> Shared | None:
+    def _shared(self, found: Pieces, whole: int, copies: tuple[int, ...]) -> Shared | None:
         goes, returns = self._is_summed, not copies
-        if not (goes or (returns and self._has_copies)):
+        if not (goes or (returns and self._parts.copies)):
             return None
-        devices = tuple(sorted(self._holders[elements > 0].tolist()))
-        is_all = bool((elements[elements > 0] == whole).all())
-        if len(set(devices)) < max(FEWEST_SUMMED, len(devices)) or not is_all:
+        held = found.n_elements > 0
+        is_whole = bool((found.n_elements[held] == whole).all())
+        devices = summing_devices(self._parts.devices[held].tolist(), is_whole=is_whole)
+        if devices is None:
             return None
         return Shared(devices, whole_bytes(whole, self._bytes), goes, returns)
 

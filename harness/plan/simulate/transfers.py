@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from harness.domain.routes import are_read_together
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -50,7 +52,7 @@ class Wants:
             if the readers are copies on the same devices, or are not copies.
         want, source, n_bytes: (m,) pieces on other devices: position of the want, device, bytes.
         goes, returns: (m,) whether the piece is sent, and whether its gradient is sent back; not
-            always both if an end has copies (see `runtime.executor.geometry.layout`).
+            always both if an end has copies (see `domain.routes`).
         n_streamed: (m,) the piece's share of the bytes of memory read and written to assemble its
             want; 0 if it is the whole want, which needs no assembling.
         shared: by region, the all-reduce that may replace the pieces.
@@ -192,11 +194,10 @@ def make_transfers(
 
 
 def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tuple[Sum, ...]:
-    """All-reduces of an output, or of its gradient, if the executor sums them by all-reduce.
+    """All-reduces of an output, or of its gradient (see `domain.routes`).
 
-    It does if more than two devices each hold a region in full, and exactly these devices want it,
-    for the same operator first. Else each device that wants it receives all parts and adds them.
-    Wants without transfers do not matter.
+    Else each device that wants it receives all parts and adds them. Wants without transfers do not
+    matter.
     """
     if not any(reader.wants.shared for reader in readers):
         return ()
@@ -209,14 +210,11 @@ def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tup
         for number, (region, device) in enumerate(pairs):
             if region in wants.shared:
                 shared[region] = wants.shared[region]
-                rows = found.setdefault(region, {})
-                rows.setdefault(device, reader.operator * n_devices + device)
+                found.setdefault(region, {}).setdefault(device, reader.operator)
             elif number in moved:
                 return ()
-    if any(tuple(sorted(rows)) != shared[region].devices for region, rows in found.items()):
+    if not all(are_read_together(shared[k].devices, first) for k, first in found.items()):
         return ()
-    if any(len({row // n_devices for row in rows.values()}) > 1 for rows in found.values()):
-        return ()  # devices with different first readers would start sums in different orders
     return tuple(
         Sum(
             operator=producer,
@@ -225,7 +223,7 @@ def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tup
             n_bytes=(one.n_bytes, one.n_bytes),
             n_rounds=(int(one.goes), int(one.returns)),
             sources=tuple(producer * n_devices + d for d in one.devices),
-            targets=tuple(found[region][d] for d in one.devices),
+            targets=tuple(found[region][d] * n_devices + d for d in one.devices),
         )
         for region, one in shared.items()
     )

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from harness.domain.partition import Interval
+from harness.domain.partition import Interval, intersect
 from harness.errors import StrategyError
 from harness.runtime.executor.geometry.slices import WeightSlice
 
@@ -87,12 +87,8 @@ def _common(one: WeightSlice, other: WeightSlice) -> WeightSlice | None:
     """The region that two slices of one tensor share; None if it is empty."""
     if len(one.intervals) != len(other.intervals):
         return None
-    intervals: list[Interval] = []
-    for (a, b), (c, d) in zip(one.intervals, other.intervals, strict=True):
-        if max(a, c) >= min(b, d):
-            return None
-        intervals.append((max(a, c), min(b, d)))
-    return WeightSlice(one.name, tuple(intervals))
+    common = intersect(one.intervals, other.intervals)
+    return None if common is None else WeightSlice(one.name, common)
 
 
 def _in_order(piece: WeightSlice) -> tuple[str, tuple[Interval, ...]]:

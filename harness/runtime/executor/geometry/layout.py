@@ -1,22 +1,14 @@
 """The blocks that devices compute, the regions that they read, and the transfers that result.
 
-    part    one block of one operator on one device
     want    a region of a value that a device needs, for one or several of its tasks
     piece   the region that one part contributes to a want
-    copies  devices that compute the same block
 
 Values are nodes of the captured graph; an operator may give several (the elements of a tuple).
 The pieces of a want tile it, or are added if the operator's parts hold partial sums. Every rank
 computes the layout of all ranks, so that sender and receiver need not exchange it.
 
-Every copy has the whole value, and the whole gradient of it:
-
-    forward    a want takes each block from one copy, on its own device if possible
-    backward   a part takes gradients from all readers of its block; if readers are copies of each
-               other, from one of them, on its own device if possible
-
-Without copies, backward is the reverse of forward. Wants of readers with copies are separate from
-other wants of the same region, because their gradients take other routes.
+Wants of readers with copies are separate from other wants of the same region, because their
+gradients take other routes (see `domain.routes`).
 """
 
 from __future__ import annotations
@@ -25,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 from torch import fx
 
 from harness.domain.graph import Graph, Operator
@@ -33,9 +26,8 @@ from harness.domain.partition import (
     Block,
     Interval,
     cut_dim,
-    intersect,
-    nearest,
 )
+from harness.domain.routes import Flags, Parts, find_pieces
 from harness.domain.sharding import (
     full_blocks,
     full_shape,
@@ -68,10 +60,6 @@ class Part:
     stage: int
     block: Block
     copies: tuple[int, ...] = ()
-
-    def nearest_to(self, device: int) -> int:
-        """The copy that sends to a device."""
-        return nearest(self.copies or (self.device,), device)
 
 
 @dataclass(frozen=True)
@@ -150,6 +138,7 @@ class Layout:
             for op in self.graph.operators
         }
         self.parts = {name: self._parts_of(name) for name in strategy.operators}
+        self._held: dict[fx.Node, Parts] = {}
         self.wants: list[Want] = []
         self._numbers: dict[tuple[str, int, Block, tuple[int, ...]], int] = {}
         for operator in self.graph.operators:
@@ -249,29 +238,42 @@ class Layout:
 
     def _want(self, node: fx.Node, part: Part, block: Block, consumer: Operator) -> Want:
         owner = self.operators[self.owner[node]]
-        pieces: list[Piece] = []
-        returns: list[Piece] = []
-        for producer in self.parts[owner.name] if has_tasks(owner) else ():
-            common = intersect(self.region(node, producer), block)
-            if common is None:
-                continue
-            piece = Piece(producer, common)
-            if producer.nearest_to(part.device) == producer.device:
-                pieces.append(piece)
-            if part.nearest_to(producer.device) == part.device:
-                returns.append(piece)
+        pieces, returns = self._pieces(node, part, block) if has_tasks(owner) else ((), ())
         return Want(
             number=len(self.wants),
             value=node.name,
             device=part.device,
             block=block,
             copies=part.copies,
-            pieces=tuple(pieces),
-            returns=tuple(returns),
+            pieces=pieces,
+            returns=returns,
             is_sum=len(pieces) > 1 and self._is_partial(owner),
             first_consumer=self.position[consumer.name],
             stage=part.stage,
         )
+
+    def _pieces(
+        self, node: fx.Node, part: Part, block: Block
+    ) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+        """The pieces that a reader takes, and those whose gradients it returns."""
+        producers = self.parts[self.owner[node]]
+        if node not in self._held:
+            bounds = np.array([self.region(node, producer) for producer in producers])
+            devices = np.array([producer.device for producer in producers])
+            copies = [producer.copies for producer in producers if producer.copies]
+            self._held[node] = Parts(bounds.reshape(len(producers), -1, 2), devices, copies)
+        wanted = np.array(block, dtype=np.int64).reshape(-1, 2)
+        found = find_pieces(self._held[node], wanted, part.device, part.copies)
+
+        bounds = np.stack([found.low, found.high], axis=-1).tolist()
+
+        def chosen(flags: Flags) -> tuple[Piece, ...]:
+            return tuple(
+                Piece(producers[k], tuple((start, stop) for start, stop in bounds[k]))
+                for k in np.flatnonzero(flags).tolist()
+            )
+
+        return chosen(found.goes), chosen(found.returns)
 
     def _is_partial(self, operator: Operator) -> bool:
         cuts = self.plan(operator.name).partition

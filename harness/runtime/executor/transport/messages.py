@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.domain.sharding import FEWEST_SUMMED
+from harness.domain.routes import are_read_together, summing_devices
 from harness.runtime.executor.geometry.layout import Layout, Piece, Want
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.executor.program.program import Draft, Send, draft_segments
@@ -227,17 +227,12 @@ def shared_sums(layout: Layout) -> dict[int, SharedSum]:
 
 def _shared_sum(wants: list[Want]) -> SharedSum | None:
     """The all-reduce for wants; None unless each device holds one part and reads the whole."""
-    if len(wants) < FEWEST_SUMMED:
-        return None
-    devices = tuple(sorted(want.device for want in wants))
     parts = {piece.part: piece.region for want in wants for piece in (*want.pieces, *want.returns)}
+    is_whole = all(region == wants[0].block for region in parts.values())
+    devices = summing_devices([part.device for part in parts], is_whole=is_whole)
     stages = {want.stage for want in wants} | {part.stage for part in parts}
-    is_symmetric = (
-        tuple(sorted(part.device for part in parts)) == devices
-        and all(region == wants[0].block for region in parts.values())
-        and len({want.first_consumer for want in wants}) == len(stages) == 1
-    )
-    if not is_symmetric:
+    first = {want.device: want.first_consumer for want in wants}
+    if devices is None or len(stages) > 1 or not are_read_together(devices, first):
         return None
     n_pieces = {len(want.pieces) for want in wants}
     n_returns = {len(want.returns) for want in wants}
