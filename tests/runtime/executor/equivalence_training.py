@@ -16,21 +16,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 from equivalence_cases import Case, target_counts
-from equivalence_reference import Trace, gradients_of
+from equivalence_reference import Trace
 from torch import Tensor
 
-from harness.domain.partition import cut_dim
 from harness.domain.record import Span
 from harness.domain.sharding import BUCKET_BYTES
 from harness.domain.strategy import Strategy
-from harness.errors import VerificationError
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import EngineOptions, Share
-from harness.runtime.engines.optimizers import make_optimizer
-from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.gradients import deferred
@@ -348,34 +344,3 @@ def train_by_ddp(case: Case, world: World) -> Trace:
         for step in range(case.n_steps)
     ]
     return Trace(losses=losses, gradients=[], state=_copied(engine.full_state()["model"]))
-
-
-def train_with_two_classifiers(case: Case, world: World) -> tuple[Trace, str]:
-    """The published hand-made split, which is wrong: every rank trains a classifier of its own on
-    its own rows, and only the gradients of the convolutions are summed.
-
-    Returns:
-        Its trace, with each rank's own state, and what checking the replicas said.
-    """
-    task = case.make_task()
-    optimizer = make_optimizer(task.model, case.optimizer_options(), world.device)
-    n = case.strategy.batch
-    bounds = cut_dim(n, world.size)[world.rank]
-    losses, gradients = [], []
-    for step in range(case.n_steps):
-        part = own_part(case.batch(task, step), list(range(*bounds)))
-        optimizer.zero_grad()
-        loss = task.sum_loss(task.model(*part.inputs), part.targets) / n
-        loss.backward()
-        for name, parameter in task.model.named_parameters():
-            if not name.startswith("classifier"):
-                dist.all_reduce(parameter.grad)
-        losses.append(float(loss.detach()))
-        gradients.append(gradients_of(task.model))
-        optimizer.step()
-    try:
-        verify_replicas(task.model, world)
-        said = ""
-    except VerificationError as error:
-        said = str(error)
-    return Trace(losses=losses, gradients=gradients, state=_copied(task.model.state_dict())), said

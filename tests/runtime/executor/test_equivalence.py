@@ -29,7 +29,6 @@ from equivalence_training import (
     steps_alone,
     train_by_ddp,
     train_by_strategy,
-    train_with_two_classifiers,
 )
 
 from harness.domain.schedule import SCHEDULE_NAMES
@@ -285,19 +284,6 @@ def test_a_hand_split_alexnet_trains_its_one_classifier_on_all_rows(dim, ranks):
     strategy = hand_split_alexnet(small_graph("alexnet"), 6, dim=dim)
     case = make_case("alexnet", strategy, 2, n_steps=5)
     assert_equal(case, ranks)
-
-
-def test_a_classifier_on_each_rank_would_be_caught(ranks):
-    strategy = hand_split_alexnet(small_graph("alexnet"), 6, dim="sample")
-    case = make_case("alexnet", strategy, 2)
-    (first, said), (second, _) = ranks.run(2, train_with_two_classifiers, case)
-    wanted = train_alone(case)
-    assert "classifier.1.weight" in said
-    # Its first loss is right and would not tell; its first gradients are those of half the rows.
-    assert first.losses[0] + second.losses[0] == pytest.approx(wanted.losses[0], rel=1e-12)
-    wrong = first_beyond(merged([first, second]), wanted, 1e-3)
-    assert wrong is not None
-    assert wrong.of.startswith("gradient of step 0 classifier")
 
 
 def test_local_batch_norm_is_that_of_ddp(ranks):

@@ -346,19 +346,7 @@ class SegmentBuilder:
 
     def _input(self, key: InputKey) -> fx.Node:
         if key not in self._placeholders:
-            # Placeholders come first, in order.
-            last = next(reversed(self._placeholders.values()), None)
-            if last is not None:
-                with self._graph.inserting_after(last):
-                    node = self._graph.placeholder(f"x{len(self._placeholders)}")
-            else:
-                first = next(iter(self._graph.nodes), None)
-                if first is None or first.op == "root":
-                    node = self._graph.placeholder("x0")
-                else:
-                    with self._graph.inserting_before(first):
-                        node = self._graph.placeholder("x0")
-            self._placeholders[key] = node
+            self._placeholders[key] = self._graph.placeholder(f"x{len(self._placeholders)}")
         return self._placeholders[key]
 
     def finish(
