@@ -30,6 +30,7 @@ from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.gradients import deferred
+from harness.runtime.executor.gradients.weight_gradients import ConvProduct
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.state.files import load_sharded
 from harness.runtime.executor.transport.channels import Buffers, Channels
@@ -236,13 +237,13 @@ def samples_of_joined_products(case: Case, world: World) -> list[int]:
     task = case.make_task()
     engine = make_engine(case, task, world)
     found: list[int] = []
-    add = deferred.add_conv2d
+    add = ConvProduct.add_gradients
 
-    def counted(x: Tensor, *others: Any) -> Any:
+    def counted(product: ConvProduct, x: Tensor, *others: Any) -> Any:
         found.append(len(x))
-        return add(x, *others)
+        return add(product, x, *others)
 
-    with mock.patch.object(deferred, "add_conv2d", counted):
+    with mock.patch.object(ConvProduct, "add_gradients", counted):
         train_step(engine, case, task, 0)
     return found
 

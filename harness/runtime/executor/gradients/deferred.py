@@ -35,16 +35,16 @@ from torch import Tensor, fx, nn
 
 from harness.runtime.executor.geometry.layout import Layout, Part
 from harness.runtime.executor.gradients.weight_gradients import (
+    ConvProduct,
     GradientBuffers,
-    add_conv2d,
-    add_linear,
-    conv2d,
-    linear,
+    LinearProduct,
+    Product,
+    multiply,
 )
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.shards.base import has_plain_weights
-from harness.runtime.executor.shards.conv import ConvShard, Pair
+from harness.runtime.executor.shards.conv import ConvShard
 from harness.runtime.executor.shards.dense import LinearShard
 from harness.runtime.ranks.world import World
 
@@ -288,41 +288,20 @@ class _Deferred(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         inner: Any = self.inner
-        if isinstance(inner, LinearShard):
-            return inner.compute(inputs, self._linear)
-        if isinstance(inner, ConvShard):
-            return inner.compute(inputs, self._conv2d)
+        if isinstance(inner, LinearShard | ConvShard):
+            return inner.compute(inputs, self._multiply)
         if isinstance(inner, nn.Linear):
-            return self._linear(inputs[0], inner.weight, inner.bias)
+            return self._multiply(inputs[0], inner.weight, inner.bias)
         arguments = inner.stride, inner.padding, inner.dilation, inner.groups
-        return self._conv2d(inputs[0], inner.weight, inner.bias, *arguments)
+        return self._multiply(inputs[0], inner.weight, inner.bias, *arguments)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        def add(x: Tensor, gradient: Tensor) -> list[nn.Parameter]:
-            return add_linear(x, gradient, weight, bias, self._gradient_buffers)
+    def _multiply(self, x: Tensor, *weights: Any) -> Tensor:
+        """As F.linear or F.conv2d."""
+        is_linear = _is_linear(self.inner)
+        product = LinearProduct(*weights) if is_linear else ConvProduct(*weights)
+        return multiply(product, x, self._put)
 
-        return linear(x, weight, bias, lambda x, gradient: self._put(x, gradient, add))
-
-    def _conv2d(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Pair,
-        padding: Pair,
-        dilation: Pair,
-        groups: int,
-    ) -> Tensor:
-        options = stride, padding, dilation, groups
-
-        def add(x: Tensor, gradient: Tensor) -> list[nn.Parameter]:
-            return add_conv2d(x, gradient, weight, bias, options)
-
-        return conv2d(x, weight, bias, options, lambda x, gradient: self._put(x, gradient, add))
-
-    def _put(
-        self, x: Tensor, gradient: Tensor, add: Callable[[Tensor, Tensor], list[nn.Parameter]]
-    ) -> None:
+    def _put(self, product: Product, x: Tensor, gradient: Tensor) -> None:
         """Pass a call to the sink, or keep it until all calls to join have been made."""
         self._calls.append((x, gradient))
         if len(self._calls) < self.n_joined:
@@ -331,11 +310,11 @@ class _Deferred(nn.Module):
         self._calls.clear()
 
         def pending() -> list[nn.Parameter]:
-            if len(kept) == 1:
-                return add(*kept[0])
-            xs, gradients = zip(*kept, strict=True)
-            kept.clear()
-            return add(torch.cat(xs), torch.cat(gradients))
+            x, gradient = kept[0]
+            if len(kept) > 1:
+                x, gradient = (torch.cat(each) for each in zip(*kept, strict=True))
+                kept.clear()
+            return product.add_gradients(x, gradient, self._gradient_buffers)
 
         self._sink.put(pending)
 

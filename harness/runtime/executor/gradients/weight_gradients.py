@@ -1,11 +1,12 @@
 """Linear layers and convolutions whose weight gradients are computed outside of autograd.
 
-In backward, `linear` and `conv2d` pass (input, gradient of the output) to a callback; `add_linear`
-and `add_conv2d` compute the weight gradients from them, by the operations that autograd would use.
+In backward, `multiply` passes the input and the gradient of the output to a callback, from which a
+product adds to the gradients of its weights, by the operations that autograd would use.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,8 @@ from torch import Tensor, nn
 
 from harness.runtime.executor.shards.conv import Pair
 
-# Called in backward with (input, gradient of the output) of one call, both detached.
-Put = Callable[[Tensor, Tensor], None]
-# Weight and bias in a tuple, because autograd calls the hooks of a parameter that is an argument of
-# its own even if the function returns no gradient for it.
-Weights = tuple[Tensor, Tensor | None]
+# Called in backward with a product, its input and the gradient of its output, both detached.
+Put = Callable[["Product", Tensor, Tensor], None]
 # Stride, padding, dilation, groups.
 Options = tuple[Pair, Pair, Pair, int]
 
@@ -47,18 +45,135 @@ class GradientBuffers:
         return self._gradient_buffers[parameter]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, put: Put) -> Tensor:
-    """Apply a linear layer; backward passes its input and output gradient to `put`, as rows."""
-    apply: Callable[..., Tensor] = _Linear.apply
-    weights = weight, bias
-    return apply(_autocast(x), weights, put, _anchor(x, weights))
+class Product(ABC):
+    """A product of an input and weights.
+
+    An object, because autograd calls the hooks of a parameter that is an argument of its own even
+    if the function returns no gradient for it.
+    """
+
+    def __init__(self, weight: Any, bias: Any) -> None:
+        self.weight, self.bias = weight, bias
+
+    @property
+    def wanted(self) -> tuple[bool, bool]:
+        """Whether weight and bias are trained."""
+        return self.weight.requires_grad, self.bias is not None and self.bias.requires_grad
+
+    def cast_like(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The weights as autocast casts them, without its cache, which other layers would share."""
+        return self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+
+    @abstractmethod
+    def compute(self, x: Tensor) -> Tensor:
+        """The output."""
+
+    @abstractmethod
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient of the input."""
+
+    @abstractmethod
+    def add_gradients(
+        self, x: Tensor, gradient: Tensor, buffers: GradientBuffers | None
+    ) -> list[nn.Parameter]:
+        """Add to the gradients of the weights; returns the trained ones.
+
+        Args:
+            buffers: memory of a gradient that the product is written to directly; None: a new one.
+        """
 
 
-def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, put: Put) -> Tensor:
-    """Apply a convolution; backward passes its input and its output's gradient to `put`."""
-    apply: Callable[..., Tensor] = _Conv2d.apply
-    weights = weight, bias
-    return apply(_autocast(x), weights, options, put, _anchor(x, weights))
+class LinearProduct(Product):
+    """F.linear."""
+
+    def compute(self, x: Tensor) -> Tensor:
+        found = F.linear(x, *self.cast_like(x))
+        # Later operators may change it in place, which autograd forbids for returned views.
+        made: Tensor = torch.ops.aten._unsafe_view(found, found.shape)
+        return made if found._is_view() else found
+
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        rows = _rows(gradient)
+        return rows.mm(self.weight.to(rows.dtype)).view(x.shape)
+
+    def add_gradients(
+        self, x: Tensor, gradient: Tensor, buffers: GradientBuffers | None
+    ) -> list[nn.Parameter]:
+        x, gradient, found = _rows(x), _rows(gradient), []
+        if self.wanted[0]:
+            _add_product(self.weight, gradient.t(), x, buffers)
+            found.append(self.weight)
+        if self.wanted[1]:
+            _accumulate(self.bias, gradient.sum(0))
+            found.append(self.bias)
+        return found
+
+
+class ConvProduct(Product):
+    """F.conv2d."""
+
+    def __init__(self, weight: Any, bias: Any, *options: Any) -> None:
+        super().__init__(weight, bias)
+        self._options: Options = options
+
+    def compute(self, x: Tensor) -> Tensor:
+        weight, bias = self.cast_like(x)
+        return F.conv2d(x, weight, bias, *self._options)
+
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        return self._backward(x, gradient, True, False, False)[0]
+
+    def add_gradients(
+        self, x: Tensor, gradient: Tensor, buffers: GradientBuffers | None
+    ) -> list[nn.Parameter]:
+        _, *gradients = self._backward(x, gradient, False, *self.wanted)
+        found = []
+        for parameter, each, is_wanted in zip(
+            (self.weight, self.bias), gradients, self.wanted, strict=True
+        ):
+            if is_wanted:
+                _accumulate(parameter, each)
+                found.append(parameter)
+        return found
+
+    def _backward(self, x: Tensor, gradient: Tensor, *wanted: bool) -> tuple[Tensor, ...]:
+        """Gradients of input, weight and bias, where `wanted` is true."""
+        stride, padding, dilation, groups = self._options
+        sizes = None if self.bias is None else list(self.bias.shape)
+        weight = self.weight.to(gradient.dtype)
+        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+            gradient, x, weight, sizes, stride, padding, dilation, False, [0, 0], groups,
+            list(wanted),
+        )  # fmt: skip
+        return found
+
+
+def multiply(product: Product, x: Tensor, put: Put) -> Tensor:
+    """Compute a product; backward passes its input and the gradient of its output to `put`."""
+    apply: Callable[..., Tensor] = _Multiply.apply
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    anchor = None
+    if any(product.wanted) and not x.requires_grad:
+        # Makes the output differentiable although the input is not.
+        anchor = torch.empty(0, device=x.device, requires_grad=True)
+    return apply(x, product, put, anchor)
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, product: Product, put: Put, anchor: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, product.weight)  # the weight, so that no change goes unnoticed
+        ctx.product, ctx.put = product, put
+        return product.compute(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, _ = ctx.saved_tensors
+        if any(ctx.product.wanted):
+            ctx.put(ctx.product, x.detach(), gradient)
+        is_needed = ctx.needs_input_grad[0]
+        return ctx.product.input_gradient(x, gradient) if is_needed else None, None, None, None
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -79,131 +194,5 @@ def _add_product(weight: nn.Parameter, a: Tensor, b: Tensor, out: GradientBuffer
         weight.grad.addmm_(a, b)
 
 
-def _is_trained(weights: Weights) -> bool:
-    weight, bias = weights
-    return weight.requires_grad or (bias is not None and bias.requires_grad)
-
-
-def _anchor(x: Tensor, weights: Weights) -> Tensor | None:
-    """A tensor that makes the output differentiable although the input is not; None if needless."""
-    if x.requires_grad or not _is_trained(weights):
-        return None
-    return torch.empty(0, device=x.device, requires_grad=True)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """Cast an input as autocast does."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
-
-
-def _cast_like(x: Tensor, weights: Weights) -> Weights:
-    """Cast weights as autocast does, but without its cache, which other layers would share."""
-    weight, bias = weights
-    return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Weights, put: Put, anchor: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weights[0])
-        ctx.weights, ctx.put = weights, put
-        return _writable(F.linear(x, *_cast_like(x, weights)))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows = _rows(gradient)
-        if _is_trained(ctx.weights):
-            ctx.put(_rows(x.detach()), rows)
-        grad_input = None
-        if ctx.needs_input_grad[0]:
-            grad_input = rows.mm(weight.to(rows.dtype)).view(x.shape)
-        return grad_input, None, None, None
-
-
-def _writable(x: Tensor) -> Tensor:
-    """A tensor that later operators may change in place; autograd forbids it for returned views."""
-    found: Tensor = torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
-    return found
-
-
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def add_linear(
-    x: Tensor, gradient: Tensor, weight: Any, bias: Any, buffers: GradientBuffers | None
-) -> list[nn.Parameter]:
-    found = []
-    if weight.requires_grad:
-        _add_product(weight, gradient.t(), x, buffers)
-        found.append(weight)
-    if bias is not None and bias.requires_grad:
-        _accumulate(bias, gradient.sum(0))
-        found.append(bias)
-    return found
-
-
-class _Conv2d(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Weights, options: Options, put: Put, anchor: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, weights[0])
-        ctx.weights, ctx.options, ctx.put = weights, options, put
-        weight, bias = _cast_like(x, weights)
-        return F.conv2d(x, weight, bias, *options)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        if _is_trained(ctx.weights):
-            ctx.put(x.detach(), gradient)
-        grad_input = None
-        if ctx.needs_input_grad[0]:
-            wanted = [True, False, False]
-            grad_input = _convolution_backward(x, gradient, weight, None, ctx.options, wanted)[0]
-        return grad_input, None, None, None, None
-
-
-def add_conv2d(
-    x: Tensor, gradient: Tensor, weight: Any, bias: Any, options: Options
-) -> list[nn.Parameter]:
-    wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
-    found = _convolution_backward(x, gradient, weight, bias, options, wanted)
-    added = []
-    for parameter, grad, is_wanted in zip([None, weight, bias], found, wanted, strict=True):
-        if is_wanted:
-            _accumulate(parameter, grad)
-            added.append(parameter)
-    return added
-
-
-def _convolution_backward(
-    x: Tensor,
-    gradient: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: Options,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias, where `wanted` is true."""
-    stride, padding, dilation, groups = options
-    sizes = None if bias is None else list(bias.shape)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-        gradient,
-        x,
-        weight.to(gradient.dtype),
-        sizes,
-        stride,
-        padding,
-        dilation,
-        False,
-        [0, 0],
-        groups,
-        wanted,
-    )
-    return found
