@@ -12,14 +12,14 @@ import torch
 from executor_models import chain, tensor_gpt, tensor_mlp, whole
 from executor_sharded import sharded_makers
 from executor_sides import (
-    Bare,
     MakeSides,
     Ours,
     Side,
     StockDdp,
     StockPipeline,
-    StockTensor,
+    bare,
     draw,
+    tensor_parallel,
 )
 from torch import nn
 
@@ -80,8 +80,8 @@ def _data_parallel(world: World, model: str, group: str, bar: float) -> Case:
         strategy = builders.ddp(graph, cluster, batch)
         ours = Ours(task, world, strategy)
         if world.size == 1:
-            return [ours, Bare(task, world, batch)]
-        return [ours, StockDdp(task, world, batch), Bare(task, world, batch)]
+            return [ours, bare(task, world, batch)]
+        return [ours, StockDdp(task, world, batch), bare(task, world, batch)]
 
     return Case(group=group, name=f"{group} {model}", bar=bar, sides=sides)
 
@@ -118,7 +118,7 @@ def _tensor(world: World, n_blocks: int) -> Case:
         graph = capture(task, batch, "mlp").graph
         return [
             Ours(task, world, tensor_strategy(graph, batch, world.size)),
-            StockTensor(task, world, batch),
+            tensor_parallel(task, world, batch),
         ]
 
     return Case(group="tensor", name=f"tensor mlp of {n_blocks}", bar=0.97, sides=sides)
@@ -130,7 +130,7 @@ def _tensor_gpt(world: World) -> Case:
         graph = capture(task, batch, "gpt").graph
         cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
         strategy = builders.tensor_parallel(graph, cluster, batch)
-        return [Ours(task, world, strategy), StockTensor(task, world, batch)]
+        return [Ours(task, world, strategy), tensor_parallel(task, world, batch)]
 
     return Case(group="tensor", name="tensor gpt blocks", bar=1.0, sides=sides)
 

@@ -8,10 +8,9 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from executor_sides import OPTIMIZER, Ours, Side, batches, own_copy, share_of
+from executor_sides import OPTIMIZER, Loop, Ours, Side, batches, own_copy, share_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -23,7 +22,6 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.deepspeed_engine import DeepSpeedEngine
 from harness.runtime.engines.engine import EngineOptions, Share
-from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.runtime.ranks.world import World
@@ -37,7 +35,7 @@ def sharded_makers(task: Task, world: World, batch: int) -> list[Callable[[], Si
     block_bytes = largest_child_bytes(task.model)
     return [
         lambda: ours(task, world, batch, "parameters", block_bytes),
-        lambda: StockFsdp(task, world, batch),
+        lambda: fsdp(task, world, batch),
         lambda: StockZero(task, world, batch, block_bytes),
     ]
 
@@ -53,32 +51,13 @@ def ours(task: Task, world: World, batch: int, state: ShardState, unit_bytes: in
     return Ours(task, world, strategy, bucket_bytes=unit_bytes)
 
 
-class StockFsdp:
+def fsdp(task: Task, world: World, batch: int) -> Loop:
     """FSDP2 in its default form: fully_shard of each child with weights, then of the whole."""
-
-    name = "fully_shard"
-
-    def __init__(self, task: Task, world: World, batch: int) -> None:
-        self._task = own_copy(task, world)
-        for child in self._task.model.children():
-            if any(True for _ in child.parameters()):
-                fully_shard(child)
-        self._model: Any = fully_shard(self._task.model)
-        self._optimizer = make_optimizer(self._task.model, OPTIMIZER, world.device)
-        self._batches = batches(task, batch, share_of(batch, world), world)
-        # FSDP averages gradients over ranks.
-        self._scale, self._n_ranks = world.size / (batch * task.n_targets), world.size
-
-    def step(self) -> Tensor:
-        batch = next(self._batches)
-        loss = self._task.sum_loss(self._model(*batch.inputs), batch.targets) * self._scale
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return loss.detach() / self._n_ranks
-
-    def rest(self) -> None:
-        pass
+    own = own_copy(task, world)
+    for child in own.model.children():
+        if any(True for _ in child.parameters()):
+            fully_shard(child)
+    return Loop("fully_shard", own, fully_shard(own.model), world, batch)
 
 
 class StockZero:

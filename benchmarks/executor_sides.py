@@ -131,21 +131,33 @@ class StockDdp:
         self._recorder.discard()
 
 
-class Bare:
-    """A hand-written loop, with DistributedDataParallel if there are several ranks."""
+class Loop:
+    """A hand-written loop.
 
-    def __init__(self, task: Task, world: World, batch: int) -> None:
-        self.name = "DistributedDataParallel" if world.size > 1 else "plain PyTorch"
-        self._task = own_copy(task, world)
-        self._model: Any = self._task.model
-        if world.size > 1:
-            self._model = DistributedDataParallel(
-                self._model, gradient_as_bucket_view=True, **without_buffer_sync()
-            )
-        self._optimizer = make_optimizer(self._task.model, OPTIMIZER, world.device)
-        self._batches = batches(task, batch, share_of(batch, world), world)
-        # DDP averages over ranks.
-        self._scale, self._n_ranks = world.size / batch, world.size
+    Args:
+        task: a copy of this side's own.
+        model: its model, wrapped.
+        is_replicated: each rank has some samples, and the model averages gradients over ranks; else
+            all ranks have all samples, and compute the whole loss.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        task: Task,
+        model: Any,
+        world: World,
+        batch: int,
+        *,
+        is_replicated: bool = True,
+    ) -> None:
+        self.name, self._task, self._model = name, task, model
+        self._optimizer = make_optimizer(task.model, OPTIMIZER, world.device)
+        own = share_of(batch, world) if is_replicated else range(batch)
+        self._batches = batches(task, batch, own, world)
+        n_averaged = world.size if is_replicated else 1
+        self._scale = n_averaged / (batch * task.n_targets)
+        self._counted = 1 / n_averaged if is_replicated else float(world.rank == 0)
 
     def step(self) -> Tensor:
         batch = next(self._batches)
@@ -153,10 +165,21 @@ class Bare:
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return loss.detach() / self._n_ranks
+        return loss.detach() * self._counted
 
     def rest(self) -> None:
         pass
+
+
+def bare(task: Task, world: World, batch: int) -> Loop:
+    """DistributedDataParallel if there are several ranks, else the model itself."""
+    own = own_copy(task, world)
+    if world.size == 1:
+        return Loop("plain PyTorch", own, own.model, world, batch)
+    model = DistributedDataParallel(
+        own.model, gradient_as_bucket_view=True, **without_buffer_sync()
+    )
+    return Loop("DistributedDataParallel", own, model, world, batch)
 
 
 _SCHEDULES: dict[str, Any] = {
@@ -218,37 +241,20 @@ class StockPipeline:
         pass
 
 
-class StockTensor:
+def tensor_parallel(task: Task, world: World, batch: int) -> Loop:
     """DTensor's parallelize_module: wide layers by columns, narrow ones by rows; an attention's
     inner projections by columns, its last by rows."""
-
-    name = "parallelize_module"
-
-    def __init__(self, task: Task, world: World, batch: int) -> None:
-        self._task = own_copy(task, world)
-        mesh = init_device_mesh(world.device.type, (world.size,))
-        plan: dict[str, Any] = {}
-        separate_projections(self._task.model)
-        for name, layer in self._task.model.named_modules():
-            last = name.rpartition(".")[2]
-            if isinstance(layer, nn.Linear) and last != "head":
-                is_wide = layer.out_features > layer.in_features or last in PROJECTIONS
-                plan[name] = ColwiseParallel() if is_wide else RowwiseParallel()
-        self._model = parallelize_module(self._task.model, mesh, plan)
-        self._optimizer = make_optimizer(self._model, OPTIMIZER, world.device)
-        self._batches = batches(task, batch, range(batch), world)
-        self._n_targets, self._is_counted = batch * task.n_targets, world.rank == 0
-
-    def step(self) -> Tensor:
-        batch = next(self._batches)
-        loss = self._task.sum_loss(self._model(*batch.inputs), batch.targets) / self._n_targets
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return loss.detach() * self._is_counted  # all ranks have the whole loss
-
-    def rest(self) -> None:
-        pass
+    own = own_copy(task, world)
+    separate_projections(own.model)
+    plan: dict[str, Any] = {}
+    for name, layer in own.model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(layer, nn.Linear) and last != "head":
+            is_wide = layer.out_features > layer.in_features or last in PROJECTIONS
+            plan[name] = ColwiseParallel() if is_wide else RowwiseParallel()
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    model = parallelize_module(own.model, mesh, plan)
+    return Loop("parallelize_module", own, model, world, batch, is_replicated=False)
 
 
 MakeSides = Callable[[], list[Side]]
