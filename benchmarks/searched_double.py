@@ -116,13 +116,13 @@ def train_by_strategy(run_dir: Path, batches: list[Batch], world: World) -> Iter
     options = EngineOptions(dtype="fp32", optimizer=case.optimizer_options())
     task, plan = widened_task(case, world), ExecutorPlan(strategy=strategy)
     engine = ExecutorEngine(task, world, Recorder(clock_for(world.device)), options, plan)
-    engine.keep_gradients = True
+    gradients = engine.keep_gradients()
     index = torch.tensor(engine.samples, dtype=torch.int64)
     share = Share(n_local=len(engine.samples), n_global=strategy.batch)
     for whole in batches:
         own = Batch(tuple(x[index] for x in whole.inputs), whole.targets[index])
         part = float(engine.step(iter([own]).__next__, share))
-        yield Step(loss=sum(gather_numbers(part, world)), gradients=engine.full_gradients())
+        yield Step(loss=sum(gather_numbers(part, world)), gradients=gradients())
 
 
 def main(options: Options) -> None:

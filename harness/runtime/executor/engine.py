@@ -21,7 +21,6 @@ from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.executor.cache.prefix import Prefix, run_forward
 from harness.runtime.executor.cache.recorded import check_rows
 from harness.runtime.executor.change.transfer import HeldState
-from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.deferred import (
     Joining,
@@ -97,33 +96,33 @@ class ExecutorEngine:
         prefix: Prefix = Prefix(),  # noqa: B008
     ) -> None:
         self._task, self._world, self.plan, self.prefix = task, world, plan, prefix
+        strategy = plan.strategy
         self._scale = LossScale(options.dtype, world, is_asynchronous=plan.is_asynchronous)
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
-        self._captured = captured = captured or capture(task, plan.strategy.batch, "model")
+        self._captured = captured = captured or capture(task, strategy.batch, "model")
         plan.check(captured.graph, world.size)
         if not plan.is_held:
             hold_alike(task, captured, options.dtype, world)
         captured.freeze_untrained(task.model)
         self._hooks = ParameterHooks(task.model)
-        inputs = tuple(n.name for n in captured.module.graph.find_nodes(op="placeholder"))
-        self._feed = Feed(captured.graph, plan.strategy, world.rank, inputs)
+        self._feed = Feed(captured, strategy, world.rank)
         self.samples = self._feed.samples
         self.weights = Weights(captured.module)
         self.holders = Holders(captured.module)
         self._groups = Groups(world, plan.timeout_s)
         # Zero bubble separates weight gradients from input gradients, except in the first stage:
         # no stage waits for its input gradients, and computing both together is faster.
-        stages = range(1, len(plan.strategy.stages))
-        is_split = plan.strategy.schedule == "zero_bubble"
+        stages = range(1, len(strategy.stages))
+        is_split = strategy.schedule == "zero_bubble"
         self._queues = {stage: WeightQueue() for stage in stages if is_split}
         self._timetable = Timetable(
-            plan.strategy, world.rank, is_asynchronous=plan.is_asynchronous, split=self._queues
+            strategy, world.rank, is_asynchronous=plan.is_asynchronous, split=self._queues
         )
         # Joined weight gradients are computed after the gradients that the previous stage awaits.
         self._joined = {stage: WeightQueue() for stage in stages if not is_split}
         plan.check_hooks(self._hooks.first())
-        self._gradient_buffers = GradientBuffers(are_kept=not plan.strategy.shards_gradients)
+        self._gradient_buffers = GradientBuffers(are_kept=not strategy.shards_gradients)
         meta = MetaModel(captured, task.inputs, world.device)
         names = canonical_names(task.model)
         self._programs = self._lower(meta, options.bucket_bytes)
@@ -131,16 +130,14 @@ class ExecutorEngine:
         self.is_cache_read = any(prefix.is_read(program) for program, _ in self._programs.values())
         self.weights.allocate()
         freed = [piece for unit in self._units if unit.is_freed for piece in unit.pieces]
-        self.owners = Owners(
-            self.holders, self.weights, plan.strategy.shard_state, world.rank, freed
-        )
+        self.owners = Owners(self.holders, self.weights, strategy.shard_state, world.rank, freed)
         self.model = self.owners.module(self.weights)
         self._gatherer = StateGatherer(
             task.model, names, meta, self.weights, self.holders, self.owners, world
         )
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._n_updates = 0  # in the last step
-        sizes = plan.strategy.microbatch_sizes()
+        sizes = strategy.microbatch_sizes()
         self._gathers = WeightGathers(
             self._units,
             self.owners,
@@ -151,7 +148,7 @@ class ExecutorEngine:
         )
         self._sync = self._make_sync(options.bucket_bytes)
         self._runner = Runner(
-            plan.strategy,
+            strategy,
             self._programs,
             self._channels,
             self._phases,
@@ -170,10 +167,8 @@ class ExecutorEngine:
         self._optimizer = make_optimizer(trained, options.optimizer, world.device)
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights
-        self.keep_gradients = False
         self.layer_norms: LayerNorms | None = None
         self.is_priming_due = is_needed(world)
-        self._gradients: dict[WeightSlice, Tensor] = {}
 
     # Building
 
@@ -185,10 +180,7 @@ class ExecutorEngine:
             check_rows(form.layout)
             self.holders.merge(form.holders)
         self.plan.check_tied(self.holders.trained())
-        self._units = []
-        if strategy.shard_state != "none":
-            is_freeing = strategy.shard_state == "parameters"
-            self._units = plan_units(self.holders, unit_bytes, is_freeing=is_freeing)
+        self._units = plan_units(self.holders, strategy.shard_state, unit_bytes)
         for form in forms.values():
             form.find_units(self._units)
         groups = self.holders.groups()
@@ -207,12 +199,12 @@ class ExecutorEngine:
         found: dict[int, tuple[Program, Moves]] = {}
         joining = Joining(forms[sizes[-1]].layout, strategy.n_microbatches)
         for size, form in forms.items():
-            program = self._program(meta, form, size, joining)
+            program = self._program(meta, form, joining)
             moves = Moves(form.layout, program, messages[size], world.rank)
             found[size] = program, moves
         return found
 
-    def _program(self, meta: MetaModel, forms: Forms, size: int, joining: Joining) -> Program:
+    def _program(self, meta: MetaModel, forms: Forms, joining: Joining) -> Program:
         tasks = DeviceTasks(
             task=self._task,
             forms=forms,
@@ -336,9 +328,6 @@ class ExecutorEngine:
         self._hooks.run(trained)
         if self.layer_norms is not None and not is_muted:
             self.layer_norms.add(self.weights, self.owners)
-        if self.keep_gradients:
-            found = {piece: parameter.grad for piece, parameter in self.owners.own.items()}
-            self._gradients = {piece: g.clone() for piece, g in found.items() if g is not None}
         self._phases.begin("optimizer")
         self._scale.step(self._optimizer, is_muted=is_muted)
         for parameter in (*self.weights.parameters(), *self.owners.own.values()):
@@ -357,9 +346,9 @@ class ExecutorEngine:
 
     # State
 
-    def full_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients of the last update if `keep_gradients` is set; all ranks must call it."""
-        return self._gatherer.whole(self._gradients)
+    def keep_gradients(self) -> Callable[[], dict[str, Tensor]]:
+        """Keep the gradients of each update from now on; see `StateGatherer.keep_gradients`."""
+        return self._gatherer.keep_gradients(self._optimizer)
 
     def model_state(self) -> dict[str, Tensor]:
         """The state of the whole model, on every rank; all ranks must call it."""
@@ -395,7 +384,7 @@ class ExecutorEngine:
     def take_over(self, old: ExecutorEngine) -> None:
         """Continue at the step of another engine, after its held state has been transferred."""
         self.owners.rebind()
-        self._random.step, self.keep_gradients = old._random.step, old.keep_gradients
+        self._random.step = old._random.step
         self._gatherer.take_unused(old._gatherer)
         self.layer_norms = old.layer_norms
 

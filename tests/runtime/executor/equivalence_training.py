@@ -57,7 +57,6 @@ def make_engine(
     task, captured = CAPTURED.pop(key_of(case), (task, None))
     with as_drawn(case):
         engine = ExecutorEngine(task, world, recorder, options_of(case), plan, captured)
-    engine.keep_gradients = True
     engine.is_priming_due = case.seed % 3 == 0  # as NCCL needs it
     return engine
 
@@ -256,11 +255,12 @@ def train_by_strategy(case: Case, world: World) -> Trace:
     """Train a case; gradients and state are the whole ones, on rank 0 alone."""
     task = case.make_task()
     engine = make_engine(case, task, world)
+    kept = engine.keep_gradients()
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
     for step in range(case.n_steps):
         losses.append(train_step(engine, case, task, step))
-        gradients.append(_copied(engine.full_gradients()))
+        gradients.append(_copied(kept()))
     engine.verify_replicas()
     state = _copied(engine.full_state()["model"])
     if world.rank:
@@ -326,9 +326,10 @@ def _train_after(move: Move, state: dict[str, Any], world: World) -> Trace:
     fresh = msgspec.structs.replace(case, seed=case.seed + 1).make_task()
     moved = make_engine(msgspec.structs.replace(case, strategy=move.after), fresh, world)
     moved.load_full_state(state)
+    kept = moved.keep_gradients()
     task = case.make_task()
     losses = [train_step(moved, case, task, s) for s in range(move.n_before, case.n_steps)]
-    gradients = _copied(moved.full_gradients())
+    gradients = _copied(kept())
     moved.verify_replicas()
     return Trace(losses=losses, gradients=[gradients], state=_copied(moved.full_state()["model"]))
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from harness.domain.graph import Graph
 from harness.domain.partition import cut_dim
 from harness.domain.strategy import Strategy
+from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import Share
 from harness.runtime.executor.geometry.layout import sample_intervals
@@ -19,19 +19,15 @@ from harness.runtime.executor.run.phases import Phases
 class Feed:
     """One device's share of every batch.
 
-    Args:
-        input_names: names of the model's inputs, in the order of `Batch.inputs`.
-
     Attributes:
         samples: positions in the global batch, in the order in which the device reads them.
     """
 
-    def __init__(
-        self, graph: Graph, strategy: Strategy, device: int, input_names: tuple[str, ...]
-    ) -> None:
-        self._intervals = sample_intervals(graph, strategy, device)
+    def __init__(self, captured: Captured, strategy: Strategy, device: int) -> None:
+        self._intervals = sample_intervals(captured.graph, strategy, device)
         self._microbatches = cut_dim(strategy.batch, strategy.n_microbatches)
-        self._input_names = input_names
+        inputs = captured.module.graph.find_nodes(op="placeholder")
+        self._input_names = tuple(node.name for node in inputs)
         self.samples = [at for start, stop in self._intervals for at in range(start, stop)]
 
     def fetch(

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.domain.schedule import Action
+from harness.domain.strategy import ShardState
 from harness.errors import PeerError
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
@@ -60,14 +61,12 @@ class UnitPlan:
     is_freed: bool
 
 
-def plan_units(holders: Holders, unit_bytes: int, *, is_freeing: bool) -> list[UnitPlan]:
+def plan_units(holders: Holders, shard_state: ShardState, unit_bytes: int) -> list[UnitPlan]:
     """Cut the trained slices with several holders, in the order of their first use, into units of
-    about `unit_bytes`; each unit has one set of holders.
-
-    Args:
-        is_freeing: slices that can be gathered before each use are freed between two uses.
-    """
-    freed = _freed_slices(holders) if is_freeing else frozenset()
+    about `unit_bytes`; each unit has one set of holders."""
+    if shard_state == "none":
+        return []
+    freed = _freed_slices(holders) if shard_state == "parameters" else frozenset()
     shared = [(piece, devices) for piece, devices in holders.trained() if len(devices) > 1]
     found: list[UnitPlan] = []
     open_units: dict[object, tuple[list[WeightSlice], int]] = {}

@@ -212,7 +212,7 @@ def _train(case: ZooCase, world: World) -> Trace:
     )
     options = EngineOptions(dtype="fp32", optimizer=_SGD, batch=BATCH)
     engine = ExecutorEngine(task, world, Recorder(HostClock()), options, chosen_plan)
-    engine.keep_gradients = True
+    kept = engine.keep_gradients()
     chosen = torch.tensor(engine.samples, dtype=torch.int64)
     share = Share(n_local=len(chosen), n_global=BATCH)
     losses: list[float] = []
@@ -224,7 +224,7 @@ def _train(case: ZooCase, world: World) -> Trace:
         start_s = time.perf_counter()
         losses.append(float(engine.step(lambda part=part: part, share)))  # type: ignore[misc]
         durations.append(time.perf_counter() - start_s)
-        gradients.append({n: g.detach().clone() for n, g in engine.full_gradients().items()})
+        gradients.append({n: g.detach().clone() for n, g in kept().items()})
     engine.verify_replicas()
     state = {n: t.detach().clone() for n, t in engine.full_state()["model"].items()}
     step_s = min(durations[1:])
