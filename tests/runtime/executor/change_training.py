@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from change_cases import ChangingCase, ChangingTrace, part_of
 from equivalence_cases import target_counts
-from equivalence_training import as_drawn, make_engine, options_of, plan_of
+from equivalence_training import CAPTURED, as_drawn, key_of, make_engine, options_of, plan_of
 
 from harness.domain.strategy import Strategy
 from harness.errors import VerificationError
@@ -44,9 +44,10 @@ class Changing:
         case = changing.case
         self._changing, self._world = changing, world
         self._data = changing.data(case.make_task())
+        task, captured = CAPTURED.pop(key_of(case), (case.make_task(), None))
         with as_drawn(case):
             self.elastic = ElasticExecutor(
-                case.make_task(), world, Recorder(HostClock()), options_of(case), plan_of(case)
+                task, world, Recorder(HostClock()), options_of(case), plan_of(case), captured
             )  # fmt: skip
         self._samples = self._read_from(0)
 

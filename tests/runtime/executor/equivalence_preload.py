@@ -13,7 +13,7 @@ from equivalence_cases import Case
 from equivalence_models import small_graph
 from equivalence_ranks import local_world
 from equivalence_strategies import named_strategies
-from equivalence_training import CAPTURED, Move, key_of, train_by_strategy
+from equivalence_training import CAPTURED, key_of, train_by_strategy
 from zoo.training import ZooCase
 
 from harness.runtime.capture.capture import capture
@@ -34,7 +34,7 @@ with tempfile.TemporaryDirectory() as directory:
 
 def prepare(argument: object) -> None:
     """Capture the model of a case once for all of its ranks, or import its libraries."""
-    case = argument.case if isinstance(argument, Move) else argument
+    case = getattr(argument, "case", argument)
     with suppress(Exception):  # which each rank raises itself
         if isinstance(case, ZooCase):
             case.make_task()

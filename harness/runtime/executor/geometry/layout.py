@@ -41,9 +41,6 @@ from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
 from harness.runtime.executor.geometry.values import MetaModel, TensorMeta, Values
 
-# The name of the loss's targets, which no node computes.
-TARGETS = "targets"
-
 
 @dataclass(frozen=True)
 class Part:
