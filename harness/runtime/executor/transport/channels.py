@@ -43,16 +43,6 @@ _N_TAGS = 2**31 - 1
 _WAYS = (False, True)  # forward, backward
 
 
-class _Done:
-    """Work that needs no waiting."""
-
-    def wait(self, *_: Any) -> None:
-        return
-
-
-_DONE = _Done()
-
-
 class _Pair(NamedTuple):
     """Two ends and a direction, whose messages share a process group under NCCL."""
 
@@ -167,6 +157,8 @@ class Channels:
 
     def _wait(self, work: Any) -> None:
         """Wait for a send, a receive or an all-reduce: on the host, under NCCL on the stream."""
+        if work is None:
+            return  # nothing was started while this rank was muted
         if self._is_nccl:
             work.wait()  # without a timeout, which would block the host too
         else:
@@ -183,7 +175,7 @@ class Channels:
         Raises:
             PeerError: as for `wait`.
         """
-        work: Any = _DONE
+        work: Any = None
 
         def name() -> str:
             return f"the sum of {label} over ranks {list(devices)}"
@@ -241,7 +233,7 @@ class Channels:
         """
         sender, _ = message.ends(is_backward=is_backward)
         buffer = self._arriving.take(message.shape(is_backward=is_backward), dtype)
-        work: Any = _DONE
+        work: Any = None
         label = partial(_label, message, microbatch, is_backward, "from")
         if not self.is_muted:
             with self._waiting(label, sender.rank):
