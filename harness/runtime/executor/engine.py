@@ -22,12 +22,8 @@ from harness.runtime.executor.cache.prefix import Prefix, run_forward
 from harness.runtime.executor.cache.recorded import check_rows
 from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
-from harness.runtime.executor.gradients.deferred import (
-    Joining,
-    WeightQueue,
-    count_rounds,
-    immediate_sink,
-)
+from harness.runtime.executor.gradients.counts import count_rounds
+from harness.runtime.executor.gradients.deferred import WeightGradients
 from harness.runtime.executor.gradients.layer_norms import LayerNorms
 from harness.runtime.executor.gradients.loss_scale import LossScale
 from harness.runtime.executor.gradients.sums import (
@@ -36,7 +32,6 @@ from harness.runtime.executor.gradients.sums import (
     ParameterHooks,
     sum_buckets,
 )
-from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
 from harness.runtime.executor.program.lower import Lowering
@@ -111,18 +106,16 @@ class ExecutorEngine:
         self.weights = Weights(captured.module)
         self.holders = Holders(captured.module)
         self._groups = Groups(world, plan.timeout_s)
-        # Zero bubble separates weight gradients from input gradients, except in the first stage:
-        # no stage waits for its input gradients, and computing both together is faster.
-        stages = range(1, len(strategy.stages))
-        is_split = strategy.schedule == "zero_bubble"
-        self._queues = {stage: WeightQueue() for stage in stages if is_split}
-        self._timetable = Timetable(
-            strategy, world.rank, is_asynchronous=plan.is_asynchronous, split=self._queues
+        self._gradients = WeightGradients(
+            plan, world, lambda parameter: self._sync.reached(parameter)
         )
-        # Joined weight gradients are computed after the gradients that the previous stage awaits.
-        self._joined = {stage: WeightQueue() for stage in stages if not is_split}
+        self._timetable = Timetable(
+            strategy,
+            world.rank,
+            is_asynchronous=plan.is_asynchronous,
+            split=self._gradients.split,
+        )
         plan.check_hooks(self._hooks.first())
-        self._gradient_buffers = GradientBuffers(are_kept=not strategy.shards_gradients)
         meta = MetaModel(captured, task.inputs, world.device)
         names = canonical_names(task.model)
         self._programs = self._lower(meta, options.bucket_bytes)
@@ -153,10 +146,8 @@ class ExecutorEngine:
             self._channels,
             self._phases,
             Precision(options.dtype, world.device),
-            self._queues,
-            self._joined,
+            self._gradients,
             self._random,
-            self._sync.reached,
             self._stash,
             self._update_microbatch,
             self._gathers,
@@ -197,14 +188,14 @@ class ExecutorEngine:
             norms={devices for form in forms.values() for devices in form.norm_groups()},
         )
         found: dict[int, tuple[Program, Moves]] = {}
-        joining = Joining(forms[sizes[-1]].layout, strategy.n_microbatches)
+        self._gradients.plan_joining(forms[sizes[-1]].layout)
         for size, form in forms.items():
-            program = self._program(meta, form, joining)
+            program = self._program(meta, form)
             moves = Moves(form.layout, program, messages[size], world.rank)
             found[size] = program, moves
         return found
 
-    def _program(self, meta: MetaModel, forms: Forms, joining: Joining) -> Program:
+    def _program(self, meta: MetaModel, forms: Forms) -> Program:
         tasks = DeviceTasks(
             task=self._task,
             forms=forms,
@@ -213,14 +204,9 @@ class ExecutorEngine:
             weights=self.weights,
             reduce_over=partial(norm_reducer, self._channels, self._phases),
             random=self._random,
-            buffers=self._gradient_buffers,
-            immediate=immediate_sink(
-                self._world, self.plan, lambda parameter: self._sync.reached(parameter)
-            ),
-            joining=joining,
-            joined=self._joined,
+            gradients=self._gradients,
         )
-        return Lowering(tasks, self._queues).program()
+        return Lowering(tasks).program()
 
     def _make_sync(self, bucket_bytes: int) -> GradientSync:
         is_each, world = self.plan.strategy.shards_gradients, self._world
@@ -231,7 +217,7 @@ class ExecutorEngine:
         if is_each:
             queues = scatter_buckets(self.owners.shared, bucket_bytes, world)
         else:
-            trained, buffers = self.weights.trainable(), self._gradient_buffers
+            trained, buffers = self.weights.trainable(), self._gradients.buffers
             queues = sum_buckets(trained, self.holders.of, bucket_bytes, buffers)
         return GradientSync(world, queues, self._gradient_groups, rounds, self._recorder)
 

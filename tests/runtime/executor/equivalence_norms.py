@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.runtime.capture.capture import capture
-from harness.runtime.executor.gradients.deferred import Joining, backward_calls
+from harness.runtime.executor.gradients.counts import backward_calls
+from harness.runtime.executor.gradients.deferred import Joining
 from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.ranks.world import World
 

@@ -25,13 +25,12 @@ have their gradients at the same time.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from harness.runtime.executor.geometry.layout import Layout, Part
 from harness.runtime.executor.gradients.weight_gradients import (
@@ -42,7 +41,6 @@ from harness.runtime.executor.gradients.weight_gradients import (
     multiply,
 )
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.shards.base import has_plain_weights
 from harness.runtime.executor.shards.conv import ConvShard
 from harness.runtime.executor.shards.dense import LinearShard
@@ -81,21 +79,6 @@ class ImmediateSink:
     def put(self, pending: Pending) -> None:
         for parameter in pending():
             self._reached(parameter)
-
-
-def immediate_sink(
-    world: World, plan: ExecutorPlan, reached: Callable[[nn.Parameter], None]
-) -> ImmediateSink | None:
-    """A sink that writes gradients directly into buckets; None if that saves no copies.
-
-    Asynchronous training uses none, because stashed weights have no buckets, nor do sharded
-    gradients, whose buckets are packed by owner.
-    """
-    has_copies = world.size > 1 or plan.strategy.n_microbatches > 1
-    # On a GPU the overhead of an autograd function in Python exceeds the time of a copy.
-    is_faster = world.device.type == "cpu"
-    has_buckets = not (plan.is_asynchronous or plan.strategy.shards_gradients)
-    return ImmediateSink(reached) if has_copies and is_faster and has_buckets else None
 
 
 class WeightQueue:
@@ -149,7 +132,7 @@ def defer(
     """
     if not _can_defer(module):
         return None
-    return _Deferred(module, sink, buffers, n_joined, [] if calls is None else calls)
+    return Deferred(module, sink, buffers, n_joined, [] if calls is None else calls)
 
 
 def _can_defer(module: nn.Module) -> bool:
@@ -193,81 +176,9 @@ def is_large_linear(module: nn.Module) -> bool:
     return is_plain and _weight(module).numel() >= LARGE_ELEMENTS
 
 
-class Calls(NamedTuple):
-    """How often a segment's backward adds to the gradient of each parameter.
+class Deferred(nn.Module):
+    """A module whose weight gradients go to a sink; see `defer`."""
 
-    Attributes:
-        each: additions per microbatch: one by autograd, which sums all uses of a parameter, or one
-            per call of a module with an `ImmediateSink`.
-        waiting: parameters whose gradients wait in a queue.
-        joined: additions per step.
-    """
-
-    each: Counter[nn.Parameter]
-    waiting: set[nn.Parameter]
-    joined: Counter[nn.Parameter]
-
-
-def backward_calls(module: fx.GraphModule) -> Calls:
-    """Count the additions of a segment's backward to its gradients."""
-    found = Calls(Counter(set(_autograd_parameters(module))), set(), Counter())
-    for node in module.graph.nodes:
-        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if isinstance(called, _Deferred):
-            if called.n_joined > 1:
-                found.joined.update(called.parameters())
-            elif called.is_immediate:
-                found.each.update(called.parameters())
-            else:
-                found.waiting.update(called.parameters())
-    return found
-
-
-def count_rounds(
-    programs: Mapping[int, Program], sizes: Sequence[int], *, is_each: bool
-) -> list[Counter[nn.Parameter]]:
-    """How often backward adds to the gradient of each parameter before each sum over devices.
-
-    Args:
-        programs: by microbatch size.
-        sizes: of a step's microbatches.
-        is_each: gradients are summed after each microbatch, not once a step.
-    """
-    counts = [Counter([size]) for size in sizes] if is_each else [Counter(sizes)]
-    return [
-        _count_uses((n, programs[size].differentiable_modules()) for size, n in each.items())
-        for each in counts
-    ]
-
-
-def _count_uses(
-    sizes: Iterable[tuple[int, Iterable[Iterable[fx.GraphModule]]]],
-) -> Counter[nn.Parameter]:
-    """Additions by some microbatches: for each size, their number and the segments by stage."""
-    uses: Counter[nn.Parameter] = Counter()
-    joined: Counter[nn.Parameter] = Counter()
-    for n, stages in sizes:
-        joined_of_size: Counter[nn.Parameter] = Counter()
-        for modules in stages:
-            calls = [backward_calls(module) for module in modules]
-            for one in calls:
-                uses.update({parameter: n * k for parameter, k in one.each.items()})
-                joined_of_size.update(one.joined)
-            waiting: set[nn.Parameter] = set().union(*(one.waiting for one in calls))
-            uses.update(dict.fromkeys(waiting, n))
-        joined |= joined_of_size  # because all sizes are joined together
-    return uses + joined
-
-
-def _autograd_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters whose gradients autograd computes."""
-    if not isinstance(module, _Deferred):
-        yield from module.parameters(recurse=False)
-        for child in module.children():
-            yield from _autograd_parameters(child)
-
-
-class _Deferred(nn.Module):
     def __init__(
         self,
         inner: nn.Module,
@@ -368,3 +279,70 @@ def _io_bytes(layout: Layout, part: Part) -> int:
         math.prod(layout.sizes_of(value, region)) * layout.tensor(value).dtype.itemsize
         for value, region in regions
     )
+
+
+class WeightGradients:
+    """How this rank computes the weight gradients of each module, and those that are pending.
+
+    Args:
+        reached: called with each parameter after an addition to its gradient.
+
+    Attributes:
+        split: queues of the stages that compute weight gradients in actions of their own: under
+            zero bubble all but the first, whose input gradients no stage waits for.
+    """
+
+    def __init__(
+        self, plan: ExecutorPlan, world: World, reached: Callable[[nn.Parameter], None]
+    ) -> None:
+        strategy, self._reached = plan.strategy, reached
+        stages = range(1, len(strategy.stages))
+        is_split = strategy.schedule == "zero_bubble"
+        self.split = {stage: WeightQueue() for stage in stages if is_split}
+        # Joined ones are computed after the gradients that the previous stage awaits.
+        self._joined = {stage: WeightQueue() for stage in stages if not is_split}
+        self._joining: Joining | None = None
+        self.buffers = GradientBuffers(are_kept=not strategy.shards_gradients)
+        has_copies = world.size > 1 or strategy.n_microbatches > 1
+        # On a GPU the overhead of an autograd function in Python exceeds the time of a copy.
+        is_faster = world.device.type == "cpu"
+        # Stashed weights have no buckets, and buckets of sharded gradients are packed by owner.
+        has_buckets = not (plan.is_asynchronous or strategy.shards_gradients)
+        is_immediate = has_copies and is_faster and has_buckets
+        self._immediate = ImmediateSink(reached) if is_immediate else None
+
+    def plan_joining(self, layout: Layout) -> None:
+        """Allow to join microbatches.
+
+        Args:
+            layout: of the largest microbatch.
+        """
+        self._joining = Joining(layout, layout.strategy.n_microbatches)
+
+    def wrap(self, module: nn.Module, stage: int, operator: str | None, path: str) -> nn.Module:
+        """The module, wrapped to compute its weight gradients outside of autograd if that pays.
+
+        Args:
+            operator: of which it is the module; None for modules that assemble values.
+            path: as for `Joining.includes`.
+        """
+        queue, joining, immediate = self.split.get(stage), self._joining, self._immediate
+        if immediate and operator and joining and joining.includes(operator, path, module):
+            sink = queue or self._joined.get(stage) or immediate
+            n, calls = joining.n_microbatches, joining.calls(path)
+            return defer(module, sink, self.buffers, n_joined=n, calls=calls) or module
+        if queue is not None:
+            return defer(module, queue, self.buffers) or module
+        if immediate is not None and is_large_linear(module):
+            return defer(module, immediate, self.buffers) or module
+        return module
+
+    def flush(self, stage: int, microbatch: int) -> None:
+        """Compute the gradients of a microbatch that a stage has split off."""
+        for parameter in self.split[stage].flush(microbatch):
+            self._reached(parameter)
+
+    def flush_joined(self, stage: int) -> None:
+        """Compute the gradients of a stage whose microbatches have all been joined."""
+        for parameter in self._joined[stage].flush() if stage in self._joined else ():
+            self._reached(parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,7 @@ from harness.domain.sharding import CONTRACTION
 from harness.runtime.executor.geometry.layout import Layout, Part, Want
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
-from harness.runtime.executor.gradients.deferred import (
-    ImmediateSink,
-    Joining,
-    WeightQueue,
-    defer,
-    is_large_linear,
-)
-from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
+from harness.runtime.executor.gradients.deferred import WeightGradients
 from harness.runtime.executor.program.program import (
     DataKey,
     InputKey,
@@ -77,10 +70,7 @@ class DeviceTasks:
         weights: weights of this device, shared by its programs.
         reduce_over: makes an operator's sum over devices, for global batch norm.
         random: source of exact dropout.
-        buffers: memory for gradients of large weights.
-        immediate: computes gradients of large linear layers; None if autograd does.
-        joining: decides which weight gradients join microbatches.
-        joined: queues of joined gradients by stage, computed after other gradients are sent.
+        gradients: computes gradients of weights outside of autograd where that pays.
     """
 
     task: Task
@@ -90,10 +80,7 @@ class DeviceTasks:
     weights: Weights
     reduce_over: Callable[[str, tuple[int, ...]], Reduce]
     random: RandomState
-    buffers: GradientBuffers
-    immediate: ImmediateSink | None
-    joining: Joining
-    joined: Mapping[int, WeightQueue]
+    gradients: WeightGradients
 
     @property
     def layout(self) -> Layout:
@@ -349,28 +336,11 @@ class SegmentBuilder:
             self._placeholders[key] = self._graph.placeholder(f"x{len(self._placeholders)}")
         return self._placeholders[key]
 
-    def finish(
-        self, outputs: list[PartKey], queue: WeightQueue | None, stage: int
-    ) -> fx.GraphModule:
+    def finish(self, outputs: list[PartKey], stage: int) -> fx.GraphModule:
         """Complete the graph."""
         self._graph.output(tuple(self.values[key] for key in outputs))
         for path, module in self._owned.items():
             if isinstance(module, nn.Module):
-                self._owned[path] = self._with_deferred_gradients(path, module, queue, stage)
+                operator = self._operator_of.get(path)
+                self._owned[path] = self._device.gradients.wrap(module, stage, operator, path)
         return fx.GraphModule(self._owned, self._graph, class_name="Segment")
-
-    def _with_deferred_gradients(
-        self, path: str, module: nn.Module, queue: WeightQueue | None, stage: int
-    ) -> nn.Module:
-        """The module, wrapped to defer its weight gradients if that pays."""
-        device, operator = self._device, self._operator_of.get(path)
-        if device.immediate is not None and operator is not None:
-            sink, joining = queue or device.joined.get(stage) or device.immediate, device.joining
-            if joining.includes(operator, path, module):
-                n, calls = joining.n_microbatches, joining.calls(path)
-                return defer(module, sink, device.buffers, n_joined=n, calls=calls) or module
-        if queue is not None:
-            return defer(module, queue, device.buffers) or module
-        if device.immediate is not None and is_large_linear(module):
-            return defer(module, device.immediate, device.buffers) or module
-        return module

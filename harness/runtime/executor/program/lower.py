@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from harness.runtime.executor.cache.recorded import recorded_keys
-from harness.runtime.executor.gradients.deferred import WeightQueue
 from harness.runtime.executor.program.emit import DeviceTasks, SegmentBuilder
 from harness.runtime.executor.program.program import (
     Draft,
@@ -17,14 +14,10 @@ from harness.runtime.executor.program.program import (
 
 
 class Lowering:
-    """Makes the program of one device for one size of microbatch.
+    """Makes the program of one device for one size of microbatch."""
 
-    Args:
-        queues: pending weight gradients by stage; empty if none are deferred.
-    """
-
-    def __init__(self, tasks: DeviceTasks, queues: Mapping[int, WeightQueue]) -> None:
-        self._tasks, self._queues = tasks, queues
+    def __init__(self, tasks: DeviceTasks) -> None:
+        self._tasks = tasks
         self._layout, self._device = tasks.layout, tasks.device
 
     def program(self) -> Program:
@@ -77,7 +70,7 @@ class Lowering:
             key for key in builder.values if key.value == "loss" or (is_norm and key not in needed)
         ]
         return Segment(
-            module=builder.finish(outputs, self._queues.get(stage), stage),
+            module=builder.finish(outputs, stage),
             inputs=tuple(builder.inputs),
             outputs=tuple(outputs),
             fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),

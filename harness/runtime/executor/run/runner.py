@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.domain.schedule import Action
 from harness.domain.strategy import Strategy
 from harness.runtime.devices.precision import Precision
 from harness.runtime.executor.cache.tap import Tap
-from harness.runtime.executor.gradients.deferred import WeightQueue, backward_calls
+from harness.runtime.executor.gradients.counts import backward_calls
+from harness.runtime.executor.gradients.deferred import WeightGradients
 from harness.runtime.executor.program.program import InputKey, PartKey, Program, Segment
 from harness.runtime.executor.run.flight import (
     Flight,
@@ -45,9 +46,7 @@ class Runner:
 
     Args:
         programs: programs and their moves by microbatch size.
-        queues: by stage, weight gradients that are computed in separate actions.
-        joined: by stage, weight gradients of joined microbatches, computed after a backward.
-        reached: called with parameters whose gradients a queue has added to.
+        gradients: weight gradients that are computed outside of autograd.
         stash: gives each microbatch its version of the weights; None without versions.
         update: called after each microbatch's backward if there are versions.
         gathers: gathers weights that are freed between their uses.
@@ -61,10 +60,8 @@ class Runner:
         channels: Channels,
         phases: Phases,
         precision: Precision,
-        queues: Mapping[int, WeightQueue],
-        joined: Mapping[int, WeightQueue],
+        gradients: WeightGradients,
         random: RandomState,
-        reached: Callable[[nn.Parameter], None],
         stash: Stash | None,
         update: Callable[[], None],
         gathers: WeightGathers,
@@ -75,8 +72,8 @@ class Runner:
         self._programs, self._sizes = programs, strategy.microbatch_sizes()
         self._channels, self._phases, self._precision = channels, phases, precision
         self._recompute = [stage.recompute for stage in strategy.stages]
-        self._queues, self._reached = queues, reached
-        self._joined, self._keeps_inputs = joined, self._needs_inputs()
+        self._gradients = gradients
+        self._keeps_inputs = self._needs_inputs()
         self._random = random
         self._device = channels.buffers.device
         self._sums = Sums(channels, phases, len(self._sizes))
@@ -116,15 +113,13 @@ class Runner:
             elif action.kind == "backward":
                 self._phases.begin("backward", stage=stage, microbatch=number)
                 self._backward(action)
-                for parameter in self._joined_gradients(action.stage):
-                    self._reached(parameter)
+                self._gradients.flush_joined(stage)
                 self._apply(self._flights[action.microbatch])
                 if self._stash is not None:
                     del self._flights[action.microbatch]
             else:
                 self._phases.begin("backward", pass_="weights", stage=stage, microbatch=number)
-                for parameter in self._queues[action.stage].flush(action.microbatch):
-                    self._reached(parameter)
+                self._gradients.flush(stage, action.microbatch)
         self._receives.finish()
         if self._stash is None:
             self._flights.clear()
@@ -132,7 +127,8 @@ class Runner:
     def _needs_inputs(self) -> bool:
         """Whether received values are needed after their backward, for weight gradients."""
         programs = [program for program, _ in self._programs.values()]
-        return any(stage in self._queues for one in programs for stage in one.stages) or any(
+        split = self._gradients.split
+        return any(stage in split for one in programs for stage in one.stages) or any(
             backward_calls(module).joined for one in programs for module in one.modules()
         )
 
@@ -145,10 +141,6 @@ class Runner:
         for program, _ in self._programs.values():
             for module in program.modules():
                 yield from module.buffers()
-
-    def _joined_gradients(self, stage: int) -> list[nn.Parameter]:
-        """Compute the pending gradients of joined microbatches; return their parameters."""
-        return self._joined[stage].flush() if stage in self._joined else []
 
     def _apply(self, flight: Flight) -> None:
         """With versions, update the weights by this microbatch's gradients."""
@@ -365,7 +357,7 @@ class Runner:
                 gradients.append(flight.gradient(key))
         if not outputs:
             return
-        queue = self._queues.get(action.stage)
+        queue = self._gradients.split.get(action.stage)
         with contextlib.nullcontext() if queue is None else queue.filling(action.microbatch):
             torch.autograd.backward(outputs, gradients)
 

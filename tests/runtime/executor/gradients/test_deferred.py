@@ -6,12 +6,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils import parametrizations
 
-from harness.runtime.executor.gradients.deferred import (
-    ImmediateSink,
-    WeightQueue,
-    backward_calls,
-    defer,
-)
+from harness.runtime.executor.gradients.counts import backward_calls
+from harness.runtime.executor.gradients.deferred import ImmediateSink, WeightQueue, defer
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 
 CASES = [
