@@ -24,14 +24,10 @@ from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.counts import count_rounds
 from harness.runtime.executor.gradients.deferred import WeightGradients
+from harness.runtime.executor.gradients.hooks import ParameterHooks
 from harness.runtime.executor.gradients.layer_norms import LayerNorms
 from harness.runtime.executor.gradients.loss_scale import LossScale
-from harness.runtime.executor.gradients.sums import (
-    Bucket,
-    GradientSync,
-    ParameterHooks,
-    sum_buckets,
-)
+from harness.runtime.executor.gradients.sums import Bucket, GradientSync, sum_buckets
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
 from harness.runtime.executor.program.lower import Lowering

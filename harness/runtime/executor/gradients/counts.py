@@ -1,4 +1,4 @@
-"""Count the additions of backward to the gradient of each parameter, to know when it is complete."""
+"""Count how often backward adds to each gradient, to know when it is complete."""
 
 from __future__ import annotations
 
