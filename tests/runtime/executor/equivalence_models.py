@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from equivalence_operators import OPERATORS
+from equivalence_operators import OPERATORS, SHAPED
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -30,25 +30,11 @@ from harness.runtime.models.task import (
     ModelOptions,
     Task,
     TextOptions,
-    logits_of,
 )
 from harness.runtime.models.torchvision_import import import_torchvision
 
 N_CLASSES = 6
 GRAPH_BATCH = 8
-
-
-class OwnPrecisionTask(Task):
-    """A task whose loss is computed in the model's own dtype: `Task` computes it in float32, whose
-    rounding would hide what float64 is to show."""
-
-    def sum_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        outputs = logits_of(outputs)
-        if self.loss == "cross_entropy":
-            return F.cross_entropy(outputs, targets, reduction="sum")
-        return F.binary_cross_entropy_with_logits(
-            outputs.reshape(-1), targets.to(outputs.dtype).reshape(-1), reduction="sum"
-        )
 
 
 class TinyLstm(nn.Module):
@@ -280,8 +266,8 @@ def _dlrm(interaction: Any) -> Task:
     return Task(model=Dlrm(options), inputs=(dense, indices), loss="binary_cross_entropy")
 
 
-def _classifier(model: nn.Module, *shape: int) -> Task:
-    return Task(model=model, inputs=(InputSpec(name="x", shape=shape),), n_classes=N_CLASSES)
+def _classifier(model: nn.Module, *shape: int, n_classes: int = N_CLASSES) -> Task:
+    return Task(model=model, inputs=(InputSpec(name="x", shape=shape),), n_classes=n_classes)
 
 
 def _text(name: str, head: HeadName | None = None) -> Task:
@@ -379,6 +365,12 @@ OTHER_MODELS |= TEXT_MODELS
 OTHER_MODELS |= {
     name: SmallModel(build=lambda make=make: _classifier(make(), 10))
     for name, make in OPERATORS.items()
+}
+OTHER_MODELS |= {
+    name: SmallModel(
+        build=lambda make=make, shape=shape, n=n: _classifier(make(), *shape, n_classes=n)
+    )
+    for name, (make, shape, n) in SHAPED.items()
 }
 _ALL = {**SMALL_MODELS, **DEEP_MODELS, **OTHER_MODELS}
 

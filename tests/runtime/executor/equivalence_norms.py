@@ -1,69 +1,19 @@
-"""Models whose batch norms meet what the others do not have, and what their ranks run."""
+"""Cases of models with batch norms, and what their ranks run."""
 
 from __future__ import annotations
 
 from unittest import mock
 
-import torch
-from equivalence_cases import DTYPES, Case
-from equivalence_models import OwnPrecisionTask
+from equivalence_cases import Case
+from equivalence_models import small_graph
 from equivalence_reference import Trace
 from equivalence_training import make_engine, train_by_strategy
-from torch import Tensor, nn
 
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
-from harness.runtime.capture.capture import capture
 from harness.runtime.executor.gradients.counts import backward_calls
 from harness.runtime.executor.gradients.deferred import Joining
-from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.ranks.world import World
-
-WIDE = 512
-
-
-class WideHead(nn.Module):
-    """The last weights fill a bucket, which starts before the norm's backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, WIDE, 1)
-        self.norm = nn.BatchNorm2d(WIDE)
-        self.head = nn.Conv2d(WIDE, WIDE, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.stem(x))).mean(dim=(2, 3))
-
-
-class UnreadRow(nn.Module):
-    """Of the norm's 7 rows the pool reads 6."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.pool = nn.MaxPool2d(2)
-        self.head = nn.Linear(36, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.pool(self.norm(self.stem(x))).flatten(1))
-
-
-_MODELS = {"wide head": (WideHead, 2, WIDE), "unread row": (UnreadRow, 7, 5)}
-
-
-class NormsCase(Case, frozen=True, kw_only=True):
-    """A case of one of these models."""
-
-    def make_task(self) -> Task:
-        return norms_task(self.model, DTYPES[self.dtype])
-
-
-def norms_task(name: str, dtype: torch.dtype = torch.float64) -> Task:
-    make, rows, n_classes = _MODELS[name]
-    torch.manual_seed(0)
-    spec = InputSpec(name="x", shape=(3, rows, rows), dtype=dtype)
-    return OwnPrecisionTask(model=make().to(dtype), inputs=(spec,), n_classes=n_classes)
 
 
 def norms_case(
@@ -73,13 +23,13 @@ def norms_case(
     *,
     others: OperatorPlan | None = None,
     **flow: object,
-) -> NormsCase:
+) -> Case:
     """A case on two ranks; operators without a plan have that of `others`, or are on device 0."""
     others = others or OperatorPlan({}, [0])
-    graph = capture(norms_task(model), batch, model).graph
-    placed = {op.name: plans.get(op.name, others) for op in graph.operators if has_tasks(op)}
+    operators = filter(has_tasks, small_graph(model).operators)
+    placed = {op.name: plans.get(op.name, others) for op in operators}
     strategy = Strategy(name=model, batch=batch, operators=placed, **flow)  # type: ignore[arg-type]
-    return NormsCase(name=model, model=model, n_ranks=2, strategy=strategy)
+    return Case(name=model, model=model, n_ranks=2, strategy=strategy)
 
 
 def joined_parameters(case: Case, world: World) -> int:

@@ -1,5 +1,5 @@
-"""Small models whose operators share memory, give several values, or scalars, for
-`equivalence_models`."""
+"""Small models for `equivalence_models`: of operators that share memory, give several values or
+scalars; of stages and copies that bring the orders of messages and of readers apart; of norms."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 N_CLASSES = 6
 _WIDTH = 12
+_NARROW = 4
+WIDE = 512
 
 
 class _Net(nn.Module):
@@ -125,6 +127,110 @@ class FixedBatch(_Net):
         return self.second(y.view(8, 3, 4).transpose(1, 2).reshape(8, _WIDTH))
 
 
+class Branches(nn.Module):
+    """Three functions of one value, the first and the last of which are read together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(_NARROW, _NARROW)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        first, second, third = x.relu(), x.tanh(), x.sigmoid()
+        return (first + third) * second
+
+
+class ReadTwice(nn.Module):
+    """A value that is read early by what keeps nothing, and late by a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.late = nn.Linear(_NARROW, _NARROW), nn.Linear(_NARROW, _NARROW)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return x.relu().tanh() + self.late(x)
+
+
+class ReadAsView(nn.Module):
+    """A view of a value, made early and read late by a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.late = nn.Linear(_NARROW, _NARROW), nn.Linear(_NARROW, _NARROW)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).view(-1, _NARROW)
+        return x.tanh() + self.late(x)
+
+
+class ReadAhead(nn.Module):
+    """Two values, of which the first is read by an early operator of a late stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(_NARROW, _NARROW)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.stem(x)
+        second = first.tanh()
+        ahead = first.relu()
+        both = second.sigmoid() * first
+        return ahead + both.cos()
+
+
+class WideHead(nn.Module):
+    """The last weights fill a bucket, which starts before the norm's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, WIDE, 1)
+        self.norm = nn.BatchNorm2d(WIDE)
+        self.head = nn.Conv2d(WIDE, WIDE, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.stem(x))).mean(dim=(2, 3))
+
+
+class UnreadRow(nn.Module):
+    """Of the norm's 7 rows the pool reads 6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.pool(self.norm(self.stem(x))).flatten(1))
+
+
+class Branching(nn.Module):
+    """A convolution and what works in place on its output, behind a branch on a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(2, 2, 3), nn.ReLU(inplace=True)
+        self.classify = nn.Linear(18, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 0:
+            x = self.conv(x)
+        x += 1
+        x = x + self.relu(x)  # of which both are the changed one
+        found: Tensor = self.classify(x.flatten(1))
+        return found
+
+
+def towers() -> nn.Module:
+    """Two pairs of a wide and a narrow layer, which follow one another without anything between."""
+    return nn.Sequential(
+        nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 8),
+        nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 5),
+    )  # fmt: skip
+
+
 OPERATORS: dict[str, Callable[[], nn.Module]] = {
     "changed_under_another_name": ChangedUnderAnotherName,
     "changed_in_places": ChangedInPlaces,
@@ -135,4 +241,15 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
     "shared_norm": SharedNorm,
     "spectral_norm": SpectralNorm,
     "fixed_batch": FixedBatch,
+}
+# With the shape of a sample and the number of classes.
+SHAPED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "branches": (Branches, (_NARROW,), _NARROW),
+    "read_twice": (ReadTwice, (_NARROW,), _NARROW),
+    "read_as_view": (ReadAsView, (_NARROW,), _NARROW),
+    "read_ahead": (ReadAhead, (_NARROW,), _NARROW),
+    "wide_head": (WideHead, (3, 2, 2), WIDE),
+    "unread_row": (UnreadRow, (3, 7, 7), 5),
+    "branching": (Branching, (2, 5, 5), 3),
+    "towers": (towers, (7,), 5),
 }

@@ -1,118 +1,40 @@
-"""Models whose stages and copies bring the orders of messages and of readers apart."""
+"""Strategies that bring the orders of messages and of readers apart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-from equivalence_cases import DTYPES, Case
-from equivalence_models import OwnPrecisionTask
+from equivalence_cases import Case
 from equivalence_training import make_engine
-from torch import Tensor, nn
 
 from harness.domain.partition import REPLICA
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.runtime.executor.transport.messages import Message
-from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.ranks.world import World
 
-WIDTH = 4
 
-
-class Branches(nn.Module):
-    """Three functions of one value, the first and the last of which are read together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        first, second, third = x.relu(), x.tanh(), x.sigmoid()
-        return (first + third) * second
-
-
-class ReadTwice(nn.Module):
-    """A value that is read early by what keeps nothing, and late by a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.late = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        return x.relu().tanh() + self.late(x)
-
-
-class ReadAsView(nn.Module):
-    """A view of a value, made early and read late by a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.late = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).view(-1, WIDTH)
-        return x.tanh() + self.late(x)
-
-
-class ReadAhead(nn.Module):
-    """Two values, of which the first is read by an early operator of a late stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.stem(x)
-        second = first.tanh()
-        ahead = first.relu()
-        both = second.sigmoid() * first
-        return ahead + both.cos()
-
-
-_MODELS = {
-    "branches": Branches,
-    "read twice": ReadTwice,
-    "read as view": ReadAsView,
-    "read ahead": ReadAhead,
-}
-
-
-class OrderCase(Case, frozen=True, kw_only=True):
-    """A case of one of these models."""
-
-    def make_task(self) -> Task:
-        torch.manual_seed(0)
-        dtype = DTYPES[self.dtype]
-        spec = InputSpec(name="x", shape=(WIDTH,), dtype=dtype)
-        return OwnPrecisionTask(
-            model=_MODELS[self.model]().to(dtype), inputs=(spec,), n_classes=WIDTH
-        )
-
-
-def third_branch_copied() -> OrderCase:
+def third_branch_copied() -> Case:
     """The branches on device 0, what reads them on device 1, with a copy of the third branch."""
     plans = {name: OperatorPlan({}, [0]) for name in ("stem", "relu", "tanh")}
     plans["sigmoid"] = OperatorPlan({REPLICA: 2}, [0, 1])
     plans |= {name: OperatorPlan({}, [1]) for name in ("add", "mul", "loss")}
     strategy = Strategy(name="branches", batch=4, operators=plans)
-    return OrderCase(name="branches", model="branches", n_ranks=2, strategy=strategy)
+    return Case(name="branches", model="branches", n_ranks=2, strategy=strategy)
 
 
-def read_by_two_stages() -> OrderCase:
+def read_by_two_stages() -> Case:
     """Device 1 has stages 1 and 3, which read one value; the later one joins its microbatches."""
     stage_of = {"stem": 0, "relu": 1, "tanh": 2, "late": 3, "add": 3, "loss": 3}
-    return _joining_in_turns("read twice", stage_of)
+    return _joining_in_turns("read_twice", stage_of)
 
 
-def read_as_view() -> OrderCase:
+def read_as_view() -> Case:
     """Stage 1 of device 1 makes a view of what it is sent, stage 3 joins its microbatches of it."""
     stage_of = {"stem": 0, "view": 1, "tanh": 2, "late": 3, "add": 3, "loss": 3}
-    return _joining_in_turns("read as view", stage_of)
+    return _joining_in_turns("read_as_view", stage_of)
 
 
-def _joining_in_turns(model: str, stage_of: dict[str, int]) -> OrderCase:
+def _joining_in_turns(model: str, stage_of: dict[str, int]) -> Case:
     """Four stages on two devices in turn, with all gradients of weights joined."""
     strategy = Strategy(
         name=model,
@@ -122,22 +44,22 @@ def _joining_in_turns(model: str, stage_of: dict[str, int]) -> OrderCase:
         schedule="interleaved",
         stages=[Stage()] * 4,
     )
-    return OrderCase(name=model, model=model, n_ranks=2, strategy=strategy, seed=1)
+    return Case(name=model, model=model, n_ranks=2, strategy=strategy, seed=1)
 
 
-def read_ahead() -> OrderCase:
+def read_ahead() -> Case:
     """Stages 0 and 2 on device 0, 1 and 3 on device 1, which fetches both values in stage 1."""
     stage_of = {"stem": 0, "tanh": 0, "relu": 3, "sigmoid": 1, "mul": 1, "cos": 2}
     stage_of |= {"add": 3, "loss": 3}
     strategy = Strategy(
-        name="read ahead",
+        name="read_ahead",
         batch=8,
         operators={name: OperatorPlan({}, [s % 2], s) for name, s in stage_of.items()},
         n_microbatches=4,
         schedule="interleaved",
         stages=[Stage()] * 4,
     )
-    return OrderCase(name="read ahead", model="read ahead", n_ranks=2, strategy=strategy)
+    return Case(name="read_ahead", model="read_ahead", n_ranks=2, strategy=strategy)
 
 
 # Numbers of messages by their stages, from and to.

@@ -8,7 +8,6 @@ import torch
 from equivalence_cases import Case, copied_case, random_case
 from equivalence_check import check
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond, worst
-from equivalence_exported import cut_before_what_works_in_place
 from equivalence_models import small_graph
 from equivalence_ranks import RanksFailedError, local_world
 from equivalence_reference import Trace, train_alone, train_alone_asynchronously
@@ -82,6 +81,20 @@ def test_strategies_that_once_trained_another_model(index, model, ranks):
     case = random_case(0, index)
     assert case.model == model
     assert_equal(case, ranks)
+
+
+def cut_before_what_works_in_place():
+    """The convolution on device 0, what works in place on what it sends on device 1."""
+    stage_of = {"conv": 0, "add_": 1, "relu": 1, "add": 1, "flatten": 1, "classify": 1}
+    stage_of["loss"] = 1
+    strategy = Strategy(
+        name="cut before add_",
+        batch=8,
+        operators={name: OperatorPlan({}, [s], s) for name, s in stage_of.items()},
+        n_microbatches=2,
+        stages=[Stage()] * 2,
+    )
+    return Case(name=strategy.name, model="branching", n_ranks=2, strategy=strategy)
 
 
 def test_an_exported_operator_leaves_what_it_is_sent_as_it_is(ranks):

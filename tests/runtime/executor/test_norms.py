@@ -22,7 +22,7 @@ def uneven_case():
     """Device 0 is fed more than its 2 MiB of weights by two microbatches, device 1 less."""
     stem, others = (OperatorPlan({"sample": [4, 1]}, [0, 1], stage) for stage in (0, 1))
     flow = {"n_microbatches": 2, "stages": [Stage(), Stage()]}
-    return norms_case("wide head", {"stem": stem}, 100, others=others, **flow)
+    return norms_case("wide_head", {"stem": stem}, 100, others=others, **flow)
 
 
 def test_microbatches_are_joined_alike_where_weights_are_held_together(uneven_case, ranks):
@@ -38,5 +38,5 @@ def test_statistics_do_not_meet_gradients_that_start_when_each_device_has_them(u
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_block_of_a_norm_that_nobody_reads_takes_part_in_its_sums(recompute, ranks):
     norm = {"norm": OperatorPlan({"height": [6, 1]}, [0, 1])}
-    case = norms_case("unread row", norm, 4, stages=[Stage(recompute)])
+    case = norms_case("unread_row", norm, 4, stages=[Stage(recompute)])
     assert_equal(case, ranks)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from equivalence_cases import Case
 from equivalence_check import check
-from equivalence_sums import SumsCase, by_sums
+from equivalence_models import small_graph
 from torch import nn
 
 from harness.domain.partition import REPLICA, SAMPLE
-from harness.domain.sharding import has_tasks
+from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import StrategyError
 from harness.runtime.capture.capture import capture
@@ -44,10 +45,20 @@ def test_copies_of_what_uses_weights_of_others_are_refused():
         choose_forms(captured, meta, plan, [BATCH])
 
 
+def by_sums(n_devices, batch, n_microbatches, loss):
+    """Wide layers by features, narrow ones by contraction, the loss by samples or by all."""
+    dims = iter(["feature", "feature", CONTRACTION] * 2 + [loss])
+    plans = {
+        operator.name: OperatorPlan({next(dims): n_devices}, list(range(n_devices)))
+        for operator in filter(has_tasks, small_graph("towers").operators)
+    }
+    return Strategy(name="sums", batch=batch, operators=plans, n_microbatches=n_microbatches)
+
+
 @pytest.mark.parametrize("n_microbatches", [1, 2])
 @pytest.mark.parametrize("loss", [SAMPLE, REPLICA])
 def test_shared_sums_train_what_one_device_trains(n_microbatches, loss, ranks):
-    strategy = by_sums(3, BATCH, n_microbatches, loss=loss)
-    case = SumsCase(name="sums", model="towers", n_ranks=3, strategy=strategy)
+    strategy = by_sums(3, BATCH, n_microbatches, loss)
+    case = Case(name="sums", model="towers", n_ranks=3, strategy=strategy)
     finding = check(case, ranks)
     assert finding.is_equal, finding.text()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from equivalence_models import OwnPrecisionTask
 from torch import Tensor, nn
 
 from harness.runtime.models.task import InputSpec, Task
@@ -65,4 +64,4 @@ class ZooModel:
         elif not is_narrow:
             spec = replace(spec, dtype=torch.float64)
         model = model if is_narrow else model.double()
-        return OwnPrecisionTask(model=model, inputs=(spec,), n_classes=N_CLASSES)
+        return Task(model=model, inputs=(spec,), n_classes=N_CLASSES)
