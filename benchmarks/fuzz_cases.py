@@ -227,9 +227,11 @@ def _shard_seeds() -> list[bytes]:
         "optimizer m 0:4,0:2 w": torch.ones(4, 2),
         "optimizer step - w": torch.tensor(3.0),
     }
-    metadata = {"format": "state shards 1", "ranks": "1", "step": "3"}
-    metadata |= {"names": json.dumps({"w": "w"}), "parameters": json.dumps(["w"])}
-    return [save(tensors, metadata=metadata)]
+    state = {
+        "n_ranks": 1, "step": 3, "names": {"w": "w"}, "parameters": ["w"], "is_survivors": False,
+        "shapes": {"w": [4, 2]}, "trained": ["w"],
+    }  # fmt: skip
+    return [save(tensors, metadata={"format": "state shards 2", "state": json.dumps(state)})]
 
 
 def _clicks(path: Path) -> None:

@@ -1,8 +1,8 @@
 """Files with the state of a model and its optimizer: each rank writes its slices.
 
 Each rank writes one file, with tensors named `model INTERVALS NAME` and `optimizer KEY INTERVALS
-NAME`. INTERVALS is such as `0:4,2:6`, or `-` for state without the parameter's shape. Metadata
-hold the number of ranks, the step and the names of the model's state.
+NAME`. INTERVALS is such as `0:4,2:6`, or `-` for state without the parameter's shape. All files
+have the same `StateMetadata`.
 
 Shards of survivors are those of ranks that have lost another: each holds all slices of its rank,
 and together they are a state if they cover every tensor.
@@ -10,40 +10,36 @@ and together they are a state if they cover every tensor.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.domain.files import decode
+from harness.domain.files import Count, decode
 from harness.errors import ResultsError
-from harness.inputs import find_int, one_line, open_regular, parse_int, shorten
+from harness.inputs import find_int, one_line, open_regular, shorten
 from harness.measure.store import replacing
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.state.state import RankParts, StateGatherer
 from harness.runtime.ranks.world import World
 
-_FORMAT = "state shards 1"
+_FORMAT = "state shards 2"
 _UNCUT = "-"
-_SURVIVORS = "survivors"
-_MOST_RANKS = 2**16
 
 T = TypeVar("T")
 Pieces = list[tuple[WeightSlice, Tensor]]
 
 
-@dataclass(frozen=True)
-class Metadata:
+class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Metadata that all files of a state share.
 
     Attributes:
@@ -54,13 +50,17 @@ class Metadata:
         trained: parameters that the optimizer updates.
     """
 
-    n_ranks: int
-    step: int
+    n_ranks: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    step: Count
     names: dict[str, str]
     parameters: list[str]
     is_survivors: bool
-    shapes: dict[str, list[int]]
+    shapes: dict[str, list[Count]]
     trained: list[str]
+
+    def __post_init__(self) -> None:
+        if len(set(self.parameters)) != len(self.parameters):
+            raise ValueError("a name is twice among the parameters: save the state again")
 
 
 def save_sharded(
@@ -79,18 +79,18 @@ def save_sharded(
     """
     parts = dict(_named(gatherer.rank_parts(optimizer, has_copies=is_survivor)))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()}
-    metadata = {
-        "format": _FORMAT,
-        "ranks": str(world.size),
-        "step": str(step),
-        "names": json.dumps(gatherer.names),
-        "parameters": json.dumps(gatherer.parameters),
-        "writers": _SURVIVORS if is_survivor else "all",
-        "shapes": json.dumps(gatherer.model_shapes(), sort_keys=True),
-        "trained": json.dumps(gatherer.trained_names()),
-    }
+    metadata = StateMetadata(
+        n_ranks=world.size,
+        step=step,
+        names=gatherer.names,
+        parameters=gatherer.parameters,
+        is_survivors=is_survivor,
+        shapes=gatherer.model_shapes(),
+        trained=gatherer.trained_names(),
+    )
+    text = msgspec.json.encode(metadata).decode()
     with replacing(directory / _file_name(world.rank)) as temporary:
-        save_file(tensors, str(temporary), metadata=metadata)
+        save_file(tensors, str(temporary), metadata={"format": _FORMAT, "state": text})
 
 
 def load_sharded(directory: Path) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _known(found: dict[str, T], name: str, kind: str, directory: Path) -> T:
     return found[name]
 
 
-def check_sharded(directory: Path) -> tuple[list[Path], Metadata]:
+def check_sharded(directory: Path) -> tuple[list[Path], StateMetadata]:
     """Check the files of a state; return their paths and metadata. Tensors are not read.
 
     Raises:
@@ -138,7 +138,7 @@ def check_sharded(directory: Path) -> tuple[list[Path], Metadata]:
     paths = sorted(directory.glob(_file_name("*")))
     if not paths:
         raise ResultsError(f"{directory} holds no {_file_name('*')}: give the directory of a state")
-    metadata = _parse_metadata(_common_metadata(paths), paths[0])
+    metadata = _common_metadata(paths)
     if metadata.is_survivors:
         _check_covered(paths, metadata, directory)
         return paths, metadata
@@ -156,7 +156,7 @@ def check_sharded(directory: Path) -> tuple[list[Path], Metadata]:
     return paths, metadata
 
 
-def _check_covered(paths: list[Path], metadata: Metadata, directory: Path) -> None:
+def _check_covered(paths: list[Path], metadata: StateMetadata, directory: Path) -> None:
     """Check that the shards of survivors cover the model and the optimizer's state.
 
     Raises:
@@ -235,51 +235,31 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _common_metadata(paths: list[Path]) -> dict[str, str]:
+def _common_metadata(paths: list[Path]) -> StateMetadata:
     """The metadata of all files, which must be equal."""
-    found: list[dict[str, str]] = []
-    for path in paths:
-        with _opened(path) as file:
-            found.append(file.metadata() or {})
-        if found[-1].get("format") != _FORMAT:
-            raise ResultsError(
-                f"{path} has format {shorten(found[-1].get('format'))}, not {_FORMAT!r}: it is no "
-                "shard of this version"
-            )
-    for path, metadata in zip(paths, found, strict=True):
-        for key in found[0].keys() | metadata.keys():
-            one, other = found[0].get(key), metadata.get(key)
-            if one != other:
+    first = _read_metadata(paths[0])
+    for path in paths[1:]:
+        other = _read_metadata(path)
+        for key in first.__struct_fields__:
+            if getattr(first, key) != getattr(other, key):
                 raise ResultsError(
-                    f"{paths[0]} and {path} are of different saves: their {shorten(key)} are "
-                    f"{shorten(one)} and {shorten(other)}; keep each in a directory of its own"
+                    f"{paths[0]} and {path} are of different saves: their {key} are "
+                    f"{shorten(getattr(first, key))} and {shorten(getattr(other, key))}; keep "
+                    "each in a directory of its own"
                 )
-    return found[0]
+    return first
 
 
-def _parse_metadata(metadata: dict[str, str], path: Path) -> Metadata:
-    missing = [key for key in ("ranks", "step", "names", "parameters") if key not in metadata]
-    if missing:
-        raise ResultsError(f"{path} does not say its {', '.join(missing)}: save the state again")
-    parsed = Metadata(
-        n_ranks=parse_int(
-            metadata["ranks"], f"{path}: ranks", at_least=1, at_most=_MOST_RANKS, error=ResultsError
-        ),
-        step=parse_int(metadata["step"], f"{path}: step", error=ResultsError),
-        names=_decode_field(metadata, "names", dict[str, str], path),
-        parameters=_decode_field(metadata, "parameters", list[str], path),
-        is_survivors=metadata.get("writers") == _SURVIVORS,
-        shapes=_decode_field({"shapes": "{}", **metadata}, "shapes", dict[str, list[int]], path),
-        trained=_decode_field({"trained": "[]", **metadata}, "trained", list[str], path),
-    )
-    if len(set(parsed.parameters)) != len(parsed.parameters):
-        raise ResultsError(f"{path} has a name twice in its parameters: save the state again")
-    return parsed
-
-
-def _decode_field(metadata: dict[str, str], key: str, type_: type[T], path: Path) -> T:
-    data = metadata[key].encode(errors="replace")
-    return decode(data, type_, source=f"{path}: {key}", error=ResultsError)
+def _read_metadata(path: Path) -> StateMetadata:
+    with _opened(path) as file:
+        found: dict[str, str] = file.metadata() or {}
+    if found.get("format") != _FORMAT:
+        raise ResultsError(
+            f"{path} has format {shorten(found.get('format'))}, not {_FORMAT!r}: it is no shard of "
+            "this version; save the state again"
+        )
+    data = found.get("state", "").encode(errors="replace")
+    return decode(data, StateMetadata, source=str(path), error=ResultsError)
 
 
 def _read(
