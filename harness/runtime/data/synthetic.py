@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from psutil import virtual_memory
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from harness.runtime.data.batch import Batch
-from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.models.task import Task
 from harness.units import format_bytes
 
 _LARGEST_BYTES = 1 << 30
@@ -29,12 +28,6 @@ def default_n_samples(task: Task, global_batch: int) -> int:
     """A few full global batches, fewer if they are large; independent of the number of ranks."""
     fitting = _LARGEST_BYTES // max(1, bytes_per_sample(task) * global_batch)
     return global_batch * max(1, min(_N_BATCHES, fitting))
-
-
-def _draw(spec: InputSpec, generator: torch.Generator) -> Tensor:
-    if spec.n_values is None:
-        return torch.randn(spec.shape, dtype=spec.dtype, generator=generator)
-    return torch.randint(spec.n_values, spec.shape, dtype=spec.dtype, generator=generator)
 
 
 class SyntheticData(Dataset[Batch]):
@@ -89,7 +82,7 @@ class SyntheticData(Dataset[Batch]):
         seed = (self._seed * _SEED_FACTOR + index) % (1 << 32)
         generator = torch.Generator().manual_seed(seed)
         for spec, column in zip(self._task.inputs, batch.inputs, strict=True):
-            column[row] = _draw(spec, generator)
+            column[row] = spec.draw(1, generator)[0]
         drawn = [column[row : row + 1] for column in batch.inputs]
         targets = self._task.targets_among(drawn)
         if targets is None:

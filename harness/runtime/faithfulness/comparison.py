@@ -41,7 +41,7 @@ from harness.runtime.faithfulness.outcomes import (
     values_of,
     widened,
 )
-from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import raise_on_all_ranks
 from harness.runtime.ranks.world import World
 
@@ -92,15 +92,7 @@ class _Side:
 def draw_batch(task: Task, n: int, seed: int, device: torch.device) -> Batch:
     """Draw n random samples for a task, on the host."""
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(spec: InputSpec) -> Tensor:
-        if spec.n_values is not None:
-            return torch.randint(spec.n_values, (n, *spec.shape), generator=generator).to(
-                spec.dtype
-            )
-        return torch.randn(n, *spec.shape, generator=generator).to(spec.dtype)
-
-    inputs = tuple(draw(spec) for spec in task.inputs)
+    inputs = tuple(spec.draw(n, generator) for spec in task.inputs)
     return Batch(inputs, task.draw_targets(n, generator=generator)).to(device)
 
 

@@ -107,7 +107,7 @@ class OwnLoss:
         device: torch.device | None = None,
     ) -> Tensor:
         """Draw random targets, which all count."""
-        drawn = [_draw(spec, n_samples, generator, device) for spec in self.labels]
+        drawn = [spec.draw(n_samples, generator, device) for spec in self.labels]
         return join(drawn) if drawn else torch.zeros(n_samples, dtype=torch.int64, device=device)
 
     def check(self, name: str) -> None:
@@ -218,13 +218,3 @@ def _run(calls: Iterable[Call], given: Sequence[Any], device: torch.device) -> d
         slots = pytree.tree_leaves(call.result)
         values |= {s: x for s, x in zip(slots, found, strict=True) if isinstance(s, Slot)}
     return values
-
-
-def _draw(
-    spec: InputSpec, n: int, generator: torch.Generator | None, device: torch.device | None
-) -> Tensor:
-    shape = (n, *spec.shape)
-    if spec.n_values is None:
-        return torch.randn(shape, dtype=spec.dtype, generator=generator, device=device)
-    high = spec.n_values
-    return torch.randint(high, shape, dtype=spec.dtype, generator=generator, device=device)

@@ -118,6 +118,19 @@ class InputSpec:
     dtype: torch.dtype = torch.float32
     n_values: int | None = None
 
+    def draw(
+        self,
+        n_samples: int,
+        generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Draw random samples."""
+        shape, dtype = (n_samples, *self.shape), self.dtype
+        if self.n_values is None and dtype.is_floating_point:
+            return torch.randn(shape, dtype=dtype, generator=generator, device=device)
+        high = self.n_values or 1
+        return torch.randint(high, shape, dtype=dtype, generator=generator, device=device)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:

@@ -30,14 +30,7 @@ from harness.workloads.profile.store import StepValues
 
 def make_inputs(task: Task, samples: int, device: torch.device) -> list[Tensor]:
     """Make random inputs of a task."""
-    made = []
-    for spec in task.inputs:
-        shape = (samples, *spec.shape)
-        if spec.dtype.is_floating_point:
-            made.append(torch.randn(shape, dtype=spec.dtype, device=device))
-        else:
-            made.append(torch.randint(spec.n_values or 1, shape, dtype=spec.dtype, device=device))
-    return made
+    return [spec.draw(samples, device=device) for spec in task.inputs]
 
 
 def small_batch(batch: int) -> int:
