@@ -81,7 +81,7 @@ def widened_task(case: TrainCase, world: World) -> DoubleTask:
 
 def whole_batches(case: TrainCase, world: World) -> list[Batch]:
     """The first global batches of the run on one device, in float64; equal on all ranks."""
-    first = replace(world, rank=0, size=1, local_rank=0, local_size=1)
+    first = replace(world, rank=0, size=1)
     source = iter(prepare(case, first, Recorder(clock_for(world.device))).batches)
     found = [next(source) for _ in range(_N_STEPS)]
     return [

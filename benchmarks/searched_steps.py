@@ -101,7 +101,7 @@ class Stepper:
         is_single = case.strategy == "single"
         self._training: Training | None = None
         if world.is_first or not is_single:  # other ranks idle for `single`
-            own = replace(world, size=1, local_size=1) if is_single else world
+            own = replace(world, size=1) if is_single else world
             self._training = prepare(case, own, self._recorder, planned)
             plan = self._training.plan
             self._share = Share(n_local=plan.n_fed(world.rank), n_global=plan.global_batch)

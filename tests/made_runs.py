@@ -93,7 +93,7 @@ def world_of(rank: int = 0, size: int = 1, *, hosts: Sequence[str] = ()) -> Worl
 
     hostnames = list(hosts) or [f"node{i}" for i in range(size)]
     return World(
-        rank=rank, size=size, local_rank=rank, local_size=size, hostname=hostnames[rank],
+        rank=rank, size=size, hostname=hostnames[rank],
         hostnames=hostnames, device=torch.device("cpu"), device_kind="test device",
         backend="gloo", backend_reason="a test", interface="lo", n_cores=1, n_threads=1,
         memory_bytes=4 * GIB,

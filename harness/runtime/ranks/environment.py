@@ -15,12 +15,13 @@ from harness.inputs import find_int, parse_int, shorten
 # srun numbers its steps from 0; batch and extern steps have the highest numbers.
 _FIRST_SPECIAL_SLURM_STEP = 4294967290
 _MAX_RANKS = 1_000_000
+_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "torchrun": "torchrun", "slurm": "Slurm"}
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A rank's number among all ranks and on its host, as the launcher sets them.
+    """A rank's number among all ranks, as the launcher sets it.
 
     Attributes:
         launcher: openmpi, mpich, torchrun, slurm or none.
@@ -30,8 +31,6 @@ class Launch:
     launcher: str
     rank: int
     size: int
-    local_rank: int
-    local_size: int
     has_mpi: bool
 
 
@@ -41,46 +40,29 @@ def _read_int(environ: Mapping[str, str], name: str, launcher: str) -> int:
     if value is None:
         shown = "not set" if text is None else shorten(text)
         raise LaunchError(
-            f"{launcher} should set {name} to a whole number up to {_MAX_RANKS}, it is {shown}: "
-            "start the ranks with mpirun, srun or torchrun, or unset the launcher's other variables"
+            f"{_NAMES[launcher]} should set {name} to a whole number up to {_MAX_RANKS}, it is "
+            f"{shown}: start the ranks with mpirun, srun or torchrun, or unset the launcher's "
+            "other variables"
         )
     return value
 
 
-def _read_any(environ: Mapping[str, str], names: list[str], launcher: str) -> int | None:
-    """The value of the first variable that is set, or None."""
-    name = next((name for name in names if name in environ), None)
-    return None if name is None else _read_int(environ, name, launcher)
-
-
 def _launch(
-    launcher: str,
-    rank: int,
-    size: int,
-    local: tuple[int | None, int | None],
-    *,
-    has_mpi: bool,
+    environ: Mapping[str, str], launcher: str, rank: str, size: str, *, has_mpi: bool = False
 ) -> Launch:
-    """Check the numbers against each other; missing local ones default to one rank a host."""
-    local_rank, local_size = local
-    if not rank < size:
-        raise LaunchError(
-            f"{launcher} says rank {rank} of {size} ranks: "
-            "ranks count from 0, so its environment is stale; start from a clean shell"
-        )
-    if local_size is not None and not max(local_rank or 0, 0) < local_size <= size:
-        raise LaunchError(
-            f"{launcher} says local rank {local_rank or 0} of {local_size} on this host, of {size} "
-            "ranks in all: its environment is stale; start from a clean shell"
-        )
-    return Launch(
+    """Read the variables of a launcher, and check the numbers against each other."""
+    found = Launch(
         launcher=launcher,
-        rank=rank,
-        size=size,
-        local_rank=local_rank or 0,
-        local_size=local_size or 1,
+        rank=_read_int(environ, rank, launcher),
+        size=_read_int(environ, size, launcher),
         has_mpi=has_mpi,
     )
+    if not found.rank < found.size:
+        raise LaunchError(
+            f"{_NAMES[launcher]} says rank {found.rank} of {found.size} ranks: "
+            "ranks count from 0, so its environment is stale; start from a clean shell"
+        )
+    return found
 
 
 def read_port(environ: Mapping[str, str]) -> int:
@@ -103,83 +85,14 @@ def read_address(environ: Mapping[str, str]) -> str:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:
-    name = "torchrun"
     read_address(environ)
     read_port(environ)
-    return _launch(
-        name,
-        _read_int(environ, "RANK", name),
-        _read_int(environ, "WORLD_SIZE", name),
-        (_read_any(environ, ["LOCAL_RANK"], name), _read_any(environ, ["LOCAL_WORLD_SIZE"], name)),
-        has_mpi=False,
-    )
-
-
-def _openmpi(environ: Mapping[str, str]) -> Launch:
-    local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return _launch(
-        "openmpi",
-        _read_int(environ, "OMPI_COMM_WORLD_RANK", "Open MPI"),
-        _read_int(environ, "OMPI_COMM_WORLD_SIZE", "Open MPI"),
-        (_read_int(environ, local[0], "Open MPI"), _read_int(environ, local[1], "Open MPI")),
-        has_mpi=True,
-    )
-
-
-def _mpich(environ: Mapping[str, str]) -> Launch:
-    size = _read_int(environ, "PMI_SIZE", "MPICH")
-    local_size = _read_any(environ, ["MPI_LOCALNRANKS"], "MPICH")
-    return _launch(
-        "mpich",
-        _read_int(environ, "PMI_RANK", "MPICH"),
-        size,
-        (
-            _read_any(environ, ["MPI_LOCALRANKID", "SLURM_LOCALID"], "MPICH"),
-            local_size or _slurm_max_local_size(environ, size),
-        ),
-        has_mpi=True,
-    )
+    return _launch(environ, "torchrun", "RANK", "WORLD_SIZE")
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
-    size = _read_any(environ, ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"], "Slurm")
-    size = 1 if size is None else size
-    return _launch(
-        "slurm",
-        _read_int(environ, "SLURM_PROCID", "Slurm"),
-        size,
-        (_read_any(environ, ["SLURM_LOCALID"], "Slurm"), _slurm_local_size(environ, size)),
-        has_mpi=False,
-    )
-
-
-def _slurm_max_local_size(environ: Mapping[str, str], size: int) -> int | None:
-    """The job's limit of ranks a node, which a small step does not reach."""
-    limit = _read_any(environ, ["SLURM_NTASKS_PER_NODE"], "Slurm")
-    return None if limit is None else min(limit, size)
-
-
-def _slurm_local_size(environ: Mapping[str, str], size: int) -> int | None:
-    """This node's ranks; `2(x3),1` means three nodes of two ranks, then one of one."""
-    name = "SLURM_STEP_TASKS_PER_NODE"
-    if name not in environ:
-        return _slurm_max_local_size(environ, size)
-    node = _read_any(environ, ["SLURM_NODEID"], "Slurm") or 0
-    for part in environ[name].split(","):
-        match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part.strip(), re.ASCII)
-        if match is None:
-            raise LaunchError(
-                f"Slurm should set {name} to ranks of each node, like 2(x3), it is "
-                f"{shorten(environ[name])}: start the ranks with srun, or unset it"
-            )
-        n_nodes = int(match[2] or 1)
-        if node < n_nodes:
-            return int(match[1])
-        node -= n_nodes
-    raise LaunchError(
-        f"Slurm says SLURM_NODEID {shorten(environ.get('SLURM_NODEID', '0'))}, and {name} "
-        f"{shorten(environ[name])} has fewer nodes: start from a clean shell"
-    )
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    return _launch({"SLURM_NTASKS": "1", **environ}, "slurm", "SLURM_PROCID", size)
 
 
 def _is_slurm_step(environ: Mapping[str, str]) -> bool:
@@ -213,14 +126,16 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     if "TORCHELASTIC_RUN_ID" in environ:
         launch = _torchrun(environ)
     elif "OMPI_COMM_WORLD_RANK" in environ:
-        launch = _openmpi(environ)
+        launch = _launch(
+            environ, "openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", has_mpi=True
+        )
     elif "PMI_RANK" in environ:
-        launch = _mpich(environ)
+        launch = _launch(environ, "mpich", "PMI_RANK", "PMI_SIZE", has_mpi=True)
     elif _is_slurm_step(environ):
         launch = _slurm(environ)
     elif environ.keys() >= set(_TORCHRUN_VARIABLES):
         launch = _torchrun(environ)
     else:
         _check_incomplete_launcher(environ)
-        launch = Launch(launcher="none", rank=0, size=1, local_rank=0, local_size=1, has_mpi=False)
+        launch = Launch(launcher="none", rank=0, size=1, has_mpi=False)
     return launch

@@ -205,8 +205,7 @@ def _check_versions(facts: list[HostFacts]) -> None:
 def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, requested: str) -> World:
     hostnames = [fact.hostname for fact in facts]
     mine = facts[launch.rank]
-    same_host = [k for k, name in enumerate(hostnames) if name == mine.hostname]
-    local_rank, local_size = same_host.index(launch.rank), len(same_host)
+    local_size = hostnames.count(mine.hostname)
     interface = choose_interface(launch.rank, hostnames, [f.interfaces for f in facts], requested)
     if interface is None:
         raise _no_interface(mine, requested)
@@ -218,8 +217,6 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, requested: s
     return World(
         rank=launch.rank,
         size=launch.size,
-        local_rank=local_rank,
-        local_size=local_size,
         hostname=mine.hostname,
         hostnames=hostnames,
         device=torch.device("cuda", mine.gpus.index(gpu)) if gpu else torch.device("cpu"),

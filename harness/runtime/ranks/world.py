@@ -32,8 +32,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
     hostname: str
     hostnames: list[str]
     device: torch.device

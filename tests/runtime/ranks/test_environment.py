@@ -1,4 +1,4 @@
-"""Each launcher's variables give the same five numbers."""
+"""Each launcher's variables give the same numbers."""
 
 import socket
 
@@ -7,29 +7,13 @@ import pytest
 from harness.errors import LaunchError
 from harness.runtime.ranks.environment import read_launch
 
-OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "5",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-MPICH = {"PMI_RANK": "3", "PMI_SIZE": "5", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "5"}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "5"}
 TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "RANK": "3",
-    "WORLD_SIZE": "5",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "a",
+    "TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "5", "MASTER_ADDR": "a",
     "MASTER_PORT": "1",
-}
-SLURM = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-}
+}  # fmt: skip
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "5"}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +23,7 @@ SLURM = {
 def test_a_launchers_variables_give_the_place(environ, launcher):
     launch = read_launch(environ)
     assert launch.launcher == launcher
-    assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (3, 5, 1, 2)
+    assert (launch.rank, launch.size) == (3, 5)
     assert launch.has_mpi == (launcher in ("openmpi", "mpich"))
 
 
@@ -93,9 +77,6 @@ def test_a_malformed_variable_is_named_with_its_value_and_a_remedy(environ, name
     ("changes", "message"),
     [
         ({"RANK": "5"}, "rank 5 of 5 ranks"),
-        ({"LOCAL_RANK": "2"}, "local rank 2 of 2 on this host, of 5"),
-        ({"LOCAL_WORLD_SIZE": "6"}, "local rank 1 of 6 on this host, of 5"),
-        ({"LOCAL_WORLD_SIZE": "0"}, "local rank 1 of 0"),
         ({"WORLD_SIZE": "0"}, "rank 3 of 0"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT is 'x': write a whole number from 1 to 65535"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT is '0'"),
@@ -108,15 +89,6 @@ def test_a_malformed_variable_is_named_with_its_value_and_a_remedy(environ, name
 def test_numbers_that_contradict_each_other_are_named(changes, message):
     with pytest.raises(LaunchError, match=message.replace("(", r"\(").replace("$", r"\$")):
         read_launch({**TORCHRUN, **changes})
-
-
-def test_slurms_ranks_of_each_node_are_read():
-    several = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "1"}
-    assert read_launch(several).local_size == 2
-    last = {**several, "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}
-    assert read_launch(last).local_size == 1
-    with pytest.raises(LaunchError, match="SLURM_NODEID '3'"):
-        read_launch({**several, "SLURM_NODEID": "3"})
 
 
 def test_a_rank_that_cannot_meet_the_others_does_not_run_alone():

@@ -34,10 +34,7 @@ def worlds(everyone):
     """Each rank's world, all on one host."""
     return [
         rendezvous._build_world(
-            Launch(
-                launcher="slurm", rank=rank, size=len(everyone), local_rank=rank,
-                local_size=len(everyone), has_mpi=False,
-            ),
+            Launch(launcher="slurm", rank=rank, size=len(everyone), has_mpi=False),
             everyone, None, "",
         )
         for rank in range(len(everyone))
