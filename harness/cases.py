@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count, groupby
 from pathlib import Path
@@ -14,8 +13,7 @@ import msgspec
 
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader, device_names, run_key
-from harness.errors import ResultsError
-from harness.measure.store import read_header
+from harness.measure.store import headers_in
 from harness.workloads import load_workload
 from harness.workloads.common.contract import Continuation, Need, Workload, config_json
 
@@ -137,13 +135,10 @@ def find_last(results: Path, case: Case, repeat: int, n_started: int) -> RunHead
     that a sweep over numbers of ranks continues each run by itself.
     """
     workload = case.workload
-    if workload.is_same is None or not results.is_dir():
+    if workload.is_same is None:
         return None
-    config, known = config_json(case.config), dict[str, RunHeader]()
-    for entry in results.iterdir():
-        with suppress(ResultsError):
-            header = read_header(entry)
-            known[header.run_id] = header
+    config = config_json(case.config)
+    known = {header.run_id: header for _, header in headers_in(results)}
     found: list[RunHeader] = []
     for header in known.values():
         first = header
@@ -160,13 +155,7 @@ def find_last(results: Path, case: Case, repeat: int, n_started: int) -> RunHead
 def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
     """Finished runs in a results directory by key, oldest first."""
     done: dict[str, list[RunHeader]] = {}
-    if not results.is_dir():
-        return done
-    for entry in results.iterdir():
-        try:
-            header = read_header(entry)
-        except ResultsError:
-            continue
+    for _, header in headers_in(results):
         if header.status in _FINISHED:
             done.setdefault(header.key, []).append(header)
     for repeats in done.values():

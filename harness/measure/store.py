@@ -249,6 +249,20 @@ def read_header(run_dir: Path) -> RunHeader:
     return header
 
 
+def headers_in(results: Path, pattern: str = "*") -> Iterator[tuple[Path, RunHeader]]:
+    """The runs in a directory of results with their headers; other entries are left out.
+
+    Args:
+        pattern: of the runs' names.
+    """
+    for path in results.glob(pattern):
+        try:
+            header = read_header(path)
+        except ResultsError:
+            continue
+        yield path, header
+
+
 def _decode_header(data: bytes, source: str) -> RunHeader:
     tag = parse_json(data, source, ResultsError)
     found = (tag.get("schema"), tag.get("version")) if isinstance(tag, dict) else (None, None)

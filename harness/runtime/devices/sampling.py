@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from harness.measure.clock import Clock, HostClock
-from harness.runtime.ranks.cgroup import cgroup_file
+from harness.runtime.ranks.cgroup import cpu_quota_s
 
 # CUDA returns float32 milliseconds between events: exact to 8 ns at 0.1 s, to 1 us at 10 s.
 _REBASE_S = 0.1
@@ -115,20 +115,7 @@ def _read(clock: Clock, marks: list[tuple[Any, Any]]) -> list[float]:
     return [clock.seconds_at(end) - clock.seconds_at(start) for start, end in marks]
 
 
-def quota_period_s() -> float:
-    """Period of this process's CPU quota; 0 without a quota."""
-    file = cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max")
-    if file is None:
-        return 0.0
-    if file.name == "cpu.max":
-        quota, period = file.read_text().split()
-    else:
-        quota, period = file.read_text(), file.with_name("cpu.cfs_period_us").read_text()
-    return 0.0 if quota.strip() in ("max", "-1") else float(period) * 1e-6
-
-
 def shortest_sample_s(device_type: str) -> float:
     """Minimum duration of a sample of computation for a steady rate; 0 without a CPU quota."""
-    if device_type != "cpu":
-        return 0.0
-    return min(_N_PERIODS * quota_period_s(), _LONGEST_SAMPLE_S)
+    quota = cpu_quota_s() if device_type == "cpu" else None
+    return 0.0 if quota is None else min(_N_PERIODS * quota[1], _LONGEST_SAMPLE_S)

@@ -28,6 +28,19 @@ def cgroup_file(controller: str, name_v1: str, name_v2: str) -> Path | None:
     return None
 
 
+def cpu_quota_s() -> tuple[float, float] | None:
+    """Processor seconds that this process's cgroup may use in a period, and the period's seconds;
+    None without a quota."""
+    file = cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max")
+    if file is None:
+        return None
+    if file.name == "cpu.max":
+        quota, period = file.read_text().split()
+    else:
+        quota, period = file.read_text().strip(), file.with_name("cpu.cfs_period_us").read_text()
+    return None if quota in ("max", "-1") else (float(quota) * 1e-6, float(period) * 1e-6)
+
+
 def cgroup_memory_bytes() -> int:
     """The memory limit of this process's cgroup; `UNLIMITED_BYTES` or more without one."""
     file = cgroup_file("memory", "memory.limit_in_bytes", "memory.max")

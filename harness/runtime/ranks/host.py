@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.interface import Interface
-from harness.runtime.ranks.cgroup import cgroup_file, cgroup_memory_bytes
+from harness.runtime.ranks.cgroup import cgroup_memory_bytes, cpu_quota_s
 
 
 class NicCounter:
@@ -135,14 +135,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 def quota_cores() -> float:
     """Cores that the cgroup's CPU quota grants; infinity without one."""
-    file = cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max")
-    if file is None:
-        return float("inf")
-    if file.name == "cpu.max":
-        quota, period = file.read_text().split()
-    else:
-        quota, period = file.read_text().strip(), file.with_name("cpu.cfs_period_us").read_text()
-    return float("inf") if quota in ("max", "-1") else float(quota) / float(period)
+    quota = cpu_quota_s()
+    return float("inf") if quota is None else quota[0] / quota[1]
 
 
 def memory_limit_bytes() -> int:

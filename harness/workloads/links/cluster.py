@@ -12,9 +12,8 @@ import msgspec
 
 from harness.domain.cluster import Cluster, CollectivePoint, Link, Node
 from harness.domain.run import RunHeader, device_names
-from harness.errors import ResultsError
 from harness.measure.derive import matmul_table
-from harness.measure.store import Results, read_header, read_run, write_atomically
+from harness.measure.store import Results, headers_in, read_run, write_atomically
 from harness.workloads.links.pairs import Pair, PairTimes
 
 _log = logging.getLogger(__name__)
@@ -83,11 +82,7 @@ def measured_flops(results: Path, header: RunHeader) -> list[dict[str, float]]:
     Empty for every rank if there is no such run.
     """
     newest: tuple[str, Path] | None = None
-    for path in results.iterdir() if results.is_dir() else []:
-        try:
-            other = read_header(path)
-        except ResultsError:
-            continue
+    for path, other in headers_in(results):
         is_usable = other.workload == "matmul" and other.status == "ok"
         if is_usable and _signatures(other) == _signatures(header):
             newest = max(newest or ("", path), (other.start_utc, path))

@@ -18,9 +18,9 @@ from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Profile
 from harness.domain.run import RunHeader
 from harness.domain.strategy import Strategy
-from harness.errors import HarnessError, ResultsError
+from harness.errors import HarnessError
 from harness.inputs import one_line
-from harness.measure.store import read_header, write_atomically
+from harness.measure.store import headers_in, write_atomically
 
 
 def _signatures(cluster: Cluster) -> list[tuple[str, float | None, str]]:
@@ -62,14 +62,8 @@ def _has_settings(header: RunHeader, wanted: dict[str, Any]) -> bool:
 
 def _runs(results: Path, workload: str) -> Iterator[tuple[RunHeader, Path]]:
     """Runs of a workload with their directories, newest first."""
-    found = []
-    for path in results.glob(f"*-{workload}-*/run.json"):
-        try:
-            header = read_header(path.parent)
-        except ResultsError:
-            continue
-        if header.workload == workload:
-            found.append((header, path.parent))
+    named = headers_in(results, f"*-{workload}-*")
+    found = [(header, path) for path, header in named if header.workload == workload]
     yield from sorted(found, key=lambda item: item[0].start_utc, reverse=True)
 
 
