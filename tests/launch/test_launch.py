@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import is_alive, wait_until
 
 from harness.cases import Case, needs_of
 from harness.measure.store import read_results
@@ -129,21 +129,8 @@ def test_a_first_process_that_is_killed_or_stopped_ends_the_launch_with_its_row(
     assert run.header.reason.startswith(f"rank {rank} ({os.uname().nodename}): {words}")
     assert f"error: {run.header.run_id}: {status}: rank {rank} " in done.stderr
     assert "BrokenPipe" not in done.stderr
-    wait_until_gone((tmp_path / "pids").read_text().split())
-
-
-def wait_until_gone(pids, timeout_s=20):
-    deadline_s = time.monotonic() + timeout_s
-    while left := [pid for pid in pids if _state(pid) not in ("", "Z")]:
-        assert time.monotonic() < deadline_s, left
-        time.sleep(0.1)
-
-
-def _state(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+    pids = (tmp_path / "pids").read_text().split()
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.cluster

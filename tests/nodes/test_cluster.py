@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from harness.nodes.checks import CHECKS
 
@@ -130,10 +131,7 @@ def test_a_pair_that_cannot_talk_is_found_on_both_ends_and_nowhere_else(cluster:
 
 def test_nothing_of_a_check_stays_on_the_nodes(cluster: Cluster) -> None:
     cluster.check("--skip", "mpi,env")
-    deadline_s = time.monotonic() + 20  # a rank that imports torch notices the end afterwards
-    while (left := programs()) and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-    assert left == []
+    wait_until(lambda: programs() == [], 20)  # a rank that imports torch notices the end afterwards
 
 
 def programs() -> list[str]:

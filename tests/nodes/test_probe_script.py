@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from harness.nodes.parse import parse_facts, split_sections
 from harness.nodes.probe import Order, script
@@ -108,10 +109,7 @@ def test_a_probe_leaves_no_process_behind(tmp_path: Path) -> None:
         ["sh", "-s"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
     process.communicate(script(order(tmp_path)).encode(), timeout=60)
-    deadline_s = time.monotonic() + 3
-    while time.monotonic() < deadline_s and members(process.pid):
-        time.sleep(0.02)
-    assert members(process.pid) == []
+    wait_until(lambda: members(process.pid) == [], 3)
 
 
 def members(group: int) -> list[int]:

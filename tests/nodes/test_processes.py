@@ -3,22 +3,9 @@ from __future__ import annotations
 import asyncio
 import time
 
+from waiting import is_alive, wait_until
+
 from harness.nodes import processes
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pid: int) -> bool:
-    deadline_s = time.monotonic() + 5
-    while is_alive(pid) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return not is_alive(pid)
 
 
 def test_a_command_past_its_time_is_killed_with_its_children_and_keeps_its_output() -> None:
@@ -28,7 +15,7 @@ def test_a_command_past_its_time_is_killed_with_its_children_and_keeps_its_outpu
     assert time.monotonic() - start_s < 5
     before, pid = done.stdout.split()
     assert (done.returncode, before) == (None, "before")
-    assert wait_until_gone(int(pid))
+    wait_until(lambda: not is_alive(pid), 5)
 
 
 def test_a_polite_end_lets_the_child_clean_up(tmp_path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "setup/launch/ssh"
@@ -84,16 +84,11 @@ def test_what_mpirun_stops_ends_at_once_and_without_words(start, tmp_path):
     pid_file = tmp_path / "pid"
     process = start("h", PID_FILE=str(pid_file))
     process.stdin.close()
-    deadline_s = time.monotonic() + 30
-    while not pid_file.exists() or not pid_file.read_text():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143
     assert process.stderr.read() == ""
-    while Path(f"/proc/{int(pid_file.read_text())}").exists():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    wait_until(lambda: not Path(f"/proc/{int(pid_file.read_text())}").exists())
 
 
 @pytest.mark.cluster

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from harness.virtual import limits
 
@@ -248,10 +249,7 @@ def test_a_slow_node_has_a_third_of_its_quota_until_it_is_healed(cluster):
 
 
 def _wait_for(pid, name):
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}/comm").read_text() != f"{name}\n":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: Path(f"/proc/{pid}/comm").read_text() == f"{name}\n")
 
 
 def test_an_off_node_says_how_to_start_it(new_cluster):
@@ -268,10 +266,7 @@ def test_down_leaves_nothing_though_processes_run(new_cluster):
     cluster.up("--nodes", "2", "--cpu", "0.5", "--memory", "256MiB", "--latency", "1ms")
     assert cluster.traces() != []
     sleeper = subprocess.Popen(cluster.argv("run", "--", "sleep", "60"))
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{sleeper.pid}/comm").read_text() != "sleep\n":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    _wait_for(sleeper.pid, "sleep")
     assert cluster("down").returncode == 0
     assert sleeper.wait(timeout=5) == -signal.SIGKILL
     assert cluster.traces() == []

@@ -6,10 +6,10 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from harness.measure.store import read_results
 from harness.virtual import network, system
@@ -42,13 +42,6 @@ def running_on(cluster, node):
     """What the launch runs on a node: all but the node's own sshd."""
     found = system.in_namespaces([state(cluster).namespace(f"{cluster.name}-node{node}")])
     return [pid for pid in found if (words := command(pid)) and b"/sshd -D" not in words]
-
-
-def wait_until(is_so, timeout_s):
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
 
 
 def cut(cluster):

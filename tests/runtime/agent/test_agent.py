@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import is_alive, wait_until
 
 from harness.runtime.agent import agent as agent_module
 from harness.runtime.agent import family
@@ -37,18 +37,6 @@ def run(*argv, **options):
     process = start(*argv, **options)
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err
-
-
-def is_alive(pid):
-    return family._stat(pid) is not None and family._stat(pid)[0] != "Z"
-
-
-def wait_until(is_so):
-    for _ in range(600):
-        if is_so():
-            return
-        time.sleep(0.05)
-    raise AssertionError("not within 30 s")
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 130])
