@@ -29,6 +29,7 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
         spans: by rank (a decimal number, as JSON has it), of one step, from its start.
         contention_s: by rank, the slowdown of computing by concurrent transfers; None when
             unknown.
+        sent_bytes: by rank, the bytes that its node sends to other nodes; empty when unknown.
         profile_fit_error: largest relative error of the fitted times that were used; None if
             all were measured.
         search_s: wall seconds of the search; None without one.
@@ -43,6 +44,7 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
     memory_bytes: dict[str, Bytes] = msgspec.field(default_factory=dict)
     spans: dict[str, list[Span]] = msgspec.field(default_factory=dict)
     contention_s: dict[str, Moment] | None = None
+    sent_bytes: dict[str, Bytes] = msgspec.field(default_factory=dict)
     profile_fit_error: Value | None = None
     search_s: Duration | None = None
     calibrations: dict[str, Value] = msgspec.field(default_factory=dict)

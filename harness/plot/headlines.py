@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from harness.domain.run import RunHeader
 from harness.measure.derive import StrategyRow, TrainingSummary, low_peak_warnings
 from harness.measure.derive.doubts import Doubt, DoubtKind, warnings_of_shares
+from harness.measure.derive.prediction import unpredicted_traffic
 from harness.measure.derive.strategies import strategy_finding, strategy_tables
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.numbers import RunNumbers
-from harness.plot.predicted import cells
+from harness.plot.predicted import cells, planned_cases
 
 MAX_SUBJECTS = 3  # runs that are named with one warning
 
@@ -85,6 +86,10 @@ def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
         name = f"{summary.model} {summary.strategy} on {summary.n_ranks} ({summary.run_id})"
         yield from ((name, doubt) for doubt in summary.warnings)
     yield from _doubts_of_products(catalog)
+    for case in planned_cases(catalog):
+        if text := unpredicted_traffic(case.first.compared):
+            label = str(case.training.identity["label"])
+            yield label, Doubt(DoubtKind.TRAFFIC, text)
     for header in (run.header for run in catalog.runs):
         for text in header.texts("left_out"):
             yield header.run_id, Doubt(DoubtKind.LEFT_OUT, text)

@@ -21,6 +21,7 @@ class DoubtKind(StrEnum):
     STOLEN = "Processor time taken by other guests"
     PEAK = "Measured peak too low"
     MFU = "MFU above 1"
+    TRAFFIC = "More traffic than predicted"
     LEFT_OUT = "Measurements left out"
     VERSIONS = "Versions differ between runs"
 

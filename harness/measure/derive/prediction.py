@@ -36,12 +36,13 @@ from harness.measure.derive.pipeline import (
     stage_times,
     working_s,
 )
-from harness.measure.derive.ranks import rank_memory
+from harness.measure.derive.ranks import median_of, rank_memory
 from harness.measure.derive.spans import COMPUTE_KINDS, COMPUTING, StepWindows, samples_of
 from harness.measure.derive.training import step_times
 from harness.measure.rank_records import Records
 from harness.measure.statistics import Summary, rank_correlation, summarize
 from harness.measure.store import Run
+from harness.units import format_bytes
 
 PARTS = ("compute", "contention", "exposed_communication", "optimizer", "rest")
 
@@ -66,6 +67,7 @@ class PredictedRun:
             computes; empty when unknown. Contention is in all or in none. It is negative if steps
             without communication computed longer, for example because a CPU that never idles
             cannot save up quota.
+        sent_bytes: by rank, the predicted and the measured bytes that its node sends in a step.
         predicted_bubble: idle share, mean over the ranks that compute; None without spans.
     """
 
@@ -75,6 +77,7 @@ class PredictedRun:
     measured: Summary | None
     predicted_by_rank: dict[int, dict[str, float]]
     measured_by_rank: dict[int, dict[str, float]]
+    sent_bytes: dict[int, tuple[float, float]]
     predicted_bubble: float | None
     memory: tuple[MemoryPeak, ...]
     profile_fit_error: float | None
@@ -152,6 +155,7 @@ def predicted_run(run: Run, prediction: Prediction) -> PredictedRun:
         measured=summarize(list(times.values())) if times else None,
         predicted_by_rank=predicted,
         measured_by_rank=measured,
+        sent_bytes=_sent_bytes(run, prediction),
         predicted_bubble=predicted_bubble(prediction),
         memory=_memory(run, prediction),
         profile_fit_error=prediction.profile_fit_error,
@@ -264,6 +268,29 @@ def _memory(run: Run, prediction: Prediction) -> tuple[MemoryPeak, ...]:
             measured_bytes=rank_memory(run.ranks.get(rank, [])),
         )
         for rank, name in device_names(run.header.ranks).items()
+    )
+
+
+def _sent_bytes(run: Run, prediction: Prediction) -> dict[int, tuple[float, float]]:
+    """Measured by NIC counters, with the headers of packets and all that others send."""
+    measured = {rank: median_of(records, "nic_sent_bytes") for rank, records in run.ranks.items()}
+    return {
+        rank: (prediction.sent_bytes[str(rank)], n_bytes)
+        for rank, n_bytes in measured.items()
+        if n_bytes is not None and str(rank) in prediction.sent_bytes
+    }
+
+
+def unpredicted_traffic(compared: PredictedRun) -> str:
+    """A line if a node sends by a quarter and 1 MiB more than predicted; else empty."""
+    more = {rank: after - before for rank, (before, after) in compared.sent_bytes.items()}
+    rank = max(more, key=more.__getitem__, default=0)
+    predicted, measured = compared.sent_bytes.get(rank, (0.0, 0.0))
+    if measured - predicted <= max(2**20, predicted / 4):
+        return ""
+    return (
+        f"rank {rank} sends {format_bytes(measured)} a step instead of {format_bytes(predicted)}: "
+        "the prediction lacks a transfer, or another program uses the network interface"
     )
 
 

@@ -32,12 +32,15 @@ class Event(NamedTuple):
         span: record as in a measured run, without stage, step and peer.
         ranks: busy devices: one computes, two transfer, a group all-reduces.
         resource: name of the device, link or group that it uses.
+        ring_share: share of its bytes that each rank sends to the next one of a ring; 0 if the
+            first rank sends all to the second.
     """
 
     task: int
     span: Span
     ranks: tuple[int, ...]
     resource: str
+    ring_share: float
 
     @property
     def name(self) -> str:
@@ -77,7 +80,7 @@ def decode(simulation: Simulation, task: int) -> Event:
     start = float(out.start[task])
     duration = float(out.finish[task]) - start
     span = Span(kind=work.kind, start_s=start, duration_s=duration, **work.fields)
-    return Event(task, span, work.ranks, work.resource)
+    return Event(task, span, work.ranks, work.resource, work.ring_share)
 
 
 class _Work(NamedTuple):
@@ -87,6 +90,7 @@ class _Work(NamedTuple):
     fields: SpanFields
     ranks: tuple[int, ...]
     resource: str
+    ring_share: float = 0.0
 
 
 def _fields(simulation: Simulation, operator: int, microbatch: int) -> SpanFields:
@@ -127,7 +131,8 @@ def _sum(simulation: Simulation, number: int) -> _Work:
     fields["name"] = f"{'statistics' if one.is_norm else 'sum'} of {fields['operator']}"
     fields["n_bytes"] = one.n_bytes[back] * one.n_rounds[back]
     fields["pass_"] = _WAYS[back]
-    return _Work("communication", fields, one.group, _group_name(one.group, names))
+    name, share = _group_name(one.group, names), _ring_share(one.group)
+    return _Work("communication", fields, one.group, name, 2 * share)
 
 
 def _bucket(simulation: Simulation, number: int) -> _Work:
@@ -147,7 +152,13 @@ def _bucket(simulation: Simulation, number: int) -> _Work:
         "n_bytes": round(n_bytes),
     }
     where = _group_name(group, simulation.simulator.network.names, kind)
-    return _Work("communication", fields, group, where)
+    share = _ring_share(group) * (2 if kind == "all-reduce" else 1)
+    return _Work("communication", fields, group, where, share)
+
+
+def _ring_share(group: Sequence[int]) -> float:
+    """Share of the bytes that each rank sends in a reduce-scatter or an all-gather."""
+    return (len(group) - 1) / len(group)
 
 
 def _group_name(group: Sequence[int], names: Sequence[str], kind: str = "all-reduce") -> str:
@@ -210,6 +221,26 @@ def contention_seconds(simulation: Simulation) -> list[float]:
     n_devices = len(simulation.simulator.network.names)
     by_device = np.bincount(out.rows % n_devices, weights=longer, minlength=n_devices)
     return [max(0.0, float(seconds)) for seconds in by_device]
+
+
+def sent_bytes(simulation: Simulation) -> list[float]:
+    """By device, the bytes that its node sends to other nodes in a step; collectives are rings."""
+    node_of = simulation.simulator.network.node_of.tolist()
+    sent = dict.fromkeys(node_of, 0.0)
+
+    def send(ring: Sequence[int], n_bytes: float) -> None:
+        for a, b in zip(ring, (*ring[1:], ring[0]), strict=True):
+            sent[node_of[a]] += n_bytes * (node_of[a] != node_of[b])
+
+    for event in events(simulation):
+        n_bytes = event.span.n_bytes or 0.0
+        if event.ring_share:
+            send(event.ranks, event.ring_share * n_bytes)
+        elif len(event.ranks) > 1 and node_of[event.ranks[0]] != node_of[event.ranks[1]]:
+            sent[node_of[event.ranks[0]]] += n_bytes
+    for group, updated in simulation.outcome.updated.items():
+        send(group, _ring_share(group) * updated)
+    return [sent[node] for node in node_of]
 
 
 def critical_path(simulation: Simulation) -> list[Event]:

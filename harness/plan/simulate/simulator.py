@@ -56,6 +56,7 @@ class EventTimes:
         gather_s: (n_devices,) seconds until the device has all new weights after its optimizer.
         rows: (n_rows,) operator * n_devices + device of each row; edges' ends have the same form.
         gathered: units of weights, whose all-gathers are numbered after the buckets.
+        updated: bytes of weights that are gathered after the optimizer, by group.
         seconds: (4, n_rows) seconds of each row's passes without contention.
         edge_bytes: (n_edges,) bytes of the mean microbatch, each way.
     """
@@ -79,6 +80,7 @@ class EventTimes:
     sums: tuple[Sum, ...]
     buckets: Buckets
     gathered: list[Unit]
+    updated: dict[tuple[int, ...], int]
 
 
 class Simulator:
@@ -308,6 +310,7 @@ class Trial:
             sums=edges.sums,
             buckets=lowered.buckets,
             gathered=lowered.gathered,
+            updated=shared,
         )
 
 

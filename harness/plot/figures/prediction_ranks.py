@@ -40,6 +40,11 @@ def _rows(case: PlannedCase) -> list[dict[str, Any]]:
             row[f"measured_{part}_s"] = fmean(measured[rank][part] for _, measured in sides)
             difference_s = row[f"predicted_{part}_s"] - row[f"measured_{part}_s"]
             row[f"difference_{part}_s"] = difference_s
+        sent = [c.sent_bytes[rank] for c in known if rank in c.sent_bytes]
+        if sent:
+            row["predicted_sent_bytes"], row["measured_sent_bytes"] = map(
+                fmean, zip(*sent, strict=True)
+            )
         rows.append(row)
     return rows if len(rows) > 1 else []
 

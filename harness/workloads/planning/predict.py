@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.domain.prediction import Prediction
 from harness.domain.strategy import Strategy
 from harness.plan.fit import OperatorTimes
-from harness.plan.simulate.report import contention_seconds, spans
+from harness.plan.simulate.report import contention_seconds, sent_bytes, spans
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
 
@@ -29,6 +29,7 @@ def predict(
         memory_bytes=simulation.memory_bytes,
         spans={str(rank): by_rank for rank, by_rank in spans(simulation).items()},
         contention_s={str(rank): s for rank, s in enumerate(contention_seconds(simulation))},
+        sent_bytes={str(rank): round(n) for rank, n in enumerate(sent_bytes(simulation))},
         profile_fit_error=largest_fit_error(simulator, strategy),
         search_s=search_s,
         calibrations=_calibrations(simulator),

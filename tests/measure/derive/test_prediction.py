@@ -28,7 +28,7 @@ from harness.measure.derive import (
     read_prediction,
     read_strategy,
 )
-from harness.measure.derive.prediction import middle_steps
+from harness.measure.derive.prediction import middle_steps, unpredicted_traffic
 from harness.plan.simulate.report import spans as simulated_spans
 from harness.plan.simulate.simulator import Simulator
 
@@ -301,3 +301,19 @@ def test_correlation_is_spearmans(pairs: list[tuple[int, int]]) -> None:
         # Both are sums of a few ranks in double precision.
         expected = spearmanr([p for p, _ in pairs], [m for _, m in pairs]).statistic
         assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_node_that_sends_more_than_predicted_is_named() -> None:
+    prediction = Prediction(
+        strategy="ddp", method="builder", step_s=1.0, sent_bytes={"0": 4 << 20, "1": 4 << 20}
+    )
+
+    def found(*mib: float) -> str:
+        sent = ([Sample(metric="nic_sent_bytes", value=n * 2**20, step=0)] for n in mib)
+        return unpredicted_traffic(predicted_run(run_of(*sent), prediction))
+
+    assert found(4.9, 0.0) == ""
+    assert found(5.5, 8.0) == (
+        "rank 1 sends 8 MiB a step instead of 4 MiB: the prediction lacks a transfer, or another "
+        "program uses the network interface"
+    )

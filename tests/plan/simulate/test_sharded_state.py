@@ -13,33 +13,36 @@ from harness.plan.portfolio import search_portfolio
 from harness.plan.request import PlanRequest
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.report import binding, events, explain
+from harness.plan.simulate.report import binding, events, explain, sent_bytes
 from harness.plan.simulate.sharded_state import gather_seconds
 
 BY_SAMPLES = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
 
 
 @pytest.mark.parametrize(
-    ("state", "complete_s", "optimizer_s", "gather_s", "static_bytes"),
+    ("state", "complete_s", "optimizer_s", "gather_s", "static_bytes", "sent"),
     [
         # All-reduces of 2.5 s and 5 s end at 11 s.
-        ("none", 11.0, 12.0, 0.0, 120 + 120 + 120),
+        ("none", 11.0, 12.0, 0.0, 120 + 120 + 120, 120),
         # Each updates half of all rows; then half an all-reduce of 120 B, a ring step of 60 B.
-        ("optimizer", 11.0, 6.0, 3.75, 120 + 120 + 60),
+        ("optimizer", 11.0, 6.0, 3.75, 120 + 120 + 60, 120 + 60),
         # Reduce-scatters of 1.25 s (3.5 s to 4.75 s) and 2.5 s; buckets of 40 and 80 B are filled,
         # sent and received.
-        ("gradients", 7.25, 6.0, 3.75, 120 + 60 + 240 + 60),
+        ("gradients", 7.25, 6.0, 3.75, 120 + 60 + 240 + 60, 60 + 60),
         # a is gathered until 2.5 s, b until 3.75 s, and a again beside the backward of b; gradients
         # of b are summed until 8 s, those of a until 10.5 s. Both units are in memory at once.
-        ("parameters", 10.5, 6.0, 0.0, 60 + 120 + 60 + 240 + 60),
+        ("parameters", 10.5, 6.0, 0.0, 60 + 120 + 60 + 240 + 60, 60 + 40 + 60),
     ],
 )
 def test_each_device_keeps_half_of_the_sharded_state(
-    state, complete_s, optimizer_s, gather_s, static_bytes
+    state, complete_s, optimizer_s, gather_s, static_bytes, sent
 ):
     graph, profile = chain()
     options = SimulatorOptions(bucket_bytes=1, optimizer_s_per_byte=0.1)
-    found = simulate(graph, profile, cluster_of(), BY_SAMPLES, options=options, shard_state=state)
+    cluster = Cluster.uniform(
+        2, 1, inside_bytes_per_s=16.0, between_bytes_per_s=16.0, memory_bytes=10**6
+    )
+    found = simulate(graph, profile, cluster, BY_SAMPLES, options=options, shard_state=state)
     out = found.outcome
     assert out.device_end_s.tolist() == [complete_s] * 2
     assert out.optimizer_s.tolist() == [optimizer_s] * 2
@@ -47,6 +50,7 @@ def test_each_device_keeps_half_of_the_sharded_state(
     assert out.static_bytes.tolist() == [static_bytes] * 2
     assert found.step_s == complete_s + optimizer_s + gather_s
     assert binding(found).get("all-gather of weights", 0.0) == gather_s
+    assert sent_bytes(found) == [sent] * 2
 
 
 def test_parameters_are_gathered_one_unit_ahead_and_kept_for_their_backward():
