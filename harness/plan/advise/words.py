@@ -76,6 +76,7 @@ def _in_words(label: str) -> str:
     """A strategy within a sentence."""
     name, _, state = label.partition(", sharded ")
     state = "optimizer state" if state == "optimizer" else state
+    name = re.sub(r", (\d+ microbatches)", r" in \1", name)
     return f"{name} (sharded {state})" if state else name
 
 
@@ -144,8 +145,10 @@ def _cheapest(advice: Advice, prices: Prices | None) -> Iterator[str]:
     if known:
         money, one = min(known, key=lambda item: item[0])
         words = f"{money:.3g} {prices.currency}".strip()
-        where = name_range(one.node_names)
-        yield f"Cheapest: {where} with {_in_words(one.label)}, {words} per million samples."
+        is_alone = one.cluster.n_devices == 1
+        where = f"{name_range(one.node_names)}{' alone' if is_alone else ''}"
+        more = "" if one.label == "single" else f" with {_in_words(one.label)}"
+        yield f"Cheapest: {where}{more}, {words} per million samples."
 
 
 def energy_kwh(one: Priced, prices: Prices) -> float | None:

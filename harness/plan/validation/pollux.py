@@ -27,8 +27,8 @@ from harness.plan.validation.points import (
     SimulatedRun,
 )
 
-_PLACEMENTS = ("placement", "local_bsz", "step_time", "sync_time")
-_SCALABILITY = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
+_PLACEMENTS = ("placement", "local_bsz", "step_time")
+_SCALABILITY = ("num_nodes", "num_replicas", "local_bsz", "step_time")
 
 # Parameters (millions) and FLOPs (relative) of each part of a model, by the set's data set. Their
 # sum does not count, because bandwidth is calibrated, but how they spread over the layers does.
