@@ -27,6 +27,10 @@ PARTIAL_DIMS = (HEADS, CONTRACTION)
 
 # DDP's default bucket size.
 BUCKET_BYTES = 25 << 20
+# Fewest elements of a linear layer's weight whose gradient the executor writes into memory of its
+# own, which it keeps from step to step: 4 MiB of fp32, more than the cache of a core. At 1 MiB the
+# autograd function in Python takes longer than the copies that it saves.
+LARGE_ELEMENTS = 1 << 20
 
 # Dims along which each kind of operator can be cut; other kinds only along samples.
 _CUTTABLE: dict[str, tuple[str, ...]] = {

@@ -99,7 +99,8 @@ class Lowered:
         waits: number of dependencies by task.
         rows: (n_rows,) operator * n_devices + device of each row.
         last: (n_devices,) last task of each device.
-        peak: (n_devices,) most bytes of activations.
+        peak: (n_devices,) most bytes of activations, and of gradients that backward allocates.
+        alone: (n_devices,) bytes of these gradients.
         saved: (n_devices,) bytes of weights that are freed between their uses.
         gathered: units of weights, by the last of the buckets' numbers.
     """
@@ -112,6 +113,7 @@ class Lowered:
     rows: Ints
     last: Ints
     peak: Floats
+    alone: Floats
     saved: Floats
     gathered: list[Unit]
 
@@ -121,21 +123,23 @@ def lower(
 ) -> Lowered:
     """Lower a strategy."""
     n_devices, edges, buckets = tables.n_devices, tables.edge_rows(), tables.buckets()
-    if shards_gradients(shard_state):
-        buckets = in_rounds(buckets, flow.n_microbatches)
     rows, row_at = _number_rows(tables.active)
     returns = edges.returns & simulator.returns[edges.source // n_devices]
+    is_sharded = shards_gradients(shard_state)
+    alone = np.zeros(tables.active.shape) if is_sharded else buckets.alone
     following, position, first, last, gate, peak = _ordered(
-        simulator, tables, flow, rows, row_at, returns
+        simulator, tables, flow, rows, row_at, returns, alone.ravel()[rows]
     )
     is_deferred = _defers_weights(simulator, tables, flow, rows)
+    if is_sharded:
+        buckets = in_rounds(buckets, flow.n_microbatches)
     if simulator.options.overlap:
         triggers = _triggers(buckets, flow, position, row_at, is_deferred)
     else:
         triggers = last[buckets.end_device]
     units = plan_units(tables, flow) if shard_state == "parameters" else []
     gathers = plan_gathers(tables, flow, units, row_at, len(rows), following)
-    n_summed = 1 if shards_gradients(shard_state) else flow.n_microbatches
+    n_summed = 1 if is_sharded else flow.n_microbatches
     # Freed weights are gathered once for a unit's second forward and its backward.
     recomputes_ahead = simulator.options.recomputes_ahead and not units
     seconds = _seconds(simulator, tables, flow, rows, is_deferred, n_summed, recomputes_ahead)
@@ -166,6 +170,7 @@ def lower(
         rows=rows,
         last=last,
         peak=peak,
+        alone=alone.sum(axis=0),
         saved=saved_bytes(tables, flow, units),
         gathered=gathers.units,
     )
@@ -192,6 +197,7 @@ def _ordered(
     rows: Ints,
     row_at: Ints,
     returns: npt.NDArray[np.bool_],
+    gradient_bytes: Floats,
 ) -> tuple[Any, ...]:
     """Call `order.order_tasks` and return its result."""
     n_devices, edges = tables.n_devices, tables.edge_rows()
@@ -213,6 +219,7 @@ def _ordered(
         held.kept.ravel()[rows] + received,
         outside,
         held.brief.ravel()[rows],
+        gradient_bytes,
         flow.stage_ptr,
         flow.stage_ops,
         _recomputes(simulator, flow),

@@ -1,4 +1,4 @@
-"""The fixed order of each device's tasks, and its peak of activations; compiled.
+"""The fixed order of each device's tasks, and its peak of memory; compiled.
 
 A row is an operator on a device that has a block of it; there are R of them. A compute task is
 (pass, microbatch, row) and has the number (pass * M + microbatch) * R + row, with M microbatches.
@@ -50,6 +50,7 @@ def order_tasks(
     kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
     outside_bytes: Any,  # (R,) part of kept_bytes from other stages: kept under recomputation
     brief_bytes: Any,  # (R,) held during its forward only
+    gradient_bytes: Any,  # (R,) allocated by the first backward, and held to the end of the step
     stage_ptr: Any,  # (S + 1,) into stage_ops
     stage_ops: Any,  # operators by stage, in topological order
     recompute: Any,  # (S,)
@@ -66,9 +67,10 @@ def order_tasks(
         first, last: (D,) tasks of each device.
         gate: (n_tasks,) the task after which a task's receives are posted, or NONE: the last one
             before the wait for the exchange `n_ahead` earlier.
-        peak: (D,) most bytes of activations held at once.
+        peak: (D,) most bytes of activations and such gradients held at once.
     """
     rows, n_devices = len(kept_bytes), row_at.shape[1]
+    missing = gradient_bytes.copy()
     n_tasks = N_PASSES * n_microbatches * rows
     following = np.full(n_tasks, NONE, np.int64)
     position = np.full(n_tasks, NONE, np.int64)
@@ -112,6 +114,9 @@ def order_tasks(
                             gate[task] = before_wait[posted % n_ahead]
                         before_wait[n_exchanges % n_ahead] = last[device]
                         n_exchanges += 1
+                    if pass_ == (WEIGHT if split_weight else BACKWARD):
+                        memory += missing[row]
+                        missing[row] = 0.0
                     memory += taken
                     peak[device] = max(peak[device], memory)
                     memory -= freed

@@ -50,7 +50,7 @@ class EventTimes:
         step_s: longest time of a device from its start to the end of its optimizer.
         device_begin_s: (n_devices,) end of each device's previous step.
         memory_bytes: (n_devices,) peak: weights, gradients, optimizer state, activations.
-        static_bytes: (n_devices,) memory_bytes without activations.
+        static_bytes: (n_devices,) of weights, gradients and optimizer state.
         device_end_s: (n_devices,) earliest start of each device's optimizer.
         optimizer_s: (n_devices,) seconds of the optimizer.
         gather_s: (n_devices,) seconds until the device has all new weights after its optimizer.
@@ -293,7 +293,7 @@ class Trial:
         return EventTimes(
             step_s=float((ready + gather - begin).max()),
             device_begin_s=begin,
-            memory_bytes=static + lowered.peak,
+            memory_bytes=static - lowered.alone + lowered.peak,
             static_bytes=static,
             device_end_s=found.device_end_s,
             optimizer_s=optimizer,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.domain.schedule import ScheduleName, rank_actions
-from harness.domain.sharding import first_bucket_bytes, has_tasks
+from harness.domain.sharding import LARGE_ELEMENTS, first_bucket_bytes, has_tasks
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.network import Network
@@ -51,6 +51,8 @@ class Buckets:
         end_before: (n_ends,) the end of the group's previous bucket on the same device, or -1.
         trigger_place, trigger_end: (n,) every member on every device of its group, as
             operator * n_devices + device, and the end that waits for it.
+        alone: (n_ops, n_devices) bytes of gradients in no bucket, which each step allocates in
+            backward.
     """
 
     n_bytes: Floats
@@ -63,6 +65,7 @@ class Buckets:
     end_before: Ints
     trigger_place: Ints
     trigger_end: Ints
+    alone: Floats
 
 
 @dataclass(frozen=True)
@@ -287,9 +290,11 @@ class Tables:
         sizes: list[int] = []
         open_bucket: dict[tuple[int, ...], int] = {}
         has_closed: set[tuple[int, ...]] = set()  # groups whose first bucket is full
+        alone = np.zeros((self.n_ops, self.n_devices))
         for op in reversed(self.parameterised):
             for n_bytes, group in self._gradients(op):
                 if len(group) < 2:
+                    alone[op, group[0]] += 0 if self._is_kept(op, n_bytes) else n_bytes
                     continue
                 k = open_bucket.get(group)
                 if k is None:
@@ -327,7 +332,13 @@ class Tables:
             end_before=end_before,
             trigger_place=trigger_place,
             trigger_end=trigger_end,
+            alone=alone,
         )
+
+    def _is_kept(self, op: int, n_bytes: int) -> bool:
+        """Whether the executor keeps the memory of a gradient from step to step."""
+        operator = self.costs.graph.operators[op]
+        return operator.kind == "linear" and n_bytes >= 4 * LARGE_ELEMENTS
 
     def _gradients(self, op: int) -> list[tuple[int, tuple[int, ...]]]:
         """Bytes of each slice of gradients with the devices that add them up; of tied weights all

@@ -67,12 +67,12 @@ def test_frozen_dropout_is_off():
 @pytest.mark.parametrize(
     ("names", "static", "activations"),
     [
-        # Weights, gradients and one state; every output is kept until its backward.
-        ("", 3 * 128, 32 + 16 + 8),
+        # Weights, gradients and one state; a's output in its backward, the last.
+        ("", 3 * 128, 32),
         # a's output is read by b's backward.
-        ("a", 80 + 3 * 48, 32 + 16 + 8),
-        # Alive together: a's and b's outputs while b runs, then b's and c's.
-        ("ab", 120 + 3 * 8, 32 + 16),
+        ("a", 80 + 3 * 48, 32 + 16),
+        # Alive together: a's and b's outputs while b runs, when c has no gradient of 8 B yet.
+        ("ab", 120 + 3 * 8, 32 + 16 - 8),
         ("abc", 128, 32 + 16),
     ],
 )

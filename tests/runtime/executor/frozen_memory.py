@@ -58,7 +58,7 @@ def strategy_of(name: str, graph: Graph) -> Strategy:
     names = [op.name for op in graph.operators if op.kind != "input"]
     stages = [names[: len(names) // 2], names[len(names) // 2 :]]
     return builders.pipeline(
-        graph, BATCH, stages, [[0], [1]], n_microbatches=4, schedule="1f1b", name=name
+        graph, BATCH, stages, [[0], [1]], n_microbatches=4, schedule=name, name=name
     )
 
 

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from harness.domain.sharding import LARGE_ELEMENTS
 from harness.runtime.executor.geometry.layout import Layout, Part
 from harness.runtime.executor.gradients.weight_gradients import (
     ConvProduct,
@@ -51,9 +52,6 @@ Call = tuple[Tensor, Tensor]
 # Computes gradients and adds them to `.grad`; returns the parameters. Holds the tensors it needs.
 Pending = Callable[[], list[nn.Parameter]]
 
-# Fewest elements of a weight whose gradient pays for an autograd function in Python: 4 MiB of fp32,
-# more than the cache of a core. At 1 MiB the function takes longer than the copies that it saves.
-LARGE_ELEMENTS = 1 << 20
 # Fewest elements of a weight for which joining microbatches pays: 1 MiB of fp32.
 JOINED_ELEMENTS = 1 << 18
 # Largest ratio of kept tensors to weights, in bytes, because keeping costs copies and memory.
