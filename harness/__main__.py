@@ -14,10 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from harness.errors import EXIT_CODE, HarnessError
+from harness.errors import EXIT_CODE, ConfigError, HarnessError
 from harness.inputs import refuse_old_spelling
 from harness.runtime.ranks.environment import Launch, read_launch
 from harness.runtime.ranks.isolate import start_fork_server
@@ -36,6 +37,7 @@ usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun,
   mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh            all workloads, then a report
   mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh matmul     one workload
   ./entry.sh train --model resnet18 --steps 20                  one rank, on this machine
+  ./entry.sh links + train --strategy ddp + train --freeze schedule    one after another
 
 workloads:
 {workloads}
@@ -99,6 +101,27 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)(command)
     parsed: Any = tyro.cli(flat, args=rest, prog=f"entry.sh {name}", description=WORKLOADS[name])
     return name, parsed.workload, parsed.run
+
+
+def _parse_all(argv: list[str]) -> list[tuple[str, Any, Any]]:
+    """Parse workloads that are separated by `+`; they share their RunOptions.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    from harness.workloads.common.flags import flag
+
+    words = [list(part) for is_plus, part in groupby(argv, "+".__eq__) if not is_plus] or [[]]
+    parsed = [_parse(part) for part in words]
+    for other in parsed[1:]:
+        for field in dataclasses.fields(other[2]):
+            one, two = (getattr(options, field.name) for options in (parsed[0][2], other[2]))
+            if one != two:
+                raise ConfigError(
+                    f"{flag(field.name)} is {one} for {parsed[0][0]} and {two} for {other[0]}, "
+                    "which run in one launch: give both the same"
+                )
+    return parsed
 
 
 def _cases(name: str, config: Any, launch: Launch, *, has_gpu: bool) -> list[Any]:
@@ -276,9 +299,12 @@ def main(argv: list[str]) -> int:
     _handle_signals()
     try:
         with _silent(launch.rank != 0):
-            name, config, options = _parse(argv)
-            options.check(config)
-            cases = _cases(name, config, launch, has_gpu=torch.cuda.is_available())
+            parsed = _parse_all(argv)
+            name, _, options = parsed[0]
+            cases = []
+            for workload, config, _ in parsed:
+                options.check(config)
+                cases += _cases(workload, config, launch, has_gpu=torch.cuda.is_available())
     except (SystemExit, HarnessError):
         if launch.rank != 0:
             return 0

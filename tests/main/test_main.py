@@ -105,6 +105,17 @@ def test_a_dry_run_lists_the_runs_and_writes_nothing(tmp_path, capsys):
     assert not results.exists()
 
 
+def test_one_launch_takes_several_workloads(tmp_path, capsys):
+    shared = ["--dry-run", "--results", str(tmp_path)]
+    words = ["matmul", *shared, "+", "train", "--strategy", "single", "ddp", *shared]
+    assert main(words) == 0
+    named = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert named[-2:] == ["train", "train"]
+    assert set(named[:-2]) == {"matmul"}
+    with pytest.raises(ConfigError, match="--dry-run is True for matmul and False for train"):
+        main([*words[:-3], "--results", str(tmp_path)])
+
+
 def test_a_dry_run_tells_first_what_neighbouring_runs_build_on(tmp_path, capsys):
     strategies = [
         "--strategy",
