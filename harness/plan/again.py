@@ -1,5 +1,5 @@
-"""Search once more beside a running training: `python -m harness.plan.again PARENT`,
-with the request on standard input and the answer on standard output.
+"""Search beside a running training: `python -m harness.plan.again PARENT`, with files of requests
+on standard input and answers on standard output, each a line.
 
 The search is a process of low priority, so the training process neither waits for it nor shares
 its interpreter lock.
@@ -8,9 +8,11 @@ its interpreter lock.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -26,8 +28,8 @@ from harness.plan.simulate.options import SimulatorOptions
 _PR_SET_PDEATHSIG = 1
 # A step so much longer than the fastest is taken if the plan needs fewer devices.
 _ABOUT_AS_FAST = 1.02
-# A tenth of a core that training keeps busy; with less, an answer would take minutes there.
-_NICENESS = 10
+# A quarter of a core that training keeps busy; with less, an answer would take minutes there.
+_NICENESS = 5
 
 
 class SearchAgain(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,13 +105,16 @@ def search_again(request: SearchAgain) -> FoundAgain:
 
 
 def main() -> int:
-    """Answer the request on standard input; ends with the process that asks, by its id."""
+    """Answer requests; ends with the process that asks, by its id."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):  # it has ended already
         return 1
     os.nice(_NICENESS)
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=SearchAgain)
-    sys.stdout.buffer.write(msgspec.json.encode(search_again(request)))
+    importlib.import_module("harness.plan.simulate.lowering")  # numba, before the first request
+    for line in sys.stdin.buffer:
+        request = msgspec.json.decode(Path(os.fsdecode(line[:-1])).read_bytes(), type=SearchAgain)
+        sys.stdout.buffer.write(msgspec.json.encode(search_again(request)) + b"\n")
+        sys.stdout.buffer.flush()
     return 0
 
 

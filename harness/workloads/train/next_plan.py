@@ -23,13 +23,16 @@ from harness.workloads.train.config import TrainCase
 from harness.workloads.train.moved_bytes import PairBytes, estimate_moved_bytes
 from harness.workloads.train.plan import Planned, device_flops, search_config_of
 
+# Seconds of a search beside training, while which the strategy of now goes on.
+_MOST_BESIDE_S = 30.0
+
 
 class NextPlanner:
     """Checks and predicts further strategies of one run; rank 0 only."""
 
     def __init__(self, case: TrainCase, context: Context) -> None:
         self._case, self._context = case, context
-        self.simulator = cache(self._make_simulator)
+        self._simulators = cache(self._make_simulator)
         self._speeds: tuple[float, ...] = ()
 
     @cached_property
@@ -40,19 +43,25 @@ class NextPlanner:
     def set_speeds(self, speeds: Sequence[float]) -> None:
         """Predict from now on for devices of these speeds, relative to the measured ones."""
         self._speeds = tuple(speeds)
-        self.simulator.cache_clear()
+        self._simulators.cache_clear()
 
-    def _make_simulator(self, n_frozen: int, n_skipped: int = 0) -> Simulator:
+    def simulator(self, n_frozen: int, n_skipped: int = 0) -> Simulator:
         """The simulator of the model with so many frozen layers, of which some are cached."""
+        return self._simulators(n_frozen, n_skipped)
+
+    def _make_simulator(self, n_frozen: int, n_skipped: int) -> Simulator:
         inputs = self.inputs
         frozen, skipped = (frozen_operators(inputs.graph, n) for n in (n_frozen, n_skipped))
         if self._speeds:
             inputs = replace(inputs, cluster=inputs.cluster.scaled(self._speeds))
         return inputs.simulator(search_config_of(self._case), frozen, skipped)
 
-    def search_again(self, n_frozen: int, start: Strategy | None = None) -> SearchAgain:
+    def search_again(
+        self, n_frozen: int, start: Strategy | None = None, n_skipped: int = 0
+    ) -> SearchAgain:
         """The request of a search beside training, for the devices' speeds of now."""
-        simulator, config = self.simulator(n_frozen), search_config_of(self._case)
+        simulator = self.simulator(n_frozen, n_skipped)
+        config = search_config_of(self._case)
         if start is not None:  # without hashes, because the devices' speeds may differ
             start = msgspec.structs.replace(start, made_for=MadeFor())
         return SearchAgain(
@@ -63,7 +72,7 @@ class NextPlanner:
             batch=config.batch_size,
             memory_bytes=config.memory_bytes,
             budget=config.search_budget,
-            seconds=config.search_seconds,
+            seconds=min(config.search_seconds, _MOST_BESIDE_S),
             seed=config.seed,
             start=start,
         )

@@ -64,12 +64,18 @@ def test_a_search_beside_training_answers_as_one_in_this_process():
     assert found.step_s < 12.1
     assert not search.is_running
     assert search.poll() is None
+    process = search._process
+    search.start(asked)
+    assert answer_of(search) == found
+    assert search._process is process
+    search.close()
 
 
 def test_a_search_without_a_plan_says_so():
     search = BesideSearch()
     search.start(request(memory_bytes=1000))
     assert "no strategy of 'layers' fits" in answer_of(search).error
+    search.close()
 
 
 def test_a_search_that_dies_is_an_error():
