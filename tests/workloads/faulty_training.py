@@ -1,8 +1,9 @@
-"""A rank's program for the tests: trainings whose last rank fails in the third step.
+"""A rank's program for the tests: trainings whose last rank fails in the third step or in a change.
 
 usage: faulty_training.py RESULTS [--resume] CASE:FAULT...      (started by mpirun)
 
-CASE is a key of CASES, on as many ranks as there are; FAULT is killed, error, hang or stopped.
+CASE is a key of CASES, on as many ranks as there are; FAULT is killed, error, hang or stopped in
+the third step, or where a rank is killed in a change of strategy: transfer, vote or commit.
 """
 
 import os
@@ -24,7 +25,10 @@ from harness.domain.profile import OptimizerTime
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.launch import Launcher
 from harness.measure.store import write_header
+from harness.plan import builders
 from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.runtime.executor.change import change
+from harness.runtime.executor.change.transfer import StateTransfer
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 from harness.runtime.ranks.rendezvous import meet
@@ -52,7 +56,7 @@ def troubled(x):
     """Does nothing, until the last rank is in its third step."""
     if x.device.type == "meta" or os.environ["OMPI_COMM_WORLD_RANK"] != "2":
         return x * 1.0
-    if _is_third_step():
+    if _fault not in CHANGE_FAULTS and _is_third_step():
         if _fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if _fault == "hang":
@@ -73,15 +77,27 @@ class Model(nn.Module):
         return self.second(troubled(torch.relu(self.first(self.flatten(x)))))
 
 
+# Each is killed when it is called first: in the transfer, after it, and after the vote.
+CHANGE_FAULTS = {
+    "transfer": (StateTransfer, "exchange"),
+    "vote": (change.Vote, "of"),
+    "commit": (change, "check_votes"),
+}
+
+
 def make_model(fault, n_classes, n_channels, image_size):
     global _fault
     _fault = fault
+    if fault in CHANGE_FAULTS and os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+        where, name = CHANGE_FAULTS[fault]
+        setattr(where, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     return Model(n_channels * image_size**2, n_classes)
 
 
 killed, error, hang, stopped = (
     partial(make_model, fault) for fault in ("killed", "error", "hang", "stopped")
 )
+transfer, vote, commit = (partial(make_model, fault) for fault in CHANGE_FAULTS)
 PIPELINE = TrainCase(
     strategy=f"{sys.argv[1] if sys.argv[1:] else '.'}/plan.json", engine="executor", batch=8,
     image_size=4, n_classes=3, steps=6, warm_up=0, n_ranks=3,
@@ -95,6 +111,16 @@ CASES = {
     "lasting": LASTING,
     "replicas": replace(LASTING, save_every=None, survive=True),
     "stages": replace(PIPELINE, save_every=2, save_model=True, survive=True),
+    "to_stages": replace(
+        LASTING, save_every=None, survive=True, change=(f"3:{PIPELINE.strategy}",)
+    ),
+    "to_replicas": replace(
+        PIPELINE,
+        save_every=2,
+        save_model=True,
+        survive=True,
+        change=(f"3:{Path(PIPELINE.strategy).with_name('ddp.json')}",),
+    ),
     "single": replace(LASTING, strategy="single", save_every=None),
 }
 
@@ -138,6 +164,8 @@ def prepare(results, cluster: Cluster, cases):
     measured = msgspec.structs.replace(cluster, links=links)
     (results / "1-links-0" / CLUSTER_FILE).write_bytes(measured.to_json())
     (results / "plan.json").write_bytes(three_stages().to_json())
+    graph = capture_graph(search_config_of(cases[0]))
+    (results / "ddp.json").write_bytes(builders.ddp(graph, cluster, PIPELINE.batch).to_json())
     for number, case in enumerate(cases):
         write_profile(results, cluster, case, f"1-profile-{number}")
 

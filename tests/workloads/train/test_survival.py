@@ -18,12 +18,19 @@ MPIRUN = Path(sys.executable).with_name("mpirun")
 
 pytestmark = [
     pytest.mark.mpi,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun in this environment"),
 ]
 
 # fp32 sums in another order: six steps of differences of 1e-7 stay far below.
 TOLERANCE = 1e-5
 N_STEPS = 6
+# Case, where its third rank is killed, and the state from which the others go on.
+IN_CHANGES = [
+    ("to_stages", "vote", "survivors-3"),
+    ("to_stages", "commit", "survivors-3"),
+    ("to_replicas", "transfer", "step-2"),
+]
 
 
 def launch(results: Path, n_ranks: int, *words: str) -> list[Run]:
@@ -38,7 +45,7 @@ def launch(results: Path, n_ranks: int, *words: str) -> list[Run]:
     command = [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks), sys.executable, "-m", "mpi4py"]
     done = subprocess.run(
         [*command, str(HERE / "faulty_training.py"), str(results), *words],
-        env=environ, capture_output=True, text=True, timeout=600, check=False,
+        env=environ, capture_output=True, text=True, timeout=880, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     runs = [run for run in read_results(results).runs if run.header.workload == "train"]
@@ -51,10 +58,11 @@ def steps_of(run: Run) -> list[int]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> list[Run]:
-    """One device; replicas that lost a rank, then the others; the same of stages."""
-    return launch(
-        tmp_path_factory.mktemp("lost"), 3, "single:killed", "replicas:killed", "stages:killed"
-    )
+    """One device; then pairs of a run that lost a rank and the one that goes on: of replicas, of
+    stages, and of IN_CHANGES."""
+    words = "single:killed", "replicas:killed", "stages:killed"
+    changing = [f"{case}:{fault}" for case, fault, _ in IN_CHANGES]
+    return launch(tmp_path_factory.mktemp("lost"), 3, *words, *changing)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +96,13 @@ def test_replicas_lose_nothing_but_the_step_in_which_a_rank_died(runs, one_devic
 def test_a_lost_stage_comes_from_the_last_save(runs, one_device):
     """The survivors hold step 2, but without the last stage."""
     assert (runs[3].path / "state" / "survivors-2").is_dir()
-    assert_goes_on(*runs[3:], "step-2", one_device)
+    assert_goes_on(*runs[3:5], "step-2", one_device)
+
+
+@pytest.mark.parametrize("index", range(len(IN_CHANGES)))
+def test_a_rank_that_dies_in_a_change_leaves_the_last_common_step(runs, one_device, index):
+    """The change is after three steps, of which replicas hold all, and stages those of a save."""
+    assert_goes_on(*runs[5 + 2 * index : 7 + 2 * index], IN_CHANGES[index][2], one_device)
 
 
 def test_a_launch_that_was_lost_goes_on_with_fewer_ranks(tmp_path, one_device):
