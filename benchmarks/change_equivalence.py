@@ -40,7 +40,7 @@ class Options:
     only: tuple[int, ...] = ()
     """Run only these cases, by number in the series."""
     freeze: bool = False
-    """Freeze more layers at each change, on one device too."""
+    """Freeze more layers at each change, or train some again, on one device too."""
     changes: int = 100
     """Number of changes over which groups, files and memory are counted. 0 skips it."""
     json: bool = False

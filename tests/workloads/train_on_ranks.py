@@ -28,7 +28,7 @@ from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.planning.search_config import SearchConfig
 from harness.workloads.search import trials as plan_trials
 from harness.workloads.search.workload import run_search
-from harness.workloads.train import shrink
+from harness.workloads.train import changes, shrink
 from harness.workloads.train.config import TrainCase, parse_change
 from harness.workloads.train.plan import plan_training, search_config_of
 from harness.workloads.train.replan import BesideSearch
@@ -259,6 +259,11 @@ def waited_for(planning: Future[Any]) -> bool:
     return True
 
 
+def is_faster(before_s: float, after_s: float, n_steps_left: int, cost_s: float) -> bool:
+    """A short training never pays for a change."""
+    return after_s < before_s
+
+
 def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:
     """Several trainings whose files of --change lie beside the run; records of the changes too.
 
@@ -273,7 +278,10 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
             request = write_request(context.run_dir, files[0][1])
         change = () if case.controlled else tuple(f"{step}:{file}" for step, file in files)
         try:
-            with mock.patch.multiple(shrink, has_ended=waited_for, STILL_S=0.0):
+            with (
+                mock.patch.multiple(shrink, has_ended=waited_for, is_worth=is_faster),
+                mock.patch.object(changes, "has_ended", waited_for),
+            ):
                 summary = run_train(replace(case, change=change), context)
         except HarnessError as error:
             found[name] = f"{type(error).__name__}: {error}"
@@ -304,6 +312,7 @@ def drifting_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
     found: dict[str, Any] = {}
     n_before = 0
     asked: list[SearchAgain] = []
+    BesideSearch.warm_up = lambda self: None  # type: ignore[method-assign]
     BesideSearch.start = lambda self, request: asked.append(request)  # type: ignore[method-assign]
     BesideSearch.poll = lambda self: search_again(asked.pop())  # type: ignore[method-assign]
     for name, case in cases.items():

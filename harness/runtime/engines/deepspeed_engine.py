@@ -20,7 +20,7 @@ from harness.errors import ConfigError
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import EngineOptions, Share
-from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.engines.optimizers import make_optimizer, set_rate
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 
@@ -200,6 +200,9 @@ class DeepSpeedEngine:
             for t in batch.inputs
         ]
         return self._task.sum_loss(self._engine(*inputs), batch.targets) * share.weight
+
+    def set_learning_rate(self, rate: float) -> None:
+        set_rate(self._engine.optimizer, rate)
 
     def model_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.model.state_dict()

@@ -77,6 +77,10 @@ class Engine(Protocol):
         """
         ...
 
+    def set_learning_rate(self, rate: float) -> None:
+        """Use a learning rate from the next step on."""
+        ...
+
     @property
     def model(self) -> nn.Module:
         """The whole model."""

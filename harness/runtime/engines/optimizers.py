@@ -77,3 +77,9 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions, device: torch.de
     """
     check_optimizer(options.name)
     return OPTIMIZERS[options.name](model, options, device.type == "cuda")
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Use a learning rate from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -25,7 +25,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.bucket_timer import BucketTimer
 from harness.runtime.engines.engine import EngineOptions, Share
-from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.engines.optimizers import make_optimizer, set_rate
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 
@@ -140,6 +140,9 @@ class TorchEngine:
         scaler.step(self._optimizer)
         scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def set_learning_rate(self, rate: float) -> None:
+        set_rate(self._optimizer, rate)
 
     def model_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._task.model.state_dict()

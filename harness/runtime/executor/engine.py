@@ -17,7 +17,7 @@ from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import EngineOptions, Share
-from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.engines.optimizers import make_optimizer, set_rate
 from harness.runtime.executor.cache.prefix import Prefix, run_forward
 from harness.runtime.executor.cache.recorded import check_rows
 from harness.runtime.executor.change.transfer import HeldState
@@ -273,6 +273,10 @@ class ExecutorEngine:
         self._random.step += 1
         loss = self._runner.loss  # None on a rank that computes none
         return torch.zeros((), device=self._world.device) if loss is None else loss
+
+    def set_learning_rate(self, rate: float) -> None:
+        """See `Engine.set_learning_rate`."""
+        set_rate(self._optimizer, rate)
 
     def _run(self, batch: Batch | None, share: Share) -> None:
         is_asynchronous, scale = self.plan.is_asynchronous, self._scale.factor()

@@ -119,6 +119,7 @@ _AT_LEAST = {
     "n_ranks": 1,
     "microbatches": 1,
     "freeze_interval": 1,
+    "lr_step_size": 1,
     "cache_memory": 0,
     "save_every": 1,
 }
@@ -127,7 +128,7 @@ _AT_LEAST = {
 def _check_numbers(config: TrainConfig) -> None:
     config.check()
     check_at_least(config, _AT_LEAST)
-    check_above_zero(config, ("learning_rate", "bucket_mib", "drift_threshold"))
+    check_above_zero(config, ("learning_rate", "lr_gamma", "bucket_mib", "drift_threshold"))
     config.check_search()
 
 

@@ -1,4 +1,4 @@
-"""Check the flags of changes, freezing and the cache before a sweep begins."""
+"""Check the flags of changes, freezing, the learning rate and the cache before a sweep begins."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ def check_changes(config: TrainConfig) -> None:
     """Refuse changes of strategy that are malformed, out of order or outside the run."""
     if not 0 < config.freeze_alpha < 1:
         raise ConfigError(f"--freeze-alpha {config.freeze_alpha} must be above 0 and below 1")
+    _check_rates(config)
     if config.cache != "off" and config.freeze == "none":
         raise ConfigError(
             f"--cache {config.cache} keeps the outputs of frozen layers, and --freeze none freezes "
@@ -41,3 +42,23 @@ def check_changes(config: TrainConfig) -> None:
                 f"--change {text} is for step {step}: steps must be above {last}{bound}, ascending"
             )
         last = step
+
+
+def _check_rates(config: TrainConfig) -> None:
+    """Refuse flags of the learning rate that contradict each other."""
+    is_step = config.lr_schedule == "step"
+    if is_step != (config.lr_step_size is not None):
+        given = "none is given" if is_step else f"--lr-schedule is {config.lr_schedule}"
+        remedy = "add it" if is_step else "drop it, or use --lr-schedule step"
+        raise ConfigError(f"--lr-step-size is for --lr-schedule step, and {given}: {remedy}")
+    if config.unfreeze is None:
+        return
+    if config.unfreeze <= 1:
+        raise ConfigError(f"--unfreeze {config.unfreeze:g} must be above 1: 10 is to a tenth")
+    if config.freeze == "none":
+        raise ConfigError("--unfreeze trains frozen layers again, --freeze is none: add it")
+    if config.lr_schedule == "constant":
+        raise ConfigError(
+            "--unfreeze waits for a drop of the learning rate, --lr-schedule is constant: use step "
+            "or cosine"
+        )

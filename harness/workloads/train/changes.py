@@ -38,6 +38,7 @@ from harness.workloads.train.policies import POLICIES
 from harness.workloads.train.policy import LEAD_STEPS, Current, Due, PolicyInputs
 from harness.workloads.train.requests import ChangeAnswer, answer_request, read_request
 from harness.workloads.train.setup import Training, continue_by
+from harness.workloads.train.shrink import has_ended
 
 if TYPE_CHECKING:
     from harness.runtime.executor.cache.tap import Tap
@@ -50,14 +51,10 @@ PairBytes = dict[tuple[int, int], int]
 
 
 class StrategyChanges:
-    """The changes of one run; all ranks construct it before the first step.
-
-    Args:
-        n_steps: measured steps of the run.
-    """
+    """The changes of one run; all ranks construct it before the first step."""
 
     def __init__(
-        self, case: TrainCase, context: Context, planned: Planned, training: Training, n_steps: int
+        self, case: TrainCase, context: Context, planned: Planned, training: Training
     ) -> None:
         self._case, self._context = case, context
         self._current = Current(planned=planned)
@@ -70,11 +67,10 @@ class StrategyChanges:
             planner=self._planner,
             training=training,
             current=self._current,
-            n_steps=n_steps,
             cache=TrainingCache(case, context, training) if case.cache != "off" else None,
         )
         self._policies = [row.make(inputs) for row in POLICIES.values() if row.is_on(case)]
-        self._cache, self._n_steps = inputs.cache, n_steps
+        self._cache, self._n_steps = inputs.cache, training.n_steps
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="next engine")
         self._building: Future[_Built] | None = None
         self._next: Due | None = None
@@ -114,8 +110,9 @@ class StrategyChanges:
         if due.error:
             self._tell(ChangeAnswer(id=due.request, error=due.error))
             return
-        if due.n_skipped is not None and due.n_skipped <= self._current.n_skipped:
-            return  # another change has done it
+        now = self._current
+        if due.n_skipped is not None and not now.n_skipped < due.n_skipped <= now.n_frozen:
+            return  # another change has done it, or trains these layers again
         strategy = (due.planned or self._current.planned).strategy
         n_frozen = self._current.n_frozen if due.n_frozen is None else due.n_frozen
         self._next = due
@@ -148,7 +145,7 @@ class StrategyChanges:
         ]
         if any(other is not None and other <= step + LEAD_STEPS for other in known):
             return True
-        is_done = self._building.done()
+        is_done = has_ended(self._building)
         return min(gather_numbers(float(is_done), self._context.world)) > 0
 
     def _change(
@@ -190,7 +187,8 @@ class StrategyChanges:
             names = {"before": before, "after": after, "why": due.why}
             seconds = {"change_s": still_s, "change_build_s": build_s}
             self._record(step, names, seconds, steps_s)
-            self._record_bytes(step, cost.pair_bytes, predicted)
+            transfer_s = self._record_bytes(step, cost.pair_bytes, predicted)
+            self._current.still_s = max(0.0, still_s - transfer_s)
         n_bytes = sum(cost.pair_bytes.values())
         return training, (
             f"step {step} is the first by {after} instead of {before} ({due.why}): training stood "
@@ -212,12 +210,15 @@ class StrategyChanges:
         path = self._context.run_dir / f"strategy-{step}.json"
         write_atomically(path, self._current.planned.strategy.to_json())
 
-    def _record_bytes(self, step: int, moved: PairBytes, predicted: PairBytes) -> None:
+    def _record_bytes(self, step: int, moved: PairBytes, predicted: PairBytes) -> float:
+        """Record the bytes of a change; returns the predicted seconds of their transfer."""
         sample = partial(self._context.recorder.sample, step=step)
-        sample("change_predicted_s", self._planner.predict_change_s(predicted))
+        transfer_s = self._planner.predict_change_s(predicted)
+        sample("change_predicted_s", transfer_s)
         for metric, pairs in (("change_bytes", moved), ("change_predicted_bytes", predicted)):
             for (source, target), n in sorted(pairs.items()):
                 sample(metric, n, source=source, target=target)
+        return transfer_s
 
     def _predict_steps(self, strategy: Strategy, n_frozen: int, n_skipped: int) -> dict[str, float]:
         """The simulated step before and after a change, on rank 0."""

@@ -10,6 +10,7 @@ from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
 from harness.inputs import parse_int
+from harness.runtime.engines.learning_rates import LrSchedule
 from harness.runtime.engines.optimizers import OptimizerOptions
 from harness.runtime.ranks.isolate import GRACE_S
 from harness.workloads.common.flags import ModelFlags, SearchFlags
@@ -83,6 +84,13 @@ class TrainSettings(SearchFlags, ModelFlags):
     """sgd or adamw."""
     learning_rate: float = 0.01
     """Learning rate; it is not scaled with the batch or the ranks."""
+    lr_schedule: LrSchedule = "constant"
+    """The learning rate of each measured step. step: times --lr-gamma after every --lr-step-size
+    steps. cosine: down to 0 at the last step. Warm-up steps have the first rate."""
+    lr_step_size: int | None = None
+    """--lr-schedule step: steps between two drops."""
+    lr_gamma: float = 0.1
+    """--lr-schedule step: factor of each drop."""
     momentum: float = 0.9
     """Momentum of sgd."""
     weight_decay: float = 0.0
@@ -151,6 +159,9 @@ class TrainSettings(SearchFlags, ModelFlags):
     """a of --freeze: share of the trained layers that each interval freezes, at most."""
     freeze_interval: int | None = None
     """Steps of an interval of --freeze. Default: an epoch."""
+    unfreeze: float | None = None
+    """With --freeze and --lr-schedule: train all layers again when the learning rate has dropped by
+    this factor, such as 10, since they last were. The intervals of --freeze then begin anew."""
     shrink: Literal["none", "search", "pipetransformer"] = "none"
     """With --freeze: plan again for fewer ranks whenever layers have frozen (executor). search: the
     search plans the frozen model, beside training, and the strategy changes if the steps that are

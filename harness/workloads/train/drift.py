@@ -79,6 +79,8 @@ class DriftPolicy(Policy):
         self._planned_for = self._speeds.now  # of the last search
         self._trained = inputs.current.planned.strategy, inputs.current.n_frozen
         self._search, self._is_searching = BesideSearch(), False
+        if self._world.is_first:
+            self._search.warm_up()
         self._context.recorder.listen = self._times.take
 
     def due(self, step: int) -> Due | None:
@@ -135,9 +137,11 @@ class DriftPolicy(Policy):
             _log.warning("the strategy stays, because nothing was found: %s", found.error)
             return None
         planner, current = self._inputs.planner, self._inputs.current
-        n_left, n_frozen = self._inputs.n_steps - step, current.n_frozen
+        n_left, n_frozen = self._inputs.training.n_steps - step, current.n_frozen
         stay_s, next_s = found.start_step_s, found.step_s
-        cost_s = planner.estimate_change_s(current.planned.strategy, found.strategy, n_frozen)
+        cost_s = current.still_s + planner.estimate_change_s(
+            current.planned.strategy, found.strategy, n_frozen
+        )
         sample = self._context.recorder.sample
         for side, value in (("stay", stay_s), ("change", next_s)):
             sample("drift_step_predicted_s", value, side=side)

@@ -6,19 +6,26 @@ change; the answer is equal on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from harness.domain.freezing import n_frozen_by_norms, n_frozen_layers
+from harness.domain.freezing import FreezableLayer, n_frozen_by_norms, n_frozen_layers
 from harness.errors import ConfigError, HarnessError
 from harness.inputs import read_file
 from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.workloads.train.config import TrainCase, parse_change
 from harness.workloads.train.drift import DriftPolicy
+from harness.workloads.train.plan import Planned
 from harness.workloads.train.policy import LEAD_STEPS, Due, Policy, PolicyInputs
 from harness.workloads.train.requests import UNREADABLE, Request, read_request
 from harness.workloads.train.shrink import ShrinkPolicy
 from harness.workloads.train.survival import SurvivalPolicy
+
+if TYPE_CHECKING:
+    from harness.runtime.executor.gradients.layer_norms import LayerNorms
 
 
 class ScheduledPolicy(Policy):
@@ -76,7 +83,10 @@ class ControlledPolicy(Policy):
 
 
 class FreezingPolicy(Policy):
-    """`--freeze`: a prefix of the layers that grows with each interval.
+    """`--freeze`: a prefix of the layers that grows with each interval, until `--unfreeze`.
+
+    step   0 | interval 1 | interval 2 | rate drops | interval 1 | ...
+    frozen 0              F(1)         F(2)         0            F(1)
 
     The gradient rule decides LEAD_STEPS before the end of an interval, by the steps since it did.
 
@@ -85,39 +95,81 @@ class FreezingPolicy(Policy):
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:
-        elastic = inputs.training.trainer.elastic
+        elastic, case = inputs.training.trainer.elastic, inputs.case
         assert elastic is not None
-        self._case, self._n_layers = inputs.case, len(elastic.layers)
-        self._norms = elastic.watch_gradients() if inputs.case.freeze == "gradient" else None
-        self._n_frozen = 0
-        self._steps = inputs.case.freeze_interval or inputs.training.plan.n_steps_per_epoch
-        self._interval = 0  # the last one whose change is due
+        self._case, self._training, self._n_layers = case, inputs.training, len(elastic.layers)
         if self._n_layers == 0:
             raise ConfigError(
-                f"--freeze {inputs.case.freeze} finds no layers in {inputs.case.model}: name its "
-                "blocks by numbers (layers.0, layers.1) and keep one for the head, or drop it"
+                f"--freeze {case.freeze} finds no layers in {case.model}: name its blocks by "
+                "numbers (layers.0, layers.1) and keep one for the head, or drop it"
             )
+        self._steps = case.freeze_interval or inputs.training.plan.n_steps_per_epoch
+        # A strategy that was planned for fewer trained layers may lack memory for all.
+        self._start = inputs.current.planned if case.shrink != "none" else None
+        self._norms: LayerNorms | None = None
+        self._begin(0)
+        self._missed = self._catch_up(elastic.layers) if case.first_step else None
+        if case.freeze == "gradient":
+            self._norms = elastic.watch_gradients()
+
+    def _begin(self, step: int) -> None:
+        """Train all layers from a step on."""
+        self._since, self._interval, self._n_frozen = step, 0, 0
+        factor, n_steps = self._case.unfreeze, self._training.n_steps
+        rates = self._training.rates
+        self._drop = None if factor is None else rates.first_drop(factor, step, n_steps)
+
+    def _catch_up(self, layers: Sequence[FreezableLayer]) -> Due | None:
+        """The change to the layers that were frozen when a lost run saved its state."""
+        first = self._case.first_step
+        while (at := self.next_step()) is not None and at <= first:
+            self._pass(at)
+        state = self._case.load_state
+        if self._case.freeze == "gradient" and state is not None and self._since < first:
+            self._n_frozen = _n_frozen_in(state, layers)
+        why = f"--freeze {self._case.freeze}: {self._n_frozen} layers before step {first}"
+        return Due(why=why, step=first, n_frozen=self._n_frozen) if self._n_frozen else None
 
     def next_step(self) -> int | None:
-        return (self._interval + 1) * self._steps
+        end = self._since + (self._interval + 1) * self._steps
+        at = end if self._drop is None else min(end, self._drop)
+        return at if at < self._training.n_steps else None
 
     def due(self, step: int) -> Due | None:
-        found: Due | None = None
-        while (self._interval + 1) * self._steps <= step + LEAD_STEPS and found is None:
+        found, self._missed = self._missed, None
+        while found is None and (at := self.next_step()) is not None and at <= step + LEAD_STEPS:
             before = self._n_frozen
-            self._interval += 1
-            self._n_frozen = self._next_n_frozen()
-            if self._n_frozen > before:
-                at = self._interval * self._steps
-                why = f"--freeze {self._case.freeze}: {self._n_frozen} of {self._n_layers} layers"
-                found = Due(why=why, step=at, n_frozen=self._n_frozen)
+            planned, why = self._pass(at)
+            if self._n_frozen != before:
+                found = Due(why=why, step=at, planned=planned, n_frozen=self._n_frozen)
         return found
+
+    def _pass(self, step: int) -> tuple[Planned | None, str]:
+        """Go to the end of an interval, or to a drop of the rate; the next strategy, and why."""
+        if step == self._drop:
+            self._begin(step)
+            if self._norms is not None:
+                self._norms.take()  # those of other layers
+            rate = self._training.rates.at(step)
+            return self._start, f"--unfreeze: the learning rate is {rate:g}"
+        self._interval += 1
+        self._n_frozen = self._next_n_frozen()
+        return None, f"--freeze {self._case.freeze}: {self._n_frozen} of {self._n_layers} layers"
 
     def _next_n_frozen(self) -> int:
         alpha = self._case.freeze_alpha
         if self._norms is None:
             return n_frozen_layers(self._n_layers, alpha, self._interval)
-        return n_frozen_by_norms(alpha, self._n_frozen, self._norms.take())
+        norms = self._norms.take()
+        return n_frozen_by_norms(alpha, self._n_frozen, norms) if any(norms) else self._n_frozen
+
+
+def _n_frozen_in(state: Path, layers: Sequence[FreezableLayer]) -> int:
+    """The number of layers of which a saved state trains no parameter."""
+    from harness.runtime.executor.state.files import check_sharded
+
+    trained = check_sharded(state)[1].trained
+    return len(list(takewhile(lambda layer: layer.parameters.isdisjoint(trained), layers)))
 
 
 class CachePolicy(Policy):
@@ -126,15 +178,23 @@ class CachePolicy(Policy):
     def __init__(self, inputs: PolicyInputs) -> None:
         assert inputs.cache is not None
         self._cache, self._current, self._mode = inputs.cache, inputs.current, inputs.case.cache
+        self._n_steps = inputs.training.n_steps
+
+    def _next(self, step: int) -> tuple[int, int] | None:
+        """The layers to skip next, and the first step without them."""
+        n_skipped, at = self._cache.due_step(step) or (0, 0)
+        is_new = n_skipped > self._current.n_skipped and at < self._n_steps
+        return (n_skipped, at) if is_new else None
 
     def next_step(self) -> int | None:
-        n_skipped, at = self._cache.due_step(0) or (0, 0)
-        return at if n_skipped > self._current.n_skipped else None
+        found = self._next(0)
+        return None if found is None else found[1]
 
     def due(self, step: int) -> Due | None:
-        n_skipped, at = self._cache.due_step(step) or (0, 0)
-        if n_skipped <= self._current.n_skipped or at > step + LEAD_STEPS:
+        found = self._next(step)
+        if found is None or found[1] > step + LEAD_STEPS:
             return None
+        n_skipped, at = found
         why = f"--cache {self._mode}: {n_skipped} layers"
         return Due(why=why, step=at, n_skipped=n_skipped)
 

@@ -16,6 +16,8 @@ from harness.workloads.train.setup import Training
 
 # A change whose step is known is prepared so many steps before.
 LEAD_STEPS = 5
+# Seconds that a change is taken to stand still beside its transfer before one has been measured.
+STILL_S = 0.1
 
 
 class Due(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,11 +67,14 @@ class Current:
     Attributes:
         n_frozen: layers that are not trained.
         n_skipped: those of them whose outputs are read from the cache.
+        still_s: seconds that the last change stood still beside its transfer: allocation, votes,
+            the first batch. On rank 0.
     """
 
     planned: Planned
     n_frozen: int = 0
     n_skipped: int = 0
+    still_s: float = STILL_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,6 @@ class PolicyInputs:
     Attributes:
         planner: used on rank 0 only.
         training: before the first step.
-        n_steps: all measured steps of the run.
         cache: None with --cache off.
     """
 
@@ -88,5 +92,4 @@ class PolicyInputs:
     planner: NextPlanner
     training: Training
     current: Current
-    n_steps: int
     cache: TrainingCache | None

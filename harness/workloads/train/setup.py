@@ -28,6 +28,7 @@ from harness.runtime.data import (
 )
 from harness.runtime.devices.precision import Precision, set_tensor_cores
 from harness.runtime.engines.engine import Engine, EngineOptions
+from harness.runtime.engines.learning_rates import LearningRates
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
 from harness.runtime.models.task import InputSpec, Task
@@ -99,6 +100,8 @@ class Training:
     Attributes:
         data: the data set.
         plan: the samples of each rank in each step.
+        n_steps: measured steps of the run.
+        rates: the learning rate of each of them.
         batches: this rank's batches, step by step, without end.
         count_targets: targets that count of each of some samples, by their indices.
         n_tokens: tokens of a sample; 0 if it has none.
@@ -111,6 +114,8 @@ class Training:
     trainer: Trainer
     data: Any
     plan: BatchPlan
+    n_steps: int
+    rates: LearningRates
     batches: Iterator[Batch]
     count_targets: Callable[[Sequence[int]], tuple[int, ...]]
     n_tokens: int
@@ -281,6 +286,7 @@ def prepare(
     data = _open(case, task)
     trainer = _make_trainer(case, task, world, recorder, executor_options, shares[world.rank])
     plan = _batch_plan(case, len(data), shares, trainer, world)
+    n_steps = case.epochs * plan.n_steps_per_epoch if case.epochs else case.steps
     batches = load_batches(
         data, plan, world.rank, n_workers=case.n_workers, device=world.device,
         first_step=case.first_step + case.warm_up if case.first_step else 0,
@@ -289,6 +295,10 @@ def prepare(
         trainer=trainer,
         data=data,
         plan=plan,
+        n_steps=n_steps,
+        rates=LearningRates(
+            case.learning_rate, case.lr_schedule, case.lr_step_size or n_steps, case.lr_gamma
+        ),
         batches=batches,
         count_targets=partial(count_targets, data, task),
         n_tokens=task.n_tokens,

@@ -10,10 +10,10 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from harness.domain.fingerprint import MadeFor
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
 from harness.plan.again import SearchAgain
@@ -27,8 +27,6 @@ from harness.workloads.train.replan import BesideSearch
 
 _log = logging.getLogger(__name__)
 
-# Seconds that a change stands still beside its transfer: allocation, votes, the first batch.
-STILL_S = 0.1
 # Most share of the time that is left which a search may take, and least seconds of a search.
 _SEARCHED_SHARE, _LEAST_SEARCH_S = 0.05, 2.0
 _POLL_S = 0.05
@@ -66,6 +64,8 @@ class ShrinkPolicy(Policy):
         case, start = inputs.case, inputs.current.planned.strategy
         self._inputs, self._search = inputs, BesideSearch()
         self._rule: AutoPipe | None = None
+        if inputs.context.world.is_first and case.shrink == "search":
+            self._search.warm_up()
         if case.shrink == "pipetransformer":
             self._rule = AutoPipe(start, replicates=case.replicate)
         self._most_replicas = None if case.replicate else _most_replicas(start)
@@ -79,7 +79,7 @@ class ShrinkPolicy(Policy):
         if n_frozen != self._planned_for:
             self._planned_for, self._is_waiting = n_frozen, True
             if world.is_first:
-                self._start_planning(self._inputs.n_steps - step)
+                self._start_planning(self._inputs.training.n_steps - step)
         if not self._is_waiting:
             return None
         is_done = self._planning is not None and has_ended(self._planning)
@@ -121,24 +121,18 @@ class ShrinkPolicy(Policy):
             planned=planner.planned(strategy, n_frozen),
             before_s=planner.step_s(now, n_frozen, n_skipped),
             after_s=planner.step_s(strategy, n_frozen, n_skipped),
-            cost_s=STILL_S + planner.estimate_change_s(now, strategy, n_frozen),
+            cost_s=self._inputs.current.still_s
+            + planner.estimate_change_s(now, strategy, n_frozen),
         )
 
     def _request(self, now: Strategy, n_frozen: int, n_left: int) -> SearchAgain:
-        case, n_skipped = self._inputs.case, self._inputs.current.n_skipped
-        simulator = self._inputs.planner.simulator(n_frozen, n_skipped)
-        left_s = simulator.step_s(now) * n_left
-        return SearchAgain(
-            graph=simulator.graph,
-            cluster=simulator.cluster,
-            profile=simulator.profile,
-            options=simulator.options,
-            batch=case.batch,
-            memory_bytes=case.memory_bytes,
-            budget=case.search_budget,
-            seconds=min(case.search_seconds, max(_LEAST_SEARCH_S, _SEARCHED_SHARE * left_s)),
-            seed=case.seed,
-            start=msgspec.structs.replace(now, made_for=MadeFor()),
+        planner, n_skipped = self._inputs.planner, self._inputs.current.n_skipped
+        request = planner.search_again(n_frozen, now, n_skipped)
+        left_s = planner.step_s(now, n_frozen, n_skipped) * n_left
+        most_s = max(_LEAST_SEARCH_S, _SEARCHED_SHARE * left_s)
+        return msgspec.structs.replace(
+            request,
+            seconds=min(request.seconds or most_s, most_s),
             most_replicas=self._most_replicas,
         )
 
@@ -163,7 +157,7 @@ class ShrinkPolicy(Policy):
             return _Decision()
         if offer is None:
             return _Decision()
-        n_left, flags = self._inputs.n_steps - step, f"--shrink {self._inputs.case.shrink}"
+        n_left, flags = self._inputs.training.n_steps - step, f"--shrink {self._inputs.case.shrink}"
         reason = (
             f"predicted {format_duration(offer.after_s)} instead of "
             f"{format_duration(offer.before_s)} a step, {n_left} steps left"
@@ -178,9 +172,9 @@ class ShrinkPolicy(Policy):
         return _Decision(Due(planned=offer.planned, why=f"{flags}: {reason}"))
 
 
-def has_ended(planning: Future[_Offer | None]) -> bool:
-    """Whether a plan is there."""
-    return planning.done()
+def has_ended(work: Future[Any]) -> bool:
+    """Whether a plan, or the next engine, is there."""
+    return work.done()
 
 
 def _most_replicas(strategy: Strategy) -> int:

@@ -62,7 +62,7 @@ class TrainLoop:
     ) -> None:
         self.training, self._evaluation = training, evaluation
         self._changes, self._keeper = changes, keeper
-        self._n_steps, self._first = 0, first
+        self._first = first
         self._context = context
         self._n_warm_up = n_warm_up
         self._losses: list[Tensor] = []
@@ -72,7 +72,6 @@ class TrainLoop:
     def measure(self, n_steps: int) -> None:
         """Warm up, then train the recorded steps until `n_steps`."""
         self._begin_epoch()
-        self._n_steps = n_steps
         if self._first and self._changes is not None:
             self.training = self._changes.before_step(self._first, self.training)
         measure_steps(
@@ -101,6 +100,7 @@ class TrainLoop:
             self._keeper.begin_step(index, training)
         if self._changes is not None and index >= 0:
             self._changes.begin_step(training.plan.global_indices(index + self._n_warm_up))
+        training.engine.set_learning_rate(training.rates.at(index))
         loss = training.engine.step(lambda: next(training.batches), self._share(index))
         self._losses.append(loss)
         if index == -1:
@@ -129,7 +129,7 @@ class TrainLoop:
             self._epoch_start_s = time.perf_counter()
         if self._keeper is not None:
             self._keeper.end_step(index, self.training)
-        if self._changes is not None and index + 1 < self._n_steps:
+        if self._changes is not None and index + 1 < self.training.n_steps:
             self.training = self._changes.before_step(index + 1, self.training)
 
     def record_losses(self) -> list[float]:
@@ -252,16 +252,15 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     training, planned = _prepare(case, context)
     if not case.is_elastic:  # because a change alters these numbers
         _record_constants(training, context)
-    n_steps = (case.epochs or 0) * training.plan.n_steps_per_epoch or case.steps
     changes: StrategyChanges | None = None
     if case.is_elastic:
         assert planned is not None, "other engines were refused"
-        changes = StrategyChanges(case, context, planned, training, n_steps)
+        changes = StrategyChanges(case, context, planned, training)
     evaluation = Evaluation(case, context) if case.evaluate else None
     keeper = StateKeeper(case, context)
     loop = TrainLoop(training, context, case.warm_up, changes, evaluation, keeper, case.first_step)
     with keeper.surviving():
-        loop.measure(n_steps)
+        loop.measure(training.n_steps)
     if changes is not None:
         changes.close()
     training = loop.training

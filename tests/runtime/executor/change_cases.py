@@ -15,6 +15,7 @@ from equivalence_models import min_microbatch, small_graph
 from equivalence_reference import accumulate
 from equivalence_strategies import random_strategy
 from torch import nn
+from torch.optim import Optimizer
 
 from harness.domain.freezing import FreezableLayer, freezable_layers
 from harness.domain.schedule import SCHEDULE_NAMES
@@ -99,28 +100,38 @@ def train_alone(changing: ChangingCase, *, offset: float = 0.0) -> ChangingTrace
             parameter.mul_(1 + offset)
     data = changing.data(task)
     optimizer = make_optimizer(task.model, case.optimizer_options(), torch.device("cpu"))
-    layers = freezable_layers(small_graph(case.model))
+    freezing = Freezing(task.model, freezable_layers(small_graph(case.model)))
     losses: list[float] = []
     for step, samples in enumerate(changing.batches()):
         optimizer.zero_grad()
-        freeze(task.model, layers[: changing.frozen_at(step)])
+        freezing.freeze(changing.frozen_at(step), optimizer)
         sizes = changing.strategy_at(step).microbatch_sizes()
         losses.append(accumulate(task, part_of(data, samples), sizes))
         optimizer.step()
-    for parameter in list(optimizer.state):
-        if not parameter.requires_grad:
-            del optimizer.state[parameter]
     state = {"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}
     return ChangingTrace(losses=losses, state=state)
 
 
-def freeze(model: nn.Module, layers: Sequence[FreezableLayer]) -> None:
-    """Stop training layers in plain PyTorch: no gradient, evaluation mode."""
-    for layer in layers:
-        for name in layer.parameters:
-            model.get_parameter(name).requires_grad_(False)
-        for name in layer.modules:
-            model.get_submodule(name).eval()
+class Freezing:
+    """Stops training layers in plain PyTorch, and trains them again as at the start."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[FreezableLayer]) -> None:
+        self._model, self._layers = model, layers
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._training = [module for module in model.modules() if module.training]
+
+    def freeze(self, n_frozen: int, optimizer: Optimizer) -> None:
+        """Freeze the first layers alone: no gradient, no optimizer state, evaluation mode."""
+        for parameter in self._trained:
+            parameter.requires_grad_(True)
+        for module in self._training:
+            module.training = True
+        for layer in self._layers[:n_frozen]:
+            for name in layer.parameters:
+                parameter = self._model.get_parameter(name).requires_grad_(False)
+                optimizer.state.pop(parameter, None)
+            for name in layer.modules:
+                self._model.get_submodule(name).eval()
 
 
 def random_changing_case(seed: int, index: int, *, is_freezing: bool = False) -> ChangingCase:
@@ -129,7 +140,8 @@ def random_changing_case(seed: int, index: int, *, is_freezing: bool = False) ->
     state come in turn.
 
     Args:
-        is_freezing: each change freezes more layers.
+        is_freezing: each change freezes more layers, or in half of the cases the second trains some
+            again.
     """
     rng = Random(f"changes {seed}/{index}")
     case = random_case(seed, index)
@@ -153,8 +165,8 @@ def random_changing_case(seed: int, index: int, *, is_freezing: bool = False) ->
     if not is_freezing:
         return changing
     n_layers = len(freezable_layers(small_graph(case.model)))
-    return msgspec.structs.replace(
-        changing,
-        case=msgspec.structs.replace(changed, dropout="off"),
-        frozen=sorted(rng.randint(min(1, n_layers), n_layers) for _ in at),
-    )
+    frozen = sorted(rng.randint(min(1, n_layers), n_layers) for _ in at)
+    if len(at) == 2 and rng.random() < 0.5:
+        frozen[1] = rng.randint(0, max(0, frozen[0] - 1))
+    alone = msgspec.structs.replace(changed, dropout="off")
+    return msgspec.structs.replace(changing, case=alone, frozen=frozen)

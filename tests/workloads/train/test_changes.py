@@ -71,6 +71,10 @@ CASES = {
     },
     "uncached": FROZEN,
     "cached": replace(FROZEN, cache="on", cache_memory=0.02),
+    **{
+        name: replace(FROZEN, lr_schedule="step", lr_step_size=10, unfreeze=10, **flags)
+        for name, flags in {"unfrozen": {}, "unfrozen cached": {"cache": "on"}}.items()
+    },
     "cached where it pays": replace(FROZEN, cache="auto"),
     "other batch": replace(CASE, change=("2:other.json",)),
     "other model": replace(CASE, controlled=True, change=("1:model.json",)),
@@ -232,6 +236,24 @@ def test_a_cached_run_equals_the_uncached_one_bit_for_bit(trained):
     assert computed == [4, 0, 4, 4]
 
 
+def test_all_layers_are_trained_again_when_the_learning_rate_drops(trained):
+    """The rate drops at step 10. The outputs of layers that are trained again are kept no more."""
+    found, wanted = trained[0]["unfrozen cached"], trained[0]["unfrozen"]
+    assert found["losses"] == wanted["losses"]
+    assert found["digest"] == wanted["digest"]
+    assert wanted["losses"][:11] == trained[0]["uncached"]["losses"][:11]
+    names = [
+        (step, labels["after"])
+        for metric, step, _, labels in found["samples"]
+        if metric == "change_s" and step >= 9
+    ]
+    assert names == [
+        (9, "pipeline, 4 layers frozen, 3 cached"),
+        (10, "pipeline"),
+        (13, "pipeline, 2 layers frozen"),
+    ]
+
+
 def test_a_cache_that_does_not_pay_is_not_used(trained):
     """The first of two steps is timed, so the decision is the machine's; the losses are not."""
     found, wanted = trained[0]["cached where it pays"], trained[0]["uncached"]
@@ -322,6 +344,11 @@ def test_a_controller_needs_a_run_that_listens(tmp_path):
         ({"cache": "on"}, "--cache on keeps the outputs of frozen layers, and --freeze none"),
         ({"cache": "on", "freeze": "schedule", "dtype": ("bf16",)}, "is for fp32 and tf32"),
         ({"change": ("1:a.json",), "engine": "torch"}, "--change needs the executor"),
+        ({"lr_schedule": "step"}, "--lr-step-size is for --lr-schedule step, and none is given"),
+        ({"lr_step_size": 9}, "step, and --lr-schedule is constant: drop it, or use"),
+        ({"unfreeze": 10}, "--unfreeze trains frozen layers again, --freeze is none: add it"),
+        ({"unfreeze": 10, "freeze": "schedule"}, "--lr-schedule is constant: use step or cosine"),
+        ({"unfreeze": 1}, "--unfreeze 1 must be above 1: 10 is to a tenth"),
     ],
 )
 def test_flags_that_cannot_be_followed_are_refused(flags, error):

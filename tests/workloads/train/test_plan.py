@@ -32,7 +32,7 @@ from harness.workloads.train.workload import run_train
 
 CASE = TrainCase(
     model="lenet", batch=12, n_samples=30, steps=4, warm_up=1, no_sync_steps=0, learning_rate=0.05,
-    search_budget=60, n_ranks=2,
+    search_budget=60, n_ranks=2, lr_schedule="step", lr_step_size=2,
 )  # fmt: skip
 # fp32 sums in another order: 5 steps of differences of 1e-7 stay far below.
 TOLERANCE = 1e-5

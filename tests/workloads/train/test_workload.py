@@ -50,6 +50,8 @@ CASES = {
     "local": replace(CASE, model="train_on_ranks:tiny_norm", batch_norm="local", steps=6),
     "bf16": replace(CASE, dtype="bf16"),
     "fp16": replace(CASE, dtype="fp16"),
+    "short": replace(CASE, steps=3),
+    "stopped": replace(CASE, steps=6, lr_schedule="step", lr_step_size=3, lr_gamma=1e-12),
 }
 
 
@@ -85,6 +87,15 @@ def test_local_batch_norm_is_another_model(one_rank, more_ranks):
 def test_training_lowers_the_loss(one_rank):
     losses = one_rank["uneven"]["losses"]
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_learning_rate_of_a_step_is_the_schedules(one_rank):
+    """After three steps it is next to nothing."""
+    short, stopped = (
+        {name: value for name, value in one_rank[case].items() if name != "losses"}
+        for case in ("short", "stopped")
+    )
+    assert largest_difference(short, stopped) < 1e-9
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -253,7 +264,7 @@ def test_a_wrong_factory_is_refused(ranks, model, message):
 
 
 def test_deepspeed_trains_the_same_losses_and_state(run_on_ranks, ranks):
-    case = replace(CASE, optimizer="adamw", learning_rate=1e-2, steps=6)
+    case = replace(CASE, optimizer="adamw", learning_rate=1e-2, steps=6, lr_schedule="cosine")
     alone, _ = run_on_ranks(ranks.full_states, case, 1)
     zero = replace(case, engine="deepspeed", strategy="zero2", n_ranks=2)
     together, _ = run_on_ranks(ranks.full_states, zero, 2)

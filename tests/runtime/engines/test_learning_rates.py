@@ -1,0 +1,28 @@
+"""Learning rates by step, as a user of torch's schedulers has them."""
+
+import pytest
+
+from harness.runtime.engines.learning_rates import LearningRates
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [
+        ("constant", [0.1, 0.1, 0.1, 0.1, 0.1, 0.1]),
+        ("step", [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]),
+        ("cosine", [0.1, 0.05, 0.0, 0.05, 0.1, 0.05]),  # beyond its period it rises
+    ],
+)
+def test_rates_follow_the_schedule(schedule, wanted):
+    rates = LearningRates(0.1, schedule, period=2, gamma=0.5)
+    assert rates.at(4) == pytest.approx(wanted[4])  # steps in between are passed
+    assert [rates.at(step) for step in range(6)] == pytest.approx(wanted)
+    assert rates.at(-3) == 0.1  # a warm-up step
+
+
+def test_the_first_step_of_a_drop_is_found():
+    rates = LearningRates(0.1, "step", period=10, gamma=0.1)
+    assert rates.first_drop(10, start=0, stop=50) == 10
+    assert rates.first_drop(10, start=10, stop=50) == 20
+    assert rates.first_drop(100, start=0, stop=50) == 20
+    assert rates.first_drop(100, start=0, stop=20) is None
