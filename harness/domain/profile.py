@@ -26,6 +26,9 @@ _QUARTILES, _FEW = 1.349, 1.12
 
 MeasurementKey = tuple[str, str, tuple[tuple[str, int], ...], str]
 
+# Names in a profile of the dtypes of training.
+DTYPE_NAMES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
+
 
 class Measurement(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True

@@ -11,14 +11,13 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
-from harness.domain.profile import Profile
+from harness.domain.profile import DTYPE_NAMES, Profile
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, GraphError
 from harness.inputs import MOST_COUNT, decode_text, find_int, read_file, shorten
 from harness.plan.costs import COSTS
 from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
 from harness.plan.find import default_profile, graph_beside, knows
-from harness.plan.flags import DTYPES
 from harness.plan.formats.detect import convert, read_strategy_file, strategy_from
 from harness.plan.formats.pipedream_graph import parse_graph_txt
 from harness.plan.request import PlanRequest, SearchProgress
@@ -213,14 +212,14 @@ def _of_dtype(profile: Profile, dtype: str) -> Profile:
     """The measurements of one dtype; estimates stand for any."""
     if profile.provenance.get("source") in _ESTIMATES:
         return profile
-    found = [point for point in profile.measurements if point.dtype == DTYPES[dtype]]
+    found = [point for point in profile.measurements if point.dtype == DTYPE_NAMES[dtype]]
     if not found:
         known = ", ".join(sorted({point.dtype for point in profile.measurements}))
         raise ConfigError(
             f"--dtype {dtype}: the profile of {profile.model!r} has times of {known} only: "
             f"profile it with --dtype {dtype}"
         )
-    steps = [step for step in profile.whole_steps if step.dtype == DTYPES[dtype]]
+    steps = [step for step in profile.whole_steps if step.dtype == DTYPE_NAMES[dtype]]
     return msgspec.structs.replace(profile, measurements=found, whole_steps=steps)
 
 

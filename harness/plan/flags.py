@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from harness.domain.profile import DTYPE_NAMES
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import SHARD_STATES
 from harness.inputs import refuse_old_spelling
@@ -17,8 +18,6 @@ from harness.plan.importing import command as importing
 from harness.plan.request import FAMILIES
 from harness.plan.simulate.options import OPTIMIZERS, AllReduce
 from harness.plan.validation import command as validate
-
-DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16"}  # as profiles name them
 
 _SEARCH_EXAMPLES = """\
 examples:
@@ -198,7 +197,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--dtype",
-        choices=list(DTYPES),
+        choices=list(DTYPE_NAMES),
         help="dtype of training, whose times are taken from the profile (default: the profile's)",
     )
     model.add_argument("--batch-size", type=int, metavar="B", help="global batch, samples")

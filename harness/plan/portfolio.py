@@ -146,9 +146,10 @@ def search_portfolio(
 
 
 def options_of(profile: Profile) -> SimulatorOptions:
-    """Options that follow from the profile's dtype: under autocast to bf16, fp32 travels so too."""
-    is_bf16 = {point.dtype for point in profile.measurements} == {"bfloat16"}
-    return SimulatorOptions(wire_bytes_per_fp32_byte=0.5 if is_bf16 else 1.0)
+    """Options that follow from the profile's dtype: under autocast fp32 values are sent as it."""
+    dtypes = {point.dtype for point in profile.measurements}
+    is_half = bool(dtypes) and dtypes <= {"bfloat16", "float16"}
+    return SimulatorOptions(wire_bytes_per_fp32_byte=0.5 if is_half else 1.0)
 
 
 def _check_times(simulator: Simulator, batch: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from harness.domain.profile import Measurement
+from harness.domain.profile import DTYPE_NAMES, Measurement
 from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.capture.capture import Captured
 from harness.runtime.devices.memory import is_out_of_memory
@@ -64,9 +64,6 @@ class ShardCall:
 
 
 _log = logging.getLogger(__name__)
-
-# Names of the dtypes of training in the profile.
-DTYPE_NAMES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16"}
 
 # Several time slices of the OS scheduler, so that each sample includes the share of other processes
 # on the core, which the median of shorter samples would hide.

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from harness.domain.profile import Measurement, MeasurementKey, Profile
+from harness.domain.profile import DTYPE_NAMES, Measurement, MeasurementKey, Profile
 from harness.errors import first_line
 from harness.measure.store import write_atomically
 from harness.plan.find import graph_beside
@@ -32,7 +32,7 @@ from harness.workloads.planning.profile_config import (
     points_of,
     profile_cases,
 )
-from harness.workloads.profile.measure import DTYPE_NAMES, PointMeasurer
+from harness.workloads.profile.measure import PointMeasurer
 from harness.workloads.profile.step import (
     StepSampler,
     TimedParameters,

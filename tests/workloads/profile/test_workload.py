@@ -305,20 +305,21 @@ def test_a_later_step_replaces_the_one_before():
     assert later.calibration_of(own, "a", 8) == 2 * first.calibration_of(own, "a", 8)
 
 
-def test_rounds_take_the_samples_of_an_operator_apart(run_on_ranks, tmp_path):
+def test_rounds_take_the_samples_of_an_operator_apart_in_fp16_too(run_on_ranks, tmp_path):
     import profile_on_ranks
 
     config = replace(
-        QUICK, profile_file=tmp_path / "lenet.json", shards=(1, 2), rounds=2, min_samples=2
-    )
+        QUICK, dtype="fp16", profile_file=tmp_path / "lenet.json", shards=(1, 2), rounds=2,
+        min_samples=2,
+    )  # fmt: skip
     _, run = run_on_ranks(profile_on_ranks.profile_kinds, (config, ["cpu"]), 1)
     samples = values(run, "operator_forward_s")
     points = [(sample.labels["operator"], sample.labels["shape"]) for sample in samples]
     n = len(points) // 2
     assert points[:n] == points[n:]  # everything once, then everything again
     assert [sample.step for sample in samples] == [0] * n + [1] * n
-    measured = Profile.from_json((tmp_path / "lenet.json").read_bytes()).measurements
-    assert len(measured) == n
+    measured = Profile.load(tmp_path / "lenet.json").measurements
+    assert [one.dtype for one in measured] == ["float16"] * n
 
 
 def test_values_that_a_mask_makes_infinite_are_measured(run_on_ranks, tmp_path):
