@@ -30,7 +30,7 @@ from harness.measure.derive.prediction import (
 )
 from harness.measure.derive.training import step_times
 from harness.measure.statistics import paired_ratio
-from harness.measure.store import Run, read_header, read_results
+from harness.measure.store import Run, read_header, read_run
 
 # The order of sums changes the losses of ten steps in fp32 by at most 1e-5 for all models, whereas
 # a lost gradient changes them by percents.
@@ -100,7 +100,7 @@ def same_as_searched(runs: dict[str, Path]) -> set[str]:
 
 
 def _read_run(directory: Path) -> Run:
-    return read_results(directory).runs[0]
+    return read_run(directory, read_header(directory))[0]
 
 
 def losses(run: Run) -> list[float]:

@@ -41,7 +41,6 @@ from harness.errors import HarnessError, ResultsError
 from harness.measure.heartbeat import Heartbeat
 from harness.measure.reached import ReachedReader
 from harness.measure.store import (
-    Results,
     Run,
     read_run,
     try_directory,
@@ -171,12 +170,10 @@ class Launcher:
 
     def read(self, headers: list[RunHeader]) -> list[Run]:
         """Read the runs back from their files; rank 0 only."""
-        results = Results()
-        for header in headers:
-            read_run(self._results / header.run_id, results)
-        for path, reason in results.skipped:
+        found = [read_run(self._results / header.run_id, header) for header in headers]
+        for path, reason in (problem for _, problems in found for problem in problems):
             _log.warning("%s: %s", path, reason)
-        return results.runs
+        return [run for run, _ in found]
 
     def _describe_rank(self) -> RankInfo:
         world = self._world

@@ -142,7 +142,7 @@ def write_header(run_dir: Path, header: RunHeader) -> None:
             _remove(run_dir, path, reserve)
             raise
         return
-    if not _fits(data, reserve):
+    if not (reserve.exists() and len(data) <= reserve.stat().st_size):
         reserve.unlink(missing_ok=True)
         write_atomically(path, data)
         return
@@ -171,10 +171,6 @@ def _remove(run_dir: Path, *files: Path) -> None:
         for file in files:
             file.unlink(missing_ok=True)
         run_dir.rmdir()
-
-
-def _fits(data: bytes, reserve: Path) -> bool:
-    return reserve.exists() and len(data) <= reserve.stat().st_size
 
 
 class RecordWriter:
@@ -239,7 +235,9 @@ def read_header(run_dir: Path) -> RunHeader:
     """
     path = run_dir / HEADER_FILE
     try:
-        header = _decode_header(_read_regular(path), str(path))
+        with open_regular(path) as file:
+            data = file.read(MOST_FILE_BYTES)
+        header = _decode_header(data, str(path))
     except OSError as error:
         raise ResultsError(f"{path}: {error.strerror}") from None
     except ClusterError as error:
@@ -285,30 +283,13 @@ def _is_deeper(value: object, depth: int) -> bool:
     return depth == 0 or any(_is_deeper(part, depth - 1) for part in parts)
 
 
-def _read_regular(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read(MOST_FILE_BYTES)
-
-
 def _rank_of(path: Path) -> int | None:
     rank = find_int(path.stem.removeprefix("rank"), at_most=MAX_RANK)
     return rank if path.name == f"rank{rank}.jsonl" else None
 
 
-def read_run(run_dir: Path, results: Results) -> None:
-    """Read one run into `results`, and add unusable lines and files to `results.skipped`."""
-    try:
-        header = read_header(run_dir)
-    except ResultsError as error:
-        results.skipped.append((run_dir, str(error)))
-        return
-    ranks, problems = read_ranks(run_dir, header)
-    results.skipped += problems
-    results.runs.append(Run(path=run_dir, header=header, ranks=ranks))
-
-
-def read_ranks(run_dir: Path, header: RunHeader) -> tuple[dict[int, Records], list[Problem]]:
-    """The records of a run by rank, and its unusable files."""
+def read_run(run_dir: Path, header: RunHeader) -> tuple[Run, list[Problem]]:
+    """Read the records of a run, and list its unusable files and lines."""
     ranks: dict[int, Records] = {}
     skipped: list[Problem] = []
     names = {info.rank for info in header.ranks}
@@ -326,7 +307,8 @@ def read_ranks(run_dir: Path, header: RunHeader) -> tuple[dict[int, Records], li
             skipped.append((path, error.strerror or str(error)))
             continue
         skipped += [(path, problem) for problem in problems]
-    return ranks, skipped + _missing(run_dir, header, ranks)
+    skipped += _missing(run_dir, header, ranks)
+    return Run(path=run_dir, header=header, ranks=ranks), skipped
 
 
 def _missing(run_dir: Path, header: RunHeader, ranks: Collection[int]) -> list[Problem]:
@@ -400,7 +382,7 @@ def read_results(root: Path) -> Results:
     found, skipped = find_runs(root)
     results = Results(skipped=skipped)
     for run_dir, header in found:
-        ranks, problems = read_ranks(run_dir, header)
+        run, problems = read_run(run_dir, header)
         results.skipped += problems
-        results.runs.append(Run(path=run_dir, header=header, ranks=ranks))
+        results.runs.append(run)
     return results

@@ -189,19 +189,16 @@ def _import(words: Sequence[str]) -> None:
 
 
 def _trace(args: argparse.Namespace) -> None:
-    from harness.measure.store import Results, read_run, write_atomically
+    from harness.measure.store import read_header, read_run, write_atomically
     from harness.plot.numbers import read_plan
     from harness.plot.trace import trace_bytes
 
-    results = Results()
-    if not args.run.is_dir():
-        raise ResultsError(f"{args.run} is not a directory: give one run's directory")
-    read_run(args.run, results)
-    if not results.runs:
-        raise ResultsError(f"{results.skipped[0][1]}: give one run's directory, not all results")
-    (run,) = results.runs
+    try:
+        run, skipped = read_run(args.run, read_header(args.run))
+    except ResultsError as error:
+        raise ResultsError(f"{error}: give one run's directory, not all results") from None
     plan, problems = read_plan(args.run)
-    _complain([f"skipped {path}: {one_line(r)}" for path, r in [*results.skipped, *problems]])
+    _complain([f"skipped {path}: {one_line(r)}" for path, r in [*skipped, *problems]])
     out: Path = args.out or Path("plots") / f"{run.header.run_id}.trace.json"
     _make_directory(out.parent)
     data = trace_bytes(run, plan)

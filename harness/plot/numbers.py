@@ -51,7 +51,7 @@ from harness.measure.derive.changes import ChangeRow, change_rows
 from harness.measure.derive.devices import info_of
 from harness.measure.derive.pipeline import pass_of
 from harness.measure.derive.spans import samples_of
-from harness.measure.store import Problem, Run, read_ranks
+from harness.measure.store import Problem, Run, read_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,10 +273,9 @@ DERIVATIONS: dict[str, tuple[Derivation, ...]] = {
 
 def derive_numbers(run_dir: Path, header: RunHeader) -> tuple[RunNumbers, list[Problem]]:
     """Read a run and derive the numbers of its figures; unusable files and numbers are problems."""
-    ranks, problems = read_ranks(run_dir, header)
+    run, problems = read_run(run_dir, header)
     plan, of_plan = read_plan(run_dir)
     problems += of_plan
-    run = Run(path=run_dir, header=header, ranks=ranks)
     found: dict[str, Any] = {}
     for derive in (*DERIVATIONS.get(header.workload, ()), _host):
         try:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from made_runs import local_header, world_of
 
 from harness.measure.recorder import Recorder
-from harness.measure.store import RecordWriter, Results, Run, read_run, write_header
+from harness.measure.store import RecordWriter, Run, read_header, read_run, write_header
 from harness.runtime.devices.sampling import clock_for
 from harness.runtime.ranks.world import Context, Progress
 from harness.workloads import WORKLOADS, workload_module
@@ -86,10 +86,9 @@ def run_on_ranks(
         assert [process.exitcode for process in ranks] == [0] * size
         results = [torch.load(f"{directory}/result{rank}") for rank in range(size)]
         run_dir = Path(directory) / "run"
-        read = Results()
-        read_run(run_dir, read)
-        assert not read.skipped, read.skipped
-        return results, read.runs[0]
+        run, skipped = read_run(run_dir, read_header(run_dir))
+        assert not skipped, skipped
+        return results, run
 
 
 def matmul_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:

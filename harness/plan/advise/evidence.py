@@ -12,7 +12,7 @@ from harness.domain.cluster import Cluster
 from harness.errors import HarnessError
 from harness.measure.derive.prediction import read_prediction
 from harness.measure.derive.training import step_times
-from harness.measure.store import Run, find_runs, read_ranks
+from harness.measure.store import find_runs, read_run
 
 # Four in five of the cells in docs/readings.md have a median error below it.
 _USUAL_ERROR = 0.15
@@ -64,7 +64,7 @@ def _ratios(results: Path | None, cluster: Cluster) -> Iterator[tuple[str, float
             prediction = read_prediction(path)
             if prediction is None:
                 continue
-            times = step_times(Run(path=path, header=header, ranks=read_ranks(path, header)[0]))
+            times = step_times(read_run(path, header)[0])
         except HarnessError:
             continue
         if times:

@@ -13,7 +13,7 @@ import msgspec
 from harness.domain.cluster import Cluster, CollectivePoint, Link, Node
 from harness.domain.run import RunHeader, device_names
 from harness.measure.derive import matmul_table
-from harness.measure.store import Results, headers_in, read_run, write_atomically
+from harness.measure.store import headers_in, read_run, write_atomically
 from harness.workloads.links.pairs import Pair, PairTimes
 
 _log = logging.getLogger(__name__)
@@ -81,17 +81,17 @@ def measured_flops(results: Path, header: RunHeader) -> list[dict[str, float]]:
 
     Empty for every rank if there is no such run.
     """
-    newest: tuple[str, Path] | None = None
-    for path, other in headers_in(results):
-        is_usable = other.workload == "matmul" and other.status == "ok"
-        if is_usable and _signatures(other) == _signatures(header):
-            newest = max(newest or ("", path), (other.start_utc, path))
+    usable = [
+        (path, other)
+        for path, other in headers_in(results)
+        if other.workload == "matmul" and other.status == "ok"
+        if _signatures(other) == _signatures(header)
+    ]
     rates: list[dict[str, float]] = [{} for _ in header.ranks]
-    if newest is None:
+    if not usable:
         return rates
-    found = Results()
-    read_run(newest[1], found)
-    for row in (row for run in found.runs for row in matmul_table(run)):
+    run, _ = read_run(*max(usable, key=lambda one: one[1].start_utc))
+    for row in matmul_table(run):
         best = rates[row.rank]
         best[row.dtype] = max(best.get(row.dtype, 0.0), row.flops_per_s)
     return rates

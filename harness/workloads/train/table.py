@@ -18,7 +18,7 @@ from harness.measure.derive import (
     training_summary,
 )
 from harness.measure.derive.devices import PeakKey
-from harness.measure.store import Results, Run, read_run
+from harness.measure.store import Run, headers_in, read_run
 from harness.measure.text import columns, duration_cell, interval_words, percent_cell
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
 from harness.workloads.train.config import is_file
@@ -130,11 +130,11 @@ def train_text(runs: list[Run]) -> str:
 
 def _measured_peaks(directories: Iterable[Path]) -> dict[PeakKey, float]:
     """Peak rates of the matmul runs in the same results, for the MFU of measured peak."""
-    results = Results()
-    for directory in directories:
-        for path in directory.glob("*-matmul-*/run.json"):
-            read_run(path.parent, results)
-    return matmul_peaks(results.runs)
+    return matmul_peaks(
+        read_run(path, header)[0]
+        for directory in directories
+        for path, header in headers_in(directory, "*-matmul-*")
+    )
 
 
 def _name(run: Run, summary: TrainingSummary) -> str:
