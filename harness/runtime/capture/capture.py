@@ -33,10 +33,11 @@ from harness.runtime.capture.operators import (
     is_opaque,
 )
 from harness.runtime.capture.sample_dims import (
+    Values,
     is_cut_by_samples,
     named_shape,
     sample_dims,
-    shapes_at_twice,
+    values_by_batch,
 )
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
 from harness.runtime.models.on_meta import weights_on_meta
@@ -104,13 +105,11 @@ class _Builder:
         self,
         module: fx.GraphModule,
         measured: dict[fx.Node, MetaResult],
-        at_twice: dict[fx.Node, tuple[int, ...]],
-        mixing: SampleMixing,
+        by_batch: list[Values],
         batch: int,
     ) -> None:
-        self._module, self._mixing = module, mixing
-        self._at_twice = at_twice
-        self._batch = batch
+        self._module, self._by_batch, self._batch = module, by_batch, batch
+        self._mixing = SampleMixing(module, by_batch)
         self._modules = dict(module.named_modules())
         self._measured = measured
         # A node that is no operator (an element of a tuple) has the name of its producer.
@@ -163,7 +162,8 @@ class _Builder:
 
     def _sample_dims(self, node: fx.Node) -> tuple[int, ...]:
         shape = tensors_in_order(self._measured[node].value)[0].shape
-        return sample_dims(shape, self._at_twice.get(node), self._batch)
+        by_batch = [tensors_in_order(values[node])[0].shape for values in self._by_batch]
+        return sample_dims(shape, by_batch, self._batch)
 
     def _is_cut_by_samples(
         self, kind: str, function: str, node: fx.Node, sources: list[fx.Node]
@@ -296,8 +296,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
     with torch.device("meta"):  # for tensors that modules create
         replace_in_place_writes(module, examples)
         measured = run_on_meta(module, examples)
-        at_twice, mixing = shapes_at_twice(module, examples), SampleMixing(module, examples)
-        builder = _Builder(module, measured, at_twice, mixing, batch)
+        builder = _Builder(module, measured, values_by_batch(module, examples), batch)
         for node in module.graph.nodes:
             builder.add(node)
     for function, names in builder.unknown.items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.runtime.capture.meta_copy import fake_copy, meta_copy
+from harness.runtime.capture.operators import is_opaque
 from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.tracing.constructs import NO_GRAD
 from harness.runtime.tracing.functions import GradientHooks
@@ -85,34 +88,61 @@ def tensors_in_order(value: Any) -> list[Tensor]:
 
 
 class _MetaRun(fx.Interpreter):
-    """Runs each node by itself on meta tensors and counts its FLOPs."""
+    """Runs each node by itself on meta tensors and counts its FLOPs; equal calls run once."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.measured: dict[fx.Node, MetaResult] = {}
+        self._modules = dict(module.named_modules())
+        self._known: dict[str, MetaResult] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "output", "get_attr"):
-            value = super().run_node(n)
             self.measured[n] = found = MetaResult()
-            found.value = value
-            return value
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        args, kwargs = fx.node.map_aggregate((args, kwargs), _detached)
-        found = MetaResult()
-        with FlopCounts() as forward:
-            value = getattr(self, n.op)(n.target, args, kwargs)
-        has_gradient = not n.meta.get(NO_GRAD) and not isinstance(n.target, GradientHooks)
-        outputs = [x for x in tensors_in_order(value) if x.requires_grad and has_gradient]
-        with FlopCounts() as backward:
-            if outputs:
-                torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
-        found.value = value
-        found.forward_flops = forward.total
-        found.backward_flops = backward.total
-        found.score_flops = forward.of_activations + backward.of_activations
-        self.measured[n] = found
+            found.value = super().run_node(n)
+            return found.value
+        given = self.fetch_args_kwargs_from_env(n)
+        key = str(n) if is_opaque(n, self._modules) else self._key(n, given)
+        if key not in self._known:
+            self._known[key] = _measure(n, partial(getattr(self, n.op), n.target), given)
+        self.measured[n] = self._known[key]
+        return self.measured[n].value
+
+    def _key(self, n: fx.Node, given: Any) -> str:
+        """Equal for equal calls: the same function or kind of module, of alike arguments."""
+        called: Any = n.target
+        if n.op == "call_module":
+            parts = list(self._modules[str(n.target)].modules())
+            weights = [_description(w) for part in parts for w in part.parameters(recurse=False)]
+            called = [(type(part), _settings(part)) for part in parts], weights
+        described = fx.node.map_aggregate(given, _description)
+        return f"{n.op} {called} {described} {n.meta.get(NO_GRAD)}"
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def _description(value: Any) -> Any:
+    if not isinstance(value, Tensor):
         return value
+    return f"{value.shape} {value.stride()} {value.dtype} {value.requires_grad}"
+
+
+def _measure(n: fx.Node, call: Callable[..., Any], given: Any) -> MetaResult:
+    args, kwargs = fx.node.map_aggregate(given, _detached)
+    found = MetaResult()
+    with FlopCounts() as forward:
+        found.value = call(args, kwargs)
+    has_gradient = not n.meta.get(NO_GRAD) and not isinstance(n.target, GradientHooks)
+    outputs = [x for x in tensors_in_order(found.value) if x.requires_grad and has_gradient]
+    with FlopCounts() as backward:
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+    found.forward_flops = forward.total
+    found.backward_flops = backward.total
+    found.score_flops = forward.of_activations + backward.of_activations
+    return found
 
 
 def run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, MetaResult]:

@@ -1,6 +1,6 @@
 """Find the sample dim of each value, and the operators that can be cut along it.
 
-A dim that doubles in a meta run with twice the batch is a sample dim.
+A dim whose size for a batch is the sum of its sizes for two parts of the batch is a sample dim.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.runtime.capture.meta_copy import meta_copy
+from harness.runtime.capture.meta_run import tensors_in_order
 
 _log = logging.getLogger(__name__)
 
+# Batch sizes (whole, part, part); the first triple that the model runs with is used. A model that
+# squeezes changes rank at one sample, and one that halves its batch takes even sizes only. The last
+# resort is two batches of the size that is trained.
+_SIZES = ((4, 1, 3), (5, 2, 3), (10, 4, 6))
 # They keep the order of elements, so the dims before the sample dim must keep their volume.
 _VIEWS = {"view", "reshape", "flatten", "unflatten", "Flatten", "Unflatten", "_unsafe_view"}
 _POINTWISE = {"elementwise", "add"}
@@ -29,52 +35,57 @@ _NAMES = {
 }
 
 Shape = Sequence[int]
+Values = dict[fx.Node, Any]
 
 
-class _Shapes(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.shapes: dict[fx.Node, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        first = value[0] if isinstance(value, (tuple, list)) and value else value
-        if isinstance(first, Tensor):
-            self.shapes[n] = tuple(first.shape)
-        return value
-
-
-def shapes_at_twice(
-    module: fx.GraphModule, examples: Iterable[Tensor]
-) -> dict[fx.Node, tuple[int, ...]]:
-    """The shape of every node's (first) tensor with twice the samples.
-
-    Empty if the model runs at one batch size only.
-    """
+def values_by_batch(module: fx.GraphModule, examples: Sequence[Tensor]) -> list[Values]:
+    """Meta values by node, for a batch and for two parts of it; empty if the model runs at one
+    batch size only."""
     meta = meta_copy(module)
-    run = _Shapes(meta)
-    doubled = [
-        torch.empty(2 * len(x), *x.shape[1:], dtype=x.dtype, device="meta") for x in examples
-    ]
-    try:
-        run.run(*doubled)
-    except Exception as error:
-        _log.info("the model runs at one batch size only: %s", error)
-        return {}
-    pairs = zip(module.graph.nodes, meta.graph.nodes, strict=True)
-    return {node: run.shapes[twin] for node, twin in pairs if twin in run.shapes}
+    for part in meta.modules():
+        if isinstance(part, _BatchNorm):
+            part.eval()  # in training it refuses one value per channel
+    n = len(examples[0])
+    for sizes in (*_SIZES, (2 * n, n, n)):
+        try:
+            found = [values_at(module, meta, examples, n) for n in sizes]
+        except Exception as error:
+            _log.info("the model does not run at batch sizes %s: %s", sizes, error)
+            continue
+        if _ranks(found[0]) == _ranks(found[1]):
+            return found
+    return []
 
 
-def sample_dims(shape: Shape, at_twice: Shape | None, batch: int) -> tuple[int, ...]:
+def values_at(
+    module: fx.GraphModule, meta: fx.GraphModule, examples: Sequence[Tensor], n_samples: int
+) -> Values:
+    """The values of a module's nodes for inputs like the examples.
+
+    Args:
+        meta: its copy on the meta device, which runs.
+    """
+    run = fx.Interpreter(meta, garbage_collect_values=False)
+    run.run(*(torch.empty(n_samples, *x.shape[1:], dtype=x.dtype, device="meta") for x in examples))
+    twins = zip(module.graph.nodes, meta.graph.nodes, strict=True)
+    return {node: run.env.get(twin) for node, twin in twins}
+
+
+def _ranks(values: Values) -> list[list[int]]:
+    return [[tensor.dim() for tensor in tensors_in_order(value)] for value in values.values()]
+
+
+def sample_dims(shape: Shape, by_batch: Sequence[Shape], batch: int) -> tuple[int, ...]:
     """Dims that grow with the batch.
 
     Args:
-        at_twice: the shape with twice the samples; None: unknown, so that the first dim is a sample
-            dim if the batch divides it.
+        by_batch: the shape for a batch and for two parts of it; empty: unknown, so that the first
+            dim is a sample dim if the batch divides it.
     """
-    if at_twice is None:
+    if not by_batch:
         return (0,) if shape and shape[0] % batch == 0 else ()
-    return tuple(k for k, (a, b) in enumerate(zip(shape, at_twice, strict=True)) if b == 2 * a)
+    sizes = zip(*by_batch, strict=True)
+    return tuple(k for k, (whole, *parts) in enumerate(sizes) if 0 < whole == sum(parts))
 
 
 def named_shape(shape: Shape, dims: tuple[int, ...]) -> dict[str, int]:

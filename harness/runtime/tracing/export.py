@@ -45,7 +45,7 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
         # torch.export always specializes a size of 1.
         given = tuple(fake(x if len(x) > 1 else torch.cat((x, x)), mode) for x in examples)
         exported = torch.export.export(fake_copy(model, mode), given, dynamic_shapes=sizes)
-    module: fx.GraphModule = exported.module()
+    module: fx.GraphModule = exported.module(check_guards=False)
     _remove_idle(module)
     _check_batch_is_open(model, module)
     _inline_regions(module, any(x.is_meta for x in model.parameters()))
@@ -66,10 +66,7 @@ def _open_sizes(model: nn.Module, n_inputs: int) -> tuple[Any, ...]:
 
 
 def _remove_idle(module: fx.GraphModule) -> None:
-    """Remove the checks of input shapes, which are for the sizes of the examples, and slices that
-    take everything."""
-    for node in module.graph.find_nodes(op="call_module", target="_guards_fn"):
-        module.graph.erase_node(node)
+    """Remove slices that take everything."""
     slices = torch.ops.aten.slice.Tensor
     for node in module.graph.find_nodes(op="call_function", target=slices):
         if node.args[2:] == (0, sys.maxsize):

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import dis
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,14 +25,11 @@ from torch.utils._pytree import tree_leaves
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import parameters_of, tensors_in_order
 from harness.runtime.capture.operators import draws_random, function_name, is_known, is_opaque
+from harness.runtime.capture.sample_dims import Values
 from harness.runtime.tracing.functions import GradientHooks
 
 _log = logging.getLogger(__name__)
 
-# Batch sizes (whole, part, part); the first triple that the model runs with is used. A model that
-# squeezes changes rank at one sample, and one that halves its batch takes even sizes only. The last
-# resort is two batches of the size that is trained.
-_SIZES = ((4, 1, 3), (5, 2, 3), (10, 4, 6))
 _TOLERANCE = 1e-9
 # Larger operators are not run; those of unknown kind then count as mixing.
 _MOST_ELEMENTS = 1 << 24
@@ -59,40 +55,13 @@ class SampleMixing:
     """Finds the operators of one traced model that mix samples.
 
     Args:
-        examples: the model's inputs.
+        values: `values_by_batch` of it.
     """
 
-    def __init__(self, module: fx.GraphModule, examples: Iterable[Tensor]) -> None:
-        self._module, self._examples = module, list(examples)
+    def __init__(self, module: fx.GraphModule, values: list[Values]) -> None:
+        self._module, self._values = module, values
         self._modules = dict(module.named_modules())
         self._known: dict[str, _Mixing] = {}
-
-    @cached_property
-    def _values(self) -> list[dict[fx.Node, Any]]:
-        """Meta values by node, for the whole batch and each part; empty if the model runs with one
-        batch size only."""
-        meta = meta_copy(self._module)
-        for module in meta.modules():
-            if isinstance(module, _BatchNorm):
-                module.eval()  # in training it refuses one value per channel
-        n = len(self._examples[0])
-        for sizes in (*_SIZES, (2 * n, n, n)):
-            try:
-                found = [self._values_of(meta, n) for n in sizes]
-            except Exception as error:
-                _log.info("the model does not run at batch sizes %s: %s", sizes, error)
-                continue
-            if _ranks(found[0]) == _ranks(found[1]):
-                return found
-        return []
-
-    def _values_of(self, meta: fx.GraphModule, n_samples: int) -> dict[fx.Node, Any]:
-        run = fx.Interpreter(meta, garbage_collect_values=False)
-        shapes = ((n_samples, *x.shape[1:]) for x in self._examples)
-        pairs = zip(shapes, self._examples, strict=True)
-        run.run(*(torch.empty(shape, dtype=x.dtype, device="meta") for shape, x in pairs))
-        twins = zip(self._module.graph.nodes, meta.graph.nodes, strict=True)
-        return {node: run.env.get(twin) for node, twin in twins}
 
     def mixes(self, node: fx.Node, kind: str) -> bool:
         """Whether a sample's result depends on other samples or on the batch size."""
@@ -301,10 +270,6 @@ class _MixingTest:
             if size != part:
                 whole = whole.narrow(dim, 0 if k == 1 else size - part, part)
         return whole.to(output.dtype)
-
-
-def _ranks(values: dict[fx.Node, Any]) -> list[list[int]]:
-    return [[tensor.dim() for tensor in tensors_in_order(value)] for value in values.values()]
 
 
 def _described(node: fx.Node, given: Sequence[_Argument]) -> str:

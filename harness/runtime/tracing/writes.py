@@ -180,10 +180,9 @@ def replace_in_place_writes(module: fx.GraphModule, examples: Sequence[Tensor]) 
     check_sizes(memory.values)
     if split_tuples(module, memory.values):
         module.recompile()
-    while True:
         memory = _Memory(module, examples)
-        if not any(_rewire_readers(module, memory, writer) for writer in memory.writers()):
-            break
+    while any(_rewire_readers(module, memory, writer) for writer in memory.writers()):
+        memory = _Memory(module, examples)
     for writer in memory.writers():
         if not _is_shared(memory, writer):
             continue

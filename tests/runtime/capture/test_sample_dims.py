@@ -9,17 +9,17 @@ from harness.runtime.capture.sample_dims import is_cut_by_samples, sample_dims
 from harness.runtime.models import InputSpec, Task
 
 
-def test_a_dim_that_doubles_with_the_batch_counts_samples():
-    assert sample_dims((4, 3), (8, 3), 4) == (0,)
-    assert sample_dims((3, 4), (3, 8), 4) == (1,)
-    assert sample_dims((1, 4), (1, 4), 4) == ()
-    assert sample_dims((4, 4), (8, 8), 4) == (0, 1)
+def test_a_dim_that_is_the_sum_of_its_parts_counts_samples():
+    assert sample_dims((6, 3), [(4, 3), (1, 3), (3, 3)], 6) == (0,)
+    assert sample_dims((3, 12), [(3, 8), (3, 2), (3, 6)], 6) == (1,)
+    assert sample_dims((1, 7), [(1, 5), (1, 2), (1, 4)], 6) == ()
+    assert sample_dims((6, 6), [(4, 4), (1, 1), (3, 3)], 6) == (0, 1)
 
 
 def test_at_one_batch_size_the_first_dim_counts_samples_if_the_batch_divides_it():
-    assert sample_dims((8, 3), None, 4) == (0,)
-    assert sample_dims((6, 4), None, 4) == ()
-    assert sample_dims((), None, 4) == ()
+    assert sample_dims((8, 3), [], 4) == (0,)
+    assert sample_dims((6, 4), [], 4) == ()
+    assert sample_dims((), [], 4) == ()
 
 
 @pytest.mark.parametrize(
