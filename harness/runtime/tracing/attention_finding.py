@@ -4,8 +4,10 @@
     x -> linear -> view -> rotary  ----+-- attention -> transpose -> view -> linear ->
     x -> linear -> view -> repeat  ----+
 
-The dim of the heads is propagated from the projections through every operator in between. Where an
-operator is not known, the graph stays as it is.
+An attention is PyTorch's function, or a softmax between two products. The dim of the heads is
+propagated from the projections through every operator in between. A value from elsewhere (a mask,
+relative positions) has no such dim, or its heads are sliced. Where an operator is not known, the
+graph stays as it is.
 """
 
 from __future__ import annotations
@@ -18,25 +20,28 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.domain.partition import Interval
-from harness.runtime.capture.operators import function_name
+from harness.runtime.capture.operators import draws_random, function_name
 from harness.runtime.executor.shards.base import has_plain_weights
 from harness.runtime.tracing.attention_joining import JoinedGraph, is_size
 from harness.runtime.tracing.constructs import AUTOCAST, HOOKS, NO_GRAD
 from harness.runtime.tracing.projections import transposed_linear
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_PRODUCTS = ("matmul", "bmm")
 _VIEWS = ("view", "reshape", "_unsafe_view")
 _POINTWISE = (
     "mul", "add", "sub", "div", "neg", "to", "contiguous", "clone", "pow", "rsqrt", "mean", "alias",
+    "softmax", "dropout", "masked_fill", "where", "tanh", "type_as",
 )  # fmt: skip
+_AFTER_SOFTMAX = ("dropout", "to", "type_as", "contiguous", "clone")
 _SAME_RANK = ("cat", "slice", "split", "split_with_sizes", "chunk", "expand", "repeat_interleave")
 _MOVES = ("transpose", "permute", "unsqueeze")
-_PASSED = {*_VIEWS, *_POINTWISE, *_SAME_RANK, *_MOVES, "getitem"}
+_PASSED = {*_VIEWS, *_POINTWISE, *_SAME_RANK, *_MOVES, *_PRODUCTS, "getitem"}
 
 
 def join_attentions(module: fx.GraphModule) -> None:
     """Join every attention that can be cut by heads."""
-    for node in module.graph.find_nodes(op="call_function", target=_ATTENTION):
+    for node in list(filter(_is_attention, module.graph.nodes)):
         try:
             found = _Region(module, node)
             found.propagate()
@@ -45,6 +50,21 @@ def join_attentions(module: fx.GraphModule) -> None:
         found.join()
     module.graph.lint()
     module.recompile()
+
+
+def _is_attention(node: fx.Node) -> bool:
+    """Whether a node is PyTorch's function, or the product of a softmax with the values."""
+    if node.op not in ("call_function", "call_method") or node.target is _ATTENTION:
+        return node.target is _ATTENTION
+    source: Any = node.args[0] if _name(node) in _PRODUCTS else None
+    while isinstance(source, fx.Node) and _name(source) in _AFTER_SOFTMAX:
+        source = source.args[0]
+    return isinstance(source, fx.Node) and _name(source) == "softmax"
+
+
+def _name(node: fx.Node) -> str:
+    """The name of a node's function, without the underscore of in-place functions."""
+    return function_name(node.target).removesuffix("_")
 
 
 class _NotCuttableError(Exception):
@@ -62,15 +82,15 @@ class _Region:
     Attributes:
         heads: position of the dim of heads of each node's value.
         sections: of the output of each projection, where operators divide it.
+        slices: operators that read values from elsewhere, those values, and their dim of heads.
     """
 
     def __init__(self, module: fx.GraphModule, attention: fx.Node) -> None:
         self._module, self._attention = module, attention
         self._last = self._find_last()
-        self._inside: set[fx.Node] = set()
         self._projections: set[fx.Node] = set()
-        self._masks: list[fx.Node] = []
-        self._find_first()
+        self._leads: dict[fx.Node, bool] = {}
+        self._inside = self._find_inside()
         self._order = [n for n in module.graph.nodes if n in self._inside]
         marks = {(n.meta.get(NO_GRAD), str(n.meta.get(AUTOCAST))) for n in self._order}
         _require(len(marks) == 1 and not any(n.meta.get(HOOKS) for n in self._order))
@@ -80,6 +100,7 @@ class _Region:
         self.sections: dict[fx.Node, set[Interval]] = {}
         self._spans: dict[fx.Node, tuple[fx.Node, Interval]] = {}
         self._numbers: list[tuple[fx.Node, int, int | None]] = []
+        self.slices: dict[tuple[fx.Node, fx.Node], int] = {}
         self._extents: set[int] = set()
 
     # Finding
@@ -93,29 +114,31 @@ class _Region:
                 return node
             _require(function_name(node.target) in (*_VIEWS, *_MOVES, "contiguous", "clone"))
 
-    def _find_first(self) -> None:
-        mask = self._attention.kwargs.get("attn_mask")
-        mask = self._attention.args[3] if len(self._attention.args) > 3 else mask
-        if isinstance(mask, fx.Node):
-            self._masks.append(mask)
-        waiting = [n for n in self._attention.args[:3] if isinstance(n, fx.Node)]
+    def _find_inside(self) -> set[fx.Node]:
+        given = self._attention.args[: 3 if self._attention.target is _ATTENTION else 2]
+        _require(all(isinstance(n, fx.Node) and self._find_leading(n) for n in given))
+        inside = {node for node, leads in self._leads.items() if leads}
         node = self._last
         while node is not self._attention:
-            self._inside.add(node)
+            inside.add(node)
             node = node.all_input_nodes[0]
-        self._inside.add(self._attention)
-        while waiting:
-            node = waiting.pop()
-            if node in self._inside or node.op == "get_attr" or is_size(node):
-                continue
-            self._inside.add(node)
-            if self._is_projection(node):
-                self._projections.add(node)
-                continue
-            is_passed = node.op in ("call_function", "call_method")
-            _require(is_passed and function_name(node.target) in _PASSED)
-            waiting += node.all_input_nodes
-        _require(self._projections)
+        return {*inside, self._attention}
+
+    def _find_leading(self, node: fx.Node) -> bool:
+        """Whether known operators lead from a projection to a value; remember all on the way."""
+        if node in self._leads:
+            return self._leads[node]
+        is_passed = node.op in ("call_function", "call_method") and _name(node) in _PASSED
+        if self._is_projection(node):
+            self._projections.add(node)
+            self._leads[node] = True
+        elif is_size(node) or not is_passed:
+            is_tensor = node.op == "get_attr" or isinstance(node.meta.get("val"), Tensor)
+            _require(is_tensor or is_size(node))
+            self._leads[node] = False
+        else:
+            self._leads[node] = any(list(map(self._find_leading, node.all_input_nodes)))
+        return self._leads[node]
 
     def _is_projection(self, node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -139,10 +162,10 @@ class _Region:
                 source = node.all_input_nodes[0]
                 _require(self.heads[source] == len(_shape(source)) - 1)
                 continue
-            elif node is self._attention:
+            elif node.target is _ATTENTION:
                 position = self._of_attention()
             else:
-                position = self._of(node, function_name(node.target))
+                position = self._of(node, _name(node))
             self.heads[node] = position
             if function_name(node.target) not in ("split", "split_with_sizes", "chunk"):
                 self._extents.add(_size(node, position))
@@ -160,15 +183,26 @@ class _Region:
         queries: Any = self._attention.args[:3]
         _require(all(self.heads.get(n) == 1 for n in queries))
         _require(len(_shape(self._attention)) == 4 and not self._attention.kwargs.get("enable_gqa"))
-        for mask in self._masks:
-            shape = _shape(mask)
-            _require(len(shape) < 3 or shape[-3] == 1)
+        mask = self._attention.kwargs.get("attn_mask")
+        mask = self._attention.args[3] if len(self._attention.args) > 3 else mask
+        if isinstance(mask, fx.Node):
+            self._broadcast(self._attention, mask, 3)
         return 1
+
+    def _broadcast(self, node: fx.Node, other: fx.Node, from_last: int) -> None:
+        """Slice the heads of a value from elsewhere, if it has any."""
+        shape = _shape(other)
+        if other in self.heads or len(shape) < from_last or shape[-from_last] == 1:
+            return
+        _require(_size(other, -from_last) == _size(node, -from_last))
+        self.slices[node, other] = len(shape) - from_last
 
     def _of(self, node: fx.Node, name: str) -> int:
         source = node.all_input_nodes[0]
         if name in _VIEWS:
             return self._of_view(node, source)
+        if name in _PRODUCTS:
+            return self._of_product(node)
         if name in _POINTWISE or name == "cat":
             return self._of_aligned(node, name)
         _require(source in self.heads)
@@ -198,20 +232,31 @@ class _Region:
         self._scale(node, 1, places[0])
         return places[0]
 
+    def _of_product(self, node: fx.Node) -> int:
+        """A product of matrices, whose batch dims include the heads."""
+        places = {(len(_shape(n)), self.heads.get(n)) for n in node.all_input_nodes}
+        _require(len(places) == 1)
+        ((rank, position),) = places
+        _require(position is not None and position < rank - 2)
+        assert position is not None
+        return position
+
     def _of_aligned(self, node: fx.Node, name: str) -> int:
-        """Elementwise with broadcasting, a mean over other dims, or a concatenation."""
+        """Elementwise with broadcasting, over other dims (softmax, mean), or a concatenation."""
         tensors = [n for n in node.all_input_nodes if not is_size(n)]
         from_last = {len(_shape(n)) - self.heads[n] for n in tensors if n in self.heads}
         _require(len(from_last) == 1)
         (offset,) = from_last
+        _require(function_name(node.target) == name or node.args[0] in self.heads)
         for other in tensors:
-            shape = _shape(other)
-            _require(other in self.heads or len(shape) < offset or shape[-offset] == 1)
+            self._broadcast(node, other, offset)
         rank = len(_shape(node))
-        dims: Any = node.args[1] if name in ("cat", "mean") and len(node.args) > 1 else ()
+        has_dims = name in ("cat", "mean", "softmax")
+        dims: Any = node.args[1] if has_dims and len(node.args) > 1 else ()
         dims = [dims] if isinstance(dims, int) else dims
+        _require(name not in ("mean", "softmax") or dims)
         if name == "mean":
-            _require(dims and len(node.args) > 2 and node.args[2] is True)
+            _require(len(node.args) > 2 and node.args[2] is True)
         if name == "cat":
             _require(all(n in self.heads for n in tensors))
             dims = dims or [node.kwargs.get("dim", 0)]
@@ -271,9 +316,9 @@ class _Region:
         """Replace the operators by one."""
         projections = {node: self._spans_of(node) for node in self._projections}
         projections[self._last] = ((0, _size(self._last.all_input_nodes[0], -1)),)
-        joined = JoinedGraph(self._module, self._order, projections)
-        masks = [mask for mask in self._masks if mask.op != "get_attr"]
-        region = joined.region(masks, self._numbers, self.n_groups, draws=_draws(self._attention))
+        joined = JoinedGraph(self._module, self._order, projections, self.slices)
+        draws = any(_draws(node, self._module) for node in self._order)
+        region = joined.region(self._numbers, self.n_groups, draws=draws)
         with self._module.graph.inserting_before(self._last):
             call = self._module.graph.call_function(region, (*joined.inputs, *joined.held))
         call.meta = {**self._last.meta}
@@ -314,6 +359,5 @@ def _natural(dim: Any, rank: int) -> int:
     return int(dim) % rank
 
 
-def _draws(attention: fx.Node) -> bool:
-    given = attention.args[4] if len(attention.args) > 4 else attention.kwargs.get("dropout_p", 0.0)
-    return isinstance(given, float) and given != 0.0
+def _draws(node: fx.Node, module: fx.GraphModule) -> bool:
+    return node.op != "call_module" and draws_random(node, module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from harness.runtime.tracing.attention_region import AttentionRegion, RegionWeig
 from harness.runtime.tracing.projections import transposed_linear
 
 _SIZE = torch.ops.aten.sym_size.int
+_SLICE = torch.ops.aten.slice.Tensor
 
 
 def is_size(node: fx.Node) -> bool:
@@ -30,6 +31,7 @@ class JoinedGraph:
         order: the operators, of which the last gives the output.
         projections: by operator, the intervals that are each divided among the groups: of its
             output, of the last one's input.
+        slices: by operator and a value from elsewhere that it reads, that value's dim of heads.
 
     Attributes:
         inputs, held: nodes of the model's graph that are the region's arguments.
@@ -40,8 +42,10 @@ class JoinedGraph:
         module: fx.GraphModule,
         order: Sequence[fx.Node],
         projections: Mapping[fx.Node, tuple[Interval, ...]],
+        slices: Mapping[tuple[fx.Node, fx.Node], int],
     ) -> None:
         self._module, self._order, self._projections = module, order, projections
+        self._slices, self._sliced = slices, list[str]()
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._weights: list[RegionWeight] = []
@@ -51,7 +55,6 @@ class JoinedGraph:
 
     def region(
         self,
-        masks: Sequence[fx.Node],
         numbers: Sequence[tuple[fx.Node, int, int | None]],
         n_groups: int,
         *,
@@ -60,11 +63,10 @@ class JoinedGraph:
         """Build it.
 
         Args:
-            masks: activations that are read beside the projections' inputs.
             numbers: as `ScaledNumber`, by operators of the model's graph.
         """
         given = [n.all_input_nodes[0] for n in self._order[:-1] if n in self._projections]
-        for source in dict.fromkeys((*given, *masks)):
+        for source in dict.fromkeys((*given, *self._from_elsewhere())):
             self.inputs.append(source)
             self._copies[source] = self._graph.placeholder(f"input_{len(self.inputs)}")
         for node in self._order:  # all placeholders come first
@@ -83,9 +85,18 @@ class JoinedGraph:
                 ScaledNumber(self._copies[node].name, position, index)
                 for node, position, index in numbers
             ),
+            slices=tuple(self._sliced),
             n_groups=n_groups,
             draws=draws,
         )
+
+    def _from_elsewhere(self) -> Iterator[fx.Node]:
+        """Activations that are read beside the projections' inputs, such as masks."""
+        inside = set(self._order)
+        for node in self._order:
+            for source in node.all_input_nodes if node not in self._projections else ():
+                if source not in inside and source.op != "get_attr" and not is_size(source):
+                    yield source
 
     def _hold_weights(self, node: fx.Node) -> None:
         if node not in self._projections:
@@ -119,9 +130,19 @@ class JoinedGraph:
     def _copy(self, node: fx.Node, size: fx.Node) -> None:
         if node not in self._projections:
             self._copies[node] = self._graph.node_copy(
-                node, lambda n: size if is_size(n) else self._copies[n]
+                node, lambda n: size if is_size(n) else self._given(node, n)
             )
             return
         function: Any = transposed_linear if node.target is transposed_linear else F.linear
         source = self._copies[node.all_input_nodes[0]]
         self._copies[node] = self._graph.call_function(function, (source, *self._factors[node]))
+
+    def _given(self, node: fx.Node, source: fx.Node) -> fx.Node:
+        """The copy of an operator's argument, or its heads if it comes from elsewhere."""
+        dim, given = self._slices.get((node, source)), self._copies[source]
+        if dim is None:
+            return given
+        n_heads = source.meta["val"].shape[dim]
+        sliced = self._graph.call_function(_SLICE, (given, dim, 0, n_heads))
+        self._sliced.append(sliced.name)
+        return sliced

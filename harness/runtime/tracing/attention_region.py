@@ -56,6 +56,7 @@ class AttentionRegion:
     Attributes:
         graph: from placeholders of inputs and weights to the output.
         n_inputs: activations, of which the first has the samples and positions of the output.
+        slices: nodes that slice all heads of a value.
         n_groups: parts into which it can be cut.
         draws: whether it draws random numbers.
     """
@@ -64,6 +65,7 @@ class AttentionRegion:
     n_inputs: int
     weights: tuple[RegionWeight, ...]
     numbers: tuple[ScaledNumber, ...]
+    slices: tuple[str, ...]
     n_groups: int
     draws: bool
 
@@ -87,6 +89,10 @@ class AttentionRegion:
             old = arguments[number.position]
             arguments[number.position] = _scaled(old, number.place, n, self.n_groups)
             nodes[number.node].args = tuple(arguments)
+        for name in self.slices:
+            value, dim, _, n_heads = nodes[name].args
+            bounds = (n_heads * group // self.n_groups for group in groups)
+            nodes[name].args = (value, dim, *bounds)
         return fx.GraphModule(nn.Module(), graph)
 
 

@@ -44,19 +44,23 @@ def part_of(region, arguments, groups):
 
 
 # Queries, keys and values of GPT-2 are one product; two heads of Llama's queries share a group.
+# Scores of T5 get relative positions of each head; eager attentions are products of their own.
 @pytest.mark.parametrize(
-    ("name", "n_groups", "sections"),
+    ("name", "n_regions", "n_groups", "sections"),
     [
-        ("bert", 4, ((0, 16),)),
-        ("gpt2", 4, ((0, 16), (16, 32), (32, 48))),
-        ("llama", 2, ((0, 16),)),
+        ("bert", 2, 4, ((0, 16),)),
+        ("gpt2", 2, 4, ((0, 16), (16, 32), (32, 48))),
+        ("llama", 2, 2, ((0, 16),)),
+        ("llama_eager", 2, 2, ((0, 16),)),
+        ("t5", 3, 4, ((0, 16),)),
+        ("bart", 3, 4, ((0, 16),)),
     ],
 )
-def test_the_parts_of_an_attention_add_up(name, n_groups, sections):
+def test_the_parts_of_an_attention_add_up(name, n_regions, n_groups, sections):
     task = ZOO[f"transformers_{name}"].task()
     captured = capture(task, 4, name)
     regions = {k: n for k, n in captured.nodes.items() if isinstance(n.target, AttentionRegion)}
-    assert len(regions) == 2
+    assert len(regions) == n_regions
     operator, node = next(iter(regions.items()))
     region = node.target
     assert (region.n_groups, region.weights[0].sections) == (n_groups, sections)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.domain.partition import Interval
+from harness.domain.partition import SAMPLE, Interval
 from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
 from harness.runtime.executor.shards.regions import Region, regions
 from harness.runtime.tracing.attention_region import AttentionRegion, RegionWeight
@@ -86,13 +86,11 @@ def make_attention_region(part: ShardSpec) -> RegionShard | None:
     given = [each.index for each in read[0] if isinstance(each, Given)]
     if given != list(range(joined.n_inputs)) or len(held) != len(joined.weights):
         return None
-    inward = regions(
-        part,
-        [
-            (part.output[0], *[(0, size) for size in wanted.shape.values()][1:])
-            for wanted in part.wanted
-        ],
-    )
+    needed = [
+        [part.output[0] if dim == SAMPLE else (0, size) for dim, size in wanted.shape.items()]
+        for wanted in part.wanted
+    ]
+    inward = regions(part, needed)
     if inward is None:
         return None
     return RegionShard(part, joined, held, groups, inward)

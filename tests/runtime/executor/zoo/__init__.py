@@ -3,6 +3,7 @@ models of libraries."""
 
 from zoo.base import ZooModel
 from zoo.contexts import CONTEXTS
+from zoo.language import LANGUAGE
 from zoo.layers import LAYERS
 from zoo.libraries import LIBRARIES
 from zoo.samples import SAMPLES
@@ -10,4 +11,4 @@ from zoo.states import STATES
 
 __all__ = ["ZOO", "ZooModel"]
 
-ZOO: dict[str, ZooModel] = {**CONTEXTS, **SAMPLES, **STATES, **LAYERS, **LIBRARIES}
+ZOO: dict[str, ZooModel] = {**CONTEXTS, **SAMPLES, **STATES, **LAYERS, **LANGUAGE, **LIBRARIES}

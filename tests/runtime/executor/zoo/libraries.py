@@ -21,8 +21,8 @@ from zoo.base import N_CLASSES, ZooModel
 
 _SIDE = 32
 _OPTIONS = ModelOptions(n_classes=N_CLASSES, n_channels=3, image_size=_SIDE)
-_TOKENS = 8
-_VOCABULARY = 50
+N_TOKENS = 8
+VOCABULARY = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class LibraryModel(ZooModel):
         return replace(task, model=task.model.double(), inputs=inputs)
 
 
-def _transformers(model: str, config: str, **settings: Any) -> nn.Module:
+def from_config(model: str, config: str, **settings: Any) -> nn.Module:
     import transformers
 
     made = getattr(transformers, config)(**settings)
@@ -61,103 +61,27 @@ def _transformers(model: str, config: str, **settings: Any) -> nn.Module:
     return getattr(transformers, model)(made)
 
 
-def _labelled(model: str, config: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+def with_labels(model: str, config: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model with labels in its example, so that its own loss is trained."""
-    made = _transformers(model, config, **settings)
+    made = from_config(model, config, **settings)
     if made.main_input_name == "pixel_values":
         images = torch.zeros(2, 3, made.config.image_size, made.config.image_size)
         return made, {"pixel_values": images, "labels": torch.tensor([0, N_CLASSES - 1])}
-    tokens = torch.arange(2 * _TOKENS).view(2, _TOKENS) + _VOCABULARY - 2 * _TOKENS
+    tokens = torch.arange(2 * N_TOKENS).view(2, N_TOKENS) + VOCABULARY - 2 * N_TOKENS
     classes = torch.tensor([0, N_CLASSES - 1])
     if "QuestionAnswering" in model:
-        ends = torch.tensor([1, _TOKENS - 1])
+        ends = torch.tensor([1, N_TOKENS - 1])
         return made, {"input_ids": tokens, "start_positions": ends, "end_positions": ends}
     return made, {"input_ids": tokens, "labels": classes if "Class" in model else tokens}
 
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": _VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 24, "max_position_embeddings": _TOKENS, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-_GROUPED = {**_TEXT, "num_key_value_heads": 2, "head_dim": 4}
 _VISION: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
     "image_size": 16, "patch_size": 8,
 }  # fmt: skip
 
 
-def _encoder_decoder(**more: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": _VOCABULARY, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
-        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 24,
-        "decoder_ffn_dim": 24, "max_position_embeddings": _TOKENS, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, **more,
-    }  # fmt: skip
-
-
 _TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "bert": ("BertForSequenceClassification", "BertConfig", _TEXT),
-    "bert_mlm": ("BertForMaskedLM", "BertConfig", _TEXT),
-    "roberta": (
-        "RobertaForSequenceClassification", "RobertaConfig",
-        {**_TEXT, "max_position_embeddings": _TOKENS + 2, "pad_token_id": 1},
-    ),
-    "distilbert": (
-        "DistilBertForSequenceClassification", "DistilBertConfig",
-        {"vocab_size": _VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24,
-         "max_position_embeddings": _TOKENS},
-    ),
-    "albert": ("AlbertForSequenceClassification", "AlbertConfig", {**_TEXT, "embedding_size": 8}),
-    "electra": (
-        "ElectraForSequenceClassification", "ElectraConfig", {**_TEXT, "embedding_size": 8}
-    ),
-    "gpt2": (
-        "GPT2LMHeadModel", "GPT2Config",
-        {"vocab_size": _VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4,
-         "n_positions": _TOKENS, "bos_token_id": 1, "eos_token_id": 2},
-    ),
-    "gpt_neo": (
-        "GPTNeoForCausalLM", "GPTNeoConfig",
-        {"vocab_size": _VOCABULARY, "hidden_size": 16, "num_layers": 2, "num_heads": 4,
-         "attention_types": [[["global", "local"], 1]], "window_size": 4,
-         "max_position_embeddings": _TOKENS, "bos_token_id": 1, "eos_token_id": 2},
-    ),
-    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _TEXT),
-    "gptj": (
-        "GPTJForCausalLM", "GPTJConfig",
-        {"vocab_size": _VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 2,
-         "n_positions": _TOKENS, "bos_token_id": 1, "eos_token_id": 2},
-    ),
-    "opt": (
-        "OPTForCausalLM", "OPTConfig", {**_TEXT, "ffn_dim": 24, "word_embed_proj_dim": 16}
-    ),
-    "bloom": (
-        "BloomForCausalLM", "BloomConfig",
-        {"vocab_size": _VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4,
-         "bos_token_id": 1, "eos_token_id": 2},
-    ),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 4}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _GROUPED),
-    "gemma": ("GemmaForCausalLM", "GemmaConfig", _GROUPED),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_GROUPED, "sliding_window": 4}),
-    "phi": ("PhiForCausalLM", "PhiConfig", {**_TEXT, "num_key_value_heads": 4}),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", _GROUPED),
-    "falcon": ("FalconForCausalLM", "FalconConfig", {**_TEXT, "alibi": False}),
-    "stablelm": ("StableLmForCausalLM", "StableLmConfig", _GROUPED),
-    "mixtral": (
-        "MixtralForCausalLM", "MixtralConfig",
-        {**_GROUPED, "num_experts_per_tok": 2, "num_local_experts": 4},
-    ),
-    "t5": (
-        "T5ForConditionalGeneration", "T5Config",
-        {"vocab_size": _VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1,
-         "num_heads": 4, "decoder_start_token_id": 0},
-    ),
-    "bart": ("BartForConditionalGeneration", "BartConfig", _encoder_decoder()),
-    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", _encoder_decoder()),
     "vit": ("ViTForImageClassification", "ViTConfig", _VISION),
     "deit": ("DeiTForImageClassification", "DeiTConfig", _VISION),
     "beit": ("BeitForImageClassification", "BeitConfig", _VISION),
@@ -267,20 +191,15 @@ def _has_norm(name: str) -> bool:
     return not name.startswith(_WITHOUT_NORM)
 
 
-_LABELLED = {
-    **{f"{name}_labels": _TRANSFORMERS[name] for name in ("bert", "gpt2", "llama", "t5", "vit")},
-    "bert_span": ("BertForQuestionAnswering", "BertConfig", _TEXT),
-}
+_LABELLED = {"vit_labels": _TRANSFORMERS["vit"]}
 
 LIBRARIES: dict[str, ZooModel] = {
     **{
-        f"transformers_{name}": LibraryModel(build=partial(_labelled, model, config, **settings))
+        f"transformers_{name}": LibraryModel(build=partial(with_labels, model, config, **settings))
         for name, (model, config, settings) in _LABELLED.items()
     },
     **{
-        f"transformers_{name}": LibraryModel(
-            build=partial(_transformers, model, config, **settings)
-        )
+        f"transformers_{name}": LibraryModel(build=partial(from_config, model, config, **settings))
         for name, (model, config, settings) in _TRANSFORMERS.items()
     },
     **{
