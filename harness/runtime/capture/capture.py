@@ -46,6 +46,7 @@ from harness.runtime.tracing.constructs import WRITES, WRITTEN
 from harness.runtime.tracing.mixing import SampleMixing
 from harness.runtime.tracing.patches import has_gradient_hooks
 from harness.runtime.tracing.refusals import refusal
+from harness.runtime.tracing.row_indices import join_row_indices
 from harness.runtime.tracing.trace import trace
 from harness.runtime.tracing.writes import replace_in_place_writes
 
@@ -294,6 +295,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
     )
     module = trace(task.model, examples)
     with torch.device("meta"):  # for tensors that modules create
+        join_row_indices(module, examples)
         replace_in_place_writes(module, examples)
         measured = run_on_meta(module, examples)
         builder = _Builder(module, measured, values_by_batch(module, examples), batch)

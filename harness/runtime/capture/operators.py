@@ -156,7 +156,7 @@ _SOFTMAX = {"softmax", "log_softmax"}
 _RESHAPES = {
     "reshape", "view", "permute", "transpose", "expand", "unsqueeze", "squeeze", "stack", "chunk",
     "split", "mean", "sum", "matmul", "bmm", "getitem", "t", "repeat", "expand_as", "unflatten",
-    "slice", "select", "narrow", "unbind", "pad",
+    "slice", "select", "narrow", "unbind", "pad", "picked",
 }  # fmt: skip
 _FUNCTIONS: dict[Any, str] = {
     F.conv2d: "conv2d",

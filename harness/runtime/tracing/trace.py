@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.operators import draws_random
+from harness.runtime.capture.sample_dims import values_at
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.models.task import choose_logits, named_outputs
 from harness.runtime.tracing.attention_finding import join_attentions
@@ -41,6 +42,7 @@ from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
 from harness.runtime.tracing.projections import join_projections
 from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.tracer import ModelTracer
+from harness.runtime.tracing.tuples import index_fields
 
 # Names of values that the executor adds.
 _RESERVED = ("loss", "targets")
@@ -250,20 +252,21 @@ def _module(
         if is_own_norm(part) and path not in whole:
             module.set_submodule(path, plain_norm(part))
     module.meta[WRITTEN] = frozenset(states)
-    _check_runs(module, examples)
+    index_fields(module, _values_of(module, examples))
     fold_constants(module, examples)
     keep_regions(module)
     return module
 
 
-def _check_runs(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> None:
-    """Raise the error of a graph that does not run, such as one that reads an output's attribute
-    of a class that torch.fx does not know."""
+def _values_of(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, Any]:
+    """Meta values by node; raises the error of a graph that does not run, such as one that reads an
+    output's attribute of a class that torch.fx does not know."""
     (output,) = module.graph.find_nodes(op="output")
     if not any(_is_computed(node) for node in output.all_input_nodes):
         raise ModelError(f"{module._get_name()} returns no tensor that its operators computed")
+    meta = meta_copy(module)
     with torch.enable_grad(), torch.device("meta"):
-        fx.Interpreter(meta_copy(module)).run(*(x.to("meta") for x in examples))
+        return values_at(module, meta, examples, len(examples[0]))
 
 
 def _is_computed(node: fx.Node) -> bool:

@@ -9,10 +9,11 @@ import operator
 from functools import partial
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from harness.errors import ModelError
 from harness.runtime.capture.operators import CONCATENATIONS, function_name
+from harness.runtime.models.task import named_outputs
 
 
 def split_tuples(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:
@@ -35,6 +36,38 @@ def split_tuples(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:
             (user.args, user.kwargs), partial(_replaced, node, parts)
         )
     return bool(readers)
+
+
+class OutputTuple(nn.Module):
+    """Calls a module and returns its named outputs as a tuple."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return tuple(named_outputs(self.module(*args, **kwargs)).values())
+
+
+def index_fields(module: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
+    """Read fields by their positions: `sort(x).values` becomes `sort(x)[0]`; a module's dict or
+    dataclass becomes a tuple."""
+    for node, value in values.items():
+        names = _names_of(node, value)
+        for user in list(node.users) if names else ():
+            field: Any = user.args[1] if user.target in (getattr, operator.getitem) else None
+            if field in names:
+                user.target, user.args = operator.getitem, (node, names.index(field))
+        if names and not isinstance(value, tuple):
+            whole = OutputTuple(module.get_submodule(str(node.target)))
+            node.target = f"{node.target}_tuple"
+            module.add_submodule(node.target, whole)
+
+
+def _names_of(node: fx.Node, value: Any) -> list[str]:
+    if isinstance(value, tuple):
+        return list(getattr(type(value), "__match_args__", ())) if _holds_tensors(value) else []
+    return list(named_outputs(value)) if node.op == "call_module" else []
 
 
 def _replaced(node: fx.Node, parts: Any, argument: Any) -> Any:

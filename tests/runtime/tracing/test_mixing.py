@@ -46,6 +46,7 @@ MIXED = {
     "roll_batch": ["roll"],
     "flip_batch": ["flip"],
     "cumsum_batch": ["cumsum"],
+    "sort_batch": ["sort"],
     "centred_batch": ["mean"],
     "mean_of_all": ["mean"],
     "largest_of_batch": ["amax"],
@@ -80,6 +81,10 @@ APART = {
     "turned and back": lambda x: F.softmax(x.t(), dim=0).t(),
     "split and joined": lambda x: torch.cat(x.chunk(2, dim=1), dim=1),
     "normalised": lambda x: F.normalize(x, dim=1),
+    "one position of each": lambda x: x[:, None].expand(-1, 3, -1)[
+        torch.arange(x.shape[0]), x[:, :3].argmax(1)
+    ],
+    "fields of a tuple": lambda x: x * x.max(dim=1, keepdim=True).values,
 }
 
 
