@@ -19,6 +19,7 @@ from harness.runtime.capture.meta_copy import fake, fake_copy
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing import patches
 from harness.runtime.tracing.constructs import AUTOCAST, NO_GRAD, WRITES, WRITTEN, ConstructError
+from harness.runtime.tracing.exported_functions import ExportedFunctions
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
 from harness.runtime.tracing.regions import AutocastRegion
 
@@ -41,11 +42,13 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     sizes = _open_sizes(model, len(examples))
     _refuse_hooks(model)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with _no_dropped_constructs(), patches.grad_mode_kept():
+    functions = ExportedFunctions()
+    with _no_dropped_constructs(functions), patches.grad_mode_kept():
         # torch.export always specializes a size of 1.
         given = tuple(fake(x if len(x) > 1 else torch.cat((x, x)), mode) for x in examples)
         exported = torch.export.export(fake_copy(model, mode), given, dynamic_shapes=sizes)
     module: fx.GraphModule = exported.module(check_guards=False)
+    functions.insert(module.graph)
     _remove_idle(module)
     _check_batch_is_open(model, module)
     _inline_regions(module, any(x.is_meta for x in model.parameters()))
@@ -104,17 +107,15 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 
 @contextmanager
-def _no_dropped_constructs() -> Iterator[None]:
-    """Refuse constructs whose effect on backward torch.export drops without an error."""
-
-    def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-        raise ConstructError(f"torch.export drops the backward of {function.__name__}")
+def _no_dropped_constructs(functions: ExportedFunctions) -> Iterator[None]:
+    """Keep autograd functions, and refuse hooks, whose effect on backward torch.export drops
+    without an error."""
 
     def register_hook(tensor: Tensor, hook: Any) -> Any:
         raise ConstructError("torch.export drops hooks on tensors (register_hook)")
 
     with (
-        patches.autograd_functions(apply),
+        patches.autograd_functions(functions.apply),
         patches.replaced(Tensor, "register_hook", register_hook),
     ):
         yield
@@ -210,14 +211,20 @@ def _unflatten_output(module: fx.GraphModule) -> None:
 
 
 def _use_input_device(module: fx.GraphModule) -> None:
-    """Create tensors on the input's device, because an export fixes that of its examples."""
+    """Create and move tensors on the input's device, because an export fixes that of its
+    examples."""
     first, *others = module.graph.find_nodes(op="placeholder")
     last = [first, *others][-1]
-    makers = [n for n in module.graph.nodes if isinstance(n.kwargs.get("device"), torch.device)]
+    makers = [n for n in module.graph.nodes if any(map(_is_device, (*n.args, *n.kwargs.values())))]
     if not makers:
         return
     with module.graph.inserting_after(last):
         device = module.graph.call_function(getattr, (first, "device"))
     for node in makers:
-        node.kwargs = {**node.kwargs, "device": device}
+        node.args = tuple(device if _is_device(x) else x for x in node.args)
+        node.kwargs = {k: device if _is_device(x) else x for k, x in node.kwargs.items()}
     module.recompile()
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device)

@@ -52,6 +52,16 @@ _CONSTRUCTS = (
         "give it device=x.device",
     ),
     (
+        r"Cannot copy out of meta tensor",
+        "forward moves a tensor to the CPU",
+        "leave it on the device of its input",
+    ),
+    (
+        r"Proxy' object has no attribute",
+        "forward reads an attribute that tensors have only while they are computed",
+        "compute by torch's functions",
+    ),
+    (
         r"Expected positional argument for parameter|missing a required argument",
         "forward takes more tensors than it is fed",
         "give the others a default",

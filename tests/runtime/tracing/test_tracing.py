@@ -44,9 +44,9 @@ class Net(nn.Module):
         return self.last(self.middle(self, self.first(x)))
 
 
-def assert_same_gradients(middle):
+def assert_same_gradients(middle, kind=Net):
     torch.manual_seed(0)
-    model = Net(middle).double()
+    model = kind(middle).double()
     x = torch.randn(5, 4, dtype=torch.float64)
     traced = trace(model, (x,))
     assert isinstance(traced, torch.fx.GraphModule)
@@ -110,15 +110,39 @@ def double(net, x):
     )
 
 
+def function_behind_control_flow(net, x):
+    return Scaled.apply(torch.stack(list(x.unbind(1)), dim=1), lambda grad: 2 * grad)
+
+
 @pytest.mark.parametrize(
     "middle",
     [
         no_grad_tuple, grad_mode_that_is_left_on, hooked, data, by_closure,
-        in_place_function, double,
+        in_place_function, double, function_behind_control_flow,
     ],
 )  # fmt: skip
 def test_gradients_are_the_models_own(middle):
     assert_same_gradients(middle)
+
+
+class Rows(nn.Module):
+    """Kept whole, because it loops over samples; its outputs have names."""
+
+    def forward(self, x):
+        return {"sums": x.sum(1), "rows": torch.stack([x[k] * 2 for k in range(x.shape[0])])}
+
+
+class WithRows(Net):
+    def __init__(self, middle):
+        super().__init__(middle)
+        self.rows = Rows()
+
+
+@pytest.mark.parametrize(
+    "middle", [lambda net, x: net.rows(x)["rows"], lambda net, x: net.rows(x)["sums"][:, None] + x]
+)
+def test_a_module_that_is_kept_whole_may_name_its_outputs(middle):
+    assert_same_gradients(middle, WithRows)
 
 
 def registered_in_forward(net, x):
@@ -143,10 +167,6 @@ def function_of_a_module(net, x):
     return Scaled.apply(x, net.first)
 
 
-def function_behind_control_flow(net, x):
-    return Scaled.apply(torch.stack(list(x.unbind(1)), dim=1), 2.0)
-
-
 @pytest.mark.parametrize(
     ("middle", "reason"),
     [
@@ -154,7 +174,6 @@ def function_behind_control_flow(net, x):
         (in_place_data, "changes the data of tanh in place"),
         (in_place_without_gradients, "changes tanh in place under no_grad"),
         (function_of_a_module, "autograd function Scaled is given a module"),
-        (function_behind_control_flow, "torch.export drops the backward of Scaled"),
     ],
 )
 def test_what_would_be_lost_is_refused_by_name(middle, reason):
