@@ -34,6 +34,11 @@ _log = logging.getLogger(__name__)
 _N_SAMPLES = 2
 _N_TOKENS = 128
 _TOKENS = "input_ids"
+# Names of the largest number of tokens in configurations.
+_LONGEST = (
+    "max_position_embeddings", "max_seq_len", "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+)  # fmt: skip
 _EXPERTS = "batched_mm"
 _REMEDY = "return (model, example) from the factory, with example a dict of forward's arguments"
 
@@ -213,10 +218,14 @@ def example_of(name: str, model: nn.Module, options: ModelOptions) -> dict[str, 
         return {main: torch.zeros(_N_SAMPLES, n_channels, height, width)}
     if main != _TOKENS:
         raise ModelError(f"--model {name!r}: its main input is {main!r}: {_REMEDY}")
-    longest = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    limits = [getattr(config, key, None) or 0 for key in _LONGEST]
+    longest = min((limit for limit in limits if limit > 0), default=sys.maxsize)
     n_tokens = options.text.sequence_length or min(_N_TOKENS, longest - _n_reserved(model))
     tokens = torch.zeros(_N_SAMPLES, n_tokens, dtype=torch.int64)
-    tokens[0, 0] = config.get_text_config().vocab_size - 1  # the largest
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    if vocabulary is None:
+        raise ModelError(f"--model {name!r}: its configuration has no vocab_size: {_REMEDY}")
+    tokens[0, 0] = vocabulary - 1  # the largest
     names = [main, "decoder_input_ids"] if config.is_encoder_decoder else [main]
     return dict.fromkeys(names, tokens)
 
