@@ -5,9 +5,9 @@
 
 The zoo (tests/runtime/executor/zoo) has small models with one construct each: contexts, autograd
 functions, hooks, operators that mix samples, buffers, outputs, control flow. It also has models of
-transformers, timm and torchvision at tiny width. Each is trained for
-four steps by plain PyTorch on one device, and by the executor over gloo: by the well-known
-strategies, by a searched one and by random ones. Predictions are for devices of 10 GFLOP/s.
+transformers, timm and torchvision at tiny width. Each is trained for four steps by plain PyTorch on
+one device, and by the executor over gloo: by the well-known strategies, by a searched one and by
+random ones. Predictions are for devices of 10 GFLOP/s, and `captured_s` is processor time.
 `--resume FILE` leaves out the rows that a file of `--json` has. One line per model and strategy:
 
     ok        losses, gradients, parameters and buffers equal those of one device: 1e-9 in float64,
@@ -174,7 +174,7 @@ def _rows_of(
     names = [s for s in names if (name, s) not in done]
     if (name, "capture") in done or not (names or options.random):
         return
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     try:
         graph = capture(ZOO[name].task(seed=options.seed), BATCH, name).graph
     except HarnessError as error:
@@ -183,7 +183,7 @@ def _rows_of(
     except Exception as error:
         yield {"strategy": "capture", "status": "crash", "reason": repr(error)}
         return
-    captured_s, is_held = round(time.perf_counter() - start_s, 2), False
+    captured_s, is_held = round(time.process_time() - start_s, 2), False
     for strategy_name, n_ranks, made in strategies_of(
         graph, options.ranks, options.seed, options.random, names
     ):

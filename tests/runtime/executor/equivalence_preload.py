@@ -33,12 +33,13 @@ with tempfile.TemporaryDirectory() as directory:
 
 
 def prepare(argument: object) -> None:
-    """Capture the model of a case once for all of its ranks, or import its libraries."""
+    """Capture the model of a case once for all of its ranks."""
     case = getattr(argument, "case", argument)
+    if not isinstance(case, ZooCase | Case):
+        return
+    key = case.key if isinstance(case, ZooCase) else key_of(case)
     with suppress(Exception):  # which each rank raises itself
-        if isinstance(case, ZooCase):
-            case.make_task()
-        elif isinstance(case, Case) and (key := key_of(case)) not in CAPTURED:
+        if key not in CAPTURED:
             if len(CAPTURED) == _MOST:
                 del CAPTURED[next(iter(CAPTURED))]
             task = case.make_task()

@@ -16,6 +16,7 @@ import torch
 from equivalence_cases import draw_batch
 from equivalence_reference import Trace, gradients_of, slices
 from equivalence_strategies import random_strategy, replicated_pipeline, small_cluster
+from equivalence_training import CAPTURED
 from torch import Tensor
 from torch.nn import Module
 
@@ -59,6 +60,11 @@ class ZooCase(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Strategy
     seed: int = 0
     is_held: bool = False
+
+    @property
+    def key(self) -> object:
+        """What a captured model and its weights depend on."""
+        return type(self), self.model, self.seed
 
     def make_task(self) -> Task:
         """The model with its weights; equal in every process."""
@@ -205,13 +211,14 @@ def train_on_ranks(case: ZooCase, world: World) -> Trace | Refusal:
 
 
 def _train(case: ZooCase, world: World) -> Trace:
-    task = case.make_task()
+    task, captured = CAPTURED.pop(case.key, (None, None))
+    task = task or case.make_task()
     _seed_all(case.seed)
     chosen_plan = ExecutorPlan(
         strategy=case.strategy, batch_norm="global", timeout_s=_TIMEOUT_S, is_held=case.is_held
     )
     options = EngineOptions(dtype="fp32", optimizer=_SGD, batch=BATCH)
-    engine = ExecutorEngine(task, world, Recorder(HostClock()), options, chosen_plan)
+    engine = ExecutorEngine(task, world, Recorder(HostClock()), options, chosen_plan, captured)
     kept = engine.keep_gradients()
     chosen = torch.tensor(engine.samples, dtype=torch.int64)
     share = Share(n_local=len(chosen), n_global=BATCH)
