@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from harness.errors import ModelError
 from harness.runtime.capture.operators import CONCATENATIONS, function_name
-from harness.runtime.models.task import named_outputs
+from harness.runtime.models.task import choose_logits, named_outputs
 
 
 def split_tuples(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:
@@ -54,14 +54,25 @@ def index_fields(module: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
     dataclass becomes a tuple."""
     for node, value in values.items():
         names = _names_of(node, value)
-        for user in list(node.users) if names else ():
+        if not names:
+            continue
+        for user in list(node.users):
             field: Any = user.args[1] if user.target in (getattr, operator.getitem) else None
             if field in names:
                 user.target, user.args = operator.getitem, (node, names.index(field))
-        if names and not isinstance(value, tuple):
-            whole = OutputTuple(module.get_submodule(str(node.target)))
-            node.target = f"{node.target}_tuple"
-            module.add_submodule(node.target, whole)
+        if not isinstance(value, tuple):
+            _return_tuple(module, node, names, type(value).__name__)
+
+
+def _return_tuple(module: fx.GraphModule, node: fx.Node, names: list[str], kind: str) -> None:
+    whole = OutputTuple(module.get_submodule(str(node.target)))
+    node.target = f"{node.target}_tuple"
+    module.add_submodule(node.target, whole)
+    for user in list(node.users):
+        if user.op == "output":
+            position = choose_logits({name: k for k, name in enumerate(names)}, kind)
+            with module.graph.inserting_after(node):
+                user.args = (module.graph.call_function(operator.getitem, (node, position)),)
 
 
 def _names_of(node: fx.Node, value: Any) -> list[str]:

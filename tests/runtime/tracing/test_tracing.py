@@ -129,7 +129,7 @@ class Rows(nn.Module):
     """Kept whole, because it loops over samples; its outputs have names."""
 
     def forward(self, x):
-        return {"sums": x.sum(1), "rows": torch.stack([x[k] * 2 for k in range(x.shape[0])])}
+        return {"sums": x.sum(1), "logits": torch.stack([x[k] * 2 for k in range(x.shape[0])])}
 
 
 class WithRows(Net):
@@ -139,10 +139,25 @@ class WithRows(Net):
 
 
 @pytest.mark.parametrize(
-    "middle", [lambda net, x: net.rows(x)["rows"], lambda net, x: net.rows(x)["sums"][:, None] + x]
+    "middle",
+    [lambda net, x: net.rows(x)["logits"], lambda net, x: net.rows(x)["sums"][:, None] + x],
 )
 def test_a_module_that_is_kept_whole_may_name_its_outputs(middle):
     assert_same_gradients(middle, WithRows)
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.rows = nn.Linear(4, 4), Rows()
+
+    def forward(self, x):
+        return self.rows(self.first(x))
+
+
+def test_a_model_may_return_the_named_outputs_of_a_module_that_is_kept_whole():
+    model, x = Wrapped(), torch.randn(5, 4)
+    assert torch.equal(trace(model, (x,))(x), model(x)["logits"])
 
 
 def registered_in_forward(net, x):
