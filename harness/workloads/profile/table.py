@@ -144,5 +144,5 @@ def _files(run: Run, graph: Graph) -> str:
     return (
         f"{n_measured} measured, {n_known} taken from {path}\n"
         f"plan with: python -m harness.plan search --profile {path} "
-        f"--cluster FILE --batch {graph.batch}"
+        f"--cluster FILE --batch-size {graph.batch}"
     )
