@@ -1,15 +1,15 @@
 """Compare trainings that freeze layers: what shrinking, replicating and caching add.
 
     python benchmarks/elastic.py --work WORK                both bandwidths, 5 repeats; as root
-    python benchmarks/elastic.py --work WORK --quick --json slow links, fewer epochs and repeats
+    python benchmarks/elastic.py --work WORK --quick --json two repeats on slow links
     python benchmarks/elastic.py --work WORK --summary      of finished runs
 
 The ablation of PipeTransformer (He et al., ICML 2021, figure 9) on a virtual cluster of five nodes:
-a vision transformer of eight layers, which has learned scikit-learn's digits for some epochs, goes
-on by a pipeline, in random order of the variants within each repeat.
+a vision transformer of eight layers, which has been trained on scikit-learn's digits for some
+epochs, is tuned on by a pipeline, in random order of the variants within each repeat.
 
     none                   all layers are trained to the end
-    freeze                 a third of the trained layers more is frozen after each epoch
+    freeze                 half of the trained layers more is frozen after each epoch
     shrink and cache       the search plans the frozen model anew, without replicas; frozen outputs
                            are kept
     shrink and replicate   the search plans any strategy; nothing is kept
@@ -25,8 +25,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -38,24 +37,21 @@ from searched_cells import MODELS, Cell, Place
 
 from harness.measure.rank_records import read_records
 from harness.measure.statistics import verdict
-from harness.measure.store import read_header, write_atomically
+from harness.measure.store import read_header
 
 _CPU = 0.34  # of a core per node; the rest of two is for everything else
-_START_EPOCHS = 6
-_SEARCH = ("--search-seconds", "5")
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "freeze": ("--freeze", "schedule"),
-    "shrink and cache": (
-        "--freeze", "schedule", "--shrink", "search", "--cache", "on", *_SEARCH,
-    ),
-    "shrink and replicate": (
-        "--freeze", "schedule", "--shrink", "search", "--replicate", *_SEARCH,
-    ),
-    "all": (
-        "--freeze", "schedule", "--shrink", "search", "--replicate", "--cache", "on", *_SEARCH,
-    ),
-}  # fmt: skip
+_LEARNING = ("--data", "digits", "--learning-rate", "0.001", "--warm-up", "0")
+_LEARNING += ("--no-sync-steps", "0", "--engine", "executor", "--strategy", "pipeline")
+_FREEZE = {"freeze": "schedule"}
+# Flags of training, as a run's configuration has them.
+VARIANTS: dict[str, dict[str, str]] = {
+    "none": {},
+    "freeze": _FREEZE,
+    "shrink and cache": {**_FREEZE, "shrink": "search", "cache": "on"},
+    "shrink and replicate": {**_FREEZE, "shrink": "search", "replicate": "True"},
+    "all": {**_FREEZE, "shrink": "search", "replicate": "True", "cache": "on"},
+}
+_OFF = {"freeze": "none", "shrink": "none", "replicate": "False", "cache": "off"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +61,17 @@ class Options:
     bandwidths: tuple[str, ...] = ("1gbit", "100mbit")
     """Of the nodes' links."""
     variants: tuple[str, ...] = tuple(VARIANTS)
-    """Variants beside none."""
+    """The variants; none is the baseline."""
+    start_epochs: int = 12
+    """Epochs in which a pipeline trains the model before."""
     epochs: int = 8
     """Epochs of a run."""
+    alpha: float = 1 / 2
+    """a of the schedule of freezing."""
     repeats: int = 5
     """Runs of each variant."""
     quick: bool = False
-    """Two repeats of five epochs on the slow links only: about a quarter of an hour."""
+    """Two repeats on the slow links only, in less than 20 minutes."""
     summary: bool = False
     """Judge finished runs, without measuring."""
     figure: Path | None = None
@@ -97,15 +97,8 @@ Runs = dict[str, list[Trained]]  # by variant, in the order of the repeats
 
 
 def read_run(path: Path) -> Trained:
-    """Read a run's first rank.
-
-    Raises:
-        SystemExit: the run failed; has its reason.
-    """
-    header = read_header(path)
-    if header.status != "ok":
-        raise SystemExit(f"{path}: {header.status}: {header.reason}")
-    records, _ = read_records(path / "rank0.jsonl", len(header.ranks))
+    """Read a run's first rank."""
+    records, _ = read_records(path / "rank0.jsonl", len(read_header(path).ranks))
     samples = [record for record in records if hasattr(record, "metric")]
     epochs = [sample.value for sample in samples if sample.metric == "epoch_s"]
     return Trained(
@@ -115,60 +108,63 @@ def read_run(path: Path) -> Trained:
     )
 
 
+def results_of(cell: Cell, options: Options) -> Path:
+    return options.work.resolve() / cell.place.name
+
+
 def measure(cell: Cell, cluster: Cluster, options: Options) -> None:
-    """Train every variant as often as asked, unless WORK has the run."""
-    results = (options.work / cell.place.name).resolve()
-    results.mkdir(parents=True, exist_ok=True)
-    rng, state = random.Random(0), options.work.resolve() / "start"
+    """Train every variant as often as asked, in one launch, unless WORK has the run."""
+    shared = ("--results", str(results_of(cell, options)), "--resume")
+    train = ("train", *cell.model.workload_flags, *_LEARNING, *shared)
+    links = ("links", "--transport", "torch", "--operations", "all_reduce", *shared)
+    cluster.build(cell)
+    state = options.work.resolve() / f"start-{options.start_epochs}"
+    if not state.exists():
+        words = ("--epochs", str(options.start_epochs), "--save-sharded")
+        cluster.start(cell, "./entry.sh", *links, "+", *train, *words)
+        state.symlink_to(max(results_of(cell, options).glob("*-train-*/state")))
+    rng, words = random.Random(0), [*links]
     for repeat in range(options.repeats):
-        names = rng.sample(options.variants, len(options.variants))
-        missing = [n for n in names if not _kept(options, cell, n, repeat).exists()]
-        if missing:
-            cluster.build(cell)
-            if not (results / "cluster.json").exists():
-                cluster.run(
-                    cell, results, "links", "--transport", "torch", "--operations", "all_reduce"
-                )
-            if not state.exists():
-                run = train(cell, cluster, results, _START_EPOCHS, 0, "--save-sharded")
-                state.symlink_to(run / "state")
-        for name in missing:
-            flags = ("--load-state", str(state.resolve()), *VARIANTS[name])
-            run = train(cell, cluster, results, options.epochs, 1 + repeat, *flags)
-            write_atomically(_kept(options, cell, name, repeat), str(run).encode())
-            print(f"{cell.place.name} {name} {repeat}", file=sys.stderr, flush=True)
+        for name in rng.sample(options.variants, len(options.variants)):
+            words += ["+", *train, "--evaluate", "--load-state", str(state.resolve())]
+            words += ["--epochs", str(options.epochs), "--seed", str(1 + repeat)]
+            words += _flags(name, options)
+    cluster.start(cell, "./entry.sh", *words)
 
 
-def train(
-    cell: Cell, cluster: Cluster, results: Path, n_epochs: int, seed: int, *flags: str
-) -> Path:
-    """Train by a pipeline; returns the run's directory."""
-    known = set(results.iterdir())
-    cluster.run(
-        cell, results, "train", *cell.model.workload_flags, "--strategy", "pipeline",
-        "--engine", "executor", "--data", "digits", "--evaluate", "--epochs", str(n_epochs),
-        "--learning-rate", "0.001", "--warm-up", "0", "--no-sync-steps", "0", "--seed", str(seed),
-        *flags,
-    )  # fmt: skip
-    (run,) = [path for path in set(results.iterdir()) - known if "-train-" in path.name]
-    read_run(run)
-    return run
-
-
-def _kept(options: Options, cell: Cell, name: str, repeat: int) -> Path:
-    """The file that names a finished run."""
-    words = f"{cell.place.name}-{name}-{options.epochs}-{repeat}".replace(" ", "-")
-    return options.work / f"run-{words}"
+def _flags(name: str, options: Options) -> list[str]:
+    """The words of a variant on the command line."""
+    flags = VARIANTS[name]
+    words = ["--freeze-alpha", str(options.alpha)]
+    for key, value in flags.items():
+        words += [f"--{key}", *([] if value == "True" else [value])]
+    return words + (["--search-seconds", "5"] if "shrink" in flags else [])
 
 
 def read_runs(cell: Cell, options: Options) -> Runs:
-    """The runs of all variants in as many repeats as all have."""
-    found: Runs = {}
-    for name in options.variants:
-        kept = [_kept(options, cell, name, repeat) for repeat in range(options.repeats)]
-        found[name] = [read_run(Path(p.read_text())) for p in kept if p.exists()]
-    n_repeats = min(len(runs) for runs in found.values())
-    return {name: runs[:n_repeats] for name, runs in found.items()}
+    """The runs of all variants in as many repeats as all have, in their order.
+
+    Raises:
+        SystemExit: there is no run of a variant; names the last that failed.
+    """
+    found: dict[str, dict[int, Path]] = {name: {} for name in options.variants}
+    failed = ""
+    for path in sorted(results_of(cell, options).glob("*-train-*")):
+        header = read_header(path)
+        config = header.config
+        own = {key: str(config[key]) for key in _OFF}
+        if (config["epochs"], config["freeze_alpha"]) != (options.epochs, options.alpha):
+            continue
+        if header.status != "ok":
+            failed = f"{path}: {header.status}: {header.reason}"
+            continue
+        for name in options.variants:
+            if own == _OFF | VARIANTS[name]:
+                found[name][int(config["seed"])] = path
+    seeds = set(range(1, 1 + options.repeats)).intersection(*found.values())
+    if not seeds:
+        raise SystemExit(failed or "no variant was trained: run without --summary")
+    return {name: [read_run(own[s]) for s in sorted(seeds)] for name, own in found.items()}
 
 
 def judge(cell: Cell, runs: Runs) -> list[dict[str, Any]]:
@@ -236,10 +232,7 @@ def draw(found: dict[str, Runs], path: Path) -> None:
 
 def main(options: Options) -> None:
     if options.quick:
-        options = Options(
-            work=options.work, bandwidths=("100mbit",), variants=options.variants, epochs=5,
-            repeats=2, summary=options.summary, figure=options.figure, as_json=options.as_json,
-        )  # fmt: skip
+        options = replace(options, bandwidths=("100mbit",), repeats=2)
     unknown = [name for name in options.variants if name not in VARIANTS]
     if unknown:
         raise SystemExit(f"there is no variant {unknown[0]}: choose from {', '.join(VARIANTS)}")
