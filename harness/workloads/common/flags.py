@@ -270,4 +270,4 @@ class SearchFlags:
         check_at_least(self, _LEAST_SEARCH)
         check_above_zero(self, ("search_seconds",))
         if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise ConfigError(f"--memory {self.memory} must be above 0")
+            raise ConfigError(f"--memory {self.memory} is below 1 B: add a unit, such as 12GiB")
