@@ -35,6 +35,7 @@ from harness.plan.simulate.sharded_state import (
 )
 from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
 from harness.plan.simulate.transfers import Floats, Ints, Sum
+from harness.units import format_bytes
 
 if TYPE_CHECKING:
     from harness.plan.simulate.gathers import Unit
@@ -382,10 +383,9 @@ class Simulation:
         excess = self.outcome.memory_bytes - self.simulator.limits
         worst = int(excess.argmax())
         if excess[worst] > 0:
+            needed, limit = self.outcome.memory_bytes[worst], self.simulator.limits[worst]
             raise PlanError(
-                f"strategy {self.strategy.name!r} needs {self.outcome.memory_bytes[worst]:.4g} "
-                "B on "
-                f"device {self.simulator.network.names[worst]}, which has "
-                f"{self.simulator.limits[worst]:.4g} B: use more devices, microbatches or "
-                "recomputation"
+                f"strategy {self.strategy.name!r} needs {format_bytes(needed)} on device "
+                f"{self.simulator.network.names[worst]}, which has {format_bytes(limit)}: use more "
+                "devices, microbatches or recomputation"
             )

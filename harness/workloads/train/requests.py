@@ -19,8 +19,9 @@ from typing import Annotated
 import msgspec
 import tyro
 
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, ResultsError
 from harness.inputs import read_file
+from harness.measure.heartbeat import HEADER_FILE
 from harness.measure.store import read_header, write_atomically
 
 REQUEST_FILE = "change.request.json"
@@ -145,6 +146,11 @@ def check_listens(run_dir: Path) -> None:
         ResultsError: there is no run in the directory.
         ConfigError: the run has ended, or was not started with --controlled.
     """
+    if not (run_dir / HEADER_FILE).exists():
+        raise ResultsError(
+            f"{run_dir} holds no {HEADER_FILE}: name the directory of a run that trains, such as "
+            "results/RUN"
+        )
     header = read_header(run_dir)
     if header.status != "running":
         raise ConfigError(f"{run_dir} is not running ({header.status}): name a run that trains")

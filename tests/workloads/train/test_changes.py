@@ -324,7 +324,7 @@ def test_a_second_controller_is_refused_until_the_first_has_its_answer(tmp_path)
 
 
 def test_a_controller_needs_a_run_that_listens(tmp_path):
-    with pytest.raises(ResultsError, match="No such file"):
+    with pytest.raises(ResultsError, match=r"holds no run.json: name the directory of a run"):
         control(ControlOptions(run=tmp_path / "none", strategy=tmp_path / "next.json"))
     write_header(tmp_path, local_header(["node0"]))
     with pytest.raises(ConfigError, match=r"is not running \(ok\): name a run that trains"):
