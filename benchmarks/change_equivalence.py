@@ -24,6 +24,7 @@ from comparison import machine
 
 from harness.runtime.ranks.host import code_commit
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
 from change_cases import ChangingCase, random_changing_case
 from change_check import ChangeFinding, check_change

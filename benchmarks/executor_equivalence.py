@@ -28,6 +28,7 @@ from comparison import machine
 from harness.domain.strategy import ShardState
 from harness.runtime.ranks.host import code_commit
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
 from equivalence_cases import Case, random_case
 from equivalence_check import Finding, RanksBySize, check

@@ -44,6 +44,7 @@ from harness.errors import HarnessError, first_line
 from harness.runtime.capture.capture import capture
 from harness.runtime.ranks.host import code_commit
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
 from equivalence_check import RanksBySize
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond, worst
