@@ -80,8 +80,8 @@ def order_of_messages(case: Case, world: World) -> dict[str, tuple[Orders, Order
     ((program, moves),) = engine._programs.values()
     leaving, returning = sorted(moves.leaving.items()), sorted(moves.returning.items())[::-1]
     sent = {
-        "forward": [one.message for _, own in leaving for one in own],
-        "backward": [one.message for _, own in returning for one in own],
+        "forward": [message for _, own in leaving for message in own],
+        "backward": [message for _, own in returning for message in own],
     }
     received = {
         way: [m for stage in program.stages for m in moves.received(stage, is_backward=is_backward)]

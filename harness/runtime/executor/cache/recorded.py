@@ -45,7 +45,7 @@ def _keys(layout: Layout, want: Want) -> dict[InputKey, Recorded]:
     if not want.is_exchanged:
         node = layout.node(want.value)
         regions = {
-            PartKey(want.value, part.operator, part.index): layout.region(node, part)
+            PartKey.of(want.value, part): layout.region(node, part)
             for part in (piece.part for piece in want.pieces)
         }
     sizes = layout.tensor(want.value).shape[1:]

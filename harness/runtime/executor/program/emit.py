@@ -141,9 +141,9 @@ class SegmentBuilder:
     def _first_key(self, part: Part, node: fx.Node) -> PartKey:
         """The key of a shard's output: the node's tensor, or the first element of its tuple."""
         if node in self._layout.values.tensors:
-            return PartKey(node.name, part.operator, part.index)
+            return PartKey.of(node.name, part)
         first = next(user for user in node.users if user.args[1:] == (0,))
-        return PartKey(first.name, part.operator, part.index)
+        return PartKey.of(first.name, part)
 
     def _shard(self, part: Part, form: str) -> Any:
         device, layout = self._device, self._layout
@@ -189,9 +189,7 @@ class SegmentBuilder:
             is_zero = form == "gathered" and classes is not None and classes[0] > 0
             loss = LossPart(self._device.task, is_zero=is_zero)
         arguments = outputs, targets, self._input(WeightKey())
-        self.values[PartKey("loss", name, part.index)] = self._call(
-            f"loss.{part.index}", loss, arguments
-        )
+        self.values[PartKey.of("loss", part)] = self._call(f"loss.{part.index}", loss, arguments)
 
     def _add_native(
         self, part: Part, arguments: dict[fx.Node, fx.Node], *, is_gathered: bool
@@ -270,7 +268,7 @@ class SegmentBuilder:
     def _name(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
         if is_gathered:
             emitted = self._cropped(part, node, emitted)
-        self.values[PartKey(node.name, part.operator, part.index)] = emitted
+        self.values[PartKey.of(node.name, part)] = emitted
 
     def _cropped(self, part: Part, node: fx.Node, emitted: fx.Node) -> fx.Node:
         """Crop a gathered task's output to its block; of a partial sum, all but the first are 0."""
@@ -307,7 +305,7 @@ class SegmentBuilder:
         if not want.pieces:
             return self._input(DataKey(want.value, whole))
         part = want.pieces[0].part
-        key = PartKey(want.value, part.operator, part.index)
+        key = PartKey.of(want.value, part)
         if len(want.pieces) > 1 or want.is_exchanged or self._device.block_of(key) != whole:
             return self._region(want)
         return self.values.get(key) or self._input(key)
@@ -320,7 +318,7 @@ class SegmentBuilder:
         places: list[RegionMap] = []
         nodes: list[fx.Node] = []
         for piece in want.pieces:
-            key = PartKey(want.value, piece.part.operator, piece.part.index)
+            key = PartKey.of(want.value, piece.part)
             nodes.append(self.values.get(key) or self._input(key))
             held = self._device.block_of(key)
             places.append(

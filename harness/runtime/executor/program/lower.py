@@ -30,14 +30,9 @@ class Lowering:
             stage: tuple(self._segment(draft, needed) for draft in each)
             for stage, each in drafts.items()
         }
-        blocks = {
-            key: self._tasks.block_of(key)
-            for segments in stages.values()
-            for s in segments
-            for key in s.outputs
-        }
-        counted = frozenset(key for key in blocks if key.value == "loss" and self._is_counted(key))
-        return Program(stages, self._layout.differentiable, blocks, counted, recorded)
+        outputs = {key for own in stages.values() for segment in own for key in segment.outputs}
+        counted = frozenset(key for key in outputs if key.value == "loss" and self._is_counted(key))
+        return Program(stages, self._layout.differentiable, counted, recorded)
 
     def _is_counted(self, key: PartKey) -> bool:
         copies = self._layout.parts[key.operator][key.part].copies
@@ -45,13 +40,13 @@ class Lowering:
 
     def _needed_outside(self, drafts: list[Draft]) -> set[PartKey]:
         """Values that are read outside of the segment that computes them."""
-        needed = {send.key for draft in drafts for send in draft.sends}
+        needed = {route.source for draft in drafts for route in draft.sends}
         for draft in drafts:
             inside = {(part.operator, part.index) for part in draft.parts}
             for part in draft.parts:
                 for _, want in self._layout.reads(part):
                     needed |= {
-                        PartKey(want.value, p.part.operator, p.part.index)
+                        PartKey.of(want.value, p.part)
                         for p in want.pieces
                         if p.part.device == self._device
                         and (want.is_exchanged or (p.part.operator, p.part.index) not in inside)

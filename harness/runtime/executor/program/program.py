@@ -10,6 +10,7 @@ Where weights are freed between their uses, a task with weights of another unit 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,16 +19,21 @@ from typing import NamedTuple
 from torch import fx
 
 from harness.domain.partition import Block, Interval
-from harness.runtime.executor.geometry.layout import Part, Piece, Want
+from harness.runtime.executor.geometry.layout import Layout, Part, Piece, Want
 from harness.runtime.executor.shards.forms import Forms
+from harness.runtime.executor.shards.regions import Relative
 
 
 class PartKey(NamedTuple):
-    """A value of one of this device's parts; `value` is `loss` for the loss."""
+    """A value of one part; `value` is `loss` for the loss."""
 
     value: str
     operator: str
     part: int
+
+    @classmethod
+    def of(cls, value: str, part: Part) -> PartKey:
+        return cls(value, part.operator, part.index)
 
 
 class WantKey(NamedTuple):
@@ -59,22 +65,54 @@ InputKey = PartKey | WantKey | DataKey | TargetKey | WeightKey
 
 
 @dataclass(frozen=True)
-class Send:
-    """A piece of one of this device's parts that another device reads.
+class Route:
+    """The way of a piece from the part that holds it to a want, and of its gradient back.
 
     Attributes:
-        goes: whether it is sent; false if the other device has a copy.
-        returns: whether its gradient comes back.
+        goes: whether the value travels; false if the reader has a copy.
+        returns: whether the gradient comes back.
+        held, in_want: its region in the tensors of the part and of the want.
+        shape: of the piece.
     """
 
     want: Want
     piece: Piece
-    goes: bool = True
-    returns: bool = True
+    goes: bool
+    returns: bool
+    held: Relative
+    in_want: Relative
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, want: Want, piece: Piece) -> Route:
+        block = layout.region(layout.node(want.value), piece.part)
+        return cls(
+            want,
+            piece,
+            goes=piece in want.pieces,
+            returns=piece in want.returns,
+            held=Relative.of(piece.region, block),
+            in_want=Relative.of(piece.region, want.block),
+            shape=layout.sizes_of(want.value, piece.region),
+        )
 
     @property
-    def key(self) -> PartKey:
-        return PartKey(self.want.value, self.piece.part.operator, self.piece.part.index)
+    def number(self) -> tuple[int, int]:
+        """Numbers of the want and of the part, which no other route has."""
+        return self.want.number, self.piece.part.index
+
+    @property
+    def source(self) -> PartKey:
+        """The value that it is a region of."""
+        return PartKey.of(self.want.value, self.piece.part)
+
+    @property
+    def is_local(self) -> bool:
+        return self.piece.part.device == self.want.device
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
 
 
 class Recorded(NamedTuple):
@@ -103,7 +141,7 @@ class Segment:
     inputs: tuple[InputKey, ...]
     outputs: tuple[PartKey, ...]
     fetches: tuple[Want, ...]
-    sends: tuple[Send, ...]
+    sends: tuple[Route, ...]
     is_norm: bool
     is_differentiable: bool
     units: frozenset[int] = frozenset()
@@ -116,14 +154,12 @@ class Program:
 
     Attributes:
         differentiable: values that receive a gradient.
-        blocks: the region of each value that a part of this device holds.
         counted: parts of the loss that this device reports, so that copies count once.
         recorded: tensors that hold rows of a value at a frozen boundary.
     """
 
     stages: dict[int, tuple[Segment, ...]]
     differentiable: frozenset[str]
-    blocks: dict[PartKey, Block] = field(default_factory=dict)
     counted: frozenset[PartKey] = frozenset()
     recorded: Mapping[InputKey, Recorded] = field(default_factory=dict)
 
@@ -163,7 +199,7 @@ class Draft:
 
     parts: list[Part] = field(default_factory=list)
     fetches: list[Want] = field(default_factory=list)
-    sends: list[Send] = field(default_factory=list)
+    sends: list[Route] = field(default_factory=list)
     waits: bool = False
     units: frozenset[int] = frozenset()
     is_apart: bool = False
@@ -172,12 +208,11 @@ class Draft:
 def draft_segments(forms: Forms, device: int) -> dict[int, list[Draft]]:
     """A device's segments by stage, in the order in which they run."""
     layout = forms.layout
-    outgoing: dict[Part, list[Send]] = defaultdict(list)
+    outgoing: dict[Part, list[Route]] = defaultdict(list)
     for want in layout.wants:
         for piece in dict.fromkeys((*want.pieces, *want.returns)):
             if piece.part.device == device != want.device:
-                goes, returns = piece in want.pieces, piece in want.returns
-                outgoing[piece.part].append(Send(want, piece, goes, returns))
+                outgoing[piece.part].append(Route.of(layout, want, piece))
     fetched: set[int] = set()
     found: dict[int, list[Draft]] = {}
     for stage in range(len(layout.strategy.stages)):
@@ -188,7 +223,7 @@ def draft_segments(forms: Forms, device: int) -> dict[int, list[Draft]]:
 
 
 def _drafts(
-    forms: Forms, device: int, stage: int, outgoing: dict[Part, list[Send]], fetched: set[int]
+    forms: Forms, device: int, stage: int, outgoing: dict[Part, list[Route]], fetched: set[int]
 ) -> list[Draft]:
     layout = forms.layout
     drafts: list[Draft] = []

@@ -14,7 +14,14 @@ from harness.runtime.devices.precision import Precision
 from harness.runtime.executor.cache.tap import Tap
 from harness.runtime.executor.gradients.counts import backward_calls
 from harness.runtime.executor.gradients.deferred import WeightGradients
-from harness.runtime.executor.program.program import InputKey, PartKey, Program, Segment
+from harness.runtime.executor.program.program import (
+    InputKey,
+    PartKey,
+    Program,
+    Route,
+    Segment,
+    WantKey,
+)
 from harness.runtime.executor.run.flight import (
     Flight,
     Stash,
@@ -28,15 +35,8 @@ from harness.runtime.executor.sharded.gathers import WeightGathers
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.transport.channels import Channels
-from harness.runtime.executor.transport.messages import Place
-from harness.runtime.executor.transport.moves import (
-    Carried,
-    Departure,
-    Fetch,
-    LocalRegion,
-    Moves,
-    Placement,
-)
+from harness.runtime.executor.transport.messages import Message, Place
+from harness.runtime.executor.transport.moves import Fetch, Moves
 from harness.runtime.executor.transport.partial_sums import Sums
 from harness.runtime.executor.transport.receives import Receives
 
@@ -170,16 +170,18 @@ class Runner:
         return self._precision.transfer_dtype(dtype)
 
     def _send(
-        self, flight: Flight, departure: Departure, microbatch: int, *, is_backward: bool
+        self, flight: Flight, message: Message, microbatch: int, *, is_backward: bool
     ) -> None:
-        """Send pieces of outputs, or of gradients of fetched values."""
-        dtype = self._dtype(departure.message.dtype)
+        dtype = self._dtype(message.dtype)
         pieces: list[Tensor] = []
-        for key, region in departure.cuts:
-            whole = flight.gradient(key) if is_backward else flight.leaves[key].detach()
-            pieces.append(region.of_tensor(whole).to(dtype))
+        for route in message.carried(is_backward=is_backward):
+            if is_backward:
+                piece = route.in_want.of_tensor(flight.gradient(WantKey(route.want.number)))
+            else:
+                piece = route.held.of_tensor(flight.leaves[route.source].detach())
+            pieces.append(piece.to(dtype))
         joined = pieces[0] if len(pieces) == 1 else torch.cat([p.reshape(-1) for p in pieces])
-        self._channels.send(joined, departure.message, microbatch, is_backward=is_backward)
+        self._channels.send(joined, message, microbatch, is_backward=is_backward)
 
     # Forward
 
@@ -200,8 +202,8 @@ class Runner:
             if self._tap is not None and not self._channels.is_muted:
                 self._record(self._tap, flight, program, place, microbatch)
             self._start_sums(flight, moves, segment, microbatch)
-            for departure in moves.leaving.get(place, ()):
-                self._send(flight, departure, microbatch, is_backward=False)
+            for message in moves.leaving.get(place, ()):
+                self._send(flight, message, microbatch, is_backward=False)
             if self._recompute[stage] and segment.is_differentiable:
                 flight.outputs[place] = ()
 
@@ -240,27 +242,27 @@ class Runner:
 
     def _start_sums(self, flight: Flight, moves: Moves, segment: Segment, microbatch: int) -> None:
         for key in segment.outputs:
-            for fetch in (fetch for fetch in moves.sums.get(key, ()) if fetch.goes_summed):
+            for fetch in (fetch for fetch in moves.sums.get(key, ()) if fetch.sum.goes):
                 whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
                 whole.copy_(flight.leaves[key].detach())
                 self._sums.start(whole, fetch, self._number(microbatch), is_backward=False)
 
     def _assemble(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
         """Assemble a want from received and local pieces."""
-        source = fetch.placements[0].source if fetch.is_whole else None
-        if fetch.goes_summed:
+        route = fetch.whole
+        if fetch.sum.goes:
             whole = self._sums.take(fetch, self._number(microbatch), is_backward=False)
-        elif isinstance(source, Carried):
-            whole = self._receives.take(microbatch, source, is_backward=False)
-        elif isinstance(source, LocalRegion) and fetch.is_borrowed:
-            whole = flight.leaves[source.key]
+        elif route is not None and not route.is_local:
+            whole = self._receives.take(microbatch, route, is_backward=False)
+        elif route is not None and fetch.is_borrowed:
+            whole = flight.leaves[route.source]
         else:
             whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
-            is_added = fetch.want.is_sum and not fetch.placements[0].in_want.is_all
+            is_added = fetch.want.is_sum and not fetch.routes[0].in_want.is_all
             if is_added:
                 whole.zero_()
-            for placement in fetch.placements:
-                self._place(flight, placement, whole, microbatch, is_added=is_added)
+            for each in fetch.routes:
+                self._place(flight, each, whole, microbatch, is_added=is_added)
                 is_added = fetch.want.is_sum
         leaf = whole.detach()
         if fetch.is_differentiable:
@@ -268,25 +270,18 @@ class Runner:
         flight.leaves[fetch.key] = leaf
 
     def _place(
-        self,
-        flight: Flight,
-        placement: Placement,
-        whole: Tensor,
-        microbatch: int,
-        *,
-        is_added: bool,
+        self, flight: Flight, route: Route, whole: Tensor, microbatch: int, *, is_added: bool
     ) -> None:
-        target = placement.in_want.of_tensor(whole)
-        if isinstance(placement.source, Carried):
-            piece = self._receives.take(microbatch, placement.source, is_backward=False)
+        target = route.in_want.of_tensor(whole)
+        if route.is_local:
+            piece = route.held.of_tensor(flight.leaves[route.source].detach())
         else:
-            key, region = placement.source
-            piece = region.of_tensor(flight.leaves[key].detach())
+            piece = self._receives.take(microbatch, route, is_backward=False)
         if is_added:
             target.add_(piece)
         else:
             target.copy_(piece)
-        if isinstance(placement.source, Carried):
+        if not route.is_local:
             self._channels.buffers.give_back(piece)
 
     # Backward
@@ -319,19 +314,19 @@ class Runner:
         """Add gradients from other devices to the gradients of the outputs."""
         for key in segment.outputs:  # a partial sum has the gradients of all readers of the sum
             for fetch in moves.sums.get(key, ()):
-                if not (fetch.returns_summed and fetch.is_differentiable):
+                if not (fetch.sum.returns and fetch.is_differentiable):
                     continue
                 number = self._number(microbatch)
                 gradient = self._sums.take(fetch, number, is_backward=True)
                 flight.add_gradient(key, Relative.of(fetch.want.block, fetch.want.block), gradient)
-        for key, region, carried in moves.collected[place]:
-            gradient = self._receives.take(microbatch, carried, is_backward=True)
-            leaf = flight.leaves[key]
-            if leaf.grad is None and region.is_all and gradient.dtype == leaf.dtype:
+        for route in moves.collected[place]:
+            gradient = self._receives.take(microbatch, route, is_backward=True)
+            leaf = flight.leaves[route.source]
+            if leaf.grad is None and route.held.is_all and gradient.dtype == leaf.dtype:
                 # Not given back, because views of it may be sent as gradients of earlier segments.
                 leaf.grad = gradient
             else:
-                flight.add_gradient(key, region, gradient)
+                flight.add_gradient(route.source, route.held, gradient)
                 self._channels.buffers.give_back(gradient)
 
     def _repeat(self, flight: Flight, segment: Segment, place: tuple[int, int]) -> None:
@@ -366,8 +361,8 @@ class Runner:
         for fetch in moves.fetches[place]:
             if fetch.is_differentiable:
                 self._return_local(flight, fetch, microbatch)
-        for departure in moves.returning.get(place, ()):
-            self._send(flight, departure, microbatch, is_backward=True)
+        for message in moves.returning.get(place, ()):
+            self._send(flight, message, microbatch, is_backward=True)
         for fetch in moves.fetches[place]:
             leaf = flight.leaves.pop(fetch.key)
             if not (fetch.is_borrowed or self._keeps_inputs):
@@ -376,11 +371,11 @@ class Runner:
     def _return_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
         """Pass a gradient to an all-reduce, or to the parts of this device."""
         gradient = flight.gradient(fetch.key)
-        if fetch.returns_summed:
+        if fetch.sum.returns:
             number = self._number(microbatch)
             self._sums.start(gradient.contiguous(), fetch, number, is_backward=True)
-        for in_want, held in fetch.local_parts:
-            flight.add_gradient(*held, in_want.of_tensor(gradient))
+        for route in fetch.local:
+            flight.add_gradient(route.source, route.held, route.in_want.of_tensor(gradient))
 
 
 def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tensor, ...]:

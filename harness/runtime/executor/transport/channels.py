@@ -56,7 +56,8 @@ class Transfer:
     """A receive; the message was sent in the source's action `sent_at`.
 
     Attributes:
-        pieces: those that have not been taken, by their keys; None until the message arrives.
+        pieces: those that have not been taken, by the numbers of their routes; None until the
+            message arrives.
     """
 
     work: Any

@@ -10,9 +10,8 @@ computes all their gradients together, which also share a message.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -21,9 +20,9 @@ import torch
 from torch import Tensor
 
 from harness.domain.routes import are_read_together, summing_devices
-from harness.runtime.executor.geometry.layout import Layout, Piece, Want
+from harness.runtime.executor.geometry.layout import Layout, Want
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
-from harness.runtime.executor.program.program import Draft, Send, draft_segments
+from harness.runtime.executor.program.program import Draft, Route, draft_segments
 from harness.runtime.executor.shards.forms import Forms
 
 Devices = tuple[int, ...]
@@ -35,23 +34,6 @@ class End(NamedTuple):
 
     rank: int
     stage: int
-
-
-class Entry(NamedTuple):
-    """A piece in a message."""
-
-    want: Want
-    piece: Piece
-    shape: tuple[int, ...]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Number of the want, and of the piece's part."""
-        return self.want.number, self.piece.part.index
-
-    @property
-    def n_elements(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -80,10 +62,10 @@ class Message:
     before: int
     first: int
     dtype: torch.dtype
-    entries: tuple[Entry, ...]
-    returning: tuple[Entry, ...]
+    entries: tuple[Route, ...]
+    returning: tuple[Route, ...]
 
-    def carried(self, *, is_backward: bool) -> tuple[Entry, ...]:
+    def carried(self, *, is_backward: bool) -> tuple[Route, ...]:
         return self.returning if is_backward else self.entries
 
     def ends(self, *, is_backward: bool) -> tuple[End, End]:
@@ -93,20 +75,20 @@ class Message:
     def shape(self, *, is_backward: bool) -> Shape:
         """Shape of the tensor that is sent: a single piece keeps its shape, several are flat."""
         carried = self.carried(is_backward=is_backward)
-        return carried[0].shape if len(carried) == 1 else (sum(e.n_elements for e in carried),)
+        return carried[0].shape if len(carried) == 1 else (sum(r.n_elements for r in carried),)
 
     def split(self, tensor: Tensor, *, is_backward: bool) -> dict[tuple[int, int], Tensor]:
-        """The pieces of the tensor that was sent, by their keys."""
+        """The pieces of the tensor that was sent, by the numbers of their routes."""
         carried = self.carried(is_backward=is_backward)
         if len(carried) == 1:
-            return {carried[0].key: tensor}
-        parts = tensor.split([entry.n_elements for entry in carried])
-        return {e.key: part.view(e.shape) for e, part in zip(carried, parts, strict=True)}
+            return {carried[0].number: tensor}
+        parts = tensor.split([route.n_elements for route in carried])
+        return {r.number: part.view(r.shape) for r, part in zip(carried, parts, strict=True)}
 
     @cached_property
     def operators(self) -> list[str]:
         """The operators whose outputs it carries, one for each piece."""
-        return [entry.piece.part.operator for entry in self.entries or self.returning]
+        return [route.piece.part.operator for route in self.entries or self.returning]
 
     @property
     def label(self) -> str:
@@ -129,11 +111,11 @@ def find_messages(forms: Forms, n_devices: int) -> list[Message]:
         for want in draft.fetches
     }
     summed = shared_sums(forms.layout)
-    groups: dict[tuple[object, ...], list[_Piece]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[_Leaving]] = defaultdict(list)
     for by_stage in drafts.values():
         for segments in by_stage.values():
             for leaving in _leaving(forms.layout, segments, summed):
-                groups[(*leaving.key, *waiting[leaving.send.want.number].place)].append(leaving)
+                groups[(*leaving.key, *waiting[leaving.route.want.number].place)].append(leaving)
     return [
         _message(forms.layout, number, pieces, waiting)
         for number, pieces in enumerate(groups.values())
@@ -147,59 +129,49 @@ class _Waiting(NamedTuple):
     first: int
 
 
-class _Piece(NamedTuple):
+class _Leaving(NamedTuple):
     """A piece to send; pieces with equal keys share a message if one segment waits for them."""
 
-    send: Send
+    route: Route
     after: int
     key: tuple[object, ...]
 
 
 def _leaving(
     layout: Layout, segments: list[Draft], summed: Mapping[int, SharedSum]
-) -> Iterator[_Piece]:
+) -> Iterator[_Leaving]:
     """The pieces that one stage of one device sends, without those that an all-reduce sums."""
     n_waits = 0
     for position, draft in enumerate(segments):
         n_waits += draft.waits
-        for send in draft.sends:
-            want, piece = send.want, send.piece
+        for route in draft.sends:
+            want, part = route.want, route.piece.part
             if want.number in summed:
                 continue
             dtype = layout.tensor(want.value).dtype
-            n_bytes = math.prod(layout.sizes_of(want.value, piece.region)) * dtype.itemsize
-            separate = (want.number, piece.part.index) if n_bytes > LARGEST_JOINED_BYTES else ()
-            key = piece.part.device, piece.part.stage, n_waits, want.device, dtype, separate
-            yield _Piece(send, position, key)
+            is_separate = route.n_elements * dtype.itemsize > LARGEST_JOINED_BYTES
+            separate = route.number if is_separate else ()
+            key = part.device, part.stage, n_waits, want.device, dtype, separate
+            yield _Leaving(route, position, key)
 
 
 def _message(
-    layout: Layout, number: int, pieces: list[_Piece], waiting: Mapping[int, _Waiting]
+    layout: Layout, number: int, pieces: list[_Leaving], waiting: Mapping[int, _Waiting]
 ) -> Message:
-    sends = [one.send for one in pieces]
-    first = sends[0]
-    (stage, position), first_operator = waiting[first.want.number]
+    routes = [one.route for one in pieces]
+    want, part = routes[0].want, routes[0].piece.part
+    (stage, position), first_operator = waiting[want.number]
     return Message(
         number=number,
-        source=End(first.piece.part.device, first.piece.part.stage),
-        target=End(first.want.device, stage),
+        source=End(part.device, part.stage),
+        target=End(want.device, stage),
         after=pieces[-1].after,
-        last=layout.position[sends[-1].piece.part.operator],
+        last=layout.position[routes[-1].piece.part.operator],
         before=position,
         first=first_operator,
-        dtype=layout.tensor(first.want.value).dtype,
-        entries=_entries(layout, (send for send in sends if send.goes)),
-        returning=_entries(
-            layout,
-            (send for send in sends if send.returns and send.want.value in layout.differentiable),
-        ),
-    )
-
-
-def _entries(layout: Layout, sends: Iterable[Send]) -> tuple[Entry, ...]:
-    return tuple(
-        Entry(send.want, send.piece, layout.sizes_of(send.want.value, send.piece.region))
-        for send in sends
+        dtype=layout.tensor(want.value).dtype,
+        entries=tuple(r for r in routes if r.goes),
+        returning=tuple(r for r in routes if r.returns and r.want.value in layout.differentiable),
     )
 
 

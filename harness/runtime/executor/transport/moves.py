@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
-from harness.runtime.executor.geometry.layout import Layout, Piece, Want
-from harness.runtime.executor.program.program import PartKey, Program, Segment, WantKey
-from harness.runtime.executor.shards.regions import Relative
+from harness.runtime.executor.geometry.layout import Layout, Want
+from harness.runtime.executor.program.program import PartKey, Program, Route, Segment, WantKey
 from harness.runtime.executor.transport.messages import (
-    Devices,
     End,
-    Entry,
     Message,
     Place,
     SharedSum,
@@ -23,88 +20,39 @@ from harness.runtime.executor.transport.messages import (
 )
 
 
-class Carried(NamedTuple):
-    """A piece of a message."""
-
-    message: Message
-    entry: Entry
-
-
-class LocalRegion(NamedTuple):
-    """A region within a part of this device."""
-
-    key: PartKey
-    region: Relative
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A piece of a want: from a message or from a part of this device.
-
-    Attributes:
-        in_want: its region in the want.
-        source: the message, or the part with the region in it.
-    """
-
-    in_want: Relative
-    source: Carried | LocalRegion
-
-
-class LocalPart(NamedTuple):
-    """A region of a want that a part of this device holds."""
-
-    in_want: Relative
-    held: LocalRegion
-
-
 @dataclass(frozen=True)
 class Fetch:
     """A want to be assembled.
 
     Attributes:
-        summed_over: devices of its all-reduce; empty if messages carry it.
-        goes_summed, returns_summed: whether the all-reduce sums the value, or its gradient.
-        placements: the pieces that it consists of; empty if it is all-reduced.
-        is_whole: one placement covers it.
-        local_parts: parts of this device that receive its gradient; empty if that is all-reduced.
+        sum: its all-reduce; without devices if messages carry it.
+        routes: of the pieces that it consists of; empty if it is all-reduced.
+        local: routes to parts of this device that receive its gradient; empty if that is
+            all-reduced.
     """
 
     want: Want
-    key: WantKey
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_differentiable: bool
-    summed_over: Devices
-    goes_summed: bool
-    returns_summed: bool
-    placements: tuple[Placement, ...]
-    local_parts: tuple[LocalPart, ...]
+    sum: SharedSum
+    routes: tuple[Route, ...]
+    local: tuple[Route, ...]
+
+    @property
+    def key(self) -> WantKey:
+        return WantKey(self.want.number)
 
     @cached_property
-    def is_whole(self) -> bool:
-        return len(self.placements) == 1 and self.placements[0].in_want.is_all
+    def whole(self) -> Route | None:
+        """The route of the one piece that covers it; None if there are several."""
+        is_whole = len(self.routes) == 1 and self.routes[0].in_want.is_all
+        return self.routes[0] if is_whole else None
 
     @cached_property
     def is_borrowed(self) -> bool:
         """Whether it is the tensor of a part of this device, not a copy."""
-        source = self.placements[0].source if self.is_whole else None
-        return isinstance(source, LocalRegion) and source.region.is_all
-
-
-@dataclass(frozen=True)
-class Departure:
-    """A message to send, with the tensor and the region of each of its pieces."""
-
-    message: Message
-    cuts: tuple[tuple[PartKey | WantKey, Relative], ...]
-
-
-class Return(NamedTuple):
-    """The gradient of a piece that comes back, with the part and region it belongs to."""
-
-    key: PartKey
-    region: Relative
-    carried: Carried
+        return self.whole is not None and self.whole.is_local and self.whole.held.is_all
 
 
 class Moves:
@@ -113,7 +61,8 @@ class Moves:
     Attributes:
         fetches: wants to assemble before a segment.
         leaving: messages to send after it.
-        collected: gradients to wait for before its backward, of values that it sent.
+        collected: values that it sent whose gradients to wait for before its backward, in the order
+            of sending.
         returning: messages with gradients of its fetches, to send after its backward.
         sums: the all-reduces, forward or backward, that each part contributes to.
 
@@ -122,38 +71,36 @@ class Moves:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        program: Program,
-        messages: list[Message],
-        device: int,
+        self, layout: Layout, program: Program, messages: list[Message], device: int
     ) -> None:
         self._layout, self._program, self._device = layout, program, device
         self._summed = shared_sums(layout)
         self._messages = [m for m in messages if device in (m.source.rank, m.target.rank)]
-        self._forward = _by_piece(self._messages, is_backward=False)
-        self._backward = _by_piece(self._messages, is_backward=True)
+        self._message_of = {
+            (route.number, is_backward): message
+            for message in self._messages
+            for is_backward in (False, True)
+            for route in message.carried(is_backward=is_backward)
+        }
         self.fetches: dict[Place, tuple[Fetch, ...]] = {}
-        self.collected: dict[Place, tuple[Return, ...]] = {}
+        self.collected: dict[Place, list[Route]] = {}
         for stage, segments in program.stages.items():
             for position, segment in enumerate(segments):
                 self.fetches[stage, position] = tuple(map(self._fetch, segment.fetches))
                 self.collected[stage, position] = self._collected(segment)
         self.sums: dict[PartKey, list[Fetch]] = defaultdict(list)
         for fetch in (fetch for each in self.fetches.values() for fetch in each):
-            if fetch.summed_over:
+            if fetch.sum.devices:
                 both = dict.fromkeys((*fetch.want.pieces, *fetch.want.returns))
-                for piece in (one for one in both if one.part.device == device):
-                    self.sums[self._key(fetch.want, piece)].append(fetch)
-        self.leaving: dict[Place, list[Departure]] = defaultdict(list)
-        self.returning: dict[Place, list[Departure]] = defaultdict(list)
+                for part in (piece.part for piece in both if piece.part.device == device):
+                    self.sums[PartKey.of(fetch.want.value, part)].append(fetch)
+        self.leaving: dict[Place, list[Message]] = defaultdict(list)
+        self.returning: dict[Place, list[Message]] = defaultdict(list)
         for message in self._messages:
             if message.source.rank == device and message.entries:
-                place = message.source.stage, message.after
-                self.leaving[place].append(self._leaving(message))
+                self.leaving[message.source.stage, message.after].append(message)
             elif message.target.rank == device and message.returning:
-                place = message.target.stage, message.before
-                self.returning[place].append(_returning(message))
+                self.returning[message.target.stage, message.before].append(message)
 
     def received(self, stage: int, *, is_backward: bool) -> list[Message]:
         """The messages that a stage waits for, in the order in which they are sent."""
@@ -163,58 +110,37 @@ class Moves:
             return sorted((m for m in found if m.returning), key=_returns_before)
         return sorted((m for m in found if m.entries), key=lambda m: (m.last, m.after, m.number))
 
+    def awaited(self, place: Place, *, is_backward: bool) -> Iterator[Message]:
+        """The messages that a segment takes pieces of."""
+        routes = self.collected[place]
+        if not is_backward:
+            routes = [route for fetch in self.fetches[place] for route in fetch.routes]
+        for route in routes:
+            if not route.is_local:
+                yield self.message_of(route, is_backward=is_backward)
+
+    def message_of(self, route: Route, *, is_backward: bool) -> Message:
+        """The message that carries a piece."""
+        return self._message_of[route.number, is_backward]
+
     def _fetch(self, want: Want) -> Fetch:
         total = self._summed.get(want.number, SharedSum((), goes=False, returns=False))
-        returns = [p for p in want.returns if p.part.device == self._device]
+        taken = () if total.goes else want.pieces
+        returned = () if total.returns else want.returns
+        local = (piece for piece in returned if piece.part.device == self._device)
         return Fetch(
             want=want,
-            key=WantKey(want.number),
             shape=self._layout.sizes_of(want.value, want.block),
             dtype=self._layout.tensor(want.value).dtype,
             is_differentiable=want.value in self._program.differentiable,
-            summed_over=total.devices,
-            goes_summed=total.goes,
-            returns_summed=total.returns,
-            placements=() if total.goes else tuple(self._placements(want)),
-            local_parts=()
-            if total.returns
-            else tuple(
-                LocalPart(Relative.of(piece.region, want.block), self._held(want, piece))
-                for piece in returns
-            ),
+            sum=total,
+            routes=tuple(Route.of(self._layout, want, piece) for piece in taken),
+            local=tuple(Route.of(self._layout, want, piece) for piece in local),
         )
 
-    def _placements(self, want: Want) -> list[Placement]:
-        found: list[Placement] = []
-        for piece in want.pieces:
-            in_want = Relative.of(piece.region, want.block)
-            if piece.part.device != self._device:
-                carried = self._forward[want.number, piece.part.index]
-                found.append(Placement(in_want, carried))
-            else:
-                found.append(Placement(in_want, self._held(want, piece)))
-        return found
-
-    def _held(self, want: Want, piece: Piece) -> LocalRegion:
-        key = self._key(want, piece)
-        return LocalRegion(key, Relative.of(piece.region, self._program.blocks[key]))
-
-    @staticmethod
-    def _key(want: Want, piece: Piece) -> PartKey:
-        return PartKey(want.value, piece.part.operator, piece.part.index)
-
-    def _leaving(self, message: Message) -> Departure:
-        entries = message.entries
-        return Departure(message, tuple(self._held(e.want, e.piece) for e in entries))
-
-    def _collected(self, segment: Segment) -> tuple[Return, ...]:
-        """Gradients of a segment's outputs from other devices, in the order of sending."""
-        found: list[Return] = []
-        for send in segment.sends:
-            carried = self._backward.get((send.want.number, send.piece.part.index))
-            if carried is not None:
-                found.append(Return(*self._held(send.want, send.piece), carried))
-        return tuple(sorted(found, key=lambda one: _returns_before(one.carried.message)))
+    def _collected(self, segment: Segment) -> list[Route]:
+        sent = [route for route in segment.sends if (route.number, True) in self._message_of]
+        return sorted(sent, key=lambda one: _returns_before(self._message_of[one.number, True]))
 
 
 def _returns_before(message: Message) -> tuple[int, int, int]:
@@ -223,19 +149,3 @@ def _returns_before(message: Message) -> tuple[int, int, int]:
     Several tasks of one operator may each begin a segment, so its position alone is ambiguous.
     """
     return -message.first, -message.before, message.number
-
-
-def _by_piece(messages: list[Message], *, is_backward: bool) -> dict[tuple[int, int], Carried]:
-    return {
-        entry.key: Carried(message, entry)
-        for message in messages
-        for entry in message.carried(is_backward=is_backward)
-    }
-
-
-def _returning(message: Message) -> Departure:
-    cuts = tuple(
-        (WantKey(want.number), Relative.of(piece.region, want.block))
-        for want, piece, *_ in message.returning
-    )
-    return Departure(message, cuts)

@@ -53,7 +53,7 @@ class Sums:
         """
         operator = fetch.want.pieces[0].part.operator
         label = f"gradient of {operator}" if is_backward else operator
-        wait = self._channels.start_sum(tensor, label, fetch.summed_over)
+        wait = self._channels.start_sum(tensor, label, fetch.sum.devices)
         self._under_way[microbatch, fetch.want.number, is_backward] = tensor, wait
 
     def take(self, fetch: Fetch, microbatch: int, *, is_backward: bool) -> Tensor:
@@ -66,7 +66,7 @@ class Sums:
         operator = fetch.want.pieces[0].part.operator
         self._phases.wait(
             wait,
-            name=f"sum of {operator} over ranks {list(fetch.summed_over)}",
+            name=f"sum of {operator} over ranks {list(fetch.sum.devices)}",
             n_bytes=tensor.nbytes,
             microbatch=microbatch % self._n_microbatches,
             pass_="backward" if is_backward else "forward",

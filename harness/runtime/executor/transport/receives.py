@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST, Action
-from harness.runtime.executor.program.program import Program
+from harness.runtime.executor.program.program import Program, Route
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.transport.channels import Channels, Transfer
-from harness.runtime.executor.transport.messages import Message, Place
-from harness.runtime.executor.transport.moves import Carried, Moves
+from harness.runtime.executor.transport.messages import Message
+from harness.runtime.executor.transport.moves import Moves
 
 Slot = tuple[int, int, bool]  # microbatch, message, is_backward
 
@@ -45,12 +45,14 @@ class Receives:
         phases: Phases,
         dtype: Callable[[torch.dtype], torch.dtype],
     ) -> None:
-        self._channels, self._phases, self._dtype = channels, phases, dtype
+        self._at, self._channels, self._phases, self._dtype = at, channels, phases, dtype
         exchanging = [action for action in actions if action.kind != "weight"]
         self._slots: list[tuple[Slot, Message]] = [
             ((action.microbatch, message.number, action.kind == "backward"), message)
             for action in exchanging
-            for message in _sent(action, at(action.microbatch)[1])
+            for message in at(action.microbatch)[1].received(
+                action.stage, is_backward=action.kind == "backward"
+            )
         ]
         position = {slot: k for k, (slot, _) in enumerate(self._slots)}
         exchanges = [
@@ -79,16 +81,16 @@ class Receives:
         assert not self._transfers, "every receive that was posted is waited for"
         assert self._n_posted == len(self._slots), "every receive is posted"
 
-    def take(self, microbatch: int, carried: Carried, *, is_backward: bool) -> Tensor:
+    def take(self, microbatch: int, route: Route, *, is_backward: bool) -> Tensor:
         """Wait for a message if necessary, and take one of its pieces; each can be taken once.
 
         Raises:
             PeerError: the other rank died or hangs.
         """
-        slot = (microbatch - self._first, carried.message.number, is_backward)
+        message = self._at(microbatch)[1].message_of(route, is_backward=is_backward)
+        slot = (microbatch - self._first, message.number, is_backward)
         transfer = self._transfers[slot]
         if transfer.pieces is None:
-            message = carried.message
             self._phases.wait(
                 lambda: self._wait(slot, transfer),
                 name=message.label if len(message.operators) > 1 else "",
@@ -99,7 +101,7 @@ class Receives:
                 peer=transfer.source,
             )
         assert transfer.pieces is not None, "it has arrived"
-        found = transfer.pieces.pop(carried.entry.key)
+        found = transfer.pieces.pop(route.number)
         if not transfer.pieces:
             del self._transfers[slot]
         return found
@@ -120,11 +122,6 @@ class Receives:
         self._n_posted = max(self._n_posted, until)
 
 
-def _sent(action: Action, moves: Moves) -> list[Message]:
-    """The messages that an action waits for, in the order in which they are sent."""
-    return moves.received(action.stage, is_backward=action.kind == "backward")
-
-
 def _exchanges(action: Action, program: Program, moves: Moves) -> Iterator[list[Slot]]:
     """The receives by the segment that first waits for them, in the order of running."""
     is_backward = action.kind == "backward"
@@ -132,20 +129,10 @@ def _exchanges(action: Action, program: Program, moves: Moves) -> Iterator[list[
     positions = range(len(program.stages[action.stage]))
     for position in reversed(positions) if is_backward else positions:
         slots = dict.fromkeys(
-            (action.microbatch, carried.message.number, is_backward)
-            for carried in _carried(moves, (action.stage, position), is_backward=is_backward)
+            (action.microbatch, message.number, is_backward)
+            for message in moves.awaited((action.stage, position), is_backward=is_backward)
         )
         new = [slot for slot in slots if slot not in known]
         known.update(new)
         if new:
             yield new
-
-
-def _carried(moves: Moves, place: Place, *, is_backward: bool) -> Iterator[Carried]:
-    if is_backward:
-        yield from (one.carried for one in moves.collected[place])
-        return
-    for fetch in moves.fetches[place]:
-        for placement in fetch.placements:
-            if isinstance(placement.source, Carried):
-                yield placement.source

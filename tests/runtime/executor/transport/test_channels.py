@@ -17,7 +17,7 @@ from harness.measure.recorder import Recorder
 from harness.runtime.executor.gradients.sums import GradientSync, SumBucket
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups
-from harness.runtime.executor.transport.messages import End, Entry, Message
+from harness.runtime.executor.transport.messages import End, Message
 
 
 class FakeWorld(msgspec.Struct):
@@ -33,7 +33,7 @@ def channels_of(world, messages=(), **groups):
 
 
 def message(number=0, source=0, target=1, *, goes=True, returns=True):
-    piece = [Entry(mock.Mock(), mock.Mock(), (2,))]
+    piece = [mock.Mock(shape=(2,), n_elements=2)]
     return Message(
         number=number, source=End(source, source), target=End(target, target), after=0, last=0,
         before=0, first=0, dtype=torch.float32, entries=tuple(piece * goes),
