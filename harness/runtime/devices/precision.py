@@ -9,7 +9,6 @@ import torch
 
 # Data types of autocast; parameters and optimizer state stay fp32.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
 
 class Precision:

@@ -10,12 +10,15 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
 from harness.runtime.models import DlrmOptions, HeadName, ModelOptions, TextOptions
 from harness.units import parse_bytes
+
+Dtype = Literal["fp32", "tf32", "bf16", "fp16"]
+DTYPES = get_args(Dtype)
 
 
 def flag(name: str) -> str:
@@ -31,6 +34,17 @@ def check_at_least(config: Any, bounds: Mapping[str, float]) -> None:
     """
     for name, bound in bounds.items():
         _check(config, name, partial(operator.le, bound), f"at least {bound}")
+
+
+def check_dtypes(names: Iterable[str]) -> None:
+    """Refuse a data type that is not in DTYPES.
+
+    Raises:
+        ConfigError: names it.
+    """
+    for dtype in names:
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}: choose one")
 
 
 def check_above_zero(config: Any, names: Iterable[str]) -> None:

@@ -29,7 +29,6 @@ _TORCH_DTYPE = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
 
 def torch_dtype(dtype: str) -> torch.dtype:

@@ -11,14 +11,13 @@ from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
 from harness.runtime.ranks.world import Context, World
 from harness.workloads.common.contract import Workload
-from harness.workloads.common.flags import check_above_zero, check_at_least
+from harness.workloads.common.flags import DTYPES, check_above_zero, check_at_least, check_dtypes
 from harness.workloads.matmul.local import (
     Unmeasured,
     measure_memory,
     measure_products,
     unsupported_reason,
 )
-from harness.workloads.matmul.product import DTYPES
 from harness.workloads.matmul.scaling import (
     DistributedProduct,
     check_memory,
@@ -70,9 +69,7 @@ def matmul_cases(config: MatmulConfig, n_ranks: int) -> list[MatmulConfig]:
     Raises:
         ConfigError: a dtype is unknown, or a size or count is out of range.
     """
-    for dtype in (*config.dtype, config.distributed_dtype):
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}: choose one")
+    check_dtypes((*config.dtype, config.distributed_dtype))
     distributed = [s for s in (config.strong_size, config.weak_size) if s is not None]
     sizes = (*config.sizes, *distributed)
     for size in sizes:

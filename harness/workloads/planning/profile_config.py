@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import cut_dim
@@ -25,6 +24,7 @@ from harness.runtime.devices.sampling import Budget
 from harness.runtime.engines.optimizers import OptimizerOptions, check_optimizer
 from harness.runtime.models import ModelOptions, fit_options
 from harness.workloads.common.flags import (
+    Dtype,
     ModelFlags,
     check_above_zero,
     check_at_least,
@@ -124,7 +124,7 @@ class ProfileConfig(ModelFlags):
     """Channels of the images. Default: the model's."""
     batch_size: int = 64
     """Global batch: operators are timed on all of its samples and on parts of it."""
-    dtype: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    dtype: Dtype = "fp32"
     """Data type of training; parameters stay fp32, bf16 and fp16 use autocast. Each has its own
     file."""
     optimizer: str = "sgd"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 from harness.errors import ConfigError
 from harness.plan.simulate.options import OPTIMIZERS, SimulatorOptions
@@ -11,6 +10,7 @@ from harness.runtime.devices.precision import wire_bytes_per_fp32_byte
 from harness.runtime.engines.optimizers import OptimizerOptions, check_optimizer
 from harness.runtime.models import ModelOptions
 from harness.workloads.common.flags import (
+    Dtype,
     ModelFlags,
     SearchFlags,
     check_above_zero,
@@ -19,10 +19,6 @@ from harness.workloads.common.flags import (
     shared_flags,
 )
 from harness.workloads.planning.profile_config import ProfileConfig, shard_counts
-
-# Data types that operators are profiled in, and so can be planned.
-PlannedDtype = Literal["fp32", "tf32", "bf16", "fp16"]
-PLANNED_DTYPES: tuple[PlannedDtype, ...] = get_args(PlannedDtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +29,7 @@ class SearchConfig(SearchFlags, ModelFlags):
     """Channels of the images. Default: the model's."""
     batch_size: int = 64
     """Global batch: samples of all ranks together in a step."""
-    dtype: PlannedDtype = "fp32"
+    dtype: Dtype = "fp32"
     """Data type of training."""
     optimizer: str = "sgd"
     """sgd or adamw; its state needs memory and its step needs time."""

@@ -17,10 +17,9 @@ from harness.errors import ConfigError, StrategyError
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.layouts.degrees import parse_layout
 from harness.runtime.data import DATA, DataOptions, entry_for, fit_to_data
-from harness.runtime.devices.precision import DTYPES
 from harness.runtime.engines.optimizers import check_optimizer
 from harness.runtime.models import ModelOptions, fit_options
-from harness.workloads.common.flags import check_above_zero, check_at_least, flag
+from harness.workloads.common.flags import check_above_zero, check_at_least, check_dtypes, flag
 from harness.workloads.train.change_flags import check_changes
 from harness.workloads.train.config import (
     SHARDABLE,
@@ -165,13 +164,6 @@ def engine_of(strategy: str, engine: str, *, needs_executor: bool = False) -> En
     )
 
 
-def _check_names(config: TrainConfig) -> None:
-    for dtype in config.dtype:
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}: choose one")
-    check_optimizer(config.optimizer)
-
-
 def _check_unused(config: TrainConfig) -> None:
     """Refuse flags that none of the strategies uses."""
     words = " ".join(config.strategy)
@@ -203,7 +195,8 @@ def _check_unset(config: TrainConfig, name: str, users: Sequence[str]) -> None:
 
 def _check(config: TrainConfig, n_ranks: int) -> None:
     _check_numbers(config)
-    _check_names(config)
+    check_dtypes(config.dtype)
+    check_optimizer(config.optimizer)
     _check_unused(config)
     check_changes(config)
     if config.batch_size and config.per_device_batch:

@@ -22,7 +22,7 @@ from harness.domain.prediction import Prediction
 from harness.domain.run import RunHeader
 from harness.domain.sharding import full_blocks, full_shape, has_tasks
 from harness.domain.strategy import Strategy, check_fresh, validate
-from harness.errors import ConfigError, HarnessError, ModelError, PlanError, StrategyError
+from harness.errors import HarnessError, ModelError, PlanError, StrategyError
 from harness.measure.store import read_header
 from harness.plan import builders
 from harness.plan.layouts.degrees import parse_layout, profiled_layout
@@ -43,7 +43,7 @@ from harness.workloads.planning.inputs import (
     search_need,
 )
 from harness.workloads.planning.predict import predict, predict_asynchronous
-from harness.workloads.planning.search_config import PLANNED_DTYPES, PlannedDtype, SearchConfig
+from harness.workloads.planning.search_config import SearchConfig
 from harness.workloads.train.cases import fitted_options, load_for
 from harness.workloads.train.config import TrainCase, is_file, is_layout
 
@@ -162,23 +162,12 @@ def search_config_of(case: TrainCase) -> SearchConfig:
     """Select the flags of a training run that its plan depends on, and no others.
 
     Raises:
-        ConfigError: the dtype is not profiled.
         ModelError, DataError: the model does not accept the data, or the data are missing.
     """
     return replace(
         SearchConfig(**shared_flags(case, SearchConfig)),
-        dtype=_planned_dtype(case.dtype),
         batch_size=case.batch,
         **fitted_flags(fitted_options(case)),
-    )
-
-
-def _planned_dtype(name: str) -> PlannedDtype:
-    for dtype in PLANNED_DTYPES:
-        if dtype == name:
-            return dtype
-    raise ConfigError(
-        f"--dtype {name} cannot be planned: operators are profiled in {', '.join(PLANNED_DTYPES)}"
     )
 
 
@@ -233,14 +222,10 @@ def plan_training(case: TrainCase, context: Context, shares: Sequence[int] = ())
         PlanError: nothing fits into memory, or links or operators have not been measured.
         ConfigError, ModelError, DataError: flags, model and data contradict each other.
     """
-    if case.engine == "deepspeed" or (case.engine == "torch" and not _has_prediction(case)):
+    if case.engine == "deepspeed" or (case.engine == "torch" and not is_predictable(case)):
         return None
     planner = _Planner(case, context, shares)
     return broadcast_result(planner.plan, Planned | None, context.world)
-
-
-def _has_prediction(case: TrainCase) -> bool:
-    return is_predictable(case) and case.dtype in PLANNED_DTYPES
 
 
 class _Planner:
