@@ -1,0 +1,139 @@
+"""Hold predictions of sharded data parallel to measured steps and memory.
+
+    python benchmarks/sharded.py --work WORK --json        as root
+
+A GPT trains by ddp on three virtual nodes, on the executor, with nothing sharded, then optimizer
+state, gradients and parameters too. Links and operators are measured first. The ratio is that of
+the predicted and the measured step: the engines of the four runs train in turn in the same
+processes (searched_steps.py), and the interval is that of the rounds. Memory is compared by how far
+a rank's peak is below that of the run without sharding, because a process has memory that no plan
+changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import tyro
+from comparison import compare
+from searched import Cluster
+from searched_cells import Cell, Model, Place
+
+from harness.domain.strategy import SHARD_STATES, ShardState
+from harness.measure.derive.prediction import PredictedRun, predicted_run, read_prediction
+from harness.measure.store import read_header, read_results
+
+_TEXT = {"width": 384, "n-layers": 6, "n-heads": 6, "sequence-length": 64, "vocabulary-size": 4096}
+# So that links and operators are measured within minutes.
+_LINKS = ("--transport", "torch", "--operations", "all_reduce")
+_PROFILE = ("--min-samples", "6", "--rounds", "6", "--time-budget-s", "0.2", "--warm-up", "1")
+_MODEL = Model(
+    name="gpt2",
+    batch=12,
+    flags=(
+        *(word for name, n in _TEXT.items() for word in (f"--{name}", str(n))),
+        *("--optimizer", "adamw"),
+    ),
+)
+_CELL = Cell(model=_MODEL, place=Place(cpu=(0.3, 0.3, 0.3), bandwidth="1gbit"))
+_PLACE = "3 virtual nodes of 0.3 cores at 1 Gbit/s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    work: Path = Path("/tmp/sharded")
+    """Directory of all measurements; a second call resumes."""
+    steps: int = 4
+    """Steps of a run."""
+    seconds: float = 60.0
+    """Time for rounds of the four runs in turn."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object per comparison."""
+
+
+def train(cluster: Cluster, options: Options) -> dict[ShardState, Path]:
+    """Train with each state whose run is missing; returns the directories of the runs."""
+    if not (options.work / "profile-gpt2.json").exists():
+        cluster.run(_CELL, options.work, "links", *_LINKS)
+        cluster.run(_CELL, options.work, "profile", *_MODEL.workload_flags, *_PROFILE)
+    for state in SHARD_STATES:
+        if state not in finished(options.work):
+            cluster.run(
+                _CELL, options.work, "train", *_MODEL.workload_flags, "--strategy", "ddp",
+                "--engine", "executor", "--shard-state", state, "--predict", "--warm-up", "1",
+                "--no-sync-steps", "0", "--steps", str(options.steps),
+            )  # fmt: skip
+    return finished(options.work)
+
+
+def finished(results: Path) -> dict[ShardState, Path]:
+    """The last successful run with each state."""
+    headers = [(read_header(path.parent), path.parent) for path in results.glob("*/run.json")]
+    return {
+        header.config["shard_state"]: path
+        for header, path in sorted(headers, key=lambda item: item[1].name)
+        if header.workload == "train" and header.status == "ok"
+    }
+
+
+def read(path: Path) -> PredictedRun:
+    """A run with its prediction."""
+    prediction = read_prediction(path)
+    assert prediction is not None, "every run is told to predict"
+    return predicted_run(read_results(path).runs[0], prediction)
+
+
+def peak_bytes(run: PredictedRun) -> tuple[float, float]:
+    """Predicted and measured peak, the median over ranks, because rank 0 plans too."""
+    predicted = median(one.predicted_bytes or 0 for one in run.memory)
+    return float(predicted), median(one.measured_bytes["rss"] for one in run.memory)
+
+
+def main(options: Options) -> int:
+    options.work.mkdir(parents=True, exist_ok=True)
+    with Cluster("sharded") as cluster:
+        cluster.build(_CELL)
+        paths = train(cluster, options)
+        output = cluster.start(
+            _CELL, ".venv/bin/python", "-m", "benchmarks.searched_steps",
+            "--seconds", str(options.seconds), *map(str, paths.values()),
+        )  # fmt: skip
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"run"')]
+    steps = {line["run"]: line["steps_s"] for line in lines}
+    whole = peak_bytes(read(paths["none"]))
+    for state in SHARD_STATES:
+        path = paths[state]
+        run, own_s = read(path), steps[path.name]
+        found = compare(
+            f"ddp, sharded {state}: predicted over measured step",
+            [run.predicted_s] * len(own_s), own_s, place=_PLACE,
+        )  # fmt: skip
+        found |= saved_bytes(whole, peak_bytes(run)) | {"load": os.getloadavg()[0]}
+        print(json.dumps(found) if options.as_json else text(found), flush=True)
+    return 0
+
+
+def saved_bytes(whole: tuple[float, float], peak: tuple[float, float]) -> dict[str, float]:
+    """By how much the peak is below that without sharding, predicted and measured."""
+    return {
+        "predicted_saved_bytes": whole[0] - peak[0],
+        "measured_saved_bytes": whole[1] - peak[1],
+    }
+
+
+def text(found: dict[str, Any]) -> str:
+    mib = [found[f"{how}_saved_bytes"] / 2**20 for how in ("predicted", "measured")]
+    return (
+        f"{found['name']} {found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f}), saves "
+        f"{mib[1]:.0f} MiB, predicted {mib[0]:.0f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))
