@@ -8,7 +8,7 @@ Hodges and Lehmann's shift, on logarithms, so that the shift is a ratio.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,6 +95,12 @@ def _finite(values: Sequence[float], name: str) -> np.ndarray:
     if not np.isfinite(array).all():
         raise ValueError(f"{name} needs finite numbers: drop failed samples before")
     return array
+
+
+def known_median(values: Iterable[float | None]) -> float | None:
+    """The median of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
 
 
 def median_interval_ranks(n: int, confidence: float = CONFIDENCE) -> tuple[int, int, float]:

@@ -194,12 +194,6 @@ def merged(summaries: Sequence[Summary]) -> Summary:
     return summarize([summary.median for summary in summaries], shortest=0)
 
 
-def known_median(values: Iterable[float | None]) -> float | None:
-    """Of the values that are known, if any is."""
-    known = [value for value in values if value is not None]
-    return summarize(known, shortest=0).median if known else None
-
-
 def _scalars(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for name, value in config.items():

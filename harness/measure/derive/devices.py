@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from harness.domain.record import SHORTEST_S, Sample
 from harness.domain.run import Headed, RankInfo
 from harness.measure.derive.spans import samples_of
-from harness.measure.statistics import Summary, summarize
+from harness.measure.statistics import Summary, known_median, summarize
 from harness.measure.store import Run
 
 PeakKey = tuple[str, float, str]
@@ -260,10 +260,6 @@ def _slowest_s(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]
     return [values[i][rank] for i, rank in slowest.items() if rank in values.get(i, {})]
 
 
-def _median(values: list[float]) -> float | None:
-    return summarize(values, shortest=0).median if values else None
-
-
 def low_peak_warnings(rows: Iterable[SummaRow]) -> list[str]:
     """One line if products exceed their devices' measured peaks; names the highest."""
     every = list(rows)
@@ -317,9 +313,11 @@ def _summa_row(run: Run, labels: tuple[object, ...]) -> SummaRow | None:
         k=k,
         n_ranks=n_ranks,
         time=time,
-        compute_s=_median(_slowest_s(run, "summa_compute_s", labels)),
-        communication_s=_median(_slowest_s(run, "summa_communication_s", labels)),
-        exposed_communication_s=_median(_slowest_s(run, "summa_exposed_communication_s", labels)),
+        compute_s=known_median(_slowest_s(run, "summa_compute_s", labels)),
+        communication_s=known_median(_slowest_s(run, "summa_communication_s", labels)),
+        exposed_communication_s=known_median(
+            _slowest_s(run, "summa_exposed_communication_s", labels)
+        ),
         flops_per_s=rate,
         efficiency=None,
     )

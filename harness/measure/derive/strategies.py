@@ -15,7 +15,7 @@ from statistics import median
 
 from harness.domain.run import STATUS_WORDS, Headed, Status
 from harness.measure.derive.training import TrainingSummary, configured
-from harness.measure.statistics import Summary, Verdict, summarize, verdict
+from harness.measure.statistics import Summary, Verdict, known_median, summarize, verdict
 from harness.units import format_bytes
 
 # Settings that define a strategy or its search; compared runs agree in all others.
@@ -128,17 +128,12 @@ def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
         throughput=n_samples / median(steps) if n_samples and steps else None,
         interval=_interval(ok, steps),
         run_ids=tuple(summary.run_id for summary in ok),
-        exposed_share=_median(_exposed_share(summary) for summary in ok),
-        sent_bytes=_median(
+        exposed_share=known_median(_exposed_share(summary) for summary in ok),
+        sent_bytes=known_median(
             summary.sent_bytes_per_s and summary.sent_bytes_per_s * duration.median
             for summary, duration in timed
         ),
     )
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
 
 
 def _exposed_share(summary: TrainingSummary) -> float | None:

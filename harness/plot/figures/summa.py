@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.measure.derive import SummaRow
-from harness.plot.catalog import Catalog, RepeatGroup, known_median, merged
+from harness.measure.statistics import known_median
+from harness.plot.catalog import Catalog, RepeatGroup, merged
 from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     FAILED,

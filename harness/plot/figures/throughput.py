@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.plot.catalog import Catalog, TrainingCase, batch_of, known_median, merged
+from harness.measure.statistics import known_median
+from harness.plot.catalog import Catalog, TrainingCase, batch_of, merged
 from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     colour_of,

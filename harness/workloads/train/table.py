@@ -4,10 +4,8 @@ warnings; then one row per strategy over its repeats, measured and predicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 from harness.measure.derive import (
     StrategyRow,
@@ -18,6 +16,7 @@ from harness.measure.derive import (
     training_summary,
 )
 from harness.measure.derive.devices import PeakKey
+from harness.measure.statistics import known_median
 from harness.measure.store import Run, headers_in, read_run
 from harness.measure.text import columns, duration_cell, interval_words, percent_cell
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
@@ -44,7 +43,7 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
 
 def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
     step_s = row.median_s
-    predicted_s = _median_of(repeats, lambda run, _: run.header.number("predicted_step_s"))
+    predicted_s = known_median(run.header.number("predicted_step_s") for run, _ in repeats)
     return [
         row.workload,
         row.strategy,
@@ -54,22 +53,13 @@ def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
         "-" if row.throughput is None else f"{row.throughput:.4g}",
         duration_cell(step_s),
         interval_words(row.interval) if row.interval else "-",
-        duration_cell(_median_of(repeats, lambda _, summary: summary.exposed_communication_s)),
-        percent_cell(_median_of(repeats, lambda run, _: _bubble(run))),
-        _bytes(_median_of(repeats, lambda _, summary: _memory(summary))),
+        duration_cell(known_median(summary.exposed_communication_s for _, summary in repeats)),
+        percent_cell(known_median(_bubble(run) for run, _ in repeats)),
+        _bytes(known_median(_memory(summary) for _, summary in repeats)),
         duration_cell(predicted_s),
         "-" if not predicted_s or not step_s else f"{predicted_s / step_s - 1:+.0%}",
         "-" if row.speedup is None else f"{row.speedup:.2f}",
     ]
-
-
-def _median_of(
-    repeats: Sequence[Repeat], value: Callable[[Run, TrainingSummary], Any]
-) -> float | None:
-    """Median over the repeats that have a value."""
-    found = [value(run, summary) for run, summary in repeats]
-    known = [float(one) for one in found if one is not None]
-    return median(known) if known else None
 
 
 def _bubble(run: Run) -> float | None:
