@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.domain.cluster import CollectivePoint
 from harness.errors import ConfigError, DataError
-from harness.inputs import decode_text, find_int, find_number, read_file, shorten
+from harness.inputs import MOST_COUNT, decode_text, find_int, find_number, read_file, shorten
 from harness.plan.importing.tables import Row, read_table
 from harness.units import parse_bytes
 
@@ -129,6 +129,8 @@ def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
     for row in rows:
         n_bytes = round(row.number(size) * unit_bytes)
         seconds = row.number(time) * unit_s
+        if n_bytes > MOST_COUNT:
+            raise DataError(f"{row.where}: {size} is {row.text(size)}: no buffer is so large")
         if n_bytes > 0 and seconds > 0:
             points[n_bytes] = seconds
     return _points(points, _named_operation(path) or "all_reduce", n, str(path))

@@ -89,11 +89,11 @@ def _names(cells: Sequence[str]) -> list[str]:
     return found
 
 
-def read_table(path: Path, columns: Sequence[str]) -> list[Row]:
+def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> list[Row]:
     """All rows of a CSV file.
 
     Args:
-        columns: that must be there, in small or capital letters.
+        columns, optional: that must and may be there, in small or capital letters.
 
     Raises:
         DataError: missing, not text, without a column, or a row of another length.
@@ -104,7 +104,7 @@ def read_table(path: Path, columns: Sequence[str]) -> list[Row]:
         lines = list(csv.reader(io.StringIO(text), strict=True, delimiter=delimiter))
     except csv.Error as error:
         raise DataError(f"{path} is no CSV ({error}): write one row a line") from None
-    names = {name.lower(): name for name in columns}
+    names = {name.lower(): name for name in (*columns, *optional)}
     header = [names.get(name.lower(), name) for name in _names((lines or [[]])[0])]
     lacking = [name for name in columns if name not in header]
     if lacking:

@@ -42,7 +42,7 @@ def read_layer_times(
     Raises:
         DataError: it is no such table, or a layer has no time at some degree and microbatch.
     """
-    rows = read_table(path, _COLUMNS)
+    rows = read_table(path, _COLUMNS, (_KIND, _PARAMETERS, _OUTPUT, _SAVED))
     layers: dict[str, PlannedLayer] = {}
     times: dict[TimeKey, dict[str, LayerTime]] = {}
     for row in rows:
@@ -107,7 +107,7 @@ def read_operators(
         DataError: it is no such table.
         GraphError: the operators are inconsistent.
     """
-    rows = read_table(path, (_NAME, _FORWARD, _BACKWARD))
+    rows = read_table(path, (_NAME, _FORWARD, _BACKWARD), (_INPUTS, _META))
     numbers = [_layer_of(row) for row in rows]
     floors = [_floor(rows, column) for column in (_FORWARD, _BACKWARD)]
     n_numbered = len({n for n in numbers if n is not None})

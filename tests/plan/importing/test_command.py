@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.plan.commands import main
 
@@ -52,6 +53,19 @@ def test_pipeline_of_a_layout_fills_and_drains(
     step = predicted(imported, capsys, "pp=2,cuts=1", *words)
     # Three slots of forward and of backward, and 0.25 s of transfer in each.
     assert step["step_s"] == pytest.approx(3 * 3 + 2 * 0.25)
+
+
+def test_columns_may_stand_in_any_order_and_in_capitals_parted_by_semicolons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "Output_Bytes;microbatch;LAYER;tp;backward_s;forward_s\r\n50;2;a;1;2;1\r\n"
+    (tmp_path / "gpt.csv").write_bytes(text.encode())
+    words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path)]
+    assert main(["import", *words]) == 0
+    (point,) = Profile.load(tmp_path / "profile-gpt.json").measurements
+    assert (point.forward_s, point.backward_s) == (1, 2)
+    graph = Graph.load(tmp_path / "profile-gpt.graph.json")
+    assert graph.operators[0].activation_bytes == 50
 
 
 def predicted(folder: Path, capsys: pytest.CaptureFixture[str], layout: str, *words: object):

@@ -93,6 +93,7 @@ def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path: Path) -> Non
         ("gpu4.csv", "size(B),time\n1,2\n", "needs time"),
         ("gpu4.csv", "size(B),time(ns)\n1\n", "1 cells, its header 2"),
         ("gpu4.csv", "size(B),time(ns)\nx,2\n", "write a number"),
+        ("gpu4.csv", "size(GB),time(ns)\n1e12,2\n", "no buffer is so large"),
         ("gpu4.csv", "size(parsec),time(ns)\n1,2\n", "needs size"),
         ("2nodes_8gpus.csv", CSV, "how many ranks"),  # of each node, or of all?
         ("x.txt", OLD_ALL_GATHER, "does not say which collective"),
