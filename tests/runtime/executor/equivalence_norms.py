@@ -12,7 +12,7 @@ from equivalence_training import make_engine, train_by_strategy
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.runtime.executor.gradients.counts import backward_calls
-from harness.runtime.executor.gradients.deferred import Joining
+from harness.runtime.executor.gradients.deferred import WeightGradients
 from harness.runtime.ranks.world import World
 
 
@@ -46,5 +46,5 @@ def joined_parameters(case: Case, world: World) -> int:
 
 def train_joined_on_rank_1(case: Case, world: World) -> Trace:
     """Train a case whose microbatches are joined on one rank alone."""
-    with mock.patch.object(Joining, "includes", return_value=world.rank == 1):
+    with mock.patch.object(WeightGradients, "joins", return_value=world.rank == 1):
         return train_by_strategy(case, world)

@@ -15,11 +15,6 @@ microbatches are joined: the inputs and output gradients are kept, and one produ
 product and one addition per microbatch:
 
     backward #0 ... kept | backward #1 ... kept | backward #2, then one product over #0, #1, #2
-
-Decide which weight gradients join the microbatches of a step.
-
-The decision depends on the layout only, not on the device, so that devices with the same weights
-have their gradients at the same time.
 """
 
 from __future__ import annotations
@@ -228,34 +223,6 @@ class Deferred(nn.Module):
         self._sink.put(pending)
 
 
-class Joining:
-    """The joined calls of a step, over all microbatch sizes.
-
-    Args:
-        layout: layout of the largest microbatch.
-        n_microbatches: microbatches per step.
-    """
-
-    def __init__(self, layout: Layout, n_microbatches: int) -> None:
-        self._layout, self.n_microbatches = layout, n_microbatches
-        self._calls: dict[str, list[Call]] = {}
-
-    def includes(self, operator: str, path: str, module: nn.Module) -> bool:
-        """Whether to compute the module's gradients of all microbatches by one product.
-
-        Args:
-            path: the module's path in its segment; in the model, for modules of the model.
-        """
-        if self.n_microbatches == 1 or _is_called_again(self._layout, path):
-            return False
-        largest = max(_io_bytes(self._layout, part) for part in self._layout.parts[operator])
-        return is_worth_joining(module, self.n_microbatches * largest)
-
-    def calls(self, path: str) -> list[Call]:
-        """The list of calls kept so far in this step, of all microbatch sizes."""
-        return self._calls.setdefault(path, [])
-
-
 def _is_called_again(layout: Layout, path: str) -> bool:
     """Whether any device has several tasks that call the model's module at `path`."""
     callers = [
@@ -299,7 +266,10 @@ class WeightGradients:
         self.split = {stage: WeightQueue() for stage in stages if is_split}
         # Joined ones are computed after the gradients that the previous stage awaits.
         self._joined = {stage: WeightQueue() for stage in stages if not is_split}
-        self._joining: Joining | None = None
+        self._n_microbatches = strategy.n_microbatches
+        self._largest: Layout | None = None
+        # Calls of each module that are kept in this step, over all microbatch sizes.
+        self._calls: dict[str, list[Call]] = {}
         self.buffers = GradientBuffers(are_kept=not strategy.shards_gradients)
         has_copies = world.size > 1 or strategy.n_microbatches > 1
         # On a GPU the overhead of an autograd function in Python exceeds the time of a copy.
@@ -309,25 +279,37 @@ class WeightGradients:
         is_immediate = has_copies and is_faster and has_buckets
         self._immediate = ImmediateSink(reached) if is_immediate else None
 
-    def plan_joining(self, layout: Layout) -> None:
-        """Allow to join microbatches.
+    def plan_joining(self, largest: Layout) -> None:
+        """Allow to join microbatches, given the layout of the largest."""
+        self._largest = largest
+
+    def joins(self, module: nn.Module, operator: str, path: str) -> bool:
+        """Whether to compute a module's gradients of all microbatches by one product.
+
+        This depends on the layout only, not on the device, so that devices with the same weights
+        have their gradients at the same time.
 
         Args:
-            layout: of the largest microbatch.
+            path: the module's path in its segment; in the model, for modules of the model.
         """
-        self._joining = Joining(layout, layout.strategy.n_microbatches)
+        layout, n = self._largest, self._n_microbatches
+        if layout is None or n == 1 or _is_called_again(layout, path):
+            return False
+        return is_worth_joining(
+            module, n * max(_io_bytes(layout, p) for p in layout.parts[operator])
+        )
 
     def wrap(self, module: nn.Module, stage: int, operator: str | None, path: str) -> nn.Module:
         """The module, wrapped to compute its weight gradients outside of autograd if that pays.
 
         Args:
             operator: of which it is the module; None for modules that assemble values.
-            path: as for `Joining.includes`.
+            path: as for `joins`.
         """
-        queue, joining, immediate = self.split.get(stage), self._joining, self._immediate
-        if immediate and operator and joining and joining.includes(operator, path, module):
+        queue, immediate = self.split.get(stage), self._immediate
+        if immediate and operator and self.joins(module, operator, path):
             sink = queue or self._joined.get(stage) or immediate
-            n, calls = joining.n_microbatches, joining.calls(path)
+            n, calls = self._n_microbatches, self._calls.setdefault(path, [])
             return defer(module, sink, self.buffers, n_joined=n, calls=calls) or module
         if queue is not None:
             return defer(module, queue, self.buffers) or module
