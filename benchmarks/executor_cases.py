@@ -18,7 +18,6 @@ from executor_sides import (
     StockDdp,
     StockPipeline,
     bare,
-    draw,
     tensor_parallel,
 )
 from torch import nn
@@ -93,7 +92,7 @@ def _pipeline(world: World, model: str, schedule: str) -> Case:
         microbatch = 32 if model == "mlp" else 4
         batch = microbatch * n_microbatches
         n_stages = world.size * (2 if schedule == "interleaved" else 1)
-        example = draw(task.inputs[0], microbatch)
+        example = task.inputs[0].draw(microbatch)
         weights = maximum_over_ranks(child_times(task.model, example), world)
         numbers = [str(k) for k in range(len(weights))]
         children = [

@@ -32,7 +32,7 @@ from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.engines.torch_engine import TorchEngine, without_buffer_sync
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 
 OPTIMIZER = OptimizerOptions(learning_rate=0.01)
@@ -66,18 +66,11 @@ def batches(task: Task, n: int, positions: Sequence[int], world: World) -> Itera
     made: list[Batch] = []
     index = torch.tensor(list(positions), dtype=torch.int64)
     for _ in range(_N_BATCHES):
-        inputs = [draw(spec, n, generator) for spec in task.inputs]
+        inputs = [spec.draw(n, generator) for spec in task.inputs]
         targets = task.draw_targets(n, generator=generator)
         batch = Batch(tuple(x[index] for x in inputs), targets[index])
         made.append(batch.to(world.device))
     return itertools.cycle(made)
-
-
-def draw(spec: InputSpec, n: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw `n` random samples of an input."""
-    if spec.n_values is None:
-        return torch.randn(n, *spec.shape, generator=generator)
-    return torch.randint(spec.n_values, (n, *spec.shape), generator=generator)
 
 
 def share_of(n: int, world: World) -> range:

@@ -30,6 +30,13 @@ def default_n_samples(task: Task, global_batch: int) -> int:
     return global_batch * max(1, min(_N_BATCHES, fitting))
 
 
+def draw_batch(task: Task, n_samples: int, seed: int, device: torch.device) -> Batch:
+    """Draw random samples for a task, on the host."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = tuple(spec.draw(n_samples, generator) for spec in task.inputs)
+    return Batch(inputs, task.draw_targets(n_samples, generator=generator)).to(device)
+
+
 class SyntheticData(Dataset[Batch]):
     """Copies prepared samples from memory, and draws others on demand."""
 

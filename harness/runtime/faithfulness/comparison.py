@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
+from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.replicas import fingerprint
@@ -87,13 +88,6 @@ class _Side:
             tensors[f"gradient of {name}"] = zero if gradient is None else keep(gradient)
         tensors |= {f"buffer {name}": keep(b) for name, b in self._buffers().items()}
         return TrainedBatch(float(loss.detach()), tensors, RandomSources().digests())
-
-
-def draw_batch(task: Task, n: int, seed: int, device: torch.device) -> Batch:
-    """Draw n random samples for a task, on the host."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = tuple(spec.draw(n, generator) for spec in task.inputs)
-    return Batch(inputs, task.draw_targets(n, generator=generator)).to(device)
 
 
 def hold_to_model(task: Task, captured: Captured, name: str, dtype: str = "fp32") -> None:

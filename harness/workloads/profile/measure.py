@@ -22,6 +22,7 @@ import torch
 from harness.domain.profile import DTYPE_NAMES, Measurement
 from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.capture.capture import Captured
+from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.devices.precision import Precision
 from harness.runtime.devices.sampling import Budget, hold_gpu, shortest_sample_s
@@ -40,7 +41,6 @@ from harness.runtime.profiling.subgraph import (
 from harness.runtime.profiling.timer import OperatorSamples, OpTimer
 from harness.runtime.ranks.world import Context
 from harness.workloads.planning.profile_config import Point
-from harness.workloads.profile.step import make_inputs
 
 
 class ShardCall:
@@ -155,12 +155,12 @@ class PointMeasurer:
         n_devices = self._context.world.size
         is_micro = is_microbatch(graph, samples, n_devices)
         n_stages = n_devices if is_micro else 1
-        targets = self._task.draw_targets(samples, device=device)
+        drawn, targets = draw_batch(self._task, samples, 0, device)
         steps = steps_of(
             self._captured, lambda output: self._task.sum_loss(tensors_in(output)[0], targets)
         )
         inputs = self._captured.module.graph.find_nodes(op="placeholder")
-        fed = dict(zip(inputs, make_inputs(self._task, samples, device), strict=True))
+        fed = dict(zip(inputs, drawn, strict=True))
         whole = ModelPart(steps, fed, 0, len(steps), n_stages, is_micro)
         try:
             for begin, end in stage_bounds(steps, graph, n_stages):
@@ -276,11 +276,8 @@ class PointMeasurer:
     def _is_sound(self, samples: int) -> bool:
         """Whether the model's loss is finite, even if an operator's result is not."""
         if samples not in self._has_finite_loss:
-            task, device = self._task, self._context.world.device
-            inputs, targets = (
-                make_inputs(task, samples, device),
-                task.draw_targets(samples, device=device),
-            )
+            task = self._task
+            inputs, targets = draw_batch(task, samples, 0, self._context.world.device)
             with torch.no_grad(), self._precision.autocast():
                 loss = task.sum_loss(tensors_in(task.model(*inputs))[0], targets)
             self._has_finite_loss[samples] = bool(loss.isfinite())

@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness.domain.graph import Graph
 from harness.errors import first_line
 from harness.measure.recorder import Recorder
+from harness.runtime.data.batch import Batch
+from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import CacheFlush, is_out_of_memory
 from harness.runtime.devices.precision import Precision
 from harness.runtime.devices.sampling import shortest_sample_s
@@ -26,11 +28,6 @@ from harness.runtime.models import Task
 from harness.runtime.ranks.gather import gather_bytes
 from harness.runtime.ranks.world import World
 from harness.workloads.profile.store import StepValues
-
-
-def make_inputs(task: Task, samples: int, device: torch.device) -> list[Tensor]:
-    """Make random inputs of a task."""
-    return [spec.draw(samples, device=device) for spec in task.inputs]
 
 
 def small_batch(batch: int) -> int:
@@ -54,16 +51,6 @@ def gather_steps(
     return values
 
 
-@dataclass(frozen=True)
-class _Data:
-    inputs: list[Tensor]
-    targets: Tensor
-
-    @classmethod
-    def made(cls, task: Task, samples: int, device: torch.device) -> _Data:
-        return cls(make_inputs(task, samples, device), task.draw_targets(samples, device=device))
-
-
 class StepSampler:
     """Times forward and backward of the whole model with its loss, without an optimizer.
 
@@ -78,7 +65,7 @@ class StepSampler:
         self._task = task
         self._recorder = recorder
         self._precision = Precision(dtype, device)
-        self._data = {n: _Data.made(task, n, device) for n in (batch, small_batch(batch))}
+        self._data = {n: draw_batch(task, n, 0, device) for n in (batch, small_batch(batch))}
         self._shortest_s = shortest_sample_s(device.type)
         self._begin_s = time.monotonic()
         self._spent_s = 0.0
@@ -138,7 +125,7 @@ class StepSampler:
         n_steps = max(1, round(self._shortest_s / max(once_s, 1e-6)))
         return self._mean_s([self._step(data) for _ in range(n_steps)])
 
-    def _step(self, data: _Data) -> tuple[Any, Any]:
+    def _step(self, data: Batch) -> tuple[Any, Any]:
         """Run a step; returns the clock marks before and after it."""
         clock = self._recorder.clock
         self._task.model.zero_grad(set_to_none=True)
