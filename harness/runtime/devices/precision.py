@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Data types of autocast; parameters and optimizer state stay fp32.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,6 +31,11 @@ class Precision:
         if dtype == torch.float32 and self.dtype in _AUTOCAST:
             return _AUTOCAST[self.dtype]
         return dtype
+
+
+def has_gradients(tensor: Tensor) -> bool:
+    """Whether a tensor is real or complex, so that it may require a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def wire_bytes_per_fp32_byte(dtype: str) -> float:

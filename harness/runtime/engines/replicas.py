@@ -18,7 +18,8 @@ _CHUNK_ELEMENTS = 1 << 20
 
 def fingerprint_of(parameter: Tensor) -> Tensor:
     """Sums of the elements' bits, and of bits times index, modulo 2^64: two int64."""
-    flat = parameter.detach().contiguous().reshape(-1)
+    dense = parameter.detach().contiguous()
+    flat = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
     sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
         part = flat[start : start + _CHUNK_ELEMENTS]

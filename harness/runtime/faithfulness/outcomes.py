@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from harness.runtime.capture.capture import Captured
+from harness.runtime.devices.precision import has_gradients
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.values import MetaModel
 
@@ -120,7 +121,9 @@ def preserved(*roots: nn.Module) -> Iterator[None]:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Convert a floating-point tensor to float64; return others unchanged."""
+    """Convert a real tensor to float64, a complex one to complex128; return others unchanged."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
@@ -150,11 +153,11 @@ def _device_type(result: Any) -> str:
 def in_float64(*roots: nn.Module) -> Iterator[None]:
     """Convert parameters and buffers to float64 in the block; restore their data at its end."""
     tensors = {id(t): t for root in roots for t in (*root.parameters(), *root.buffers())}
-    wide = [t for t in tensors.values() if t.is_floating_point()]
+    wide = [t for t in tensors.values() if has_gradients(t)]
     before = [t.data for t in wide]
     try:
         for tensor in wide:
-            tensor.data = tensor.data.double()
+            tensor.data = widened(tensor.data)
         yield
     finally:
         for tensor, data in zip(wide, before, strict=True):
@@ -196,7 +199,10 @@ def first_tensor(value: Any) -> Any:
 # Rounding of sums in another order; a wrong gradient differs by 1e-3 and more. Differences are
 # relative to a tensor's largest element, or to `_FLOOR` times the model's if that is larger.
 EXACT = 1e-9
-_ROUNDED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+_ROUNDED = {
+    torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4,
+    torch.bfloat16: 3e-2, torch.float16: 1e-2,
+}  # fmt: skip
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FLOOR = 1e-3
 

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from harness.domain.graph import Graph
 from harness.runtime.capture.capture import Captured
+from harness.runtime.devices.precision import has_gradients
 from harness.runtime.executor.shards.inplace import works_in_place
 
 LOSS = "loss"
@@ -263,12 +264,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def as_leaves(value: Any, *, has_gradient: bool) -> Any:
-    """Detach nested tensors; floating-point ones get `requires_grad=has_gradient`."""
+    """Detach nested tensors; real and complex ones get `requires_grad=has_gradient`."""
 
     def leaf(part: Any) -> Any:
         if not isinstance(part, Tensor):
             return part
-        return part.detach().requires_grad_(has_gradient and part.is_floating_point())
+        return part.detach().requires_grad_(has_gradient and has_gradients(part))
 
     return fx.node.map_aggregate(value, leaf)
 

@@ -26,6 +26,7 @@ from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import parameters_of, tensors_in_order
 from harness.runtime.capture.operators import draws_random, function_name, is_known, is_opaque
 from harness.runtime.capture.sample_dims import Values
+from harness.runtime.devices.precision import has_gradients
 from harness.runtime.tracing.functions import GradientHooks
 
 _log = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ class _Argument:
             n_before = sum(value.shape[dim] for value in self.values[1:k])
             whole = whole.narrow(dim, n_before, self.values[k].shape[dim])
         leaf = whole.detach().clone()
-        return leaf.requires_grad_(leaf.is_floating_point() and self.values[0].requires_grad)
+        return leaf.requires_grad_(has_gradients(leaf) and self.values[0].requires_grad)
 
 
 class _MixingTest:

@@ -11,7 +11,9 @@ from harness.errors import StrategyError
 WITHOUT_MICROBATCHES = ("ddp", "tensor parallel", "hybrid")
 WITH_MICROBATCHES = ("zero_bubble", "interleaved")
 # Models of the zoo; operators of the second need all samples of a batch at once.
-CONSTRUCTS = ("pair_function", "straight_through", "no_grad_branch", "hooked_weights")
+CONSTRUCTS = (
+    "pair_function", "straight_through", "no_grad_branch", "hooked_weights", "complex_values",
+)  # fmt: skip
 MIXING = ("hooked_module", "buffer_assigned")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.domain.schedule import Action
 from harness.domain.strategy import Strategy
-from harness.runtime.devices.precision import Precision
+from harness.runtime.devices.precision import Precision, has_gradients
 from harness.runtime.executor.cache.tap import Tap
 from harness.runtime.executor.gradients.counts import backward_calls
 from harness.runtime.executor.gradients.deferred import WeightGradients
@@ -226,7 +226,7 @@ class Runner:
             if key in program.counted:
                 weighed = leaf * flight.loss_share
                 self.loss = weighed if self.loss is None else self.loss + weighed
-        elif key.value in program.differentiable and leaf.is_floating_point():
+        elif key.value in program.differentiable and has_gradients(leaf):
             leaf.requires_grad_()
         flight.leaves[key] = leaf
 

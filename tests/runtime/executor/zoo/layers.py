@@ -275,6 +275,14 @@ class Narrow(Net):
         return torch.tanh(self.second(x.to(self.second.weight.dtype)).to(x.dtype))
 
 
+class ComplexValues(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        z = torch.complex(self.second(x), torch.tanh(x))
+        z = z * z.conj().flip(1)
+        z = torch.polar(F.softplus(z.abs()), z.angle())
+        return z.real + z.imag
+
+
 class ParameterLists(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -320,5 +328,6 @@ LAYERS: dict[str, ZooModel] = {
     "bf16_parameters": ZooModel(
         build=lambda: Narrow(torch.bfloat16), without=lambda: Narrow(torch.float32)
     ),
+    "complex_values": ZooModel(build=ComplexValues),
     "parameter_lists": ZooModel(build=ParameterLists),
 }  # fmt: skip
