@@ -43,7 +43,11 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     _refuse_hooks(model)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     functions = ExportedFunctions()
-    with _no_dropped_constructs(functions), patches.grad_mode_kept():
+    with (
+        _no_dropped_constructs(functions),
+        patches.grad_mode_kept(),
+        patches.masks_unread(),
+    ):
         # torch.export always specializes a size of 1.
         given = tuple(fake(x if len(x) > 1 else torch.cat((x, x)), mode) for x in examples)
         exported = torch.export.export(fake_copy(model, mode), given, dynamic_shapes=sizes)

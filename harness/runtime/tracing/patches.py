@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -66,6 +66,16 @@ def autocast_on_meta(created: Callable[[Any, Any, bool], None]) -> Iterator[None
 
     with replaced(torch.autocast, "__init__", initialized):
         yield
+
+
+def masks_unread() -> AbstractContextManager[None]:
+    """Keep PyTorch's transformer layers from reading whether a mask is causal: they then apply the
+    mask as it is."""
+
+    def is_said_to_be_causal(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+        return is_causal is True
+
+    return replaced(nn.modules.transformer, "_detect_is_causal_mask", is_said_to_be_causal)
 
 
 def original_apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -39,7 +39,7 @@ from harness.runtime.tracing.constructs import (
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.functions import GradientHooks, OpaqueFunction, detach
 from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
-from harness.runtime.tracing.projections import join_projections
+from harness.runtime.tracing.projections import join_projections, keep_dims
 from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.tracer import ModelTracer
 from harness.runtime.tracing.tuples import index_fields
@@ -225,6 +225,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                 finish(module.graph, module)
                 fold_constants(module, examples)
                 join_projections(module)
+                keep_dims(module)
                 join_attentions(module)
                 keep_regions(module)
                 return module

@@ -572,3 +572,27 @@ def test_a_users_function_keeps_samples_apart_for_any_number_of_them(middle, is_
         op for op in graph_of(middle).operators if op.attrs.get("is_repeatable") is False
     )
     assert operator.attrs.get("mixes_samples", False) == is_mixing
+
+
+class Attending(nn.Module):
+    """PyTorch's attention and decoder under masks that forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(6, 3, batch_first=True)
+        layer = nn.TransformerDecoderLayer(6, 3, 8, dropout=0.0, batch_first=True)
+        self.decode = nn.TransformerDecoder(layer, 1)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        mask = torch.full((x.size(1), x.size(1)), float("-inf"), device=x.device).triu(1)
+        y, _ = self.attend(x, x, x, attn_mask=mask.to(x.dtype), key_padding_mask=x[..., 0] > 2)
+        return self.last(self.decode(y, x, tgt_mask=mask))
+
+
+def test_attentions_under_masks_mix_no_samples():
+    spec = InputSpec(name="x", shape=(5, 6))
+    task = Task(model=Attending(), inputs=(spec,), n_classes=3, target_shape=(5,))
+    operators = capture(task, 4, "attending").graph.operators
+    assert len(operators) > 30
+    assert not [op.name for op in operators if op.attrs.get("mixes_samples")]
