@@ -260,7 +260,8 @@ def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
     n_classes = math.prod(size for dim, size in producer.shape.items() if dim != "sample")
     attrs: dict[str, Attribute] = {"function": str(task.loss)}
     *others, last = producer.shape.values() or (0,)
-    if task.loss == "cross_entropy" and tuple(others[1:]) == task.target_shape and others:
+    has_classes_last = 0 < len(others) < 3 and tuple(others[1:]) == task.target_shape
+    if task.loss == "cross_entropy" and has_classes_last:
         attrs["n_classes"] = last
     return Operator(
         name=LOSS,

@@ -219,12 +219,33 @@ def open_data(name: str, options: DataOptions, task: Task, global_batch: int) ->
     """Open a data set; its length is its number of samples.
 
     Raises:
-        DataError: the data set is missing, empty, or has another layout.
+        DataError: the data set is missing, empty, or has another layout, or its classes are no
+            targets of the task.
     """
     data: Any = DATA[name].open(options, task, global_batch)
+    _check_classes(name, options, task)
     if len(data) < 1:
         raise DataError(f"--data {name} in {options.data_dir} holds no sample")
     return data
+
+
+def _check_classes(name: str, options: DataOptions, task: Task) -> None:
+    """Refuse a task whose targets are not the classes of images."""
+    if DATA[name].feeds != "images":
+        return
+    is_class = task.target_dtype == torch.int64 and task.loss != "binary_cross_entropy"
+    if task.target_shape or not is_class:
+        raise DataError(
+            f"--data {name} has one class for each image, and the model's loss ({task.loss}) takes "
+            f"targets of shape {task.target_shape}: use --data synthetic, or return logits "
+            "(samples, classes)"
+        )
+    n_classes = DATA[name].n_classes(options.data_dir)
+    if task.loss == "cross_entropy" and n_classes > task.n_classes:
+        raise DataError(
+            f"--data {name} has {n_classes} classes, and the model returns {task.n_classes} "
+            "logits: let the factory take n_classes"
+        )
 
 
 def count_targets(data: Any, task: Task, indices: Sequence[int]) -> tuple[int, ...]:

@@ -9,12 +9,13 @@ the largest in the example.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +24,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.errors import ModelError, first_line
+from harness.inputs import one_line
 from harness.runtime.capture.meta_copy import fake, fake_copy
+from harness.runtime.devices.precision import has_gradients
 from harness.runtime.models.loss_split import CallRecorder, SplitLoss, split_loss
 from harness.runtime.models.own_loss import Call, LabelledTask, join_outputs
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_weights, logits_of
 from harness.runtime.models.torchvision_import import allow_torchvision
+from harness.runtime.ranks.failures import users_line
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +52,8 @@ class BoundInputs(nn.Module):
 
     Args:
         structure: places of the example's tensors in (args, kwargs).
-        positions: of the tensors that are given, among those of the example; the others are None.
+        positions: of the tensors that are given, among those of the example.
+        blanks: the others, of zeros, by position; without an entry they are None.
         outputs: names of the outputs to return as one tensor; empty: all that the model returns.
     """
 
@@ -58,6 +63,7 @@ class BoundInputs(nn.Module):
         structure: pytree.TreeSpec,
         positions: Sequence[int],
         outputs: Sequence[str] = (),
+        blanks: Mapping[int, InputSpec] | None = None,
     ) -> None:
         super().__init__()
         self.model, self._n_leaves = model, structure.num_leaves
@@ -66,11 +72,15 @@ class BoundInputs(nn.Module):
             leaves, structure
         )
         self._positions, self._outputs = tuple(positions), tuple(outputs)
+        self._blanks = dict(blanks or {})
 
     def forward(self, *tensors: Tensor) -> Any:
         leaves: list[Tensor | None] = [None] * self._n_leaves
         for position, tensor in zip(self._positions, tensors, strict=True):
             leaves[position] = tensor
+        for position, spec in self._blanks.items():
+            size = (tensors[0].shape[0], *spec.shape)
+            leaves[position] = tensors[0].new_zeros(size, dtype=spec.dtype)
         args, kwargs = self._arguments(leaves)
         output = self.model(*args, **kwargs)
         return join_outputs(output, self._outputs) if self._outputs else output
@@ -100,16 +110,24 @@ def task_from_example(name: str, model: nn.Module, example: Any) -> Task:
     specs = tuple(_spec(name, leaf) for name, leaf in zip(names, tensors, strict=True))
     is_plain = len(args) + len(kwargs) == len(tensors) and _are_first(model, kwargs, len(args))
     bound = model if is_plain else BoundInputs(model, structure, range(len(specs)))
-    output, given, calls = _run_on_fakes(name, bound, tensors)
+    output, given, calls = _run_once(name, bound, tensors)
     split = split_loss(name, output, given, specs, calls)
     if split is not None:
         kept = [k for k in range(len(specs)) if k not in split.labels or k in split.also_read]
         is_named = list(split.loss.outputs) in (["logits"], ["out"])
         chosen = () if is_named else tuple(split.loss.outputs)
-        return _labelled(BoundInputs(model, structure, kept, chosen), specs, kept, split)
-    shape = logits_of(output).shape
+        without = BoundInputs(model, structure, kept, chosen)
+        if not _runs(without, [tensors[k] for k in kept]):  # it always computes its loss
+            blanks = {k: spec for k, spec in enumerate(specs) if k not in kept}
+            without = BoundInputs(model, structure, kept, chosen, blanks)
+        return _labelled(without, specs, kept, split)
+    logits = logits_of(output)
+    _check_logits(name, logits, len(tensors[0]))
+    _, *sizes = logits.shape
+    if sizes in ([], [1]):
+        return Task(model=bound, inputs=specs, loss="binary_cross_entropy")
     # Logits have a class dim last for tokens, and second for pixels.
-    n_classes, others = (shape[-1], shape[1:-1]) if len(shape) < 4 else (shape[1], shape[2:])
+    n_classes, others = (sizes[-1], sizes[:-1]) if len(sizes) < 3 else (sizes[0], sizes[1:])
     return Task(
         model=bound,
         inputs=specs,
@@ -117,6 +135,14 @@ def task_from_example(name: str, model: nn.Module, example: Any) -> Task:
         target_shape=tuple(others),
         n_tokens=_n_tokens(specs),
     )
+
+
+def _check_logits(name: str, logits: Tensor, n_samples: int) -> None:
+    if logits.shape[:1] != (n_samples,) or not logits.is_floating_point():
+        raise ModelError(
+            f"--model {name!r}: its forward returns {logits.dtype} of shape {tuple(logits.shape)} "
+            f"for {n_samples} samples: return one row of real logits for each sample"
+        )
 
 
 def _labelled(
@@ -158,8 +184,7 @@ def _name_of(path: tuple[Any, ...], position: int) -> str:
 
 
 def _spec(name: str, tensor: Tensor) -> InputSpec:
-    is_float = tensor.is_floating_point() or tensor.is_complex()
-    n_values = None if is_float else int(tensor.max()) + 1
+    n_values = None if has_gradients(tensor) else int(tensor.max()) + 1
     return InputSpec(
         name=name, shape=tuple(tensor.shape[1:]), dtype=tensor.dtype, n_values=n_values
     )
@@ -182,10 +207,11 @@ def _prepare(name: str, model: nn.Module) -> None:
         )  # fmt: skip
 
 
-def _run_on_fakes(
+def _run_once(
     name: str, model: nn.Module, tensors: list[Tensor]
 ) -> tuple[Any, list[Tensor], list[Call]]:
-    """Call a model on fake tensors; returns its output, the fake inputs and torch's calls."""
+    """Call a model on fake tensors, or a copy of it on real ones if its control flow reads values;
+    returns its output, the inputs and torch's calls."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         given = [fake(x, mode) for x in tensors]
@@ -195,22 +221,54 @@ def _run_on_fakes(
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(
-            f"--model {name!r}: its forward does not take the example: {type(error).__name__}: "
-            f"{first_line(error)}"
-        ) from error
+        if any(x.is_meta for x in model.parameters()):
+            raise _not_taken(name, tensors, error) from error
+        return _run_copy(name, model, tensors)
     return output, given, recorder.calls
 
 
-def example_of(name: str, model: nn.Module, options: ModelOptions) -> dict[str, Tensor] | None:
-    """Example inputs of a transformers model, by its configuration; None for another model.
+def _run_copy(
+    name: str, model: nn.Module, tensors: list[Tensor]
+) -> tuple[Any, list[Tensor], list[Call]]:
+    try:
+        copied = copy.deepcopy(model)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), CallRecorder() as recorder:
+            output = copied(*tensors)
+    except Exception as error:
+        raise _not_taken(name, tensors, error) from error
+    return output, tensors, recorder.calls
+
+
+def _runs(model: nn.Module, tensors: list[Tensor]) -> bool:
+    try:
+        _run_once("", model, tensors)
+    except ModelError:
+        return False
+    return True
+
+
+def _not_taken(name: str, tensors: Iterable[Tensor], error: Exception) -> ModelError:
+    shapes = ", ".join("x".join(map(str, x.shape)) for x in tensors)
+    place = users_line(error)
+    where = f" at {place}" if place else ""
+    reason = f"{type(error).__name__}: {one_line(first_line(error))}"
+    if "'NoneType'" in reason:
+        reason = "it reads an input that the example has not"
+    return ModelError(
+        f"--model {name!r}: its forward fails on inputs of {shapes}{where} ({reason}): {_REMEDY}"
+    )
+
+
+def example_of(name: str, model: nn.Module, options: ModelOptions) -> Any:
+    """Example inputs: of a transformers model by its configuration, else images.
 
     Raises:
-        ModelError: its main input is neither tokens nor images.
+        ModelError: a transformers model's main input is neither tokens nor images.
     """
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if config is None or not isinstance(main, str):
-        return None
+        side = options.image_size
+        return torch.zeros(_N_SAMPLES, options.n_channels, side, side)
     if main == "pixel_values":
         n_channels = getattr(config, "num_channels", None) or options.n_channels
         size = getattr(config, "image_size", None) or options.image_size
@@ -303,8 +361,4 @@ def task_of(name: str, built: Any, options: ModelOptions) -> Task:
     check_weights(built)
     if example is None:
         example = example_of(name, built, options)
-    if example is not None:
-        return task_from_example(name, built, example)
-    side = options.image_size
-    images = InputSpec(name="images", shape=(options.n_channels, side, side))
-    return Task(model=built, inputs=(images,), n_classes=options.n_classes)
+    return task_from_example(name, built, example)

@@ -81,21 +81,23 @@ def split_loss(
             f"--model {name!r}: its loss reads values that it does not return: return them by "
             f"name beside the loss, {REMEDY}"
         )
-    if len({specs[k].dtype for k in labels}) > 1:
-        raise ModelError(
-            f"--model {name!r}: its labels are of dtypes "
-            f"{' and '.join(str(specs[k].dtype) for k in labels)}: {REMEDY}"
-        )
     slots = {id(x): Slot(k) for k, x in enumerate((*read.values(), *(given[k] for k in labels)))}
-    steps, counted = _summed([_with_slots(calls[k], slots) for k in sorted(found.calls)])
-    own = OwnLoss(
-        outputs={key: tuple(x.shape[1:]) for key, x in read.items()},
-        labels=tuple(specs[k] for k in labels),
-        calls=tuple(steps),
-        result=slots[id(loss)],
-        counted=counted,
-    )
-    own.check(name)
+    own_calls = [_with_slots(calls[k], slots) for k in sorted(found.calls)]
+    # A cross entropy beside other terms is a mean over samples, as they are.
+    flaws = []
+    for steps, counted in (_summed(own_calls), (own_calls, None)):
+        own = OwnLoss(
+            outputs={key: tuple(x.shape[1:]) for key, x in read.items()},
+            labels=tuple(specs[k] for k in labels),
+            calls=tuple(steps),
+            result=slots[id(loss)],
+            counted=counted,
+        )
+        flaws.append(own.flaw())
+        if not flaws[-1]:
+            break
+    else:
+        raise ModelError(f"--model {name!r}: {flaws[0]}: {REMEDY}")
     before = trail.to(read.values(), given)
     return SplitLoss(own, labels, frozenset(k for k in labels if id(given[k]) in before.ends))
 

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from harness.errors import ModelError, first_line
+from harness.errors import first_line
 from harness.runtime.models.task import InputSpec, Task, logits_of, named_outputs, wide
 
 # Drawing and comparing more takes seconds on every rank.
@@ -50,7 +50,8 @@ class OwnLoss:
 
     Attributes:
         outputs: shapes, without the sample dim, of the outputs that it reads, by name.
-        labels: several are flattened and concatenated, and so are several outputs.
+        labels: several are flattened and concatenated, as float64 if their dtypes differ; and so
+            are several outputs.
         calls: in order; slots stand for tensors, the first ones for outputs and labels.
         result: the loss's slot.
         counted: the slot of classes and the class that does not count, of the only cross entropy,
@@ -77,11 +78,27 @@ class OwnLoss:
             return self.labels[0].shape
         return (sum(torch.Size(s.shape).numel() for s in self.labels),) if self.labels else ()
 
+    @property
+    def target_dtype(self) -> torch.dtype:
+        dtypes = {spec.dtype for spec in self.labels}
+        return torch.float64 if len(dtypes) > 1 else next(iter(dtypes), torch.int64)
+
+    def join_labels(self, labels: Sequence[Tensor]) -> Tensor:
+        """Labels as targets."""
+        is_mixed = len({spec.dtype for spec in self.labels}) > 1
+        return join([x.to(torch.float64) for x in labels] if is_mixed else labels)
+
+    def _labels(self, targets: Tensor) -> list[Tensor]:
+        """Undo `join_labels`."""
+        found = separate(targets, [spec.shape for spec in self.labels])
+        pairs = zip(found, self.labels, strict=True)
+        return [x.to(spec.dtype) if x.dtype == torch.float64 else x for x, spec in pairs]
+
     def sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The model's loss times the number of targets that count, or of samples."""
         given = (
             *separate(wide(outputs), list(self.outputs.values())),
-            *separate(targets, [spec.shape for spec in self.labels]),
+            *self._labels(targets),
         )
         found: Tensor = _run(self.calls, given, outputs.device)[self.result]
         return found.reshape(()) * (1 if self.counted else len(targets))
@@ -96,8 +113,7 @@ class OwnLoss:
             if wanted & slots_in(call.result):
                 before.append(call)
                 wanted |= slots_in((call.args, call.kwargs))
-        labels = separate(targets, [spec.shape for spec in self.labels])
-        given = (*[None] * len(self.outputs), *labels)
+        given = (*[None] * len(self.outputs), *self._labels(targets))
         return int((_run(before[::-1], given, targets.device)[slot] != ignored).sum())
 
     def draw(
@@ -108,17 +124,16 @@ class OwnLoss:
     ) -> Tensor:
         """Draw random targets, which all count."""
         drawn = [spec.draw(n_samples, generator, device) for spec in self.labels]
-        return join(drawn) if drawn else torch.zeros(n_samples, dtype=torch.int64, device=device)
+        if not drawn:
+            return torch.zeros(n_samples, dtype=torch.int64, device=device)
+        return self.join_labels(drawn)
 
-    def check(self, name: str) -> None:
-        """Check that the loss of a batch is made up of those of its samples.
-
-        Raises:
-            ModelError: it is not, so that no part of a batch can compute its share.
-        """
+    def flaw(self) -> str:
+        """Why the loss of a batch is not made up of those of its samples, so that no part of a
+        batch can compute its share; empty if it is."""
         shapes = [torch.Size((_N_CHECKED, *shape)) for shape in self.outputs.values()]
         if sum(shape.numel() for shape in shapes) > _LARGEST_CHECKED:
-            return
+            return ""
         generator = torch.Generator().manual_seed(0)
         outputs = join([torch.randn(shape, generator=generator) for shape in shapes])
         targets = self.draw(_N_CHECKED, generator)
@@ -127,16 +142,13 @@ class OwnLoss:
             pairs = zip(outputs.split(1), targets.split(1), strict=True)
             parts = torch.stack([self.sum(*pair) for pair in pairs]).sum()
         except Exception as error:
-            raise ModelError(
-                f"--model {name!r}: its loss takes the example's number of samples only "
-                f"({first_line(error)}): {REMEDY}"
-            ) from error
-        if not torch.allclose(whole, parts, rtol=_TOLERANCE, equal_nan=True):
-            raise ModelError(
-                f"--model {name!r}: its loss of {_N_CHECKED} samples together adds up to "
-                f"{whole:.4g}, of each by itself to {parts:.4g}, so that it cannot be computed in "
-                f"parts: {REMEDY}"
-            )
+            return f"its loss takes the example's number of samples only ({first_line(error)})"
+        if torch.allclose(whole, parts, rtol=_TOLERANCE, equal_nan=True):
+            return ""
+        return (
+            f"its loss of {_N_CHECKED} samples together adds up to {whole:.4g}, of each by itself "
+            f"to {parts:.4g}, so that it cannot be computed in parts"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +168,7 @@ class LabelledTask(Task):
 
     @property
     def target_dtype(self) -> torch.dtype:
-        labels = self.own_loss.labels
-        return labels[0].dtype if labels else torch.int64
+        return self.own_loss.target_dtype
 
     def draw_targets(
         self,
@@ -169,7 +180,8 @@ class LabelledTask(Task):
         return self.own_loss.draw(n_samples, generator, device)
 
     def targets_among(self, inputs: Sequence[Tensor]) -> Tensor | None:
-        return join([inputs[k] for k in self.positions]) if self.positions else None
+        labels = [inputs[k] for k in self.positions]
+        return self.own_loss.join_labels(labels) if labels else None
 
     def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return self.own_loss.sum(logits_of(outputs), targets)

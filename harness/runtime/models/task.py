@@ -66,7 +66,8 @@ def wide(outputs: Tensor) -> Tensor:
 
 def _sum_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.dim() > 1:
-        if outputs.shape[:-1] != targets.shape:  # classes second, as PyTorch has them for pixels
+        has_pixels = outputs.dim() > 3 and (*outputs.shape[:1], *outputs.shape[2:]) == targets.shape
+        if has_pixels or outputs.shape[:-1] != targets.shape:  # their classes are second
             outputs = outputs.movedim(1, -1)
         outputs, targets = outputs.flatten(0, -2), targets.flatten()
     return F.cross_entropy(wide(outputs), targets, reduction="sum", ignore_index=IGNORED)
@@ -110,7 +111,7 @@ class InputSpec:
     """One input tensor of a model; its shape is without the sample dim.
 
     Attributes:
-        n_values: number of values of integers (0 to n_values - 1); None for floats.
+        n_values: number of values of integers (0 to n_values - 1); None for real and complex ones.
     """
 
     name: str
@@ -126,7 +127,7 @@ class InputSpec:
     ) -> Tensor:
         """Draw random samples."""
         shape, dtype = (n_samples, *self.shape), self.dtype
-        if self.n_values is None and dtype.is_floating_point:
+        if self.n_values is None and (dtype.is_floating_point or dtype.is_complex):
             return torch.randn(shape, dtype=dtype, generator=generator, device=device)
         high = self.n_values or 1
         return torch.randint(high, shape, dtype=dtype, generator=generator, device=device)

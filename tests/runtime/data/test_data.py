@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from harness.runtime.models.torchvision_import import import_torchvision
 
 CPU = torch.device("cpu")
 IMAGES = Task(
-    model=nn.Identity(), inputs=(InputSpec(name="images", shape=(3, 32, 32)),), n_classes=10
+    model=nn.Identity(), inputs=(InputSpec(name="images", shape=(3, 32, 32)),), n_classes=100
 )
 
 
@@ -250,3 +251,16 @@ def test_clicks_of_another_form_are_refused(tmp_path, changes, message):
     path = write_hdf5(tmp_path / "clicks.h5", **changes)
     with pytest.raises(DataError, match=message):
         open_data("dlrm_hdf5", options(path, dlrm=SMALL_DLRM), IMAGES, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_classes": 5}, "has 10 classes, and the model returns 5 logits"),
+        ({"target_shape": (8, 8)}, r"takes targets of shape \(8, 8\): use --data synthetic"),
+        ({"loss": "binary_cross_entropy"}, r"\(binary_cross_entropy\) takes targets"),
+    ],
+)
+def test_classes_that_are_no_targets_of_the_model_are_refused(tmp_path, changes, message):
+    with pytest.raises(DataError, match=message):
+        open_data("digits", options(tmp_path), replace(IMAGES, **changes), 4)

@@ -63,7 +63,7 @@ def test_inputs_and_targets_are_read_off_an_example():
     [
         ({}, "its example holds nothing: give tensors"),
         ({"tokens": 3}, "its example holds int: give tensors"),
-        ({"tokens": TOKENS}, "its forward does not take the example: TypeError"),
+        ({"tokens": TOKENS}, "its forward fails on inputs of 2x3 (TypeError"),
     ],
 )
 def test_a_wrong_example_is_refused_in_one_line(example, message):
@@ -121,6 +121,81 @@ class Scorer(nn.Module):
         elif labels is not None:
             loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
         return {"loss": loss, "logits": logits}
+
+
+class Heads(nn.Module):
+    """Two losses, of labels of two dtypes, that are always computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes, self.level = nn.Linear(4, 6), nn.Linear(4, 1)
+
+    def forward(self, x, labels, levels):
+        logits, level = self.classes(x), self.level(x).squeeze(1)
+        loss = F.cross_entropy(logits, labels) + F.mse_loss(level, levels)
+        return {"loss": loss, "logits": logits, "level": level}
+
+
+def test_a_cross_entropy_beside_another_loss_is_a_mean_over_samples():
+    x, labels, levels = torch.rand(2, 4), torch.tensor([2, 5]), torch.tensor([0.5, -1.0])
+    task = task_of("m:f", (Heads(), {"x": x, "labels": labels, "levels": levels}), OPTIONS)
+    assert [spec.name for spec in task.inputs] == ["x"]
+    targets = task.own_loss.join_labels([labels, levels])
+    assert targets.dtype == task.target_dtype == task.draw_targets(3).dtype
+    parts = [task.sum_loss(task.model(x[k : k + 1]), targets[k : k + 1]) for k in (0, 1)]
+    wanted = task.model.model(x, labels, levels)["loss"]
+    assert float(sum(parts).detach()) / 2 == pytest.approx(float(wanted.detach()), rel=1e-5)
+    hold_to_model(task, capture(task, 4, "heads"), "heads")
+
+
+class Pixels(nn.Module):
+    """Reads images; `form` says which output is returned."""
+
+    def __init__(self, form: str = "pixels") -> None:
+        super().__init__()
+        self.form, self.conv, self.last = form, nn.Conv2d(3, 32, 1), nn.Linear(32, 1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        again = y[:, :3]
+        found = {
+            "loss": {"loss": F.mse_loss(again, x), "found": again},
+            "one": self.last(y.mean((2, 3))),
+            "scalar": y.mean(),
+            "complex": torch.fft.fft(y),
+        }
+        if self.form == "value" and y.max() > 1e9:
+            y = y / 2
+        return found.get(self.form, y)
+
+
+@pytest.mark.parametrize(
+    ("form", "loss", "n_classes", "target_shape"),
+    [
+        ("pixels", "cross_entropy", 32, (32, 32)),
+        ("value", "cross_entropy", 32, (32, 32)),
+        ("loss", "own", 0, (3, 32, 32)),
+        ("one", "binary_cross_entropy", 0, ()),
+    ],
+)
+def test_the_outputs_of_a_plain_module_say_its_loss(form, loss, n_classes, target_shape):
+    task = task_of("m:f", Pixels(form), OPTIONS)
+    assert [spec.shape for spec in task.inputs] == [(3, 32, 32)]
+    assert (task.loss, task.n_classes, task.target_shape) == (loss, n_classes, target_shape)
+    outputs, targets = task.model(task.inputs[0].draw(2)), task.draw_targets(2)
+    if form == "pixels":  # as many classes as rows and columns
+        found = task.sum_loss(outputs, targets)
+        assert torch.allclose(found, F.cross_entropy(outputs, targets, reduction="sum"))
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [("scalar", "torch.float32 of shape ()"), ("complex", "torch.complex64 of shape (2, 32")],
+)
+def test_outputs_without_a_loss_are_refused_in_one_line(form, message):
+    with pytest.raises(ModelError, match=re.escape(message)) as caught:
+        task_of("m:f", Pixels(form), OPTIONS)
+    assert "\n" not in str(caught.value)
 
 
 def scored(form, labels):

@@ -8,7 +8,10 @@ from zoo.layers import LAYERS
 from zoo.libraries import LIBRARIES
 from zoo.samples import SAMPLES
 from zoo.states import STATES
+from zoo.users import OWN
 
 __all__ = ["ZOO", "ZooModel"]
 
-ZOO: dict[str, ZooModel] = {**CONTEXTS, **SAMPLES, **STATES, **LAYERS, **LANGUAGE, **LIBRARIES}
+ZOO: dict[str, ZooModel] = {
+    **CONTEXTS, **SAMPLES, **STATES, **LAYERS, **OWN, **LANGUAGE, **LIBRARIES,
+}  # fmt: skip

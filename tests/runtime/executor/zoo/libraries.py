@@ -47,7 +47,14 @@ class LibraryModel(ZooModel):
             replace(spec, dtype=torch.float64) if spec.n_values is None else spec
             for spec in task.inputs
         )
-        return replace(task, model=task.model.double(), inputs=inputs)
+        return replace(task, model=_widened(task.model), inputs=inputs)
+
+
+def _widened(model: nn.Module) -> nn.Module:
+    """A model in float64, and in complex128 where it is complex."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(torch.complex128 if weight.is_complex() else torch.float64)
+    return model.double()
 
 
 def from_config(model: str, config: str, **settings: Any) -> nn.Module:
