@@ -204,7 +204,8 @@ def after(run: Run, step: int) -> list[float]:
 def slowed(bench: Bench, options: Options) -> list[dict[str, Any]]:
     results, slow_from = bench.work / "deep", 100
     progress = Progress(results)
-    words = [*DEEP, "--strategy", "searched", "--drift", "--steps", "100000"]
+    searched = [*DEEP, "--strategy", "searched", "--search-seconds", "30"]  # as beside training
+    words = [*searched, "--drift", "--steps", "100000"]
     with bench.training(results, *words) as process:
         wait_for(process, lambda: progress.n_steps() >= slow_from, "steps", 1800)
         bench.cluster.fault(SLOW_NODE, "slow")
@@ -216,7 +217,7 @@ def slowed(bench: Bench, options: Options) -> list[dict[str, Any]]:
             wait_for(process, lambda: progress.n_steps() >= until, "steps", 600)
             end(process)
             run = training_runs(results)[-1]
-            words = [*DEEP, "--strategy", "searched", "--steps", str(N_MEDIAN + 10)]
+            words = [*searched, "--steps", str(N_MEDIAN + 10)]
             wanted_s = after(bench.train(results, *words)[-1], 0)[:N_MEDIAN]
         finally:
             bench.cluster.fault(SLOW_NODE, "heal")
