@@ -39,6 +39,7 @@ import torch
 import tyro
 from comparison import machine
 
+from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, first_line
 from harness.runtime.capture.capture import capture
@@ -168,6 +169,16 @@ def _trained(case: ZooCase, n_ranks: int, ranks: RanksBySize, options: Options) 
     return _judged(case, merged(traces), sizes)
 
 
+def _predicted_and_trained(
+    case: ZooCase, graph: Graph, n_ranks: int, ranks: RanksBySize, options: Options
+) -> Row:
+    try:
+        predicted_s = Planner(graph, n_ranks).predict(case.strategy)
+    except HarnessError as error:
+        return _refused(str(error))
+    return {"predicted_step_s": predicted_s, **_trained(case, n_ranks, ranks, options)}
+
+
 def _rows_of(
     name: str, ranks: RanksBySize, options: Options, done: set[tuple[str, str]]
 ) -> Iterator[Row]:
@@ -194,8 +205,7 @@ def _rows_of(
         row: Row = {"strategy": strategy_name, "n_ranks": n_ranks, "captured_s": captured_s}
         if isinstance(made, Strategy):
             case = ZooCase(model=name, strategy=made, seed=options.seed, is_held=is_held)
-            row["predicted_step_s"] = Planner(graph, n_ranks).predict(made)
-            row |= _trained(case, n_ranks, ranks, options)
+            row |= _predicted_and_trained(case, graph, n_ranks, ranks, options)
             is_held = is_held or row["status"] == "ok"
         else:
             row |= _refused(made.reason)

@@ -41,10 +41,13 @@ def test_narrow_models_are_judged_by_the_rounding_of_one_device():
     assert _judged(case, lost, WHOLE)["status"] == "wrong"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero_bubble"])
-def test_a_plain_model_trains_right(strategy):
-    found = list(rows(Options(only=("plain",), strategies=(strategy,), random=0)))
-    assert [(row["model"], row["status"]) for row in found] == [("plain", "ok")]
+@pytest.mark.parametrize(
+    ("model", "strategy", "status"),
+    [("plain", "ddp", "ok"), ("plain", "zero_bubble", "ok"), ("sort_batch", "gpipe", "refused")],
+)
+def test_a_model_is_trained_right_or_refused(model, strategy, status):
+    found = list(rows(Options(only=(model,), strategies=(strategy,), random=0)))
+    assert [(row["model"], row["status"]) for row in found] == [(model, status)]
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path):
