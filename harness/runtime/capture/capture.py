@@ -203,8 +203,7 @@ class _Builder:
         kind, attrs = describe_node(node, self._modules, len(node.all_input_nodes))
         is_opaque_node = is_opaque(node, self._modules)
         is_unknown = not is_opaque_node and not is_known(kind, str(attrs["function"]))
-        if is_unknown and "autocast" not in attrs:
-            self.unknown[str(attrs["function"])].append(node.name)
+        is_named = is_unknown and "autocast" not in attrs
         parameters = self._parameters_used(node)
         is_hooked = any(map(has_gradient_hooks, parameters.values()))
         if is_hooked:  # its hook must see the whole gradient
@@ -226,6 +225,8 @@ class _Builder:
             attrs["parameters"] = list(parameters)
         name = self._free_name(node)
         self._name_of[node] = name
+        if is_named:
+            self.unknown[str(attrs["function"])].append(name)
         tied = [p for p in parameters.values() if id(p) in self._first_user]
         if tied:
             attrs |= {"tied_to": self._first_user[id(tied[0])], "tied_bytes": _n_bytes(tied)}

@@ -277,3 +277,11 @@ def test_a_derivative_inside_a_module_of_its_own_is_kept_whole():
 def test_tensors_that_a_whole_module_makes_are_of_no_device_while_it_is_captured():
     task = task_of(nn.Sequential(nn.Linear(4, 4), OnTheCpu()))
     hold_to_model(task, capture(task, 6, "on the cpu"), "on the cpu", "fp32")
+
+
+def test_an_unknown_function_is_named_with_its_flops(caplog):
+    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.Flatten(), nn.Linear(256, 5))
+    task = Task(model=model, inputs=(InputSpec(name="x", shape=(3, 4, 4)),), n_classes=5)
+    capture(task, 2, "model")
+    n_flops = 2 * 2 * 4 * 4 * 3 * 4 * 2 * 2
+    assert f"ConvTranspose2d is not known: its 1 operators (0 first, {n_flops:.3g}" in caplog.text
