@@ -3,7 +3,7 @@
     computing of each rank -> speed of each device -> search -> change, if it pays
 
 Ranks compare their speeds every EXCHANGE_STEPS steps. Three conditions keep noise from moving
-anything: a device's speed must differ from the planned one by --drift-threshold, the means must
+anything: a device's speed must differ from the planned one by --drift-threshold, its mean must
 have settled, and the gain over the steps that are left must exceed twice the cost of the change.
 """
 
@@ -44,20 +44,21 @@ class DeviceSpeeds:
         """Measure a new base, because the strategy has changed; speeds stay until then."""
         self._known = self.now
         self._before: list[float] = []
-        self._base: list[float] = []
+        self._base: dict[int, float] = {}
 
     def take(self, means_s: Sequence[float]) -> bool:
-        """Take each rank's mean (0: it computes nothing); returns whether `now` is known anew."""
+        """Take each rank's mean (0: it computes nothing); returns whether any speed is known anew.
+
+        Each rank settles by itself: noise on one must not delay the base of another.
+        """
         before, self._before = self._before, list(means_s)
-        if not before or not all(_is_settled(a, b) for a, b in zip(before, means_s, strict=True)):
-            return False
-        if not self._base:
-            self._base = list(means_s)
-        self.now = [
-            known * base / mean if mean and base else known
-            for known, base, mean in zip(self._known, self._base, means_s, strict=True)
-        ]
-        return True
+        settled = [rank for rank, former in enumerate(before) if _is_settled(former, means_s[rank])]
+        self.now = list(self.now)
+        for rank in settled:
+            mean, base = means_s[rank], self._base.setdefault(rank, means_s[rank])
+            if mean and base:
+                self.now[rank] = self._known[rank] * base / mean
+        return bool(settled)
 
 
 def _is_settled(before_s: float, now_s: float) -> bool:

@@ -47,13 +47,14 @@ def test_times_of_a_stage_are_a_weighted_mean_of_computing_alone():
     assert times.mean_s == pytest.approx(7.0)
 
 
-def test_speeds_are_known_when_means_have_settled():
+def test_the_speed_of_a_rank_is_known_when_its_mean_has_settled():
     speeds = DeviceSpeeds(3)
     assert not speeds.take([1.0, 2.0, 0.0])
     assert speeds.take([1.01, 2.0, 0.0])  # the base
     assert speeds.now == [1.0, 1.0, 1.0]
-    assert not speeds.take([1.01, 5.0, 0.0])  # on its way
-    assert not speeds.take([1.01, 5.9, 0.0])
+    assert speeds.take([1.01, 5.0, 0.0])  # the second one is on its way
+    assert speeds.now == [1.0, 1.0, 1.0]
+    assert not speeds.take([1.5, 5.9, 0.2])  # the first one and the third are, too
     assert speeds.take([1.01, 6.0, 0.0])
     assert speeds.now == pytest.approx([1.0, 1 / 3, 1.0])
     speeds.reset()  # by the next strategy, the slow device computes less
