@@ -1,6 +1,7 @@
 """Models of transformers, timm and torchvision at tiny width, from their own configurations.
 
-Dropout and stochastic depth are off, because their numbers differ between strategies.
+The language models are in `language`. Dropout and stochastic depth are off, because their numbers
+differ between strategies.
 """
 
 from __future__ import annotations
