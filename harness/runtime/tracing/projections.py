@@ -40,12 +40,18 @@ def keep_dims(module: fx.GraphModule) -> None:
             kept = module.graph.call_function(_LINEAR, (wide, *node.args[1:]))
         wide.meta, kept.meta = {**before.meta}, {**after.meta}
         wide.meta["val"] = before.meta["val"].new_empty((*after.meta["val"].shape[:-1], width))
-        after.replace_all_uses_with(kept)
-        for each in (after, node):
-            module.graph.erase_node(each)
-        if not before.users:
-            module.graph.erase_node(before)
+        _replace(module.graph, (before, node, after), kept)
     module.recompile()
+
+
+def _replace(graph: fx.Graph, chain: tuple[fx.Node, fx.Node, fx.Node], made: fx.Node) -> None:
+    """Put a new node in the place of a chain; its first node stays if others read it."""
+    first, middle, last = chain
+    last.replace_all_uses_with(made)
+    graph.erase_node(last)
+    graph.erase_node(middle)
+    if not first.users:
+        graph.erase_node(first)
 
 
 def _keeps_width(node: fx.Node, after: fx.Node) -> bool:
@@ -66,11 +72,7 @@ def join_projections(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(after):
             joined = module.graph.call_function(transposed_linear, (before.args[0], weight, bias))
         joined.meta = {**after.meta}
-        after.replace_all_uses_with(joined)
-        for each in (after, node):
-            module.graph.erase_node(each)
-        if not before.users:
-            module.graph.erase_node(before)
+        _replace(module.graph, (before, node, after), joined)
     module.recompile()
 
 
