@@ -38,7 +38,7 @@ class InterfaceFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
+class PeerRoute:
     """The route to one peer: interface, and this host's address as the peer sees it (source)."""
 
     address: str
@@ -168,7 +168,7 @@ class Facts:
     memory_limit_bytes: int | None = None
     disks: tuple[Disk, ...] = ()
     interfaces: tuple[InterfaceFacts, ...] = ()
-    routes: tuple[Route, ...] = ()
+    routes: tuple[PeerRoute, ...] = ()
     own_addresses: tuple[str, ...] = ()
     run_interface: str = ""
     run_address: str = ""
@@ -195,7 +195,7 @@ class Facts:
         return min(limits, default=None)
 
     @property
-    def peer_routes(self) -> tuple[Route, ...]:
+    def peer_routes(self) -> tuple[PeerRoute, ...]:
         """The routes that leave this host."""
         return tuple(route for route in self.routes if not route.is_local)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from harness.inputs import find_int, find_number
-from harness.nodes.facts import Disk, Facts, InterfaceFacts, PythonFacts, Route
+from harness.nodes.facts import Disk, Facts, InterfaceFacts, PeerRoute, PythonFacts
 from harness.nodes.parse_gpu import parse_gpus
 
 _SECTION = re.compile(r"^@harness:(\w+)$")
@@ -193,7 +193,7 @@ def _speed(text: str) -> int | None:
     return find_int(text, 1, 2**31 - 1)
 
 
-def parse_routes(lines: Iterable[str]) -> tuple[Route, ...]:
+def parse_routes(lines: Iterable[str]) -> tuple[PeerRoute, ...]:
     """`ip route get`: `10.0.0.3 dev eth0 src 10.0.0.2`, or `local ...` for the host itself."""
     routes = []
     for line in lines:
@@ -203,7 +203,7 @@ def parse_routes(lines: Iterable[str]) -> tuple[Route, ...]:
         following = dict(pairwise(rest))
         if interface := following.get("dev", ""):
             routes.append(
-                Route(
+                PeerRoute(
                     address=address,
                     interface=interface,
                     source=following.get("src", ""),

@@ -12,7 +12,7 @@ from harness.domain.hostfile import Host
 from harness.nodes import ssh
 from harness.nodes.between import Connection, Pairs
 from harness.nodes.checks import judge_all
-from harness.nodes.facts import Disk, Facts, InterfaceFacts, PythonFacts, Route
+from harness.nodes.facts import Disk, Facts, InterfaceFacts, PeerRoute, PythonFacts
 from harness.nodes.findings import Finding
 from harness.nodes.probe import Order, Probe, ProbedClock
 from harness.nodes.survey import HostReport, Survey
@@ -57,7 +57,7 @@ class Hosts:
                 InterfaceFacts(name="docker0", networks=("172.17.0.1/16",), mtu_bytes=1500),
             ),
             routes=tuple(
-                Route(address=f"10.0.0.{i + 1}", interface="eth0", source=own)
+                PeerRoute(address=f"10.0.0.{i + 1}", interface="eth0", source=own)
                 for i in range(len(names))
                 if i != index
             ),

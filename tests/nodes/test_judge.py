@@ -10,7 +10,7 @@ from harness.domain.hostfile import Host
 from harness.errors import ConfigError
 from harness.nodes.between import Connection, Reduction
 from harness.nodes.checks import CHECKS, judge_all, select
-from harness.nodes.facts import Disk, PythonFacts, Route
+from harness.nodes.facts import Disk, PeerRoute, PythonFacts
 from harness.nodes.findings import Status, worst
 from harness.nodes.mpi import Hello
 from harness.nodes.probe import ProbedClock
@@ -234,7 +234,7 @@ def test_routes_over_two_interfaces_are_a_warning(hosts) -> None:
     cluster = hosts(3)
     routes = (
         *cluster.reports[0].facts.routes,
-        Route(address="10.0.0.9", interface="docker0", source="172.17.0.1"),
+        PeerRoute(address="10.0.0.9", interface="docker0", source="172.17.0.1"),
     )
     (finding,) = cluster.facts(0, routes=routes).judge("nic", 0)
     assert "through docker0 and eth0" in finding.detail

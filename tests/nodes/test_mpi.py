@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.nodes.facts import Facts, InterfaceFacts, Route
+from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute
 from harness.nodes.mpi import (
     Hello,
     common_network,
@@ -25,7 +25,7 @@ def facts(address: str, *, prefix: int = 24) -> Facts:
             InterfaceFacts(name="eth0", networks=(f"{address}/{prefix}", "fe80::1/64")),
             InterfaceFacts(name="docker0", networks=("172.17.0.1/16",)),
         ),
-        routes=(Route(address="10.0.0.99", interface="eth0", source=address),),
+        routes=(PeerRoute(address="10.0.0.99", interface="eth0", source=address),),
     )
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.nodes.facts import Disk, Route
+from harness.nodes.facts import Disk, PeerRoute
 from harness.nodes.parse import (
     parse_disks,
     parse_facts,
@@ -140,9 +140,9 @@ def test_routes_of_iproute2_and_busybox_are_read() -> None:
         "RTNETLINK answers: Network is unreachable",
     ]
     assert parse_routes(lines) == (
-        Route(address="10.0.0.3", interface="eth0", source="10.0.0.2"),
-        Route(address="10.0.0.4", interface="eth1", source="10.0.0.9"),
-        Route(address="10.0.0.2", interface="lo", source="10.0.0.2", is_local=True),
+        PeerRoute(address="10.0.0.3", interface="eth0", source="10.0.0.2"),
+        PeerRoute(address="10.0.0.4", interface="eth1", source="10.0.0.9"),
+        PeerRoute(address="10.0.0.2", interface="lo", source="10.0.0.2", is_local=True),
     )
 
 

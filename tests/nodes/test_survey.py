@@ -24,7 +24,7 @@ from waiting import wait_until
 
 from harness.nodes.__main__ import main
 from harness.nodes.between import Pairs, Reduction, connect_pairs, get_ready, run_allreduce
-from harness.nodes.facts import Facts, InterfaceFacts, Route
+from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute
 from harness.nodes.session import Session, open_session
 
 FAKE_SSH = """#!/bin/sh
@@ -188,7 +188,7 @@ def test_a_host_without_python_is_silent_and_the_rest_goes_on(fake_ssh: Path) ->
 
 def reduce_over(names: list[str], python: str, timeout_s: float) -> Reduction:
     lo = InterfaceFacts(name="lo", networks=("127.0.0.1/8",))
-    route = Route(address="127.0.0.1", interface="lo", source="127.0.0.1")
+    route = PeerRoute(address="127.0.0.1", interface="lo", source="127.0.0.1")
     facts = {name: Facts(interfaces=(lo,), routes=(route,)) for name in names}
 
     async def reduce(sessions: list[Session]) -> Reduction:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.nodes.facts import Facts, InterfaceFacts, Route
+from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute
 from harness.nodes.findings import Status
 from harness.nodes.mpi import common_network
 from harness.nodes.parse import parse_facts
@@ -19,7 +19,7 @@ def _host(index: int, *, fast: str = "10.1.0") -> Facts:
             InterfaceFacts(name="ib0", networks=(f"{fast}.{index}/24",), claimed_mbit_per_s=40000),
             InterfaceFacts(name="docker0", networks=("172.17.0.1/16",), claimed_mbit_per_s=10**5),
         ),
-        routes=(Route(address="10.0.0.99", interface="eth0", source=f"10.0.0.{index}"),),
+        routes=(PeerRoute(address="10.0.0.99", interface="eth0", source=f"10.0.0.{index}"),),
     )
 
 
