@@ -35,6 +35,7 @@ from comparison import compare
 from searched import Cluster
 from searched_cells import MODELS, Cell, Place
 
+from harness.domain.record import Sample
 from harness.measure.rank_records import read_records
 from harness.measure.statistics import verdict
 from harness.measure.store import read_header
@@ -97,12 +98,15 @@ Runs = dict[str, list[Trained]]  # by variant, in the order of the repeats
 
 
 def read_run(path: Path) -> Trained:
-    """Read a run's first rank."""
-    records, _ = read_records(path / "rank0.jsonl", len(read_header(path).ranks))
-    samples = [record for record in records if hasattr(record, "metric")]
-    epochs = [sample.value for sample in samples if sample.metric == "epoch_s"]
+    """Read a run; an epoch ends with its last rank, because a rank may idle under a strategy."""
+    n_ranks = len(read_header(path).ranks)
+    samples, *others = (
+        [r for r in read_records(path / f"rank{rank}.jsonl", n_ranks)[0] if isinstance(r, Sample)]
+        for rank in range(n_ranks)
+    )
+    epochs = [[s.value for s in own if s.metric == "epoch_s"] for own in (samples, *others)]
     return Trained(
-        list(accumulate(epochs)),
+        list(accumulate(map(max, zip(*epochs, strict=True)))),
         [sample.value for sample in samples if sample.metric == "accuracy"],
         [f"{s.step}: {s.labels['after']}" for s in samples if s.metric == "change_s"],
     )
