@@ -30,7 +30,7 @@ EXCHANGE_STEPS = 10
 SETTLED = 0.1
 # A change must gain this multiple of its cost, and this share of a step.
 COST_FACTOR = 2.0
-LEAST_GAIN = 0.05
+LEAST_GAIN = 0.1  # about the error of a prediction
 
 
 class DeviceSpeeds:
