@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from harness.errors import LaunchError
 from harness.runtime.agent import family
 from harness.runtime.agent.peers import GRACE_S, Fault, Hub, Peers, Spoke, stopped_reason
-from harness.runtime.agent.row import OpenRun
+from harness.runtime.agent.row import OpenRun, begin_start
 from harness.runtime.agent.wire import Message, decode
 from harness.runtime.ranks.cgroup import UNLIMITED_BYTES, cgroup_memory_bytes, n_oom_kills
 from harness.runtime.ranks.environment import Launch, read_launch
@@ -67,7 +67,8 @@ class RankAgent:
         channel.setblocking(False)
         self._channel: socket.socket | None = channel
         launch = _read_launch()
-        self._label = f"rank {launch.rank if launch else 0} ({os.uname().nodename})"
+        self._rank = launch.rank if launch else 0
+        self._label = f"rank {self._rank} ({os.uname().nodename})"
         self._is_openmpi = launch is not None and launch.launcher == "openmpi"
         self._parent = os.getppid()
         self._has_daemon = family.is_daemon(self._parent)
@@ -256,6 +257,8 @@ class RankAgent:
         if self._end_by_s is not None:
             return self._leave(code, "crash", "interrupted")
         fault = self._fault_of(code)
+        if code < 0 and self._peers is None and self._run is None:
+            self._begin_start(now_s)
         if isinstance(self._peers, Spoke):
             self._report(fault, 0.0, now_s)
             self._await_end(now_s + _TIME_TO_CLOSE_S)
@@ -264,6 +267,15 @@ class RankAgent:
         if code < 0:
             self._print_error(fault)
         return self._leave(code, fault.status, fault.reason)
+
+    def _begin_start(self, now_s: float) -> None:
+        """Begin a row for a death that no run's row can name."""
+        n_bytes = min(
+            cgroup_memory_bytes(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        )
+        run_dir = begin_start(sys.argv, self._rank, n_bytes)
+        if run_dir is not None:
+            self._run = OpenRun(run_dir, now_s)
 
     def _leave(self, code: int, status: str, reason: str) -> int:
         if self._run is not None:

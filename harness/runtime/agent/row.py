@@ -6,7 +6,10 @@ import contextlib
 import json
 import os
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.measure.heartbeat import HEADER_FILE, RESERVE_FILE, Heartbeat
 
@@ -66,3 +69,53 @@ def recorded(run_dir: Path) -> str:
         n_steps = data.count(b'"kind":"step"')
         parts.append(f"{path.stem} {data.count(10)} records ({n_steps} steps)")
     return f"recorded: {', '.join(parts)}" if parts else "nothing was recorded"
+
+
+def begin_start(argv: Sequence[str], rank: int, memory_bytes: int) -> Path | None:
+    """Begin the row of a launch in which this rank's first process died before the ranks had met;
+    returns its directory, or None if it cannot be written.
+
+    The row lies on this rank's host, because rank 0's agent cannot be reached yet.
+
+    Args:
+        argv: the command line of the rank's program.
+        memory_bytes: of this host or its cgroup.
+    """
+    words = list(argv[argv.index("harness") + 1 :]) if "harness" in argv else None
+    if words is None:  # no program of the harness
+        return None
+    workload = words[0] if words and words[0].isalpha() else "launch"
+    flags, host = _flags(words), os.uname().nodename
+    now_s, stamp = time.time(), "%Y%m%dT%H%M%S"
+    run_id = f"{time.strftime(stamp, time.gmtime(now_s))}-{workload}-start-rank{rank}"
+    device = {"name": f"{host}:0", "kind": "unknown", "memory_bytes": memory_bytes}
+    header: dict[str, Any] = {
+        "schema": "harness-run", "version": 2, "run_id": run_id, "workload": workload,
+        "key": "start", "repeat": 0, "argv": ["./entry.sh", *words], "config": flags,
+        "cluster": {"nodes": [{"name": host, "devices": [device]}]}, "ranks": [], "versions": {},
+        "commit": "", "status": "running",
+        "start_utc": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(now_s)),
+    }  # fmt: skip
+    run_dir = Path(flags.get("results") or "results") / run_id
+    try:
+        run_dir.mkdir(parents=True)
+        _replace(run_dir, json.dumps(header))
+    except OSError:
+        return None
+    return run_dir
+
+
+def _flags(words: Sequence[str]) -> dict[str, str]:
+    """Flags of the first workload of a command line, with their values as text."""
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word == "+":
+            break
+        if word.startswith("--"):
+            flag, _, value = word[2:].partition("=")
+            name = flag.replace("-", "_")
+            found[name] = value
+        elif name:
+            found[name] = f"{found[name]} {word}".strip()
+    return found

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import is_alive, wait_until
 
+from harness.measure.store import find_runs
 from harness.runtime.agent import agent as agent_module
 from harness.runtime.agent import family
 from harness.runtime.agent.agent import RankAgent
@@ -60,6 +61,18 @@ def test_the_agent_dies_of_what_its_program_died_of_and_says_so(number):
     assert code == -number
     host = os.uname().nodename
     assert err == f"error: rank 0 ({host}): its first process was killed by {number.name}\n"
+
+
+def test_a_first_process_that_dies_before_the_ranks_meet_has_a_row(tmp_path):
+    flags = ("--model", "vgg16", "--strategy", "ddp", "single", f"--results={tmp_path}")
+    code, _, err = run("sh", "-c", "kill -9 $$", "harness", "train", *flags)
+    assert code == -signal.SIGKILL
+    ((run_dir, header),) = find_runs(tmp_path)[0]
+    reason = f"rank 0 ({os.uname().nodename}): its first process was killed by SIGKILL"
+    assert err == f"error: {run_dir.name}: crash: {reason}\n"
+    assert (header.status, header.reason) == ("crash", f"{reason}; nothing was recorded")
+    assert (header.workload, header.config["strategy"]) == ("train", "ddp single")
+    assert [path.name for path in run_dir.iterdir()] == ["run.json"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
