@@ -17,7 +17,20 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.run import Status
-from harness.errors import HarnessError, PeerError, ResultsError, VerificationError, first_line
+from harness.errors import (
+    ClusterError,
+    ConfigError,
+    DataError,
+    GraphError,
+    HarnessError,
+    ModelError,
+    PeerError,
+    PlanError,
+    ResultsError,
+    StrategyError,
+    VerificationError,
+    first_line,
+)
 from harness.measure.clock import HostClock
 from harness.measure.reached import PHASES, Reached, Standstill
 from harness.measure.recorder import Recorder
@@ -35,6 +48,11 @@ from harness.runtime.ranks.world import Context, Progress, World
 _SEVERITY: list[Status] = ["ok", "skipped", "crash", "timeout", "invalid", "oom"]
 # Statuses that another rank may have caused.
 _WAITED = ("skipped", "timeout")
+# Of the run's inputs or of its result; other errors are of the machine.
+_REFUSALS = (
+    ClusterError, ConfigError, DataError, GraphError, ModelError, PlanError, StrategyError,
+    VerificationError,
+)  # fmt: skip
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,11 +221,10 @@ def measure_steps(
 def _classify(error: BaseException, world: World) -> Outcome:
     if is_out_of_memory(error):
         return Outcome(status="oom", reason=first_line(error))
-    if isinstance(error, VerificationError):
-        return Outcome(status="invalid", reason=str(error))
     if isinstance(error, HarnessError):
         peers = error.peers if isinstance(error, PeerError) else ()
-        return Outcome(status="crash", reason=str(error), peers=peers, is_explained=not peers)
+        status: Status = "invalid" if isinstance(error, _REFUSALS) else "crash"
+        return Outcome(status=status, reason=str(error), peers=peers, is_explained=not peers)
     # gloo names its transport in time-outs and lost connections, so the time-out is tested first.
     if has_timed_out(error):
         where = "".join(traceback.format_exception(error))

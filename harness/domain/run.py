@@ -25,7 +25,7 @@ STATUS_WORDS = {
     "timeout": "timed out",
     "crash": "crashed",
     "skipped": "skipped",
-    "invalid": "invalid: failed verification",
+    "invalid": "invalid",
     "running": "not finished",
 }
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from harness.domain.record import SpanKind
+from harness.errors import (
+    ModelError,
+    PeerError,
+    ResultsError,
+    StrategyError,
+    VerificationError,
+)
 from harness.measure.reached import Standstill
-from harness.run import Outcome, worst
+from harness.run import Outcome, _classify, worst
 
 HOSTS = ["a", "b", "c", "d"]
 OK = Outcome(status="ok")
@@ -15,6 +23,22 @@ OK = Outcome(status="ok")
 def waited(*peers: int) -> Outcome:
     words = " or ".join(map(str, peers))
     return Outcome(status="crash", reason=f"waited for rank {words}", peers=peers)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ModelError("refused"), "invalid"),
+        (StrategyError("refused"), "invalid"),
+        (VerificationError("wrong"), "invalid"),
+        (ResultsError("full"), "crash"),
+        (PeerError("gone", [1]), "crash"),
+    ],
+)
+def test_a_run_is_invalid_if_its_inputs_are_refused_or_its_result_is_wrong(error, status):
+    found = _classify(error, None)
+    assert (found.status, found.reason) == (status, str(error))
+    assert found.is_explained == (not isinstance(error, PeerError))
 
 
 def test_the_first_of_the_worst_decides():
