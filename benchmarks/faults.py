@@ -26,13 +26,16 @@ from typing import Any
 
 from comparison import machine
 from faults_cases import COLLECTIVE_S, FAULTS, HEARTBEAT_S, RUN_S, Bed, Fault, train
-from faults_cluster import N_NODES, ROOT, Cluster, end, wait_until_gone
+from faults_cluster import N_NODES, Cluster, end, wait_until_gone
 
 from harness.measure.store import read_header, read_records
 from harness.runtime.ranks.host import code_commit
 
-_LIMITS = {"--run-timeout-s": RUN_S, "--collective-timeout-s": COLLECTIVE_S}
-_HEARTBEAT = "--heartbeat-timeout-s"
+_LIMITS = {
+    "--run-timeout-s": RUN_S,
+    "--collective-timeout-s": COLLECTIVE_S,
+    "--heartbeat-timeout-s": HEARTBEAT_S,
+}
 _START_S = 240.0
 # Added to each limit for polling, shutdown, tables, and other load on the machine.
 _GRACE_S = 20.0
@@ -42,14 +45,6 @@ _MANY_LINES = 40
 _SCREEN_LINES = 60
 # Python's own warnings about killed processes; they contain paths of the machine.
 _WARNING = re.compile(r"resource_tracker")
-
-
-def _limits() -> list[str]:
-    """Flags of short timeouts, as far as this version of the harness has them."""
-    flags = [word for flag, s in _LIMITS.items() for word in (flag, str(s))]
-    if _HEARTBEAT.lstrip("-").replace("-", "_") in (ROOT / "harness/launch.py").read_text():
-        flags += [_HEARTBEAT, str(HEARTBEAT_S)]
-    return flags
 
 
 class Trial:
@@ -86,7 +81,8 @@ class Trial:
             shutil.copytree(self._prepared, results, dirs_exist_ok=True)
 
     def _start(self, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-        flags = [*words, "--results", str(self.bed.results), *_limits()]
+        limits = [word for flag, s in _LIMITS.items() for word in (flag, str(s))]
+        flags = [*words, "--results", str(self.bed.results), *limits]
         variables = {"FAULT_TRIGGER": str(self.bed.trigger), "OMP_NUM_THREADS": "1"}
         return self.cluster.start(flags, log, variables)
 

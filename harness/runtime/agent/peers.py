@@ -119,7 +119,7 @@ class Hub:
                 connection, _ = self._listener.accept()
             except OSError:
                 break
-            self._unidentified.append((Wire(connection), now_s))
+            self._unidentified.append((Wire(connection, self._limit_s), now_s))
         waiting, self._unidentified = self._unidentified, []
         for wire, since_s in waiting:
             messages = wire.receive()
@@ -226,7 +226,7 @@ class Spoke:
         limit_s: float,
         now_s: float,
     ) -> None:
-        self._wire = Wire(connection)
+        self._wire = Wire(connection, limit_s)
         self._first_host = first_host
         self._limit_s = limit_s
         self._heard_s = now_s

@@ -11,6 +11,7 @@ import os
 import socket
 from typing import Any
 
+from harness.inputs import find_int
 from harness.runtime.agent import CHANNEL_VARIABLE
 
 # Bounds the memory for a peer's line; a reason with a long traceback is shorter.
@@ -34,12 +35,19 @@ def decode(line: bytes) -> Message:
 
 
 class Wire:
-    """One connection; reading and writing never block."""
+    """One connection; reading and writing never block.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Args:
+        limit_s: the heartbeat's limit, before which TCP must not give up a silent peer, because a
+            connection that ends means that the peer's agent has died.
+    """
+
+    def __init__(self, connection: socket.socket, limit_s: float) -> None:
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # a socket pair in a test has no such option
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            timeout_ms = min(2**31 - 1, int(2000 * limit_s))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
             # Bounds TCP's doubling retry pauses, so that a link that was cut for seconds is used
             # again soon. Linux before 6.15 refuses.
             connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
@@ -98,11 +106,14 @@ class Channel:
     @classmethod
     def from_environment(cls) -> Channel:
         """Take over the agent's connection, so that child processes do not inherit it."""
-        fd = os.environ.pop(CHANNEL_VARIABLE, "")
-        if not fd.isdigit():
+        fd = find_int(os.environ.pop(CHANNEL_VARIABLE, ""), 0, 2**20)
+        if fd is None:
             return cls(None)
-        os.set_inheritable(int(fd), False)
-        return cls(socket.socket(fileno=int(fd)))
+        try:
+            os.set_inheritable(fd, False)
+            return cls(socket.socket(fileno=fd))
+        except OSError:  # a variable of another launch: the agent has closed it
+            return cls(None)
 
     @property
     def has_agent(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
 
@@ -180,9 +181,18 @@ def test_a_stranger_who_says_nothing_is_let_go_after_the_limit():
     assert stranger.recv(1) == b""
 
 
+def test_tcp_gives_up_a_silent_peer_after_the_limit_only():
+    star = Star(ranks=(1,))
+    star.beat(1.0)
+    for wire in (*star.hub.wires()[1:], *star.spokes[1].wires()):
+        with socket.socket(fileno=os.dup(wire.fileno())) as connection:
+            timeout_ms = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert timeout_ms == 2000 * LIMIT_S
+
+
 def test_a_beat_waits_for_nothing_and_what_must_arrive_arrives_whole():
     ours, theirs = socket.socketpair()
-    sender, receiver = Wire(ours), Wire(theirs)
+    sender, receiver = Wire(ours, 30.0), Wire(theirs, 30.0)
     long = "x" * 300_000  # more than the buffers hold
     sender.send({"long": long})
     for _ in range(100):
