@@ -107,11 +107,13 @@ class SampleMixing:
             return _Mixing.UNKNOWN
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
             torch.manual_seed(0)
-            try:
-                return _MixingTest(node, self._target(node), given).classify(is_strict)
-            except Exception as error:  # user code may raise anything on random values
-                _log.info("operator %s does not run on random samples: %s", node.name, error)
-                return _Mixing.UNKNOWN
+            for n_integers in (2, 1):  # only zeros are indices of every dim
+                try:
+                    test = _MixingTest(node, self._target(node), given, n_integers)
+                    return test.classify(is_strict)
+                except Exception as error:  # user code may raise anything on random values
+                    _log.info("operator %s does not run on random samples: %s", node.name, error)
+            return _Mixing.UNKNOWN
 
     def _is_known_sample_wise(self, node: fx.Node, kind: str) -> bool:
         """Whether an operator's kind implies that it is sample-wise, or the executor handles its
@@ -183,9 +185,9 @@ class _Argument:
     def n_elements(self) -> int:
         return self.values[0].numel() if self.is_tensor else 0
 
-    def draw(self) -> Any:
+    def draw(self, n_integers: int) -> Any:
         """Random values for the whole batch, also for weights: the result must not depend on
-        their values."""
+        their values. Integers are below `n_integers`."""
         like = self.values[0]
         if not self.is_tensor:
             return like
@@ -195,7 +197,7 @@ class _Argument:
             return torch.randn(like.shape, dtype=torch.float64)
         if like.dtype == torch.bool:
             return torch.rand(like.shape) < 0.5
-        return torch.zeros(like.shape, dtype=like.dtype)
+        return torch.randint(n_integers, like.shape, dtype=like.dtype)
 
     def part(self, whole: Any, k: int) -> Any:
         """The whole drawn value (k = 0), or the slice of part k."""
@@ -212,10 +214,14 @@ class _Argument:
 
 class _MixingTest:
     def __init__(
-        self, node: fx.Node, call: Callable[..., Any], arguments: Sequence[_Argument]
+        self,
+        node: fx.Node,
+        call: Callable[..., Any],
+        arguments: Sequence[_Argument],
+        n_integers: int,
     ) -> None:
         self._node, self._call, self._arguments = node, call, arguments
-        self._drawn = {one.node: one.draw() for one in arguments}
+        self._drawn = {one.node: one.draw(n_integers) for one in arguments}
         self._cotangents: list[Tensor] = []
         module = call if isinstance(call, nn.Module) else nn.Module()
         self._module, self._weights = module, [p for p in module.parameters() if p.requires_grad]

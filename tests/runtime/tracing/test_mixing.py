@@ -46,6 +46,7 @@ MIXED = {
     "roll_batch": ["roll"],
     "flip_batch": ["flip"],
     "cumsum_batch": ["cumsum"],
+    "counted_batch": ["cumsum"],
     "sort_batch": ["sort"],
     "centred_batch": ["mean"],
     "mean_of_all": ["mean"],

@@ -106,6 +106,7 @@ SAMPLES: dict[str, ZooModel] = {
     "flip_batch": ZooModel(build=_mixing(lambda x: x + x.flip(0))),
     "mixup": ZooModel(build=_mixing(lambda x: 0.7 * x + 0.3 * torch.flip(x, dims=[0]))),
     "cumsum_batch": ZooModel(build=_mixing(lambda x: torch.cumsum(x, dim=0))),
+    "counted_batch": ZooModel(build=_mixing(lambda x: x * (x > 0).long().cumsum(0))),
     "sort_batch": ZooModel(build=_mixing(lambda x: x.sort(dim=0).values)),
     "centred_batch": ZooModel(build=_mixing(lambda x: x - x.mean(0, keepdim=True))),
     "mean_of_all": ZooModel(build=_mixing(lambda x: x - x.mean())),
