@@ -38,8 +38,9 @@ class Operator(
         name: unique in the graph; the module's path when it has one.
         kind: kind of computation, lower case: input, linear, conv2d, pool, batch_norm, layer_norm,
             elementwise (relu, gelu, dropout, ...), add, cat, flatten, embedding, lstm, attention,
-            softmax, block (operators that were measured as one, such as a transformer's layer),
-            loss, other. An `input` feeds the model, costs nothing and has no producer.
+            softmax, einsum, router (of a mixture of experts), block (operators that were measured
+            as one, such as a transformer's layer), loss, other. An `input` feeds the model, costs
+            nothing and has no producer.
         inputs: the producers' names, in argument order; duplicates are allowed.
         shape: size of each named dim of the output, outermost first, such as
             {"sample": 64, "feature": 256, "height": 56, "width": 56}; empty when unknown.
@@ -57,6 +58,7 @@ class Operator(
             writes_buffers (names of the model's buffers that it shares with others and that one
             of them writes; these operators must be on one device),
             statistics (`frozen` if a batch norm does not compute them from its input),
+            equation, summed and n_summed (of an einsum: `domain.einsum`),
             is_repeatable (false if two devices may compute different values of one block),
             function (relu, add, ...), description, tied_to and tied_bytes (the first operator that
             uses some of its weights, and their bytes, which its parameter_bytes do not count); of a

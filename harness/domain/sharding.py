@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from harness.domain.einsum import equation_of
 from harness.domain.graph import Operator
 from harness.domain.partition import (
     REPLICA,
@@ -45,8 +46,10 @@ _CUTTABLE: dict[str, tuple[str, ...]] = {
     "loss": (SAMPLE, CONTRACTION),
     "attention": (SAMPLE, HEADS, "seq"),
     "block": (SAMPLE, HEADS),
+    "einsum": (SAMPLE, "seq", "feature", "depth", "height", "width", CONTRACTION),
 }
-# Dims whose cuts also cut the weights; a cut of any other dim copies the weights.
+# Dims whose cuts also cut the weights; a cut of any other dim copies the weights. Those of an
+# einsum follow from its equation.
 _WEIGHT_DIMS: dict[str, tuple[str, ...]] = {
     "linear": ("feature", CONTRACTION),
     "conv2d": ("feature",),
@@ -82,7 +85,7 @@ def full_shape(operator: Operator, *, batch: int, graph_batch: int | None) -> di
 
     The last are partial dims (`is_partial`), which the output does not have: the heads of a block
     or of an attention with an output projection, and the contraction: input features of a linear
-    operator, rows of an embedding, classes of a loss.
+    operator, rows of an embedding, classes of a loss, a summed dim of an einsum.
     An operator of unknown shape has samples only.
     """
     shape = dict(operator.shape)
@@ -128,11 +131,14 @@ def _n_summed(operator: Operator) -> object:
     """Size of its contraction; None if it has none.
 
     A linear operator has one if it multiplies one input, whose features are named, by weights that
-    it holds; an embedding that looks up one row each; a loss whose last dim is that of the classes.
+    it holds; an embedding that looks up one row each; a loss whose last dim is that of the classes;
+    an einsum that sums over a dim of the same size for any batch.
     """
     attrs = operator.attrs
     if operator.kind == "loss":
         return attrs.get("n_classes")
+    if operator.kind == "einsum":
+        return attrs.get("n_summed")
     has_weights = operator.parameter_bytes > 0 and len(operator.inputs) == 1
     if not has_weights or not operator.shape:
         return None
@@ -207,8 +213,21 @@ def _has_windows(operator: Operator) -> bool:
 
 def weight_dims(operator: Operator) -> tuple[str, ...]:
     """The dims whose cuts also cut the weights; empty if every part holds all weights."""
+    if equation := equation_of(operator):
+        found = _dims_of_letters(operator)
+        return tuple(dim for letter, dim in found.items() if letter in equation.weights)
     dims = _WEIGHT_DIMS.get(operator.kind, ())
     return dims if _has_feature_weights(operator) else tuple(d for d in dims if d != "feature")
+
+
+def _dims_of_letters(operator: Operator) -> dict[str, str]:
+    """The dim of an einsum's `full_shape` by its letter."""
+    equation = equation_of(operator)
+    if equation is None:
+        return {}
+    found = dict(zip(equation.result, operator.shape, strict=True))
+    summed = operator.attrs.get("summed")
+    return {**found, summed: CONTRACTION} if isinstance(summed, str) else found
 
 
 def weight_dim(operator: Operator) -> str | None:
@@ -284,7 +303,7 @@ def input_block(
             inputs but the first (the query).
     """
     intervals = dict(zip(shape, block, strict=True))
-    matching = _matching_dims(operator, shape, producer_shape)
+    matching = _matching_dims(operator, shape, producer_shape, argument)
     needed: list[Interval] = []
     for dim, size in producer_shape.items():
         name = matching.get(dim)
@@ -304,13 +323,20 @@ def input_block(
 
 
 def _matching_dims(
-    operator: Operator, shape: dict[str, int], producer_shape: dict[str, int]
+    operator: Operator, shape: dict[str, int], producer_shape: dict[str, int], argument: int
 ) -> dict[str, str]:
     """The operator's dim for each of the producer's dims; none for a dim that is read whole.
 
     Dims match by name, with exceptions: broadcasting aligns last dims, an embedding has one dim
-    more than its indices, and a contraction runs over the producer's last dim.
+    more than its indices, a contraction runs over the producer's last dim, and an einsum has
+    letters.
     """
+    if equation := equation_of(operator):
+        letters, by_letter = equation.inputs[argument], _dims_of_letters(operator)
+        if len(letters) != len(producer_shape):  # of a tuple's first element
+            return {SAMPLE: SAMPLE} if SAMPLE in producer_shape and SAMPLE in shape else {}
+        pairs = zip(producer_shape, letters, strict=True)
+        return {dim: by_letter[x] for dim, x in pairs if x in by_letter}
     found = {dim: dim for dim in producer_shape if dim in shape}
     dims = list(output_sizes(operator, shape))
     producer_dims = list(producer_shape)
@@ -332,7 +358,7 @@ def _matching_dims(
 
 def _reads_matching(operator: Operator, dim: str, argument: int) -> bool:
     """Whether a block reads only its interval along a dim that the input has too."""
-    if operator.kind in _POINTWISE or dim == CONTRACTION:
+    if operator.kind in (*_POINTWISE, "einsum") or dim == CONTRACTION:
         return True
     if operator.kind == "pool":
         return dim == "feature"

@@ -1,30 +1,23 @@
 """The well-known strategies: single, ddp, balanced pipeline, tensor parallel, hybrids.
 
 A search starts from them and must beat them; users ask for them by name.
-
-Linear operators that follow one another, so that they can be cut in pairs.
-
-The first is cut by its output features, the second by its contraction over the same devices: each
-device has just the features that its part of the second reads, so nothing travels between them and
-only the second's partial sums are added up (Shoeybi et al., "Megatron-LM", 2019).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from harness.domain.cluster import Cluster
+from harness.domain.einsum import expert_dim
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import REPLICA, SAMPLE, Cut
 from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import (
     CONTRACTION,
     cuttable_dims,
-    full_shape,
     full_units,
     has_tasks,
     is_partial,
@@ -34,86 +27,8 @@ from harness.domain.sharding import (
 )
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
+from harness.plan.joint_cuts import contracted, experts_of, linear_pairs
 from harness.plan.stages import balance_in_turn
-
-
-class Pair(NamedTuple):
-    """Positions of two linear operators and of elementwise ones, in order.
-
-    Attributes:
-        between: also other linear operators, whose outputs meet the first's (SwiGLU's gate).
-        after: those that follow the second, up to the first that another one reads beside.
-    """
-
-    first: int
-    between: tuple[int, ...]
-    second: int
-    after: tuple[int, ...]
-
-
-def linear_pairs(graph: Graph) -> list[Pair]:
-    """All pairs; an operator may be the second of one and the first of another."""
-    index = graph.index()
-    found = []
-    for second, operator in enumerate(graph.operators):
-        if not can_contract(operator):
-            continue
-        cone = _cone(graph, index, index[operator.inputs[0]])
-        if cone is not None:
-            first = next(at for at in sorted(cone) if graph.operators[at].kind == "linear")
-            between = tuple(sorted(cone - {first}))
-            found.append(Pair(first, between, second, _after(graph, second)))
-    return found
-
-
-def _cone(graph: Graph, index: dict[str, int], at: int) -> set[int] | None:
-    """An operator and those that lead to it from linear ones, elementwise; None if others do."""
-    operator = graph.operators[at]
-    if operator.kind == "linear":
-        return {at}
-    sources = [index[name] for name in operator.inputs]
-    if operator.kind not in ("elementwise", "add") or not sources:
-        return None
-    found = {at}
-    for source in sources:
-        before = _cone(graph, index, source)
-        if before is None or graph.operators[source].shape != operator.shape:
-            return None
-        found |= before
-    return found
-
-
-def _after(graph: Graph, second: int) -> tuple[int, ...]:
-    found: list[int] = []
-    at = second
-    while True:
-        name = graph.operators[at].name
-        readers = [k for k, op in enumerate(graph.operators) if name in op.inputs]
-        if len(readers) != 1 or not _is_between(graph.operators[readers[0]]):
-            return tuple(found)
-        at = readers[0]
-        found.append(at)
-
-
-def contracted(graph: Graph) -> set[int]:
-    """Linear operators to cut by contraction: every second one of a row, from its second on."""
-    second: set[int] = set()
-    for pair in linear_pairs(graph):
-        if second.isdisjoint((pair.first, *pair.between)):
-            second.add(pair.second)
-    return second
-
-
-def can_contract(operator: Operator) -> bool:
-    """Whether it may be cut along its contraction."""
-    return operator.kind == "linear" and CONTRACTION in full_shape(
-        operator, batch=1, graph_batch=None
-    )
-
-
-def _is_between(operator: Operator) -> bool:
-    return operator.kind == "elementwise" and len(operator.inputs) == 1
-
 
 # Operators that the parts of a sequence do not meet in.
 _BETWEEN = ("elementwise", "add", "layer_norm")
@@ -172,7 +87,8 @@ def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
     what lies between its sums and the next cut is computed by all (Shoeybi et al., 2019).
 
     Of a sequence, norms, sums and dropout between attentions and MLPs are cut by positions
-    (Korthikanti et al., 2022), and output layer, loss and a tied embedding by the vocabulary.
+    (Korthikanti et al., 2022), and output layer, loss and a tied embedding by the vocabulary. In a
+    model with mixtures they are cut by samples, because a router takes whole samples.
     """
     devices = list(range(cluster.n_devices))
     tied = _tied(graph)
@@ -180,13 +96,18 @@ def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
     pairs = [(pair, graph.operators[pair.second].name) for pair in linear_pairs(graph)]
     rows = {graph.operators[k].name for k in contracted(graph)} - heads
     inside = {graph.operators[k].name for pair, name in pairs if name in rows for k in pair.between}
+    routed = _expert_dims(graph, batch, len(devices))
 
     def dim_of(op: Operator) -> str:
+        if op.name in routed:
+            return routed[op.name]
         if op.name in rows or (op.kind == "embedding" and op.name in tied):
             return CONTRACTION
         if op.kind == "loss" and heads.issuperset(op.inputs):
             return CONTRACTION
         is_between = op.kind in _BETWEEN and op.name not in inside
+        if is_between and routed and batch >= len(devices):
+            return SAMPLE
         return "seq" if is_between and "seq" in op.shape else weight_dim(op) or "feature"
 
     def plan(op: Operator) -> OperatorPlan:
@@ -195,6 +116,16 @@ def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
     return _copied_inputs(
         _copied_after_sums(_build("tensor parallel", graph, batch, plan), graph), graph
     )
+
+
+def _expert_dims(graph: Graph, batch: int, n_devices: int) -> dict[str, str]:
+    """The dims of mixtures' operators, whose experts are cut. Tokens travel to the devices of their
+    experts; where there are fewer samples than devices, each device picks its experts' tokens out
+    of all, and results are partial sums."""
+    experts = experts_of(graph)
+    is_apart = batch >= n_devices
+    around = dict.fromkeys(experts.around, SAMPLE) if is_apart else experts.around
+    return around | experts.inside
 
 
 def _tied(graph: Graph) -> set[str]:
@@ -220,16 +151,21 @@ def _heads_of_sequences(graph: Graph) -> set[str]:
 def hybrid(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
     """Convolutions data parallel, fully connected layers cut by feature (Krizhevsky, 2014), every
     second one of a row by its contraction, what lies between by feature too, what follows by
-    copies."""
+    copies. With a mixture, its experts are cut, and all else is data parallel (Lepikhin et al.,
+    2021)."""
     devices = list(range(cluster.n_devices))
     rows = contracted(graph)
     inside = {k for pair in linear_pairs(graph) if pair.second in rows for k in pair.between}
     dims = dict.fromkeys(_tied(graph), SAMPLE)
     dims |= {graph.operators[k].name: CONTRACTION for k in rows}
     dims |= {graph.operators[k].name: "feature" for k in inside}
+    routed = _expert_dims(graph, batch, len(devices))
+    if routed:
+        dims = dict.fromkeys(dims, SAMPLE) | routed
 
     def plan(op: Operator) -> OperatorPlan:
-        dim = dims.get(op.name, "feature" if op.kind == "linear" else SAMPLE)
+        is_wide = op.kind == "linear" and not routed
+        dim = dims.get(op.name, "feature" if is_wide else SAMPLE)
         return cut_or_whole(op, graph, batch, dim, len(devices), devices)
 
     return _copied_inputs(_copied_after_sums(_build("hybrid", graph, batch, plan), graph), graph)
@@ -295,7 +231,7 @@ def _placed_and_readers(
 
 def _reads_all(operator: Operator, plan: OperatorPlan) -> bool:
     """Whether each of its blocks reads all that its producers give, for weights of its own."""
-    return set(plan.partition) <= set(weight_dims(operator)) - {CONTRACTION}
+    return set(plan.partition) <= set(weight_dims(operator)) - {CONTRACTION, expert_dim(operator)}
 
 
 def tables_on_devices(graph: Graph, cluster: Cluster, batch: int) -> Strategy:

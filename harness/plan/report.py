@@ -11,6 +11,7 @@ from typing import TextIO
 
 import msgspec
 
+from harness.domain.einsum import expert_dim
 from harness.domain.graph import Graph
 from harness.domain.partition import REPLICA, SAMPLE, Cut, n_parts
 from harness.domain.sharding import has_tasks
@@ -20,7 +21,7 @@ from harness.plan.request import PlanResult, SearchProgress
 from harness.units import format_bytes, format_duration
 
 # Kinds that say something about a strategy: the others follow them.
-_TELLING = ("conv2d", "linear", "embedding", "attention", "lstm")
+_TELLING = ("conv2d", "linear", "embedding", "attention", "lstm", "experts")
 _PLURALS = {
     "conv2d": "convolutions",
     "linear": "MLPs",
@@ -65,9 +66,10 @@ def describe_plans(plans: Iterable[tuple[str, Mapping[str, Cut], list[int]]]) ->
 def describe_strategy(strategy: Strategy, graph: Graph) -> str:
     """Name a strategy, with its stages, replicas and microbatches when it has several."""
     plans = [
-        (op.kind, strategy.operators[op.name].partition, strategy.operators[op.name].devices)
+        ("experts" if expert_dim(op) else op.kind, plan.partition, plan.devices)
         for op in graph.operators
         if has_tasks(op)
+        for plan in (strategy.operators[op.name],)
     ]
     text = describe_plans(plans)
     if len(strategy.stages) > 1:

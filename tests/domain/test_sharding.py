@@ -164,3 +164,35 @@ def test_samples_are_cut_where_they_come_first_and_can_be_taken_apart():
     assert cuttable_dims(op("elementwise", permuted), permuted) == ["seq", "feature"]
     shape = {"sample": 4, "feature": 5}
     assert cuttable_dims(op("cat", shape, is_cut_by_samples=False), shape) == []
+
+
+TAKEN = {"sample": 4, "feature": 8, "height": 3, "width": 6}  # samples, experts, slots, width
+
+
+def einsum(shape, equation, summed, n_summed, **fields):
+    attrs = {"equation": equation, "summed": summed, "n_summed": n_summed}
+    return Operator(name="o", kind="einsum", shape=shape, attrs=attrs, **fields)
+
+
+def test_experts_read_their_own_tokens_and_weights():
+    shape = {**TAKEN, "width": 5}
+    operator = einsum(shape, "necd,*edh->nech", "d", 6, parameter_bytes=960)
+    full = full_shape(operator, batch=4, graph_batch=4)
+    assert cuttable_dims(operator, full) == [*shape, "contraction"]
+    assert weight_dims(operator) == ("feature", "width", "contraction")
+    block = ((0, 4), (2, 4), (0, 3), (0, 5), (0, 6))
+    assert input_block(operator, full, block, TAKEN) == ((0, 4), (2, 4), (0, 3), (0, 6))
+    block = ((1, 2), (0, 8), (0, 3), (0, 5), (2, 4))
+    assert input_block(operator, full, block, TAKEN) == ((1, 2), (0, 8), (0, 3), (2, 4))
+
+
+def test_results_of_some_experts_are_a_partial_sum():
+    tokens = {"sample": 4, "seq": 7, "feature": 6}
+    operator = einsum(tokens, "ntec,necd->ntd", "e", 8, inputs=["w", "y"])
+    full = full_shape(operator, batch=4, graph_batch=4)
+    assert is_partial(operator, "contraction")
+    block = ((0, 4), (0, 7), (0, 6), (4, 8))
+    weights = {"sample": 4, "feature": 7, "height": 8, "width": 3}
+    assert input_block(operator, full, block, weights)[1:] == ((0, 7), (4, 8), (0, 3))
+    found = input_block(operator, full, block, TAKEN, argument=1)
+    assert found == ((0, 4), (4, 8), (0, 3), (0, 6))

@@ -9,6 +9,8 @@ out of its surroundings and only add transfers, so here half of them move severa
     kind       all operators of one kind take one plan
     pair       two linear operators in a row take a cut by feature and one by contraction, and what
                lies between them the first's
+    experts    all operators of mixtures take a cut by experts; the products around them that or one
+               by samples
 
 A worse proposal is accepted with probability exp(-(s' - s) / (temperature * best)). The temperature
 falls over the chain, from one of HOTTEST (chains take turns) to COLDEST: a cool one improves its
@@ -27,7 +29,7 @@ from itertools import combinations, product
 from harness.domain.partition import REPLICA, SAMPLE
 from harness.domain.sharding import CONTRACTION
 from harness.domain.strategy import OperatorPlan
-from harness.plan.builders import linear_pairs
+from harness.plan.joint_cuts import experts_of, linear_pairs
 from harness.plan.search.objective import Objective
 from harness.plan.search.space import Space
 from harness.plan.simulate.simulator import Trial
@@ -68,6 +70,13 @@ class Chain:
             for pair in linear_pairs(graph)
             if allowed.issuperset((pair.first, *pair.between, pair.second, *pair.after))
         ]
+
+        index = graph.index()
+        inside, around = (
+            {index[name]: dim for name, dim in dims.items() if index[name] in allowed}
+            for dims in experts_of(graph)
+        )
+        self._inside, self._around = inside, around
 
     def run(self, start: Mapping[int, OperatorPlan]) -> Move:
         """Walk from a start until the objective's budget is used up; the best plans seen."""
@@ -110,8 +119,9 @@ class Chain:
             move = {op: self._random.choice(self.space.menus[op])}
         elif draw < 0.65:
             move = self._copy(plans)
-        elif draw < 0.72 and self._pairs:
-            move = self._pair()
+        elif draw < 0.72 and (self._pairs or self._inside):
+            is_pair = bool(self._pairs) and (not self._inside or self._random.random() < 0.5)
+            move = self._pair() if is_pair else self._experts()
         elif draw < 0.9:
             a = self._random.randrange(len(self._ops))
             length = 1 + int(self._random.expovariate(4 / len(self._ops)))
@@ -144,6 +154,23 @@ class Chain:
             pair.second: row,
             **{op: closest(self.space.menus[op], copied) for op in pair.after},
         }
+
+    def _experts(self) -> Move:
+        """A cut by experts inside mixtures; around them the same or, on the same devices, one by
+        samples."""
+        op, dim = self._random.choice(list(self._inside.items()))
+        cut = [plan for plan in self.space.menus[op] if dim in plan.partition]
+        if not cut:
+            return {}
+        drawn = self._random.choice(cut)
+        dims = self._inside | self._around
+        if self._random.random() < 0.5:
+            dims |= dict.fromkeys(self._around, SAMPLE)
+        move: Move = {}
+        for op, to in dims.items():
+            cuts = {to if d == dim else d: cut for d, cut in drawn.partition.items()}
+            move[op] = closest(self.space.menus[op], OperatorPlan(cuts, drawn.devices))
+        return move
 
     def _spread(self, ops: Sequence[int]) -> Move:
         """One operator's draw for all."""

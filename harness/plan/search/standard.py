@@ -13,6 +13,7 @@ import msgspec
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import ShardState, Strategy
 from harness.plan import builders
+from harness.plan.joint_cuts import experts_of
 from harness.plan.search.space import proportional_shares
 from harness.plan.simulate.device_seconds import operator_seconds
 from harness.plan.simulate.sharded_state import useful_states
@@ -104,7 +105,7 @@ def _unsharded(simulator: Simulator, batch: int) -> Iterator[Strategy]:
         if shares is not None:
             yield builders.ddp(graph, cluster, batch, shares=shares)
     yield builders.tensor_parallel(graph, cluster, batch)
-    if any(op.kind == "linear" for op in graph.operators):
+    if any(op.kind == "linear" for op in graph.operators) or experts_of(graph).inside:
         yield builders.hybrid(graph, cluster, batch)
     if any(op.kind == "embedding" for op in graph.operators):
         yield builders.tables_on_devices(graph, cluster, batch)

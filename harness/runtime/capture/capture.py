@@ -25,6 +25,7 @@ from harness.runtime.capture.meta_run import (
     untrained,
 )
 from harness.runtime.capture.operators import (
+    Attributes,
     describe_node,
     draws_random,
     function_name,
@@ -32,6 +33,7 @@ from harness.runtime.capture.operators import (
     is_known,
     is_opaque,
 )
+from harness.runtime.capture.products import Product, describe_product
 from harness.runtime.capture.sample_dims import (
     Values,
     is_cut_by_samples,
@@ -162,15 +164,34 @@ class _Builder:
         )
 
     def _sample_dims(self, node: fx.Node) -> tuple[int, ...]:
-        shape = tensors_in_order(self._measured[node].value)[0].shape
         by_batch = [tensors_in_order(values[node])[0].shape for values in self._by_batch]
-        return sample_dims(shape, by_batch, self._batch)
+        return sample_dims(self._shape(node), by_batch, self._batch)
+
+    def _shape(self, node: fx.Node) -> torch.Size:
+        return tensors_in_order(self._measured[node].value)[0].shape
+
+    def _growing(self, node: fx.Node) -> tuple[int, ...]:
+        """Dims that change with the batch."""
+        if not self._by_batch:
+            return self._sample_dims(node)
+        shapes = [tensors_in_order(values[node])[0].shape for values in self._by_batch]
+        return tuple(k for k, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1)
+
+    def _described(self, node: fx.Node) -> tuple[str, Attributes, Product | None]:
+        """Kind and attributes; a product by letters, if that is what it is."""
+        kind, attrs = describe_node(node, self._modules, len(node.all_input_nodes))
+        is_user_code = is_opaque(node, self._modules) or "autocast" in attrs
+        product = None if is_user_code else describe_product(node, self._shape, self._growing)
+        values = (node, *(n for n in node.all_input_nodes if n in self._name_of))
+        if product and all(named_shape(self._shape(n), self._sample_dims(n)) for n in values):
+            return "einsum", attrs | product.attributes, product
+        return kind, attrs, None
 
     def _is_cut_by_samples(
         self, kind: str, function: str, node: fx.Node, sources: list[fx.Node]
     ) -> bool:
         def described(node: fx.Node) -> tuple[torch.Size, tuple[int, ...]]:
-            return tensors_in_order(self._measured[node].value)[0].shape, self._sample_dims(node)
+            return self._shape(node), self._sample_dims(node)
 
         return is_cut_by_samples(kind, function, described(node), map(described, sources))
 
@@ -200,16 +221,17 @@ class _Builder:
     def _add_operator(self, node: fx.Node, value: Tensor) -> None:
         sources = [n for n in _arguments(node) if n in self._name_of]
         inputs = [tensors_in_order(self._measured[n].value)[0] for n in sources]
-        kind, attrs = describe_node(node, self._modules, len(node.all_input_nodes))
+        kind, attrs, product = self._described(node)
         is_opaque_node = is_opaque(node, self._modules)
         is_unknown = not is_opaque_node and not is_known(kind, str(attrs["function"]))
         is_named = is_unknown and "autocast" not in attrs
         parameters = self._parameters_used(node)
         is_hooked = any(map(has_gradient_hooks, parameters.values()))
         if is_hooked:  # its hook must see the whole gradient
-            kind, attrs = "other", {"function": attrs["function"]}
+            kind, attrs, product = "other", {"function": attrs["function"]}, None
         signature = _signature(kind, attrs, inputs, value)
-        if node.meta.get(WRITES) or self._mixing.mixes(node, kind):
+        mixes = self._mixing.mixes(node, kind) if product is None else product.mixes_samples
+        if node.meta.get(WRITES) or mixes:
             attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
         function = "" if is_opaque_node else str(attrs["function"])
         if not self._is_cut_by_samples(kind, function, node, sources):
@@ -234,7 +256,7 @@ class _Builder:
         self._first_user |= {id(p): name for p in new}
         self.nodes[name] = node
         found = self._measured[node]
-        if found.score_flops:
+        if found.score_flops and (product is None or not product.has_weights):
             attrs[SCORE_FLOPS] = found.score_flops
         self.operators.append(
             Operator(

@@ -16,7 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from harness.domain.graph import Attribute
-from harness.runtime.models.attention import GroupedAttention, is_single_operator
+from harness.runtime.models.attention import GroupedAttention
+from harness.runtime.models.mixture import Router
+from harness.runtime.models.single_operators import is_single_operator
 from harness.runtime.tracing.attention_region import AttentionRegion
 from harness.runtime.tracing.functions import CustomFunction, OpaqueFunction
 from harness.runtime.tracing.patches import has_own_hooks
@@ -97,6 +99,14 @@ def _grouped_attention(module: GroupedAttention) -> Attributes:
     }
 
 
+def _router(module: Router) -> Attributes:
+    return {
+        "in_features": module.scores.in_features,
+        "n_experts": module.n_experts,
+        "n_chosen": module.n_chosen,
+    }
+
+
 def _lstm(module: nn.LSTM) -> Attributes:
     return {
         "in_features": module.input_size,
@@ -129,6 +139,7 @@ _MODULES: list[tuple[tuple[type[nn.Module], ...], str, Callable[[Any], Attribute
     ((nn.Embedding, nn.EmbeddingBag), "embedding", _embedding),
     ((nn.MultiheadAttention,), "attention", _attention),
     ((GroupedAttention,), "attention", _grouped_attention),
+    ((Router,), "router", _router),
     ((nn.LSTM,), "lstm", _lstm),
     ((nn.Softmax, nn.LogSoftmax), "softmax", _none),
     ((nn.Flatten,), "flatten", _none),
@@ -147,7 +158,7 @@ _ELEMENTWISE = {
     "float", "contiguous", "log", "abs", "imul", "isub", "exp", "detach", "ne", "eq", "lt", "le",
     "gt", "ge", "where", "masked_fill", "maximum", "minimum", "cos", "sin", "square", "reciprocal",
     "erf", "mish", "softsign", "clone", "type_as", "logical_and", "logical_or", "logical_not",
-    "clamp_min",
+    "clamp_min", "sign",
 }  # fmt: skip
 _ADD = {"add", "add_", "iadd"}
 CONCATENATIONS = {"cat", "concat", "concatenate"}

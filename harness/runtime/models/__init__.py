@@ -120,7 +120,7 @@ _GPT2 = TextOptions(
 # TinyLlama of 1.1 billion parameters, T5-small, and Luong's network of 2015.
 _LLAMA = TextOptions(
     sequence_length=2048, vocabulary_size=32_000, n_layers=22, width=2048, n_heads=32, n_groups=4,
-    mlp_width=5632, head="tokens",
+    mlp_width=5632, n_experts_per_token=2, capacity_factor=1.25, head="tokens",
 )  # fmt: skip
 _T5 = TextOptions(
     sequence_length=512, vocabulary_size=32_128, n_layers=6, width=512, n_heads=8, n_groups=8,
@@ -216,6 +216,10 @@ def fit_options(
 def _fit_text(name: str, entry: ModelEntry, options: ModelOptions) -> ModelOptions:
     assert entry.text is not None
     text = options.text.filled(entry.text)
+    if text.n_experts and not entry.text.capacity_factor:
+        raise ModelError(
+            f"{name} has no mixture of experts, and --n-experts is {text.n_experts}: use llama"
+        )
     check_text(name, text)
     if text.head not in entry.heads:
         raise ModelError(

@@ -197,8 +197,3 @@ class GroupedAttention(nn.Module):
             None if self.relative is None else self.relative.weight,
         )
         return attend(self.form, weights, queries, memory, mask)
-
-
-def is_single_operator(module: nn.Module) -> bool:
-    """Whether a graph keeps a module that is not of torch as one known operator."""
-    return isinstance(module, GroupedAttention)

@@ -215,6 +215,9 @@ class TextOptions:
         sequence_length: tokens of a sample; of source and of target each.
         n_layers: of the encoder and of the decoder each.
         n_groups: heads of keys and values.
+        n_experts: of a mixture in the place of each MLP; 0: no mixture.
+        n_experts_per_token: experts that compute a token.
+        capacity_factor: slots of all experts of a sample over the choices of its tokens.
         mlp_width: width between the two layers of an MLP.
         head: what is predicted: a class, the span of an answer, or tokens.
     """
@@ -226,6 +229,9 @@ class TextOptions:
     n_heads: int = 0
     n_groups: int = 0
     mlp_width: int = 0
+    n_experts: int = 0
+    n_experts_per_token: int = 0
+    capacity_factor: float = 0.0
     head: HeadName | None = None
 
     def filled(self, model: TextOptions) -> TextOptions:
@@ -233,6 +239,7 @@ class TextOptions:
         width = self.width or model.width
         n_heads = self.n_heads or model.n_heads
         n_groups = max(1, n_heads * model.n_groups // model.n_heads)
+        mixture = model if self.n_experts else TextOptions()
         return TextOptions(
             sequence_length=self.sequence_length or model.sequence_length,
             vocabulary_size=self.vocabulary_size or model.vocabulary_size,
@@ -241,6 +248,9 @@ class TextOptions:
             n_heads=n_heads,
             n_groups=self.n_groups or n_groups,
             mlp_width=self.mlp_width or max(1, width * model.mlp_width // model.width),
+            n_experts=self.n_experts,
+            n_experts_per_token=self.n_experts_per_token or mixture.n_experts_per_token,
+            capacity_factor=self.capacity_factor or mixture.capacity_factor,
             head=self.head or model.head,
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from harness.errors import ModelError
 from harness.runtime.models.attention import GroupedAttention
+from harness.runtime.models.mixture import Mixture
 from harness.runtime.models.task import PADDING, ModelOptions, TextOptions
 
 _ROTARY_BASE = 10_000.0
@@ -38,6 +39,17 @@ def check_text(name: str, options: TextOptions) -> None:
     if heads % groups:
         raise ModelError(
             f"{name} has {heads} heads in {groups} groups: make --n-heads a multiple of --n-groups"
+        )
+    n_experts, n_chosen = options.n_experts, options.n_experts_per_token
+    if not n_experts and (n_chosen or options.capacity_factor):
+        raise ModelError(
+            f"{name} has no experts, so it has no --n-experts-per-token and no --capacity-factor: "
+            "give --n-experts too"
+        )
+    if n_experts < n_chosen:
+        raise ModelError(
+            f"a token of {name} has {n_chosen} of {n_experts} experts: lower "
+            "--n-experts-per-token, or raise --n-experts"
         )
 
 
@@ -211,8 +223,21 @@ class Gpt2(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
+def _mlp(sizes: TextOptions) -> nn.Module:
+    if not sizes.n_experts:
+        return GatedMlp(sizes.width, sizes.mlp_width)
+    return Mixture(
+        sizes.width,
+        sizes.mlp_width,
+        sizes.sequence_length,
+        n_experts=sizes.n_experts,
+        n_chosen=sizes.n_experts_per_token,
+        capacity_factor=sizes.capacity_factor,
+    )
+
+
 class Llama(nn.Module):
-    """A decoder with grouped queries, rotary positions, RMSNorm and SwiGLU."""
+    """A decoder with grouped queries, rotary positions, RMSNorm and SwiGLU, or mixtures of it."""
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
@@ -231,7 +256,7 @@ class Llama(nn.Module):
                     is_causal=True,
                     rotary_base=_ROTARY_BASE,
                 ),
-                GatedMlp(width, sizes.mlp_width),
+                _mlp(sizes),
                 norm,
                 0.0,
             )

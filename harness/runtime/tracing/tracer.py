@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import base_types
 
-from harness.runtime.models.attention import is_single_operator
+from harness.runtime.models.single_operators import is_single_operator
 from harness.runtime.tracing import patches
 from harness.runtime.tracing.autocast import Regions
 from harness.runtime.tracing.constructs import (

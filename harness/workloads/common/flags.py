@@ -117,6 +117,9 @@ _SIZES = (
     "n_heads",
     "n_groups",
     "mlp_width",
+    "n_experts",
+    "n_experts_per_token",
+    "capacity_factor",
 )
 
 
@@ -138,6 +141,13 @@ class TextFlags:
     """text: heads of keys and values, each shared by n_heads / n_groups heads of queries."""
     mlp_width: int | None = None
     """text: features inside an MLP."""
+    n_experts: int | None = None
+    """llama: experts of a mixture in the place of each MLP. Default: no mixture."""
+    n_experts_per_token: int | None = None
+    """llama: experts that compute a token. Default: 2."""
+    capacity_factor: float | None = None
+    """llama: tokens that all experts can take of a sample, over the choices of its tokens; an
+    expert drops those beyond its share. Default: 1.25."""
     head: HeadName | None = None
     """text: prediction of bert_base: classes, span (of an answer) or tokens. Default: the data's,
     else classes."""
@@ -148,7 +158,8 @@ class TextFlags:
         Raises:
             ConfigError: names the flag.
         """
-        check_at_least(self, dict.fromkeys(_SIZES, 1))
+        check_at_least(self, {name: 1 for name in _SIZES if name != "capacity_factor"})
+        check_above_zero(self, ("capacity_factor",))
 
     def text_options(self) -> TextOptions:
         sizes = {name: getattr(self, name) or 0 for name in _SIZES}

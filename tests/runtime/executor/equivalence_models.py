@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from equivalence_mixtures import MIXTURES, SHAPE
 from equivalence_operators import OPERATORS, SHAPED
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -270,10 +271,10 @@ def _classifier(model: nn.Module, *shape: int, n_classes: int = N_CLASSES) -> Ta
     return Task(model=model, inputs=(InputSpec(name="x", shape=shape),), n_classes=n_classes)
 
 
-def _text(name: str, head: HeadName | None = None) -> Task:
+def _text(name: str, head: HeadName | None = None, **mixture: Any) -> Task:
     sizes = TextOptions(
         sequence_length=8, vocabulary_size=22, n_layers=2, width=16, n_heads=4, n_groups=2,
-        mlp_width=24, head=head,
+        mlp_width=24, head=head, **mixture,
     )  # fmt: skip
     return build_task(name, fit_options(name, ModelOptions(text=sizes)))
 
@@ -358,10 +359,15 @@ TEXT_MODELS: dict[str, SmallModel] = {
     "bert_span": SmallModel(build=lambda: _text("bert_base", "span"), has_dropout=True),
     "gpt2": SmallModel(build=lambda: _text("gpt2"), has_dropout=True),
     "llama": SmallModel(build=lambda: _text("llama")),
+    "mixture": SmallModel(build=lambda: _text("llama", n_experts=4, capacity_factor=0.6)),
     "t5": SmallModel(build=lambda: _text("t5"), has_dropout=True),
     "nmt": SmallModel(build=lambda: _text("nmt"), has_dropout=True),
 }
 OTHER_MODELS |= TEXT_MODELS
+OTHER_MODELS |= {
+    name: SmallModel(build=lambda make=make: _classifier(make(), *SHAPE))
+    for name, make in MIXTURES.items()
+}
 OTHER_MODELS |= {
     name: SmallModel(build=lambda make=make: _classifier(make(), 10))
     for name, make in OPERATORS.items()

@@ -8,6 +8,7 @@ from harness.runtime.executor.shards.base import Make, Shard, ShardSpec, has_pla
 from harness.runtime.executor.shards.batch_norm import make_batch_norm_shard
 from harness.runtime.executor.shards.conv import make_conv2d, make_pool
 from harness.runtime.executor.shards.dense import make_embedding, make_layer_norm, make_linear
+from harness.runtime.executor.shards.einsum import make_einsum
 from harness.runtime.executor.shards.pointwise import make_pointwise
 
 _MAKERS: dict[str, Make] = {
@@ -19,6 +20,7 @@ _MAKERS: dict[str, Make] = {
     "elementwise": make_pointwise,
     "add": make_pointwise,
     "embedding": make_embedding,
+    "einsum": make_einsum,
     "attention": lambda part: (
         make_attention_region(part) or make_grouped_attention(part) or make_attention(part)
     ),

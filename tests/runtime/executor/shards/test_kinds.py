@@ -272,6 +272,22 @@ EMBEDDING = [
         {"feature": [1, 5], "sample": 2},
     ),
 ]
+TAKE = "ntec,ntd->necd"
+INTO = "necd,edh->nech"
+STACK = [torch.randn(3, 4, 5, 8)]
+EINSUM = [
+    (Pair(lambda x, y: torch.einsum(TAKE, x, y)), [*STACK, *tokens(3, 4)], {"feature": [1, 4]}),
+    (Pair(lambda x, y: torch.einsum(TAKE, x, y)), [*STACK, *tokens(3, 4)], {"contraction": 2}),
+    (
+        Pair(lambda x, y: torch.einsum("ntec,necd->ntd", x, y)),
+        [*STACK, torch.randn(3, 5, 8, 6)],
+        {"sample": 3, "contraction": [2, 3], "seq": 2, "feature": 2},
+    ),
+    (Call(lambda x, w: torch.einsum(INTO, x, w), (4, 8, 6)), STACK, {"feature": [1, 3]}),
+    (Call(lambda x, w: torch.einsum(INTO, x, w), (4, 8, 6)), STACK, {"width": 3, "height": 2}),
+    (Call(lambda x, w: torch.einsum(INTO, (x, w)), (4, 8, 6)), STACK, {"contraction": [1, 3]}),
+    (Call(operator.matmul, (4, 8, 6)), STACK, {"feature": 2, "contraction": 2, "sample": 3}),
+]
 TWO = [*tokens(), *tokens(t=6)]
 ATTENTION = [
     (Attention(), TWO, {"heads": 4}),
@@ -287,7 +303,7 @@ ATTENTION = [
 
 
 @pytest.mark.parametrize(
-    "case", [*LINEAR, *CONV, *POOL, *LAYER_NORM, *POINTWISE, *EMBEDDING, *ATTENTION],
+    "case", [*LINEAR, *CONV, *POOL, *LAYER_NORM, *POINTWISE, *EMBEDDING, *EINSUM, *ATTENTION],
     ids=lambda case: f"{type(case[0]).__name__} {case[2]}",
 )  # fmt: skip
 def test_parts_put_together_are_the_whole(case):
