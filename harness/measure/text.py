@@ -52,7 +52,9 @@ def _starts_a_number(cell: str) -> bool:
 
 
 def interval_words(durations: Summary) -> str:
-    """The interval of some durations in words; says if it is only their range."""
+    """The interval of some durations in words; says if it is only their range, or one value."""
+    if durations.n == 1:
+        return "1 value"
     words = f"{format_duration(durations.low)} to {format_duration(durations.high)}"
     return words if durations.coverage >= CONFIDENCE else f"{words} (range)"
 

@@ -47,7 +47,7 @@ from harness.measure.derive import (
     summa_table,
     training_summary,
 )
-from harness.measure.derive.changes import ChangeRow, change_rows
+from harness.measure.derive.changes import ChangeRow, as_planned, change_rows
 from harness.measure.derive.devices import info_of
 from harness.measure.derive.pipeline import pass_of
 from harness.measure.derive.spans import samples_of
@@ -211,13 +211,13 @@ def _training(run: Run, plan: Plan) -> dict[str, Any]:
 
 
 def _pipeline(run: Run, plan: Plan) -> dict[str, Any]:
-    return {"is_planned_pipeline": plan.is_pipeline, "pipeline": pipeline_summary(run)}
+    return {"is_planned_pipeline": plan.is_pipeline, "pipeline": pipeline_summary(as_planned(run))}
 
 
 def _prediction(run: Run, plan: Plan) -> dict[str, Any]:
     if plan.prediction is None:
         return {}
-    stages = predicted_stages(plan.prediction)
+    stages, run = predicted_stages(plan.prediction), as_planned(run)
     return {
         "predicted": predicted_run(run, plan.prediction),
         "predicted_stage_s": {stage.stage: stage.total_s for stage in stages},

@@ -269,7 +269,7 @@ def _verdict(row: StrategyRow, against: str) -> tuple[str, str]:
 
 
 def _interval(step_s: Summary | None) -> str:
-    if step_s is None:
+    if step_s is None or step_s.n == 1:
         return ""
     return f"{format_duration(step_s.low)} to {format_duration(step_s.high)}"
 

@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from harness.domain.run import STATUS_WORDS
 from harness.inputs import find_int
@@ -24,6 +24,8 @@ WIDTH_IN = 9.0
 LEGEND_ROW_IN = 0.17
 # Of a legend's entry: its marker with the space around, and a letter.
 _ENTRY_IN, _LETTER_IN = 0.5, 0.058
+# Of a bar's label: a line; of a panel: its height beside the bars.
+_LINE_IN, _PANEL_EXTRA_IN = 0.135, 0.9
 FAILED = "#B00020"
 MUTED = "#6B7280"
 LIMIT = "#111111"
@@ -219,6 +221,22 @@ def bar_panels(
     return [row[0] for row in grid]
 
 
+def _make_room(axes: Axes, rows_in: float) -> None:
+    """Make a panel taller, and its figure with it, where its rows need more height."""
+    canvas, place = axes.get_figure(root=True), axes.get_subplotspec()
+    if canvas is None or place is None:
+        return
+    grid, row = place.get_gridspec(), place.rowspan.start
+    ratios: list[float] = list(cast(Any, grid.get_height_ratios()))
+    height_in = canvas.get_figheight()
+    lacking_in = rows_in + _PANEL_EXTRA_IN - height_in * ratios[row] / sum(ratios)
+    if lacking_in > 0:
+        heights = [height_in * ratio / sum(ratios) for ratio in ratios]
+        heights[row] += lacking_in
+        grid.set_height_ratios(heights)
+        canvas.set_figheight(sum(heights))
+
+
 def draw_bar_panels(
     canvas: Canvas,
     groups: Iterable[tuple[Any, pd.DataFrame]],
@@ -308,7 +326,9 @@ def plain_log_axis(axes: Axes, which: Literal["x", "y"]) -> None:
 
 def label_bars(axes: Axes, labels: Sequence[str]) -> None:
     """Name horizontal bars from the top down, and end the axis at them."""
-    axes.set_yticks(range(len(labels)), [wrap_label(label) for label in labels], fontsize=8)
+    wrapped = [wrap_label(label) for label in labels]
+    _make_room(axes, len(labels) * (max(text.count("\n") for text in wrapped) + 1.5) * _LINE_IN)
+    axes.set_yticks(range(len(labels)), wrapped, fontsize=8)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)

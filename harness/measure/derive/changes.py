@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.domain.record import Sample
 from harness.measure.derive.spans import samples_of
-from harness.measure.derive.training import step_times
+from harness.measure.derive.training import change_times, step_times
+from harness.measure.rank_records import Records
 from harness.measure.store import Run
 
 
@@ -20,7 +21,8 @@ class ChangeRow:
         step: the first step by the new strategy.
         still_s: seconds without training, on the slowest rank.
         build_s: seconds in which the next engine was built beside training.
-        moved_bytes: bytes that travelled, by (sender, reader).
+        moved_bytes: bytes of the state that travelled, by (sender, reader).
+        cached_bytes: bytes of cached activations that all ranks received.
         step_before_s, step_after_s: median of the steps by the old and by the new strategy.
         break_even_steps: steps after which the time standing still is recovered; None if the new
             strategy's steps are not shorter.
@@ -35,6 +37,7 @@ class ChangeRow:
     build_s: float | None
     moved_bytes: dict[tuple[int, int], int]
     predicted_bytes: dict[tuple[int, int], int]
+    cached_bytes: int
     step_before_s: float | None
     step_after_s: float | None
     predicted_before_s: float | None
@@ -46,6 +49,18 @@ class ChangeRow:
             return None
         gain_s = self.step_before_s - self.step_after_s
         return self.still_s / gain_s if gain_s > 0 else None
+
+
+def as_planned(run: Run) -> Run:
+    """A run until its first change of strategy, which is all that its plan predicts."""
+    first = min(change_times(run), default=None)
+    if first is None:
+        return run
+    ranks = {
+        rank: Records(r for r in records if r.step is None or r.step < first)
+        for rank, records in run.ranks.items()
+    }
+    return replace(run, ranks=ranks)
 
 
 def change_rows(run: Run) -> tuple[ChangeRow, ...]:
@@ -77,6 +92,7 @@ def change_rows(run: Run) -> tuple[ChangeRow, ...]:
                 build_s=number_of("change_build_s"),
                 moved_bytes=_pairs(samples_of(records, "change_bytes"), step),
                 predicted_bytes=_pairs(samples_of(records, "change_predicted_bytes"), step),
+                cached_bytes=_cached_bytes(run, step),
                 step_before_s=_median(times, bounds[number], step),
                 step_after_s=_median(times, step, bounds[number + 2]),
                 predicted_before_s=number_of("change_step_predicted_s", side="before"),
@@ -92,6 +108,16 @@ def _pairs(samples: Sequence[Sample], step: int) -> dict[tuple[int, int], int]:
         for s in samples
         if s.step == step
     }
+
+
+def _cached_bytes(run: Run, step: int) -> int:
+    received = (
+        s.value
+        for records in run.ranks.values()
+        for s in samples_of(records, "cache_received_bytes")
+        if s.step == step
+    )
+    return round(sum(received))
 
 
 def _median(times: dict[int, float], start: int, stop: int) -> float | None:

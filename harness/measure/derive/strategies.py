@@ -22,6 +22,8 @@ from harness.units import format_bytes
 _COMPARED = (
     "strategy", "strategy_digest", "engine", "n_ranks", "schedule", "microbatches", "asynchronous",
     "recompute", "predict", "search_seconds", "search_budget", "trials", "memory", "shard_state",
+    "freeze", "freeze_alpha", "freeze_interval", "unfreeze", "shrink", "replicate", "cache",
+    "cache_memory", "drift", "drift_threshold", "change", "controlled", "survive",
 )  # fmt: skip
 
 

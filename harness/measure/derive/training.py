@@ -40,7 +40,8 @@ class TrainingSummary:
 
     Attributes:
         unit: `step`, or `epoch` when only epochs were logged.
-        duration: seconds of a unit, maximum over ranks, over all units.
+        duration: seconds of a unit, maximum over ranks, over all units; of a run that changed its
+            strategy one value, the mean step with the time standing still.
         n_samples: samples of the job in one unit.
         throughput: samples per second of the job, from the median.
         tokens_per_sample: 1 or more for text; None for other samples.
@@ -128,7 +129,19 @@ def _strategy_name(run: Run) -> str:
         path = PurePath(strategy)
         strategy = path.stem if path.name != STRATEGY_FILE else path.parent.name or path.stem
         strategy += "-asynchronous" if run.header.config.get("asynchronous") else ""
+    strategy += _elastic_name(run)
     return strategy if is_usual else f"{engine}-{strategy}"
+
+
+def _elastic_name(run: Run) -> str:
+    """The reasons for which a run may change its strategy: `-freeze-shrink-replicate-cache`."""
+    suffix = ""
+    for flag in ("freeze", "shrink", "replicate", "cache", "drift", "change", "controlled"):
+        value = run.header.config.get(flag)
+        if value and value not in ("none", "off"):
+            is_usual = value in ("schedule", "search", "on") or not isinstance(value, str)
+            suffix += f"-{flag}" if is_usual else f"-{flag}-{configured(run, flag)}"
+    return suffix
 
 
 def _flow_name(run: Run) -> str:
@@ -161,6 +174,12 @@ def step_times(run: Run) -> dict[int, float]:
         for step, duration_s in zip(steps.tolist(), durations_s.tolist(), strict=True):
             times[step] = max(times.get(step, 0.0), duration_s)
     return dict(sorted(times.items()))
+
+
+def change_times(run: Run) -> dict[int, float]:
+    """Seconds standing still in each change of strategy, by the first step after it."""
+    changes = samples_of(run.ranks.get(0, []), "change_s")
+    return {one.step: one.value for one in changes if one.step is not None}
 
 
 def epoch_times(run: Run) -> dict[int, float]:
@@ -213,7 +232,8 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     times = step_times(run)
     is_epochs = not times
     times = times or epoch_times(run)
-    duration = summarize(list(times.values())) if times else None
+    still = change_times(run)
+    duration = _duration(list(times.values()), list(still.values())) if times else None
     steps = {rank: phase_table(records) for rank, records in sorted(run.ranks.items())}
     is_judged = run.header.status == "ok"
     ranks = tuple(rank_summary(run, rank, steps[rank]) for rank in steps)
@@ -240,12 +260,20 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
         phases=_mean_over_ranks([rank for rank in ranks if rank.rank in working]),
         memory_bytes=_largest(rank.memory_bytes for rank in ranks),
         ranks=ranks,
-        outlier_steps=outliers(times) if is_judged else (),
+        outlier_steps=outliers(times) if is_judged and not still else (),
         ring_bytes=_ring_bytes(run, n_ranks),
         **numbers,
     )
     summary = _with_warnings(summary) if is_judged else summary
     return add_mfu_of_measured_peak(summary, run.header.ranks, peaks or {})
+
+
+def _duration(times_s: Sequence[float], still_s: Sequence[float]) -> Summary:
+    """Of all steps; of a run that changed its strategy their mean, whose spread is no noise."""
+    if not still_s:
+        return summarize(times_s)
+    mean_s = (sum(times_s) + sum(still_s)) / len(times_s)
+    return dataclasses.replace(summarize([mean_s]), warnings=())
 
 
 def add_mfu_of_measured_peak(

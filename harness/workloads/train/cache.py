@@ -132,11 +132,12 @@ class TrainingCache:
                     _log.warning("--cache %s: %s", self._case.cache, error)
         return build(0, None)
 
-    def fill(self, engine: ExecutorEngine, training: Training) -> None:
+    def fill(self, engine: ExecutorEngine, training: Training, step: int) -> None:
         """Bring cached outputs to the ranks that read them next; training stands still.
 
         Args:
             training: by the current engine.
+            step: the first by the next engine.
         """
         rest, world = engine.prefix.rest, self._context.world
         if rest is None:
@@ -150,8 +151,8 @@ class TrainingCache:
         readers = self._readers(engine)
         self._activations.exchange(survey, readers, world)
         sample = self._context.recorder.sample
-        sample("cache_computed", len(missing))
-        sample("cache_received_bytes", survey.received_bytes(readers, world.rank))
+        sample("cache_computed", len(missing), step=step)
+        sample("cache_received_bytes", survey.received_bytes(readers, world.rank), step=step)
 
     def take_over(self, engine: ExecutorEngine, elastic: ElasticExecutor, step: int) -> None:
         """Go on with an engine from a step on; frees outputs that it does not need."""

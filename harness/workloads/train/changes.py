@@ -164,7 +164,7 @@ class StrategyChanges:
         start, start_s = recorder.clock.mark(), time.perf_counter()
         recorder.step = None
         if self._cache is not None:
-            self._cache.fill(engine, training)
+            self._cache.fill(engine, training, step)
         cost = elastic.change(engine)
         if self._cache is not None:
             self._cache.take_over(engine, elastic, step)

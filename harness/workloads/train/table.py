@@ -16,6 +16,7 @@ from harness.measure.derive import (
     training_summary,
 )
 from harness.measure.derive.devices import PeakKey
+from harness.measure.derive.training import change_times
 from harness.measure.statistics import known_median
 from harness.measure.store import Run, headers_in, read_run
 from harness.measure.text import columns, duration_cell, interval_words, percent_cell
@@ -38,12 +39,19 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
     lines = [columns(_HEADS, [_cells(row, found) for row, found in compared])]
     lines += [f"{row.strategy} against {row.against}: {row.verdict}" for row in rows if row.verdict]
     lines += [_stale_text(row, found) for row, found in compared if _is_asynchronous(found)]
+    lines += [
+        f"{row.strategy} does not train like one device: it freezes layers"
+        for row, found in compared
+        if any(run.header.config.get("freeze", "none") != "none" for run, _ in found)
+    ]
     return "\n".join(lines)
 
 
 def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
     step_s = row.median_s
-    predicted_s = known_median(run.header.number("predicted_step_s") for run, _ in repeats)
+    predicted_s = known_median(
+        run.header.number("predicted_step_s") for run, _ in repeats if not change_times(run)
+    )
     return [
         row.workload,
         row.strategy,

@@ -11,6 +11,7 @@ from made_runs import run_of
 from harness.domain.record import Record, Sample, Span
 from harness.domain.run import Status
 from harness.measure.derive import StrategyRow, strategy_table, training_summary
+from harness.measure.derive.changes import as_planned
 from harness.measure.derive.strategies import strategy_finding
 from harness.measure.statistics import verdict
 from harness.measure.store import Run
@@ -196,3 +197,22 @@ def test_equal_names_are_told_apart_by_their_ranks_and_many_are_counted() -> Non
         "No strategy is faster than ddp on 1; ddp on 5 is no gain (0.14 times); "
         "ddp on 4 is no gain (0.17 times); 2 more are no gain."
     )
+
+
+def test_a_run_that_changes_is_compared_by_its_mean_step_with_the_time_standing_still() -> None:
+    plain = trained("pipeline", 2, 1.0, freeze="none", shrink="none", cache="off", change=[])
+    changed = trained("pipeline", 2, 0.5, freeze="schedule", shrink="search", cache="auto")
+    change = Sample(metric="change_s", value=0.9, step=1, labels=_CHANGE)
+    changed.ranks[0].append(change)
+    _, row = table(plain, changed)
+    assert row.strategy == "pipeline-freeze-shrink-cache-auto on 2"
+    assert row.step_s == pytest.approx((0.8,))
+    assert row.speedup == pytest.approx(1 / 0.8)
+    summary = training_summary(changed)
+    assert (summary.warnings, summary.outlier_steps) == ((), ())
+    planned = as_planned(changed)
+    assert {r.step for records in planned.ranks.values() for r in records} == {0}
+    assert as_planned(plain) is plain
+
+
+_CHANGE = {"before": "pipeline", "after": "pipeline, 1 layers frozen", "why": "--freeze schedule"}

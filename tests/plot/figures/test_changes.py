@@ -31,6 +31,7 @@ RECORDS: list[Record] = [
     sample("change_bytes", 1000, source=0, target=1),
     sample("change_bytes", 3000, source=2, target=1),
     sample("change_predicted_bytes", 4000, source=2, target=1),
+    sample("cache_received_bytes", 512),
 ]
 RUN = Run(path=Path("run"), header=SimpleNamespace(), ranks={0: RECORDS})  # type: ignore[arg-type]
 
@@ -46,14 +47,15 @@ def test_a_change_stands_between_the_steps_before_and_after() -> None:
 
 
 def test_the_figure_has_a_row_for_each_change() -> None:
-    run = SimpleNamespace(changes=change_rows(RUN))
+    run = SimpleNamespace(changes=change_rows(RUN), header=SimpleNamespace(run_id="a-train"))
     case = SimpleNamespace(runs=[run])
     named = {"label": "lenet · ddp", "status": "ok", "reason": ""}
     training = SimpleNamespace(named=named, case=case)
     table = FIGURE.table(SimpleNamespace(training=[training]))  # type: ignore[arg-type]
     (row,) = table.to_dict("records")
-    assert row["label"] == "lenet · ddp · step 3: ddp to pipeline"
-    assert (row["moved_bytes"], row["predicted_bytes"]) == (4000, 4000)
+    assert (row["label"], row["step"], row["why"]) == ("lenet · ddp", 3, "--change 3:next.json")
+    assert (row["moved_bytes"], row["predicted_bytes"], row["cached_bytes"]) == (4000, 4000, 512)
     assert row["busiest_pair"] == "2 to 1: 2.93 KiB"
     drawn = image_bytes(FIGURE, table, "svg")[0]
     assert b"the slowest link moves its bytes" in drawn
+    assert b"3.91 KiB + 512 B of activations" in drawn

@@ -1,0 +1,24 @@
+"""Figures have room for what is written into them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from matplotlib.figure import Figure
+
+from harness.plot.style import bar_panels, label_bars
+
+LONG = " · ".join("a setting that differs" for _ in range(10))
+
+
+@pytest.mark.parametrize(("label", "is_taller"), [("ddp", False), (LONG, True)])
+def test_a_panel_grows_where_its_labels_have_many_lines(label: str, is_taller: bool) -> None:
+    canvas = Figure(layout="constrained")
+    _, second = bar_panels(canvas, [6, 6])
+    before = canvas.get_figheight()
+    label_bars(second, [label] * 6)
+    assert (canvas.get_figheight() > before) == is_taller
+    canvas.draw_without_rendering()
+    boxes = [tick.get_window_extent() for tick in second.get_yticklabels()]
+    assert all(above.y0 >= below.y1 for above, below in pairwise(boxes))
