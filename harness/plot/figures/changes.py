@@ -29,7 +29,7 @@ NUMBERS = (
     *("step_before_s", "step_after_s", "predicted_before_s", "predicted_after_s"),
     "break_even_steps",
 )
-MAX_RUNS = 8
+MAX_RUNS = 6
 SIDES = {
     "still_s": ("#0072B2", "measured: training stands still"),
     "predicted_still_s": ("#D55E00", "predicted: the slowest link moves its bytes"),
@@ -77,8 +77,9 @@ def _draw_run(axes: Axes, label: str, rows: pd.DataFrame) -> None:
         moved, cached = format_bytes(row["moved_bytes"]), row["cached_bytes"]
         moved += f" + {format_bytes(cached)} of activations" if cached else ""
         write_beside(axes, moved, row["still_s"], y - 0.2, gap=4, size=7.5)
-    label_bars(axes, [f"step {row['step']} · {row['why']}" for _, row in rows.iterrows()])
-    axes.set_title(wrap_label(label, 110), loc="left")
+    reasons = rows["why"].str.replace(r"[:,] ", " · ", regex=True)
+    label_bars(axes, [f"step {n} · {why}" for n, why in zip(rows["step"], reasons, strict=True)])
+    axes.set_title(wrap_label(label, 70), loc="left")
     axes.set_xlim(left=0)
     axes.margins(x=0.25)
 
