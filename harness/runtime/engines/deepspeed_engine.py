@@ -1,15 +1,18 @@
 """Train by DeepSpeed (ZeRO stages 0 to 3) with the same model, data and optimizer.
 
-Collectives block the rank that calls them, so the time between them is compute:
+The time between the collectives that a rank waits for is compute:
 
     backward ---| communication |--- backward --| communication |-- optimizer --| communication |--
+
+ZeRO-3 starts to gather parameters ahead, so only its wait for them is not compute.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,12 +69,17 @@ class TimedBackend:
         def timed(*arguments: Any, **named: Any) -> Any:
             start = self._recorder.clock.mark()
             result = found(*arguments, **named)
-            end = self._recorder.clock.mark()
-            self.intervals.append((start, end))
             self.n_collectives += 1
-            self._recorder.add_marks(
-                "communication", start, end, name=name, n_bytes=_n_bytes(arguments, named)
-            )
+            n_bytes = _n_bytes(arguments, named)
+
+            def end(waits_since: Any) -> None:
+                now = self._recorder.clock.mark()
+                self.intervals.append((waits_since, now))
+                self._recorder.add_marks("communication", start, now, name=name, n_bytes=n_bytes)
+
+            if named.get("async_op"):
+                return _TimedWork(result, self._recorder.clock.mark, end)
+            end(start)
             return result
 
         return timed
@@ -83,6 +91,22 @@ class TimedBackend:
             start = collective_end
         self._recorder.add_marks(kind, start, end)
         self.intervals.clear()
+
+
+class _TimedWork:
+    """Wraps the handle of a collective that its rank waits for later.
+
+    Args:
+        end: called with the time at which the wait began, when it has ended.
+    """
+
+    def __init__(self, work: Any, mark: Callable[[], Any], end: Callable[[Any], None]) -> None:
+        self._work, self._mark, self._end = work, mark, end
+
+    def wait(self) -> None:
+        start = self._mark()
+        self._work.wait()
+        self._end(start)
 
 
 def _import_deepspeed(world: World) -> Any:
@@ -140,6 +164,7 @@ class DeepSpeedEngine:
         self._recorder = recorder
         self._moments = _MOMENTS[options.optimizer.name]
         self._input_dtype = _INPUTS.get(options.dtype)
+        self._is_whole = options.zero_stage < 3  # between two steps
         optimizer = make_optimizer(task.model, options.optimizer, world.device)
         self._engine, *_ = deepspeed.initialize(
             model=task.model, optimizer=optimizer, config=_settings(options)
@@ -151,6 +176,19 @@ class DeepSpeedEngine:
     def unmark(self) -> None:
         """Record no more collectives, so that engines of one process do not record each other's."""
         self._comm.cdb = self._plain_backend
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """The model with all parameters, which ZeRO-3 gathers for so long; all ranks must call
+        it."""
+        from deepspeed.runtime.zero import GatheredParameters
+
+        timed, self._comm.cdb = self._comm.cdb, self._plain_backend
+        try:
+            with GatheredParameters(self.model.parameters(), enabled=not self._is_whole):
+                yield self.model
+        finally:
+            self._comm.cdb = timed
 
     @property
     def model(self) -> nn.Module:
@@ -205,8 +243,9 @@ class DeepSpeedEngine:
         set_rate(self._engine.optimizer, rate)
 
     def model_state(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.model.state_dict()
-        return state
+        with self.whole_model() as model:
+            state: dict[str, Tensor] = model.state_dict()
+            return state if self._is_whole else {k: v.clone() for k, v in state.items()}
 
     def full_state(self) -> dict[str, Any]:
         return {"model": self.model_state(), "optimizer": self._optimizer_state()}

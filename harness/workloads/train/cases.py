@@ -24,6 +24,7 @@ from harness.workloads.train.change_flags import check_changes
 from harness.workloads.train.config import (
     SHARDABLE,
     STRATEGIES,
+    ZERO_STAGES,
     EngineName,
     TrainCase,
     TrainConfig,
@@ -91,7 +92,7 @@ def check_files(case: TrainCase) -> None:
 
 
 # Strategies that need at least one sample per rank.
-_BY_SAMPLES = ("ddp", "zero1", "zero2")
+_BY_SAMPLES = ("ddp", *ZERO_STAGES)
 
 _DEGREES = "tp=T,dp=D,pp=P"
 # Flags and the only strategies that use them; a strategy's file holds its own schedule and stages.

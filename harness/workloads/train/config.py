@@ -17,16 +17,16 @@ from harness.workloads.common.flags import ModelFlags, SearchFlags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
 
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 # Strategies that each engine supports by name; the executor also takes degrees of parallelism
 # (tp=2,dp=2) and a strategy's file.
 STRATEGIES: dict[EngineName, tuple[str, ...]] = {
     "torch": ("single", "ddp"),
     "executor": ("single", "ddp", "pipeline", "tensor", "hybrid", "searched"),
-    "deepspeed": ("single", "ddp", "zero1", "zero2"),
+    "deepspeed": ("single", "ddp", *ZERO_STAGES),
 }
 # Strategies that --shard-state is for: a file holds its own shard_state.
 SHARDABLE = ("ddp", "pipeline", "tensor", "hybrid", "searched")
-_ZERO_STAGES = {"zero1": 1, "zero2": 2}
 
 
 def is_file(strategy: str) -> bool:
@@ -201,10 +201,11 @@ class TrainConfig(TrainSettings):
     """One or more of: single (rank 0 only), ddp (data parallel), pipeline, tensor (layers cut by
     features), hybrid (convolutions data parallel, linear layers cut by features), searched (the
     plan that search finds), degrees such as tp=2,dp=2,pp=1 (tensor x data x pipeline parallel, as
-    `harness.plan predict --layout` takes them), FILE.json (a strategy's file), zero1, zero2."""
+    `harness.plan predict --layout` takes them), FILE.json (a strategy's file), zero1, zero2,
+    zero3."""
     engine: Literal["auto", "torch", "executor", "deepspeed"] = "auto"
-    """Code that trains: torch (single, ddp), executor (all but zero1 and zero2), deepspeed (single,
-    ddp, zero1, zero2). auto: torch for single and ddp, deepspeed for zero1 and zero2, else the
+    """Code that trains: torch (single, ddp), executor (all but zero1 to zero3), deepspeed (single,
+    ddp, zero1 to zero3). auto: torch for single and ddp, deepspeed for zero1 to zero3, else the
     executor."""
     batch_size: tuple[int, ...] = ()
     """Global batches: samples of all ranks together in a step (strong scaling). The executor trains
@@ -285,7 +286,7 @@ class TrainCase(TrainSettings):
 
     @property
     def zero_stage(self) -> int:
-        return _ZERO_STAGES.get(self.strategy, 0)
+        return ZERO_STAGES.get(self.strategy, 0)
 
     def optimizer_options(self) -> OptimizerOptions:
         return OptimizerOptions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,13 +47,15 @@ class Trainer:
     elastic: ElasticExecutor | None = None
 
 
-def _data_parallel(engine: Engine, world: World) -> Trainer:
-    """Wrap an engine whose ranks each hold the whole model."""
-    model: nn.Module = engine.model
+def _data_parallel(
+    engine: Engine, world: World, whole_model: Callable[[], AbstractContextManager[nn.Module]]
+) -> Trainer:
+    """Wrap an engine whose ranks each hold the whole model, or gather it."""
 
     def verify() -> str:
-        verify_replicas(model, world)
-        return digest(model)
+        with whole_model() as model:
+            verify_replicas(model, world)
+            return digest(model)
 
     return Trainer(engine=engine, samples=None, verify=verify)
 
@@ -60,7 +63,8 @@ def _data_parallel(engine: Engine, world: World) -> Trainer:
 def _torch(
     task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
 ) -> Trainer:
-    return _data_parallel(TorchEngine(task, world, recorder, options), world)
+    engine = TorchEngine(task, world, recorder, options)
+    return _data_parallel(engine, world, lambda: nullcontext(engine.model))
 
 
 def _deepspeed(
@@ -68,7 +72,8 @@ def _deepspeed(
 ) -> Trainer:
     from harness.runtime.engines.deepspeed_engine import DeepSpeedEngine  # its import takes a while
 
-    return _data_parallel(DeepSpeedEngine(task, world, recorder, options), world)
+    engine = DeepSpeedEngine(task, world, recorder, options)
+    return _data_parallel(engine, world, engine.whole_model)
 
 
 def _executor(

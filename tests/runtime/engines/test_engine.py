@@ -57,7 +57,7 @@ def test_an_unknown_optimizer_is_refused():
 
 
 class SlowBackend:
-    """A backend whose collective takes two seconds."""
+    """A backend whose collective takes two seconds, of its caller or while that waits."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._clock = clock
@@ -65,6 +65,13 @@ class SlowBackend:
     def all_reduce(self, tensor: torch.Tensor) -> str:
         self._clock.advance(2.0)
         return "done"
+
+    def all_gather(self, tensor: torch.Tensor, *, async_op: bool) -> SlowBackend:
+        assert async_op
+        return self
+
+    def wait(self) -> None:
+        self._clock.advance(2.0)
 
     def get_rank(self) -> int:
         return 7
@@ -86,3 +93,20 @@ def test_compute_is_what_lies_between_blocking_collectives():
     ]
     assert backend.n_collectives == 1
     assert backend.get_rank() == 7
+
+
+def test_of_a_collective_in_the_background_only_the_wait_is_not_compute():
+    clock = FakeClock()
+    recorder = Recorder(clock)
+    backend = TimedBackend(SlowBackend(clock), recorder)
+    work = backend.all_gather(torch.zeros(4), async_op=True)
+    clock.advance(1.0)  # computes from 0 to 1, waits to 3
+    work.wait()
+    clock.advance(3.0)  # computes to 6
+    backend.add_compute("forward", 0.0, clock.mark())
+    found = [(s.kind, s.name, s.start_s, s.duration_s) for s in recorder.collect()]
+    assert sorted(found) == [
+        ("communication", "all_gather", 0.0, 3.0),
+        ("forward", "", 0.0, 1.0),
+        ("forward", "", 3.0, 3.0),
+    ]

@@ -204,7 +204,7 @@ def test_a_strategys_file_is_known_by_its_content(tmp_path):
         ("pipeline", "auto", False, "executor"),
         ("searched", "auto", False, "executor"),
         ("plans/mine.json", "auto", False, "executor"),
-        ("zero2", "auto", False, "deepspeed"),
+        ("zero3", "auto", False, "deepspeed"),
         ("ddp", "deepspeed", False, "deepspeed"),
     ],
 )

@@ -263,10 +263,11 @@ def test_a_wrong_factory_is_refused(ranks, model, message):
         make_task(replace(CASE, model=model))
 
 
-def test_deepspeed_trains_the_same_losses_and_state(run_on_ranks, ranks):
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_deepspeed_trains_the_same_losses_and_state(run_on_ranks, ranks, strategy):
     case = replace(CASE, optimizer="adamw", learning_rate=1e-2, steps=6, lr_schedule="cosine")
     alone, _ = run_on_ranks(ranks.full_states, case, 1)
-    zero = replace(case, engine="deepspeed", strategy="zero2", n_ranks=2)
+    zero = replace(case, engine="deepspeed", strategy=strategy, n_ranks=2)
     together, _ = run_on_ranks(ranks.full_states, zero, 2)
     assert largest_difference(alone[0]["model"], together[0]["model"]) < TOLERANCE
     for index, moments in together[0]["optimizer"]["state"].items():
