@@ -7,7 +7,7 @@ state, gradients and parameters too. Links and operators are measured first. The
 the predicted and the measured step: the engines of the four runs train in turn in the same
 processes (searched_steps.py), and the interval is that of the rounds. Memory is compared by how far
 a rank's peak is below that of the run without sharding, because a process has memory that no plan
-changes.
+changes. These runs return freed memory to the system: what malloc keeps for later is no plan's.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from harness.measure.store import read_header, read_results
 _TEXT = {"width": 384, "n-layers": 6, "n-heads": 6, "sequence-length": 64, "vocabulary-size": 4096}
 # So that links and operators are measured within minutes.
 _LINKS = ("--transport", "torch", "--operations", "all_reduce")
+# glibc gives each tensor memory of its own, and returns it.
+_RETURNS_MEMORY = ("env", "MALLOC_MMAP_THRESHOLD_=65536", "MALLOC_TRIM_THRESHOLD_=131072")
 _PROFILE = ("--min-samples", "6", "--rounds", "6", "--time-budget-s", "0.2", "--warm-up", "1")
 _MODEL = Model(
     name="gpt2",
@@ -64,10 +66,11 @@ def train(cluster: Cluster, options: Options) -> dict[ShardState, Path]:
         cluster.run(_CELL, options.work, "profile", *_MODEL.workload_flags, *_PROFILE)
     for state in SHARD_STATES:
         if state not in finished(options.work):
-            cluster.run(
-                _CELL, options.work, "train", *_MODEL.workload_flags, "--strategy", "ddp",
-                "--engine", "executor", "--shard-state", state, "--predict", "--warm-up", "1",
-                "--no-sync-steps", "0", "--steps", str(options.steps),
+            cluster.start(
+                _CELL, *_RETURNS_MEMORY, "./entry.sh", "train", "--results", str(options.work),
+                *_MODEL.workload_flags, "--strategy", "ddp", "--engine", "executor",
+                "--shard-state", state, "--predict", "--warm-up", "1", "--no-sync-steps", "0",
+                "--steps", str(options.steps),
             )  # fmt: skip
     return finished(options.work)
 

@@ -26,7 +26,7 @@ from harness.domain.strategy import ShardState
 from harness.errors import PlanError
 from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.layouts.groups import GroupCosts
-from harness.plan.layouts.sharded import stage_state
+from harness.plan.layouts.sharded import recomputed_bytes, stage_state
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.transfers import Floats, Ints
 
@@ -137,7 +137,11 @@ def price(
     ends_s = np.maximum(ends_s, reached + n_microbatches * crossing_s)
     ends_s += state.owned_bytes * float(np.max(options.optimizer_s_per_byte)) + state.gather_s
     in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
-    active = in_flight * crossing + kept if recompute else in_flight * (kept + crossing)
+    if recompute:
+        waiting, kept = recomputed_bytes(shard_state, ends, costs, last_reader, options)
+        active = in_flight * (crossing + waiting) + kept
+    else:
+        active = in_flight * (kept + crossing)
     memory = state.n_bytes + options.reserved_bytes + active
     return Choice(
         layout=layout,

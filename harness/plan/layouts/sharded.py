@@ -83,8 +83,8 @@ def stage_state(
     if shards_gradients(shard_state):
         n_rounds = n_microbatches
         sync_s, last_share = n_rounds * sync_s / 2, last_share / n_rounds
-        buckets = [_sizes(costs.weight_bytes[a:b][::-1] * ratio, options) for a, b in stages]
-        gradients = owned * ratio + [bucket_memory(sizes) for sizes in buckets]
+        gradients = owned * ratio
+        gradients += [_passing_bytes(costs, a, b, n_microbatches, options) for a, b in stages]
     if shard_state == "parameters":
         units = [_sizes(costs.weight_bytes[a:b], options) for a, b in stages]
         kept = owned + [unit_memory(sizes) for sizes in units]
@@ -101,6 +101,45 @@ def stage_state(
         owned_bytes=owned,
         n_bytes=kept + gradients + owned * options.n_optimizer_states,
     )
+
+
+def recomputed_bytes(
+    shard_state: ShardState,
+    ends: Ints,
+    costs: GroupCosts,
+    last_reader: Ints,
+    options: SimulatorOptions,
+) -> tuple[Floats, Floats]:
+    """By stage that recomputes: bytes of a microbatch that wait for its backward beside the stage's
+    inputs, and those that the second forward keeps. A stage with sharded parameters runs it unit by
+    unit, so it keeps what each unit reads of the ones before."""
+    waiting, again = np.zeros(len(ends)), np.zeros(len(ends))
+    for stage, (begin, end) in enumerate(pairwise((0, *ends.tolist()))):
+        cuts = [end]
+        if shard_state == "parameters":
+            cuts = [
+                begin + cut for cut in fill(costs.weight_bytes[begin:end], options.bucket_bytes)
+            ]
+        for a, b in pairwise((begin, *cuts)):
+            again[stage] = max(again[stage], costs.kept_bytes[a:b].sum())
+            is_read = (last_reader[a:b] >= b) & (last_reader[a:b] < end)
+            waiting[stage] += costs.sent_bytes[a:b][is_read].sum()
+    return waiting, again
+
+
+def _passing_bytes(
+    costs: GroupCosts, begin: int, end: int, n_microbatches: int, options: SimulatorOptions
+) -> float:
+    """Bytes of a stage's buckets of gradients at its peak of memory, beside all activations: when a
+    bucket is filled, backward has freed those of the operators after it."""
+    weights = costs.weight_bytes[begin:end][::-1] * options.gradient_bytes_per_weight_byte
+    ends = fill(weights.tolist(), options.bucket_bytes)
+    freed = np.concatenate([[0.0], costs.kept_bytes[begin:end][::-1].cumsum()])
+    sizes = [float(weights[a:b].sum()) for a, b in pairwise((0, *ends))]
+    held = [
+        n_bytes - freed[a] for n_bytes, a in zip(bucket_memory(sizes), (0, *ends), strict=False)
+    ]
+    return float(max(*held, 2 * sizes[-1] * (n_microbatches > 1)))
 
 
 def _first_bucket_s(costs: GroupCosts, begin: int, end: int, options: SimulatorOptions) -> float:

@@ -86,6 +86,25 @@ def freed_slices(tables: Tables, flow: Flow) -> list[tuple[list[int], Group, int
     return found
 
 
+def cut_segments(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Ints:
+    """(n_ops,) number of each operator's segment in its stage. A segment is recomputed as a whole;
+    as in the executor, an operator with weights of another unit begins one."""
+    units_of: dict[int, set[int]] = defaultdict(set)
+    for number, unit in enumerate(units):
+        for op in unit.operators:
+            units_of[op].add(number)
+    found = np.zeros(tables.n_ops, dtype=np.int64)
+    for begin, end in pairwise(flow.stage_ptr.tolist() if units else ()):
+        used: set[int] = set()
+        segment = 0
+        for op in flow.stage_ops[begin:end].tolist():
+            if used and not units_of[op] <= used:
+                segment, used = segment + 1, set()
+            used |= units_of[op]
+            found[op] = segment
+    return found
+
+
 def saved_bytes(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Floats:
     """(n_devices,) bytes of weights that are freed, at the peak: without two units of each group,
     the one in use and the next."""

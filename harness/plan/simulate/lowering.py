@@ -13,9 +13,16 @@ from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.domain.strategy import ShardState
 from harness.plan.simulate import order
 from harness.plan.simulate.activations import held_outputs
-from harness.plan.simulate.gathers import Gathers, Unit, plan_gathers, plan_units, saved_bytes
+from harness.plan.simulate.gathers import (
+    Gathers,
+    Unit,
+    cut_segments,
+    plan_gathers,
+    plan_units,
+    saved_bytes,
+)
 from harness.plan.simulate.reductions import price_reductions
-from harness.plan.simulate.sharded_state import in_rounds, shards_gradients
+from harness.plan.simulate.sharded_state import in_rounds, passing_bytes, shards_gradients
 from harness.plan.simulate.tables import Buckets, Edges, Flow, Tables
 from harness.plan.simulate.transfers import ADDS, COPIES, Floats, Ints, Sum
 from harness.plan.simulate.work import Links, Work, count_waits, link
@@ -60,8 +67,13 @@ def lower(
     returns = edges.returns & simulator.returns[edges.source // n_devices]
     is_sharded = shards_gradients(shard_state)
     alone = np.zeros(tables.active.shape) if is_sharded else buckets.alone
+    units = plan_units(tables, flow) if shard_state == "parameters" else []
+    segment_of = cut_segments(tables, flow, units)
+    passing = np.zeros((2, len(rows)))
+    if is_sharded:
+        passing += [p.ravel()[rows] for p in passing_bytes(tables, flow.n_microbatches)]
     following, position, first, last, gate, peak = _ordered(
-        simulator, tables, flow, rows, row_at, returns, alone.ravel()[rows]
+        simulator, tables, flow, rows, row_at, returns, passing, alone.ravel()[rows], segment_of
     )
     is_deferred = _defers_weights(simulator, tables, flow, rows)
     if is_sharded:
@@ -70,7 +82,6 @@ def lower(
         triggers = _triggers(buckets, flow, position, row_at, is_deferred)
     else:
         triggers = last[buckets.end_device]
-    units = plan_units(tables, flow) if shard_state == "parameters" else []
     gathers = plan_gathers(tables, flow, units, row_at, len(rows), following)
     n_summed = 1 if is_sharded else flow.n_microbatches
     # Freed weights are gathered once for a unit's second forward and its backward.
@@ -130,7 +141,9 @@ def _ordered(
     rows: Ints,
     row_at: Ints,
     returns: npt.NDArray[np.bool_],
+    passing: Floats,
     gradient_bytes: Floats,
+    segment_of: Ints,
 ) -> tuple[Any, ...]:
     """Call `order.order_tasks` and return its result."""
     n_devices, edges = tables.n_devices, tables.edge_rows()
@@ -143,24 +156,37 @@ def _ordered(
     held = held_outputs(tables, flow, simulator.returns, simulator.readers)
     crosses = stage_of[edges.source // n_devices] != stage_of[edges.target // n_devices]
     outside = np.bincount(to_row[crosses], weights=fetched[crosses], minlength=len(rows))
+    recomputes = _recomputes(simulator, flow)
+    left = (_left_bytes(tables, flow, segment_of) * recomputes[stage_of, None]).ravel()
     found: tuple[Any, ...] = order.order_tasks(
         flow.n_microbatches,
         row_at.reshape(-1, n_devices),
         receives,
         RECEIVES_AT_FIRST,
         RECEIVES_AHEAD,
-        held.kept.ravel()[rows] + received,
-        outside,
+        held.kept.ravel()[rows] + received + left[rows],
+        outside + left[rows],
         held.brief.ravel()[rows],
+        passing,
         gradient_bytes,
         flow.stage_ptr,
         flow.stage_ops,
-        _recomputes(simulator, flow),
+        segment_of,
+        recomputes,
         flow.rank_of,
         flow.action_ptr,
         flow.actions,
         flow.split_weight,
     )
+    return found
+
+
+def _left_bytes(tables: Tables, flow: Flow, segment_of: Ints) -> Floats:
+    """(n_ops, n_devices) bytes of outputs that a later segment of the same stage reads."""
+    found = np.zeros_like(tables.output_bytes)
+    for op, reader in tables.edges if segment_of.any() else ():
+        if flow.stage_of[op] == flow.stage_of[reader] and segment_of[op] != segment_of[reader]:
+            found[op] = np.where(tables.active[reader], tables.output_bytes[op], found[op])
     return found
 
 

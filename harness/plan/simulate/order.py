@@ -27,7 +27,8 @@ def _held_bytes(
     outside_bytes: float,
     brief_bytes: float,
 ) -> Any:
-    """Bytes of activations that a task allocates at its start and frees at its end.
+    """Bytes of activations that a task allocates at its start and frees at its end. Recomputed ones
+    count in backward.
 
     Args:
         recomputes: its stage recomputes.
@@ -35,8 +36,6 @@ def _held_bytes(
     if pass_ == FORWARD:
         freed = kept_bytes - outside_bytes if recomputes else 0.0
         return kept_bytes + brief_bytes, freed + brief_bytes
-    if pass_ == RECOMPUTE:
-        return kept_bytes - outside_bytes + brief_bytes, brief_bytes
     return 0.0, kept_bytes if pass_ == (WEIGHT if split_weight else BACKWARD) else 0.0
 
 
@@ -48,11 +47,13 @@ def order_tasks(
     n_first: int,  # exchanges posted before the step, and ahead in a wait; arguments, because
     n_ahead: int,  # numba's cache would not notice changed constants
     kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
-    outside_bytes: Any,  # (R,) part of kept_bytes from other stages: kept under recomputation
+    outside_bytes: Any,  # (R,) the part that recomputation keeps: what others sent or read
     brief_bytes: Any,  # (R,) held during its forward only
+    passing_bytes: Any,  # (2, R) of gradients to other owners, in memory during forward, backward
     gradient_bytes: Any,  # (R,) allocated by the first backward, and held to the end of the step
     stage_ptr: Any,  # (S + 1,) into stage_ops
     stage_ops: Any,  # operators by stage, in topological order
+    segment_of: Any,  # (operators,) what its stage recomputes together; consecutive in stage_ops
     recompute: Any,  # (S,)
     rank_of: Any,  # (D,) pipeline rank of a device, or NONE
     action_ptr: Any,  # (P + 1,) into actions
@@ -93,6 +94,7 @@ def order_tasks(
                 # A backward action of a recomputing stage first runs forward again.
                 if pass_ == RECOMPUTE and not (kind == BACKWARD and recomputes):
                     continue
+                segment = NONE
                 for k in range(high - low):
                     forwards = pass_ in (FORWARD, RECOMPUTE)
                     op = stage_ops[low + k] if forwards else stage_ops[high - 1 - k]
@@ -114,11 +116,21 @@ def order_tasks(
                             gate[task] = before_wait[posted % n_ahead]
                         before_wait[n_exchanges % n_ahead] = last[device]
                         n_exchanges += 1
+                    if recomputes and pass_ == BACKWARD and segment_of[op] != segment:
+                        segment, begin = segment_of[op], high - 1 - k
+                        while begin > low and segment_of[stage_ops[begin - 1]] == segment:
+                            begin -= 1
+                        for place in range(begin, high - k):
+                            again = row_at[stage_ops[place], device]
+                            if again != NONE:
+                                memory += kept_bytes[again] - outside_bytes[again]
+                                peak[device] = max(peak[device], memory + brief_bytes[again])
                     if pass_ == (WEIGHT if split_weight else BACKWARD):
                         memory += missing[row]
                         missing[row] = 0.0
                     memory += taken
-                    peak[device] = max(peak[device], memory)
+                    passing = passing_bytes[FORWARD if forwards else BACKWARD, row]
+                    peak[device] = max(peak[device], memory + passing)
                     memory -= freed
                     if last[device] == NONE:
                         first[device], position[task] = task, 0

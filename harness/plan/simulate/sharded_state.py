@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 Group = tuple[int, ...]
 Slice = tuple[int, Group]
 
-# Buckets of gradients in memory at once: the one that backward fills, and one on its way, which is
-# sent and received.
-_N_BUCKETS_IN_MEMORY = 3
-
 
 def shards_gradients(shard_state: ShardState) -> bool:
     return shard_state in ("gradients", "parameters")
@@ -56,9 +52,11 @@ def fill(sizes: Sequence[float], limit: float) -> list[int]:
     return ends
 
 
-def bucket_memory(sizes: Sequence[float]) -> float:
-    """Bytes of one group's buckets of gradients that are in memory at once."""
-    return min(_N_BUCKETS_IN_MEMORY * max(sizes), 2 * sum(sizes))
+def bucket_memory(sizes: Sequence[float]) -> list[float]:
+    """Bytes of one group's buckets of gradients that are in memory while backward fills each one:
+    it, and the one before, which is on its way and so both sent and received. The last bucket
+    stays on its way until the next microbatch's first one."""
+    return [size + 2 * before for size, before in zip(sizes, (0.0, *sizes), strict=False)]
 
 
 def unit_memory(sizes: Sequence[float]) -> float:
@@ -107,18 +105,29 @@ def gather_seconds(network: Network, shared: Mapping[Group, int], ready: Floats)
 
 
 def gradient_bytes(tables: Tables, weights: Floats, owned: Floats, state: ShardState) -> Floats:
-    """(n_devices,) bytes of gradients at the peak."""
-    whole = weights * tables.options.gradient_bytes_per_weight_byte
-    if not shards_gradients(state):
-        return whole
-    found = owned * tables.options.gradient_bytes_per_weight_byte
+    """(n_devices,) bytes of gradients between two microbatches."""
+    kept = owned if shards_gradients(state) else weights
+    return kept * tables.options.gradient_bytes_per_weight_byte
+
+
+def passing_bytes(tables: Tables, n_microbatches: int) -> tuple[Floats, Floats]:
+    """(n_ops, n_devices) bytes of sharded gradients' buckets in memory while forward, and while
+    backward, of each operator runs."""
     buckets = tables.buckets()
-    sizes: dict[Group, list[float]] = defaultdict(list)
-    for group, n_bytes in zip(buckets.groups, buckets.n_bytes.tolist(), strict=True):
-        sizes[group].append(n_bytes)
-    for group, own in sizes.items():
-        found[list(group)] += bucket_memory(own)
-    return found
+    own_of: dict[Group, list[int]] = defaultdict(list)
+    for number, group in enumerate(buckets.groups):
+        own_of[group].append(number)
+    forward, backward = np.zeros(tables.active.shape), np.zeros(tables.active.shape)
+    for group, numbers in own_of.items():
+        devices = list(group)
+        sizes = buckets.n_bytes[numbers].tolist()
+        last = 2 * sizes[-1] * (n_microbatches > 1)
+        now = np.full(tables.n_ops, last)  # by operator, in the order of backward
+        for number, n_bytes in zip(numbers, bucket_memory(sizes), strict=True):
+            now[: max(buckets.members[number]) + 1] = n_bytes
+        forward[:, devices] += last
+        backward[:, devices] += now[:, None]
+    return forward, backward
 
 
 def in_rounds(buckets: Buckets, n_microbatches: int) -> Buckets:

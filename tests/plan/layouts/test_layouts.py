@@ -87,8 +87,9 @@ def test_state_is_sharded_as_far_as_memory_needs() -> None:
     options = SimulatorOptions(bucket_bytes=1_000_000)
     found = {}
     # Weights, gradients and one state of 32 MB each on four replicas; layers of 4 MB are buckets
-    # and units, of which three and two are in memory; activations of 3.2 MB.
-    for limit_mb in (99.3, 75.3, 63.3, 47.3, 47.1):
+    # and units, of which three and two are in memory; activations of 3.2 MB, of which backward has
+    # freed 0.4 MB when three buckets are.
+    for limit_mb in (99.3, 75.3, 62.9, 46.9, 46.7):
         search = LayoutSearch(graph, profile, cluster(), BATCH, options, limit_bytes=limit_mb * 1e6)
         own = [c for c in search.choices() if c.layout.dp == 4 and c.n_microbatches == 4]
         fitting = [c for c in own if c.memory_bytes <= limit_mb * 1e6 and not c.recompute]

@@ -9,6 +9,7 @@ from simulated import chain, cluster_of, op, profile_of, simulate
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.strategy import SHARD_STATES, OperatorPlan, Stage
+from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
 from harness.plan.portfolio import search_portfolio
 from harness.plan.request import PlanRequest
 from harness.plan.simulate.network import Network
@@ -20,22 +21,22 @@ BY_SAMPLES = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
 
 
 @pytest.mark.parametrize(
-    ("state", "complete_s", "optimizer_s", "gather_s", "static_bytes", "sent"),
+    ("state", "complete_s", "optimizer_s", "gather_s", "static_bytes", "peak_bytes", "sent"),
     [
         # All-reduces of 2.5 s and 5 s end at 11 s.
-        ("none", 11.0, 12.0, 0.0, 120 + 120 + 120, 120),
+        ("none", 11.0, 12.0, 0.0, 120 + 120 + 120, 16 + 8, 120),
         # Each updates half of all rows; then half an all-reduce of 120 B, a ring step of 60 B.
-        ("optimizer", 11.0, 6.0, 3.75, 120 + 120 + 60, 120 + 60),
-        # Reduce-scatters of 1.25 s (3.5 s to 4.75 s) and 2.5 s; buckets of 40 and 80 B are filled,
-        # sent and received.
-        ("gradients", 7.25, 6.0, 3.75, 120 + 60 + 240 + 60, 60 + 60),
+        ("optimizer", 11.0, 6.0, 3.75, 120 + 120 + 60, 16 + 8, 120 + 60),
+        # Reduce-scatters of 1.25 s (3.5 s to 4.75 s) and 2.5 s; while the bucket of 80 B is filled,
+        # that of 40 B is sent and received, and b's activations are freed.
+        ("gradients", 7.25, 6.0, 3.75, 120 + 60 + 60, 16 + 80 + 2 * 40, 60 + 60),
         # a is gathered until 2.5 s, b until 3.75 s, and a again beside the backward of b; gradients
         # of b are summed until 8 s, those of a until 10.5 s. Both units are in memory at once.
-        ("parameters", 10.5, 6.0, 0.0, 60 + 120 + 60 + 240 + 60, 60 + 40 + 60),
+        ("parameters", 10.5, 6.0, 0.0, 60 + 120 + 60 + 60, 16 + 80 + 2 * 40, 60 + 40 + 60),
     ],
 )
 def test_each_device_keeps_half_of_the_sharded_state(
-    state, complete_s, optimizer_s, gather_s, static_bytes, sent
+    state, complete_s, optimizer_s, gather_s, static_bytes, peak_bytes, sent
 ):
     graph, profile = chain()
     options = SimulatorOptions(bucket_bytes=1, optimizer_s_per_byte=0.1)
@@ -48,6 +49,7 @@ def test_each_device_keeps_half_of_the_sharded_state(
     assert out.optimizer_s.tolist() == [optimizer_s] * 2
     assert out.gather_s.tolist() == [gather_s] * 2
     assert out.static_bytes.tolist() == [static_bytes] * 2
+    assert out.memory_bytes.tolist() == [static_bytes + peak_bytes] * 2
     assert found.step_s == complete_s + optimizer_s + gather_s
     assert binding(found).get("all-gather of weights", 0.0) == gather_s
     assert sent_bytes(found) == [sent] * 2
@@ -88,6 +90,26 @@ def test_freed_weights_are_gathered_once_for_forward_again_and_backward():
         for ahead in (True, False)
     ]  # fmt: skip
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "kept_bytes"),
+    [
+        # One unit: outputs and saved values of all layers, and the bucket of their gradients.
+        (10**6, 3 * (16 + 80) + 240),
+        # Three: inputs of the second and third, one unit's values, and the buckets of two.
+        (1, 2 * 16 + (16 + 80) + 80 + 2 * 80),
+    ],
+)
+def test_each_unit_of_a_stage_that_recomputes_runs_again_by_itself(bucket_bytes, kept_bytes):
+    graph = chain_graph("layers", [PlannedLayer(f"l{k}", 80, 4, 20) for k in range(3)], 8)
+    profile = layer_profile(graph, {TimeKey("device", 4): [LayerTime(1.0, 2.0)] * 3})
+    plans = {f"l{k}": OperatorPlan({"sample": 2}, [0, 1]) for k in range(3)}
+    out = simulate(
+        graph, profile, cluster_of(), plans, stages=[Stage(recompute=True)],
+        options=SimulatorOptions(bucket_bytes=bucket_bytes), shard_state="parameters",
+    ).outcome  # fmt: skip
+    assert (out.memory_bytes - out.static_bytes).tolist() == [kept_bytes] * 2
 
 
 def test_gradients_are_summed_after_each_microbatch_where_they_are_sharded():
