@@ -128,13 +128,17 @@ def counts() -> Iterator[list[str]]:
 
 
 def published() -> Iterator[list[str]]:
-    """One row for each published set."""
+    """One row for each published set, and for each of its parts."""
     for row in latest(read("validate"), "set"):
-        shares = [row[key] for key in ("median_error", "p90_error", "spearman", "regret")]
-        shares.append(row["source_median_error"])
-        words = ["" if share is None else f"{share:.1%}" for share in shares]
-        words[2] = "" if row["spearman"] is None else f"{row['spearman']:.3f}"
-        yield [row["set"], str(row["n_points"]), str(row["n_expressed"]), *words, row["commit"]]
+        for one in (row, *row.get("parts", ())):
+            keys = ("median_error", "p90_error", "spearman", "regret", "source_median_error")
+            shares = [one.get(key) for key in keys]
+            words = ["" if share is None else f"{share:.1%}" for share in shares]
+            words[2] = "" if one["spearman"] is None else f"{one['spearman']:.3f}"
+            failed = f"{one['n_failed_called']} of {one['n_failed']}" if one["n_failed"] else ""
+            name = f"{row['set']}, {one['part']}" if "part" in one else one["set"]
+            n_points, n_judged = str(one.get("n_points", "")), str(one["n_expressed"])
+            yield [name, n_points, n_judged, *words, failed, row["commit"]]
 
 
 def page() -> str:
@@ -153,7 +157,7 @@ def page() -> str:
             _PUBLISHED,
             table(
                 ["set", "points", "judged", "median error", "p90", "order", "regret", "source's",
-                 "commit"],
+                 "failures called", "commit"],
                 published(),
             ),
             _COUNTS,

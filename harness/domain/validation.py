@@ -23,11 +23,13 @@ class ValidatedPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Attributes:
         name: of the strategy and what it ran on.
         cell: model and cluster, in which points compete.
+        part: of the set, with scores of its own; empty if it has none.
         samples: of the step.
         measured_s: None if the run failed.
         fits: whether the prediction fits into memory.
         measured_bytes: peak of a device; None when unknown.
         calibrates: why it is not judged; empty if it is.
+        limit_bytes: memory of a device; 0 in files that do not say it.
     """
 
     name: str
@@ -39,6 +41,22 @@ class ValidatedPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     predicted_bytes: Count
     measured_bytes: Number | None = None
     calibrates: str = ""
+    part: str = ""
+    limit_bytes: Count = 0
+
+
+class PartScores(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The scores of a part of a set, such as one model; as those of `Validation`."""
+
+    part: str
+    n_expressed: Count
+    median_error: Number | None
+    p90_error: Number | None
+    spearman: Number | None
+    regret: Number | None
+    n_failed: Count = 0
+    n_failed_called: Count = 0
+    n_ran_called_failed: Count = 0
 
 
 class Validation(JsonFile, frozen=True, kw_only=True):
@@ -56,6 +74,7 @@ class Validation(JsonFile, frozen=True, kw_only=True):
         n_failed, n_failed_called: runs that failed; of these, those that are predicted not to fit.
         n_ran_called_failed: runs that succeeded and are predicted not to fit.
         memory_median_error: of the predicted peak.
+        parts: scores of the set's parts, if it has several.
         bias: median of predicted / measured - 1.
         notes: what was assumed and calibrated.
         missing: terms that the predictions lack, and how large each is.
@@ -77,6 +96,7 @@ class Validation(JsonFile, frozen=True, kw_only=True):
     n_failed_called: Count = 0
     n_ran_called_failed: Count = 0
     memory_median_error: Number | None = None
+    parts: list[PartScores] = msgspec.field(default_factory=list)
     bias: Number | None = None
     notes: list[str] = msgspec.field(default_factory=list)
     missing: list[str] = msgspec.field(default_factory=list)

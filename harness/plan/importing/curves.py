@@ -10,10 +10,9 @@ from pathlib import Path
 from harness.domain.cluster import CollectivePoint
 from harness.errors import ConfigError, DataError
 from harness.inputs import MOST_COUNT, decode_text, find_int, find_number, read_file, shorten
-from harness.plan.importing.tables import Row, read_table
+from harness.plan.importing.tables import UNITS_S, Row, read_table
 from harness.units import parse_bytes
 
-_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s", re.MULTILINE)
 _TEST = re.compile(r"\b([a-z_]+)_perf\b")
 # By the names of nccl-tests' programs, and of files.
@@ -58,9 +57,9 @@ def _nccl_tests(
     if n < 2:
         raise DataError(f"{path} names {n} ranks: give --ranks N, how many took part")
     unit = re.search(r"^#\s+\((\w+)\)\s+\(elements\)\s+\((\w+)\)", text, re.MULTILINE)
-    if unit is not None and (unit[1] != "B" or unit[2] not in _UNITS_S):
+    if unit is not None and (unit[1] != "B" or unit[2] not in UNITS_S):
         raise DataError(f"{path} has sizes in {unit[1]} and times in {unit[2]}: print B and us")
-    unit_s = _UNITS_S[unit[2]] if unit is not None else _UNITS_S["us"]
+    unit_s = UNITS_S[unit[2]] if unit is not None else UNITS_S["us"]
     points = {}
     for line in text.splitlines():
         cells = line.split()
@@ -163,8 +162,8 @@ def _time_column(row: Row, path: Path) -> tuple[str, float]:
     """The first column of times, and the seconds of its unit."""
     for name in row.columns:
         unit = re.fullmatch(r"(?:time|latency)\s*[(\[_]\s*(\w+)[)\]]?", name.lower())
-        if unit is not None and unit[1] in _UNITS_S:
-            return name, _UNITS_S[unit[1]]
+        if unit is not None and unit[1] in UNITS_S:
+            return name, UNITS_S[unit[1]]
     raise DataError(
         f"{path} has columns {shorten(', '.join(row.columns))}: it needs time(us), or another unit "
         "of time"

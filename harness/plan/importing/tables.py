@@ -1,9 +1,14 @@
-"""CSV tables of others, bounded and checked."""
+"""CSV tables of others, bounded and checked.
+
+A column of times may be in another unit than asked for: `forward_ms` or `forward (us)` is read as
+`forward_s`.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -11,13 +16,20 @@ from harness.errors import DataError
 from harness.inputs import decode_text, parse_int, parse_number, read_file, shorten
 
 _MOST_ROWS = 1_000_000
+UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+# forward_s, step time (ms); not images_per_s
+_TIME = re.compile(rf"(?P<base>.*?)(?<!per)[\s_(\[]+(?P<unit>{'|'.join(UNITS_S)})[)\]]?")
 
 
 class Row:
-    """One row of a table, by the names of its columns; of equal names the first counts."""
+    """One row of a table, by the names of its columns; of equal names the first counts.
 
-    def __init__(self, where: str, cells: Mapping[str, str]) -> None:
-        self.where, self._cells = where, cells
+    Args:
+        scales: of columns in another unit.
+    """
+
+    def __init__(self, where: str, cells: Mapping[str, str], scales: Mapping[str, float]) -> None:
+        self.where, self._cells, self._scales = where, cells, scales
 
     @property
     def columns(self) -> list[str]:
@@ -37,7 +49,8 @@ class Row:
 
     def number(self, column: str) -> float:
         """A number >= 0; raises DataError as `count`."""
-        return parse_number(self._cells[column], f"{self.where}: {column}", error=DataError)
+        value = parse_number(self._cells[column], f"{self.where}: {column}", error=DataError)
+        return value * self._scales.get(column, 1.0)
 
     def seconds(self, column: str) -> float:
         """A time above 0; raises DataError as `count`."""
@@ -47,7 +60,7 @@ class Row:
         return value
 
 
-def header_of(path: Path) -> list[str]:
+def _header_of(path: Path) -> list[str]:
     """Names of the columns; empty if it is no table that can be read."""
     try:
         with path.open("rb") as file:
@@ -64,12 +77,29 @@ def _delimiter(line: str) -> str:
 
 def find_tables(folder: Path, columns: Sequence[str]) -> list[Path]:
     """CSV files of a directory whose headers have some columns, or most of them."""
-    return [p for p in sorted(folder.glob("*.csv")) if _has_most(p, columns)]
+    return [p for p in sorted(folder.glob("*.csv")) if 2 * _n_found(p, columns) > len(columns)]
 
 
-def _has_most(path: Path, columns: Sequence[str]) -> bool:
-    header = {name.lower() for name in header_of(path)}
-    return 2 * sum(name.lower() in header for name in columns) > len(columns)
+def has_columns(path: Path, columns: Sequence[str]) -> bool:
+    """Whether it is a table with all of some columns."""
+    return _n_found(path, columns) == len(columns)
+
+
+def _n_found(path: Path, columns: Sequence[str]) -> int:
+    return len({_asked(name, columns)[0] for name in _header_of(path)} & set(columns))
+
+
+def _asked(name: str, columns: Sequence[str]) -> tuple[str, float]:
+    """The column that a name of a header stands for, and the factor from its unit; the name itself
+    if none."""
+    time = _TIME.fullmatch(name.lower())
+    for column in columns:
+        if name.lower() == column.lower():
+            return column, 1.0
+        asked = _TIME.fullmatch(column.lower())
+        if time is not None and asked is not None and time["base"] == asked["base"]:
+            return column, UNITS_S[time["unit"]] / UNITS_S[asked["unit"]]
+    return name, 1.0
 
 
 def read_tables(folder: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -93,7 +123,8 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
     """All rows of a CSV file.
 
     Args:
-        columns, optional: that must and may be there, in small or capital letters.
+        columns, optional: that must and may be there, in small or capital letters, and if they
+            are times, in any unit.
 
     Raises:
         DataError: missing, not text, without a column, or a row of another length.
@@ -104,8 +135,8 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
         lines = list(csv.reader(io.StringIO(text), strict=True, delimiter=delimiter))
     except csv.Error as error:
         raise DataError(f"{path} is no CSV ({error}): write one row a line") from None
-    names = {name.lower(): name for name in (*columns, *optional)}
-    header = [names.get(name.lower(), name) for name in _names((lines or [[]])[0])]
+    found = [_asked(name, (*columns, *optional)) for name in _names((lines or [[]])[0])]
+    header, scales = [name for name, _ in found], dict(reversed(found))
     lacking = [name for name in columns if name not in header]
     if lacking:
         raise DataError(
@@ -120,7 +151,8 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
             continue
         if len(cells) != len(header):
             raise DataError(f"{path}:{k} has {len(cells)} cells, its header {len(header)}")
-        rows.append(Row(f"{path}:{k}", dict(reversed(list(zip(header, cells, strict=True))))))
+        row = dict(reversed(list(zip(header, cells, strict=True))))
+        rows.append(Row(f"{path}:{k}", row, scales))
     if not rows:
         raise DataError(f"{path} has no row below its header")
     return rows

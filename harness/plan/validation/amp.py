@@ -342,7 +342,7 @@ def read(folder: Path) -> Published:
         "assumed: FP16 gradients in one ring after backward, Adam in mixed precision, "
         "s h (10 + 24 / tp) + 5 a s^2 / tp bytes kept of a layer, no recomputation"
     )
-    return Published(points, notes)
+    return Published(points, notes, lacks="collectives of a layout unlike the calibrating one")
 
 
 def _point(
@@ -356,6 +356,8 @@ def _point(
         build=build,
         source_s=trial.predicted_s,
         calibrates=calibrates,
+        part=name,
+        group=f"of {name} with {trial.layout.name}",
     )
 
 

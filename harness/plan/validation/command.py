@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.domain.validation import Validation, validation_file
+from harness.domain.validation import PartScores, Validation, validation_file
 from harness.errors import ConfigError, DataError
 from harness.measure.store import write_atomically
 from harness.measure.text import percent_cell, table
@@ -117,25 +117,28 @@ def lines(validations: Sequence[Validation]) -> list[str]:
         "source's",
         "trivial",
     ]
-    found = table(heads, [_row(one) for one in validations])
+    rows = []
+    for one in validations:
+        others = (one.source_median_error, one.trivial_median_error)
+        rows.append([one.set, str(one.n_points), *_cells(one), *map(percent_cell, others)])
+        rows += [[f"  {part.part}", "", *_cells(part), "", ""] for part in one.parts]
+    found = table(heads, rows)
     for one in validations:
         found += ["", f"{one.set}:"]
-        found += [f"  {line}" for line in (*one.notes, *_failures(one), *one.missing)]
+        failures = [line for scores in (one, *one.parts) for line in _failures(scores)]
+        found += [f"  {line}" for line in (*one.notes, *failures, *one.missing)]
+        if one.memory_median_error is not None:
+            found.append(f"  memory: median error {one.memory_median_error:.1%} of the peak")
         found += [f"  not judged: {n} ({why})" for why, n in one.not_expressed.items()]
     return found
 
 
-def _row(one: Validation) -> list[str]:
-    errors = (one.median_error, one.p90_error)
+def _cells(scores: Validation | PartScores) -> list[str]:
     return [
-        one.set,
-        str(one.n_points),
-        str(one.n_expressed),
-        *(_percent(value) for value in errors),
-        "-" if one.spearman is None else f"{one.spearman:.3f}",
-        _percent(one.regret),
-        percent_cell(one.source_median_error),
-        percent_cell(one.trivial_median_error),
+        str(scores.n_expressed),
+        *(_percent(value) for value in (scores.median_error, scores.p90_error)),
+        "-" if scores.spearman is None else f"{scores.spearman:.3f}",
+        _percent(scores.regret),
     ]
 
 
@@ -143,16 +146,13 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def _failures(one: Validation) -> list[str]:
-    found = []
-    if one.n_failed:
-        found.append(
-            f"{one.n_failed_called} of {one.n_failed} runs that failed are predicted not to fit, "
-            f"and {one.n_ran_called_failed} that ran"
+def _failures(scores: Validation | PartScores) -> Iterator[str]:
+    if scores.n_failed:
+        of = f"{scores.part}: " if isinstance(scores, PartScores) else ""
+        yield (
+            f"{of}{scores.n_failed_called} of {scores.n_failed} runs that failed are predicted not "
+            f"to fit, and {scores.n_ran_called_failed} that ran"
         )
-    if one.memory_median_error is not None:
-        found.append(f"memory: median error {one.memory_median_error:.1%} of the peak")
-    return found
 
 
 def run(args: argparse.Namespace) -> None:

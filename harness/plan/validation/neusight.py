@@ -50,6 +50,7 @@ class _Label(NamedTuple):
     mode: str
     batch: int
     device: str
+    note: str
 
 
 def _labels(folder: Path) -> list[_Label]:
@@ -58,14 +59,15 @@ def _labels(folder: Path) -> list[_Label]:
         name = _NAME.fullmatch(path.stem)
         if name is not None:
             batch = max(1, int(name["batch"]))
-            found.append(_Label(path, name["model"], name["mode"], batch, path.parent.name))
+            device, note = path.parent.name, name["note"] or ""
+            found.append(_Label(path, name["model"], name["mode"], batch, device, note))
     return found
 
 
 def _case(label: _Label) -> SimulatedRun:
     table = label.path.with_suffix(".csv")
     if not table.is_file():
-        raise NotExpressedError(f"no table of its operators ({label.mode})")
+        raise NotExpressedError(f"no table of its operators ({label.mode}{label.note})")
     graph, profile = read_operators(
         table, device_kind=label.device, batch=label.batch, n_layers=_step(label).num_layer or 1
     )
@@ -94,6 +96,7 @@ def read(folder: Path) -> Published:
             samples=label.batch,
             measured_s=_step(label).e2e_latency / 1e3,
             build=partial(_case, label),
+            part=f"{label.mode} on {label.device}",
         )
         for label in _labels(folder)
     ]

@@ -35,6 +35,8 @@ class MeasuredStep:
     Attributes:
         name: of the strategy and what it ran on, for people.
         cell: model and cluster, in which points compete: the fastest is the right choice.
+        part: of the set, with scores of its own, such as a model; empty if it has none.
+        group: of points that may lack a term (`Published.lacks`), such as those on 2 nodes.
         samples: of the step.
         measured_s: None if the run failed, such as for want of memory.
         build: makes the case; raises NotExpressedError where it cannot be made.
@@ -53,6 +55,8 @@ class MeasuredStep:
     trivial_s: float | None = None
     memory_bytes: float | None = None
     calibrates: str = ""
+    part: str = ""
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,15 @@ class Published:
         source_median_error: of the source's own predictor, as published, where its predictions
             are not.
         trivial_median_error: of the trivial model, as known, where it is not computed here.
-        missing: terms that the prediction lacks, and how large each is.
+        lacks: the term that groups of unlike error point to; empty if groups say nothing.
+        missing: other terms that the prediction lacks, and how large each is.
     """
 
     points: Sequence[MeasuredStep]
     notes: Sequence[str] = ()
     source_median_error: float | None = None
     trivial_median_error: float | None = None
+    lacks: str = ""
     missing: Callable[[Sequence[tuple[MeasuredStep, float]]], Sequence[str]] = field(
         default=lambda judged: ()
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.errors import DataError
 from harness.inputs import shorten
-from harness.plan.importing.tables import Row, find_tables, header_of, read_table
+from harness.plan.importing.tables import Row, find_tables, has_columns, read_table
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.simulator import Simulator
@@ -171,7 +171,7 @@ def _placement(row: Row) -> tuple[int, ...]:
 
 def _runs(folder: Path) -> Iterator[_PolluxRun]:
     for path in _tables(folder):
-        is_placed = set(_PLACEMENTS) <= set(header_of(path))
+        is_placed = has_columns(path, _PLACEMENTS)
         columns = _PLACEMENTS if is_placed else _SCALABILITY
         for row in read_table(path, columns):
             if row.text(columns[0]) == columns[0]:
@@ -197,7 +197,12 @@ def read(folder: Path) -> Published:
         job = _Job(path.name, runs)
         points += [_point(path.name, job, run) for run in runs]
         notes += _notes(job)
-    return Published(points, notes, trivial_median_error=_TRIVIAL)
+    return Published(
+        points,
+        notes,
+        trivial_median_error=_TRIVIAL,
+        lacks="a bandwidth that depends on the number of nodes",
+    )
 
 
 def _point(name: str, job: _Job, run: _PolluxRun) -> MeasuredStep:
@@ -213,6 +218,8 @@ def _point(name: str, job: _Job, run: _PolluxRun) -> MeasuredStep:
         measured_s=run.measured_s,
         build=partial(job.case, run),
         calibrates=calibrates,
+        part=f"{job.model} ({name})",
+        group=f"on {len(run.placement)} nodes",
     )
 
 

@@ -335,6 +335,8 @@ def read(folder: Path) -> Published:
             build=partial(given.case, plan),
             memory_bytes=plan.memory_bytes or None,
             calibrates="its microbatch's factor and memory are from it" if plan in used else "",
+            part=plan.model,
+            group=f"of {plan.model} in {len(plan.stages)} stages",
         )
         for plan in plans
     ]
@@ -345,7 +347,13 @@ def read(folder: Path) -> Published:
         "assumed: FP32 gradients in one ring after backward at the largest bandwidth of one pair",
         *given.notes(),
     ]
-    return Published(points, notes, source_median_error=_THEIRS, trivial_median_error=_TRIVIAL)
+    return Published(
+        points,
+        notes,
+        source_median_error=_THEIRS,
+        trivial_median_error=_TRIVIAL,
+        lacks="what a step of several stages takes once, not in each microbatch",
+    )
 
 
 READER = SetReader.of_tables("a CSV with stage_replicas and gradient_sync_s", _COLUMNS, read)

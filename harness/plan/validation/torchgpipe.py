@@ -131,6 +131,7 @@ def _point(model: _Model, run: _GPipeRun) -> MeasuredStep:
         measured_s=run.batch / run.samples_per_s,
         build=partial(model.case, run),
         calibrates=calibrates,
+        part=run.model,
     )
 
 

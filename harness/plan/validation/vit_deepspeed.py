@@ -16,10 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from harness.domain.cluster import Cluster
 from harness.errors import DataError
 from harness.inputs import find_number
-from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.importing.tables import Row, has_columns, read_table
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.options import SimulatorOptions
@@ -52,6 +54,8 @@ class _DeepSpeedRun(NamedTuple):
         setting: path of the cluster's directory, from the set's.
         share: of the data in an epoch.
         local: samples of one GPU in a step.
+        n_each: GPUs of each node.
+        kinds: of the GPUs, by rank.
         step_s: median over epochs of the slowest rank.
     """
 
@@ -59,8 +63,8 @@ class _DeepSpeedRun(NamedTuple):
     share: float
     local: int
     n_devices: int
-    is_one_node: bool
-    device_kind: str
+    n_each: int
+    kinds: tuple[str, ...]
     step_s: float
 
 
@@ -69,12 +73,11 @@ class _Group:
 
     def __init__(self, runs: Sequence[_DeepSpeedRun]) -> None:
         self.runs = runs
-        alone = [run for run in runs if run.n_devices == 1]
-        several = sorted(
-            (run for run in runs if run.n_devices > 1), key=lambda run: (run.n_devices, -run.share)
-        )
-        self.alone = max(alone, key=lambda run: run.share, default=None)
-        self.pair = several[0] if several and self.alone else None
+        self.alone: dict[str, _DeepSpeedRun] = {}
+        for run in sorted((run for run in runs if run.n_devices == 1), key=lambda run: run.share):
+            self.alone[run.kinds[0]] = run
+        several = [run for run in runs if run.n_devices > 1 and not self._why_not(run)]
+        self.pair = min(several, key=lambda run: (run.n_devices, -run.share), default=None)
         self.bandwidth = _MOST_BYTES_PER_S
         if self.pair is not None:
             pair = self.pair
@@ -87,31 +90,48 @@ class _Group:
 
     def case(self, run: _DeepSpeedRun) -> SimulatedRun:
         """At the calibrated bandwidth."""
-        if self.alone is None:
-            raise NotExpressedError("no run on one GPU has its batch on this cluster")
+        why_not = self._why_not(run)
+        if why_not:
+            raise NotExpressedError(why_not)
         return self._case(run, self.bandwidth)
 
+    def _why_not(self, run: _DeepSpeedRun) -> str:
+        """Why a run cannot be predicted, or nothing."""
+        for kind in run.kinds:
+            if kind not in self.alone:
+                return f"no run on one {kind} has its batch on this cluster"
+        if run.n_each not in (1, run.n_devices):
+            return "no run tells the links within its nodes from those between them"
+        return ""
+
     def _case(self, run: _DeepSpeedRun, bandwidth: float) -> SimulatedRun:
-        assert self.alone is not None, "a case needs the time of one GPU"
         n = run.n_devices
-        cluster = Cluster.uniform(
-            1 if run.is_one_node else n,
-            n if run.is_one_node else 1,
-            inside_bytes_per_s=bandwidth,
-            memory_bytes=2**50,
-            kind=run.device_kind,
-        )
         each = _PARAMETERS * 4 // _N_LAYERS
         graph = chain_graph(
             "vit_b_16", [PlannedLayer(f"layer{k}", each, 4) for k in range(_N_LAYERS)], 1
         )
-        layer_s = self.alone.step_s / _N_LAYERS
-        time = LayerTime(layer_s * _FORWARD, layer_s * (1 - _FORWARD))
-        profile = layer_profile(graph, {TimeKey(run.device_kind, run.local): [time] * _N_LAYERS})
+        layer_s = {kind: self.alone[kind].step_s / _N_LAYERS for kind in run.kinds}
+        times = {
+            TimeKey(kind, run.local): [LayerTime(s * _FORWARD, s * (1 - _FORWARD))] * _N_LAYERS
+            for kind, s in layer_s.items()
+        }
+        profile = layer_profile(graph, times)
         options = SimulatorOptions(overlap=False, bucket_bytes=2**50)
-        simulator = Simulator(graph, profile, cluster, options=options)
+        simulator = Simulator(graph, profile, _cluster(run, bandwidth), options=options)
         strategy = profiled_layout(ParallelLayout(dp=n), simulator, n * run.local)
         return SimulatedRun(simulator, strategy)
+
+
+def _cluster(run: _DeepSpeedRun, bandwidth: float) -> Cluster:
+    uniform = Cluster.uniform(
+        run.n_devices // run.n_each, run.n_each, inside_bytes_per_s=bandwidth, memory_bytes=2**50
+    )
+    kinds = iter(run.kinds)
+    nodes = [
+        replace(node, devices=[replace(device, kind=next(kinds)) for device in node.devices])
+        for node in uniform.nodes
+    ]
+    return replace(uniform, nodes=nodes)
 
 
 def _run(path: Path, root: Path) -> _DeepSpeedRun | None:
@@ -128,10 +148,18 @@ def _run(path: Path, root: Path) -> _DeepSpeedRun | None:
         share=share,
         local=local,
         n_devices=n,
-        is_one_node=len({row.text("GPU_ID") for row in rows}) > 1,
-        device_kind=rows[0].text("GPU_Name") or "GPU",
+        n_each=len({row.text("GPU_ID") for row in rows}),
+        kinds=_kinds(rows, n, path),
         step_s=_epoch_s(rows) / n_steps,
     )
+
+
+def _kinds(rows: Sequence[Row], n: int, path: Path) -> tuple[str, ...]:
+    """The kind of each rank's GPU."""
+    kinds = {row.count("Rank", 0): row.text("GPU_Name") or "GPU" for row in rows}
+    if len(kinds) != n:
+        raise DataError(f"{path} has rows of {len(kinds)} ranks, its directory is of {n} GPUs")
+    return tuple(kinds[rank] for rank in sorted(kinds))
 
 
 def _epoch_s(rows: Sequence[Row]) -> float:
@@ -175,7 +203,7 @@ def read(folder: Path) -> Published:
 
 def _point(group: _Group, run: _DeepSpeedRun) -> MeasuredStep:
     calibrates = ""
-    if run is group.alone:
+    if run in group.alone.values():
         calibrates = "the time of computing is that of this run"
     elif run is group.pair:
         calibrates = "the bandwidth is from this run"
@@ -186,13 +214,14 @@ def _point(group: _Group, run: _DeepSpeedRun) -> MeasuredStep:
         measured_s=run.step_s,
         build=partial(group.case, run),
         calibrates=calibrates,
+        part=run.setting,
     )
 
 
 def matches(folder: Path) -> bool:
     """Whether a run's directory lies below it."""
     return any(
-        _NAME.fullmatch(path.parent.name) and set(_COLUMNS) <= set(header_of(path))
+        _NAME.fullmatch(path.parent.name) and has_columns(path, _COLUMNS)
         for path in folder.rglob(_FILE)
     )
 

@@ -55,10 +55,17 @@ def test_pipeline_of_a_layout_fills_and_drains(
     assert step["step_s"] == pytest.approx(3 * 3 + 2 * 0.25)
 
 
-def test_columns_may_stand_in_any_order_and_in_capitals_parted_by_semicolons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "times",
+    [
+        "backward_s;forward_s\r\n50;2;a;1;2;1\r\n",
+        "Backward (ms);Forward_us\r\n50;2;a;1;2000;1000000\r\n",
+    ],
+)
+def test_columns_may_stand_in_any_order_in_capitals_in_other_units_parted_by_semicolons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], times: str
 ) -> None:
-    text = "Output_Bytes;microbatch;LAYER;tp;backward_s;forward_s\r\n50;2;a;1;2;1\r\n"
+    text = "Output_Bytes;microbatch;LAYER;tp;" + times
     (tmp_path / "gpt.csv").write_bytes(text.encode())
     words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path)]
     assert main(["import", *words]) == 0

@@ -51,6 +51,30 @@ def test_tesla_machines_are_better_used_one_by_one_at_batch_16(
     assert found["regret"] == 0
 
 
+def test_unlike_gpus_need_a_run_on_one_of_each_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Seconds of an epoch of 100, 10, 50, 25 and 34 steps.
+    runs = {
+        "1_GPU/p1_b500_e1": (100, "A"),
+        "1_GPU/p0.1_b500_e1": (30, "B"),
+        "2_GPUs/p1_b500_e1": (60, "AA"),
+        "2_GPUs/p0.5_b500_e1": (80, "AB"),
+        "3_GPUs/p1_b500_e1": (60, "AAC"),
+    }
+    for name, (seconds, kinds) in runs.items():
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        rows = [f"{rank},1,{seconds},0,{kind}" for rank, kind in enumerate(kinds)]
+        header = "Rank,Epoch,Computation_Time,GPU_ID,GPU_Name"
+        (folder / "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
+    (found,) = validated(capsys, tmp_path)
+    assert found["not_expressed"] == {
+        "calibrates the others": 3, "no run on one C has its batch on this cluster": 1}  # fmt: skip
+    # 3 s of B and 0.2 s of synchronisation, which the pair of A shows.
+    assert found["median_error"] == pytest.approx(0, abs=1e-6)
+
+
 def test_pollux_needs_the_bandwidth_of_one_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
