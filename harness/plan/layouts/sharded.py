@@ -117,9 +117,8 @@ def recomputed_bytes(
     for stage, (begin, end) in enumerate(pairwise((0, *ends.tolist()))):
         cuts = [end]
         if shard_state == "parameters":
-            cuts = [
-                begin + cut for cut in fill(costs.weight_bytes[begin:end], options.bucket_bytes)
-            ]
+            weights = costs.weight_bytes[begin:end].tolist()
+            cuts = [begin + cut for cut in fill(weights, options.bucket_bytes)]
         for a, b in pairwise((begin, *cuts)):
             again[stage] = max(again[stage], costs.kept_bytes[a:b].sum())
             is_read = (last_reader[a:b] >= b) & (last_reader[a:b] < end)

@@ -125,7 +125,7 @@ def lines(validations: Sequence[Validation]) -> list[str]:
     found = table(heads, rows)
     for one in validations:
         found += ["", f"{one.set}:"]
-        failures = [line for scores in (one, *one.parts) for line in _failures(scores)]
+        failures = [*_failures(one), *(line for part in one.parts for line in _failures(part))]
         found += [f"  {line}" for line in (*one.notes, *failures, *one.missing)]
         if one.memory_median_error is not None:
             found.append(f"  memory: median error {one.memory_median_error:.1%} of the peak")
