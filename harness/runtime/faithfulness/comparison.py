@@ -24,6 +24,7 @@ from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.faithfulness.first_difference import find_first_difference
+from harness.runtime.faithfulness.hidden_state import count_on, counters, writes_copies
 from harness.runtime.faithfulness.outcomes import (
     EXACT,
     Narrowing,
@@ -49,6 +50,8 @@ from harness.runtime.ranks.world import World
 # Different, above 1 for batch normalization, and small because models are large.
 _SIZES = (3, 2)
 _SEED = 20
+# Steps after which a model that counts may compute something else.
+_LATER = (7, 100, 10_000, 10_000_000)
 _LONGEST = 160  # characters quoted from another library's message
 
 Keep = Callable[[Tensor], Tensor]
@@ -93,8 +96,8 @@ class _Side:
 def hold_to_model(task: Task, captured: Captured, name: str, dtype: str = "fp32") -> None:
     """Check that a captured graph trains as its model does, on the model's device.
 
-    Costs four forward and backward passes of two or three samples, and memory for gradients and
-    copies of buffers. Restores the model.
+    Costs four forward and backward passes of two or three samples and one forward pass, and memory
+    for gradients and copies of buffers. Restores the model.
 
     Args:
         dtype: training dtype, as in `Precision`; the check runs in fp32 and under its autocast.
@@ -156,13 +159,36 @@ class _Comparison:
     def run(self) -> None:
         before = fingerprint(self._task.model)
         batches, expected = self._train_model()
-        if not torch.equal(before, fingerprint(self._task.model)):
+        is_written = not torch.equal(before, fingerprint(self._task.model))
+        if is_written or writes_copies(self._task.model, lambda: self._call_model(batches[-1])):
             raise ModelError(
                 f"the forward of {self._name} writes its own parameters, which a graph cannot: "
                 "write them between steps, or train it by --engine torch, which needs no plan"
             )
         if not is_equal(self._train_graph(batches), expected):
             self._explain(batches)
+        self._check_counters(batches[:1])
+
+    def _check_counters(self, batches: Sequence[Batch]) -> None:
+        """Refuse a model that will compute something else in a later step, because forward counts.
+
+        Raises:
+            ModelError: names the attribute.
+        """
+        model = self._task.model
+        found = counters(model, lambda: self._call_model(batches[0]))
+        expected = self._train(self._model, batches, keep=values_of) if found else []
+        for n_steps in _LATER if found else ():
+            with preserved(model):
+                count_on(model, found, n_steps)
+                later = self._train(self._model, batches, keep=values_of)
+            if difference_of(later, expected) > rounding_of(model, self._precision.dtype):
+                names = ", ".join(".".join(filter(None, key)) for key in found)
+                raise ModelError(
+                    f"the forward of {self._name} counts in {names} and computes otherwise when "
+                    f"that is {n_steps} larger, which a graph cannot: choose between steps, or "
+                    "train it by --engine torch, which needs no plan"
+                )
 
     # Running
 
@@ -170,9 +196,9 @@ class _Comparison:
         return [draw_batch(self._task, n, k, self._device) for k, n in enumerate(sizes)]
 
     def _train_model(self) -> tuple[list[Batch], list[TrainedBatch]]:
-        """Train batches of `_SIZES`, or one of the captured size if the model accepts no other."""
+        """Train batches of `_SIZES`, or two of the captured size if the model accepts no other."""
         reasons: list[str] = []
-        for sizes in (_SIZES, (self._captured.graph.batch or 1,)):
+        for sizes in (_SIZES, (self._captured.graph.batch or 1,) * 2):
             try:
                 batches = self._batches(sizes)
                 return batches, self._train(self._model, batches)

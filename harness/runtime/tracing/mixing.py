@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 
 from harness.runtime.capture.meta_copy import meta_copy
@@ -27,6 +28,7 @@ from harness.runtime.capture.meta_run import parameters_of, tensors_in_order
 from harness.runtime.capture.operators import draws_random, function_name, is_known, is_opaque
 from harness.runtime.capture.sample_dims import Values
 from harness.runtime.devices.precision import has_gradients
+from harness.runtime.tracing.constructs import ConstructError
 from harness.runtime.tracing.functions import GradientHooks
 
 _log = logging.getLogger(__name__)
@@ -65,7 +67,10 @@ class SampleMixing:
         self._known: dict[str, _Mixing] = {}
 
     def mixes(self, node: fx.Node, kind: str) -> bool:
-        """Whether a sample's result depends on other samples or on the batch size."""
+        """Whether a sample's result, or a running statistic, depends on other samples or on the
+        batch size."""
+        if self._keeps_statistics(node):
+            return True
         is_opaque_node = is_opaque(node, self._modules)
         mixing = self._classify_opaque(node) if is_opaque_node else self._classify(node, kind)
         if mixing is _Mixing.UNKNOWN:
@@ -132,6 +137,25 @@ class SampleMixing:
             return False
         n_dims = first.values[0].dim()
         return (kind in _ROW_WISE and n_dims > 1) or (kind in _BATCHED and n_dims == 4)
+
+    def _keeps_statistics(self, node: fx.Node) -> bool:
+        """Whether an instance norm averages the statistics of all samples in buffers.
+
+        Raises:
+            ConstructError: by a function, whose buffers a graph cannot keep.
+        """
+        if node.op == "call_module":
+            module = self._modules[str(node.target)]
+            is_training = isinstance(module, _InstanceNorm) and module.training
+            return is_training and bool(module.track_running_stats)
+        buffers = {name for name, _ in self._module.named_buffers()}
+        held = (str(n.target) for n in node.all_input_nodes if n.op == "get_attr")
+        if function_name(node.target) == "instance_norm" and not buffers.isdisjoint(held):
+            raise ConstructError(
+                "forward gives running statistics to the function instance_norm: use a module, "
+                "such as nn.InstanceNorm2d, or train it by --engine torch, which needs no plan"
+            )
+        return False
 
     def _is_norm(self, node: fx.Node) -> bool:
         is_module = node.op == "call_module"

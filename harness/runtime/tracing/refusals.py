@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+import torch
+from torch import nn
+
 from harness.errors import HarnessError, ModelError, first_line
 from harness.inputs import one_line
 from harness.runtime.ranks.failures import users_line
@@ -62,11 +65,30 @@ _CONSTRUCTS = (
         "compute by torch's functions",
     ),
     (
+        r"attribute '(code|graph)' already exists|Code has not been generated",
+        "the model has a member with the name 'code' or 'graph', which torch.fx uses itself",
+        "give it another name",
+    ),
+    (
         r"Expected positional argument for parameter|missing a required argument",
         "forward takes more tensors than it is fed",
         "give the others a default",
     ),
 )
+
+
+def check_script(name: str, model: nn.Module) -> None:
+    """Refuse TorchScript, which hides its operators.
+
+    Raises:
+        ModelError: names the module.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name} cannot be captured: {path or 'the model'} is TorchScript: build it from "
+                f"modules of its own, {_REMEDY}"
+            )
 
 
 def refusal(name: str, *reasons: Exception) -> ModelError:

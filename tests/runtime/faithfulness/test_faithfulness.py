@@ -188,6 +188,24 @@ def test_a_forward_that_writes_parameters_is_refused():
         hold(net(clipping), Net())
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("habit_teacher", "writes its own parameters"),
+        ("habit_counting", "counts in n_steps and computes otherwise when that is 100 larger"),
+        ("habit_stateful", "does not train what the model does: with 8 samples"),
+        ("habit_kept", "does not train what the model does: with 2 samples"),
+        ("habit_function_norm", "gives running statistics to the function instance_norm"),
+        ("habit_scripted", "b is TorchScript: build it from modules of its own"),
+        ("habit_hyper", "has a member with the name 'code' or 'graph'"),
+    ],
+)
+def test_state_beside_the_graph_is_refused(name, words):
+    task = ZOO[name].task()
+    with pytest.raises(ModelError, match=words):
+        hold_to_model(task, capture(task, 8, name), name)
+
+
 class Moody(BufferAdded):
     """Changes all that a forward can change of its model."""
 

@@ -155,3 +155,7 @@ def test_microbatches_are_refused_by_the_operators_name():
         validate(strategy, graph, cluster)
     validate(builders.ddp(graph, cluster, 8), graph, cluster)
     assert builders.ddp(graph, cluster, 8).operators["roll"].partition == {}
+
+
+def test_an_instance_norm_with_running_statistics_is_kept_whole():
+    assert mixing_of(ZOO["habit_instance_norm"].task()) == ["InstanceNorm2d"]

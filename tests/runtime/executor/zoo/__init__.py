@@ -3,6 +3,7 @@ models of libraries."""
 
 from zoo.base import ZooModel
 from zoo.contexts import CONTEXTS
+from zoo.habits import HABITS
 from zoo.language import LANGUAGE
 from zoo.layers import LAYERS
 from zoo.libraries import LIBRARIES
@@ -13,5 +14,5 @@ from zoo.users import OWN
 __all__ = ["ZOO", "ZooModel"]
 
 ZOO: dict[str, ZooModel] = {
-    **CONTEXTS, **SAMPLES, **STATES, **LAYERS, **OWN, **LANGUAGE, **LIBRARIES,
+    **CONTEXTS, **SAMPLES, **STATES, **LAYERS, **OWN, **HABITS, **LANGUAGE, **LIBRARIES,
 }  # fmt: skip

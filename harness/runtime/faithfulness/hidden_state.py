@@ -1,0 +1,89 @@
+"""State that forward keeps outside of a graph, and that two batches of equal weights do not show:
+parameters that average others, and counts that choose another computation in a later step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.runtime.devices.precision import has_gradients
+from harness.runtime.engines.replicas import fingerprint
+from harness.runtime.faithfulness.outcomes import preserved
+
+Counter = tuple[str, str]
+"""Path of a module, and the name of its attribute."""
+
+_FEW = 16
+
+
+def writes_copies(model: nn.Module, forward: Callable[[], object]) -> bool:
+    """Whether forward writes a parameter that is a copy of another, as that of a teacher, whose
+    average with the other has the same value until the first step. Restores the model."""
+    copies = _copied_parameters(model)
+    if not copies:
+        return False
+    values = [parameter.detach().clone() for parameter in copies]
+    try:
+        with preserved(model):
+            with torch.no_grad():
+                for parameter in copies:
+                    parameter.add_(0.01 * torch.randn_like(parameter))
+            before = fingerprint(model)
+            forward()
+            return not torch.equal(before, fingerprint(model))
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(copies, values, strict=True):
+                parameter.copy_(value)
+
+
+def _copied_parameters(model: nn.Module) -> list[Tensor]:
+    """Parameters that are copies of an earlier one, or nearly; constants, as in fresh norms, are
+    left out. Few elements are compared first, because layers have equal shapes."""
+    alike: dict[tuple[Any, ...], list[Tensor]] = {}
+    found: list[Tensor] = []
+    for parameter in model.parameters():
+        values = parameter.detach()
+        if not values.numel() or not has_gradients(values) or _is_constant(values):
+            continue
+        earlier = alike.setdefault((values.shape, values.dtype, values.device), [])
+        if any(_is_near(one, values) for one in earlier):
+            found.append(parameter)
+        earlier.append(values)
+    return found
+
+
+def _is_constant(values: Tensor) -> bool:
+    return bool((values == values.flatten()[0]).all())
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    pairs = ((one.flatten()[:_FEW], other.flatten()[:_FEW]), (one, other))
+    return all(bool((a - b).abs().max() <= 1e-3 * a.abs().max()) for a, b in pairs)
+
+
+def counters(model: nn.Module, forward: Callable[[], object]) -> list[Counter]:
+    """Numbers among the modules' attributes that forward changes. Restores the model."""
+    with preserved(model):
+        before = _numbers(model)
+        forward()
+        return [key for key, value in _numbers(model).items() if before.get(key) != value]
+
+
+def _numbers(model: nn.Module) -> dict[Counter, int | float]:
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def count_on(model: nn.Module, found: Sequence[Counter], n_steps: int) -> None:
+    """Set counters as after some more steps."""
+    for path, name in found:
+        module = model.get_submodule(path)
+        setattr(module, name, getattr(module, name) + n_steps)
