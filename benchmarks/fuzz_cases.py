@@ -10,22 +10,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec.structs import replace
+from fuzz_values import (
+    small_cluster,
+    small_graph,
+    small_prediction,
+    small_profile,
+    small_strategy,
+)
 
-from harness.domain.cluster import Cluster, CollectivePoint
-from harness.domain.fingerprint import fingerprint
-from harness.domain.graph import Graph, Operator
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
 from harness.domain.hostfile import load_hostfile
-from harness.domain.prediction import PREDICTION_FILE, Prediction
-from harness.domain.profile import Measurement, Profile, WholeStep
-from harness.domain.record import Span
-from harness.domain.strategy import OperatorPlan, Stage, Strategy, check_fresh, validate
+from harness.domain.prediction import PREDICTION_FILE
+from harness.domain.profile import Profile
+from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import ConfigError, PlanError
 from harness.inputs import decode_text
 from harness.measure.derive.prediction import read_prediction
 from harness.measure.store import find_runs
 from harness.nodes.mpi import explain_mpirun, parse_hello
 from harness.nodes.parse import parse_facts
+from harness.plan.advise.prices import load_prices
 from harness.plan.cli import parse_topology
 from harness.plan.costs import COSTS
 from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
@@ -35,6 +40,9 @@ from harness.plan.formats.flexflow import parse_console, parse_text, print_conso
 from harness.plan.formats.flexflow_protobuf import parse_protobuf, print_protobuf
 from harness.plan.formats.pipedream_graph import parse_graph_txt
 from harness.plan.formats.pipedream_plan import PipeDreamPlan
+from harness.plan.importing.curves import read_collectives
+from harness.plan.importing.times import read_layer_times, read_operators
+from harness.plan.layouts.degrees import parse_layout
 from harness.plan.roofline import estimate_profile
 from harness.plan.show import show_file
 from harness.plot.imports import ImportFacts, import_logs
@@ -44,6 +52,7 @@ from harness.units import parse_bandwidth, parse_bytes, parse_duration
 from harness.virtual import state
 from harness.virtual.plan import make_plan
 from harness.virtual.state import Saved, State
+from harness.workloads.train.requests import REQUEST_FILE, read_request
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SEEDS = Path(__file__).resolve().parent / "fuzz_seeds"
@@ -60,77 +69,6 @@ class Reader:
 
     seeds: Callable[[], list[bytes]]
     read: Callable[[bytes, Path], object]
-
-
-def small_graph() -> Graph:
-    shape = {"sample": 20, "feature": 8}
-    return Graph(
-        name="mini",
-        batch=20,
-        operators=[
-            Operator(name="input", kind="input", shape=shape, activation_bytes=640),
-            Operator(
-                name="fc1", kind="linear", inputs=["input"], shape=shape, forward_flops=1e4,
-                backward_flops=2e4, parameter_bytes=256, activation_bytes=640,
-                attrs={"in_features": 8, "out_features": 8},
-            ),
-            Operator(
-                name="pool", kind="pool", inputs=["fc1"], shape={**shape, "height": 4, "width": 4},
-                activation_bytes=640, attrs={"kernel": [2, 2], "stride": 2, "padding": 0},
-            ),
-            Operator(name="loss", kind="loss", inputs=["pool"], shape={"sample": 20}),
-        ],
-    )  # fmt: skip
-
-
-def small_cluster() -> Cluster:
-    cluster = Cluster.uniform(3, 1, inside_bytes_per_s=1e9, memory_bytes=2**30, latency_s=1e-5)
-    device = {"flops_per_s": {"float32": 1e12}}
-    nodes = [
-        replace(node, devices=[replace(one, **device) for one in node.devices])
-        for node in cluster.nodes
-    ]
-    point = CollectivePoint(
-        operation="all_reduce", transport="gloo", n_ranks=3, n_bytes=1024, duration_s=1e-3
-    )
-    return replace(cluster, nodes=nodes, collectives=[point])
-
-
-def small_profile() -> Profile:
-    points = [
-        Measurement(
-            device_kind="device", operator=name, forward_s=n / 1000, backward_s=n / 500,
-            shape={"sample": n, "feature": 8}, saved_bytes=10, spread=0.1, n_samples=9,
-        )
-        for name in ("fc1", "pool", "loss")
-        for n in (5, 10, 20)
-    ]  # fmt: skip
-    step = WholeStep(
-        device_kind="device", batch=20, dtype="float32", step_s=0.2, operators_s=0.19,
-        graph_hash=small_graph().content_hash(),
-    )  # fmt: skip
-    return Profile(model="mini", measurements=points, whole_steps=[step])
-
-
-def small_strategy() -> Strategy:
-    return Strategy(
-        name="p", batch=20, n_microbatches=4, schedule="1f1b",
-        stages=[Stage(), Stage(recompute=True)],
-        operators={
-            "fc1": OperatorPlan({"sample": [2, 1]}, [0, 1]),
-            "pool": OperatorPlan({}, [2], 1),
-            "loss": OperatorPlan({}, [2], 1),
-        },
-        made_for=fingerprint(small_graph(), small_cluster()),
-    )  # fmt: skip
-
-
-def small_prediction() -> Prediction:
-    span = Span(kind="forward", start_s=0.0, duration_s=0.1, stage=0, microbatch=0)
-    return Prediction(
-        strategy="p", method="search", step_s=0.2, memory_bytes={"node0:0": 1},
-        spans={"0": [span], "1": []}, contention_s={"0": 0.1}, calibrations={"device": 1.0},
-    )  # fmt: skip
 
 
 def _profile(data: bytes, _: Path) -> None:
@@ -186,6 +124,8 @@ def _flags(text: str) -> None:
         flag, *values = line.split(" ")
         if flag == "topology":
             parse_topology(" ".join(values), COSTS["simulator"].most_devices)
+        elif flag == "layout":
+            parse_layout(" ".join(values))
         elif flag == "dlrm":
             dlrm_graph(parse_dlrm(*[*values, "", "", ""][:3], batch=1024))
         else:
@@ -254,6 +194,24 @@ def _click_seeds() -> list[bytes]:
         written["X_cat"] = np.ones((6, 2), np.int64)
         written["y"] = np.ones(6, np.float32)
     return [file.getvalue()]
+
+
+def _questions(path: Path) -> None:
+    from harness.runtime.data.text.squad import _read
+
+    list(_read(path))
+
+
+def _sentences(path: Path) -> None:
+    from harness.runtime.data.text.sst2 import _read
+
+    _read(path)
+
+
+def _vocabulary(path: Path) -> None:
+    from harness.runtime.data.text.sequences import Vocabulary
+
+    Vocabulary(path)
 
 
 def _virtual(path: Path) -> None:
@@ -351,7 +309,12 @@ READERS: dict[str, Reader] = {
     "show": Reader(lambda: [*_planned(), *_seed("graph.txt")()], _file("shown", show_file)),
     "quantities": Reader(_literal("16MiB bytes\n1.25GB/s rate\n500us s"), _any_text(_quantities)),
     "flags": Reader(
-        _literal("topology 4x4", "dlrm 8x100x64 64-512-64 576-1024-1", "v 1gbit 0.4,1 2GiB 500us"),
+        _literal(
+            "topology 4x4",
+            "layout tp=2,dp=4,cuts=6-12,shares=2-1",
+            "dlrm 8x100x64 64-512-64 576-1024-1",
+            "v 1gbit 0.4,1 2GiB 500us",
+        ),
         _any_text(_flags),
     ),
     "environment": Reader(
@@ -376,6 +339,23 @@ READERS: dict[str, Reader] = {
     "virtual_state": Reader(_virtual_seeds, _file("cluster.json", _virtual)),
     "run_header": Reader(_sample("run.json"), _run("run.json")),
     "records": Reader(_sample("rank0.jsonl"), _run("rank0.jsonl")),
+    "layer_times": Reader(
+        _seed("layers.csv"), _file("l.csv", lambda path: read_layer_times(path, device_kind="a"))
+    ),
+    "operator_times": Reader(
+        _seed("operators.csv"),
+        _file("o.csv", lambda path: read_operators(path, device_kind="a", batch=8, n_layers=2)),
+    ),
+    "collectives": Reader(
+        _seed("nccl_tests.txt", "curve.csv"), _file("all_reduce_2gpus.csv", read_collectives)
+    ),
+    "prices": Reader(_seed("prices.toml"), _file("prices.toml", load_prices)),
+    "control": Reader(
+        _seed("change.request.json"), _file(REQUEST_FILE, lambda path: read_request(path.parent))
+    ),
+    "questions": Reader(_seed("squad.json"), _file("train-v1.1.json", _questions)),
+    "sentences": Reader(_seed("sst2.tsv"), _file("train.tsv", _sentences)),
+    "vocabulary": Reader(_seed("vocab.txt"), _file("vocab.txt", _vocabulary)),
     "epoch_csv": Reader(_seed("epochs_2gpu.csv"), _imported("epochs_2gpu.csv")),
     "deepspeed_log": Reader(_seed("deepspeed.log"), _imported("deepspeed_2gpu.log")),
 }

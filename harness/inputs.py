@@ -40,7 +40,10 @@ _CODECS = (
 
 def shorten(value: object, most: int = _LONGEST_SHOWN) -> str:
     """A value for an error message: quoted, on one line, cut if long."""
-    text = repr(value[: most + 1] if isinstance(value, str | bytes) else value)
+    try:
+        text = repr(value[: most + 1] if isinstance(value, str | bytes) else value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = "a number of too many digits"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -57,16 +57,20 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Read a bandwidth such as `1gbit`, `100mbit`, `1.25e9`, `1.25GB/s`; returns bytes/s.
+    """Read a bandwidth such as `1gbit`, `1Gbps`, `1.25e9`, `1.25GB/s`; returns bytes/s.
 
     Raises:
-        ConfigError: not a bandwidth, or above 1e18 bytes/s.
+        ConfigError: not a bandwidth, above 1e18 bytes/s, or of bits or bytes, as `1Gb/s`.
     """
     example = "1gbit, 1.25GB/s or 1.25e9 (bytes/s)"
     number, unit = _split(text, "bandwidth", example)
-    lowered = unit.lower().removesuffix("/s").removesuffix("ps")
-    is_bits = lowered.endswith("bit")
-    prefix = lowered.removesuffix("bit") if is_bits else lowered.removesuffix("b")
+    name = unit.removesuffix("/s").removesuffix("ps")
+    is_bits = name.lower().endswith("bit") or unit.endswith("bps")
+    if name.endswith("b") and not is_bits:
+        raise ConfigError(
+            f"bandwidth {text!r} is of bits or of bytes: write it like {example}, with B for bytes"
+        )
+    prefix = name.lower().removesuffix("bit").removesuffix("b")
     value = number * _scale(prefix, text, "bandwidth", example) / (8 if is_bits else 1)
     return _check(value, _MOST_BYTES_PER_S, text, "bandwidth", "1e18 bytes/s")
 

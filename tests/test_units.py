@@ -26,10 +26,19 @@ def test_sizes(text, n_bytes):
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("1gbit", 1.25e8), ("100mbit", 1.25e7), ("1.25GB/s", 1.25e9), ("1e10", 1e10), ("8bit", 1.0)],
-)
+    [
+        ("1gbit", 1.25e8), ("100mbit", 1.25e7), ("1.25GB/s", 1.25e9), ("1e10", 1e10), ("8bit", 1.0),
+        ("1Gbps", 1.25e8), ("1GBps", 1e9), ("100 Mbit/s", 1.25e7), ("1GiB/s", 2**30), ("5", 5.0),
+    ],
+)  # fmt: skip
 def test_bandwidths(text, rate):
     assert parse_bandwidth(text) == rate
+
+
+@pytest.mark.parametrize("text", ["1Gb/s", "10gb/s", "1gb"])
+def test_a_bandwidth_of_bits_or_bytes_is_refused(text):
+    with pytest.raises(ConfigError, match="is of bits or of bytes: write it"):
+        parse_bandwidth(text)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("500us", 5e-4), ("2", 2.0), ("5min", 300.0)])

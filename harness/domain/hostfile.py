@@ -252,7 +252,7 @@ def _ipv6(name: str, _: str) -> str | None:
 
 def _colon(name: str, slots: str) -> str | None:
     """`node1:4` of MPICH and Intel MPI; a large number, as in `node1:2222`, is a port."""
-    match = re.fullmatch(rf"(?:[^@:]*@)?({_NAME}):(.*)", name, re.ASCII)
+    match = re.fullmatch(rf"(?:[^@:]*@)?({_NAME}):(.+)", name, re.ASCII)
     if match is None:
         return None
     number = find_int(match[2])

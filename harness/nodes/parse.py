@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from collections.abc import Collection, Iterable
@@ -112,7 +113,7 @@ def parse_cpu_list(text: str) -> int | None:
         if match is None:
             return None
         first, last = int(match.group(1)), int(match.group(2) or match.group(1))
-        count += last - first + 1
+        count += max(0, last - first + 1)
     return count
 
 
@@ -156,7 +157,8 @@ def parse_interfaces(sections: Sections) -> tuple[InterfaceFacts, ...]:
     links = {m[1]: m for line in sections["links"].lines if (m := _LINK.match(line))}
     networks: dict[str, list[str]] = {}
     for line in sections["addresses"].lines:
-        if match := re.match(r"\d+:\s+(\S+)\s+inet6?\s+(\S+)", line):
+        match = re.match(r"\d+:\s+(\S+)\s+inet6?\s+(\S+)", line)
+        if match and _is_network(match[2]):
             networks.setdefault(match[1], []).append(match[2])
     sys_lines = (line.split() for line in sections["net_sys"].lines)
     sys = {words[0]: words[1:] for words in sys_lines if len(words) == 4}
@@ -182,6 +184,14 @@ def parse_interfaces(sections: Sections) -> tuple[InterfaceFacts, ...]:
 
 _DISK = re.compile(r".*?\s([0-9]{1,18})\s+([0-9]{1,18})\s+([0-9]{1,18})\s+[^\s%]+%\s+(/.*)$")
 _LINK = re.compile(r"^\d+:\s+([^:@\s]+)(?:@\S+)?:\s+<([^>]*)>\s+mtu\s+([0-9]{1,9})")
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_interface(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_up(flags: Collection[str]) -> bool:

@@ -39,6 +39,8 @@ _DROPPED = (
 )
 # The first match applies: ssh also prints "Host key verification failed" for a changed key, and
 # "Permission denied" for a key file that others may read.
+# A server's banner comes before ssh's messages and may be long, and the patterns are not linear.
+_LONGEST = 10_000
 _MESSAGES = [
     (Login.CHANGED_KEY, "REMOTE HOST IDENTIFICATION HAS CHANGED"),
     (Login.CHANGED_KEY, "host key for .* has changed"),
@@ -140,6 +142,7 @@ async def target(host: str) -> Target | str:
 
 def explain(stderr: str) -> Login:
     """The outcome of a failed login, by ssh's messages."""
+    stderr = stderr[-_LONGEST:]
     for login, pattern in _MESSAGES:
         if re.search(pattern, stderr):
             return login
@@ -153,7 +156,7 @@ def was_dropped(stderr: str) -> bool:
 
 def offending_file(stderr: str) -> str:
     """The file with the outdated host key; empty if ssh names none."""
-    match = re.search(r"Offending .*key in (.+):\d+", stderr)
+    match = re.search(r"Offending .*key in (.+):\d+", stderr[-_LONGEST:])
     return match[1] if match else ""
 
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.inputs import is_amount, one_line, read_file
+from harness.inputs import decode_text, is_amount, one_line, read_file, shorten
 
 HOSTS = Path("hosts")
 _NODE_KEYS = ("watts", "hour_price")
 _S_PER_HOUR = 3600.0
+_MOST_DOTS = 100  # of a line, because tomllib's time grows with their square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +47,14 @@ class Prices:
         return None if None in found else sum(watts for watts in found if watts is not None)
 
     def money_per_s(self, nodes: Iterable[str]) -> float | None:
-        """Cost of some nodes together; None where nothing is given."""
-        names = list(nodes)
-        hours = [self._of(name).hour_price for name in names]
-        watts = self.joules_per_s(names)
-        known = [price for price in hours if price is not None]
-        if len(known) not in (0, len(names)):
-            return None
-        total = sum(known)
-        has_energy = watts is not None and self.kwh_price is not None
-        if not known and not has_energy:
-            return None
-        if watts is not None and self.kwh_price is not None:
-            total += watts / 1000 * self.kwh_price
-        return total / _S_PER_HOUR
+        """Cost of some nodes together; None where nothing is given, or not of all."""
+        own = [self._of(name) for name in nodes]
+        hours = [one.hour_price for one in own if one.hour_price is not None]
+        watts = [one.watts for one in own if one.watts is not None]
+        kwh = self.kwh_price
+        energy = [] if kwh is None else [power / 1000 * kwh for power in watts]
+        is_whole = all(len(found) in (0, len(own)) for found in (hours, energy))
+        return sum([*hours, *energy]) / _S_PER_HOUR if is_whole and (hours or energy) else None
 
     def _of(self, name: str) -> NodePrice:
         return self.nodes.get(name, NodePrice())
@@ -72,13 +67,17 @@ def load_prices(path: Path) -> Prices:
         ConfigError: missing, no TOML, an unknown key, or a number below 0.
     """
     data = read_file(path, "file of prices", ConfigError, is_given=True)
+    text = decode_text(data, str(path))
+    dotted = next((line for line in text.split("\n") if line.count(".") > _MOST_DOTS), None)
+    if dotted is not None:
+        raise ConfigError(f"{path} has {shorten(dotted)}: a name has at most {_MOST_DOTS} dots")
     try:
-        content = tomllib.loads(data.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {one_line(str(error))}") from None
     currency = content.pop("currency", "")
     if not isinstance(currency, str):
-        raise ConfigError(f'{path}: currency is {currency!r}: write a name, such as "EUR"')
+        raise ConfigError(f'{path}: currency is {shorten(currency)}: write a name, such as "EUR"')
     kwh = _number(content.pop("kwh_price", None), "kwh_price", path)
     nodes = {name: _node(name, own, path) for name, own in content.items()}
     return Prices(nodes=nodes, currency=one_line(currency, 12), kwh_price=kwh)
@@ -88,7 +87,7 @@ def _node(name: str, own: Any, path: Path) -> NodePrice:
     if not isinstance(own, dict) or not set(own) <= set(_NODE_KEYS):
         raise ConfigError(
             f"{path}: {one_line(name, 60)} is not a node with {' and '.join(_NODE_KEYS)}: write "
-            "[HOST] and below it these keys"
+            'below [HOST], or ["HOST.DOMAIN"] in quotes, these keys'
         )
     return NodePrice(**{key: _number(own.get(key), f"{name}.{key}", path) for key in _NODE_KEYS})
 
@@ -97,7 +96,7 @@ def _number(value: Any, name: str, path: Path) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_amount(value):
-        raise ConfigError(f"{path}: {name} is {value!r}: it must be a number of at least 0")
+        raise ConfigError(f"{path}: {name} is {shorten(value)}: it must be a number of at least 0")
     return float(value)
 
 

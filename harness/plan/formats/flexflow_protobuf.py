@@ -69,7 +69,7 @@ def print_protobuf(entries: Sequence[Entry], generation: Generation) -> bytes:
     Raises:
         StrategyError: v1 cannot hold memory types, or a device type other than GPU.
     """
-    out = b""
+    messages = []
     for e in entries:
         if generation == "v1" and (e.device_type or e.memory_types):
             raise StrategyError(
@@ -82,8 +82,8 @@ def print_protobuf(entries: Sequence[Entry], generation: Generation) -> bytes:
             message += _encode_ints(device_type, [e.device_type or 0])
         message += _encode_ints(dims, e.dims) + _encode_ints(devices, e.devices)
         message += _encode_ints(memory_types, e.memory_types or ())
-        out += _encode_bytes(1, message)
-    return out
+        messages.append(_encode_bytes(1, message))
+    return b"".join(messages)
 
 
 def _ints(fields: list[tuple[int, int | bytes]], number: int, source: str) -> tuple[int, ...]:

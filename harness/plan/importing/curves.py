@@ -147,7 +147,7 @@ def _ranks_of_name(name: str) -> int | None:
 def _size_column(row: Row, path: Path) -> tuple[str, int]:
     """The column of sizes, and the bytes of its unit."""
     for name in row.columns:
-        found = re.fullmatch(r"size\s*[(\[_]?\s*(\w*?)[)\]]?", name.lower())
+        found = re.fullmatch(r"size\s*+[(\[_]?\s*+(\w*+)[)\]]?", name.lower())
         unit = None if found is None else found[1].removesuffix("ytes")
         if unit is not None:
             with contextlib.suppress(ConfigError):

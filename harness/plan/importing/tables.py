@@ -10,15 +10,18 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from harness.errors import DataError
-from harness.inputs import decode_text, parse_int, parse_number, read_file, shorten
+from harness.inputs import MOST_COUNT, decode_text, parse_int, parse_number, read_file, shorten
 
 _MOST_ROWS = 1_000_000
+_LONGEST_NAME = 200  # of a column, because neither joining nor matching names is linear
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 # forward_s, step time (ms); not images_per_s
 _TIME = re.compile(rf"(?P<base>.*?)(?<!per)[\s_(\[]+(?P<unit>{'|'.join(UNITS_S)})[)\]]?")
+_ALIKE = 0.7  # of two names, of which one may be the other misspelt
 
 
 class Row:
@@ -38,14 +41,14 @@ class Row:
     def text(self, column: str) -> str:
         return self._cells[column].strip()
 
-    def count(self, column: str, at_least: int = 1) -> int:
+    def count(self, column: str, at_least: int = 1, at_most: int = MOST_COUNT) -> int:
         """A whole number.
 
         Raises:
-            DataError: it is none, or below `at_least`.
+            DataError: it is none, or out of bounds.
         """
-        name = f"{self.where}: {column}"
-        return parse_int(self._cells[column], name, at_least=at_least, error=DataError)
+        name, text = f"{self.where}: {column}", self._cells[column]
+        return parse_int(text, name, at_least=at_least, at_most=at_most, error=DataError)
 
     def number(self, column: str) -> float:
         """A number >= 0; raises DataError as `count`."""
@@ -92,6 +95,8 @@ def _n_found(path: Path, columns: Sequence[str]) -> int:
 def _asked(name: str, columns: Sequence[str]) -> tuple[str, float]:
     """The column that a name of a header stands for, and the factor from its unit; the name itself
     if none."""
+    if len(name) > _LONGEST_NAME:
+        return name, 1.0
     time = _TIME.fullmatch(name.lower())
     for column in columns:
         if name.lower() == column.lower():
@@ -112,7 +117,8 @@ def _names(cells: Sequence[str]) -> list[str]:
     """Names of columns; one with commas in brackets, such as `replicas(gpu,x)`, is joined again."""
     found: list[str] = []
     for cell in cells:
-        if found and found[-1].count("(") > found[-1].count(")"):
+        last = found[-1] if found and len(found[-1]) < _LONGEST_NAME else ""
+        if last.count("(") > last.count(")"):
             found[-1] += f",{cell.strip()}"
         else:
             found.append(cell.strip())
@@ -127,7 +133,8 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
             are times, in any unit.
 
     Raises:
-        DataError: missing, not text, without a column, or a row of another length.
+        DataError: missing, not text, without a column or with one twice, or a row of another
+            length.
     """
     text = decode_text(read_file(path, "table", DataError), str(path), DataError)
     try:
@@ -143,6 +150,14 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
             f"{path} has no column {lacking[0]!r}, only {shorten(', '.join(header))}: rename or "
             "add it"
         )
+    others = [name for name in header if name not in (*columns, *optional)]
+    for name in optional:
+        near = get_close_matches(name, others, 1, _ALIKE)
+        if name not in header and near:
+            raise DataError(f"{path} has a column {near[0]!r}: is it {name!r}? rename or remove it")
+    twice = [name for name in (*columns, *optional) if header.count(name) > 1]
+    if twice:
+        raise DataError(f"{path} has column {twice[0]!r} twice: keep one")
     if len(lines) > _MOST_ROWS:
         raise DataError(f"{path} has {len(lines)} rows: {_MOST_ROWS} are the most")
     rows = []

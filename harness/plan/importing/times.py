@@ -3,7 +3,8 @@
 layer,tp,microbatch,forward_s,backward_s,device_kind,parameter_bytes,output_bytes,saved_bytes
     embedding,1,4,0.0004,0.0008,A100,209715200,4194304,0
 
-The last four columns may be missing. Bytes are of the whole layer, and of one sample's output.
+The last four columns may be missing, others are refused. Bytes are of the whole layer, and of one
+sample's output.
 
 The columns are those of NeuSight's tables of torch.fx graphs; `users`, shapes and the rest are not
 needed.
@@ -11,6 +12,7 @@ needed.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +20,7 @@ from pathlib import Path
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.errors import DataError, GraphError
-from harness.inputs import MOST_S, find_number
+from harness.inputs import MOST_S, find_number, shorten
 from harness.plan.importing.tables import Row, read_table
 from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph
 
@@ -29,6 +31,9 @@ _KIND, _PARAMETERS, _OUTPUT, _SAVED = (
     "output_bytes",
     "saved_bytes",
 )
+_MOST_SAMPLES = 2**31
+_MOST_PARTS = 2**20
+_OPTIONAL = (_KIND, _PARAMETERS, _OUTPUT, _SAVED)
 
 
 def read_layer_times(
@@ -40,9 +45,16 @@ def read_layer_times(
         device_kind: of rows that name none.
 
     Raises:
-        DataError: it is no such table, or a layer has no time at some degree and microbatch.
+        DataError: it is no such table, has another column, or a layer has no time at some degree
+            and microbatch.
     """
-    rows = read_table(path, _COLUMNS, (_KIND, _PARAMETERS, _OUTPUT, _SAVED))
+    rows = read_table(path, _COLUMNS, _OPTIONAL)
+    unknown = [name for name in rows[0].columns if name not in (*_COLUMNS, *_OPTIONAL, "")]
+    if unknown:  # perhaps misspelt, and what it says would be lost
+        raise DataError(
+            f"{path} has a column {shorten(unknown[0])}, which is none of "
+            f"{', '.join((*_COLUMNS, *_OPTIONAL))}: rename or remove it"
+        )
     layers: dict[str, PlannedLayer] = {}
     times: dict[TimeKey, dict[str, LayerTime]] = {}
     for row in rows:
@@ -54,10 +66,14 @@ def read_layer_times(
                 "them equal"
             )
         kind = row.text(_KIND) if _KIND in row.columns else ""
-        key = TimeKey(kind or device_kind, row.count("microbatch"), row.count("tp"))
+        samples, tp = row.count("microbatch", 1, _MOST_SAMPLES), row.count("tp", 1, _MOST_PARTS)
+        key = TimeKey(kind or device_kind, samples, tp)
         own = times.setdefault(key, {})
         if layer.name in own:
-            raise DataError(f"{row.where}: layer {layer.name!r} has two times at {key}: keep one")
+            raise DataError(
+                f"{row.where}: layer {layer.name!r} has two times on {key.device_kind} at tp "
+                f"{key.tp}, microbatch {key.samples}: keep one"
+            )
         own[layer.name] = LayerTime(row.number("forward_s"), row.number("backward_s"))
     for key, own in times.items():
         missing = next((name for name in layers if name not in own), None)
@@ -71,6 +87,8 @@ def read_layer_times(
 
 
 def _layer(row: Row) -> PlannedLayer:
+    if not row.text("layer"):
+        raise DataError(f"{row.where}: layer is empty: name it")
     counts = {
         name: row.count(name, 0) if name in row.columns and row.text(name) else 0
         for name in (_PARAMETERS, _OUTPUT, _SAVED)
@@ -79,11 +97,14 @@ def _layer(row: Row) -> PlannedLayer:
 
 
 def _n_parts(times: dict[TimeKey, list[LayerTime]] | dict[TimeKey, dict[str, LayerTime]]) -> int:
-    """A number of parts that every degree divides."""
-    n = 1
-    for key in times:
-        if n % key.tp:
-            n *= key.tp
+    """The least number of parts that every degree divides."""
+    n = math.lcm(*(key.tp for key in times))
+    if n > _MOST_PARTS:
+        degrees = ", ".join(map(str, sorted({key.tp for key in times})))
+        raise DataError(
+            f"a layer in parts of tp {shorten(degrees)} needs {n} heads, {_MOST_PARTS} are the "
+            "most: leave out some degrees"
+        )
     return n
 
 
@@ -186,4 +207,4 @@ def _producers(row: Row) -> list[str]:
     """Names in a dict such as {a: None, b: None}."""
     if _INPUTS not in row.columns:
         return []
-    return re.findall(r"([\w.]+)\s*:", row.text(_INPUTS))
+    return re.findall(r"(?<![\w.])([\w.]++)\s*+:", row.text(_INPUTS))

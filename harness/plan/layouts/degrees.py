@@ -75,7 +75,7 @@ def parse_layout(text: str) -> ParallelLayout:
             raise StrategyError(f"layout {shorten(text)}: write it like {_FORM}")
         found[name] = value
     degrees = {name: _degree(text, found.pop(name, "1")) for name in ("tp", "dp", "pp")}
-    lists = {name: _numbers(text, found.pop(name, "")) for name in ("cuts", "shares", "devices")}
+    lists = {name: _numbers(text, found.pop(name, None)) for name in ("cuts", "shares", "devices")}
     if found:
         raise StrategyError(
             f"layout {shorten(text)} has {shorten(next(iter(found)))}: use tp, dp, pp, cuts, "
@@ -100,8 +100,8 @@ def _degree(text: str, value: str) -> int:
     return number
 
 
-def _numbers(text: str, value: str) -> tuple[int, ...] | None:
-    if not value:
+def _numbers(text: str, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
         return None
     numbers = [find_int(part) for part in value.split("-")]
     if None in numbers:

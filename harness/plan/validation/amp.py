@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from tokenize import TokenError
 from typing import NamedTuple
 
 import numpy as np
@@ -279,8 +280,9 @@ def _layer_seconds(folder: Path, known: _Experiment) -> np.ndarray[tuple[int], _
     """Forward seconds of one sample on one device."""
     path = folder / f"known_cost/{known.model}_{known.gpu}_1.npy"
     try:
-        row = np.load(io.BytesIO(read_file(path, "times of layers", DataError)), allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        file = io.BytesIO(read_file(path, "times of layers", DataError))
+        row = np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, EOFError, MemoryError, SyntaxError, TokenError) as error:
         raise DataError(f"{path} is no array of numpy ({error}): copy it again") from None
     if row.ndim != 1 or row.dtype.kind != "f" or not 4 < len(row) < _MOST_LAYERS:
         raise DataError(f"{path} has shape {row.shape} of {row.dtype}: it needs one row of s")

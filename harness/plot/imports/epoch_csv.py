@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.errors import ResultsError
+from harness.inputs import find_int
 from harness.plot.imports.text import group, most_common, plain, read_number
 
 MIB = 2**20
@@ -290,7 +291,8 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
     headings = split(first, delimiter or ",") if len(first) < MOST_CHARACTERS else []
     columns = check_columns(headings, str(path))
     cells_of = [(number, split(line, delimiter or ",")) for number, line in lines[1:]]
-    n_more = _n_index_columns(headings, [cells for _, cells in cells_of])
+    fraction = columns["duration"].index + 1 if delimiter == "," else None
+    n_more = _n_index_columns(headings, [cells for _, cells in cells_of], fraction)
     rows: list[tuple[int, EpochRow]] = []
     skipped: list[tuple[int, str]] = []
     is_cut = not text.endswith(("\n", "\r"))
@@ -324,9 +326,18 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
     return found, group(skipped)
 
 
-def _n_index_columns(headings: list[str], cells_of: list[list[str]]) -> int:
-    """1 if every line begins with a row number without a heading, as R writes; else 0."""
-    lengths = {len(cells) for cells in cells_of if cells != headings}
-    if lengths != {len(headings) + 1} or all(not cells[-1] for cells in cells_of):
+def _n_index_columns(headings: list[str], cells_of: list[list[str]], fraction: int | None) -> int:
+    """1 if every line begins with a row number without a heading, as R writes; else 0.
+
+    Args:
+        fraction: cell of a time's fraction, if a decimal comma divides the time in two cells.
+    """
+    lines = [cells for cells in cells_of if cells != headings]
+    if {len(cells) for cells in lines} != {len(headings) + 1} or not any(c[-1] for c in lines):
         return 0
-    return 1
+    numbers = [find_int(cells[0]) for cells in lines]
+    first = numbers[0]
+    if first is None or numbers != list(range(first, first + len(lines))):
+        return 0
+    is_divided = fraction is not None and all(find_int(c[fraction]) is not None for c in lines)
+    return 0 if is_divided else 1

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.interface import Interface
+from harness.inputs import find_int
 from harness.runtime.ranks.cgroup import cgroup_memory_bytes, cpu_quota_s
 
 
@@ -210,7 +211,8 @@ def _gpus_by_nvml(n_gpus: int) -> list[Gpu]:
     import pynvml
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    indices = [int(i) if i.isdigit() else i for i in visible.split(",")] if visible else []
+    numbers = {name: find_int(name) for name in visible.split(",") if name}
+    indices = [name if number is None else number for name, number in numbers.items()]
     indices = indices or list(range(n_gpus))
     handles = [
         pynvml.nvmlDeviceGetHandleByIndex(i)

@@ -19,6 +19,7 @@ from typing import Annotated
 import msgspec
 import tyro
 
+from harness.domain.files import decode
 from harness.errors import ConfigError, HarnessError, ResultsError
 from harness.inputs import read_file
 from harness.measure.heartbeat import HEADER_FILE
@@ -88,10 +89,8 @@ def read_request(run_dir: Path) -> Request | None:
     path = run_dir / REQUEST_FILE
     if not path.exists():
         return None
-    try:
-        return msgspec.json.decode(read_file(path, "request", ConfigError), type=Request)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is no request ({error}): use ./entry.sh control") from None
+    data = read_file(path, "request", ConfigError)
+    return decode(data, Request, source=str(path), error=ConfigError)
 
 
 def answer_request(run_dir: Path, answer: ChangeAnswer) -> None:
@@ -103,9 +102,9 @@ def answer_request(run_dir: Path, answer: ChangeAnswer) -> None:
 
 def read_answer(run_dir: Path, request: Request) -> ChangeAnswer | None:
     """The answer to a request; None while there is none."""
-    with suppress(HarnessError, msgspec.MsgspecError):
+    with suppress(HarnessError):
         data = read_file(run_dir / ANSWER_FILE, "answer", ConfigError)
-        answer = msgspec.json.decode(data, type=ChangeAnswer)
+        answer = decode(data, ChangeAnswer, source=ANSWER_FILE, error=ConfigError)
         return answer if answer.id == request.id else None
     return None
 

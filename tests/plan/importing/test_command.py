@@ -88,6 +88,8 @@ def predicted(folder: Path, capsys: pytest.CaptureFixture[str], layout: str, *wo
         ("a,1,2,1,2,100,50\na,2,2,1,2,101,50", "other bytes"),
         ("a,1,2,1,2,1,1\nb,1,2,1,2,1,1\na,2,2,1,2,1,1", "has no time"),
         ("a,1,2,-1,2,1,1", "write a number"),
+        (",1,2,1,2,1,1", "layer is empty"),
+        ("a,1048575,2,1,2,1,1\na,1048573,2,1,2,1,1", "needs 1099507433475 heads, 1048576 are the"),
     ],
 )
 def test_bad_layer_times_are_refused(
@@ -97,3 +99,31 @@ def test_bad_layer_times_are_refused(
     words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path)]
     assert main(["import", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("ouput_bytes", "a column 'ouput_bytes': is it 'output_bytes'? rename"),
+        ("comment", "a column 'comment', which is none of layer, tp"),
+        ("output_bytes,Output_Bytes", "column 'output_bytes' twice"),
+    ],
+)
+def test_a_column_that_would_be_ignored_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], columns: str, message: str
+) -> None:
+    cells = ",".join("1" * (1 + columns.count(",")))
+    text = f"layer,tp,microbatch,forward_s,backward_s,{columns}\na,1,2,1,2,{cells}\n"
+    (tmp_path / "gpt.csv").write_text(text)
+    words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path)]
+    assert main(["import", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_misspelt_column_of_operators_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "o.csv").write_text("Name,fw_latency,bw_latency,input_nodes\na,1,2,{}\n")
+    words = ["--operators", str(tmp_path / "o.csv"), "--batch-size", "8", "--output", str(tmp_path)]
+    assert main(["import", *words]) == 2
+    assert "has a column 'input_nodes': is it '_input_nodes'?" in capsys.readouterr().err

@@ -40,6 +40,7 @@ def test_layout_names_cuts_shares_and_devices() -> None:
         ("tp=2,tp=2", "write it like"),
         ("ep=2", "use tp, dp, pp"),
         ("cuts=a", "no list"),
+        ("cuts=", "no list"),
     ],
 )
 def test_bad_text_is_refused(text: str, message: str) -> None:

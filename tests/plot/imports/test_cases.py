@@ -210,6 +210,14 @@ def test_the_same_row_in_many_spellings(header: str, line: str) -> None:
     assert row.memory_used_bytes == 5000 * 2**20
 
 
+@pytest.mark.parametrize("lines", [("0,1,1,5", "1,1,1,6"), ("1,1,1,5", "0,1,1,6")])
+def test_a_time_that_a_decimal_comma_divides_is_left_out(
+    lines: tuple[str, ...],
+) -> None:
+    with pytest.raises(ResultsError, match="2 lines: 4 of 3 columns"):
+        rows_of(*lines, header="Rank,Epoch,Epoch_Time")
+
+
 def test_a_restart_in_the_middle_is_a_repeat(tmp_path: Path) -> None:
     lines = [f"{r},{e},{d},{r},5000" for e, d in ((1, 11), (2, 12), (3, 13)) for r in (0, 1)]
     again = [f"{r},{e},{d},{r},5000" for e, d in ((2, 22), (3, 23), (4, 24)) for r in (0, 1)]

@@ -104,7 +104,7 @@ def test_pairs_shift_the_target(tmp_path):
         ("train.tsv", "text\tlabel\n", "begins with 'text.tlabel', not 'sentence.tlabel'"),
         ("train.tsv", "sentence\tlabel\ngood\t2\n", "line 2 is 'good.t2'"),
         ("train.tsv", b"sentence\tlabel\n\xff\t1\n", "not UTF-8"),
-        ("train-v1.1.json", '{"data": [{"paragraphs": 3}]}', "no train-v1.1.json.*data.0"),
+        ("train-v1.1.json", '{"data": [{"paragraphs": 3}]}', "train-v1.1.json.*data.0"),
         (
             "train-v1.1.json",
             squad(answers=[{"text": "dog", "answer_start": 4}]),

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from harness.domain.files import decode
 from harness.errors import DataError
 from harness.inputs import read_file, shorten
 from harness.runtime.data.text.sequences import (
@@ -68,10 +69,7 @@ def squad_file(data_dir: Path) -> Path:
 def _read(path: Path) -> Iterator[tuple[str, _Question, tuple[int, int] | None]]:
     """Yield context, question, and first and last character of the answer."""
     data = read_file(path, _KIND, DataError, _LARGEST_BYTES)
-    try:
-        squad = msgspec.json.decode(data, type=_Squad)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no {_KIND} ({error})") from None
+    squad = decode(data, _Squad, source=f"{path}, which should be {_KIND}", error=DataError)
     for article in squad.data:
         for paragraph in article.paragraphs:
             for question in paragraph.qas:
