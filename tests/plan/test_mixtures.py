@@ -5,11 +5,12 @@ from made_graphs import profile_of
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.strategy import validate
+from harness.domain.strategy import OperatorPlan, validate
 from harness.plan import builders
-from harness.plan.portfolio import plan
-from harness.plan.request import PlanRequest
-from harness.plan.simulate.simulator import Simulator
+from harness.plan.search.mcmc import Chain, closest
+from harness.plan.search.objective import Objective
+from harness.plan.search.space import Space
+from harness.plan.simulate.simulator import Simulator, Trial
 
 N, T, E, C, D, H = 8, 16, 4, 5, 32, 64
 TOKENS = {"sample": N, "seq": T, "feature": D}
@@ -34,20 +35,23 @@ def product(name, inputs, shape, equation, summed, n_summed, weights=0):
     return operator(name, "einsum", inputs, shape, weights, **attrs)
 
 
-def mixture():
+def mixture(n_layers=1):
     weights = 4 * E * D * H
     routes = {"sample": N, "feature": T, "height": E, "width": C}
-    operators = [
-        Operator(name="in", kind="input", shape=TOKENS),
-        operator("x", "layer_norm", ["in"], TOKENS, 4 * D, n_normalized=1),
-        operator("routes", "router", ["x"], routes, 4 * D * E),
-        product("take", ["routes", "x"], GIVEN, "ntec,ntd->necd", "t", T),
-        product("up", ["take"], INNER, "necd,*edh->nech", "d", D, weights),
-        operator("act", "elementwise", ["up"], INNER),
-        product("down", ["act"], GIVEN, "nech,*ehd->necd", "h", H, weights),
-        product("add_up", ["routes", "down"], TOKENS, "ntec,necd->ntd", "e", E),
-        operator("out", "add", ["x", "add_up"], TOKENS),
-    ]
+    operators = [Operator(name="in", kind="input", shape=TOKENS)]
+    for k in range(n_layers):
+        before = operators[-1].name
+        tag = f"_{k}" if k else ""
+        operators += [
+            operator(f"x{tag}", "layer_norm", [before], TOKENS, 4 * D, n_normalized=1),
+            operator(f"routes{tag}", "router", [f"x{tag}"], routes, 4 * D * E),
+            product(f"take{tag}", [f"routes{tag}", f"x{tag}"], GIVEN, "ntec,ntd->necd", "t", T),
+            product(f"up{tag}", [f"take{tag}"], INNER, "necd,*edh->nech", "d", D, weights),
+            operator(f"act{tag}", "elementwise", [f"up{tag}"], INNER),
+            product(f"down{tag}", [f"act{tag}"], GIVEN, "nech,*ehd->necd", "h", H, weights),
+            product(f"sum{tag}", [f"routes{tag}", f"down{tag}"], TOKENS, "ntec,necd->ntd", "e", E),
+            operator(f"out{tag}", "add", [f"x{tag}", f"sum{tag}"], TOKENS),
+        ]
     return Graph(name="mixture", batch=N, operators=operators)
 
 
@@ -63,7 +67,7 @@ def test_experts_are_cut_and_all_else_is_data_parallel(build):
     graph = mixture()
     strategy = build(graph, CLUSTER, N)
     validate(strategy, graph, CLUSTER)
-    others = {name: ["sample"] for name in ("x", "routes", "take", "add_up", "out")}
+    others = {name: ["sample"] for name in ("x", "routes", "take", "sum", "out")}
     assert cuts_of(strategy) == {**others, **EXPERTS}
 
 
@@ -72,7 +76,7 @@ def test_with_fewer_samples_than_devices_each_device_picks_its_experts_tokens():
     strategy = builders.hybrid(graph, CLUSTER, 2)
     validate(strategy, graph, CLUSTER)
     found = cuts_of(strategy)
-    assert found == {**found, **EXPERTS, "take": ["feature"], "add_up": ["contraction"]}
+    assert found == {**found, **EXPERTS, "take": ["feature"], "sum": ["contraction"]}
 
 
 def test_tokens_travel_to_their_experts_and_back():
@@ -84,10 +88,16 @@ def test_tokens_travel_to_their_experts_and_back():
     assert sum(found.edge_bytes) == 2 * each_way  # out and back
 
 
-def test_a_search_puts_large_experts_on_devices():
-    """An all-reduce of the experts' weights takes 4 times the step that moves their tokens."""
-    graph = mixture()
-    profile = profile_of(graph, (1e-3, 2e-3))
-    found = plan(PlanRequest(graph=graph, profile=profile, cluster=CLUSTER, budget=600))
-    cuts = cuts_of(found.strategy)
-    assert cuts["up"] == cuts["down"] == ["feature"]
+def test_a_chain_puts_the_experts_of_all_layers_on_devices():
+    """Data parallel sums their gradients, which takes 4 times as long as moving their tokens."""
+    graph = mixture(2)
+    simulator = Simulator(graph, profile_of(graph, (1e-3, 2e-3)), CLUSTER)
+    space, objective = Space(simulator.costs(N), CLUSTER, simulator.placed), Objective(simulator)
+    by_samples = OperatorPlan({"sample": 4}, [0, 1, 2, 3])
+    start = {op: closest(menu, by_samples) for op, menu in space.menus.items()}
+    objective.start("chain", budget=600)
+    trial = Trial(simulator, start, batch=N)
+    best = Chain(trial, space, objective, seed=0, turn=0).run(start)
+    hybrid = simulator.simulate(builders.hybrid(graph, CLUSTER, N)).outcome.step_s
+    assert objective.best.step_s <= hybrid
+    assert all(list(best[graph.index()[f"{n}_1"]].partition) == cut for n, cut in EXPERTS.items())
