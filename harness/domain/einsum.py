@@ -8,12 +8,18 @@ sums divides.
 
 from __future__ import annotations
 
+import re
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from harness.domain.graph import Operator
+from harness.errors import GraphError
+from harness.inputs import shorten
+
+if TYPE_CHECKING:  # graph.py checks its operators by this module
+    from harness.domain.graph import Operator
 
 _HELD = "*"
+_FORM = re.compile(r"\*?[a-zA-Z]+(,\*?[a-zA-Z]+)*->[a-zA-Z]+")
 
 
 class Equation(NamedTuple):
@@ -71,11 +77,29 @@ def parsed(text: str) -> Equation:
     )
 
 
+def check_equation(operator: Operator) -> None:
+    """Refuse an einsum whose equation does not fit its inputs, its output or its sum.
+
+    Raises:
+        GraphError: names the operator.
+    """
+    text, summed = operator.attrs.get("equation"), operator.attrs.get("summed")
+    found = parsed(text) if isinstance(text, str) and _FORM.fullmatch(text) else None
+    is_fitting = found is not None and (
+        len(found.inputs) == len(operator.inputs) and len(found.result) == len(operator.shape)
+    )
+    size = operator.attrs.get("n_summed", 0 if summed is None else None)
+    if not is_fitting or not isinstance(size, int) or (size < 1) != (summed is None):
+        raise GraphError(
+            f"operator {operator.name!r} has the equation {shorten(text)}, which sums "
+            f"{shorten(size)} of {shorten(summed)}, but {len(operator.inputs)} inputs and "
+            f"{len(operator.shape)} dims: capture the model again"
+        )
+
+
 def equation_of(operator: Operator) -> Equation | None:
-    """The equation of an operator; None if it has none, or its dims have no names."""
-    text = operator.attrs.get("equation")
-    found = parsed(text) if operator.kind == "einsum" and isinstance(text, str) else None
-    return found if found is not None and len(found.result) == len(operator.shape) else None
+    """The equation of an operator; None for other kinds than einsum."""
+    return parsed(str(operator.attrs["equation"])) if operator.kind == "einsum" else None
 
 
 def expert_dim(operator: Operator) -> str | None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from harness.domain.einsum import check_equation
 from harness.domain.files import Count, FileKind, JsonFile, Number
 from harness.errors import GraphError
 from harness.inputs import MOST_COUNT, is_amount, shorten
@@ -83,6 +84,8 @@ class Operator(
         for field in ("parameter_bytes", "activation_bytes"):
             is_count = 0 <= getattr(self, field) <= MOST_COUNT
             _check(self.name, field, getattr(self, field), is_count, "2**53")
+        if self.kind == "einsum":
+            check_equation(self)
         for dim, size in self.shape.items():
             if dim not in DIM_NAMES:
                 raise GraphError(

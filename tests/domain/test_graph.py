@@ -79,3 +79,25 @@ def test_cycle_is_named_though_it_is_listed_out_of_order() -> None:
 def test_impossible_operator_is_refused_by_name(fields: dict[str, object], message: str) -> None:
     with pytest.raises(GraphError, match=message):
         op("a", **fields)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"equation": "tec,td"},
+        {"equation": "tec,td->ec"},
+        {"equation": "tec->ecd"},
+        {"equation": 3},
+        {"n_summed": 0},
+        {"n_summed": "many"},
+        {"summed": None},
+    ],
+)
+def test_an_equation_that_does_not_fit_its_operator_is_refused(changed):
+    right = {"equation": "tec,td->ecd", "summed": "t", "n_summed": 4}
+    attrs = {key: x for key, x in {**right, **changed}.items() if x is not None}
+    fields = {"kind": "einsum", "inputs": ["a", "b"]}
+    shape = {"seq": 2, "feature": 3, "height": 4}
+    Operator(name="o", shape=shape, attrs=right, **fields)
+    with pytest.raises(GraphError, match="operator 'o' has the equation"):
+        Operator(name="o", shape=shape, attrs=attrs, **fields)

@@ -176,7 +176,7 @@ def einsum(shape, equation, summed, n_summed, **fields):
 
 def test_experts_read_their_own_tokens_and_weights():
     shape = {**TAKEN, "width": 5}
-    operator = einsum(shape, "necd,*edh->nech", "d", 6, parameter_bytes=960)
+    operator = einsum(shape, "necd,*edh->nech", "d", 6, parameter_bytes=960, inputs=["x"])
     full = full_shape(operator, batch=4, graph_batch=4)
     assert cuttable_dims(operator, full) == [*shape, "contraction"]
     assert weight_dims(operator) == ("feature", "width", "contraction")
