@@ -137,6 +137,8 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
             length.
     """
     text = decode_text(read_file(path, "table", DataError), str(path), DataError)
+    if text.lstrip()[:1] in ("{", "["):
+        raise DataError(f"{path} is JSON, not a table: write CSV, one row a line")
     try:
         delimiter = _delimiter(text.partition("\n")[0])
         lines = list(csv.reader(io.StringIO(text), strict=True, delimiter=delimiter))

@@ -201,7 +201,7 @@ def read(folder: Path) -> Published:
         points,
         notes,
         trivial_median_error=_TRIVIAL,
-        lacks="a bandwidth that depends on the number of nodes",
+        lacks="a bandwidth that depends on the nodes, and work that GPUs of a node share",
     )
 
 
@@ -219,7 +219,7 @@ def _point(name: str, job: _Job, run: _PolluxRun) -> MeasuredStep:
         build=partial(job.case, run),
         calibrates=calibrates,
         part=f"{job.model} ({name})",
-        group=f"on {len(run.placement)} nodes",
+        group=f"on {len(run.placement)} nodes of up to {max(run.placement)} GPUs",
     )
 
 

@@ -90,12 +90,14 @@ def predicted(folder: Path, capsys: pytest.CaptureFixture[str], layout: str, *wo
         ("a,1,2,-1,2,1,1", "write a number"),
         (",1,2,1,2,1,1", "layer is empty"),
         ("a,1048575,2,1,2,1,1\na,1048573,2,1,2,1,1", "needs 1099507433475 heads, 1048576 are the"),
+        ('{"traceEvents": []}', "is JSON, not a table"),
     ],
 )
 def test_bad_layer_times_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, message: str
 ) -> None:
-    (tmp_path / "gpt.csv").write_text(TIMES.splitlines()[0] + "\n" + rows + "\n")
+    header = "" if rows.startswith("{") else TIMES.splitlines()[0] + "\n"
+    (tmp_path / "gpt.csv").write_text(header + rows + "\n")
     words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path)]
     assert main(["import", *words]) == 2
     assert message in capsys.readouterr().err
