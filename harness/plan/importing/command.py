@@ -12,6 +12,7 @@ from harness.domain.cluster import Cluster, CollectivePoint
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.errors import ConfigError
+from harness.inputs import shorten
 from harness.measure.store import write_atomically
 from harness.plan.find import graph_beside
 from harness.plan.importing.curves import bandwidth_of, read_collectives
@@ -19,6 +20,7 @@ from harness.plan.importing.times import read_layer_times, read_operators
 from harness.plan.layers import LayerTime, TimeKey, layer_profile, without_collectives
 from harness.plan.simulate.network import Network
 
+_BOUNDS = {"batch_size": (1, 2**31), "n_layers": (1, 10_000), "ranks": (2, 2**20)}
 MakeCluster = Callable[[argparse.Namespace], Cluster]
 
 
@@ -30,6 +32,15 @@ def run(args: argparse.Namespace, make_cluster: MakeCluster) -> None:
     """
     if not args.output.is_dir():
         raise ConfigError(f"--output {args.output} is not a directory: make it first")
+    for flag, least, most in (
+        ("batch_size", 1, 2**31),
+        ("n_layers", 1, 10_000),
+        ("ranks", 2, 2**20),
+    ):
+        value = getattr(args, flag)
+        if value is not None and not least <= value <= most:
+            name = f"--{flag.replace('_', '-')}"
+            raise ConfigError(f"{name} is {shorten(value)}: give a number from {least} to {most}")
     if args.operators is None and args.layer_times is None and args.topology is None:
         raise ConfigError("give --operators or --layer-times, or --topology for a cluster")
     said: list[str] = []

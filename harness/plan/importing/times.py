@@ -141,9 +141,17 @@ def read_operators(
     operators: list[Operator] = []
     points: list[Measurement] = []
     known: dict[str, str] = {}  # the last operator of each name of the table
+    names = {_name_of(row) for row in rows}
     for copy, row in _unrolled(rows, numbers, n_copies):
         name = row.text(_NAME) + (f".{copy}" if copy else "")
-        inputs = [known[one] for one in _producers(row) if one in known]
+        producers = _producers(row)
+        later = next((one for one in producers if one in names and one not in known), None)
+        if later is not None:
+            raise DataError(
+                f"{row.where}: {shorten(name)} reads {shorten(later)}, which is no row above: "
+                "write producers first"
+            )
+        inputs = [known[one] for one in producers if one in known]
         if copy and operators[-1].name not in inputs:
             inputs.append(operators[-1].name)  # a layer reads the one before
         operators.append(Operator(name=name, kind="other", inputs=inputs))
@@ -152,6 +160,12 @@ def read_operators(
     graph = Graph(name=path.stem, operators=operators, batch=batch)
     provenance = {"source": str(path)}
     return graph, Profile(model=graph.name, measurements=points, provenance=provenance)
+
+
+def _name_of(row: Row) -> str:
+    if not row.text(_NAME):
+        raise DataError(f"{row.where}: {_NAME} is empty: name the operator")
+    return row.text(_NAME)
 
 
 def _unrolled(

@@ -122,10 +122,24 @@ def test_a_column_that_would_be_ignored_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_misspelt_column_of_operators_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("rows", "flags", "message"),
+    [
+        ("input_nodes\na,1,2,{}", (), "has a column 'input_nodes': is it '_input_nodes'?"),
+        ("_input_nodes\na,1,2,{b: None}\nb,1,2,{}", (), "'a' reads 'b', which is no row above"),
+        ("_input_nodes\n,1,2,{}", (), "Name is empty"),
+        ("meta\na,1,2,x", ("--n-layers", "0"), "--n-layers is 0: give a number from 1 to 10000"),
+        ("meta\na,1,2,x", ("--ranks", "-3"), "--ranks is -3"),
+    ],
+)
+def test_bad_operators_are_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rows: str,
+    flags: tuple[str, ...],
+    message: str,
 ) -> None:
-    (tmp_path / "o.csv").write_text("Name,fw_latency,bw_latency,input_nodes\na,1,2,{}\n")
+    (tmp_path / "o.csv").write_text(f"Name,fw_latency,bw_latency,{rows}\n")
     words = ["--operators", str(tmp_path / "o.csv"), "--batch-size", "8", "--output", str(tmp_path)]
-    assert main(["import", *words]) == 2
-    assert "has a column 'input_nodes': is it '_input_nodes'?" in capsys.readouterr().err
+    assert main(["import", *words, *flags]) == 2
+    assert message in capsys.readouterr().err
