@@ -183,7 +183,10 @@ class _Comparison:
                 count_on(model, found, n_steps)
                 later = self._train(self._model, batches, keep=values_of)
             if difference_of(later, expected) > rounding_of(model, self._precision.dtype):
-                names = ", ".join(".".join(filter(None, key)) for key in found)
+                names = ", ".join(
+                    ".".join(filter(None, map(str, (path, name, key or ""))))
+                    for path, name, key in found
+                )
                 raise ModelError(
                     f"the forward of {self._name} counts in {names} and computes otherwise when "
                     f"that is {n_steps} larger, which a graph cannot: choose between steps, or "

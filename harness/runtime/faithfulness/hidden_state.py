@@ -13,8 +13,8 @@ from harness.runtime.devices.precision import has_gradients
 from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.faithfulness.outcomes import preserved
 
-Counter = tuple[str, str]
-"""Path of a module, and the name of its attribute."""
+Counter = tuple[str, str, Any]
+"""Path of a module, the name of its attribute, and a key of that if it is a dict, else None."""
 
 _FEW = 16
 
@@ -66,7 +66,7 @@ def _is_near(one: Tensor, other: Tensor) -> bool:
 
 
 def counters(model: nn.Module, forward: Callable[[], object]) -> list[Counter]:
-    """Numbers among the modules' attributes that forward changes. Restores the model."""
+    """Numbers in the modules' attributes that forward changes. Restores the model."""
     with preserved(model):
         before = _numbers(model)
         forward()
@@ -75,15 +75,19 @@ def counters(model: nn.Module, forward: Callable[[], object]) -> list[Counter]:
 
 def _numbers(model: nn.Module) -> dict[Counter, int | float]:
     return {
-        (path, name): value
+        (path, name, key): number
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        for key, number in (value if isinstance(value, dict) else {None: value}).items()
+        if isinstance(number, int | float) and not isinstance(number, bool)
     }
 
 
 def count_on(model: nn.Module, found: Sequence[Counter], n_steps: int) -> None:
     """Set counters as after some more steps."""
-    for path, name in found:
+    for path, name, key in found:
         module = model.get_submodule(path)
-        setattr(module, name, getattr(module, name) + n_steps)
+        if key is None:
+            setattr(module, name, getattr(module, name) + n_steps)
+        else:
+            getattr(module, name)[key] += n_steps

@@ -15,7 +15,7 @@ from harness.runtime.models.task import InputSpec, Task, logits_of, named_output
 
 # Drawing and comparing more takes seconds on every rank.
 _LARGEST_CHECKED = 1 << 24  # elements
-_TOLERANCE = 1e-3  # of a loss in fp32
+_TOLERANCE = 1e-5  # of a loss in float64, of which parts may be in fp32
 _N_CHECKED = 3  # samples
 REMEDY = (
     "leave the labels out of the example, and the cross entropy of the logits is the loss, or "
@@ -135,20 +135,24 @@ class OwnLoss:
         if sum(shape.numel() for shape in shapes) > _LARGEST_CHECKED:
             return ""
         generator = torch.Generator().manual_seed(0)
-        outputs = join([torch.randn(shape, generator=generator) for shape in shapes])
+        draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
         targets = self.draw(_N_CHECKED, generator)
-        try:
-            whole = self.sum(outputs, targets)
-            pairs = zip(outputs.split(1), targets.split(1), strict=True)
-            parts = torch.stack([self.sum(*pair) for pair in pairs]).sum()
-        except Exception as error:
-            return f"its loss takes the example's number of samples only ({first_line(error)})"
-        if torch.allclose(whole, parts, rtol=_TOLERANCE, equal_nan=True):
-            return ""
-        return (
-            f"its loss of {_N_CHECKED} samples together adds up to {whole:.4g}, of each by itself "
-            f"to {parts:.4g}, so that it cannot be computed in parts"
-        )
+        # Outputs may have to be positive, or probabilities, for a loss that is a number.
+        for outputs in (join(draws), join([draw.softmax(-1) for draw in draws])):
+            try:
+                whole = self.sum(outputs, targets)
+                pairs = zip(outputs.split(1), targets.split(1), strict=True)
+                parts = torch.stack([self.sum(*pair) for pair in pairs]).sum()
+            except Exception as error:
+                return f"its loss takes the example's number of samples only ({first_line(error)})"
+            if torch.allclose(whole, parts, rtol=_TOLERANCE, atol=0):
+                return ""
+            if torch.isfinite(whole) and torch.isfinite(parts):
+                return (
+                    f"its loss of {_N_CHECKED} samples together adds up to {whole:.4g}, of each by "
+                    f"itself to {parts:.4g}, so that it cannot be computed in parts"
+                )
+        return "its loss is not finite for random outputs, so that its parts cannot be checked"
 
 
 @dataclass(frozen=True, kw_only=True)

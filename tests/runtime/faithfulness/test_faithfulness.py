@@ -193,6 +193,7 @@ def test_a_forward_that_writes_parameters_is_refused():
     [
         ("habit_teacher", "writes its own parameters"),
         ("habit_counting", "counts in n_steps and computes otherwise when that is 100 larger"),
+        ("habit_countingindict", r"counts in state\.n and computes otherwise"),
         ("habit_stateful", "does not train what the model does: with 8 samples"),
         ("habit_kept", "does not train what the model does: with 2 samples"),
         ("habit_function_norm", "gives running statistics to the function instance_norm"),

@@ -116,6 +116,11 @@ class Scorer(nn.Module):
             loss = 3 * F.mse_loss(logits.sum(1), labels) + logits.square().mean()
         elif labels is not None and self.form == "contrast":
             loss = (logits.sum(1) - labels).square().mean().sqrt()
+        elif labels is not None and self.form == "distilled":
+            soft = x.repeat(1, 2)[:, :6].softmax(1)
+            distance = F.kl_div(logits.log_softmax(1), soft, reduction="batchmean")
+            loss = F.cross_entropy(logits, labels) + distance
+            return {"loss": loss, "logits": logits, "soft": soft}
         elif labels is not None and self.form == "hidden":
             loss = F.mse_loss(hidden.sum(1), labels)
         elif labels is not None:
@@ -205,7 +210,11 @@ def scored(form, labels):
 
 @pytest.mark.parametrize(
     ("form", "labels"),
-    [("weighted", torch.tensor([0.5, -1.0])), ("smooth", torch.tensor([2, 5]))],
+    [
+        ("weighted", torch.tensor([0.5, -1.0])),
+        ("smooth", torch.tensor([2, 5])),
+        ("distilled", torch.tensor([2, 5])),
+    ],
 )
 def test_the_models_own_loss_is_trained(form, labels):
     task, x = scored(form, labels), torch.rand(2, 4)

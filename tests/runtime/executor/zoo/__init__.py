@@ -7,6 +7,8 @@ from zoo.habits import HABITS
 from zoo.language import LANGUAGE
 from zoo.layers import LAYERS
 from zoo.libraries import LIBRARIES
+from zoo.losses import LOSSES
+from zoo.modules import MODULES
 from zoo.samples import SAMPLES
 from zoo.states import STATES
 from zoo.users import OWN
@@ -14,5 +16,6 @@ from zoo.users import OWN
 __all__ = ["ZOO", "ZooModel"]
 
 ZOO: dict[str, ZooModel] = {
-    **CONTEXTS, **SAMPLES, **STATES, **LAYERS, **OWN, **HABITS, **LANGUAGE, **LIBRARIES,
+    **CONTEXTS, **SAMPLES, **STATES, **LAYERS, **OWN, **HABITS, **LOSSES, **MODULES,
+    **LANGUAGE, **LIBRARIES,
 }  # fmt: skip

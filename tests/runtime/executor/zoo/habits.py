@@ -18,13 +18,17 @@ from torch.utils.checkpoint import checkpoint_sequential
 from zoo.base import ZooModel
 from zoo.libraries import LibraryModel
 
-_I, _D, _C = 8, 12, 5
+N_FEATURES, WIDTH, N_CLASSES = 8, 12, 5
 
 
 class Base(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(_I, _D), nn.Linear(_D, _D), nn.Linear(_D, _C)
+        self.a, self.b, self.c = (
+            nn.Linear(N_FEATURES, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, N_CLASSES),
+        )
 
     def middle(self, x: Tensor) -> Tensor:
         return torch.tanh(self.b(x))
@@ -60,8 +64,8 @@ class Lora(Base):
     def __init__(self) -> None:
         super().__init__()
         self.b.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, _D) * 0.1)
-        self.up = nn.Parameter(torch.randn(_D, 2) * 0.1)
+        self.down = nn.Parameter(torch.randn(2, WIDTH) * 0.1)
+        self.up = nn.Parameter(torch.randn(WIDTH, 2) * 0.1)
 
     def middle(self, x: Tensor) -> Tensor:
         return torch.tanh(self.b(x) + x @ self.down.T @ self.up.T * 0.5)
@@ -86,7 +90,7 @@ class Queue(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("queue", torch.randn(16, _D))
+        self.register_buffer("queue", torch.randn(16, WIDTH))
 
     def middle(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.b(x))
@@ -169,7 +173,7 @@ class Whitened(Base):
     def middle(self, x: Tensor) -> Tensor:
         y = self.b(x)
         y = y - y.mean(dim=0, keepdim=True)
-        covariance = y.t() @ y / y.shape[0] + torch.eye(_D, dtype=y.dtype)
+        covariance = y.t() @ y / y.shape[0] + torch.eye(WIDTH, dtype=y.dtype)
         return y @ torch.linalg.inv(covariance)
 
 
@@ -190,7 +194,7 @@ class BatchAttention(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attend = nn.MultiheadAttention(_D, 2)
+        self.attend = nn.MultiheadAttention(WIDTH, 2)
 
     def middle(self, x: Tensor) -> Tensor:
         return self.attend(x.unsqueeze(1), x.unsqueeze(1), x.unsqueeze(1))[0].squeeze(1)
@@ -198,7 +202,7 @@ class BatchAttention(Base):
 
 class Ghost(Base):
     def middle(self, x: Tensor) -> Tensor:
-        parts = [F.layer_norm(p - p.mean(0), (_D,)) for p in self.b(x).chunk(2)]
+        parts = [F.layer_norm(p - p.mean(0), (WIDTH,)) for p in self.b(x).chunk(2)]
         return torch.cat(parts)
 
 
@@ -210,7 +214,7 @@ class Mixup(Base):
 class VectorQuantized(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.codes = nn.Embedding(7, _D)
+        self.codes = nn.Embedding(7, WIDTH)
 
     def middle(self, x: Tensor) -> Tensor:
         y = self.b(x)
@@ -222,13 +226,13 @@ class VectorQuantized(Base):
 class Scripted(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.b = torch.jit.script(nn.Sequential(nn.Linear(_D, _D), nn.ReLU()))
+        self.b = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()))
 
 
 class Compiled(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.b = torch.compile(nn.Linear(_D, _D), backend="eager")
+        self.b = torch.compile(nn.Linear(WIDTH, WIDTH), backend="eager")
 
 
 class Wrapped(nn.Module):
@@ -256,10 +260,10 @@ class Hyper(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.code, self.maker = nn.Parameter(torch.randn(3)), nn.Linear(3, _D * _D)
+        self.code, self.maker = nn.Parameter(torch.randn(3)), nn.Linear(3, WIDTH * WIDTH)
 
     def middle(self, x: Tensor) -> Tensor:
-        return torch.tanh(F.linear(x, self.maker(self.code).view(_D, _D)))
+        return torch.tanh(F.linear(x, self.maker(self.code).view(WIDTH, WIDTH)))
 
 
 class TiedTranspose(Base):
@@ -278,7 +282,13 @@ class Saved(Base):
 class Segments(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Linear(_I, _D), nn.Tanh(), nn.Linear(_D, _D), nn.Tanh(), nn.Linear(_D, _C)]
+        layers = [
+            nn.Linear(N_FEATURES, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, N_CLASSES),
+        ]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -307,7 +317,7 @@ class FrozenNorm(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(_D)
+        self.norm = nn.BatchNorm1d(WIDTH)
         self.norm.eval()
 
     def train(self, mode: bool = True) -> FrozenNorm:
@@ -330,234 +340,22 @@ class Auxiliary(Base):
         return {"out": self.c(self.middle(h)), "aux": self.c(h)}
 
 
-class InTraining(Base):
-    """A loss in training, logits in evaluation."""
-
-    def forward(self, x: Tensor, target: Tensor) -> Any:
-        logits = super().forward(x)
-        if self.training:
-            return {"loss": F.cross_entropy(logits, target, label_smoothing=0.1)}
-        return logits
-
-
-class Uncertain(Base):
-    """Two losses with weights that are trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_variance = nn.Parameter(torch.zeros(2))
-        self.value = nn.Linear(_D, 1)
-
-    def forward(self, x: Tensor, target: Tensor, level: Tensor) -> Any:
-        h = torch.tanh(self.a(x))
-        logits, value = self.c(self.middle(h)), self.value(h).squeeze(1)
-        w = torch.exp(-self.log_variance)
-        loss = w[0] * F.cross_entropy(logits, target) + w[1] * F.mse_loss(value, level)
-        return {"loss": loss + self.log_variance.sum(), "logits": logits}
-
-
-class Focal(Base):
-    def forward(self, x: Tensor, target: Tensor) -> Any:
-        logits = super().forward(x)
-        each = F.cross_entropy(logits, target, reduction="none")
-        return {"loss": ((1 - torch.exp(-each)) ** 2 * each).mean(), "logits": logits}
-
-
-class Contrastive(Base):
-    """Pairs each sample with all others."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        z, w = (F.normalize(Base.forward(self, v), dim=1) for v in (x, y))
-        logits = z @ w.T / 0.1
-        labels = torch.arange(len(x))
-        return {"loss": F.cross_entropy(logits, labels), "logits": z}
-
-
-class Penalized(Base):
-    """Weight decay in the loss."""
-
-    def forward(self, x: Tensor, target: Tensor) -> Any:
-        logits = super().forward(x)
-        penalty = sum(p.pow(2).sum() for p in self.parameters())
-        return {"loss": F.cross_entropy(logits, target) + 1e-3 * penalty, "logits": logits}
-
-
-class Summed(Base):
-    """The sum over samples, no mean."""
-
-    def forward(self, x: Tensor, target: Tensor) -> Any:
-        logits = super().forward(x)
-        return {"loss": F.cross_entropy(logits, target, reduction="sum"), "logits": logits}
-
-
-class FakeQuantized(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fake = torch.ao.quantization.FakeQuantize()
-
-    def middle(self, x: Tensor) -> Tensor:
-        return self.fake(self.b(x).float()).to(x.dtype)
-
-
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(_I, _D, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(2 * _D, _C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.full((x.shape[0],), x.shape[1])
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-        _, h = self.gru(packed)
-        return self.head(torch.cat([h[0], h[1]], 1))
-
-
-class Stateful(nn.Module):
-    """A GRU whose state goes on with the next batch."""
-
-    h: Tensor | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.head = nn.GRU(_I, _D, batch_first=True), nn.Linear(_D, _C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, h = self.gru(x, self.h)
-        self.h = h.detach()
-        return self.head(y[:, -1])
-
-
-class Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(20, _D, mode="mean"), nn.Linear(_D, _C)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.bag(tokens))
-
-
-class FlatBag(Bag):
-    """Offsets that forward makes of the batch."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        offsets = torch.arange(0, tokens.numel(), tokens.shape[1])
-        return self.head(self.bag(tokens.flatten(), offsets))
-
-
-class Pairwise(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bilinear = nn.Bilinear(_D, _D, _D)
-
-    def middle(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.b(x))
-        return self.bilinear(x, y) * F.cosine_similarity(x, y).unsqueeze(1)
-
-
-class StandardConv(nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
-        w = self.weight
-        w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
-        return F.conv2d(x, w, self.bias, self.stride, self.padding)
-
-
-def _standard_conv() -> Any:
-    return nn.Sequential(
-        StandardConv(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, _C),
-    ), (torch.randn(2, 3, 8, 8),)  # fmt: skip
-
-
-def _instance_norm() -> Any:
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.InstanceNorm2d(6, affine=True, track_running_stats=True),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, _C),
-    ), (torch.randn(2, 3, 8, 8),)  # fmt: skip
-
-
-class FunctionNorm(nn.Module):
-    """An instance norm by a function, with statistics in buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 6, 3), nn.Linear(6, _C)
-        self.register_buffer("mean", torch.zeros(6))
-        self.register_buffer("var", torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.instance_norm(self.conv(x), self.mean, self.var, use_input_stats=True)
-        return self.head(y.abs().mean((2, 3)))
-
-
-class MaxNorm(nn.Module):
-    """An embedding whose forward shrinks its rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(8, _D, max_norm=0.5), nn.Linear(_D, _C)
-        with torch.no_grad():
-            self.words.weight.mul_(0.1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.words(tokens).mean(1))
-
-
-def _extracted() -> Any:
-    from torchvision.models.feature_extraction import create_feature_extractor
-
-    net = nn.Sequential(nn.Linear(_I, _D), nn.Tanh(), nn.Linear(_D, _C), nn.Softmax(1))
-    return create_feature_extractor(net, {"2": "logits"}), (torch.randn(2, _I),)
-
-
-def _graph_module() -> Any:
-    return torch.fx.symbolic_trace(Base()), _vector()
-
-
-def _clamped(part: nn.Module, given: Any, taken: Any) -> tuple[Tensor | None, ...]:
-    return tuple(None if gradient is None else gradient.clamp(-0.01, 0.01) for gradient in given)
-
-
-def _backward_hooks() -> Any:
-    model = Base()
-    for part in (model.a, model.b):
-        part.register_full_backward_hook(_clamped)
-    return model, _vector()
-
-
-def _vector() -> dict[str, Tensor]:
-    return {"x": torch.randn(2, _I)}
-
-
-def _labels() -> dict[str, Tensor]:
-    return {**_vector(), "target": torch.tensor([0, _C - 1])}
+def vector() -> dict[str, Tensor]:
+    return {"x": torch.randn(2, N_FEATURES)}
 
 
 _PLAIN: tuple[type[nn.Module], ...] = (
-    Counting, Parametrized, Orthogonal, Pruned, Lora, Teacher, Queue, Kept, Looked, Caught, Warming,
-    WarmingItem, Standardized, Whitened, Neighbours, Sorted, BatchAttention, Ghost, Mixup,
-    VectorQuantized, Scripted, Compiled, Wrapped, Vmapped, Functional, Hyper, TiedTranspose, Saved,
-    Segments, Talking, FrozenNorm, WithNone, Auxiliary, Pairwise, FakeQuantized,
+    Counting, Parametrized, Orthogonal, Pruned,
+    Lora, Teacher, Queue, Kept, Looked, Caught, Warming, WarmingItem, Standardized, Whitened,
+    Neighbours, Sorted, BatchAttention, Ghost, Mixup, VectorQuantized, Scripted, Compiled,
+    Wrapped, Vmapped, Functional, Hyper, TiedTranspose, Saved, Segments, Talking, FrozenNorm,
+    WithNone, Auxiliary,
 )  # fmt: skip
-_BUILDS: dict[str, Any] = {
-    **{kind.__name__.lower(): lambda kind=kind: (kind(), _vector()) for kind in _PLAIN},
-    "in_training": lambda: (InTraining(), _labels()),
-    "uncertain": lambda: (Uncertain(), {**_labels(), "level": torch.tensor([0.5, 2.0])}),
-    "focal": lambda: (Focal(), _labels()),
-    "contrastive": lambda: (Contrastive(), {**_vector(), "y": torch.randn(2, _I)}),
-    "penalized": lambda: (Penalized(), _labels()),
-    "summed": lambda: (Summed(), _labels()),
-    "packed": lambda: (Packed(), {"x": torch.randn(2, 4, _I)}),
-    "stateful": lambda: (Stateful(), {"x": torch.randn(2, 4, _I)}),
-    "bag": lambda: (Bag(), {"tokens": torch.arange(8).view(2, 4) * 2}),
-    "max_norm": lambda: (MaxNorm(), {"tokens": torch.arange(8).view(2, 4)}),
-    "flat_bag": lambda: (FlatBag(), {"tokens": torch.arange(8).view(2, 4) * 2}),
-    "standard_conv": _standard_conv,
-    "instance_norm": _instance_norm,
-    "function_norm": lambda: (FunctionNorm(), (torch.randn(2, 3, 8, 8),)),
-    "extracted": _extracted,
-    "graph_module": _graph_module,
-    "backward_hooks": _backward_hooks,
-}
-HABITS: dict[str, ZooModel] = {
-    f"habit_{name}": LibraryModel(build=build, side=8) for name, build in _BUILDS.items()
-}
+
+
+def named(builds: dict[str, Any]) -> dict[str, ZooModel]:
+    """Rows of the zoo, by their factories."""
+    return {f"habit_{name}": LibraryModel(build=build, side=8) for name, build in builds.items()}
+
+
+HABITS = named({kind.__name__.lower(): lambda kind=kind: (kind(), vector()) for kind in _PLAIN})
