@@ -312,7 +312,9 @@ def main() -> int:
     """Inject the selected faults and print one row for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one object per fault")
-    parser.add_argument("--quick", action="store_true", help="a selection in ten minutes, without next runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a selection in ten minutes, without next runs"
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these faults")
     parser.add_argument("--name", default="faults", help="name of the virtual cluster")
     parser.add_argument("--table", type=Path, help="print docs/faults.md from these rows")

@@ -40,7 +40,7 @@ def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectiveP
         DataError: it holds no curve, or nothing says how many ranks took part or in what.
     """
     text = decode_text(read_file(path, "curve", DataError, is_given=True), str(path), DataError)
-    heads = [words for line in text.splitlines() if (words := _heads(line))]
+    heads = [words for line in text.splitlines() if line[:1] == "#" and (words := _heads(line))]
     return _nccl_tests(text, heads[0], path, n_ranks) if heads else read_curve(path, n_ranks)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from harness.errors import DataError
 from harness.inputs import MOST_COUNT, decode_text, parse_int, parse_number, read_file, shorten
 
-_MOST_ROWS = 1_000_000
+_MOST_ROWS, _MOST_COLUMNS = 500_000, 1000
 _LONGEST_NAME = 200  # of a column, because neither joining nor matching names is linear
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 # forward_s, step time (ms); not images_per_s
@@ -139,8 +139,14 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
     text = decode_text(read_file(path, "table", DataError), str(path), DataError)
     if text.lstrip()[:1] in ("{", "["):
         raise DataError(f"{path} is JSON, not a table: write CSV, one row a line")
+    first, n_rows = text.partition("\n")[0], text.count("\n")
+    delimiter = _delimiter(first)
+    if n_rows > _MOST_ROWS or first.count(delimiter) > _MOST_COLUMNS:
+        raise DataError(
+            f"{path} has {n_rows} rows and {first.count(delimiter)} columns: {_MOST_ROWS} and "
+            f"{_MOST_COLUMNS} are the most"
+        )
     try:
-        delimiter = _delimiter(text.partition("\n")[0])
         lines = list(csv.reader(io.StringIO(text), strict=True, delimiter=delimiter))
     except csv.Error as error:
         raise DataError(f"{path} is no CSV ({error}): write one row a line") from None
@@ -160,8 +166,6 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
     twice = [name for name in (*columns, *optional) if header.count(name) > 1]
     if twice:
         raise DataError(f"{path} has column {twice[0]!r} twice: keep one")
-    if len(lines) > _MOST_ROWS:
-        raise DataError(f"{path} has {len(lines)} rows: {_MOST_ROWS} are the most")
     rows = []
     for k, cells in enumerate(lines[1:], 2):
         if not any(cell.strip() for cell in cells):
