@@ -141,9 +141,12 @@ def find_last(results: Path, case: Case, repeat: int, n_started: int) -> RunHead
     known = {header.run_id: header for _, header in headers_in(results)}
     found: list[RunHeader] = []
     for header in known.values():
-        first = header
+        first, later = header, {header.run_id}
         while (earlier := known.get(str(first.config.get("continues", "")))) is not None:
+            if earlier.run_id in later:  # a damaged file
+                break
             first = earlier
+            later.add(first.run_id)
         n_ranks = len(first.ranks)
         is_repeat = (first.workload, first.repeat) == (case.name, repeat)
         has_ranks = n_ranks == workload.n_ranks(case.config, n_started) or n_ranks > n_started

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 from made_runs import header_of
 
-from harness.cases import Case, PlannedRun, remaining_repeats
+from harness.cases import Case, PlannedRun, find_last, remaining_repeats
 from harness.domain.run import RunHeader
+from harness.measure.store import write_header
 from harness.workloads.common.contract import Workload
 
 WORKLOAD = Workload(
@@ -33,3 +37,17 @@ def test_a_repeat_that_failed_is_made_again_under_its_number() -> None:
     done = {"a": [header("a", 0), header("a", 2)], "b": [header("b", 0)]}
     assert remaining_repeats(runs, done) == [None, None, 1, 3]
     assert remaining_repeats([planned("b", 0), planned("b", 1)], done) == [None, 1]
+
+
+@dataclass(frozen=True)
+class Empty:
+    """A configuration."""
+
+
+def test_runs_that_continue_each_other_in_a_circle_are_read(tmp_path: Path) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        made = header_of(workload="case", run_id=name, config={"continues": other}, status="crash")
+        write_header(tmp_path / name, made)
+    workload = replace(WORKLOAD, is_same=lambda one, other: True)
+    case = Case(name="case", workload=workload, config=Empty())
+    assert find_last(tmp_path, case, 0, 1) is not None
