@@ -97,7 +97,7 @@ def lower(
         gate=gate,
         edge_source=row_at[edges.source],
         edge_target=row_at[edges.target],
-        edge_bytes=edges.n_bytes * tables.mean_size,
+        edge_bytes=edges.n_bytes * tables.mean_size * _sent_shares(simulator, edges, flow),
         edge_goes=edges.goes,
         edge_returns=returns,
         **_bucket_columns(buckets, triggers, gathers),
@@ -179,6 +179,13 @@ def _ordered(
         flow.split_weight,
     )
     return found
+
+
+def _sent_shares(simulator: Simulator, edges: Edges, flow: Flow) -> Floats:
+    """(n_edges,) share of a transfer that its sender sends."""
+    n = simulator.network.n_devices
+    crosses = flow.stage_of[edges.source // n] != flow.stage_of[edges.target // n]
+    return np.where(crosses, simulator.options.activation_share, 1.0)
 
 
 def _left_bytes(tables: Tables, flow: Flow, segment_of: Ints) -> Floats:

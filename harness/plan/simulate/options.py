@@ -37,6 +37,9 @@ class SimulatorOptions:
             of the whole microbatch, with two small all-reduces forward and one backward.
         gradient_bytes_per_weight_byte: size of gradients and of what is all-reduced: 2 for FP16
             weights with FP32 gradients.
+        activation_share: share of an output, and of its gradient, that a device sends to another
+            stage: 1 / tp where each device of a tensor-parallel group sends its part, as by
+            DeepSpeed. The mean where both differ.
         reserved_bytes: memory of a device that holds no tensor: the driver's context, workspaces of
             libraries, and what the allocator cannot use.
         all_reduce: `ring` passes all devices of a group in turn; `hierarchical` adds up within each
@@ -59,6 +62,7 @@ class SimulatorOptions:
     wire_bytes_per_fp32_byte: float = 1.0
     batch_norm: Literal["local", "global"] = "local"
     gradient_bytes_per_weight_byte: float = 1.0
+    activation_share: float = 1.0
     reserved_bytes: int = 0
     all_reduce: AllReduce = "ring"
     recomputes_ahead: bool = True

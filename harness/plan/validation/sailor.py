@@ -201,6 +201,7 @@ class _SailorPlans:
             bucket_bytes=2**50,
             n_optimizer_states=_N_STATES,
             optimizer_s_per_byte=update_s / (graph.parameter_bytes / plan.tp),
+            activation_share=1 / plan.tp,
             reserved_bytes=self._reserved.get(plan.key[:3], 0),
         )
         return Simulator(graph, layer_profile(graph, {time_key: row}), cluster, options=options)
@@ -344,7 +345,8 @@ def read(folder: Path) -> Published:
         "calibrated on runs of one node, or the smallest where another GPU's profile stands in: a "
         "factor on the times of their microbatch, and the memory that a process needs beside "
         "tensors",
-        "assumed: FP32 gradients in one ring after backward at the largest bandwidth of one pair",
+        "assumed: FP32 gradients in one ring after backward at the largest bandwidth of one pair; "
+        "each device of a tensor-parallel group sends its part of an activation (DeepSpeed)",
         *given.notes(),
     ]
     return Published(
@@ -352,7 +354,7 @@ def read(folder: Path) -> Published:
         notes,
         source_median_error=_THEIRS,
         trivial_median_error=_TRIVIAL,
-        lacks="what a step of several stages takes once, not in each microbatch",
+        lacks="the cost of a hand-over between stages beside its bytes",
     )
 
 

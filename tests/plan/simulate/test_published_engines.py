@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulated import simulate
+from simulated import chain, cluster_of, simulate
 
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import OperatorPlan, Stage
@@ -116,3 +116,17 @@ def test_hierarchical_ring_moves_each_byte_once_between_two_nodes() -> None:
     levels = Network(cluster, "hierarchical").all_reduce(group, 8000).duration_s
     assert ring == pytest.approx(2 * 7 / 8 * 8000 / 1e3)
     assert levels == pytest.approx(2 * 1 / 2 * 8000 / 1e3, rel=1e-6)
+
+
+def test_a_part_of_an_output_takes_its_share_of_the_time_between_stages() -> None:
+    graph, profile = chain()
+    plans = {"a": OperatorPlan({}, [0], 0), "b": OperatorPlan({}, [1], 1)}
+    steps = [
+        simulate(
+            graph, profile, cluster_of(), plans, stages=[Stage(), Stage()],
+            options=SimulatorOptions(activation_share=share),
+        ).step_s
+        for share in (1.0, 0.5)
+    ]  # fmt: skip
+    # 32 B at 16 B/s, and their gradient.
+    assert steps[0] - steps[1] == 2 * (2.0 - 1.0)
