@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 _META = torch.device("meta")
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_Cached = type(lru_cache(len))
 
 
 def meta_copy(module: ModuleT) -> ModuleT:
@@ -49,3 +55,19 @@ def stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, 
         computed = (x for x in vars(owner).values() if isinstance(x, Tensor) and not x.is_leaf)
         memo |= {id(x): make(x) for x in computed}
     return memo
+
+
+@contextmanager
+def forgotten_stand_ins() -> Iterator[None]:
+    """Clear each `lru_cache` that holds fake or traced tensors after the block, because a model's
+    next call would read them."""
+    try:
+        yield
+    finally:
+        for each in gc.get_objects():
+            if type(each) is _Cached and any(map(_is_tensor, tree_leaves(gc.get_referents(each)))):
+                each.cache_clear()
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor | fx.Proxy)

@@ -1,10 +1,6 @@
 """A user's own model: `--model package.module:factory`.
 
 A task from a model and a batch of example inputs, and that batch for a transformers model.
-
-An example is a dict of forward's keyword arguments or a tuple of positional ones. Its tensors may
-be nested in dicts and tuples; the first dim of each is the samples. Integers are drawn from 0 to
-the largest in the example.
 """
 
 from __future__ import annotations
@@ -15,20 +11,19 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.errors import ModelError, first_line
 from harness.inputs import one_line
-from harness.runtime.capture.meta_copy import fake, fake_copy
-from harness.runtime.devices.precision import has_gradients
+from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_ins
+from harness.runtime.models.example import Example
 from harness.runtime.models.loss_split import CallRecorder, SplitLoss, split_loss
-from harness.runtime.models.own_loss import Call, LabelledTask, join_outputs
+from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, Call, LabelledTask
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_weights, logits_of
 from harness.runtime.models.torchvision_import import allow_torchvision
 from harness.runtime.ranks.failures import users_line
@@ -47,79 +42,39 @@ _EXPERTS = "batched_mm"
 _REMEDY = "return (model, example) from the factory, with example a dict of forward's arguments"
 
 
-class BoundInputs(nn.Module):
-    """Calls a model with tensors at their places among its arguments.
-
-    Args:
-        structure: places of the example's tensors in (args, kwargs).
-        positions: of the tensors that are given, among those of the example.
-        blanks: the others, of zeros, by position; without an entry they are None.
-        outputs: names of the outputs to return as one tensor; empty: all that the model returns.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: pytree.TreeSpec,
-        positions: Sequence[int],
-        outputs: Sequence[str] = (),
-        blanks: Mapping[int, InputSpec] | None = None,
-    ) -> None:
-        super().__init__()
-        self.model, self._n_leaves = model, structure.num_leaves
-        # A function, because deepcopy of a structure warns.
-        self._arguments: Callable[[list[Any]], Any] = lambda leaves: pytree.tree_unflatten(
-            leaves, structure
-        )
-        self._positions, self._outputs = tuple(positions), tuple(outputs)
-        self._blanks = dict(blanks or {})
-
-    def forward(self, *tensors: Tensor) -> Any:
-        leaves: list[Tensor | None] = [None] * self._n_leaves
-        for position, tensor in zip(self._positions, tensors, strict=True):
-            leaves[position] = tensor
-        for position, spec in self._blanks.items():
-            size = (tensors[0].shape[0], *spec.shape)
-            leaves[position] = tensors[0].new_zeros(size, dtype=spec.dtype)
-        args, kwargs = self._arguments(leaves)
-        output = self.model(*args, **kwargs)
-        return join_outputs(output, self._outputs) if self._outputs else output
-
-
 def task_from_example(name: str, model: nn.Module, example: Any) -> Task:
     """A task whose inputs are like those of an example.
 
     If the model computes a loss, that is the task's and its labels are the targets; else targets
-    are classes of the logits.
+    are classes of the logits. A loss that parts of a batch cannot compute stays in the model.
 
     Raises:
-        ModelError: the example has no tensors, the model does not take it, or its loss cannot be
-            computed in parts of a batch.
+        ModelError: the example has no tensors, or the model does not take it.
     """
-    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    args = args if isinstance(args, tuple | list) else (args,)
-    with_paths, structure = pytree.tree_flatten_with_path((tuple(args), kwargs))
-    tensors = [leaf for _, leaf in with_paths]
-    if not tensors or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in tensors):
-        raise ModelError(
-            f"--model {name!r}: its example holds {_kinds(tensors)}: give tensors of several "
-            "samples, and leave out what has a default"
-        )
+    given = Example(name, example)
     _prepare(name, model)
-    names = [_name_of(path, k) for k, (path, _) in enumerate(with_paths)]
-    specs = tuple(_spec(name, leaf) for name, leaf in zip(names, tensors, strict=True))
-    is_plain = len(args) + len(kwargs) == len(tensors) and _are_first(model, kwargs, len(args))
-    bound = model if is_plain else BoundInputs(model, structure, range(len(specs)))
-    output, given, calls = _run_once(name, bound, tensors)
-    split = split_loss(name, output, given, specs, calls)
+    specs, tensors = given.specs, given.tensors
+    bound = model if given.fits(model) else given.bind(model)
+    output, inputs, calls = _run_once(name, bound, tensors)
+
+    def recall() -> tuple[list[Call], int]:
+        more = [torch.cat([x, x[:1]]) for x in tensors]
+        return _run_once(name, bound, more)[2], len(more[0])
+
+    split = split_loss(output, inputs, specs, calls, recall)
+    if isinstance(split, str):
+        _log.warning(
+            "%s computes its loss on whole batches, which leaves out microbatches: %s", name, split
+        )
+        whole = BatchLoss(given.bind(model, outputs=["loss"]))
+        return BatchLossTask(model=whole, inputs=specs, loss="own", n_tokens=_n_tokens(specs))
     if split is not None:
         kept = [k for k in range(len(specs)) if k not in split.labels or k in split.also_read]
         is_named = list(split.loss.outputs) in (["logits"], ["out"])
         chosen = () if is_named else tuple(split.loss.outputs)
-        without = BoundInputs(model, structure, kept, chosen)
+        without = given.bind(model, kept, chosen)
         if not _runs(without, [tensors[k] for k in kept]):  # it always computes its loss
-            blanks = {k: spec for k, spec in enumerate(specs) if k not in kept}
-            without = BoundInputs(model, structure, kept, chosen, blanks)
+            without = given.bind(model, kept, chosen, has_blanks=True)
         return _labelled(without, specs, kept, split)
     logits = logits_of(output)
     _check_logits(name, logits, len(tensors[0]))
@@ -167,29 +122,6 @@ def _n_tokens(specs: Iterable[InputSpec]) -> int:
     return sum(s.shape[0] for s in specs if s.name.endswith(_TOKENS) and s.shape)
 
 
-def _are_first(model: nn.Module, kwargs: dict[str, Any], n_before: int) -> bool:
-    """Whether keyword arguments are forward's next parameters, so that it takes them in order."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return list(kwargs) == names[n_before : n_before + len(kwargs)]
-
-
-def _kinds(leaves: list[Any]) -> str:
-    return ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
-
-
-def _name_of(path: tuple[Any, ...], position: int) -> str:
-    words = [entry.key for entry in path if isinstance(entry, pytree.MappingKey)]
-    return "_".join(map(str, words)) or f"input_{position}"
-
-
-def _spec(name: str, tensor: Tensor) -> InputSpec:
-    n_values = None if has_gradients(tensor) else int(tensor.max()) + 1
-    return InputSpec(
-        name=name, shape=tuple(tensor.shape[1:]), dtype=tensor.dtype, n_values=n_values
-    )
-
-
 def _prepare(name: str, model: nn.Module) -> None:
     """Switch off the caches of keys and values of transformers, which training does not read, and
     compute experts without a dependence on values."""
@@ -216,7 +148,7 @@ def _run_once(
     try:
         given = [fake(x, mode) for x in tensors]
         copied = fake_copy(model, mode)
-        with mode, torch.no_grad(), CallRecorder() as recorder:
+        with forgotten_stand_ins(), mode, CallRecorder() as recorder:
             output = copied(*given)
     except ModelError:
         raise
@@ -232,7 +164,7 @@ def _run_copy(
 ) -> tuple[Any, list[Tensor], list[Call]]:
     try:
         copied = copy.deepcopy(model)
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), CallRecorder() as recorder:
+        with torch.random.fork_rng(devices=[]), CallRecorder() as recorder:
             output = copied(*tensors)
     except Exception as error:
         raise _not_taken(name, tensors, error) from error

@@ -2,14 +2,14 @@
 
 A run on fake tensors records the calls of torch's functions. Those that lead from the model's
 outputs and the labels to the loss are repeated by `OwnLoss`; the labels become the targets, and the
-model is trained without them.
+model is trained without them. A loss that this cannot express stays inside the model.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -17,8 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from harness.errors import ModelError
-from harness.runtime.models.own_loss import REMEDY, Call, OwnLoss, Slot
+from harness.runtime.models.own_loss import Call, OwnLoss, SampleCount, Slot
 from harness.runtime.models.task import InputSpec, named_outputs
 
 
@@ -51,25 +50,29 @@ class SplitLoss(NamedTuple):
 
 
 def split_loss(
-    name: str,
     output: Any,
     given: Sequence[Tensor],
     specs: Sequence[InputSpec],
     calls: Sequence[Call],
-) -> SplitLoss | None:
+    recall: Callable[[], tuple[Sequence[Call], int]],
+) -> SplitLoss | str | None:
     """Split off the loss of a model that was called on fake tensors; None if it computes none.
+
+    Returns a reason instead where the loss reads other values than outputs and inputs, or is no
+    mean over samples.
 
     Args:
         given: the model's inputs, described by `specs`.
-
-    Raises:
-        ModelError: the loss reads other values than outputs and inputs, or is no mean over samples.
+        calls: torch's, while it ran.
+        recall: runs the model with another number of samples; returns its calls and that number.
     """
     named = named_outputs(output)
     loss = named.get("loss")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
     n_samples = given[0].shape[:1]
+    again, n_again = recall()
+    calls = _with_counts(calls, n_samples[0], again, n_again)
     tensors = {key: x for key, x in named.items() if isinstance(x, Tensor) and x is not loss}
     outputs = {key: x for key, x in tensors.items() if x.shape[:1] == n_samples}
     trail = _Trail(calls)
@@ -77,10 +80,7 @@ def split_loss(
     read = {key: x for key, x in outputs.items() if id(x) in found.ends}
     labels = tuple(k for k, x in enumerate(given) if id(x) in found.ends)
     if found.unknown or not read:
-        raise ModelError(
-            f"--model {name!r}: its loss reads values that it does not return: return them by "
-            f"name beside the loss, {REMEDY}"
-        )
+        return "its loss reads values that it does not return"
     slots = {id(x): Slot(k) for k, x in enumerate((*read.values(), *(given[k] for k in labels)))}
     own_calls = [_with_slots(calls[k], slots) for k in sorted(found.calls)]
     # A cross entropy beside other terms is a mean over samples, as they are.
@@ -97,7 +97,7 @@ def split_loss(
         if not flaws[-1]:
             break
     else:
-        raise ModelError(f"--model {name!r}: {flaws[0]}: {REMEDY}")
+        return flaws[0]
     before = trail.to(read.values(), given)
     return SplitLoss(own, labels, frozenset(k for k in labels if id(given[k]) in before.ends))
 
@@ -157,6 +157,30 @@ def _is_in_place(call: Call) -> bool:
         name.endswith("_") and not name.endswith("__")
     )
     return is_changing and bool(_tensors(call.args))
+
+
+def _with_counts(
+    calls: Sequence[Call], n_samples: int, again: Sequence[Call], n_again: int
+) -> list[Call]:
+    """Replace integers of calls that grow with the samples, as those of a second run show."""
+
+    def count_of(one: Any, other: Any) -> Any:
+        is_open = type(one) is type(other) is int and one != other
+        is_multiple = is_open and one % n_samples == 0 and one * n_again == other * n_samples
+        return SampleCount(one // n_samples) if is_multiple else one
+
+    if [call.function for call in calls] != [call.function for call in again]:
+        return list(calls)
+    found = []
+    for call, other in zip(calls, again, strict=True):
+        leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+        others = pytree.tree_leaves((other.args, other.kwargs))
+        if len(leaves) == len(others):
+            opened = map(count_of, leaves, others)
+            args, kwargs = pytree.tree_unflatten(list(opened), structure)
+            call = call._replace(args=args, kwargs=kwargs)
+        found.append(call)
+    return found
 
 
 def _with_slots(call: Call, slots: dict[int, Slot]) -> Call:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.errors import first_line
 from harness.runtime.models.task import InputSpec, Task, logits_of, named_outputs, wide
@@ -17,10 +17,6 @@ from harness.runtime.models.task import InputSpec, Task, logits_of, named_output
 _LARGEST_CHECKED = 1 << 24  # elements
 _TOLERANCE = 1e-5  # of a loss in float64, of which parts may be in fp32
 _N_CHECKED = 3  # samples
-REMEDY = (
-    "leave the labels out of the example, and the cross entropy of the logits is the loss, or "
-    "return a Task with a loss of its own"
-)
 
 
 class Call(NamedTuple):
@@ -44,6 +40,13 @@ class Slot:
     number: int
 
 
+@dataclass(frozen=True)
+class SampleCount:
+    """Stands for a multiple of the number of samples in a call."""
+
+    factor: int
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class OwnLoss:
     """A model's loss as a function of its outputs and the labels.
@@ -52,7 +55,8 @@ class OwnLoss:
         outputs: shapes, without the sample dim, of the outputs that it reads, by name.
         labels: several are flattened and concatenated, as float64 if their dtypes differ; and so
             are several outputs.
-        calls: in order; slots stand for tensors, the first ones for outputs and labels.
+        calls: in order; slots stand for tensors, the first ones for outputs and labels, and a
+            SampleCount for a number that grows with the samples.
         result: the loss's slot.
         counted: the slot of classes and the class that does not count, of the only cross entropy,
             which `calls` sum up; None if the model's loss is a mean over samples.
@@ -191,9 +195,41 @@ class LabelledTask(Task):
         return self.own_loss.sum(logits_of(outputs), targets)
 
 
+class BatchLoss(nn.Module):
+    """Returns a model's loss of the whole batch, once for each sample."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def _get_name(self) -> str:
+        return str(self.model._get_name())
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        loss: Tensor = self.model(*inputs)
+        return loss.reshape(1).expand(inputs[0].shape[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLossTask(Task):
+    """A task whose model is a BatchLoss; no operator reads its targets."""
+
+    def draw_targets(
+        self,
+        n_samples: int,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        return torch.zeros(n_samples, dtype=torch.int64, device=device)
+
+    def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return wide(logits_of(outputs)).sum()
+
+
 def join_outputs(output: Any, names: Iterable[str]) -> Tensor:
     """The named outputs of a model as one tensor."""
-    outputs = named_outputs(output)
+    outputs = named_outputs(output) or output  # a traced module's are read from its proxy
     return join([outputs[name] for name in names])
 
 
@@ -222,10 +258,13 @@ def slots_in(value: Any) -> set[Slot]:
 def _run(calls: Iterable[Call], given: Sequence[Any], device: torch.device) -> dict[Slot, Any]:
     """Repeat calls; returns the values of slots."""
     values: dict[Slot, Any] = {Slot(k): value for k, value in enumerate(given)}
+    n_samples = next(len(value) for value in given if value is not None)
 
     def filled(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
             return device
+        if isinstance(leaf, SampleCount):
+            return leaf.factor * n_samples
         return values[leaf] if isinstance(leaf, Slot) else leaf
 
     for call in calls:

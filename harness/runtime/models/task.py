@@ -23,13 +23,15 @@ _NAMES = ("logits", "out")
 
 
 def named_outputs(output: Any) -> Mapping[str, Any]:
-    """The outputs of a dict, a named tuple or a dataclass; empty for anything else."""
+    """The outputs of a dict, a dataclass or a tuple; empty for anything else."""
     if isinstance(output, Mapping):
         return output
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    fields = getattr(output, "_fields", None)
-    return dict(zip(fields, output, strict=True)) if isinstance(fields, tuple) else {}
+    if not isinstance(output, tuple):
+        return {}
+    names = getattr(output, "_fields", [f"output {k}" for k in range(len(output))])
+    return dict(zip(names, output, strict=True))
 
 
 def choose_logits(outputs: Mapping[str, Any], kind: str) -> Any:
@@ -39,15 +41,19 @@ def choose_logits(outputs: Mapping[str, Any], kind: str) -> Any:
         kind: type of the model's return value, for the error.
 
     Raises:
-        ModelError: no output has a name of logits.
+        ModelError: there are several, and none has a name of logits.
     """
     for name in _NAMES:
         if name in outputs:
             return outputs[name]
+    given = {name for name, output in outputs.items() if output is not None}
+    if len(given) == 1 and given != {"loss"}:
+        return outputs[given.pop()]
     has = f" with {', '.join(map(str, outputs))}" if outputs else ""
     raise ModelError(
         f"the model returns a {kind}{has}, and the loss takes one tensor: return that tensor "
-        "alone, or under the name 'logits' in a dict, a named tuple or a dataclass"
+        "alone, or under the name 'logits' in a dict, a named tuple or a dataclass, and a loss of "
+        "its own under the name 'loss'"
     )
 
 
@@ -275,12 +281,17 @@ class ModelOptions:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuse weights that have no shape yet.
+    """Refuse weights that have no shape yet, and modules without Python code.
 
     Raises:
-        ModelError: names the lazy module.
+        ModelError: names the lazy or scripted module.
     """
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"module {path!r} is a ScriptModule, which can neither be copied nor captured: "
+                "give the module that torch.jit.script was called on"
+            )
         weights = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(map(is_lazy, weights)):
             raise ModelError(

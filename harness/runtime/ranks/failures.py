@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ _HARNESS = Path(harness.__file__).parent
 _TORCH = Path(torch.__file__).parent
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 _MAX_CODE = 120
+_FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d{1,9}), in (\w{1,100})')
 
 
 def has_lost_peer(error: BaseException) -> bool:
@@ -65,15 +67,18 @@ def located(error: BaseException) -> str:
 
 
 def users_line(error: BaseException) -> str:
-    """The innermost line of user code, such as `models.py:12 in forward`, or ""."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    found = next((frame for frame in frames if _is_from_user(frame.filename)), None)
-    return f"{Path(found.filename).name}:{found.lineno} in {found.name}" if found else ""
+    """The innermost line of user code, such as `models.py:12 in forward`, or "": of the traceback,
+    or of the one that torch quotes for the operator of a graph."""
+    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    for filename, line, name in reversed(_FRAME.findall(str(error)) + frames):
+        if is_from_user(filename):
+            return f"{Path(filename).name}:{line} in {name}"
+    return ""
 
 
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    for matches in (_is_from_user, _is_generated, _is_from_harness):
+    for matches in (is_from_user, _is_generated, _is_from_harness):
         for frame in reversed(frames):
             if matches(frame.filename):
                 name = "a captured graph" if _is_generated(frame.filename) else frame.filename
@@ -90,7 +95,9 @@ def _is_from_harness(filename: str) -> bool:
     return Path(filename).is_relative_to(_HARNESS)
 
 
-def _is_from_user(filename: str) -> bool:
+@lru_cache(maxsize=4096)
+def is_from_user(filename: str) -> bool:
+    """Whether a file is neither of the harness, of torch nor of Python."""
     path = Path(filename)
     is_packaged = "site-packages" in path.parts or "dist-packages" in path.parts
     is_standard = path.is_relative_to(_STANDARD) and not is_packaged

@@ -18,11 +18,19 @@ from harness.errors import ModelError
 from harness.runtime.capture.meta_copy import fake, fake_copy
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing import patches
-from harness.runtime.tracing.constructs import AUTOCAST, NO_GRAD, WRITES, WRITTEN, ConstructError
+from harness.runtime.tracing.constructs import (
+    AUTOCAST,
+    NO_GRAD,
+    WRITES,
+    WRITTEN,
+    ConstructError,
+    is_view,
+)
 from harness.runtime.tracing.exported_functions import ExportedFunctions
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
 from harness.runtime.tracing.regions import AutocastRegion
 
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _AUTOCAST_REGION = "wrap_with_autocast"
 _NO_GRAD_REGION = "wrap_with_set_grad_enabled"
 
@@ -47,6 +55,7 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
         _no_dropped_constructs(functions),
         patches.grad_mode_kept(),
         patches.masks_unread(),
+        patches.users_code(model),
     ):
         # torch.export always specializes a size of 1.
         given = tuple(fake(x if len(x) > 1 else torch.cat((x, x)), mode) for x in examples)
@@ -54,6 +63,7 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     module: fx.GraphModule = exported.module(check_guards=False)
     functions.insert(module.graph)
     _remove_idle(module)
+    _copy_attentions(module.graph)
     _check_batch_is_open(model, module)
     _inline_regions(module, any(x.is_meta for x in model.parameters()))
     _unflatten_output(module)
@@ -79,6 +89,16 @@ def _remove_idle(module: fx.GraphModule) -> None:
         if node.args[2:] == (0, sys.maxsize):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+
+
+def _copy_attentions(graph: fx.Graph) -> None:
+    """Let views of an attention's output be reshapes, because its layout depends on the device."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        source = node.args[0]
+        while isinstance(source, fx.Node) and is_view(source):
+            source = source.args[0]
+        if isinstance(source, fx.Node) and source.target is _ATTENTION:
+            node.target = torch.ops.aten.reshape.default
 
 
 def _with_tensors_of(model: nn.Module, module: fx.GraphModule) -> fx.GraphModule:

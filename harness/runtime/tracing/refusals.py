@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 import torch
 from torch import nn
@@ -60,6 +61,17 @@ _CONSTRUCTS = (
         "leave it on the device of its input",
     ),
     (
+        r"_will_engine_execute_node|element 0 of tensors does not require grad",
+        "forward calls torch.autograd.grad",
+        "put all that it differentiates into a module of its own",
+    ),
+    (r"being vmapped", "forward calls torch.vmap", "let a matmul or einsum broadcast instead"),
+    (
+        r"Sparse(Meta|CPU|CUDA)|aten::.*sparse",
+        "forward computes with a sparse tensor",
+        "make it dense, or sum over its entries by index_add",
+    ),
+    (
         r"Proxy' object has no attribute",
         "forward reads an attribute that tensors have only while they are computed",
         "compute by torch's functions",
@@ -75,6 +87,18 @@ _CONSTRUCTS = (
         "give the others a default",
     ),
 )
+# Function in the traceback; the construct; its remedy.
+_FUNCTIONS = {
+    "pack_padded_sequence": (
+        "forward packs sequences, so that shapes depend on their lengths",
+        "run the RNN on the padded batch, and take the last steps as "
+        "y[torch.arange(len(y)), lengths - 1]",
+    ),
+    "_compute_mask_indices": (
+        "forward draws the masks of SpecAugment by numpy",
+        "set apply_spec_augment=False in the configuration",
+    ),
+}
 
 
 def check_script(name: str, model: nn.Module) -> None:
@@ -100,6 +124,10 @@ def refusal(name: str, *reasons: Exception) -> ModelError:
     for error in reversed(reasons):
         if isinstance(error, ConstructError):
             return _error(name, first_line(error), error, "")
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.name in _FUNCTIONS:
+                construct, remedy = _FUNCTIONS[frame.name]
+                return _error(name, construct, error, remedy)
         for pattern, construct, remedy in _CONSTRUCTS:
             if re.search(pattern, str(error)):
                 return _error(name, construct, error, remedy)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.errors import HarnessError, ModelError, first_line
-from harness.runtime.capture.meta_copy import meta_copy
+from harness.runtime.capture.meta_copy import forgotten_stand_ins, meta_copy
 from harness.runtime.capture.operators import draws_random
 from harness.runtime.capture.sample_dims import values_at
 from harness.runtime.executor.shards.inplace import works_in_place
@@ -204,7 +204,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     while True:
         tracer = ModelTracer(whole, states, len(examples))
         try:
-            with no_random_draws():
+            with no_random_draws(), forgotten_stand_ins():
                 graph = tracer.trace(model)
             if not tracer.states.writes:
                 finish(graph, model, tracer.has_gradient)
@@ -220,7 +220,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
             raise reason
         if exported is None and not isinstance(reason, ConstructError):
             try:
-                with no_random_draws():
+                with no_random_draws(), forgotten_stand_ins():
                     module = export(model, examples)
                 finish(module.graph, module)
                 fold_constants(module, examples)
@@ -228,13 +228,14 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                 keep_dims(module)
                 join_attentions(module)
                 keep_regions(module)
+                _values_of(module, examples)
                 return module
             except Exception as error:
                 exported = error
         path = tracer.module_path
         if not path or path in whole:
             reasons = (reason,) if exported is None else (reason, exported)
-            raise refusal(type(model).__name__, *reasons) from reason
+            raise refusal(model._get_name(), *reasons) from reason
         _log.info(
             "module %s is kept whole: torch.fx cannot trace it (%s)", path, first_line(reason)
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import base_types
 
 from harness.runtime.models.single_operators import is_single_operator
+from harness.runtime.ranks.failures import is_from_user
 from harness.runtime.tracing import patches
 from harness.runtime.tracing.autocast import Regions
 from harness.runtime.tracing.constructs import (
@@ -126,6 +129,7 @@ class ModelTracer(fx.Tracer):
         """As `fx.Tracer.trace`, under the patches."""
         with ExitStack() as stack:
             stack.enter_context(patches.grad_mode_kept())
+            stack.enter_context(patches.users_code(root))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(patches.autograd_functions(self._apply))
             stack.enter_context(self._regions.watched())
@@ -160,6 +164,7 @@ class ModelTracer(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
+        node.stack_trace = _users_frame()
         if (kind, node.target) in _DIFFERENTIATIONS:
             raise ConstructError(
                 f"forward calls {_DIFFERENTIATIONS[kind, node.target]}, which differentiates "
@@ -230,6 +235,16 @@ class ModelTracer(fx.Tracer):
                 fixed[position] = argument
         target = CustomFunction(function, fixed)
         return self.create_proxy("call_function", target, tuple(given), {})
+
+
+def _users_frame() -> str | None:
+    """The line of user code that runs, as in a traceback."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not is_from_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
 
 
 def _can_be_argument(argument: Any) -> bool:

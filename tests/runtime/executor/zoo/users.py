@@ -219,6 +219,85 @@ class DynamicConv(nn.Module):
         return self.head(y.view(b, 6, h, w).mean((2, 3)))
 
 
+class Contrastive(nn.Module):
+    """CLIP: each image is compared with all texts; a flag asks for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(72, _D)
+        )
+        self.text = nn.EmbeddingBag(_V, _D)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, image: Tensor, text: Tensor, *, return_loss: bool = False) -> Any:
+        image, text = F.normalize(self.image(image), dim=-1), F.normalize(self.text(text), dim=-1)
+        scores = self.scale.exp() * image @ text.t()
+        if not return_loss:
+            return {"logits_per_image": scores}
+        own = torch.arange(len(scores), device=scores.device)
+        return {"loss": (F.cross_entropy(scores, own) + F.cross_entropy(scores.t(), own)) / 2}
+
+
+class LearnedWeights(nn.Module):
+    """Several losses, weighted by parameters that forward does not return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, _D), nn.ReLU())
+        self.classes, self.value = nn.Linear(_D, _C), nn.Linear(_D, 1)
+        self.log_variances = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor, classes: Tensor, level: Tensor) -> Any:
+        h = self.body(x)
+        logits, value = self.classes(h), self.value(h).squeeze(-1)
+        losses = torch.stack([F.cross_entropy(logits, classes), F.mse_loss(value, level)])
+        loss = (torch.exp(-self.log_variances) * losses + self.log_variances).sum()
+        return {"loss": loss, "logits": logits, "value": value}
+
+
+class Transcriber(nn.Module):
+    """The loss of connectionist temporal classification."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.GRU(4, _D, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * _D, _C)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        chances = self.head(self.body(x)[0]).log_softmax(-1)
+        n, n_steps = x.shape[:2]
+        lengths = torch.full((n,), n_steps, dtype=torch.long, device=x.device)
+        loss = F.ctc_loss(
+            chances.transpose(0, 1), labels, lengths, (labels > 0).sum(1), reduction="sum"
+        )
+        return {"loss": loss / n, "chances": chances}
+
+
+class Packed(nn.Module):
+    """Refused: its shapes depend on lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(_V, _D), nn.LSTM(_D, _D, batch_first=True)
+        self.head = nn.Linear(_D, _C)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        _, (hidden, _) = self.body(packed)
+        return self.head(hidden[-1])
+
+
+def _labels() -> dict[str, Tensor]:
+    return {
+        "x": torch.randn(2, 6),
+        "classes": torch.tensor([0, 4]),
+        "level": torch.tensor([0.5, 3]),
+    }
+
+
 def _image() -> dict[str, Tensor]:
     return {"x": torch.randn(2, 3, 8, 8)}
 
@@ -234,10 +313,16 @@ USERS: dict[str, Any] = {
     "masked_attention": lambda: (MaskedAttention(), {"tokens": _tokens()}),
     "spatial": lambda: (Spatial(), _image()),
     "unpooled": lambda: (Unpooled(), _image()),
-    "labelled": lambda: (
-        Labelled(),
-        {"x": torch.randn(2, 6), "classes": torch.tensor([0, 4]), "level": torch.tensor([0.5, 3])},
+    "labelled": lambda: (Labelled(), _labels()),
+    "learned_weights": lambda: (LearnedWeights(), _labels()),
+    "contrastive": lambda: (
+        Contrastive(),
+        {"image": torch.randn(2, 3, 8, 8), "text": _tokens(), "return_loss": True},
     ),
+    "transcriber": lambda: (
+        Transcriber(), {"x": torch.randn(2, 8, 4), "labels": torch.tensor([[1, 2], [3, 4]])}
+    ),
+    "packed": lambda: (Packed(), {"tokens": _tokens(), "lengths": torch.tensor([3, _T])}),
     "scan": lambda: (Scan(), (torch.randn(2, 5, 4),)),
     "dynamic_conv": lambda: (DynamicConv(), _image()),
 }  # fmt: skip

@@ -1,0 +1,138 @@
+"""A batch of example inputs: how a model is called with tensors like those of the example.
+
+An example is a dict of forward's keyword arguments or a tuple of positional ones. Its tensors may
+be nested in dicts and tuples; the first dim of each is the samples. Other values, such as a flag,
+are passed as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from harness.errors import ModelError
+from harness.runtime.devices.precision import has_gradients
+from harness.runtime.models.own_loss import join_outputs
+from harness.runtime.models.task import InputSpec
+
+
+class Example:
+    """An example's tensors and their places among a model's arguments.
+
+    Attributes:
+        specs: of the tensors; integers are drawn from 0 to the largest in the example.
+
+    Raises:
+        ModelError: it has no tensors, or one without samples.
+    """
+
+    def __init__(self, name: str, example: Any) -> None:
+        args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+        args = tuple(args) if isinstance(args, tuple | list) else (args,)
+        leaves, self._structure = pytree.tree_flatten_with_path((args, kwargs))
+        self._leaves = [leaf for _, leaf in leaves]
+        self._places = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self.tensors: list[Tensor] = [self._leaves[k] for k in self._places]
+        if not self.tensors or not all(tensor.dim() for tensor in self.tensors):
+            raise ModelError(
+                f"--model {name!r}: its example holds {_kinds(self._leaves)}: give tensors of "
+                "several samples, and leave out what has a default"
+            )
+        self.specs = tuple(_spec(_name_of(leaves[k][0], k), self._leaves[k]) for k in self._places)
+        self._n_positional, self._keywords = len(args), list(kwargs)
+
+    def bind(
+        self,
+        model: nn.Module,
+        kept: Sequence[int] | None = None,
+        outputs: Sequence[str] = (),
+        *,
+        has_blanks: bool = False,
+    ) -> BoundInputs:
+        """Let a model be called with tensors in the order of `specs`.
+
+        Args:
+            kept: numbers of the tensors that are given, None for all; the others are None, or zeros
+                with `has_blanks`.
+            outputs: names of the outputs to return as one tensor; empty: all that it returns.
+        """
+        kept = range(len(self.specs)) if kept is None else kept
+        others = {self._places[k]: s for k, s in enumerate(self.specs) if k not in kept}
+        return BoundInputs(
+            model,
+            [None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves],
+            lambda leaves: pytree.tree_unflatten(leaves, self._structure),
+            [self._places[k] for k in kept],
+            outputs,
+            others if has_blanks else {},
+        )
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether forward takes the tensors in their order."""
+        n_given = self._n_positional + len(self._keywords)
+        if not n_given == len(self.tensors) == len(self._leaves):
+            return False
+        parameters = inspect.signature(model.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return self._keywords == names[self._n_positional : n_given]
+
+
+class BoundInputs(nn.Module):
+    """Calls a model with tensors at their places among its arguments.
+
+    Args:
+        leaves: the values of all arguments, with None at the tensors.
+        arguments: (args, kwargs) of leaves.
+        positions: of the tensors that are given, among the leaves.
+        outputs: names of the outputs to return as one tensor; empty: all that the model returns.
+        blanks: leaves of zeros, by position.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: Sequence[Any],
+        arguments: Callable[[list[Any]], Any],
+        positions: Sequence[int],
+        outputs: Sequence[str],
+        blanks: Mapping[int, InputSpec],
+    ) -> None:
+        super().__init__()
+        self.model, self._leaves = model, tuple(leaves)
+        self._arguments = arguments  # a function, because deepcopy of a structure warns
+        self._positions, self._outputs = tuple(positions), tuple(outputs)
+        self._blanks = dict(blanks)
+
+    def _get_name(self) -> str:
+        return str(self.model._get_name())
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = list(self._leaves)
+        for position, tensor in zip(self._positions, tensors, strict=True):
+            leaves[position] = tensor
+        for position, spec in self._blanks.items():
+            size = (tensors[0].shape[0], *spec.shape)
+            leaves[position] = tensors[0].new_zeros(size, dtype=spec.dtype)
+        args, kwargs = self._arguments(leaves)
+        output = self.model(*args, **kwargs)
+        return join_outputs(output, self._outputs) if self._outputs else output
+
+
+def _kinds(leaves: list[Any]) -> str:
+    return ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+
+
+def _name_of(path: tuple[Any, ...], position: int) -> str:
+    words = [entry.key for entry in path if isinstance(entry, pytree.MappingKey)]
+    return "_".join(map(str, words)) or f"input_{position}"
+
+
+def _spec(name: str, tensor: Tensor) -> InputSpec:
+    n_values = None if has_gradients(tensor) else int(tensor.max()) + 1
+    return InputSpec(
+        name=name, shape=tuple(tensor.shape[1:]), dtype=tensor.dtype, n_values=n_values
+    )
