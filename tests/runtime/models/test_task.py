@@ -52,7 +52,7 @@ PACKS = {
 REFUSED = {
     "tuple": lambda logits, aux: (logits, aux),
     "list": lambda logits, aux: [logits],
-    "dict": lambda logits, aux: {"scores": logits},
+    "dict": lambda logits, aux: {"scores": logits, "aux": aux},
     "Odd": lambda logits, aux: Odd(logits, aux),
 }
 
