@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from executor_models import chain, tensor_gpt, tensor_mlp, whole
@@ -28,6 +29,7 @@ from harness.domain.partition import REPLICA
 from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.plan import builders
+from harness.plan.bottleneck import balance_in_turn
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.runtime.ranks.world import World
@@ -94,11 +96,8 @@ def _pipeline(world: World, model: str, schedule: str) -> Case:
         n_stages = world.size * (2 if schedule == "interleaved" else 1)
         example = task.inputs[0].draw(microbatch)
         weights = maximum_over_ranks(child_times(task.model, example), world)
-        numbers = [str(k) for k in range(len(weights))]
-        children = [
-            [int(k) for k in stage]
-            for stage in builders.balanced_stages(numbers, weights, n_stages, world.size)
-        ]
+        ends = balance_in_turn([weights] * world.size, n_stages).ends
+        children = [list(range(a, b)) for a, b in pairwise((0, *ends))]
         captured = capture(task, microbatch, model)
         strategy = builders.pipeline(
             captured.graph, batch, operators_of(captured, children),

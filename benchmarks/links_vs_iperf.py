@@ -29,7 +29,7 @@ import tyro
 from comparison import compare, find_mpi, machine, show
 
 from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
-from harness.measure.derive import bus_factor
+from harness.measure.derive.links import bus_factor
 from harness.runtime.devices.sampling import Budget, clock_for
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.gather import maximum_over_ranks

@@ -21,7 +21,8 @@ import tyro
 from comparison import compare, show
 
 from harness.errors import ResultsError
-from harness.measure.derive import rank_phases, training_summary
+from harness.measure.derive.spans import rank_phases
+from harness.measure.derive.training import training_summary
 from harness.measure.store import Run, read_results
 
 

@@ -8,7 +8,7 @@ import random
 from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
-from harness.plan.request import PlanRequest
+from harness.plan.costs import PlanRequest
 from harness.plan.search.objective import Objective
 from harness.plan.search.searches import search_exhaustively
 from harness.plan.search.space import Space

@@ -25,7 +25,13 @@ from typing import NamedTuple
 from planner_comparison import compare_extremes
 
 from harness.measure.text import table
-from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.importing.times import (
+    LayerTime,
+    PlannedLayer,
+    TimeKey,
+    chain_graph,
+    layer_profile,
+)
 
 SIZES = (64, 256, 1024, 4096)
 TARGET_S, TARGET_BYTES = 60.0, 4 * 2**30

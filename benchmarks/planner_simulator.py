@@ -43,11 +43,10 @@ from harness.domain.cluster import Cluster
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, PlanError
 from harness.measure.text import table
-from harness.plan.dlrm_graph import DlrmSizes, dlrm_graph
-from harness.plan.portfolio import plan as plan_with_simulator
+from harness.plan.costs import PlanRequest
+from harness.plan.estimates import DeviceRates, DlrmSizes, dlrm_graph, roofline_profile
+from harness.plan.portfolio import search_portfolio
 from harness.plan.report import describe_strategy
-from harness.plan.request import PlanRequest
-from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.plan.search.space import Space
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import EventTimes, Simulator, Trial
@@ -90,7 +89,7 @@ def run_oracle(report: Report, *, quick: bool) -> None:
             want, size = enumerated_step_s(request)
             n_larger = max(n_larger, size)
             try:
-                found = plan_with_simulator(request, exhaustive_up_to=0).predicted_step_s
+                found = search_portfolio(request, exhaustive_up_to=0).best.step_s
             except PlanError:
                 found = math.inf
             if math.isinf(want) and math.isinf(found):
@@ -172,7 +171,7 @@ def run_dlrm(report: Report, *, quick: bool) -> None:
         request = PlanRequest(graph=graph, profile=profile, cluster=cluster, batch=1024)
         if quick:
             request = replace(request, budget=800)
-        found = plan_with_simulator(request, options=options)
+        found = search_portfolio(request, options=options).result()
         assert isinstance(found.strategy, Strategy)
         report.say(f"dlrm, {name}: {describe_strategy(found.strategy, graph)} ({found.method})")
         rows = [["this plan", format_duration(found.predicted_step_s), "1.00"]]

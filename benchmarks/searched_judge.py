@@ -21,14 +21,13 @@ from harness.domain.fingerprint import MadeFor
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.record import Sample
 from harness.domain.strategy import Strategy
-from harness.measure.derive import training_summary
 from harness.measure.derive.prediction import (
     RankedStrategy,
     cell_summary,
     predicted_run,
     read_prediction,
 )
-from harness.measure.derive.training import step_times
+from harness.measure.derive.training import step_times, training_summary
 from harness.measure.statistics import paired_ratio
 from harness.measure.store import Run, read_header, read_run
 

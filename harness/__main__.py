@@ -78,7 +78,7 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     import tyro
 
     from harness.workloads import WORKLOADS, load_workload
-    from harness.workloads.common.run_flags import RunOptions
+    from harness.workloads.common.flags import RunOptions
 
     if not argv or argv[0].startswith("-"):
         if argv and argv[0] in ("-h", "--help"):
@@ -169,7 +169,8 @@ def _print_dry_run(cases: list[Any]) -> None:
 
 
 def _print_tables(runs: list[Any]) -> None:
-    from harness.measure.derive import stolen_warnings, unpublished_peaks
+    from harness.measure.derive.devices import unpublished_peaks
+    from harness.measure.derive.doubts import stolen_warnings
     from harness.workloads import WORKLOADS, load_workload
 
     for name in dict.fromkeys(run.header.workload for run in runs):

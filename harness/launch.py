@@ -48,12 +48,12 @@ from harness.measure.store import (
 )
 from harness.run import Outcome, RunSpec, outcome_of, run_case, worst
 from harness.runtime.devices.peaks import peak_flops_per_s
-from harness.runtime.ranks.copies import copy_to_first
+from harness.runtime.ranks.control import copy_to_first
 from harness.runtime.ranks.host import code_commit
 from harness.runtime.ranks.isolate import GRACE_S, run_isolated
 from harness.runtime.ranks.rendezvous import Meeting, without_mpi
 from harness.workloads.common.contract import Continuation, Need, config_json
-from harness.workloads.common.run_flags import RunOptions
+from harness.workloads.common.flags import RunOptions
 
 _log = logging.getLogger(__name__)
 

@@ -31,14 +31,13 @@ from harness.errors import (
     VerificationError,
     first_line,
 )
-from harness.measure.clock import HostClock
 from harness.measure.reached import PHASES, Reached, Standstill
-from harness.measure.recorder import Recorder
+from harness.measure.recorder import HostClock, Recorder
 from harness.measure.store import RecordWriter
 from harness.runtime.devices.memory import is_out_of_memory, keep_freed_memory
 from harness.runtime.devices.sampling import clock_for
-from harness.runtime.ranks.clock_offset import measure_clock_offset
 from harness.runtime.ranks.failures import gist, has_lost_peer, has_timed_out, located
+from harness.runtime.ranks.gather import measure_clock_offset
 from harness.runtime.ranks.host import processor_seconds
 from harness.runtime.ranks.isolate import Ending
 from harness.runtime.ranks.rendezvous import join_process_group

@@ -7,8 +7,6 @@ class Graph(JsonFile, frozen=True, kw_only=True):
     version: int = SCHEMA_VERSION
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hashes of the model, profile and cluster that a strategy was planned for, and their changes."""
 
-from __future__ import annotations
-
 import hashlib
 
 import msgspec

@@ -4,8 +4,6 @@ PipeTransformer (He et al., ICML 2021) freezes a prefix that grows by a share al
 that are still trained: F(T) = F(T-1) + alpha (L - F(T-1)), so F(T) = ceil(L (1 - (1 - alpha)^T)).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """A model's operators in topological order, with shapes, FLOPs, parameter and activation bytes.
 
 Captured from a model (`harness.runtime.capture.capture`), read from a PipeDream profile
-(`harness.plan.formats.pipedream_graph`) or written by hand as JSON (`to_json`, `from_json`).
+(`harness.plan.formats.pipedream`) or written by hand as JSON (`to_json`, `from_json`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ or misread a line (`node1:4`, `10.0.0.1 node1`), the error shows the line to wri
 names are validated here, so that no name can contain shell or ssh syntax.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 import shlex

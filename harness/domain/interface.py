@@ -4,8 +4,6 @@ Interfaces such as docker0 have the same address on every host, so collectives o
 An interface qualifies only if its subnet holds a different address of every other host.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from dataclasses import dataclass
 

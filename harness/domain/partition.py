@@ -14,8 +14,6 @@ consecutive numbers, as if `replica` were the last dim.
 Simulator, executor and importers of other formats share these formulas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 

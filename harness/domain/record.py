@@ -7,8 +7,6 @@ and wrong labels of a metric.
 A metric that is not listed may have any labels (docs/metrics.md lists all metrics).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple, TypedDict
 

@@ -13,8 +13,6 @@ Every copy has the whole value, and the whole gradient of it:
 Without copies, backward is the reverse of forward. Simulator and executor share these rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -17,8 +17,6 @@ Without a flush (PipeDream, SOSP 2019) steps of 1f1b leave each rank's last micr
                        rank 1     F0 B0 F1 B1 | F2 B2 F3 B3 | ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 

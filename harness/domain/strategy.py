@@ -13,8 +13,6 @@ per-operator placement. Its file (JSON) can be read, edited, sent and run again:
 strategy fits a graph and a cluster, `check_fresh` that it is not stale.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Literal, Self, get_args
 

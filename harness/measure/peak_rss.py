@@ -1,7 +1,5 @@
 """Peak memory of this process."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The run's process writes three integers, without a system call, into shared memo
 first process created.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

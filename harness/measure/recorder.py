@@ -1,14 +1,55 @@
-"""Collect a rank's spans and samples in memory; its caller writes them between steps."""
+"""Collect a rank's spans and samples in memory; its caller writes them between steps.
 
-from __future__ import annotations
+Clocks are monotonic: one protocol for the host and a CUDA device. A mark is taken without
+synchronising and read outside every span, when it is ready or after `settle`.
+"""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Protocol, Unpack
 
 from harness.domain.record import Label, Record, Sample, Span, SpanFields, SpanKind
-from harness.measure.clock import Clock
 from harness.measure.reached import Reached
+
+
+class Clock(Protocol):
+    """Takes marks while the work runs and reads them afterwards."""
+
+    def mark(self) -> Any:
+        """Mark this point in the device's stream of work; never blocks."""
+        ...
+
+    def is_ready(self, mark: Any) -> bool:
+        """Whether a mark can be read without waiting; marks become ready in order."""
+        ...
+
+    def settle(self) -> None:
+        """Block until every mark so far can be read."""
+        ...
+
+    def seconds_at(self, mark: Any) -> float:
+        """Seconds since the clock's origin."""
+        ...
+
+
+class HostClock:
+    """`perf_counter_ns` on this host; the origin is the clock's creation."""
+
+    def __init__(self) -> None:
+        self.origin_ns = time.perf_counter_ns()
+
+    def mark(self) -> int:
+        return time.perf_counter_ns()
+
+    def is_ready(self, mark: int) -> bool:
+        return True
+
+    def settle(self) -> None:
+        """Host marks are readable at once."""
+
+    def seconds_at(self, mark: int) -> float:
+        return (mark - self.origin_ns) * 1e-9
 
 
 class _Mark(NamedTuple):

@@ -5,8 +5,6 @@ probability 1/2, so ranks are binomial. Comparisons use Mann and Whitney's U and
 Hodges and Lehmann's shift, on logarithms, so that the shift is a ratio.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

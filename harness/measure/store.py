@@ -6,8 +6,6 @@ that a running run reserves. Reading skips, counts and names unusable lines and 
 derivations get only records whose numbers and labels are within bounds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

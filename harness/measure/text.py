@@ -1,7 +1,5 @@
 """Tables and shapes as plain text, for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from harness.measure.statistics import CONFIDENCE, Summary

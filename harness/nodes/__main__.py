@@ -1,7 +1,5 @@
 """`bash setup/check_nodes.sh [hostfile]`: are these hosts ready to train together?"""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -18,12 +16,12 @@ from pathlib import Path
 import harness
 from harness.domain.hostfile import Host, load_hostfile
 from harness.errors import EXIT_CODE, ConfigError, EnvironmentSetupError, HarnessError
+from harness.nodes.between import ALLREDUCE, MPI, TCP
 from harness.nodes.checks import CHECKS, judge_all, select
-from harness.nodes.findings import worst
+from harness.nodes.facts import worst
 from harness.nodes.probe import Order
 from harness.nodes.report import Look, render, to_json
 from harness.nodes.survey import Survey, survey
-from harness.nodes.talk import ALLREDUCE, MPI, TCP
 from harness.units import parse_duration
 
 _REPO = Path(harness.__file__).resolve().parents[1]

@@ -1,12 +1,11 @@
 """The table of checks, and the functions that run them. User documentation: docs/checks.md."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.errors import ConfigError
-from harness.nodes.findings import Finding, Judgement, Status
+from harness.nodes.between import ALLREDUCE, MPI, TCP
+from harness.nodes.facts import Finding, Judgement, Status
 from harness.nodes.judge.access import (
     judge_clock,
     judge_login,
@@ -25,7 +24,6 @@ from harness.nodes.judge.machine import (
     judge_os,
 )
 from harness.nodes.survey import HostReport, Survey
-from harness.nodes.talk import ALLREDUCE, MPI, TCP
 
 Judge = Callable[[HostReport, Survey], list[Judgement]]
 

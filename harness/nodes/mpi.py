@@ -1,7 +1,5 @@
 """An MPI hello: the real mpirun starts one rank on each host, and each rank reports its host."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

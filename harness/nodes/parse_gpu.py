@@ -6,8 +6,6 @@ print broken XML and do not escape names of processes. Each GPU's element is the
 itself, without unneeded parts, so that a broken one does not affect the others.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

@@ -9,8 +9,6 @@ probe.sh                           --> runs under its own time limit
                                    <-- sections
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Child processes with a deadline, each in its own process group, which is killed with it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

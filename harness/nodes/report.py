@@ -1,7 +1,5 @@
 """The survey and its findings as text for people and as JSON for programs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -9,8 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.nodes.facts import Facts
-from harness.nodes.findings import Finding, Status, worst
+from harness.nodes.facts import Facts, Finding, Status, worst
 from harness.nodes.judge.gpu import describe_gpus
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes

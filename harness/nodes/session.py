@@ -4,8 +4,6 @@ One login suffices because it is slower than most checks: it exchanges keys and 
 startup files, which may start further programs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

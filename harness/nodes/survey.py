@@ -20,14 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from harness.domain.hostfile import Host
-from harness.nodes.between import Pairs, Reduction
+from harness.nodes.between import Healthy, Pairs, Progress, Reduction, Talk, choose_run_interfaces
 from harness.nodes.facts import Facts
 from harness.nodes.mpi import Hello, find_mpirun
 from harness.nodes.parse import parse_facts
 from harness.nodes.probe import Order, Probe, probe, proxy_gates
 from harness.nodes.session import Session
 from harness.nodes.ssh import Login
-from harness.nodes.talk import Healthy, Progress, Talk, choose_run_interfaces
 
 # Limit of concurrent ssh sessions.
 _N_AT_ONCE = 128

@@ -1,7 +1,5 @@
 """`python -m harness.plan search|advise|show|convert`: plan without running a step."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,17 +1,19 @@
-"""Search beside a running training: `python -m harness.plan.again PARENT`, with files of requests
-on standard input and answers on standard output, each a line.
+"""Search beside a running training, and whether a change of strategy pays.
+
+`python -m harness.plan.again PARENT` takes files of requests on standard input and gives answers on
+standard output, each a line.
 
 The search is a process of low priority, so the training process neither waits for it nor shares
 its interpreter lock.
 """
-
-from __future__ import annotations
 
 import ctypes
 import importlib
 import os
 import signal
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,8 +23,8 @@ from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
+from harness.plan.costs import PlanRequest
 from harness.plan.portfolio import search_portfolio
-from harness.plan.request import PlanRequest
 from harness.plan.simulate.options import SimulatorOptions
 
 _PR_SET_PDEATHSIG = 1
@@ -75,33 +77,51 @@ class FoundAgain(msgspec.Struct, frozen=True, kw_only=True):
 def search_again(request: SearchAgain) -> FoundAgain:
     """Search by the request, with the state sharded that the start shards; errors are part of the
     answer."""
-    running = "none" if request.start is None else request.start.shard_state
+    start = request.start
+    shared = {name: getattr(request, name) for name in request.__struct_fields__}
+    options = shared.pop("options")
+    if start is not None and start.shard_state != "none":
+        shared["shard_state"] = start.shard_state
     try:
-        found = search_portfolio(
-            PlanRequest(
-                cluster=request.cluster,
-                graph=request.graph,
-                profile=request.profile,
-                batch=request.batch,
-                memory_bytes=request.memory_bytes,
-                budget=request.budget,
-                seconds=request.seconds,
-                seed=request.seed,
-                start=request.start,
-                shard_state=None if running == "none" else running,
-                most_replicas=request.most_replicas,
-            ),
-            options=request.options,
-        )
+        found = search_portfolio(PlanRequest(**shared), options=options)
     except HarnessError as error:
         return FoundAgain(error=str(error))
-    start = request.start
     best = found.best if request.most_replicas is None else found.leanest(_ABOUT_AS_FAST)
     return FoundAgain(
         strategy=found.strategy(best),
         step_s=best.step_s,
         start_step_s=None if start is None else found.simulator.step_s(start),
     )
+
+
+def predict_change_s(cluster: Cluster, pair_bytes: Mapping[tuple[int, int], int]) -> float:
+    """The time of the slowest link or NIC, all pairs of ranks sending at once.
+
+    Args:
+        pair_bytes: bytes by (sender, reader), as positions in `Cluster.devices`.
+    """
+    rank_of = {device.name: rank for rank, device in enumerate(cluster.devices)}
+    slowest_s = 0.0
+    for link in cluster.links:
+        n_bytes = pair_bytes.get((rank_of[link.source], rank_of[link.target]), 0)
+        if n_bytes:
+            slowest_s = max(slowest_s, link.latency_s + n_bytes / link.bandwidth_bytes_per_s)
+    node_of = cluster.node_of()
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    for (source, target), n_bytes in pair_bytes.items():
+        if node_of[source] != node_of[target]:
+            sent[node_of[source]] += n_bytes
+            received[node_of[target]] += n_bytes
+    for at, node in enumerate(cluster.nodes):
+        if node.nic_bytes_per_s:
+            slowest_s = max(slowest_s, max(sent[at], received[at]) / node.nic_bytes_per_s)
+    return slowest_s
+
+
+def is_worth(before_s: float, after_s: float, n_steps_left: int, cost_s: float) -> bool:
+    """Whether the steps that are left gain more than the change costs."""
+    return (before_s - after_s) * n_steps_left > cost_s
 
 
 def main() -> int:

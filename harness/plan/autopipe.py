@@ -8,8 +8,6 @@ the largest stage is no larger than at the start (Algorithm 1):
 It stands beside the search for comparison: it knows neither times nor links nor memory.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

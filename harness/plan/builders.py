@@ -28,7 +28,6 @@ from harness.domain.sharding import (
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
 from harness.plan.joint_cuts import contracted, experts_of, linear_pairs
-from harness.plan.stages import balance_in_turn
 
 # Operators that the parts of a sequence do not meet in.
 _BETWEEN = ("elementwise", "add", "layer_norm")
@@ -284,19 +283,3 @@ def pipeline(
         schedule=schedule,
         stages=[Stage(recompute) for _ in stages],
     )
-
-
-def balanced_stages(
-    names: Sequence[str], seconds: Sequence[float], n_stages: int, n_devices: int = 0
-) -> list[list[str]]:
-    """Cut a list into consecutive, non-empty parts whose largest sum is least (exact).
-
-    Args:
-        n_devices: that take stages in turn, and are balanced too (`stages.balance_in_turn`); 0 is
-            one for each stage.
-
-    Raises:
-        StrategyError: more stages than operators.
-    """
-    ends = balance_in_turn([seconds] * (n_devices or n_stages), n_stages).ends
-    return [list(names[a:b]) for a, b in itertools.pairwise((0, *ends))]

@@ -1,7 +1,5 @@
 """Turn the flags of `python -m harness.plan` into a request or a converted file."""
 
-from __future__ import annotations
-
 import argparse
 import codecs
 from collections.abc import Callable
@@ -11,24 +9,23 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
-from harness.domain.profile import DTYPE_NAMES, Profile
+from harness.domain.profile import DTYPE_NAMES, Profile, default_profile, graph_beside, knows
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, GraphError
 from harness.inputs import MOST_COUNT, decode_text, find_int, read_file, shorten
-from harness.plan.costs import COSTS
-from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
-from harness.plan.find import default_profile, graph_beside, knows
-from harness.plan.formats.detect import convert, read_strategy_file, strategy_from
-from harness.plan.formats.pipedream_graph import parse_graph_txt
-from harness.plan.request import PlanRequest, SearchProgress
-from harness.plan.roofline import (
+from harness.plan.costs import COSTS, PlanRequest, SearchProgress
+from harness.plan.estimates import (
     FROM_FLOPS,
     ROOFLINE,
     DeviceRates,
+    dlrm_graph,
     estimate_profile,
     likely_parts,
+    parse_dlrm,
     roofline_profile,
 )
+from harness.plan.formats.detect import convert, read_strategy_file, strategy_from
+from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.show import load_graph
 from harness.units import parse_bandwidth, parse_bytes
 

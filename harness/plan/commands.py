@@ -1,23 +1,32 @@
 """The commands of `python -m harness.plan`: search, predict, advise, import and others."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
+from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
+from harness.domain.strategy import Strategy
 from harness.errors import EXIT_CODE, ConfigError, EnvironmentSetupError, HarnessError
 from harness.measure.store import write_atomically
 from harness.plan import cli, flags
-from harness.plan.costs import run
+from harness.plan.advise.command import advise
+from harness.plan.costs import ignore_progress, run
 from harness.plan.importing import command as importing
-from harness.plan.report import ProgressLine, json_line, result_lines
+from harness.plan.layouts.degrees import parse_layout, profiled_layout
+from harness.plan.portfolio import options_of
+from harness.plan.report import ProgressLine, json_line, memory_lines, result_lines
 from harness.plan.show import show_file
+from harness.plan.simulate.report import explain
+from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation import command as validate
+from harness.units import format_duration
 
 _INTERRUPTED = 130  # as a shell reports SIGINT
 
@@ -48,8 +57,6 @@ def _check_output(path: Path) -> None:
 
 
 def _search(args: argparse.Namespace) -> None:
-    if args.output is not None:
-        _check_output(args.output)
     progress = ProgressLine()
     try:
         request = cli.request_from(args, capture_model=_capture_model, progress=progress)
@@ -63,37 +70,100 @@ def _search(args: argparse.Namespace) -> None:
     print(json_line(result) if args.json else "\n".join(result_lines(result)))
 
 
-def _advise(args: argparse.Namespace) -> None:
-    """Its simulator takes time to import, so that the other commands do without it."""
+class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+    """The printed prediction."""
+
+    layout: str
+    step_s: float
+    samples_per_s: float
+    fits: bool
+    memory_bytes: dict[str, int]
+    strategy: Strategy
+
+
+def _predict(args: argparse.Namespace) -> None:
+    """Predict the step of one layout, without a search."""
+    layout = parse_layout(args.layout)
+    request = cli.request_from(args, capture_model=_capture_model, progress=ignore_progress)
+    graph, profile = request.model()
+    if request.batch is None:
+        raise ConfigError("the graph does not say its batch: give --batch-size B, samples per step")
+    if line := cli.source_line(args, request):
+        print(line, file=sys.stderr)
+    options = replace(
+        options_of(profile),
+        overlap=not args.no_overlap,
+        all_reduce=args.all_reduce,
+        recomputes_ahead=args.recompute != "layers",
+    )
+    simulator = Simulator(
+        graph, profile, request.cluster, options=options, memory_bytes=request.memory_bytes
+    )
+    strategy = profiled_layout(
+        layout,
+        simulator,
+        request.batch,
+        n_microbatches=args.microbatches,
+        schedule=args.schedule,
+        recompute=args.recompute != "none",
+    )
+    made_for = fingerprint(graph, request.cluster, profile)
+    strategy = msgspec.structs.replace(strategy, shard_state=args.shard_state, made_for=made_for)
+    simulation = simulator.simulate(strategy)
     if args.output is not None:
-        _check_output(args.output)
-    command = importlib.import_module("harness.plan.advise.command")
-    command.advise(args, _capture_model)
+        write_atomically(args.output, strategy.to_json())
+    found = Predicted(
+        layout=layout.name,
+        step_s=simulation.step_s,
+        samples_per_s=strategy.batch / simulation.step_s,
+        fits=simulation.fits,
+        memory_bytes=simulation.memory_bytes,
+        strategy=strategy,
+    )
+    if args.json:
+        print(msgspec.json.encode(found).decode())
+        return
+    fits = "" if found.fits else "; it does not fit into memory"
+    print(
+        f"{found.layout}: {format_duration(found.step_s)} per step, "
+        f"{found.samples_per_s:.4g} samples/s{fits}",
+        *(f"  {line}" for line in explain(simulation)),
+        "",
+        *memory_lines(found.memory_bytes),
+        sep="\n",
+    )
+
+
+def _convert(args: argparse.Namespace) -> None:
+    data, what = cli.converted(args)
+    write_atomically(args.output, data)
+    print(f"{what}; wrote {args.output} ({args.to})")
+
+
+def _show(args: argparse.Namespace) -> None:
+    print("\n".join(show_file(args.file, dot=args.dot, graph_path=args.graph)))
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "search": _search,
+    "predict": _predict,
+    "advise": lambda args: advise(args, _capture_model),
+    "show": _show,
+    "convert": _convert,
+    "import": lambda args: importing.run(args, cli.cluster_from),
+    "validate": validate.run,
+}
+# Their --output is a file, not a directory.
+_WRITE_A_FILE = ("search", "predict", "advise", "convert")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 2 for bad input, 130 when interrupted before any plan."""
     try:
         args = flags.parse(argv)
-        if args.command == "search":
-            _search(args)
-        elif args.command == "advise":
-            _advise(args)
-        elif args.command == "predict":
-            if args.output is not None:
-                _check_output(args.output)
-            importlib.import_module("harness.plan.predict").predict(args, _capture_model)
-        elif args.command == "import":
-            importing.run(args, cli.cluster_from)
-        elif args.command == "convert":
+        if args.command in _WRITE_A_FILE and args.output is not None:
             _check_output(args.output)
-            data, what = cli.converted(args)
-            write_atomically(args.output, data)
-            print(f"{what}; wrote {args.output} ({args.to})")
-        elif args.command == "validate":
-            validate.run(args)
-        else:
-            print("\n".join(show_file(args.file, dot=args.dot, graph_path=args.graph)))
+        _COMMANDS[args.command](args)
     except HarnessError as error:
         print(f"harness.plan: {error}", file=sys.stderr)
         return EXIT_CODE

@@ -5,8 +5,6 @@ calls. So the cache's directory is named for the sources of all kernels: a chang
 compiles anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable

@@ -16,8 +16,6 @@ spread; model is the deviation of the measurements from the line beyond noise (t
 estimate of Fay and Herriot, 1979). Measurements with little or unknown spread stay unchanged.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from bisect import bisect_left
@@ -34,11 +32,10 @@ _LEAST_S = 1e-9  # resolution of clocks; bounds the weight of zero times
 
 
 class OperatorTime(NamedTuple):
-    """Seconds of one operator at one shape; `fitted` if it was not measured at that shape."""
+    """Seconds of one operator at one shape."""
 
     forward_s: float
     backward_s: float
-    fitted: bool
 
     @property
     def total_s(self) -> float:
@@ -250,7 +247,7 @@ class OperatorTimes:
             PlanError: the profile lacks the operator on that kind of device.
         """
         if operator.kind == "input":
-            return OperatorTime(0.0, 0.0, fitted=False)
+            return OperatorTime(0.0, 0.0)
         shape = operator.shape if shape is None else shape
         curve = self._curve(operator, device_kind, dtype)
         if curve is None:
@@ -272,20 +269,20 @@ class OperatorTimes:
         whole = curve.exact.get(())
         if whole is not None:  # measured for the whole minibatch, of unknown shape
             if shape is operator.shape:
-                return OperatorTime(whole.forward_s, whole.backward_s, fitted=True)
+                return OperatorTime(whole.forward_s, whole.backward_s)
             full = full_shape(operator, batch=1, graph_batch=None)
             share = math.prod(shape.values()) / math.prod(full[dim] for dim in shape)
-            return OperatorTime(whole.forward_s * share, whole.backward_s * share, fitted=True)
+            return OperatorTime(whole.forward_s * share, whole.backward_s * share)
         forward, backward = curve.passes(operator)
-        return OperatorTime(forward.at(shape), backward.at(shape), fitted=True)
+        return OperatorTime(forward.at(shape), backward.at(shape))
 
     def _denoised(self, curve: _Curve, operator: Operator, point: Measurement) -> OperatorTime:
         """A measurement, shrunk if it is noisy."""
         if curve.is_noisy and point.shape:
             forward, backward = curve.passes(operator)
             if forward.has_axis(point.shape):
-                return OperatorTime(forward.at(point.shape), backward.at(point.shape), fitted=False)
-        return OperatorTime(point.forward_s, point.backward_s, fitted=False)
+                return OperatorTime(forward.at(point.shape), backward.at(point.shape))
+        return OperatorTime(point.forward_s, point.backward_s)
 
     def is_measured(
         self, operator: Operator, device_kind: str, shape: dict[str, int], dtype: str | None = None

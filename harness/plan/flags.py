@@ -12,10 +12,9 @@ from harness.domain.profile import DTYPE_NAMES
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import SHARD_STATES
 from harness.inputs import refuse_old_spelling
-from harness.plan.costs import COSTS
+from harness.plan.costs import COSTS, FAMILIES
 from harness.plan.formats.detect import FORMATS
 from harness.plan.importing import command as importing
-from harness.plan.request import FAMILIES
 from harness.plan.simulate.options import OPTIMIZERS, AllReduce
 from harness.plan.validation import command as validate
 

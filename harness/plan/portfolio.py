@@ -5,8 +5,6 @@ that the result is never worse than the best standard strategy. Equal requests g
 unless `seconds` or an interrupt ends the search.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +15,8 @@ from harness.domain.fingerprint import fingerprint
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import PlanError, StrategyError
+from harness.plan.costs import PlanRequest, PlanResult, RunnerUp
 from harness.plan.report import describe_strategy
-from harness.plan.request import PlanRequest, PlanResult, RunnerUp
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.searches import Searches
 from harness.plan.search.standard import standard_strategies
@@ -85,15 +83,9 @@ class Searched:
         return _result(self, chosen or self.best)
 
 
-def plan(
-    request: PlanRequest,
-    *,
-    options: SimulatorOptions | None = None,
-    exhaustive_up_to: int = ALL_STRATEGIES_UP_TO,
-) -> PlanResult:
-    """Find the fastest strategy that fits into memory; arguments and errors as for
-    `search_portfolio`."""
-    return search_portfolio(request, options=options, exhaustive_up_to=exhaustive_up_to).result()
+def plan(request: PlanRequest) -> PlanResult:
+    """Find the fastest strategy that fits into memory; errors as for `search_portfolio`."""
+    return search_portfolio(request).result()
 
 
 def search_portfolio(

@@ -17,7 +17,7 @@ from harness.domain.partition import REPLICA, SAMPLE, Cut, n_parts
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Strategy
 from harness.measure.text import table
-from harness.plan.request import PlanResult, SearchProgress
+from harness.plan.costs import PlanResult, SearchProgress
 from harness.units import format_bytes, format_duration
 
 # Kinds that say something about a strategy: the others follow them.
@@ -84,6 +84,7 @@ def describe_strategy(strategy: Strategy, graph: Graph) -> str:
 
 _MOST_DEVICES = 16
 _ROUNDING = 1e-9
+_LEAST_INTERVAL_S = 0.1  # between two texts of the progress line
 
 
 def json_line(result: PlanResult) -> str:
@@ -110,7 +111,7 @@ def result_lines(result: PlanResult) -> list[str]:
         *(f"  {line}" for line in result.explanation),
         "",
     ]
-    return [*lines, *_plans(result), "", *_memory(result)]
+    return [*lines, *_plans(result), "", *memory_lines(result.memory_bytes)]
 
 
 def _gap(result: PlanResult) -> list[str]:
@@ -136,8 +137,9 @@ def _plans(result: PlanResult) -> list[str]:
     return table(["plan", "step", "times best", "note"], rows)
 
 
-def _memory(result: PlanResult) -> list[str]:
-    devices = list(result.memory_bytes.items())
+def memory_lines(memory_bytes: Mapping[str, int]) -> list[str]:
+    """A table of the devices' peaks."""
+    devices = list(memory_bytes.items())
     rows = [[name, format_bytes(n_bytes)] for name, n_bytes in devices[:_MOST_DEVICES]]
     lines = table(["device", "peak memory"], rows)
     if len(devices) > _MOST_DEVICES:
@@ -148,10 +150,9 @@ def _memory(result: PlanResult) -> list[str]:
 class ProgressLine:
     """Rewrites one line of a terminal; silent elsewhere."""
 
-    def __init__(self, stream: TextIO = sys.stderr, least_interval_s: float = 0.1) -> None:
+    def __init__(self, stream: TextIO = sys.stderr) -> None:
         self._stream = stream
         self._is_live = stream.isatty()
-        self._interval_s = least_interval_s
         self._last_s = float("-inf")
         self._width = 0
 
@@ -165,7 +166,7 @@ class ProgressLine:
     def show(self, text: str) -> None:
         """Rewrite the line, unless it has just been written."""
         now_s = time.monotonic()
-        if not self._is_live or now_s - self._last_s < self._interval_s:
+        if not self._is_live or now_s - self._last_s < _LEAST_INTERVAL_S:
             return
         self._last_s = now_s
         self._stream.write("\r" + text.ljust(self._width))

@@ -4,8 +4,6 @@ The content says of which kind a file is: the schema of our own JSON, else a Pip
 graph.txt, else one of the foreign strategy formats.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +19,7 @@ from harness.errors import ConfigError, GraphError
 from harness.inputs import decode_text, read_file
 from harness.measure.text import format_shape, table
 from harness.plan.formats.detect import read_strategy_file
-from harness.plan.formats.pipedream_graph import parse_graph_txt
+from harness.plan.formats.pipedream import parse_graph_txt
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
 
 _MOST_LINKS = 20

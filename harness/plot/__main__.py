@@ -1,8 +1,6 @@
 """`python -m harness.plot results/` draws figures and a report; `import` reads logs of other
 programs; `trace` writes one run for Perfetto."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -26,9 +26,12 @@ from typing import Any
 from harness.domain.run import RunHeader
 from harness.domain.validation import Validation, validation_file
 from harness.errors import HarnessError, ResultsError
-from harness.measure.derive import SummaRow, TrainingSummary
-from harness.measure.derive.devices import PeakKey, peaks_of, with_efficiency
-from harness.measure.derive.training import add_mfu_of_measured_peak, configured_number
+from harness.measure.derive.devices import PeakKey, SummaRow, peaks_of, with_efficiency
+from harness.measure.derive.training import (
+    TrainingSummary,
+    add_mfu_of_measured_peak,
+    configured_number,
+)
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Problem
 from harness.plot.numbers import RunNumbers, derive_numbers

@@ -5,8 +5,6 @@ The plan of a run: the strategy and the prediction in its directory.
 The predicted and the measured step of one run as rows: a row for each span that is drawn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,39 +16,41 @@ from harness.domain.record import Span
 from harness.domain.run import RunHeader
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, first_line
-from harness.measure.derive import (
-    CollectiveRow,
-    LinkMatrix,
+from harness.measure.derive.changes import ChangeRow, as_planned, change_rows
+from harness.measure.derive.devices import (
     MatmulRow,
     MemoryRow,
-    PipelineSummary,
-    PredictedRun,
     SummaRow,
-    Timeline,
-    TrainingSummary,
+    info_of,
+    matmul_table,
+    memory_table,
+    summa_table,
+)
+from harness.measure.derive.doubts import stolen_shares
+from harness.measure.derive.links import (
+    CollectiveRow,
+    LinkMatrix,
     best_link_bytes_per_s,
     collective_table,
-    epoch_times,
     link_matrices,
-    matmul_table,
-    measured_timeline,
-    memory_table,
     nic_limit_bytes_per_s,
-    pipeline_summary,
+)
+from harness.measure.derive.pipeline import PipelineSummary, pass_of, pipeline_summary
+from harness.measure.derive.prediction import (
+    PredictedRun,
     predicted_run,
     predicted_stages,
-    predicted_timeline,
     read_prediction,
     read_strategy,
+)
+from harness.measure.derive.spans import samples_of
+from harness.measure.derive.timeline import Timeline, measured_timeline, predicted_timeline
+from harness.measure.derive.training import (
+    TrainingSummary,
+    epoch_times,
     step_times,
-    stolen_shares,
-    summa_table,
     training_summary,
 )
-from harness.measure.derive.changes import ChangeRow, as_planned, change_rows
-from harness.measure.derive.devices import info_of
-from harness.measure.derive.pipeline import pass_of
-from harness.measure.derive.spans import samples_of
 from harness.measure.store import Problem, Run, read_run
 
 

@@ -26,12 +26,11 @@ from importlib import resources
 from pathlib import Path
 
 from harness.domain.run import RunHeader
-from harness.measure.derive import StrategyRow
-from harness.measure.derive.strategies import MOST_REPEATS
+from harness.measure.derive.strategies import MOST_REPEATS, StrategyRow
 from harness.measure.statistics import CONFIDENCE, Summary
 from harness.plot.catalog import Catalog
-from harness.plot.headlines import Answer, answers, library_versions, warnings
 from harness.plot.numbers import RunNumbers
+from harness.plot.predicted import Answer, answers, library_versions, warnings
 from harness.plot.render import Drawn, Rendered
 
 FRACTIONS = {

@@ -17,8 +17,6 @@ gets rows of its own. Times are microseconds; whole nanoseconds inside, so that 
 Format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,8 +25,8 @@ from typing import Any, NamedTuple
 from harness.domain.prediction import Prediction
 from harness.domain.record import Record, Span
 from harness.errors import ResultsError
-from harness.measure.derive import clock_offsets, step_times
-from harness.measure.derive.timeline import Shifts, clock_shifts, median_step, moved
+from harness.measure.derive.timeline import Shifts, clock_offsets, clock_shifts, median_step, moved
+from harness.measure.derive.training import step_times
 from harness.measure.store import Run
 from harness.plot.numbers import Plan
 

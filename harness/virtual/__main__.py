@@ -1,7 +1,5 @@
 """The virtual cluster's command line: `bash setup/virtual_cluster.sh --help`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

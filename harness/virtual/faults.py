@@ -1,7 +1,5 @@
 """Inject realistic faults into a node, and heal it, to test the node checks and runs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

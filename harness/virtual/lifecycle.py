@@ -4,8 +4,6 @@
 everything in the state directory, in the namespaces bound there, and in cgroups of that name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """CPU quota and memory limit of a node, by cgroup version 1 or 2."""
 
-from __future__ import annotations
-
 import errno
 import time
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ netem. Each end shapes its own traffic, so both directions are limited. The func
 only return lines for `ip -batch` and `tc -batch`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from harness.virtual.plan import ClusterPlan, NodePlan

@@ -4,8 +4,6 @@ Logins need the cluster's key, and host keys are distributed beforehand and veri
 administrator would set up real hosts under /etc/ssh.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

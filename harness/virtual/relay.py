@@ -6,8 +6,6 @@ Taps carry whole offloaded segments (up to 64 KiB with their vnet header), so a 
 reads per second suffice for 1 Gbit/s. tbf on the taps does the shaping.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json

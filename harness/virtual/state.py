@@ -7,8 +7,6 @@ ROOT/NAME/ssh/                the cluster's login key and known hosts
 ROOT/NAME/NODE/               the node's files in /etc, its sshd's pid and log
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

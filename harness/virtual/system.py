@@ -1,7 +1,5 @@
 """Run system tools; find and kill the processes of a node."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

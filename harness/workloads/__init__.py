@@ -1,7 +1,5 @@
 """The WORKLOADS table: one package per workload, imported when it is run."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import cast
 

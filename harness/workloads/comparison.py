@@ -4,15 +4,12 @@ It measures devices, links and operators, searches, and trains one model at one 
 `single`, `ddp`, `pipeline` and `searched`, with enough repeats for the verdicts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
 from harness.workloads.links.workload import LinksConfig
 from harness.workloads.matmul.workload import MatmulConfig
-from harness.workloads.planning.profile_config import ProfileConfig
-from harness.workloads.planning.search_config import SearchConfig
+from harness.workloads.planning.config import ProfileConfig, SearchConfig
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainConfig
 from harness.workloads.train.plan import search_config_of

@@ -1,7 +1,5 @@
 """What all files of planning have in common."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """How many layers are frozen when."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.domain.freezing import freezable_layers, n_frozen_by_norms, n_frozen_layers

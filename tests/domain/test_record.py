@@ -1,7 +1,5 @@
 """Spans as lines of a file, and in words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

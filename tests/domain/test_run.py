@@ -1,7 +1,5 @@
 """The header of a run."""
 
-from __future__ import annotations
-
 import msgspec
 from made_runs import header_of
 

@@ -8,6 +8,7 @@ PHASE is building, forward or backward: of the engine, of the first step.
 import os
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import fx, nn
 from harness.cases import Case
 from harness.domain.cluster import Cluster
 from harness.launch import Launcher
-from harness.plan.builders import balanced_stages, ddp, hybrid, pipeline, tensor_parallel
+from harness.plan.builders import ddp, hybrid, pipeline, tensor_parallel
 from harness.runtime.capture.capture import capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import EngineOptions, Share
@@ -28,7 +29,7 @@ from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 from harness.runtime.ranks.rendezvous import meet
 from harness.workloads.common.contract import Workload
-from harness.workloads.common.run_flags import RunOptions
+from harness.workloads.common.flags import RunOptions
 
 BATCH = 8
 _phase = []
@@ -75,7 +76,8 @@ def strategy_of(name, graph, n_ranks):
     schedule = "1f1b" if name == "asynchronous" else name
     devices = [[rank] for rank in range(n_ranks)] * (2 if name == "interleaved" else 1)
     names = [op.name for op in graph.operators if op.kind != "input"]
-    stages = balanced_stages(names, [1.0] * len(names), len(devices))
+    ends = [len(names) * k // len(devices) for k in range(len(devices) + 1)]
+    stages = [names[a:b] for a, b in pairwise(ends)]
     return pipeline(graph, BATCH, stages, devices, n_microbatches=4, schedule=schedule)
 
 

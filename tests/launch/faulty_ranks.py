@@ -25,7 +25,7 @@ from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 from harness.runtime.ranks.rendezvous import meet
 from harness.workloads.common.contract import Workload
-from harness.workloads.common.run_flags import RunOptions
+from harness.workloads.common.flags import RunOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """What is looked at before a sweep, and by whom."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from harness.launch import Launcher
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.rendezvous import Meeting
 from harness.workloads.common.contract import Workload
-from harness.workloads.common.run_flags import RunOptions
+from harness.workloads.common.flags import RunOptions
 
 
 class Answers:

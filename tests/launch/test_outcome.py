@@ -1,7 +1,5 @@
 """Which rank's reason a failed run is given."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """What one rank makes of an error in its part of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch.distributed as dist

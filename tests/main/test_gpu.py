@@ -1,7 +1,5 @@
 """What runs on a GPU, as it is started; two ranks share one over gloo."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

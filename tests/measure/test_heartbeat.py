@@ -1,7 +1,5 @@
 """A run whose writer died reads as a crash; one that is being written does not."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Columns of one rank's records give what its records give one by one."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,13 +1,11 @@
 """How far a run has come is read by another process, by a clock that the test moves."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
 import pytest
+from fake_clock import FakeClock
 
-from harness.measure.clock import FakeClock
 from harness.measure.reached import Reached, ReachedReader
 from harness.measure.recorder import Recorder
 

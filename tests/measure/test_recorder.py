@@ -1,7 +1,8 @@
 """Marks become spans only when they can be read."""
 
+from fake_clock import FakeClock
+
 from harness.domain.record import Sample, Span
-from harness.measure.clock import FakeClock
 from harness.measure.recorder import Recorder
 
 

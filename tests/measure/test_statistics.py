@@ -1,7 +1,5 @@
 """Intervals against hand-worked binomials, warnings at their thresholds, verdicts."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -1,7 +1,5 @@
 """Tables as users see them."""
 
-from __future__ import annotations
-
 from harness.measure.text import columns, table
 
 

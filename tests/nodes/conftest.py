@@ -12,8 +12,7 @@ from harness.domain.hostfile import Host
 from harness.nodes import ssh
 from harness.nodes.between import Connection, Pairs
 from harness.nodes.checks import judge_all
-from harness.nodes.facts import Disk, Facts, InterfaceFacts, PeerRoute, PythonFacts
-from harness.nodes.findings import Finding
+from harness.nodes.facts import Disk, Facts, Finding, InterfaceFacts, PeerRoute, PythonFacts
 from harness.nodes.probe import Order, Probe, ProbedClock
 from harness.nodes.survey import HostReport, Survey
 

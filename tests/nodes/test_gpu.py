@@ -1,7 +1,5 @@
 """nvidia-smi's words to facts, and facts to verdicts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -12,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.nodes.facts import GpuFacts, PythonFacts, TorchCuda
-from harness.nodes.findings import Status
+from harness.nodes.facts import GpuFacts, PythonFacts, Status, TorchCuda
 from harness.nodes.judge.gpu import kernel_support
 from harness.nodes.parse import split_sections
 from harness.nodes.parse_gpu import parse_gpus

@@ -1,7 +1,5 @@
 """From facts to verdicts, one broken thing at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -10,8 +8,7 @@ from harness.domain.hostfile import Host
 from harness.errors import ConfigError
 from harness.nodes.between import Connection, Reduction
 from harness.nodes.checks import CHECKS, judge_all, select
-from harness.nodes.facts import Disk, PeerRoute, PythonFacts
-from harness.nodes.findings import Status, worst
+from harness.nodes.facts import Disk, PeerRoute, PythonFacts, Status, worst
 from harness.nodes.mpi import Hello
 from harness.nodes.probe import ProbedClock
 from harness.nodes.ssh import Login, Target

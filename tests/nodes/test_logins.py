@@ -1,7 +1,5 @@
 """Whatever a login prints, asks or drops, over a stand-in for ssh that runs a real login shell."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -13,7 +11,7 @@ import pytest
 
 from harness.domain.hostfile import Host
 from harness.nodes import ssh
-from harness.nodes.findings import Status
+from harness.nodes.facts import Status
 from harness.nodes.judge.access import judge_login
 from harness.nodes.parse import parse_facts
 from harness.nodes.probe import N_THROUGH_PROXY, Order, Probe, probe, proxy_gates

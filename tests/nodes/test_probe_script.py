@@ -1,7 +1,5 @@
 """probe.sh itself, under every POSIX shell that this machine has."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,9 +1,7 @@
-from __future__ import annotations
-
 import json
 
 from harness.nodes.checks import CHECKS, judge_all
-from harness.nodes.findings import Status
+from harness.nodes.facts import Status
 from harness.nodes.report import Look, plain, render, to_json
 from harness.nodes.ssh import Login
 

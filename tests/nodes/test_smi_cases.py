@@ -1,15 +1,12 @@
 """Unusual machines: a stand-in prints what their nvidia-smi printed; the real probe asks it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from harness.nodes.facts import Facts
-from harness.nodes.findings import Status
+from harness.nodes.facts import Facts, Status
 from harness.nodes.parse import parse_facts, split_sections
 from harness.nodes.parse_gpu import parse_gpus
 from harness.nodes.probe import Order, script

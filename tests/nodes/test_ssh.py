@@ -1,7 +1,5 @@
 """What ssh says, and what the login shell is given to read."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """PipeTransformer's rule: stages by size, and half as many once the largest is small enough."""
 
+from itertools import pairwise
+
 import pytest
 
 from harness.domain.cluster import Cluster
@@ -7,7 +9,7 @@ from harness.domain.graph import Graph, Operator
 from harness.errors import StrategyError
 from harness.plan import builders
 from harness.plan.autopipe import AutoPipe
-from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 
@@ -49,7 +51,8 @@ def simulator_of(n_frozen):
 def pipeline_of(n_stages, devices):
     graph = layers()
     names = [operator.name for operator in graph.operators[1:]]
-    stages = builders.balanced_stages(names, [1.0] * len(names), n_stages)
+    ends = [len(names) * k // n_stages for k in range(n_stages + 1)]
+    stages = [names[a:b] for a, b in pairwise(ends)]
     return builders.pipeline(graph, BATCH, stages, devices, n_microbatches=8, schedule="gpipe")
 
 

@@ -54,9 +54,9 @@ def test_a_pair_needs_no_transfer_inside_and_cuts_all_weights():
     simulator = simulator_of(graph, CLUSTER)
     strategy = builders.tensor_parallel(graph, CLUSTER, 8)
     found = simulator.simulate(strategy).outcome
-    assert len(found.edge_source) == 0
+    assert len(found.lowered.edges.source) == 0
     # Only the second operator's sums meet: every device computes r1, and has all its gradient.
-    (one,) = found.sums
+    (one,) = found.lowered.edges.sums
     assert (graph.operators[one.operator].name, one.n_rounds) == ("l1", (1, 0))
     # A quarter of both weights, times weights, gradients and momentum.
     assert found.static_bytes.tolist() == [3 * 2 * 64] * 4

@@ -17,9 +17,9 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.strategy import Strategy, validate
 from harness.plan.__main__ import main
-from harness.plan.formats.pipedream_graph import parse_graph_txt
+from harness.plan.costs import SearchProgress
+from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.report import ProgressLine
-from harness.plan.request import SearchProgress
 
 DATA = Path(__file__).parents[3] / "shared/data"
 

@@ -1,7 +1,5 @@
 """The cache of compiled kernels."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

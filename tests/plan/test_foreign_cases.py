@@ -1,7 +1,5 @@
 """Graphs, plans and strategies as other tools and their forks write them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,7 @@ from harness.errors import HarnessError
 from harness.plan.commands import main
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.formats.flexflow import parse_text, print_text
-from harness.plan.formats.pipedream_graph import parse_graph_txt
-from harness.plan.formats.pipedream_plan import PipeDreamPlan
+from harness.plan.formats.pipedream import PipeDreamPlan, parse_graph_txt
 
 CASES = Path(__file__).parents[1] / "cases" / "graphs"
 

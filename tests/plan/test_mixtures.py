@@ -85,7 +85,7 @@ def test_tokens_travel_to_their_experts_and_back():
     simulator = Simulator(graph, profile_of(graph), CLUSTER)
     found = simulator.simulate(builders.hybrid(graph, CLUSTER, N)).outcome
     each_way = 4 * N * E * C * D * 3 / 4
-    assert sum(found.edge_bytes) == 2 * each_way  # out and back
+    assert sum(found.lowered.work.edge_bytes) == 2 * each_way  # out and back
 
 
 def test_a_chain_puts_the_experts_of_all_layers_on_devices():

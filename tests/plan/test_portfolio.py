@@ -19,11 +19,12 @@ from harness.domain.strategy import (
 )
 from harness.errors import PlanError, StrategyError
 from harness.plan import builders
+from harness.plan.bottleneck import balance_in_turn
+from harness.plan.costs import PlanRequest
 from harness.plan.portfolio import plan as plan_with_simulator
 from harness.plan.portfolio import search_portfolio
 from harness.plan.published.pipedream.planner import plan as plan_by_pipedream
 from harness.plan.report import describe_strategy, result_lines
-from harness.plan.request import PlanRequest
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
 from harness.plan.search.space import Space
@@ -60,7 +61,7 @@ def request_of(graph, profile, cluster=None, **changes):
 
 def test_too_many_stages_are_refused():
     with pytest.raises(StrategyError, match="4 stages cannot be made of 3 operators"):
-        builders.balanced_stages(["a", "b", "c"], [1.0] * 3, 4)
+        balance_in_turn([[1.0] * 3] * 4, 4)
 
 
 def test_builders_make_what_their_names_say():
@@ -97,7 +98,7 @@ def test_searches_find_what_enumeration_finds(seed, n_ops, n_devices):
     want, _ = enumerated_step_s(request)
     request = replace(request, budget=4000)
     try:
-        found = plan_with_simulator(request, exhaustive_up_to=0).predicted_step_s
+        found = search_portfolio(request, exhaustive_up_to=0).best.step_s
     except PlanError:
         found = math.inf
     # Microbatches and pipelines may be better than all that was enumerated.

@@ -3,8 +3,6 @@
 `comparison` holds runs of every workload, `planned` runs of strategies that were simulated.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from harness.domain.run import RunHeader, run_key
 from harness.domain.strategy import Strategy
 from harness.measure.store import RecordWriter, write_header
 from harness.plan import builders
+from harness.plan.bottleneck import balance
 from harness.plan.simulate.report import spans as simulated_spans
 from harness.plan.simulate.simulator import Simulator
 
@@ -274,8 +273,13 @@ def linked_cluster(n: int) -> Cluster:
 def chain_strategies(cluster: Cluster) -> dict[str, Strategy]:
     """Data parallel, five stages, and three stages of 2, 2 and 1 replicas with recomputation."""
     graph, names = chain_graph(), list(CHAIN_MS)
-    thirds = builders.balanced_stages(names, list(CHAIN_MS.values()), 3)
-    fifths = builders.balanced_stages(names, list(CHAIN_MS.values()), 5)
+    thirds, fifths = (
+        [
+            names[a:b]
+            for a, b in itertools.pairwise((0, *balance([[*CHAIN_MS.values()]] * n, n).ends))
+        ]
+        for n in (3, 5)
+    )
     return {
         "ddp": builders.ddp(graph, cluster, CHAIN_BATCH),
         "pipeline": builders.pipeline(

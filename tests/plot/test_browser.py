@@ -1,7 +1,5 @@
 """The report in headless Chromium: its first screen at 1280 and at 400 px, and its console."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

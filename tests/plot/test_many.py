@@ -1,7 +1,5 @@
 """Results of many runs: figures stay readable, and say what they leave out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

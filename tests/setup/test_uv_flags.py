@@ -1,7 +1,5 @@
 """uv is given the package sources that pip's configuration names."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

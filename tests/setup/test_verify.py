@@ -1,7 +1,5 @@
 """What an installation is told of GPUs that it cannot use."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Real virtual clusters: their nodes are apart, limited as asked, and leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Which cgroup files get which values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A node's configuration files, and how its state is read from /proc."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

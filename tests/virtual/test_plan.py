@@ -1,7 +1,5 @@
 """Names, addresses and limits of a virtual cluster, from its flags."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.errors import ConfigError

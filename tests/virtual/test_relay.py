@@ -1,7 +1,5 @@
 """Frames wait their latency out, in order, under a clock that the test sets."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

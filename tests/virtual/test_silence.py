@@ -1,7 +1,5 @@
 """A host that falls silent ends a launch with its row, and comes back to nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Fixtures of the workloads' tests."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -26,14 +26,14 @@ from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.launch import Launcher
 from harness.measure.store import write_header
 from harness.plan import builders
-from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.runtime.executor.change import change
 from harness.runtime.executor.change.transfer import StateTransfer
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 from harness.runtime.ranks.rendezvous import meet
 from harness.workloads.common.contract import config_json
-from harness.workloads.common.run_flags import RunOptions
+from harness.workloads.common.flags import RunOptions
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import search_config_of

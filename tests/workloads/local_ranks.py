@@ -1,7 +1,5 @@
 """Runs a workload's body on n ranks of this machine, joined by gloo: no MPI, no launcher."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """A directory of results that holds what planning reads: measured links, a profile, its graph."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -10,10 +8,10 @@ from made_runs import local_header
 from harness.domain.cluster import CLUSTER_FILE, Cluster
 from harness.domain.profile import OptimizerTime
 from harness.measure.store import write_header
-from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.workloads.common.contract import config_json
+from harness.workloads.planning.config import SearchConfig
 from harness.workloads.planning.inputs import capture_graph
-from harness.workloads.planning.search_config import SearchConfig
 
 KIND = "test device"
 RATES = DeviceRates(flops_per_s=2e10, memory_bytes_per_s=5e9)

@@ -1,7 +1,5 @@
 """What the tests of the profile workload run on local ranks, by name."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from harness.domain.profile import Profile
 from harness.runtime.profiling.subgraph import OperatorCall
 from harness.runtime.ranks.world import Context
-from harness.workloads.planning.profile_config import Point
+from harness.workloads.planning.config import Point
 from harness.workloads.profile import measure as profile_measure
 from harness.workloads.profile import workload as profile
 from harness.workloads.profile.measure import Measured, PointMeasurer

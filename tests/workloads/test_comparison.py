@@ -1,7 +1,5 @@
 """What `./entry.sh` runs without a workload."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

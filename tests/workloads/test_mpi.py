@@ -1,14 +1,13 @@
 """Both workloads as they are started: by a real mpirun, on this machine's ranks."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from harness.domain.cluster import Cluster
-from harness.measure.derive import collective_table, link_matrices, summa_table
+from harness.measure.derive.devices import summa_table
+from harness.measure.derive.links import collective_table, link_matrices
 from harness.measure.store import read_results
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,7 +1,5 @@
 """What ranks of a test run; importable by name, for spawned processes."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
@@ -24,17 +22,17 @@ from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.state.files import load_sharded
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import config_json
+from harness.workloads.planning.config import SearchConfig
 from harness.workloads.planning.inputs import capture_graph
-from harness.workloads.planning.search_config import SearchConfig
 from harness.workloads.search import trials as plan_trials
 from harness.workloads.search.workload import run_search
 from harness.workloads.train import changes, shrink
 from harness.workloads.train.config import TrainCase, parse_change
+from harness.workloads.train.drift import MeanComputeTime
+from harness.workloads.train.next_plan import BesideSearch
 from harness.workloads.train.plan import plan_training, search_config_of
-from harness.workloads.train.replan import BesideSearch
 from harness.workloads.train.requests import read_answer, write_request
 from harness.workloads.train.setup import prepare
-from harness.workloads.train.stage_times import MeanComputeTime
 from harness.workloads.train.workload import TrainLoop, run_train
 
 
@@ -106,12 +104,12 @@ def trained_parameters_of(cases: dict[str, TrainCase], context: Context) -> dict
     return {name: trained_parameters(case, context) for name, case in cases.items()}
 
 
-def full_states(case: TrainCase, context: Context) -> dict[str, Any]:
-    """Model and optimizer state after training, as the engine gives them back."""
+def model_states(case: TrainCase, context: Context) -> dict[str, Tensor]:
+    """The model's state after training, as the engine gives it back."""
     training = prepare(case, context.world, context.recorder)
     loop = TrainLoop(training, context, case.warm_up)
     loop.measure(case.steps)
-    return training.engine.full_state()
+    return training.engine.model_state()
 
 
 def train_with_a_changed_replica(case: TrainCase, context: Context) -> str:

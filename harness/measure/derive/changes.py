@@ -1,7 +1,5 @@
 """The changes of strategy of a training run, predicted and measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median

@@ -1,7 +1,5 @@
 """Rates of single devices, and of distributed products, from matmul records."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

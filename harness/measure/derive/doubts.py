@@ -1,7 +1,5 @@
 """Reasons to doubt numbers, and the processor time that other guests took."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple

@@ -4,8 +4,6 @@ algbw = S / t, busbw = algbw x k, with S and k of nccl-tests (doc/PERFORMANCE.md
 iteration is the maximum over ranks; rates use the median time.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median

@@ -7,8 +7,6 @@ Bubble rate as in Zero Bubble Pipeline Parallelism (Qi et al., 2023): idle time 
 step. Because it is measured, idling of any cause counts.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

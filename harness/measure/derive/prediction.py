@@ -14,8 +14,6 @@ unknown on either side, compute includes it on both.
 Quality of the predictions of one cell: error, rank correlation, regret.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One rank of a training run: phases, work, memory, and whether it is a straggler."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import defaultdict

@@ -4,8 +4,6 @@ Both are the rate per device over that of the smallest run. Strong scaling keeps
 constant, t(1) / (n t(n)); weak scaling keeps the work per device constant, t(1) / t(n).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Formulas: docs/metrics.md, part Derived. All functions take the spans of one ran
 ranks are not aligned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 

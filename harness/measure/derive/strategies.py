@@ -5,8 +5,6 @@ One sentence that compares strategies: which is fastest, which are no gain, and 
 The sentence claims no more than the verdicts do.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ Each rank has its own clock and estimated its offset to rank 0's when the run be
 several round trips, uncertain by half of it). Drift since then is not corrected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

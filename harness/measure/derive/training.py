@@ -1,7 +1,5 @@
 """One training run in numbers: throughput, phases, communication, FLOP/s, memory, doubts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

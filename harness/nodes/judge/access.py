@@ -1,11 +1,9 @@
 """Verdicts on access to a host: name, port, login, shell, clock."""
 
-from __future__ import annotations
-
 import shlex
 
 from harness.inputs import shorten
-from harness.nodes.findings import Judgement, critical, ok, unknown, warn
+from harness.nodes.facts import Judgement, critical, ok, unknown, warn
 from harness.nodes.ssh import Login
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_duration

@@ -1,11 +1,9 @@
 """Verdicts on checks between hosts: TCP between pairs, an MPI hello, an all-reduce."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from harness.nodes.between import Connection, Pairs
-from harness.nodes.findings import Judgement, critical, ok, unknown, warn
+from harness.nodes.facts import Judgement, critical, ok, unknown, warn
 from harness.nodes.mpi import network_flags
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_duration

@@ -3,14 +3,11 @@
 Error messages of nvidia-smi, each with its remedy.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable
 
-from harness.nodes.facts import GpuFacts, SmiGpu
-from harness.nodes.findings import Judgement, Status, critical, ok, unknown, warn
+from harness.nodes.facts import GpuFacts, Judgement, SmiGpu, Status, critical, ok, unknown, warn
 from harness.nodes.parse_gpu import BROKEN
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes

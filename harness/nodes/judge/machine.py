@@ -1,11 +1,8 @@
 """Verdicts on the machine and its software."""
 
-from __future__ import annotations
-
 from collections import Counter
 
-from harness.nodes.facts import Facts, InterfaceFacts
-from harness.nodes.findings import Judgement, critical, ok, unknown, warn
+from harness.nodes.facts import Facts, InterfaceFacts, Judgement, critical, ok, unknown, warn
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes
 

@@ -1,7 +1,5 @@
 """Which machines to use: price sets of them, what each left-out one costs, what others bring."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +21,7 @@ from harness.plan.advise.sets import (
     with_rate,
     with_rates,
 )
-from harness.plan.request import family_of
+from harness.plan.costs import family_of
 from harness.plan.search.standard import balanced_pipeline
 from harness.plan.simulate.device_seconds import operator_seconds
 from harness.plan.simulate.simulator import Simulator

@@ -1,7 +1,5 @@
 """`python -m harness.plan advise`: flags, files in, words out."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
@@ -13,17 +11,16 @@ import msgspec
 
 from harness.domain.cluster import CLUSTER_FILE
 from harness.domain.fingerprint import fingerprint
+from harness.domain.profile import default_profile, graph_beside
 from harness.errors import ConfigError
 from harness.measure.store import write_atomically
 from harness.plan import cli
 from harness.plan.advise.advice import Advice, Adviser
-from harness.plan.advise.evidence import uncertainty_of
 from harness.plan.advise.prices import Prices, find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, Priced
-from harness.plan.advise.words import Presentation, advice_lines, advice_object
-from harness.plan.find import default_profile, graph_beside
+from harness.plan.advise.words import Presentation, advice_lines, advice_object, uncertainty_of
+from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress, ignore_progress
 from harness.plan.report import ProgressLine
-from harness.plan.request import FAMILIES, PlanRequest, SearchProgress, ignore_progress
 
 _SIMPLE = {
     "single": "single",

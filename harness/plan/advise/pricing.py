@@ -1,7 +1,5 @@
 """The fastest strategy on one set of machines, by the simulator."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,8 +12,8 @@ from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
 from harness.errors import PlanError
 from harness.plan import builders
+from harness.plan.costs import FAMILIES, PlanRequest, family_of
 from harness.plan.portfolio import options_of, search_portfolio
-from harness.plan.request import FAMILIES, PlanRequest, family_of
 from harness.plan.search.standard import standard_strategies
 from harness.plan.simulate.options import OPTIMIZERS, SimulatorOptions
 from harness.plan.simulate.simulator import Simulation, Simulator

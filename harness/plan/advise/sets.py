@@ -5,8 +5,6 @@ is used matters: five unlike nodes have 31 sets, 64 equal nodes have 64. Where t
 the numbers are thinned to powers of two, and then to the fastest first.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

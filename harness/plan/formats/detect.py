@@ -3,8 +3,6 @@
 Strategy files from one format to another, as `python -m harness.plan convert` does.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Callable
@@ -18,21 +16,19 @@ from harness.domain.graph import Graph
 from harness.domain.strategy import SCHEMA, Strategy, check_names
 from harness.errors import ConfigError, StrategyError
 from harness.inputs import decode_text, read_file, shorten
-from harness.plan.formats.convert import (
-    describe_entries,
-    entries_from_strategy,
-    strategy_from_entries,
-)
 from harness.plan.formats.flexflow import (
     DimOrder,
     Entry,
+    describe_entries,
+    entries_from_strategy,
     parse_console,
     parse_text,
     print_console,
     print_text,
+    strategy_from_entries,
 )
 from harness.plan.formats.flexflow_protobuf import parse_protobuf, print_protobuf
-from harness.plan.formats.pipedream_plan import PipeDreamPlan, from_strategy, to_strategy
+from harness.plan.formats.pipedream import PipeDreamPlan, from_strategy, to_strategy
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ as FlexFlow (proto2) does, unpacked, so that a file prints back byte for byte. T
 these two messages is the forty lines below: less than a dependency with its generated code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice

@@ -10,14 +10,19 @@ import msgspec
 
 from harness.domain.cluster import Cluster, CollectivePoint
 from harness.domain.graph import Graph
-from harness.domain.profile import Profile
+from harness.domain.profile import Profile, graph_beside
 from harness.errors import ConfigError
 from harness.inputs import shorten
 from harness.measure.store import write_atomically
-from harness.plan.find import graph_beside
 from harness.plan.importing.curves import bandwidth_of, read_collectives
-from harness.plan.importing.times import read_layer_times, read_operators
-from harness.plan.layers import LayerTime, TimeKey, layer_profile, without_collectives
+from harness.plan.importing.times import (
+    LayerTime,
+    TimeKey,
+    layer_profile,
+    read_layer_times,
+    read_operators,
+    without_collectives,
+)
 from harness.plan.simulate.network import Network
 
 _BOUNDS = {"batch_size": (1, 2**31), "n_layers": (1, 10_000), "ranks": (2, 2**20)}

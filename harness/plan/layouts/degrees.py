@@ -2,28 +2,35 @@
 
 Device of stage p, replica d and part t is (p * dp + d) * tp + t, so a tensor-parallel group is on
 neighbouring devices (of one node, where tp divides its devices), and stages are farthest apart.
-"""
 
-from __future__ import annotations
+All groups of a layout on equal nodes are alike, so `Group` simulates one of them, on the first
+devices of a node. An operator's seconds last from its start to that of the next one, and so contain
+the all-reduces that it waits for.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.partition import SAMPLE, Cut, n_parts
+from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import full_units, has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
 from harness.inputs import find_int, shorten
 from harness.plan import builders
+from harness.plan.bottleneck import balance
 from harness.plan.simulate.device_seconds import operator_seconds
-from harness.plan.simulate.simulator import Simulator
-from harness.plan.stages import balance
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.simulate.transfers import Floats, Ints
 
 _MOST_DEGREE = 4096
 _FORM = "tp=2,dp=4,pp=2"
@@ -259,3 +266,84 @@ def _replicated(
         cut = [share for share in layout.shares for _ in range(n_own)]
     found = [devices[d * layout.tp + k] for d in range(layout.dp) for k in plan.devices]
     return OperatorPlan({SAMPLE: cut, **rest}, found)
+
+
+class GroupCosts(NamedTuple):
+    """By operator that is placed, on one device of the group.
+
+    Attributes:
+        kept_bytes: that forward keeps for backward.
+        sent_bytes: of the whole output, for readers of a later stage.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    weight_bytes: Floats
+    kept_bytes: Floats
+    sent_bytes: Floats
+
+
+def group_cluster(cluster: Cluster, tp: int) -> Cluster:
+    """The first devices of the first node."""
+    node = cluster.nodes[0]
+    devices = node.devices[:tp]
+    names = {device.name for device in devices}
+    return Cluster(
+        nodes=[msgspec.structs.replace(node, devices=devices)],
+        links=[link for link in cluster.links if {link.source, link.target} <= names],
+    )
+
+
+class Group:
+    """Groups of one size."""
+
+    def __init__(
+        self, graph: Graph, profile: Profile, cluster: Cluster, tp: int, options: SimulatorOptions
+    ) -> None:
+        self._graph, self._tp = graph, tp
+        self._cluster = group_cluster(cluster, tp)
+        self._simulator = Simulator(graph, profile, self._cluster, options=options)
+        self._known: dict[int, GroupCosts] = {}
+
+    def costs(self, samples: int) -> GroupCosts:
+        """For a microbatch of so many samples.
+
+        Raises:
+            StrategyError: the group cannot share the operators.
+        """
+        if samples not in self._known:
+            self._known[samples] = self._simulate(samples)
+        return self._known[samples]
+
+    def _simulate(self, samples: int) -> GroupCosts:
+        layout = ParallelLayout(tp=self._tp)
+        strategy = layout_strategy(layout, self._graph, self._cluster, samples, schedule="gpipe")
+        trial = Trial.from_strategy(self._simulator, strategy)
+        found, tables, placed = trial.outcome(), trial.tables, self._simulator.placed
+        costs = self._simulator.costs(samples)
+        rows = found.lowered.rows
+        first = np.flatnonzero(rows % self._tp == 0)
+        ops, end_s = rows[first] // self._tp, float(found.finish[first].max())
+        backward = found.start[first + len(rows)]
+        wire = [
+            costs.wire_bytes_per_element(op) * float(np.prod(list(costs.shapes[op].values())))
+            for op in placed
+        ]
+        return GroupCosts(
+            _seconds(found.start[first], ops, placed, end_s),
+            _seconds(backward, ops, placed, float(found.device_end_s[0])),
+            tables.weight_bytes[placed].max(axis=1),
+            (tables.output_bytes + tables.saved_bytes)[placed].max(axis=1),
+            np.array(wire, dtype=np.float64),
+        )
+
+
+def _seconds(start: Floats, ops: Ints, placed: list[int], end_s: float) -> Floats:
+    """By placed operator: from its start to the next one's, 0 where it has no task."""
+    runs = np.flatnonzero(~np.isnan(start))
+    order = runs[np.argsort(start[runs], kind="stable")]
+    found = dict.fromkeys(placed, 0.0)
+    ends = [*start[order[1:]].tolist(), end_s]
+    for op, begin, end in zip(ops[order].tolist(), start[order].tolist(), ends, strict=True):
+        found[op] += max(0.0, end - begin)
+    return np.array([found[op] for op in placed])

@@ -4,8 +4,6 @@ The price of a layout needs one group's simulation for each size of group and mi
 cost of planning does not grow with the number of devices, but for the strategy's file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -19,14 +17,13 @@ from harness.domain.profile import Profile
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import ShardState
 from harness.errors import PlanError, StrategyError
-from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
-from harness.plan.layouts.groups import Group, GroupCosts
+from harness.plan.bottleneck import balance
+from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
+from harness.plan.layouts.degrees import Group, GroupCosts, ParallelLayout, layout_strategy
 from harness.plan.layouts.pricing import Choice, NodeLinks, last_readers, price
-from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import useful_states
 from harness.plan.simulate.transfers import Ints
-from harness.plan.stages import balance
 from harness.units import format_bytes
 
 _MOST_RUNNERS_UP = 8

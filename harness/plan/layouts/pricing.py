@@ -24,8 +24,7 @@ from harness.domain.cluster import Cluster, Link
 from harness.domain.graph import Graph
 from harness.domain.strategy import ShardState
 from harness.errors import PlanError
-from harness.plan.layouts.degrees import ParallelLayout
-from harness.plan.layouts.groups import GroupCosts
+from harness.plan.layouts.degrees import GroupCosts, ParallelLayout
 from harness.plan.layouts.sharded import recomputed_bytes, stage_state
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.transfers import Floats, Ints

@@ -19,7 +19,7 @@ import numpy as np
 
 from harness.domain.sharding import first_bucket_bytes
 from harness.domain.strategy import ShardState
-from harness.plan.layouts.groups import GroupCosts
+from harness.plan.layouts.degrees import GroupCosts
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import (
     bucket_memory,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from harness.domain.graph import Graph
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, ShardState, Stage, Strategy
-from harness.plan.request import SearchProgress
+from harness.plan.costs import SearchProgress
 from harness.plan.simulate.simulator import Simulator, Trial
 
 _PROGRESS_EVERY_S = 0.25

@@ -3,8 +3,6 @@
 Every strategy of a small space, one after another: the oracle.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -12,7 +10,7 @@ from typing import NamedTuple
 
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, ShardState, Stage
-from harness.plan.request import PlanRequest
+from harness.plan.costs import PlanRequest
 from harness.plan.search.mcmc import Chain, closest, descend
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.pipelines import PipelineSearch, schedules_for

@@ -5,8 +5,6 @@ neighbours, nodes and groups of nodes, one device of each node, the fastest k. A
 devices is hardly ever a good one, and makes most proposals useless.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations
 

@@ -13,12 +13,12 @@ import msgspec
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import ShardState, Strategy
 from harness.plan import builders
+from harness.plan.bottleneck import balance, balance_in_turn
 from harness.plan.joint_cuts import experts_of
 from harness.plan.search.space import proportional_shares
 from harness.plan.simulate.device_seconds import operator_seconds
 from harness.plan.simulate.sharded_state import useful_states
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.stages import balance, balance_in_turn
 
 # Microbatches for each device that are tried where nobody names a number.
 _MICROBATCHES_EACH = (1, 2, 4)

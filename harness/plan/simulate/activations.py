@@ -7,8 +7,6 @@ Any other output of an operator without a backward is freed after its last reade
              until b     until backward of c
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,11 +1,9 @@
 """Costs of one operator's plan: seconds, bytes and weights on each of its devices.
 
 Each value depends on the plan of one operator (`OperatorCosts`), or on those of a producer and its
-consumers (`Wants`, `ProducerTransfers`), and is cached, so after a change of a plan only the values
-that depend on it are computed again.
+consumers (`Wants`, `Edges`), and is cached, so after a change of a plan only the values that depend
+on it are computed again.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -32,10 +30,10 @@ from harness.domain.sharding import (
 from harness.domain.strategy import OperatorPlan, copies_of
 from harness.errors import PlanError
 from harness.plan.simulate.block_times import BlockTimes
-from harness.plan.simulate.pieces import PricedPieces
 from harness.plan.simulate.transfers import (
+    Edges,
     Floats,
-    ProducerTransfers,
+    PricedPieces,
     Reader,
     Shared,
     Sum,
@@ -111,7 +109,7 @@ class Costs:
         )
         self._operators: dict[object, OperatorCosts] = {}
         self._wants: dict[object, Wants] = {}
-        self._transfers: dict[object, ProducerTransfers] = {}
+        self._transfers: dict[object, Edges] = {}
         self._regions: dict[int, dict[tuple[Block, tuple[int, ...]], int]] = {}
         self._blocks: dict[object, list[Block]] = {}
         self._keys: dict[int, tuple[OperatorPlan, PlanKey]] = {}
@@ -294,21 +292,21 @@ class Costs:
         self,
         producer: int,
         plan: OperatorPlan,
-        readers: Sequence[tuple[int, int, OperatorPlan]],
+        readers: Sequence[tuple[int, OperatorPlan]],
         *,
         syncs_norms: bool,
-    ) -> ProducerTransfers:
+    ) -> Edges:
         """Transfers and all-reduces of one operator's output.
 
         Args:
-            readers: (edge, operator, plan) of its consumers, in the order in which they run.
+            readers: (operator, plan) of its consumers, in the order in which they run.
             syncs_norms: batch norms use the statistics of the whole microbatch.
         """
-        order = tuple((op, self._key(b)) for _, op, b in readers)
+        order = tuple((op, self._key(b)) for op, b in readers)
         key = (producer, self._key(plan), order, syncs_norms)
         found = self._transfers.get(key)
         if found is None:
-            wanting = [Reader(e, op, self.wants(producer, op, plan, b)) for e, op, b in readers]
+            wanting = [Reader(op, self.wants(producer, op, plan, b)) for op, b in readers]
             sums = self._sums(producer, plan, wanting, syncs_norms=syncs_norms)
             found = self._transfers[key] = make_transfers(producer, self.n_devices, wanting, sums)
         return found

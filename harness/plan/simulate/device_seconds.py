@@ -1,7 +1,5 @@
 """Seconds of each whole operator on each device, for balancing stages."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from harness.domain.strategy import OperatorPlan

@@ -9,8 +9,6 @@ processors of both its ends evenly during its duration, and computing on these d
 of the processor.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

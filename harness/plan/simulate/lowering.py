@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,9 @@ from harness.plan.simulate.gathers import (
     plan_units,
     saved_bytes,
 )
-from harness.plan.simulate.reductions import price_reductions
 from harness.plan.simulate.sharded_state import in_rounds, passing_bytes, shards_gradients
-from harness.plan.simulate.tables import Buckets, Edges, Flow, Tables
-from harness.plan.simulate.transfers import ADDS, COPIES, Floats, Ints, Sum
+from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
+from harness.plan.simulate.transfers import ADDS, COPIES, Edges, Floats, Ints, Sum
 from harness.plan.simulate.work import Links, Work, count_waits, link
 
 if TYPE_CHECKING:
@@ -212,8 +211,7 @@ def _cluster_columns(simulator: Simulator) -> dict[str, Any]:
 
 def _sum_columns(simulator: Simulator, sums: Sequence[Sum], row_at: Ints) -> dict[str, Any]:
     """Fields of `Work` about all-reduces within a microbatch."""
-    source_ptr, sources = _lists([one.sources for one in sums], row_at)
-    target_ptr, targets = _lists([one.targets for one in sums], row_at)
+    sources, targets = [one.sources for one in sums], [one.targets for one in sums]
     returns = [
         bool(one.is_norm or simulator.returns[one.operator]) and one.n_rounds[1] > 0 for one in sums
     ]
@@ -221,31 +219,45 @@ def _sum_columns(simulator: Simulator, sums: Sequence[Sum], row_at: Ints) -> dic
         "sum_is_norm": np.array([one.is_norm for one in sums], dtype=np.bool_),
         "sum_goes": np.array([one.n_rounds[0] > 0 for one in sums], dtype=np.bool_),
         "sum_returns": np.array(returns, dtype=np.bool_),
-        "sum_source_ptr": source_ptr,
-        "sum_source": sources,
-        "sum_target_ptr": target_ptr,
-        "sum_target": targets,
+        "sum_source_ptr": pointers(sources),
+        "sum_source": row_at[_flat(sources)],
+        "sum_target_ptr": pointers(targets),
+        "sum_target": row_at[_flat(targets)],
     }
 
 
 def _reduction_columns(
     simulator: Simulator, tables: Tables, buckets: Buckets, gathered: Sequence[Unit]
 ) -> dict[str, Any]:
-    """Fields of `Work` about the costs of all-reduces, and of their halves."""
-    sizes = buckets.n_bytes.astype(int).tolist()
-    wanted = [
-        *zip(buckets.groups, sizes, buckets.n_rounds.tolist(), strict=True),
-        *((unit.group, unit.n_bytes, 0.5) for unit in gathered),
+    """Fields of `Work` about the costs of all-reduces, and of their halves: of all sums forward, of
+    all sums backward, of buckets, and of gathered weights."""
+    # (devices, bytes, share of an all-reduce) of each; sums count the bytes of the largest
+    # microbatch.
+    sums, sizes = tables.edge_rows().sums, buckets.n_bytes.astype(int).tolist()
+    wanted: list[tuple[tuple[int, ...], int, float]] = [
+        (
+            one.group,
+            round(one.n_bytes[way] * (1.0 if one.is_norm else tables.mean_size)),
+            one.n_rounds[way],
+        )
+        for way in (0, 1)
+        for one in sums
     ]
-    prices = price_reductions(simulator.network, tables.edge_rows().sums, wanted, tables.mean_size)
+    wanted += zip(buckets.groups, sizes, buckets.n_rounds.tolist(), strict=True)
+    wanted += ((unit.group, unit.n_bytes, 0.5) for unit in gathered)
+    priced = [(simulator.network.all_reduce(group, n), share) for group, n, share in wanted]
+    pairs = [(r, share * seconds) for one, share in priced for r, seconds in one.occupied]
+    # A ring sends 2 (n - 1) / n of the bytes from each device, which receives as many.
+    sent = [4 * (len(group) - 1) / len(group) * n * share for group, n, share in wanted]
+    groups = [group for group, _, _ in wanted]
     return {
-        "reduce_seconds": prices.seconds,
-        "reduce_ptr": prices.ptr,
-        "reduce_resource": prices.resource,
-        "reduce_occupied": prices.occupied,
-        "reduce_host_bytes": prices.host_bytes,
-        "group_ptr": prices.group_ptr,
-        "group": prices.group,
+        "reduce_seconds": np.array([one.duration_s * share for one, share in priced]),
+        "reduce_ptr": pointers([one.occupied for one, _ in priced]),
+        "reduce_resource": np.array([resource for resource, _ in pairs], dtype=np.int64),
+        "reduce_occupied": np.array([seconds for _, seconds in pairs]),
+        "reduce_host_bytes": np.array(sent),
+        "group_ptr": pointers(groups),
+        "group": _flat(groups),
     }
 
 
@@ -372,6 +384,5 @@ def _triggers(
     return found
 
 
-def _lists(places: list[tuple[int, ...]], row_at: Ints) -> tuple[Ints, Ints]:
-    ends = np.concatenate([[0], np.cumsum([len(own) for own in places])]).astype(np.int64)
-    return ends, row_at[np.array([place for own in places for place in own], dtype=np.int64)]
+def _flat(lists: Iterable[Iterable[int]]) -> Ints:
+    return np.array([item for own in lists for item in own], dtype=np.int64)

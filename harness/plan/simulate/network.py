@@ -5,15 +5,11 @@ inwards (full duplex), then each device's stream of collectives, which runs one 
 transfer occupies a link for bytes / link bandwidth and a NIC for bytes / NIC bandwidth, so that a
 fast NIC serves several slow links at once.
 
-Measured curves of all-reduce, interpolated and extrapolated.
-
-Between two measured sizes the logarithm of time is linear in the logarithm of size. Below the
-smallest size time is constant (latency), above the largest it grows in proportion (bandwidth). For
-a number of ranks that was not measured, the curve of the nearest number is scaled by the bytes that
-a ring moves per rank, 2(n-1)/n.
+Of a measured curve of all-reduce, the logarithm of time is linear in the logarithm of size between
+two sizes. Below the smallest size time is constant (latency), above the largest it grows in
+proportion (bandwidth). For a number of ranks that was not measured, the curve of the nearest number
+is scaled by the bytes that a ring moves per rank, 2(n-1)/n.
 """
-
-from __future__ import annotations
 
 import bisect
 import math
@@ -22,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.errors import ClusterError
 from harness.plan.simulate.options import AllReduce
+from harness.plan.simulate.transfers import Floats, Ints
 
 _TRANSPORTS = ("nccl", "gloo", "mpi")
 
@@ -66,10 +62,6 @@ def _read(curve: list[tuple[int, float]], n_bytes: int) -> float:
     (x0, y0), (x1, y1) = curve[k - 1], curve[k]
     share = math.log(n_bytes / x0) / math.log(x1 / x0)
     return math.exp(math.log(y0) + share * math.log(y1 / y0))
-
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Assumptions of the simulator about the engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,7 +48,7 @@ class SimulatorOptions:
             gradients, updates the weights and copies them for later microbatches, as asynchronous
             training does (see `unflushed`).
         frozen: names of operators that are not trained: no gradients, no optimizer state, and no
-            backward pass before the first trained operator (see `frozen`).
+            backward pass before the first trained operator (see `block_times`).
         skipped: those of them whose outputs each reader has in a cache, so that they take no time.
     """
 

@@ -1,7 +1,5 @@
 """Convert a simulation to records like a measured run's, and explain it in words."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -66,9 +64,10 @@ def events(simulation: Simulation) -> Iterator[Event]:
 def decode(simulation: Simulation, task: int) -> Event:
     """Decode a task's number."""
     out, n_microbatches = simulation.outcome, simulation.strategy.n_microbatches
-    n_passes = 4 * n_microbatches * len(out.rows)
-    n_moves = 2 * n_microbatches * len(out.edge_bytes)
-    n_sums = 2 * n_microbatches * len(out.sums)
+    lowered = out.lowered
+    n_passes = 4 * n_microbatches * len(lowered.rows)
+    n_moves = 2 * n_microbatches * len(lowered.work.edge_bytes)
+    n_sums = 2 * n_microbatches * len(lowered.edges.sums)
     if task < n_passes:
         work = _pass(simulation, task)
     elif task < n_passes + n_moves:
@@ -99,7 +98,7 @@ def _fields(simulation: Simulation, operator: int, microbatch: int) -> SpanField
 
 
 def _pass(simulation: Simulation, number: int) -> _Work:
-    rows, names = simulation.outcome.rows, simulation.simulator.network.names
+    rows, names = simulation.outcome.lowered.rows, simulation.simulator.network.names
     which, rest = divmod(number, simulation.strategy.n_microbatches * len(rows))
     microbatch, row = divmod(rest, len(rows))
     op, device = divmod(int(rows[row]), len(names))
@@ -108,25 +107,25 @@ def _pass(simulation: Simulation, number: int) -> _Work:
 
 
 def _move(simulation: Simulation, number: int) -> _Work:
-    out, names = simulation.outcome, simulation.simulator.network.names
-    back, rest = divmod(number, simulation.strategy.n_microbatches * len(out.edge_bytes))
-    microbatch, edge = divmod(rest, len(out.edge_bytes))
-    op, a = divmod(int(out.edge_source[edge]), len(names))
-    b = int(out.edge_target[edge]) % len(names)
+    lowered, names = simulation.outcome.lowered, simulation.simulator.network.names
+    back, rest = divmod(number, simulation.strategy.n_microbatches * len(lowered.work.edge_bytes))
+    microbatch, edge = divmod(rest, len(lowered.work.edge_bytes))
+    op, a = divmod(int(lowered.edges.source[edge]), len(names))
+    b = int(lowered.edges.target[edge]) % len(names)
     a, b = (b, a) if back else (a, b)
     way = f"{names[a]} -> {names[b]}"
     fields = _fields(simulation, op, microbatch)
     fields["name"] = f"{fields['operator']} {way}"
-    fields["n_bytes"] = round(float(out.edge_bytes[edge]))
+    fields["n_bytes"] = round(float(lowered.work.edge_bytes[edge]))
     fields["pass_"] = _WAYS[back]
     return _Work("communication", fields, (a, b), f"link {way}")
 
 
 def _sum(simulation: Simulation, number: int) -> _Work:
-    out, names = simulation.outcome, simulation.simulator.network.names
-    back, rest = divmod(number, simulation.strategy.n_microbatches * len(out.sums))
-    microbatch, k = divmod(rest, len(out.sums))
-    one = out.sums[k]
+    lowered, names = simulation.outcome.lowered, simulation.simulator.network.names
+    back, rest = divmod(number, simulation.strategy.n_microbatches * len(lowered.edges.sums))
+    microbatch, k = divmod(rest, len(lowered.edges.sums))
+    one = lowered.edges.sums[k]
     fields = _fields(simulation, one.operator, microbatch)
     fields["name"] = f"{'statistics' if one.is_norm else 'sum'} of {fields['operator']}"
     fields["n_bytes"] = one.n_bytes[back] * one.n_rounds[back]
@@ -136,10 +135,10 @@ def _sum(simulation: Simulation, number: int) -> _Work:
 
 
 def _bucket(simulation: Simulation, number: int) -> _Work:
-    out, operators = simulation.outcome, simulation.simulator.graph.operators
-    buckets = out.buckets
+    lowered, operators = simulation.outcome.lowered, simulation.simulator.graph.operators
+    buckets = lowered.buckets
     if number >= len(buckets.groups):
-        unit = out.gathered[number - len(buckets.groups)]
+        unit = lowered.gathered[number - len(buckets.groups)]
         kind, group, members = "all-gather", unit.group, list(unit.operators)
         n_bytes = float(unit.n_bytes)
     else:
@@ -212,14 +211,14 @@ def device_seconds(simulation: Simulation, device: int) -> dict[str, float]:
 
 def contention_seconds(simulation: Simulation) -> list[float]:
     """Slowdown of computing by concurrent transfers, by device."""
-    out = simulation.outcome
-    n_rows, n_microbatches = len(out.rows), simulation.strategy.n_microbatches
+    out, lowered = simulation.outcome, simulation.outcome.lowered
+    n_rows, n_microbatches = len(lowered.rows), simulation.strategy.n_microbatches
     n_compute = 4 * n_microbatches * n_rows
     taken = (out.finish - out.start)[:n_compute].reshape(4, n_microbatches, n_rows)
-    taken -= out.seconds[:, None, :]
+    taken -= lowered.work.seconds[:, None, :]
     longer = np.nansum(taken, axis=(0, 1))
     n_devices = len(simulation.simulator.network.names)
-    by_device = np.bincount(out.rows % n_devices, weights=longer, minlength=n_devices)
+    by_device = np.bincount(lowered.rows % n_devices, weights=longer, minlength=n_devices)
     return [max(0.0, float(seconds)) for seconds in by_device]
 
 
@@ -324,10 +323,10 @@ def _network_lines(simulation: Simulation) -> list[str]:
         rate = format_bandwidth(_rate(simulation, busiest))
         lines.append(f"busiest: {network.resource_name(busiest)} ({rate}), {share:.0%} of the step")
     moved = _moved_bytes(simulation)
-    synced = float(out.buckets.n_bytes.sum())
+    synced = float(out.lowered.buckets.n_bytes.sum())
     summed = sum(
         n_bytes * n_rounds * simulation.strategy.n_microbatches
-        for one in out.sums
+        for one in out.lowered.edges.sums
         for n_bytes, n_rounds in zip(one.n_bytes, one.n_rounds, strict=True)
     )
     is_sharded = shards_gradients(simulation.strategy.shard_state)
@@ -337,7 +336,7 @@ def _network_lines(simulation: Simulation) -> list[str]:
         f"per step {format_bytes(moved)} of activations and their gradients cross devices and "
         f"{format_bytes(synced)} of gradients are {how}{within}"
     )
-    gathered = sum(unit.n_bytes for unit in out.gathered)
+    gathered = sum(unit.n_bytes for unit in out.lowered.gathered)
     if gathered:
         lines.append(f"per step {format_bytes(gathered)} of parameters are gathered before use")
     return lines
@@ -346,10 +345,11 @@ def _network_lines(simulation: Simulation) -> list[str]:
 def _moved_bytes(simulation: Simulation) -> float:
     """Bytes sent between devices in a step, forward and backward."""
     out, n_microbatches = simulation.outcome, simulation.strategy.n_microbatches
-    n_edges, n_compute = len(out.edge_bytes), 4 * n_microbatches * len(out.rows)
+    edge_bytes = out.lowered.work.edge_bytes
+    n_edges, n_compute = len(edge_bytes), 4 * n_microbatches * len(out.lowered.rows)
     start = out.start[n_compute : n_compute + 2 * n_microbatches * n_edges]
     exists = ~np.isnan(start.reshape(2 * n_microbatches, n_edges))
-    return float((exists * out.edge_bytes).sum())
+    return float((exists * edge_bytes).sum())
 
 
 def _rate(simulation: Simulation, resource: int) -> float:

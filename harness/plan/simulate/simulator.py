@@ -22,8 +22,8 @@ from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, ShardState, Stage, Strategy, validate
 from harness.errors import PlanError
 from harness.plan.simulate.activations import readers_of
+from harness.plan.simulate.block_times import is_product, needs_gradient
 from harness.plan.simulate.costs import Costs, check_profile
-from harness.plan.simulate.frozen import is_product, needs_gradient
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import (
@@ -34,11 +34,10 @@ from harness.plan.simulate.sharded_state import (
     shared_bytes,
 )
 from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
-from harness.plan.simulate.transfers import Floats, Ints, Sum
+from harness.plan.simulate.transfers import Floats, Ints
 from harness.units import format_bytes
 
 if TYPE_CHECKING:
-    from harness.plan.simulate.gathers import Unit
     from harness.plan.simulate.lowering import Lowered
 
 
@@ -55,11 +54,8 @@ class EventTimes:
         device_end_s: (n_devices,) earliest start of each device's optimizer.
         optimizer_s: (n_devices,) seconds of the optimizer.
         gather_s: (n_devices,) seconds until the device has all new weights after its optimizer.
-        rows: (n_rows,) operator * n_devices + device of each row; edges' ends have the same form.
-        gathered: units of weights, whose all-gathers are numbered after the buckets.
         updated: bytes of weights that are gathered after the optimizer, by group.
-        seconds: (4, n_rows) seconds of each row's passes without contention.
-        edge_bytes: (n_edges,) bytes of the mean microbatch, each way.
+        lowered: the tasks, with their durations without contention.
     """
 
     step_s: float
@@ -73,15 +69,8 @@ class EventTimes:
     finish: Floats
     cause: Ints
     busy: Floats
-    rows: Ints
-    seconds: Floats
-    edge_source: Ints
-    edge_target: Ints
-    edge_bytes: Floats
-    sums: tuple[Sum, ...]
-    buckets: Buckets
-    gathered: list[Unit]
     updated: dict[tuple[int, ...], int]
+    lowered: Lowered
 
 
 class Simulator:
@@ -176,7 +165,6 @@ class Trial:
         n_smaller = n_microbatches * samples - batch
         self.tables = Tables(
             simulator.costs(samples),
-            simulator.network,
             simulator.options,
             dict(plans),
             (simulator.costs(samples - 1), n_smaller / n_microbatches) if n_smaller else None,
@@ -290,28 +278,16 @@ class Trial:
         )
         ready = found.device_end_s + optimizer
         gather = gather_seconds(simulator.network, shared, ready)
-        edges = lowered.edges
         return EventTimes(
             step_s=float((ready + gather - begin).max()),
             device_begin_s=begin,
             memory_bytes=static - lowered.alone + lowered.peak,
             static_bytes=static,
-            device_end_s=found.device_end_s,
             optimizer_s=optimizer,
             gather_s=gather,
-            start=found.start,
-            finish=found.finish,
-            cause=found.cause,
-            busy=found.busy,
-            rows=lowered.rows,
-            seconds=lowered.work.seconds,
-            edge_source=edges.source,
-            edge_target=edges.target,
-            edge_bytes=lowered.work.edge_bytes,
-            sums=edges.sums,
-            buckets=lowered.buckets,
-            gathered=lowered.gathered,
             updated=shared,
+            lowered=lowered,
+            **found._asdict(),
         )
 
 

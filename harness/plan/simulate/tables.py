@@ -4,8 +4,6 @@
 only its row and its edges. Replacing it back undoes the change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
@@ -16,9 +14,8 @@ from harness.domain.schedule import ScheduleName, rank_actions
 from harness.domain.sharding import LARGE_ELEMENTS, first_bucket_bytes, has_tasks
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.costs import Costs
-from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.transfers import Floats, Ints, ProducerTransfers, Sum
+from harness.plan.simulate.transfers import Edges, Floats, Ints
 
 _PASS = {"forward": 0, "backward": 1, "weight": 2}
 
@@ -68,27 +65,6 @@ class Buckets:
     alone: Floats
 
 
-@dataclass(frozen=True)
-class Edges:
-    """All transfers between devices, producer by producer.
-
-    Attributes:
-        source, target: positions (operator * n_devices + device).
-        n_streamed: bytes of memory read and written at the receiver (see `ProducerTransfers`).
-        goes, returns: whether the output is sent, and whether its gradient is sent back.
-        index: number of the graph's edge.
-    """
-
-    source: Ints
-    target: Ints
-    n_bytes: Floats
-    n_streamed: Floats
-    goes: npt.NDArray[np.bool_]
-    returns: npt.NDArray[np.bool_]
-    index: Ints
-    sums: tuple[Sum, ...]
-
-
 def flow_of(
     stages_of_ops: Sequence[int],
     stages: Sequence[Stage],
@@ -125,17 +101,18 @@ def flow_of(
     return Flow(
         n_microbatches=n_microbatches,
         stage_of=np.array(stages_of_ops, dtype=np.int64),
-        stage_ptr=_pointers(stage_ops),
+        stage_ptr=pointers(stage_ops),
         stage_ops=np.array([op for ops in stage_ops for op in ops], dtype=np.int64),
         recompute=np.array([stage.recompute for stage in stages], dtype=np.bool_),
         rank_of=rank_of,
-        action_ptr=_pointers(lists),
+        action_ptr=pointers(lists),
         actions=np.array([a for actions in lists for a in actions], dtype=np.int64).reshape(-1, 3),
         split_weight=has_weights,
     )
 
 
-def _pointers(lists: Sequence[Sized]) -> Ints:
+def pointers(lists: Sequence[Sized]) -> Ints:
+    """The place of each list in their concatenation, and the end."""
     return np.concatenate([[0], np.cumsum([len(items) for items in lists])]).astype(np.int64)
 
 
@@ -156,7 +133,6 @@ class Tables:
     def __init__(
         self,
         costs: Costs,
-        network: Network,
         options: SimulatorOptions,
         plans: dict[int, OperatorPlan],
         smaller: tuple[Costs, float] | None = None,
@@ -164,7 +140,7 @@ class Tables:
         graph = costs.graph
         self._smaller = smaller
         self.mean_size = 1.0 if smaller is None else 1 - smaller[1] / costs.samples
-        self.costs, self.network, self.options = costs, network, options
+        self.costs, self.options = costs, options
         self.n_ops, self.n_devices = len(graph.operators), costs.n_devices
         self.plans = dict(plans)
         producers = graph.producers()
@@ -175,10 +151,10 @@ class Tables:
             for p in found
             if has_tasks(graph.operators[p]) and has_tasks(graph.operators[c])
         ]
-        self._readers: list[list[tuple[int, int]]] = [[] for _ in graph.operators]
+        self._readers: list[list[int]] = [[] for _ in graph.operators]
         self._producers: list[list[int]] = [[] for _ in graph.operators]
-        for e, (p, c) in enumerate(self.edges):
-            self._readers[p].append((e, c))
+        for p, c in self.edges:
+            self._readers[p].append(c)
             self._producers[c].append(p)
         index = graph.index()
         users: dict[int, list[int]] = {}  # of tied weights, by the first one
@@ -229,11 +205,11 @@ class Tables:
             self.shared_bytes[op] = share * row.shared_bytes
             has_them |= row.weight_bytes + row.frozen_bytes > 0
 
-    def _find_transfers(self, op: int) -> ProducerTransfers:
+    def _find_transfers(self, op: int) -> Edges:
         plans = self.plans
-        readers = [(e, c, plans[c]) for e, c in self._readers[op]]
+        readers = [(c, plans[c]) for c in self._readers[op]]
         if len(readers) > 1:  # stages may run in another order than the list of operators
-            readers.sort(key=lambda reader: (reader[2].stage, reader[1]))
+            readers.sort(key=lambda reader: (reader[1].stage, reader[0]))
         is_global = self.options.batch_norm == "global"
         return self.costs.transfers(op, plans[op], readers, syncs_norms=is_global)
 
@@ -261,17 +237,7 @@ class Tables:
                 self._edges = None
         self._stale.clear()
         if self._edges is None:
-            own = [self._transfers[op] for op in self._placed]
-            self._edges = Edges(
-                source=np.concatenate([one.source for one in own]),
-                target=np.concatenate([one.target for one in own]),
-                n_bytes=np.concatenate([one.n_bytes for one in own]),
-                n_streamed=np.concatenate([one.n_streamed for one in own]),
-                goes=np.concatenate([one.goes for one in own]),
-                returns=np.concatenate([one.returns for one in own]),
-                index=np.concatenate([one.edge for one in own]),
-                sums=tuple(each for one in own for each in one.sums),
-            )
+            self._edges = Edges.joined([self._transfers[op] for op in self._placed])
         return self._edges
 
     def buckets(self) -> Buckets:

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from harness.domain.routes import are_read_together
+from harness.domain.partition import n_replicas, volume
+from harness.domain.routes import Parts, Pieces, are_read_together, find_pieces, summing_devices
+from harness.domain.strategy import OperatorPlan, copies_of
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -74,7 +76,9 @@ class Wants:
         """(n,) region and device as one number."""
         return self.region * self.n_devices + self.device
 
-    def moved(self, kept: npt.NDArray[np.bool_] | None = None) -> Moved:
+    def moved(
+        self, producer: int, consumer: int, kept: npt.NDArray[np.bool_] | None = None
+    ) -> Edges:
         """Merge the pieces between each pair of devices; of the `kept` wants, or of all."""
         source, want, n_bytes, streamed = self.source, self.want, self.n_bytes, self.n_streamed
         ways = self.goes + 2 * self.returns
@@ -88,9 +92,9 @@ class Wants:
         found: Ints = np.flatnonzero(np.bincount(pair))  # unknown bytes are 0
         copies = np.bincount(pair, weights=streamed).astype(float)
         pairs, ways = np.divmod(found, _N_WAYS)
-        return Moved(
-            source=pairs // n,
-            target=pairs % n,
+        return Edges(
+            source=pairs // n + producer * n,
+            target=pairs % n + consumer * n,
             n_bytes=amounts[found],
             n_streamed=copies[found],
             goes=ways % 2 > 0,
@@ -98,21 +102,9 @@ class Wants:
         )
 
 
-class Moved(NamedTuple):
-    """Bytes sent between pairs of devices, by direction, and bytes streamed at the receiver."""
-
-    source: Ints
-    target: Ints
-    n_bytes: Floats
-    n_streamed: Floats
-    goes: npt.NDArray[np.bool_]
-    returns: npt.NDArray[np.bool_]
-
-
 class Reader(NamedTuple):
     """A consumer of an output, and the regions that it reads."""
 
-    edge: int
     operator: int
     wants: Wants
 
@@ -140,14 +132,13 @@ class Sum(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class ProducerTransfers:
-    """Transfers and all-reduces that leave one producer.
+class Edges:
+    """Transfers between devices, producer by producer, and all-reduces within a microbatch.
 
     Attributes:
-        source, target: (m,) rows of each transfer, as operator * n_devices + device.
+        source, target: (m,) rows, as operator * n_devices + device.
         n_streamed: (m,) bytes of memory read and written to assemble the received pieces.
         goes, returns: (m,) see `Wants`.
-        edge: (m,) number of its edge in the graph.
     """
 
     source: Ints
@@ -156,13 +147,19 @@ class ProducerTransfers:
     n_streamed: Floats
     goes: npt.NDArray[np.bool_]
     returns: npt.NDArray[np.bool_]
-    edge: Ints
-    sums: tuple[Sum, ...]
+    sums: tuple[Sum, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Edges], sums: tuple[Sum, ...] = ()) -> Edges:
+        """All transfers and all-reduces of the parts, and further all-reduces."""
+        columns = ("source", "target", "n_bytes", "n_streamed", "goes", "returns")
+        joined = {name: np.concatenate([getattr(one, name) for one in parts]) for name in columns}
+        return cls(**joined, sums=sums + tuple(each for one in parts for each in one.sums))
 
 
 def make_transfers(
     producer: int, n_devices: int, readers: Sequence[Reader], sums: tuple[Sum, ...]
-) -> ProducerTransfers:
+) -> Edges:
     """Merge the wants of the readers, first readers first.
 
     Args:
@@ -171,26 +168,15 @@ def make_transfers(
     nothing = np.zeros(0, dtype=np.int64)
     if any(not one.is_norm for one in sums) or not readers:
         none, no = np.zeros(0), np.zeros(0, dtype=np.bool_)
-        return ProducerTransfers(nothing, nothing, none, none, no, no, nothing, sums)
+        return Edges(nothing, nothing, none, none, no, no, sums)
     parts = []
     seen = nothing
     for k, reader in enumerate(readers):
         kept = ~np.isin(reader.wants.keys, seen) if k else None
-        parts.append((reader, reader.wants.moved(kept)))
+        parts.append(reader.wants.moved(producer, reader.operator, kept))
         if k + 1 < len(readers):
             seen = np.concatenate([seen, reader.wants.keys])
-    return ProducerTransfers(
-        source=np.concatenate([moved.source + producer * n_devices for _, moved in parts]),
-        target=np.concatenate([moved.target + r.operator * n_devices for r, moved in parts]),
-        n_bytes=np.concatenate([moved.n_bytes for _, moved in parts]),
-        n_streamed=np.concatenate([moved.n_streamed for _, moved in parts]),
-        goes=np.concatenate([moved.goes for _, moved in parts]),
-        returns=np.concatenate([moved.returns for _, moved in parts]),
-        edge=np.concatenate(
-            [np.full(len(moved.source), r.edge, dtype=np.int64) for r, moved in parts]
-        ),
-        sums=sums,
-    )
+    return Edges.joined(parts, sums)
 
 
 def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tuple[Sum, ...]:
@@ -271,3 +257,59 @@ def loss_sum(operator: int, n_devices: int, n_targets: int, devices: set[int]) -
 def whole_bytes(volume: int, per_element: float) -> int:
     """Bytes of a region, at least one."""
     return max(1, math.ceil(volume * per_element))
+
+
+class PricedPieces:
+    """Collects the pieces of wants, with their bytes.
+
+    Args:
+        held: (n_parts, n_dims, 2) bounds of the producer's blocks.
+    """
+
+    def __init__(
+        self, plan: OperatorPlan, held: Ints, bytes_per_element: float, *, is_summed: bool
+    ) -> None:
+        has_copies = n_replicas(plan.partition) > 1
+        copies = [copies_of(plan, k) for k in range(len(plan.devices))] if has_copies else []
+        self._parts = Parts(held, np.array(plan.devices), copies)
+        self._bytes, self._is_summed = bytes_per_element, is_summed
+        self._rows: list[tuple[float, ...]] = []
+
+    def add(self, number: int, bounds: Ints, device: int, copies: tuple[int, ...]) -> Shared | None:
+        """Add the pieces of one want that other devices hold, or receive gradients of.
+
+        Args:
+            bounds: (n_dims, 2) of the wanted region.
+            copies: devices of the readers, if they are copies of each other.
+
+        Returns:
+            The all-reduce that may replace the pieces, or None.
+        """
+        found, holders = find_pieces(self._parts, bounds, device, copies), self._parts.devices
+        elements, goes, returns = found.n_elements, found.goes, found.returns
+        n_pieces, is_remote = np.count_nonzero(goes), holders != device
+        sent = (elements * (goes & is_remote)).sum()
+        if n_pieces > 1:  # local pieces are copied or added too
+            each = (ADDS if self._is_summed else COPIES) * (elements * goes).sum() / max(sent, 1)
+        else:
+            each = 0.0
+        for part in np.flatnonzero((goes | returns) & is_remote).tolist():
+            n_bytes = float(elements[part]) * self._bytes
+            streamed = n_bytes * each if goes[part] else 0.0
+            self._rows.append((number, holders[part], n_bytes, streamed, goes[part], returns[part]))
+        return self._shared(found, volume(bounds.tolist()), copies)
+
+    def _shared(self, found: Pieces, whole: int, copies: tuple[int, ...]) -> Shared | None:
+        goes, returns = self._is_summed, not copies
+        if not (goes or (returns and self._parts.copies)):
+            return None
+        held = found.n_elements > 0
+        is_whole = bool((found.n_elements[held] == whole).all())
+        devices = summing_devices(self._parts.devices[held].tolist(), is_whole=is_whole)
+        if devices is None:
+            return None
+        return Shared(devices, whole_bytes(whole, self._bytes), goes, returns)
+
+    def columns(self) -> Floats:
+        """(6, n) want, source, bytes, bytes streamed, whether it goes, whether it returns."""
+        return np.array(self._rows, dtype=np.float64).reshape(-1, 6).T

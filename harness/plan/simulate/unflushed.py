@@ -8,8 +8,6 @@ Several steps are simulated as one long 1F1B, and the result is one of them:
 All steps on a rank are equal from the second on, so any of them will do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -97,10 +95,10 @@ class _Windows:
         from harness.plan.simulate import order
 
         out = self._simulation.outcome
-        n_rows, n_microbatches = len(out.rows), self._simulation.strategy.n_microbatches
+        n_rows, n_microbatches = len(out.lowered.rows), self._simulation.strategy.n_microbatches
         n_compute = order.N_PASSES * n_microbatches * n_rows
         finish = out.finish[:n_compute].reshape(order.N_PASSES, n_microbatches, n_rows)
-        device_of = out.rows % len(self.lags)
+        device_of = out.lowered.rows % len(self.lags)
         ends = np.full(len(self.lags), np.nan)
         for device in np.unique(device_of):
             last = n_fed - 1 - int(self.lags[device])
@@ -156,7 +154,7 @@ def _sum_seconds(simulation: Simulation, tables: Tables) -> dict[tuple[int, str]
     """Seconds of all-reducing gradients after each microbatch, by device and operator."""
     from harness.plan.simulate.lowering import update_seconds
 
-    simulator, rows = simulation.simulator, simulation.outcome.rows
+    simulator, rows = simulation.simulator, simulation.outcome.lowered.rows
     names = [operator.name for operator in simulator.graph.operators]
     seconds, _ = update_seconds(simulator, tables, rows)
     return {

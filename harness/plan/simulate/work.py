@@ -5,8 +5,6 @@ backward transfers, forward all-reduces within a microbatch (microbatch * C + su
 and collectives of gradients and weights (buckets). Import this module lazily: it imports numba.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

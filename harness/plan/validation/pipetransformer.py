@@ -5,8 +5,6 @@ each pipeline and loads its images. So a pipeline counts as one device, whose ra
 shortest pipelines with fewest chunks, with the synchronisation of their gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,13 @@ from typing import NamedTuple
 
 from harness.domain.cluster import Cluster
 from harness.plan.importing.tables import Row, read_tables
-from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.importing.times import (
+    LayerTime,
+    PlannedLayer,
+    TimeKey,
+    chain_graph,
+    layer_profile,
+)
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (

@@ -15,7 +15,13 @@ from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.errors import DataError
 from harness.inputs import shorten
 from harness.plan.importing.tables import Row, find_tables, has_columns, read_table
-from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.importing.times import (
+    LayerTime,
+    PlannedLayer,
+    TimeKey,
+    chain_graph,
+    layer_profile,
+)
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.fitting import solve_all

@@ -23,7 +23,7 @@ from harness.domain.graph import Graph
 from harness.errors import DataError
 from harness.inputs import find_int, read_file, shorten
 from harness.plan.importing.tables import Row, read_tables
-from harness.plan.layers import (
+from harness.plan.importing.times import (
     LayerTime,
     PlannedLayer,
     TimeKey,

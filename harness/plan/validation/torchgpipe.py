@@ -16,7 +16,13 @@ from harness.domain.cluster import Cluster
 from harness.errors import DataError
 from harness.inputs import find_int, shorten
 from harness.plan.importing.tables import Row, read_tables
-from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.importing.times import (
+    LayerTime,
+    PlannedLayer,
+    TimeKey,
+    chain_graph,
+    layer_profile,
+)
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator

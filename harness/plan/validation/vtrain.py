@@ -4,8 +4,6 @@ Pure layouts (data parallel on 2 devices, tensor parallel on any number) give th
 all others are predicted. All-reduces follow the curves in `trace/`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +21,7 @@ from harness.errors import DataError
 from harness.inputs import read_file
 from harness.plan.importing.curves import bandwidth_of, read_curve, thinned
 from harness.plan.importing.tables import Row, read_tables
-from harness.plan.layers import (
+from harness.plan.importing.times import (
     LayerTime,
     PlannedLayer,
     TimeKey,

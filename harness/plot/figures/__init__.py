@@ -1,7 +1,5 @@
 """The figures, in the order of the report: one module each, imported when it is drawn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib import import_module
 
@@ -14,7 +12,6 @@ FIGURES = {
     "prediction": "Predicted against measured step time",
     "prediction_choice": "Regret of the predicted choice",
     "prediction_error": "Prediction error by part of the step",
-    "prediction_ranks": "Prediction error by rank",
     "validation": "Predicted against published steps of GPU clusters",
     "timeline": "One step of every rank, predicted and measured",
     "changes": "Changes of strategy while training",

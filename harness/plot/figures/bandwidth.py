@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import nic_limit_bytes_per_s
+from harness.measure.derive.links import nic_limit_bytes_per_s
 from harness.plot.catalog import Catalog, RepeatGroup, merged
 from harness.plot.figure import Figure, Rows
 from harness.plot.style import (

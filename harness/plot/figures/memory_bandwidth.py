@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import MemoryRow
+from harness.measure.derive.devices import MemoryRow
 from harness.plot.catalog import Catalog, RepeatGroup, merged, short_kind
 from harness.plot.figure import Figure, Rows
 from harness.plot.style import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import PipelineSummary
+from harness.measure.derive.pipeline import PipelineSummary
 from harness.plot.catalog import Catalog, TrainingCase, merged
 from harness.plot.figure import Figure, Rows
 from harness.plot.style import (

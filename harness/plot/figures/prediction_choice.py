@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import CellSummary, RankedStrategy, cell_summary
+from harness.measure.derive.prediction import CellSummary, RankedStrategy, cell_summary
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure, Rows
 from harness.plot.predicted import PlannedCase, competing, planned_cases

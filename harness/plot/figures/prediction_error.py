@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import PARTS, mean_parts
+from harness.measure.derive.prediction import PARTS, mean_parts
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure, Rows
 from harness.plot.predicted import PlannedCase, planned_cases

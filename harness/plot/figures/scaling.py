@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import EfficiencyRow, ScalingPoint, scaling_table
+from harness.measure.derive.scaling import EfficiencyRow, ScalingPoint, scaling_table
 from harness.measure.statistics import Summary
 from harness.plot.catalog import (
     Catalog,

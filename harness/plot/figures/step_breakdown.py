@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from harness.measure.derive import PHASES
+from harness.measure.derive.spans import PHASES
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure, Rows
 from harness.plot.style import (

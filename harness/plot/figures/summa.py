@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import SummaRow
+from harness.measure.derive.devices import SummaRow
 from harness.measure.statistics import known_median
 from harness.plot.catalog import Catalog, RepeatGroup, merged
 from harness.plot.figure import Figure, Rows

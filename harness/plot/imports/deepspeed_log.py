@@ -8,8 +8,6 @@ The step's line sums the micro-steps (`fwd_microstep`) before it; their number i
 accumulation. Lines may contain launcher prefixes, terminal colours and progress bars.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ MB in these files is nvidia-smi's: 2**20 bytes.
 Columns of a per-epoch CSV, found by name, with the unit from name or cell.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Write imported logs as runs `imported-<name>/`; a new import replaces them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Text and numbers of foreign logs: encodings, colours, decimal commas."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections import Counter

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from harness.measure.clock import Clock, HostClock
+from harness.measure.recorder import Clock, HostClock
 from harness.runtime.ranks.cgroup import cpu_quota_s
 
 # CUDA returns float32 milliseconds between events: exact to 8 ns at 0.1 s, to 1 us at 10 s.

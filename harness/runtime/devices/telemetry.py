@@ -12,8 +12,7 @@ import psutil
 import torch
 
 from harness.domain.record import Sample
-from harness.measure.clock import Clock
-from harness.measure.recorder import Recorder
+from harness.measure.recorder import Clock, Recorder
 
 _INTERVAL_S = 1.0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.measure.clock import Clock
+from harness.measure.recorder import Clock
 from harness.runtime.ranks.world import World
 
 # NCCL uses PyTorch's pool of normal-priority streams, gloo that of high-priority streams.

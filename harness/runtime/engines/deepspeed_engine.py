@@ -38,7 +38,6 @@ _COLLECTIVES = (
     "broadcast",
     "all_to_all_single",
 )
-_MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 _INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -162,7 +161,6 @@ class DeepSpeedEngine:
         self._task = task
         self._world = world
         self._recorder = recorder
-        self._moments = _MOMENTS[options.optimizer.name]
         self._input_dtype = _INPUTS.get(options.dtype)
         self._is_whole = options.zero_stage < 3  # between two steps
         optimizer = make_optimizer(task.model, options.optimizer, world.device)
@@ -246,21 +244,3 @@ class DeepSpeedEngine:
         with self.whole_model() as model:
             state: dict[str, Tensor] = model.state_dict()
             return state if self._is_whole else {k: v.clone() for k, v in state.items()}
-
-    def full_state(self) -> dict[str, Any]:
-        return {"model": self.model_state(), "optimizer": self._optimizer_state()}
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        """State in the torch optimizer's layout; all ranks must call it, because ZeRO gathers."""
-        optimizer = self._engine.optimizer
-        if isinstance(optimizer, torch.optim.Optimizer):
-            plain: dict[str, Any] = optimizer.state_dict()
-            return plain
-        return {"state": dict(enumerate(map(self._gather_state, self.model.parameters())))}
-
-    def _gather_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Gather one parameter's whole moments."""
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        found = {name: safe_get_full_optimizer_state(parameter, name) for name in self._moments}
-        return {name: moment.clone() for name, moment in found.items()}

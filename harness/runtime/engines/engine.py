@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -98,8 +98,4 @@ class Engine(Protocol):
 
     def model_state(self) -> dict[str, Tensor]:
         """The whole model's state, as on one device."""
-        ...
-
-    def full_state(self) -> dict[str, Any]:
-        """Whole state of model and optimizer, under `model` and `optimizer`."""
         ...

@@ -6,9 +6,9 @@
 
 Gradients are summed over ranks and the loss is divided by the global batch, so that uneven shares
 give the same gradient as one device.
-"""
 
-from __future__ import annotations
+DDP inspects a hook's annotations as objects, so this module must not postpone them.
+"""
 
 import contextlib
 import inspect
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +24,7 @@ from harness.domain.sharding import BUCKET_BYTES
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
-from harness.runtime.engines.bucket_timer import BucketTimer
+from harness.runtime.engines.completion_stream import CompletionStream
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
 from harness.runtime.models.task import Task
@@ -39,6 +40,38 @@ def without_buffer_sync() -> dict[str, Any]:
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: False}
+
+
+class BucketTimer:
+    """DDP's communication hook: all-reduces each bucket and records a span for it."""
+
+    def __init__(self, recorder: Recorder, world: World) -> None:
+        self._recorder, self._completion = recorder, CompletionStream(world)
+        self.n_buckets = 0
+        self.last_ready: Any = None
+        self.last_done: Any = None
+
+    def start_step(self) -> None:
+        """Reset the number of buckets."""
+        self.n_buckets = 0
+
+    def all_reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """All-reduce a bucket; DDP calls it when the bucket's gradients are computed."""
+        clock = self._recorder.clock
+        start = self.last_ready = clock.mark()
+        self.n_buckets += 1
+        buffer = bucket.buffer()
+        name, n_bytes = f"bucket{bucket.index()}", buffer.numel() * buffer.element_size()
+        work: Any = dist.all_reduce(buffer, async_op=True)
+
+        def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            # Runs after the all-reduce: in gloo's thread, or on a stream that waits for NCCL.
+            end = self.last_done = self._completion.mark(work, clock)
+            self._recorder.add_marks("communication", start, end, name=name, n_bytes=n_bytes)
+            return future.value()[0]
+
+        done: torch.futures.Future[Tensor] = work.get_future().then(finish)
+        return done
 
 
 def _distribute(
@@ -147,9 +180,3 @@ class TorchEngine:
     def model_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._task.model.state_dict()
         return state
-
-    def full_state(self) -> dict[str, Any]:
-        return {
-            "model": self.model_state(),
-            "optimizer": self._optimizer.state_dict(),
-        }

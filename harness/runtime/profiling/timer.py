@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harness.measure.clock import Clock
+from harness.measure.recorder import Clock
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.profiling.subgraph import OperatorCall, Pending, Step, Subgraph, tensors_in
 

@@ -1,4 +1,4 @@
-"""Flags that several workloads share: of the model and of the search, with their checks.
+"""Flags of several workloads: of the model, the search and every run, with their checks.
 
 None and `auto` mean automatic and pass every check.
 """
@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from harness.domain.strategy import ShardState
@@ -296,3 +297,41 @@ class SearchFlags:
         check_above_zero(self, ("search_seconds",))
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ConfigError(f"--memory {self.memory} is below 1 B: add a unit, such as 12GiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Flags that every workload shares."""
+
+    results: Path = Path("results")
+    """Results directory; each run gets a directory in it."""
+    resume: bool = False
+    """Skip runs that the results directory already holds with status ok or oom (out of memory)."""
+    dry_run: bool = False
+    """Print the runs in order and exit without running them."""
+    run_timeout_s: float = 3600.0
+    """Stop a run after this many seconds and record it with status timeout; the sweep goes on,
+    except after links, which shares the ranks' first processes."""
+    collective_timeout_s: float = 300.0
+    """Fail a run in which a rank has waited for other ranks in a collective for this long."""
+    heartbeat_timeout_s: float = 30.0
+    """End the sweep on all hosts if a rank or host has sent no sign of life for this long (or for
+    --run-timeout-s, if that is shorter); the run is recorded."""
+
+    def check(self, config: Any) -> None:
+        """Refuse limits that are not positive or too short for the workload.
+
+        Args:
+            config: the workload's configuration; None for the comparison.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        check_above_zero(self, ("run_timeout_s", "collective_timeout_s", "heartbeat_timeout_s"))
+        wait_s = getattr(config, "longest_wait_s", 0.0)
+        if wait_s > self.collective_timeout_s:
+            raise ConfigError(
+                f"--time-budget-s {wait_s:g} is longer than a rank waits for another, "
+                f"--collective-timeout-s {self.collective_timeout_s:g}: lower the first or raise "
+                "the second"
+            )

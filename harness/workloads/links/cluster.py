@@ -1,7 +1,5 @@
 """Convert measured pairs and collectives to the Cluster file that planning reads."""
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ import msgspec
 
 from harness.domain.cluster import Cluster, CollectivePoint, Link, Node
 from harness.domain.run import RunHeader, device_names
-from harness.measure.derive import matmul_table
+from harness.measure.derive.devices import matmul_table
 from harness.measure.store import headers_in, read_run, write_atomically
 from harness.workloads.links.pairs import Pair, PairTimes
 

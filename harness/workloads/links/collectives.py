@@ -1,7 +1,5 @@
 """Time collectives over sizes and transports, and verify their results."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from harness.errors import VerificationError
-from harness.measure.clock import Clock, HostClock
+from harness.measure.recorder import Clock, HostClock
 from harness.runtime.ranks.world import World
 from harness.units import format_bytes
 

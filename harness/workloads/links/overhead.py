@@ -8,8 +8,6 @@ per byte). It is 0 if other cores or a NIC move the bytes. Every rank sends to t
 from the previous.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -8,8 +8,6 @@ its round trip minus the shortest latency, which is the time of its ack (subtrac
 could make a link look too fast). All times are read on the source's clock.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import permutations
 from statistics import median

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from harness.errors import VerificationError
-from harness.measure.clock import Clock
+from harness.measure.recorder import Clock
 from harness.runtime.devices.memory import CacheFlush, last_cache_bytes
 from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s
 from harness.runtime.devices.sampling import Budget, hold_gpu, shortest_sample_s, take_samples

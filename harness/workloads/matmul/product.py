@@ -4,8 +4,6 @@ Element (i, j) of a matrix is a hash of (i, j), uniform in [-1, 1). So a rank ca
 for the product or for its check, without communication.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

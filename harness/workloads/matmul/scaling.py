@@ -1,7 +1,5 @@
 """One product distributed over 1, 2, ... all ranks: strong and weak scaling of SUMMA."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
@@ -10,8 +8,8 @@ import torch.distributed as dist
 
 from harness.domain.record import Span
 from harness.errors import ConfigError
-from harness.measure.clock import Clock, HostClock
 from harness.measure.derive.spans import covered_s
+from harness.measure.recorder import Clock, HostClock
 from harness.runtime.ranks.gather import gather_numbers, raise_on_all_ranks
 from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes

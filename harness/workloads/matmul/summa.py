@@ -15,8 +15,6 @@ While a panel is multiplied, the next three are in flight, each piece directly f
 panel has few owners, so one panel at a time would leave most NICs idle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.partition import Block, Interval, cut_dim, intersect, volume
-from harness.measure.clock import Clock
+from harness.measure.recorder import Clock
 from harness.workloads.matmul.product import SEED_A, SEED_B, block
 
 # Number of panels in flight or being multiplied.

@@ -3,8 +3,6 @@
 Called on rank 0 only, because other nodes may not share the directory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path

@@ -7,8 +7,6 @@ part of it as memory holds.
 A shard of an operator's weights, timed in place of the operator.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import defaultdict
@@ -40,7 +38,7 @@ from harness.runtime.profiling.subgraph import (
 )
 from harness.runtime.profiling.timer import OperatorSamples, OpTimer
 from harness.runtime.ranks.world import Context
-from harness.workloads.planning.profile_config import Point
+from harness.workloads.planning.config import Point
 
 
 class ShardCall:

@@ -1,7 +1,5 @@
 """Read the profile file, add measurements, and compare operators with whole steps."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
 from harness.measure.store import write_atomically
 from harness.plan.fit import OperatorTime, OperatorTimes
-from harness.workloads.planning.profile_config import Point
+from harness.workloads.planning.config import Point
 
 
 def read_profile(path: Path, model: str, dtype: str) -> Profile:

@@ -1,7 +1,5 @@
 """The tables that rank 0 prints after profile: sums, heaviest operators, skipped points."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from harness.domain.graph import Graph

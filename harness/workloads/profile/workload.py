@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 import torch
 
-from harness.domain.profile import DTYPE_NAMES, Measurement, MeasurementKey, Profile
+from harness.domain.profile import DTYPE_NAMES, Measurement, MeasurementKey, Profile, graph_beside
 from harness.errors import first_line
 from harness.measure.store import write_atomically
-from harness.plan.find import graph_beside
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.devices.memory import is_out_of_memory, peak_bytes, reset_peak
 from harness.runtime.devices.precision import set_tensor_cores
@@ -25,7 +24,7 @@ from harness.runtime.models import Task, build_task
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, run_on_rank_0, wait_for_all
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Workload
-from harness.workloads.planning.profile_config import (
+from harness.workloads.planning.config import (
     Point,
     ProfileConfig,
     check_profile,

@@ -41,7 +41,7 @@ from harness.runtime.models import Task, build_task, fit_options
 from harness.runtime.ranks.gather import broadcast_result, maximum_over_ranks, wait_for_all
 from harness.runtime.ranks.world import Context
 from harness.units import format_duration
-from harness.workloads.planning.search_config import SearchConfig
+from harness.workloads.planning.config import SearchConfig
 
 LEAST_ROUNDS, MOST_ROUNDS = 4, 24
 

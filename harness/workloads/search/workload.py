@@ -3,8 +3,6 @@
 Rank 0 searches while the others sleep; then all ranks train the best few plans for some steps.
 """
 
-from __future__ import annotations
-
 import shlex
 import time
 from dataclasses import fields
@@ -16,9 +14,9 @@ from harness.domain.prediction import STRATEGY_FILE, Prediction
 from harness.measure.store import Run
 from harness.measure.text import run_texts
 from harness.plan import builders
+from harness.plan.costs import PlanRequest, PlanResult, SearchProgress
 from harness.plan.portfolio import Searched, search_portfolio
 from harness.plan.report import result_lines
-from harness.plan.request import PlanRequest, PlanResult, SearchProgress
 from harness.plan.simulate.simulator import compile_events
 from harness.runtime.devices.memory import peak_bytes
 from harness.runtime.ranks.gather import run_on_rank_0
@@ -26,10 +24,9 @@ from harness.runtime.ranks.world import Context
 from harness.units import format_duration
 from harness.workloads.common.contract import Need, Workload
 from harness.workloads.common.flags import ModelFlags, flag_words
+from harness.workloads.planning.config import SearchConfig, search_cases
 from harness.workloads.planning.files import write_plan
-from harness.workloads.planning.inputs import links_need, profile_need, read_inputs
-from harness.workloads.planning.predict import predict
-from harness.workloads.planning.search_config import SearchConfig, search_cases
+from harness.workloads.planning.inputs import links_need, predict, profile_need, read_inputs
 from harness.workloads.search.trials import Tried, trial_lines, try_out
 
 

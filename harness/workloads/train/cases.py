@@ -20,7 +20,6 @@ from harness.runtime.data import DATA, DataOptions, entry_for, fit_to_data
 from harness.runtime.engines.optimizers import check_optimizer
 from harness.runtime.models import ModelOptions, fit_options
 from harness.workloads.common.flags import check_above_zero, check_at_least, check_dtypes, flag
-from harness.workloads.train.change_flags import check_changes
 from harness.workloads.train.config import (
     SHARDABLE,
     STRATEGIES,
@@ -29,6 +28,7 @@ from harness.workloads.train.config import (
     TrainCase,
     TrainConfig,
     TrainSettings,
+    check_changes,
     is_file,
     is_layout,
     is_shardable,

@@ -7,8 +7,6 @@ The state is that of the last step which the survivors hold together, else the l
 saved on a schedule.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from contextlib import suppress

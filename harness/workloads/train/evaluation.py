@@ -1,7 +1,5 @@
 """The accuracy of a model in training on samples that are not trained by."""
 
-from __future__ import annotations
-
 import torch
 
 from harness.errors import ConfigError

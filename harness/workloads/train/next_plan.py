@@ -1,26 +1,36 @@
-"""The next strategy of a running training, read, checked and predicted on rank 0."""
+"""Read, check and predict a training's next strategy on rank 0, and what the change will move."""
 
 from __future__ import annotations
 
+import math
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
+from typing import IO
 
 import msgspec
 
 from harness.domain.fingerprint import MadeFor
 from harness.domain.freezing import frozen_operators
+from harness.domain.sharding import weight_dims
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import StrategyError
-from harness.plan.again import SearchAgain
-from harness.plan.change import predict_change_s
+from harness.plan.again import FoundAgain, SearchAgain, predict_change_s
 from harness.plan.formats.detect import detect, strategy_from
-from harness.plan.formats.pipedream_plan import PipeDreamPlan, stages_by_modules, to_strategy
+from harness.plan.formats.pipedream import PipeDreamPlan, stages_by_modules, to_strategy
 from harness.plan.simulate.simulator import Simulator
+from harness.runtime.executor.change.migration import Placement, find_migrations
+from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.ranks.world import Context
 from harness.workloads.planning.inputs import Inputs, read_inputs
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.moved_bytes import PairBytes, estimate_moved_bytes
 from harness.workloads.train.plan import Planned, device_flops, search_config_of
 
 # Seconds of a search beside training, while which the strategy of now goes on.
@@ -128,3 +138,121 @@ class NextPlanner:
     def predict_change_s(self, pair_bytes: PairBytes) -> float:
         """Seconds in which the slowest link moves its bytes."""
         return predict_change_s(self.inputs.cluster, pair_bytes)
+
+
+PairBytes = dict[tuple[int, int], int]
+
+
+def estimate_moved_bytes(simulator: Simulator, before: Strategy, after: Strategy) -> PairBytes:
+    """Bytes that a change moves, by (sender, reader).
+
+    An engine, once built, says it exactly (`ElasticExecutor.predict_bytes`). Here the weights of an
+    operator count as one tensor, and sharded state as replicated.
+
+    Args:
+        simulator: of the model with the layers frozen that are after the change.
+    """
+    options, operators = simulator.options, simulator.graph.operators
+    bytes_of = {operator.name: operator.parameter_bytes for operator in operators}
+    shapes = _weight_shapes(simulator)
+    found: Counter[tuple[int, int]] = Counter()
+    placed_before, placed_after = (_placement(simulator, one, shapes) for one in (before, after))
+    for one in find_migrations(placed_before, placed_after):
+        if one.source != one.target:
+            name = one.region.name
+            n_tensors = 1 + options.n_optimizer_states * (name not in options.frozen)
+            share = one.n_elements / math.prod(shapes[name].values())
+            found[one.source, one.target] += round(bytes_of[name] * share * n_tensors)
+    return dict(found)
+
+
+def _weight_shapes(simulator: Simulator) -> dict[str, dict[str, int]]:
+    """Sizes of the dims that cut the weights, of each operator with weights."""
+    shapes = simulator.costs(1).shapes
+    operators = [(op, simulator.graph.operators[op]) for op in simulator.placed]
+    return {
+        operator.name: {dim: shapes[op][dim] for dim in weight_dims(operator) if dim in shapes[op]}
+        for op, operator in operators
+        if operator.parameter_bytes
+    }
+
+
+def _placement(
+    simulator: Simulator, strategy: Strategy, shapes: dict[str, dict[str, int]]
+) -> Placement:
+    """The devices of each slice of each operator's weights."""
+    costs, index = simulator.costs(max(strategy.microbatch_sizes())), simulator.graph.index()
+    found: defaultdict[WeightSlice, set[int]] = defaultdict(set)
+    for name, sizes in shapes.items():
+        op, plan = index[name], strategy.operators[name]
+        for block, device in zip(costs.blocks(op, plan), plan.devices, strict=True):
+            intervals = dict(zip(costs.shapes[op], block, strict=True))
+            found[WeightSlice(name, tuple(intervals[dim] for dim in sizes))].add(device)
+    return {piece: tuple(sorted(devices)) for piece, devices in found.items()}
+
+
+_COMMAND = (sys.executable, "-P", "-m", "harness.plan.again")
+
+
+class BesideSearch:
+    """At most one search at a time, in a process that stays for the next; used on rank 0 only."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked: IO[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a search has been started whose answer was not taken."""
+        return self._asked is not None
+
+    def warm_up(self) -> None:
+        """Start the process, because its imports take seconds of a busy core."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [*_COMMAND, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    def start(self, request: SearchAgain) -> None:
+        """Start a search; one that still runs is ended."""
+        if self.is_running:
+            self.close()
+        self.warm_up()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        # By a file, because a full pipe would stop training until the process reads.
+        self._asked = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed with its answer)
+        self._asked.write(msgspec.json.encode(request))
+        self._asked.flush()
+        with suppress(BrokenPipeError):  # it has died, as `poll` tells
+            self._process.stdin.write(f"{self._asked.name}\n".encode())
+            self._process.stdin.flush()
+
+    def poll(self) -> FoundAgain | None:
+        """The answer, once; None while the search runs, and if there is none."""
+        if self._asked is None or self._process is None:
+            return None
+        answers = self._process.stdout
+        assert answers is not None
+        if not select.select([answers], [], [], 0)[0]:
+            return None
+        line = answers.readline()
+        self._asked.close()
+        self._asked = None
+        if line:
+            return msgspec.json.decode(line, type=FoundAgain)
+        code = self._process.wait()
+        self.close()
+        return FoundAgain(error=f"the search beside training ended with exit code {code}")
+
+    def close(self) -> None:
+        """End the process, and a search that still runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+        if self._asked is not None:
+            self._asked.close()
+        self._process = self._asked = None

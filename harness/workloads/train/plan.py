@@ -5,8 +5,6 @@ an earlier repeat if model, profile, cluster and code are the same. If the profi
 calibrated again since, that plan is predicted again.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
@@ -34,16 +32,17 @@ from harness.runtime.ranks.gather import broadcast_result
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Need, config_json
 from harness.workloads.common.flags import fitted_flags, shared_flags
+from harness.workloads.planning.config import SearchConfig
 from harness.workloads.planning.files import find_failure, find_plan, find_search, write_plan
 from harness.workloads.planning.inputs import (
     Inputs,
     links_need,
+    predict,
+    predict_asynchronous,
     profile_need,
     read_inputs,
     search_need,
 )
-from harness.workloads.planning.predict import predict, predict_asynchronous
-from harness.workloads.planning.search_config import SearchConfig
 from harness.workloads.train.cases import fitted_options, load_for
 from harness.workloads.train.config import TrainCase, is_file, is_layout
 

@@ -1,7 +1,5 @@
 """The reasons to change a running training's strategy: a policy's inputs and its answer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

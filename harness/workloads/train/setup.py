@@ -1,7 +1,5 @@
 """Set up a training run before its first step: model, data, samples of each rank, engine."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +26,7 @@ from harness.runtime.data import (
 )
 from harness.runtime.devices.precision import Precision, set_tensor_cores
 from harness.runtime.engines.engine import Engine, EngineOptions
-from harness.runtime.engines.learning_rates import LearningRates
+from harness.runtime.engines.optimizers import LearningRates
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
 from harness.runtime.models.task import InputSpec, Task

@@ -3,8 +3,6 @@
 freeze | search for the frozen model, beside training | change, if it pays
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -16,14 +14,13 @@ import msgspec
 
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
-from harness.plan.again import SearchAgain
+from harness.plan.again import SearchAgain, is_worth
 from harness.plan.autopipe import AutoPipe
-from harness.plan.change import is_worth
 from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.units import format_duration
+from harness.workloads.train.next_plan import BesideSearch
 from harness.workloads.train.plan import Planned
 from harness.workloads.train.policy import Due, Policy, PolicyInputs
-from harness.workloads.train.replan import BesideSearch
 
 _log = logging.getLogger(__name__)
 

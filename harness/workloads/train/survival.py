@@ -6,8 +6,6 @@ A rank that is lost ends its run. The launch then goes on with the other ranks b
 nothing is searched while they wait.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque
@@ -24,8 +22,8 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.units import format_duration
 from harness.workloads.planning.files import only_devices
 from harness.workloads.train.continuation import plan_without
+from harness.workloads.train.next_plan import BesideSearch
 from harness.workloads.train.policy import Due, Policy, PolicyInputs
-from harness.workloads.train.replan import BesideSearch
 
 _log = logging.getLogger(__name__)
 

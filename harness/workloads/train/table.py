@@ -2,21 +2,13 @@
 warnings; then one row per strategy over its repeats, measured and predicted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from harness.measure.derive import (
-    StrategyRow,
-    TrainingSummary,
-    matmul_peaks,
-    pipeline_summary,
-    strategy_table,
-    training_summary,
-)
-from harness.measure.derive.devices import PeakKey
-from harness.measure.derive.training import change_times
+from harness.measure.derive.devices import PeakKey, matmul_peaks
+from harness.measure.derive.pipeline import pipeline_summary
+from harness.measure.derive.strategies import StrategyRow, strategy_table
+from harness.measure.derive.training import TrainingSummary, change_times, training_summary
 from harness.measure.statistics import known_median
 from harness.measure.store import Run, headers_in, read_run
 from harness.measure.text import columns, duration_cell, interval_words, percent_cell

@@ -3,8 +3,6 @@
 Samples are recorded between the steps, outside their spans.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Hand-sized runs of two or three ranks, every derived number worked out beside them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,10 +7,24 @@ import pytest
 from made_runs import cluster_of, run_of
 
 from harness.domain.record import Record, Sample, Span
-from harness.measure import derive
-from harness.measure.derive import ScalingPoint
+from harness.measure.derive.devices import (
+    low_peak_warnings,
+    matmul_peaks,
+    matmul_table,
+    memory_table,
+    summa_table,
+)
 from harness.measure.derive.doubts import DoubtKind
-from harness.measure.derive.spans import phase_table
+from harness.measure.derive.links import (
+    best_link_bytes_per_s,
+    bus_factor,
+    collective_table,
+    link_matrices,
+    nic_limit_bytes_per_s,
+)
+from harness.measure.derive.scaling import ScalingPoint, scaling_table
+from harness.measure.derive.spans import phase_table, rank_phases
+from harness.measure.derive.training import outliers, step_times, training_summary
 from harness.measure.store import Run
 
 
@@ -59,7 +71,7 @@ def one_step(step: int = 0, *, stretch: float = 1.0) -> list[Record]:
 
 
 def test_exposed_communication_is_what_no_compute_covers() -> None:
-    (phases,) = derive.rank_phases(one_step())
+    (phases,) = rank_phases(one_step())
     assert phases.phases == {
         "data": 1.0,
         "host_to_device": 0.0,
@@ -76,12 +88,12 @@ def test_exposed_communication_is_what_no_compute_covers() -> None:
 
 
 def test_a_step_that_never_ended_is_not_counted() -> None:
-    assert derive.rank_phases([span("forward", 0, 1)]) == []
+    assert rank_phases([span("forward", 0, 1)]) == []
 
 
 def test_step_time_is_the_slowest_ranks() -> None:
     run = make_run([[span("step", 0, 2)], [span("step", 50, 53)]])
-    assert derive.step_times(run) == {0: 3.0}
+    assert step_times(run) == {0: 3.0}
 
 
 def full_run() -> Run:
@@ -108,7 +120,7 @@ def full_run() -> Run:
 
 
 def test_training_summary_of_a_hand_sized_run() -> None:
-    summary = derive.training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e12})
+    summary = training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e12})
     assert summary.duration is not None
     assert summary.duration.median == 10.5
     assert summary.n_samples == 21
@@ -136,21 +148,21 @@ def test_text_has_tokens_and_an_mfu_without_scores() -> None:
         Sample(metric="tokens_per_sample", value=8),
     ]
     ranks = [[*records, *more] for records in run.ranks.values()]
-    summary = derive.training_summary(make_run(ranks, peak={"fp32": 1e12}))
+    summary = training_summary(make_run(ranks, peak={"fp32": 1e12}))
     assert summary.tokens_per_s == 16.0
     assert summary.mfu_without_scores == pytest.approx(0.5 / 10.5)
 
 
 def test_mfu_of_a_device_without_a_published_peak_is_blank() -> None:
     run = full_run()
-    summary = derive.training_summary(make_run(list(run.ranks.values())))
+    summary = training_summary(make_run(list(run.ranks.values())))
     assert summary.flops_per_s is not None
     assert summary.mfu is None
     assert summary.mfu_of_measured_peak is None
 
 
 def test_a_run_out_of_memory_is_a_row_without_numbers() -> None:
-    summary = derive.training_summary(make_run([[], []], status="oom"))
+    summary = training_summary(make_run([[], []], status="oom"))
     assert (summary.status, summary.throughput, summary.duration) == ("oom", None, None)
     assert summary.phases == {}
 
@@ -161,13 +173,13 @@ def test_epochs_stand_in_when_no_steps_were_logged() -> None:
     ]
     for records in ranks:
         records.extend(Sample(metric="n_samples", value=1010, step=e) for e in range(3))
-    summary = derive.training_summary(make_run(ranks))
+    summary = training_summary(make_run(ranks))
     assert (summary.unit, summary.n_samples, summary.throughput) == ("epoch", 2020, 20.0)
 
 
 def test_rank_with_a_third_more_own_work_is_a_straggler() -> None:
     run = make_run([one_step(), one_step(stretch=1.3), one_step(stretch=1.4)])
-    summary = derive.training_summary(run)
+    summary = training_summary(run)
     assert [rank.is_straggler for rank in summary.ranks] == [False, False, True]
     assert any("node2" in warning.text for warning in summary.warnings)
 
@@ -178,9 +190,7 @@ def test_a_failed_run_has_its_numbers_and_no_verdicts() -> None:
         [record for step, s in enumerate(steps) for record in one_step(step, stretch=s * slow)]
         for slow in (1.0, 2.0)
     ]
-    ended, failed = (
-        derive.training_summary(make_run(ranks, status=status)) for status in ("ok", "crash")
-    )
+    ended, failed = (training_summary(make_run(ranks, status=status)) for status in ("ok", "crash"))
     assert ended.outlier_steps
     assert any("straggler" in warning.text for warning in ended.warnings)
     assert failed.outlier_steps == failed.warnings == ()
@@ -196,7 +206,7 @@ def test_a_straggler_is_slow_for_its_flops() -> None:
     # The second takes a third longer for a quarter more, the third 1.4 times as long for as much.
     ranks = [counted(4e9, one_step()), counted(5e9, one_step(stretch=1.3)),
              counted(4e9, one_step(stretch=1.4))]  # fmt: skip
-    summary = derive.training_summary(make_run(ranks))
+    summary = training_summary(make_run(ranks))
     assert [rank.is_straggler for rank in summary.ranks] == [False, False, True]
 
 
@@ -216,7 +226,7 @@ def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers() -> None:
         ]
         return counted(0.0, spans)
 
-    summary = derive.training_summary(
+    summary = training_summary(
         make_run([stage(0, 2.0), stage(1, 6.0), stage(1, 9.0), left_out(0.1), left_out(0.2)])
     )
     assert [rank.is_straggler for rank in summary.ranks] == [False, False, True, False, False]
@@ -224,16 +234,16 @@ def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers() -> None:
 
 def test_means_are_over_the_ranks_that_compute() -> None:
     idle: list[Record] = [Span(kind="step", step=0, start_s=0.0, duration_s=0.001)]
-    summary = derive.training_summary(make_run([one_step(), one_step(), idle]))
-    alone = derive.training_summary(make_run([one_step()]))
+    summary = training_summary(make_run([one_step(), one_step(), idle]))
+    alone = training_summary(make_run([one_step()]))
     assert summary.phases == alone.phases
     assert summary.exposed_communication_s == alone.exposed_communication_s == 2.0
 
 
 def test_outliers_are_far_beyond_the_quartiles() -> None:
     times = dict(enumerate([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.6]))
-    assert derive.outliers(times) == (7,)
-    assert derive.outliers(dict(enumerate([1.0] * 9 + [1.05]))) == ()
+    assert outliers(times) == (7,)
+    assert outliers(dict(enumerate([1.0] * 9 + [1.05]))) == ()
 
 
 def matmul(rank_times: list[dict[int, list[float]]], **more: Any) -> Run:
@@ -249,14 +259,14 @@ def matmul(rank_times: list[dict[int, list[float]]], **more: Any) -> Run:
 
 
 def test_matmul_rate_is_of_the_median_time() -> None:
-    (row,) = derive.matmul_table(matmul([{100: [1.0, 4.0, 2.0]}]))
+    (row,) = matmul_table(matmul([{100: [1.0, 4.0, 2.0]}]))
     assert row.flops_per_s == 2e6 / 2.0
     assert (row.low, row.high, row.max_flops_per_s) == (2e6 / 4.0, 2e6, 2e6)
     assert not row.is_above_peak
 
 
 def test_rate_above_the_published_peak_is_marked() -> None:
-    (row,) = derive.matmul_table(matmul([{100: [1.0]}], peak={"fp32": 1e6}))
+    (row,) = matmul_table(matmul([{100: [1.0]}], peak={"fp32": 1e6}))
     assert row.is_above_peak
 
 
@@ -266,15 +276,15 @@ def test_memory_bandwidth_counts_reads_and_writes() -> None:
         for metric in ("memory_copy_s", "memory_triad_s")
         for step, time_s in enumerate((1.0, 3.0, 2.0))
     ]
-    copy, triad = derive.memory_table(make_run([samples], workload="matmul"))
+    copy, triad = memory_table(make_run([samples], workload="matmul"))
     assert (copy.kernel, copy.bytes_per_s, copy.low, copy.high) == ("copy", 600, 400, 1200)
     assert (triad.kernel, triad.bytes_per_s) == ("triad", 900)
 
 
 def test_measured_peak_is_the_best_size_of_the_median_device() -> None:
     run = matmul([{10: [1.0], 100: [1.0]}, {100: [2.0]}, {100: [4.0]}])
-    assert derive.matmul_peaks([run]) == {("GPU", 4, "fp32"): 1e6}
-    assert derive.matmul_peaks([matmul([{10: [1.0]}], status="invalid")]) == {}
+    assert matmul_peaks([run]) == {("GPU", 4, "fp32"): 1e6}
+    assert matmul_peaks([matmul([{10: [1.0]}], status="invalid")]) == {}
 
 
 def test_summa_efficiency_is_against_the_sum_of_local_peaks() -> None:
@@ -288,20 +298,20 @@ def test_summa_efficiency_is_against_the_sum_of_local_peaks() -> None:
         ]
         for rank in range(2)
     ]
-    (row,) = derive.summa_table(make_run(ranks, workload="matmul"), {("GPU", 4, "fp32"): 2e6})
+    (row,) = summa_table(make_run(ranks, workload="matmul"), {("GPU", 4, "fp32"): 2e6})
     assert (row.time.median, row.flops_per_s, row.efficiency) == (2.0, 2e6, 0.5)
     assert row.exposed_communication_s == 0.25  # of the slowest rank, as the time is
     assert row.compute_s is None
-    assert derive.low_peak_warnings([row]) == []
+    assert low_peak_warnings([row]) == []
 
 
 def test_a_rate_above_the_measured_peak_is_warned_of() -> None:
     labels = {"m": 100, "n": 100, "k": 200, "dtype": "fp32", "scaling": "strong"}
     ranks: list[list[Record]] = [[Sample(metric="summa_s", value=1.0, labels=labels, step=0)]]
     run = make_run(ranks, workload="matmul")
-    (warning,) = derive.low_peak_warnings(derive.summa_table(run, {("GPU", 4, "fp32"): 2e6}))
+    (warning,) = low_peak_warnings(summa_table(run, {("GPU", 4, "fp32"): 2e6}))
     assert "(most: 200%, n = 100 fp32 on 1)" in warning
-    summary = derive.training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e11})
+    summary = training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e11})
     (doubt,) = (doubt for doubt in summary.warnings if doubt.kind is DoubtKind.PEAK)
     assert doubt.text == (
         "MFU of measured peak is 190%: the measured matmul peak is too low, measure it again"
@@ -313,7 +323,7 @@ def test_a_rate_above_the_measured_peak_is_warned_of() -> None:
     [("all_reduce", 1.6), ("all_gather", 0.8), ("all_to_all", 0.8), ("broadcast", 1.0)],
 )
 def test_bus_factors_of_five_ranks(operation: str, factor: float) -> None:
-    assert derive.bus_factor(operation, 5) == pytest.approx(factor)
+    assert bus_factor(operation, 5) == pytest.approx(factor)
 
 
 def test_collective_iteration_takes_as_long_as_its_slowest_rank() -> None:
@@ -325,7 +335,7 @@ def test_collective_iteration_takes_as_long_as_its_slowest_rank() -> None:
         ]
         for values in ([1.0, 5.0, 2.0], [4.0, 1.0, 2.0])
     ]
-    (row,) = derive.collective_table(make_run(ranks, workload="links"))
+    (row,) = collective_table(make_run(ranks, workload="links"))
     assert row.time.median == 4.0  # of 4, 5, 2
     assert (row.algbw, row.busbw) == (250.0, 250.0)
 
@@ -345,13 +355,13 @@ def test_link_matrix_keeps_direction_and_leaves_gaps() -> None:
         [],
     ]
     run = make_run(ranks, workload="links", nic_bytes_per_s=600.0)
-    (matrix,) = derive.link_matrices(run)
+    (matrix,) = link_matrices(run)
     assert (matrix.names, matrix.n_bytes) == (["node0", "node1"], 1000)
     np.testing.assert_equal(matrix.bandwidth_bytes_per_s, [[np.nan, 500.0], [250.0, np.nan]])
     assert matrix.latency_s[0, 1] == 1e-4
     assert np.isnan(matrix.latency_s[1, 0])
-    assert derive.nic_limit_bytes_per_s(run) == 600.0
-    assert derive.best_link_bytes_per_s(run) == 500.0
+    assert nic_limit_bytes_per_s(run) == 600.0
+    assert best_link_bytes_per_s(run) == 500.0
 
 
 def point(n: int, work: float, time_s: float, **more: Any) -> ScalingPoint:
@@ -369,11 +379,11 @@ def point(n: int, work: float, time_s: float, **more: Any) -> ScalingPoint:
 
 def test_strong_efficiency_holds_the_work_and_weak_the_work_per_device() -> None:
     points = [point(1, 100, 10.0), point(2, 100, 8.0), point(2, 200, 12.5)]
-    (one, strong) = derive.scaling_table(points, "strong")
+    (one, strong) = scaling_table(points, "strong")
     assert (one.efficiency, strong.efficiency) == (1.0, 10 / (2 * 8))
     assert strong.speedup == 1.25
     assert (strong.low, strong.high) == pytest.approx((0.625 * 0.9 / 1.1, 0.625 * 1.1 / 0.9))
-    (_, weak) = derive.scaling_table(points, "weak")
+    (_, weak) = scaling_table(points, "weak")
     assert weak.efficiency == 10 / 12.5
 
 
@@ -383,7 +393,7 @@ def test_single_device_run_is_the_baseline_of_every_strategy() -> None:
         point(2, 100, 5.0, series="ddp"),
         point(2, 100, 8.0, series="pipeline"),
     ]
-    rows = derive.scaling_table(points, "strong")
+    rows = scaling_table(points, "strong")
     assert [(r.point.series, r.efficiency) for r in rows if r.point.n_devices == 2] == [
         ("ddp", 1.0),
         ("pipeline", 0.625),
@@ -391,4 +401,4 @@ def test_single_device_run_is_the_baseline_of_every_strategy() -> None:
 
 
 def test_one_number_of_devices_has_no_scaling() -> None:
-    assert derive.scaling_table([point(2, 100, 5.0), point(2, 100, 6.0)], "strong") == []
+    assert scaling_table([point(2, 100, 5.0), point(2, 100, 6.0)], "strong") == []

@@ -1,13 +1,12 @@
 """What a hypervisor took is warned of in one line."""
 
-from __future__ import annotations
-
 import msgspec
 from made_runs import run_of
 
 from harness.domain.record import Sample
 from harness.domain.run import Status
-from harness.measure.derive import stolen_shares, stolen_warnings, unpublished_peaks
+from harness.measure.derive.devices import unpublished_peaks
+from harness.measure.derive.doubts import stolen_shares, stolen_warnings
 from harness.measure.store import Run
 
 

@@ -1,15 +1,12 @@
 """Pipelines small enough to count their idle seconds by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 from made_runs import run_of
 
 from harness.domain.record import Record, Span, SpanKind
-from harness.measure.derive import pipeline_summary
-from harness.measure.derive.pipeline import pass_of
+from harness.measure.derive.pipeline import pass_of, pipeline_summary
 
 
 def at(stage: int, microbatch: int, **fields: Any) -> dict[str, Any]:

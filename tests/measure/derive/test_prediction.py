@@ -1,7 +1,5 @@
 """A simulated pipeline beside records written by hand: errors, parts, stages, memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,17 @@ from harness.domain.profile import Measurement, Profile
 from harness.domain.record import Record, Sample, Span, SpanFields, SpanKind
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import ResultsError, StrategyError
-from harness.measure.derive import (
+from harness.measure.derive.prediction import (
     PARTS,
     RankedStrategy,
     cell_summary,
+    middle_steps,
     predicted_run,
     predicted_stages,
     read_prediction,
     read_strategy,
+    unpredicted_traffic,
 )
-from harness.measure.derive.prediction import middle_steps, unpredicted_traffic
 from harness.plan.simulate.report import spans as simulated_spans
 from harness.plan.simulate.simulator import Simulator
 

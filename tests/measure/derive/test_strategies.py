@@ -1,7 +1,5 @@
 """Strategies against each other: who is the baseline, what compares, what is left out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +8,9 @@ from made_runs import run_of
 
 from harness.domain.record import Record, Sample, Span
 from harness.domain.run import Status
-from harness.measure.derive import StrategyRow, strategy_table, training_summary
 from harness.measure.derive.changes import as_planned
-from harness.measure.derive.strategies import strategy_finding
+from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_table
+from harness.measure.derive.training import training_summary
 from harness.measure.statistics import verdict
 from harness.measure.store import Run
 

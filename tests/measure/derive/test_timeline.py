@@ -1,14 +1,16 @@
 """Steps of ranks whose clocks stand apart by a known offset."""
 
-from __future__ import annotations
-
 import pytest
 from made_runs import run_of
 
 from harness.domain.prediction import Prediction
 from harness.domain.record import Record, Sample, Span
-from harness.measure.derive import clock_offsets, measured_timeline, predicted_timeline
-from harness.measure.derive.timeline import median_step
+from harness.measure.derive.timeline import (
+    clock_offsets,
+    measured_timeline,
+    median_step,
+    predicted_timeline,
+)
 
 
 def rank(offset_s: float | None, *starts_and_durations: tuple[float, float]) -> list[Record]:

@@ -1,7 +1,5 @@
 """Let the tests import the cluster that they share."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

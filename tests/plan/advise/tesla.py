@@ -3,8 +3,6 @@
 Steps of ViT-B/16 on one RTX 3070 are scaled by the slowness of each kind.
 """
 
-from __future__ import annotations
-
 from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, OptimizerTime, Profile

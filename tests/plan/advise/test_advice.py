@@ -19,7 +19,6 @@ from harness.measure.store import read_header
 from harness.plan import builders
 from harness.plan.__main__ import main
 from harness.plan.advise.advice import Advice, Adviser
-from harness.plan.advise.evidence import Uncertainty, uncertainty_of
 from harness.plan.advise.prices import find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, largest_batch
 from harness.plan.advise.sets import (
@@ -30,7 +29,7 @@ from harness.plan.advise.sets import (
     with_device,
     with_rate,
 )
-from harness.plan.advise.words import Presentation, advice_lines
+from harness.plan.advise.words import Presentation, Uncertainty, advice_lines, uncertainty_of
 
 ROOT = Path(__file__).parents[3]
 N_IMAGES = 50_000

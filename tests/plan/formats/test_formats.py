@@ -6,21 +6,19 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import StrategyError
-from harness.plan.formats.convert import (
-    describe_entries,
-    entries_from_strategy,
-    strategy_from_entries,
-)
 from harness.plan.formats.detect import detect, read_strategy_file
 from harness.plan.formats.flexflow import (
     Entry,
+    describe_entries,
+    entries_from_strategy,
     parse_console,
     parse_text,
     print_console,
     print_text,
+    strategy_from_entries,
 )
 from harness.plan.formats.flexflow_protobuf import parse_protobuf, print_protobuf
-from harness.plan.formats.pipedream_plan import PipeDreamPlan, from_strategy, to_strategy
+from harness.plan.formats.pipedream import PipeDreamPlan, from_strategy, to_strategy
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="published files are not here")

@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import pytest
 
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import validate
 from harness.errors import StrategyError
-from harness.plan.layers import PlannedLayer, chain_graph
+from harness.plan.importing.times import PlannedLayer, chain_graph
 from harness.plan.layouts.degrees import ParallelLayout, layout_strategy, parse_layout
 
 GRAPH = chain_graph("chain", [PlannedLayer(f"l{k}", 8, 8) for k in range(4)], 8, 4)

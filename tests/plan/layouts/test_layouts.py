@@ -14,11 +14,16 @@ from harness.domain.profile import Profile
 from harness.domain.strategy import SHARD_STATES, ShardState, validate
 from harness.errors import PlanError
 from harness.plan.commands import main
-from harness.plan.costs import run
-from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.costs import PlanRequest, run
+from harness.plan.importing.times import (
+    LayerTime,
+    PlannedLayer,
+    TimeKey,
+    chain_graph,
+    layer_profile,
+)
 from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.layouts.planner import LayoutSearch
-from harness.plan.request import PlanRequest
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 

@@ -52,7 +52,7 @@ def test_delta_simulation_equals_the_full_one_on_thousands_of_moves(seed):
             for name in ("start", "finish", "cause", "busy", "device_end_s"):
                 np.testing.assert_array_equal(getattr(delta, name), getattr(full, name))
             n_moves += 1
-            n_sums += len(delta.sums)
+            n_sums += len(delta.lowered.edges.sums)
     assert n_moves == 1000
     assert n_sums > 100
 

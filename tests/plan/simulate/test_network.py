@@ -39,7 +39,7 @@ def test_an_output_of_unknown_bytes_is_waited_for(plan):
     plans = {"a": OperatorPlan({}, [0]), "b": plan}
     found = simulate(graph, profile, cluster_of(latency=0.5), plans)
     assert min(event.span.start_s for event in events(found) if event.ranks == (1,)) == 1.0 + 0.5
-    assert found.outcome.edge_bytes.tolist() == [0.0]
+    assert found.outcome.lowered.work.edge_bytes.tolist() == [0.0]
 
 
 def star(n, nic=None, bandwidth=16.0):

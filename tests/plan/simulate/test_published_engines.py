@@ -1,13 +1,17 @@
 """Differences of Megatron-LM and DeepSpeed from the executor."""
 
-from __future__ import annotations
-
 import pytest
 from simulated import chain, cluster_of, simulate
 
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import OperatorPlan, Stage
-from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.importing.times import (
+    LayerTime,
+    PlannedLayer,
+    TimeKey,
+    chain_graph,
+    layer_profile,
+)
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 

@@ -9,9 +9,15 @@ from simulated import chain, cluster_of, op, profile_of, simulate
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.strategy import SHARD_STATES, OperatorPlan, Stage
-from harness.plan.layers import LayerTime, PlannedLayer, TimeKey, chain_graph, layer_profile
+from harness.plan.costs import PlanRequest
+from harness.plan.importing.times import (
+    LayerTime,
+    PlannedLayer,
+    TimeKey,
+    chain_graph,
+    layer_profile,
+)
 from harness.plan.portfolio import search_portfolio
-from harness.plan.request import PlanRequest
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import binding, events, explain, sent_bytes

@@ -1,7 +1,5 @@
 """Changes of strategy: derived from records, and drawn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Figures by their tables: what is drawn, what stays although it is not ok, what merges."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,11 @@ Write = Callable[..., Path]
 
 WITHOUT_FAILURES = (
     *("matmul", "memory_bandwidth", "summa", "bandwidth", "link_heatmap", "device_load"),
-    *("prediction_choice", "prediction_ranks", "pipeline_bubble", "stage_times"),
+    *("prediction_choice", "pipeline_bubble", "stage_times"),
 )
 # What needs a run that was planned, or a pipeline's spans.
 OF_PLANNED = (
-    *("prediction", "prediction_choice", "prediction_error", "prediction_ranks", "timeline"),
+    *("prediction", "prediction_choice", "prediction_error", "timeline"),
     *("pipeline_bubble", "stage_times"),
 )
 

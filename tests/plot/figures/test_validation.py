@@ -1,7 +1,5 @@
 """Published steps: read beside runs, and drawn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from harness.domain.validation import ValidatedPoint, Validation

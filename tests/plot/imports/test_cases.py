@@ -1,7 +1,5 @@
 """Logs as other people's programs write them: what each says, worked out by hand."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 
 from harness.domain.record import Sample, Span
 from harness.errors import ResultsError
-from harness.measure import derive
+from harness.measure.derive.training import training_summary
 from harness.measure.store import Run, read_results
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.imports.deepspeed_log import accumulation, is_deepspeed_log, parse_deepspeed_log
@@ -53,7 +51,7 @@ def test_each_epoch_csv_is_read_for_what_it_says(path: Path, tmp_path: Path) -> 
     assert {device.kind for device in run.header.cluster.devices} == {name}
     assert {device.memory_bytes for device in run.header.cluster.devices} == {8192 * 2**20}
     assert len(run.header.ranks) == (3 if is_missing else 2)
-    assert derive.training_summary(run).n_samples == pytest.approx(50_000)
+    assert training_summary(run).n_samples == pytest.approx(50_000)
 
 
 # Steps by file; each is 209.3 ms and more by the numbers that its generator counts up.
@@ -99,7 +97,7 @@ def test_accumulation_is_the_number_of_micro_steps(tmp_path: Path) -> None:
     (run,), problems = imported(tmp_path, "a_2gpu.log", text.encode())
     assert problems == []
     assert (run.header.config["accumulation"], run.header.config["global_batch"]) == (4, 128)
-    assert derive.training_summary(run).n_samples == 128
+    assert training_summary(run).n_samples == 128
     steps, _ = parse_deepspeed_log(STEP + "\n", Path("x"))
     assert accumulation(steps) == 1
 

@@ -1,7 +1,5 @@
 """Foreign logs: variants of both kinds, and the published ones where they are at hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 
 from harness.domain.record import Sample, Span
 from harness.errors import ResultsError
-from harness.measure import derive
+from harness.measure.derive.training import training_summary
 from harness.measure.store import Run, find_runs, read_results
 from harness.plot.catalog import read_catalog
 from harness.plot.figures import load_figure
@@ -64,7 +62,7 @@ def test_epochs_become_samples_and_the_header_says_what_is_known(tmp_path: Path)
     assert header.ranks[0].memory_bytes == 8 * 2**30
     assert [node.name for node in header.cluster.nodes] == ["node0", "node1"]
     assert epoch_values(run, 1) == [100.5, 99.5]
-    summary = derive.training_summary(run)
+    summary = training_summary(run)
     assert (summary.unit, summary.n_samples) == ("epoch", 50_000)
     assert summary.throughput == pytest.approx(50_000 / 100.0)  # median of 100.5 and 99.5
     assert summary.memory_bytes == {"used": 4 * 2**30}
@@ -73,7 +71,7 @@ def test_epochs_become_samples_and_the_header_says_what_is_known(tmp_path: Path)
 def test_weak_scaling_logs_train_a_share_on_each_device(tmp_path: Path) -> None:
     text = csv_text(row(0, 1, 71.0), row(1, 1, 72.0))
     (run,) = imported(tmp_path, "vit_b16_weak_2gpu.csv", text)
-    assert derive.training_summary(run).n_samples == 10_000
+    assert training_summary(run).n_samples == 10_000
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ def test_deepspeed_lines_become_spans_without_a_data_phase(tmp_path: Path) -> No
         "step", "forward", "backward", "communication", "optimizer"
     }  # fmt: skip
     assert len(run.header.ranks) == 3
-    summary = derive.training_summary(run)
+    summary = training_summary(run)
     assert summary.duration is not None
     assert summary.duration.median == pytest.approx(0.72)
     assert summary.n_samples == 48

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_clock import FakeClock
 
-from harness.measure.clock import FakeClock
 from harness.runtime.devices.sampling import Budget, clock_for, take_samples
 
 DEVICE = torch.device("cuda", 1)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_clock import FakeClock
 
-from harness.measure.clock import FakeClock
 from harness.runtime.engines.completion_stream import CompletionStream
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_clock import FakeClock
 from torch import nn
 
 from harness.errors import ConfigError
-from harness.measure.clock import FakeClock
 from harness.measure.recorder import Recorder
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.deepspeed_engine import TimedBackend

@@ -17,8 +17,7 @@ from equivalence_training import CAPTURED, as_drawn, key_of, make_engine, option
 
 from harness.domain.strategy import Strategy
 from harness.errors import VerificationError
-from harness.measure.clock import HostClock
-from harness.measure.recorder import Recorder
+from harness.measure.recorder import HostClock, Recorder
 from harness.runtime.engines.engine import Share
 from harness.runtime.executor.change.change import ChangeCost
 from harness.runtime.executor.change.elastic import ElasticExecutor

@@ -17,7 +17,6 @@ from harness.domain.sharding import cuttable_dims, full_shape, has_tasks, may_ha
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import StrategyError
 from harness.plan.builders import (
-    balanced_stages,
     ddp,
     hybrid,
     pipeline,
@@ -267,7 +266,8 @@ def with_copies(rng: Random, strategy: Strategy, graph: Graph) -> Strategy:
 def equal_stages(graph: Graph, n_stages: int) -> list[list[str]]:
     """Operators cut into stages of equally many."""
     names = [op.name for op in graph.operators if has_tasks(op)]
-    return balanced_stages(names, [1.0] * len(names), n_stages)
+    ends = [len(names) * k // n_stages for k in range(n_stages + 1)]
+    return [names[a:b] for a, b in pairwise(ends)]
 
 
 def replicated_pipeline(

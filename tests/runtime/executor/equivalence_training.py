@@ -22,8 +22,7 @@ from torch import Tensor
 from harness.domain.record import Span
 from harness.domain.sharding import BUCKET_BYTES
 from harness.domain.strategy import Strategy
-from harness.measure.clock import HostClock
-from harness.measure.recorder import Recorder
+from harness.measure.recorder import HostClock, Recorder
 from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import EngineOptions, Share

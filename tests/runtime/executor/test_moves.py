@@ -20,7 +20,7 @@ from harness.runtime.devices.precision import Precision
 from harness.runtime.executor.geometry.layout import Layout
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.transport.messages import shared_sums
-from harness.workloads.planning.search_config import SearchConfig
+from harness.workloads.planning.config import SearchConfig
 
 MODELS = ("mlp", "lenet", "alexnet", "vgg16", "resnet18", "vit")
 

@@ -4,10 +4,10 @@ import contextlib
 
 import pytest
 import torch
+from fake_clock import FakeClock
 from lines import line
 from torch import nn
 
-from harness.measure.clock import FakeClock
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.profiling.subgraph import OperatorCall
 from harness.runtime.profiling.timer import OpTimer

@@ -1,14 +1,12 @@
 """What each collective must deliver, on a transport that moves nothing by itself."""
 
-from __future__ import annotations
-
 from threading import Barrier, Thread
 
 import pytest
 import torch
+from fake_clock import FakeClock
 
 from harness.errors import VerificationError
-from harness.measure.clock import FakeClock
 from harness.workloads.links.operations import OPERATIONS, make_trial, time_trial
 
 

@@ -1,7 +1,5 @@
 """The links workload: flags, the fit of a link, the cluster file, and real runs on local ranks."""
 
-from __future__ import annotations
-
 import queue
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -9,17 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_clock import FakeClock
 from made_runs import local_header
 
 from harness.domain.cluster import Cluster, CollectivePoint
 from harness.errors import ConfigError, VerificationError
-from harness.measure.clock import FakeClock, HostClock
-from harness.measure.derive import (
-    collective_table,
-    link_matrices,
-    overhead_table,
-)
+from harness.measure.derive.links import collective_table, link_matrices, overhead_table
 from harness.measure.derive.spans import samples_of
+from harness.measure.recorder import HostClock
 from harness.measure.store import write_header
 from harness.runtime.devices.sampling import Budget
 from harness.workloads.links import overhead as links_overhead

@@ -1,7 +1,5 @@
 """Operands that any rank can make, and a check that finds wrong products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """SUMMA's tiling, panels and pieces; the product itself is tested with the matmul workload."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,17 +1,15 @@
 """The matmul workload: flags, the check against the peak, and real runs on local ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from fake_clock import FakeClock
 
 from harness.domain.record import Sample, Span
 from harness.errors import ConfigError, VerificationError
-from harness.measure.clock import FakeClock
-from harness.measure.derive import matmul_table, summa_table
+from harness.measure.derive.devices import matmul_table, summa_table
 from harness.runtime.devices.sampling import Budget
 from harness.workloads.matmul import local as matmul_local
 from harness.workloads.matmul.local import check_peak, time_product, unsupported_reason

@@ -1,7 +1,5 @@
 """What results hold for planning: which cluster, whether a profile, which plan."""
 
-from __future__ import annotations
-
 import os
 
 import msgspec
@@ -19,6 +17,7 @@ from harness.measure.store import read_header, write_header
 from harness.plan import builders
 from harness.runtime.ranks.host import code_commit
 from harness.workloads.common.contract import config_json
+from harness.workloads.planning.config import SearchConfig, search_cases
 from harness.workloads.planning.files import (
     find_cluster,
     find_plan,
@@ -28,7 +27,6 @@ from harness.workloads.planning.files import (
     write_plan,
 )
 from harness.workloads.planning.inputs import capture_graph, search_need
-from harness.workloads.planning.search_config import SearchConfig, search_cases
 
 QUESTION = search_cases(SearchConfig(model="lenet", batch_size=8), 2)[0]
 

@@ -1,7 +1,5 @@
 """A training run changes its strategy by --change or by a controller's request."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,15 +14,15 @@ from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, ResultsError, StrategyError
 from harness.measure.store import write_header
 from harness.plan import builders
-from harness.plan.change import predict_change_s
-from harness.plan.formats.pipedream_plan import PipeDreamPlan, stages_by_modules
-from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.again import predict_change_s
+from harness.plan.estimates import DeviceRates, roofline_profile
+from harness.plan.formats.pipedream import PipeDreamPlan, stages_by_modules
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
-from harness.workloads.train.moved_bytes import estimate_moved_bytes
+from harness.workloads.train.next_plan import estimate_moved_bytes
 from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.requests import (
     ChangeAnswer,

@@ -1,18 +1,15 @@
 """Devices that become slower are noticed, and the strategy changes where that pays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.domain.record import Span
-from harness.plan.roofline import DeviceRates
+from harness.plan.estimates import DeviceRates
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.drift import DeviceSpeeds, largest_drift
+from harness.workloads.train.drift import N_SKIPPED, DeviceSpeeds, MeanComputeTime, largest_drift
 from harness.workloads.train.plan import search_config_of
-from harness.workloads.train.stage_times import N_SKIPPED, MeanComputeTime
 
 CASE = TrainCase(
     model="lenet", batch=12, n_samples=36, steps=100, warm_up=1, no_sync_steps=0, n_ranks=2,

@@ -1,7 +1,5 @@
 """The accuracy of a model on digits that are held out."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """When layers freeze, and when all are trained again because the learning rate has dropped."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from harness.domain.freezing import FreezableLayer
-from harness.runtime.engines.learning_rates import LearningRates
+from harness.runtime.engines.optimizers import LearningRates
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.policies import FreezingPolicy
 

@@ -1,7 +1,5 @@
 """Training what was planned: the strategy on all ranks, what is fed, counted and written."""
 
-from __future__ import annotations
-
 import shlex
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,12 +15,16 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
 from harness.errors import PlanError, StrategyError
-from harness.measure.derive import training_summary
+from harness.measure.derive.training import training_summary
 from harness.measure.store import Run, read_header, write_header
 from harness.workloads.common.contract import config_json
+from harness.workloads.planning.config import (
+    ProfileConfig,
+    SearchConfig,
+    profile_cases,
+    search_cases,
+)
 from harness.workloads.planning.inputs import read_inputs
-from harness.workloads.planning.profile_config import ProfileConfig, profile_cases
-from harness.workloads.planning.search_config import SearchConfig, search_cases
 from harness.workloads.search.workload import WORKLOAD, run_search, search_text
 from harness.workloads.train import plan as train_plan
 from harness.workloads.train.cases import train_cases

@@ -1,14 +1,12 @@
 """The last table of training: measured beside predicted, over repeats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
 from made_runs import local_header
 
 from harness.domain.record import Sample, Span
-from harness.measure.derive import training_summary
+from harness.measure.derive.training import training_summary
 from harness.measure.store import Run
 from harness.workloads.train.table import compared_text
 

@@ -11,8 +11,6 @@ neighbouring samples over all nodes. Most proposals here keep parts that talk ne
     random      FlexFlow's own, so that every plan can be reached
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

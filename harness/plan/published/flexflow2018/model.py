@@ -8,8 +8,6 @@ Legend of the formulas: b samples, ci and co channels in and out, ho and wo the 
 width, k the kernel's side, i and o the inputs and outputs of a linear part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ The first round starts, as FlexFlow does, from data parallel. Every further roun
 best plan known, hot enough to leave it, and cools. Equal seeds and budgets give equal plans.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 from harness.domain.fingerprint import MadeFor
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import PlanError
+from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.published.flexflow2018.chain import (
     BEST,
     N_BOUNDED,
@@ -31,7 +30,6 @@ from harness.plan.published.flexflow2018.model import (
     Plan,
 )
 from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode, step_ms
-from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.units import format_bytes, format_duration
 
 DEFAULT_BUDGET = 250_000

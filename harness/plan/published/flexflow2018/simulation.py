@@ -12,8 +12,6 @@ half simulated, when a lower bound is above it. A part that finishes at t proves
 t, one part of each later layer, and the synchronisation.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,12 +1,11 @@
 """`--cost maxload`: the least load of the busiest device, over stages of any shape."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
 from harness.domain.cluster import Cluster
 from harness.errors import PlanError
+from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.published.maxload.problem import LoadProblem, Value
 from harness.plan.published.maxload.search import Found, OperatorPlacement, search
 from harness.plan.published.pipedream.cost import STATE_BYTES_PER_PARAMETER_BYTE
@@ -17,7 +16,6 @@ from harness.plan.published.pipedream.planner import (
 )
 from harness.plan.published.pipedream.problem import TICK_S, OperatorDag, workload_from
 from harness.plan.published.pipedream.search import DeviceStage
-from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.units import format_bytes, format_duration
 
 _MOVES = 12_000  # the budget that asks for the usual annealing

@@ -12,18 +12,22 @@ that no plan below the limit can reach, or complete, is left out.
 Loads that no placement can be below.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from harness.plan.published.closed_sets import cheapest_of_parts, members_of
 from harness.plan.published.maxload.annealing import anneal
-from harness.plan.published.maxload.cuts import ClosedSets, add_device, cuts_of
-from harness.plan.published.maxload.problem import Floats, LoadProblem, merge_free
+from harness.plan.published.maxload.problem import (
+    ClosedSets,
+    Floats,
+    LoadProblem,
+    add_device,
+    cuts_of,
+    merge_free,
+)
+from harness.plan.published.pipedream.problem import cheapest_of_parts, members_of
 
 _MOST_CUTS = 64
 _LARGEST = 2**31 - 1  # scipy's flows are in 32 bits

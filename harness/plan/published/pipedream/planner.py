@@ -1,7 +1,5 @@
 """`--cost pipedream`: the best pipeline with replication by PipeDream's published formula."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -16,6 +14,7 @@ from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import PlanError
 from harness.plan.bottleneck import Floats
+from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.published.pipedream.cost import (
     STATE_BYTES_PER_PARAMETER_BYTE,
     Level,
@@ -32,7 +31,6 @@ from harness.plan.published.pipedream.search import (
     list_cuts,
     search,
 )
-from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.units import format_bandwidth, format_bytes, format_duration
 
 

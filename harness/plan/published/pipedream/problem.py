@@ -3,19 +3,20 @@
 Inputs are dropped (they stand in the first stage), and so are `__getitem__` sinks, whose
 results nobody reads.
 
-A pipeline is a chain of cuts, each after a closed set of operators.
+A pipeline is a chain of cuts, each after a closed set: one that contains all producers of its
+operators. A branchy graph has exponentially many, so that they are listed up to a limit. Sets are
+Python integers: bit i is operator i. For the dynamic program, cuts are arrays in an order that
+respects inclusion.
 
 The bytes that cross a cut are counted as PipeDream counts them: the outputs of the operators
 that have no consumer inside, and of every operator below one of those that feeds something not
 below it. (That counts a fork whose branches are all inside but not yet joined, which nobody
 outside reads; kept so that its figures and ours compare.)
-
-Cuts as arrays, in an order that respects inclusion, for the dynamic program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,15 +28,6 @@ from harness.domain.profile import Profile
 from harness.errors import GraphError
 from harness.plan.bottleneck import Floats
 from harness.plan.fit import OperatorTimes
-from harness.plan.published.closed_sets import (
-    cheapest_of_parts,
-    consumers_of,
-    flags_of,
-    list_closed_sets,
-    members_of,
-    union,
-    words_of,
-)
 
 # Seconds are summed as whole multiples of this: equal sets have equal sums, whatever the order.
 TICK_S = 1e-13
@@ -237,3 +229,93 @@ class Cuts:
         return self.take(
             cheapest_of_parts(self.compute_s, self.crossing_bytes, n_buckets, per_bucket)
         )
+
+
+Flags = npt.NDArray[np.uint8]  # by set and operator: 1 for members
+Words = npt.NDArray[np.uint64]  # the same, 64 operators in each
+
+
+def consumers_of(producers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Positions of each operator's distinct consumers."""
+    found: list[list[int]] = [[] for _ in producers]
+    for i, sources in enumerate(producers):
+        for source in dict.fromkeys(sources):
+            found[source].append(i)
+    return found
+
+
+def list_closed_sets(
+    producers: Sequence[Sequence[int]],
+    most: int,
+    narrow: Callable[[list[int]], Iterable[int]] = lambda sets: range(len(sets)),
+) -> list[int] | None:
+    """All closed sets, by size; None as soon as there are more than `most`.
+
+    Args:
+        producers: by operator, in topological order.
+        narrow: the positions to keep of the sets of one size.
+    """
+    consumers = consumers_of(producers)
+    needs = [union(1 << p for p in sources) for sources in producers]
+    found, level = [0], {0: tuple(i for i, need in enumerate(needs) if not need)}
+    while level:
+        above: dict[int, tuple[int, ...]] = {}
+        for members, ready in level.items():
+            for i in ready:
+                grown = members | 1 << i
+                if grown not in above:
+                    freed = [j for j in consumers[i] if not needs[j] & ~grown]
+                    above[grown] = (*(j for j in ready if j != i), *freed)
+        items = list(above.items())
+        level = dict(items[k] for k in narrow(list(above)))
+        found += level
+        if len(found) > most:
+            return None
+    return found
+
+
+def union(sets: Iterable[int]) -> int:
+    """Of sets of operators."""
+    members = 0
+    for each in sets:
+        members |= each
+    return members
+
+
+def members_of(members: int) -> Iterable[int]:
+    """Positions of the operators of a set, ascending."""
+    while members:
+        low = members & -members
+        yield low.bit_length() - 1
+        members ^= low
+
+
+def words_of(sets: Sequence[int], n_operators: int) -> Words:
+    """A row for each set."""
+    n_words = -(-n_operators // 64)
+    raw = b"".join(members.to_bytes(8 * n_words, "little") for members in sets)
+    return np.frombuffer(raw, dtype="<u8").reshape(len(sets), n_words)
+
+
+def flags_of(sets: Sequence[int], n_operators: int) -> Flags:
+    """A row for each set."""
+    octets = words_of(sets, n_operators).view(np.uint8)
+    return np.unpackbits(octets, axis=1, bitorder="little", count=n_operators)
+
+
+def cheapest_of_parts(
+    work: Floats, cost: Floats, n_parts: int, n_each: int
+) -> npt.NDArray[np.intp]:
+    """Positions of the sets that cost least among those of about equal work, and of both ends.
+
+    Args:
+        work: ascending.
+    """
+    part = np.minimum((work / max(work[-1], 1e-300) * n_parts).astype(int), n_parts - 1)
+    order = np.lexsort((cost, part))
+    ordered = part[order]
+    rank = np.arange(len(work)) - np.searchsorted(ordered, ordered, side="left")
+    kept = np.zeros(len(work), dtype=bool)
+    kept[order[rank < n_each]] = True
+    kept[[0, -1]] = True
+    return np.flatnonzero(kept)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from harness.plan.bottleneck import Floats, all_pairs, best_chain
-from harness.plan.published.closed_sets import list_closed_sets, members_of
 from harness.plan.published.pipedream.cost import (
     Level,
     Stages,
@@ -20,7 +19,13 @@ from harness.plan.published.pipedream.cost import (
     memory_bytes,
     n_in_flight,
 )
-from harness.plan.published.pipedream.problem import Cuts, OperatorDag, merged_sets
+from harness.plan.published.pipedream.problem import (
+    Cuts,
+    OperatorDag,
+    list_closed_sets,
+    members_of,
+    merged_sets,
+)
 
 _MERGED_PARTS = (16, 8, 4, 2, 1)  # a merged branch is at most this part of a device's share
 _FLAT_CUTS = 3000

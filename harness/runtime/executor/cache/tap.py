@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.measure.clock import Clock
+from harness.measure.recorder import Clock
 from harness.runtime.executor.cache.activations import Activations
 from harness.runtime.executor.program.program import Recorded
 

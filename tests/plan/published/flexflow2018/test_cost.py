@@ -1,7 +1,5 @@
 """The 2018 cost model: published figures, and steps worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The search on the 2018 cost model: exact deltas, the published bars, determinism, bad input."""
 
-from __future__ import annotations
-
 import itertools
 
 import msgspec
@@ -11,6 +9,7 @@ import pytest
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.errors import PlanError
+from harness.plan.costs import PlanRequest, SearchProgress
 from harness.plan.published.flexflow2018.chain import (
     BEST,
     CURRENT,
@@ -37,7 +36,6 @@ from harness.plan.published.flexflow2018.search import (
 )
 from harness.plan.published.flexflow2018.search import plan as plan_request
 from harness.plan.published.flexflow2018.simulation import build_tables, encode, step_ms
-from harness.plan.request import PlanRequest, SearchProgress
 
 TOPOLOGIES = [(1, 2), (1, 4), (2, 4), (4, 4)]
 BARS_MS = {(1, 2): 47.304, (1, 4): 52.012, (2, 4): 64.615, (4, 4): 86.035}

@@ -1,7 +1,5 @@
 """The maximum-load search against plain enumeration by an independent reading of the problem."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -13,11 +11,10 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import validate
 from harness.errors import PlanError
-from harness.plan.costs import run
+from harness.plan.costs import PlanRequest, run
 from harness.plan.published.maxload.problem import LoadProblem, Value, merge_free
 from harness.plan.published.maxload.search import search
 from harness.plan.report import result_lines
-from harness.plan.request import PlanRequest
 
 RELATIVE = 1e-9  # prefix sums and single sums round differently
 FEW_MOVES = 0.02

@@ -1,7 +1,5 @@
 """The pipeline search against exhaustive enumeration by an independent reading of the formula."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

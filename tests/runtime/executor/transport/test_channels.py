@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.errors import PeerError, StrategyError
-from harness.measure.clock import HostClock
-from harness.measure.recorder import Recorder
+from harness.measure.recorder import HostClock, Recorder
 from harness.runtime.executor.gradients.sums import GradientSync, SumBucket
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups

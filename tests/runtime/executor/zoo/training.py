@@ -26,12 +26,11 @@ from harness.domain.profile import Profile
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, PeerError
-from harness.measure.clock import HostClock
-from harness.measure.recorder import Recorder
+from harness.measure.recorder import HostClock, Recorder
 from harness.plan.builders import ddp, hybrid, single, tensor_parallel
+from harness.plan.costs import PlanRequest
+from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.portfolio import plan
-from harness.plan.request import PlanRequest
-from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.plan.simulate.simulator import Simulator
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import EngineOptions, Share

@@ -7,7 +7,7 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.plan.simulate.simulator import Simulator
-from harness.workloads.planning.predict import predict
+from harness.workloads.planning.inputs import predict
 
 
 def predicted(sizes: list[int], n_microbatches: int):

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 
 from harness.errors import GraphError
-from harness.plan.formats.pipedream_graph import parse_graph_txt
+from harness.plan.formats.pipedream import parse_graph_txt
 
 DATA = Path(__file__).parents[5] / "shared/data/pipedream_profiles"
 

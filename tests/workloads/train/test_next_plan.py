@@ -10,7 +10,7 @@ from harness.domain.profile import Measurement, Profile
 from harness.plan import builders
 from harness.plan.again import SearchAgain, search_again
 from harness.plan.simulate.options import SimulatorOptions
-from harness.workloads.train.replan import BesideSearch
+from harness.workloads.train.next_plan import BesideSearch
 
 
 def request(memory_bytes: int = 10**9) -> SearchAgain:

@@ -1,12 +1,9 @@
 """The checks look at the interface that runs take, which need not be that of the hosts' names."""
 
-from __future__ import annotations
-
-from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute
-from harness.nodes.findings import Status
+from harness.nodes.between import choose_run_interfaces
+from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute, Status
 from harness.nodes.mpi import common_network
 from harness.nodes.parse import parse_facts
-from harness.nodes.talk import choose_run_interfaces
 
 
 def _host(index: int, *, fast: str = "10.1.0") -> Facts:

@@ -4,18 +4,18 @@ import pytest
 
 from harness.domain.cluster import Cluster
 from harness.errors import GraphError, PlanError
-from harness.plan.dlrm_graph import DlrmSizes, dlrm_graph
-from harness.plan.fit import OperatorTimes
-from harness.plan.formats.convert import strategy_from_entries
-from harness.plan.formats.flexflow import parse_console
-from harness.plan.portfolio import plan as plan_with_simulator
-from harness.plan.request import PlanRequest
-from harness.plan.roofline import (
+from harness.plan.costs import PlanRequest
+from harness.plan.estimates import (
     DeviceRates,
+    DlrmSizes,
+    dlrm_graph,
     likely_parts,
     operator_seconds,
     roofline_profile,
 )
+from harness.plan.fit import OperatorTimes
+from harness.plan.formats.flexflow import parse_console, strategy_from_entries
+from harness.plan.portfolio import search_portfolio
 from harness.plan.simulate.options import SimulatorOptions
 
 P100 = DeviceRates(flops_per_s=9.3e12, memory_bytes_per_s=549e9)
@@ -80,9 +80,8 @@ def small_request():
 
 
 def test_search_is_at_least_as_fast_as_tables_on_devices_and_far_from_data_parallel():
-    found = plan_with_simulator(
-        small_request(), options=SimulatorOptions(optimizer_s_per_byte=3 / 549e9)
-    )
+    options = SimulatorOptions(optimizer_s_per_byte=3 / 549e9)
+    found = search_portfolio(small_request(), options=options).result()
     tables = next(r for r in found.runners_up if r.name == "tables on devices")
     assert found.predicted_step_s <= tables.step_s
     # 2 GB of table gradients cross 12 GB/s links in data parallel; none here.
@@ -97,5 +96,5 @@ def test_flexflows_lines_of_the_same_model_can_be_a_start():
     lines.append("[Concat-1] num_dims(2) dims[1,4] device_ids[0,1,2,3]")
     request = small_request()
     start = strategy_from_entries(parse_console("\n".join(lines)), request.graph, batch=1024)
-    found = plan_with_simulator(replace(request, start=start))
+    found = search_portfolio(replace(request, start=start)).result()
     assert f"start: {start.name}" in {r.name for r in found.runners_up}

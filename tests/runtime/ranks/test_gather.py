@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.measure.clock import HostClock
-from harness.runtime.ranks.clock_offset import estimate_offset, measure_clock_offset
+from harness.measure.recorder import HostClock
+from harness.runtime.ranks.gather import estimate_offset, measure_clock_offset
 
 
 def test_the_shortest_round_trip_decides():

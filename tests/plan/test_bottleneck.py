@@ -1,7 +1,5 @@
 """Stages balanced by times: by hand, and against every way to cut."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 import pytest
@@ -9,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import StrategyError
-from harness.plan.stages import Balanced, balance, balance_in_turn
+from harness.plan.bottleneck import Balanced, balance, balance_in_turn
 
 TIMES = st.integers(2, 4).flatmap(
     lambda n_devices: st.integers(n_devices, 6).flatmap(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.runtime.engines.learning_rates import LearningRates
+from harness.runtime.engines.optimizers import LearningRates
 
 
 @pytest.mark.parametrize(
