@@ -11,7 +11,8 @@ random ones. Predictions are for devices of 10 GFLOP/s, and `captured_s` is proc
 `--resume FILE` leaves out the rows that a file of `--json` has. One line per model and strategy:
 
     ok        losses, gradients, parameters and buffers equal those of one device: 1e-9 in float64,
-              or ten times the difference to one device whose first weights are off by rounding
+              or ten times the difference to one device whose first weights are off by rounding, or
+              ten times the rounding of float32, if the float64 model computes in that inside
     refused   an error of one line, on all ranks
     random    trained, but the model draws random numbers, so that trainings differ
     wrong     a different result, or a result although one device refuses
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 import tyro
 from comparison import machine
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy
@@ -71,6 +73,7 @@ _SPLITS = ([BATCH // 2] * 2, [BATCH // 4] * 4)
 # Where rounding grows, such as in a batch norm over two values, one device that starts with weights
 # off by their rounding shows how far; a multiple of that is still equal.
 _ROUNDING, _FACTOR = 2.0**-52, 10.0
+_FLOAT32_ROUNDING = 2.0**-23
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +132,27 @@ def _judged(case: ZooCase, found: Trace, sizes: list[int]) -> Row:
     beyond = first_beyond(found, wanted, FLOAT64_TOLERANCES["sgd"])
     if beyond is None:
         return {**row, "status": "ok"}
-    row["rounding"] = worst(train_single(case, sizes, offset=_ROUNDING), wanted).difference
+    with _Float32Watch() as watch:
+        shifted = train_single(case, sizes, offset=_ROUNDING)
+    row["rounding"] = worst(shifted, wanted).difference
+    if watch.is_seen:
+        row["rounding"] = max(row["rounding"], _FLOAT32_ROUNDING)
     if row["difference"] <= _FACTOR * row["rounding"]:
         return {**row, "status": "ok"}
     return {**row, "status": "wrong", "reason": f"{beyond.of} differs by {beyond.difference:.3g}"}
+
+
+class _Float32Watch(TorchDispatchMode):
+    """Whether any operator makes a float32 tensor."""
+
+    is_seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.is_seen |= isinstance(made, torch.Tensor) and made.dtype == torch.float32
+        return made
 
 
 def _with_nil_gradients(wanted: Trace, found: Trace) -> Trace:
