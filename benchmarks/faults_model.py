@@ -43,8 +43,19 @@ def troubled(x: Tensor) -> Tensor:
     return _fail(fault, x) if fault else x * 1.0
 
 
+_linear = nn.functional.linear
+
+
+def _troubled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    fault = "" if x.device.type == "meta" else _own_fault()
+    return _linear(_fail(fault, x) if fault else x, weight, bias)
+
+
+nn.functional.linear = _troubled_linear  # a stage may be one linear layer
+
+
 class Model(nn.Module):
-    """Linear layers, with `troubled` before and after each, so that any stage contains it."""
+    """Linear layers, with `troubled` before and after each, so that any stage fails."""
 
     def __init__(self, n_features: int, n_classes: int) -> None:
         super().__init__()
