@@ -126,7 +126,8 @@ def test_data_parallelism_shards_its_state_where_only_that_fits() -> None:
     batches = {(one.strategy, one.devices): one.batch for one in advice.largest}
     assert batches["ddp", "all machines"] == 0
     # Of 346 MB of parameters, gradients and AdamW's two states each device keeps a fifth.
-    assert batches["ddp, sharded parameters", "all machines"] == 284
+    # Buckets of gradients do not add to the peak of activations.
+    assert batches["ddp, sharded parameters", "all machines"] == 307
 
 
 def test_equal_nodes_are_interchangeable() -> None:
