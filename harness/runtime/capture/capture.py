@@ -47,7 +47,7 @@ from harness.runtime.models.task import check_weights, logits_of
 from harness.runtime.tracing.constructs import WRITES, WRITTEN
 from harness.runtime.tracing.mixing import SampleMixing
 from harness.runtime.tracing.patches import has_gradient_hooks
-from harness.runtime.tracing.refusals import check_script, refusal
+from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.row_indices import join_row_indices
 from harness.runtime.tracing.trace import trace
 from harness.runtime.tracing.writes import replace_in_place_writes
@@ -313,7 +313,6 @@ def capture(task: Task, batch: int, name: str) -> Captured:
 
 def _capture(task: Task, batch: int, name: str) -> Captured:
     check_weights(task.model)
-    check_script(name, task.model)
     device = next((parameter.device for parameter in task.model.parameters()), None)
     examples = tuple(
         torch.zeros(batch, *spec.shape, dtype=spec.dtype, device=device) for spec in task.inputs

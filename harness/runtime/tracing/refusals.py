@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 import traceback
 
-import torch
-from torch import nn
-
 from harness.errors import HarnessError, ModelError, first_line
 from harness.inputs import one_line
 from harness.runtime.ranks.failures import users_line
@@ -99,20 +96,6 @@ _FUNCTIONS = {
         "set apply_spec_augment=False in the configuration",
     ),
 }
-
-
-def check_script(name: str, model: nn.Module) -> None:
-    """Refuse TorchScript, which hides its operators.
-
-    Raises:
-        ModelError: names the module.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ModelError(
-                f"{name} cannot be captured: {path or 'the model'} is TorchScript: build it from "
-                f"modules of its own, {_REMEDY}"
-            )
 
 
 def refusal(name: str, *reasons: Exception) -> ModelError:

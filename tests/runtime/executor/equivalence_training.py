@@ -344,4 +344,4 @@ def train_by_ddp(case: Case, world: World) -> Trace:
         float(engine.step(lambda s=step: own_part(case.batch(task, s), samples), share))  # type: ignore[misc]
         for step in range(case.n_steps)
     ]
-    return Trace(losses=losses, gradients=[], state=_copied(engine.full_state()["model"]))
+    return Trace(losses=losses, gradients=[], state=_copied(engine.model_state()))

@@ -197,7 +197,6 @@ def test_a_forward_that_writes_parameters_is_refused():
         ("habit_stateful", "does not train what the model does: with 8 samples"),
         ("habit_kept", "does not train what the model does: with 2 samples"),
         ("habit_function_norm", "gives running statistics to the function instance_norm"),
-        ("habit_scripted", "b is TorchScript: build it from modules of its own"),
         ("habit_hyper", "has a member with the name 'code' or 'graph'"),
     ],
 )
@@ -205,6 +204,11 @@ def test_state_beside_the_graph_is_refused(name, words):
     task = ZOO[name].task()
     with pytest.raises(ModelError, match=words):
         hold_to_model(task, capture(task, 8, name), name)
+
+
+def test_a_script_module_is_refused():
+    with pytest.raises(ModelError, match="module 'b' is a ScriptModule"):
+        ZOO["habit_scripted"].task()
 
 
 class Moody(BufferAdded):
