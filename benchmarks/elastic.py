@@ -65,8 +65,8 @@ class Options:
     """The variants; none is the baseline."""
     start_epochs: int = 12
     """Epochs in which a pipeline trains the model before."""
-    epochs: int = 10
-    """Epochs of a run, as in the paper."""
+    epochs: int = 8
+    """Epochs of a run."""
     alpha: float = 1 / 2
     """a of the schedule of freezing."""
     repeats: int = 5
