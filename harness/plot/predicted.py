@@ -1,19 +1,11 @@
-"""Strategies that compete, with their predictions, and the report's first screen.
-
-A cell is equal model, batch, dtype and cluster.
-"""
+"""Strategies that compete in a cell (equal model, batch, dtype and cluster), with predictions."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from harness.domain.run import RunHeader
-from harness.measure.derive.devices import low_peak_warnings
-from harness.measure.derive.doubts import Doubt, DoubtKind, warnings_of_shares
-from harness.measure.derive.prediction import PredictedRun, RankedStrategy, unpredicted_traffic
-from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_tables
-from harness.measure.derive.training import TrainingSummary
+from harness.measure.derive.prediction import PredictedRun, RankedStrategy
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.numbers import RunNumbers
 
@@ -108,122 +100,3 @@ def competing(cases: Iterable[PlannedCase]) -> dict[str, list[PlannedCase]]:
         for cell, own in cells(case.training for case in by_training.values()).items()
     }
     return {cell: own for cell, own in found.items() if any(case.judged() for case in own)}
-
-
-MAX_SUBJECTS = 3  # runs that are named with one warning
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One sentence, with the rows that it is derived from.
-
-    Attributes:
-        cell: model, batch, dtype and cluster; empty where there is nothing to compare.
-        rows: cell and numbers of each strategy.
-    """
-
-    cell: str
-    sentence: str
-    rows: tuple[tuple[str, StrategyRow], ...]
-
-
-def answers(catalog: Catalog) -> list[Answer]:
-    """An answer for each comparison of two or more strategies, the largest comparison first; one
-    that says so where there is none."""
-    tables = [
-        (cell, rows)
-        for cell, cases in sorted(cells(catalog.training).items())
-        for rows in strategy_tables(_repeats(cases))
-    ]
-    compared = [(cell, rows) for cell, rows in tables if len(rows) > 1]
-    if not compared and len(tables) != 1:
-        every = tuple((cell, row) for cell, rows in tables for row in rows)
-        return [Answer(cell="", sentence=_no_comparison(len(tables)), rows=every)]
-    return [
-        Answer(cell=cell, sentence=strategy_finding(rows), rows=tuple((cell, row) for row in rows))
-        for cell, rows in sorted(compared or tables, key=lambda table: -len(table[1]))
-    ]
-
-
-def _repeats(cases: Iterable[TrainingCase]) -> Iterator[tuple[RunNumbers, TrainingSummary]]:
-    for case in cases:
-        yield from zip(case.case.runs, case.summaries, strict=True)
-
-
-def _no_comparison(n_cells: int) -> str:
-    if not n_cells:
-        return "No strategies to compare: there is no training run in these results."
-    return f"No strategies to compare: each of {n_cells} cells was trained by one strategy."
-
-
-def warnings(catalog: Catalog) -> dict[str, list[str]]:
-    """Reasons to doubt the numbers of any workload, by kind; each text once, with its runs."""
-    found: dict[DoubtKind, dict[str, list[str]]] = {kind: {} for kind in DoubtKind}
-    for subject, doubt in _doubts(catalog):
-        found[doubt.kind].setdefault(doubt.text, []).append(subject)
-    return {
-        kind.value: [_line(subjects, text) for text, subjects in texts.items()]
-        for kind, texts in found.items()
-        if texts
-    }
-
-
-def _line(subjects: Sequence[str], text: str) -> str:
-    named = ", ".join(subject for subject in subjects[:MAX_SUBJECTS] if subject)
-    n_more = len(subjects) - MAX_SUBJECTS
-    more = f" and {n_more} more" if n_more > 0 else ""
-    return f"{named}{more}: {text}" if named else text
-
-
-def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
-    """Each doubt with the name of its run; empty if it concerns several."""
-    for summary in (summary for case in catalog.training for summary in case.summaries):
-        name = f"{summary.model} {summary.strategy} on {summary.n_ranks} ({summary.run_id})"
-        yield from ((name, doubt) for doubt in summary.warnings)
-    yield from _doubts_of_products(catalog)
-    for case in planned_cases(catalog):
-        if text := unpredicted_traffic(case.first.compared):
-            label = str(case.training.identity["label"])
-            yield label, Doubt(DoubtKind.TRAFFIC, text)
-    for header in (run.header for run in catalog.runs):
-        for text in header.texts("left_out"):
-            yield header.run_id, Doubt(DoubtKind.LEFT_OUT, text)
-    for text in warnings_of_shares((run, run.stolen) for run in catalog.runs):
-        yield "", Doubt(DoubtKind.STOLEN, text)
-    for text in _unlike_software([run.header for run in catalog.runs]):
-        yield "", Doubt(DoubtKind.VERSIONS, text)
-
-
-def _doubts_of_products(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
-    from harness.plot.figures.matmul import skipped_products
-
-    for case in catalog.cases("matmul"):
-        if not case.is_ok:
-            continue
-        for row in skipped_products(case):
-            yield str(row["label"]), Doubt(DoubtKind.LEFT_OUT, str(row["reason"]))
-        for run in case.runs:
-            for text in low_peak_warnings(catalog.distributed(run)):
-                yield run.header.run_id, Doubt(DoubtKind.PEAK, text)
-
-
-def _unlike_software(headers: Sequence[RunHeader]) -> list[str]:
-    commits = {header.commit for header in headers if header.commit}
-    lines = [f"runs of {len(commits)} commits stand side by side"] if len(commits) > 1 else []
-    return lines + [
-        f"runs disagree on the version of {name}: {found}"
-        for name, found, differ in library_versions(headers)
-        if differ
-    ]
-
-
-def library_versions(headers: Iterable[RunHeader]) -> list[tuple[str, str, bool]]:
-    """Library, its versions over all runs, and whether they disagree."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for header in headers:
-        for library, version in header.versions.items():
-            found[library].add(version)
-    return [
-        (name, ", ".join(sorted(versions)), len(versions) > 1)
-        for name, versions in sorted(found.items())
-    ]

@@ -29,8 +29,8 @@ from harness.domain.run import RunHeader
 from harness.measure.derive.strategies import MOST_REPEATS, StrategyRow
 from harness.measure.statistics import CONFIDENCE, Summary
 from harness.plot.catalog import Catalog
+from harness.plot.headlines import Answer, answers, library_versions, warnings
 from harness.plot.numbers import RunNumbers
-from harness.plot.predicted import Answer, answers, library_versions, warnings
 from harness.plot.render import Drawn, Rendered
 
 FRACTIONS = {

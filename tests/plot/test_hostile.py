@@ -22,8 +22,8 @@ from harness.measure.store import find_runs, read_header, read_results
 from harness.plot.__main__ import main
 from harness.plot.catalog import read_catalog
 from harness.plot.figures import FIGURES, load_figure
+from harness.plot.headlines import answers, warnings
 from harness.plot.numbers import read_plan
-from harness.plot.predicted import answers, warnings
 from harness.plot.report import present
 from harness.plot.trace import trace_bytes
 from harness.workloads.links.workload import links_text

@@ -18,7 +18,8 @@ from harness.measure.store import find_runs, read_header, write_header
 from harness.plot.__main__ import main
 from harness.plot.catalog import Catalog, read_catalog
 from harness.plot.figures import load_figure
-from harness.plot.predicted import Answer, answers, competing, planned_cases, warnings
+from harness.plot.headlines import Answer, answers, warnings
+from harness.plot.predicted import competing, planned_cases
 from harness.plot.render import image_bytes
 
 OF_PREDICTIONS = ["prediction", "prediction_choice", "prediction_error", "timeline"]
