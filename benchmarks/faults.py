@@ -26,7 +26,7 @@ from typing import Any
 
 from comparison import machine
 from faults_cases import COLLECTIVE_S, FAULTS, HEARTBEAT_S, RUN_S, Bed, Fault, train
-from faults_cluster import N_NODES, Cluster, end, wait_until_gone
+from faults_cluster import N_NODES, ROOT, Cluster, end, wait_until_gone
 
 from harness.measure.store import read_header, read_records
 from harness.runtime.ranks.host import code_commit
@@ -156,7 +156,7 @@ class Trial:
         return (round(left_s, 1), []) if left_s < _LEFT_S else (_LEFT_S, found())
 
     def _read(self) -> dict[str, Any]:
-        log = self._log.read_text(errors="replace")
+        log = self._log.read_text(errors="replace").replace(str(ROOT), "ROOT")
         lines = [line for line in log.splitlines() if line.strip() and not _WARNING.search(line)]
         run_dir = self._run_dir()
         row: dict[str, Any] = {"message": [line[:400] for line in lines[-_SCREEN_LINES:]]}
