@@ -1,7 +1,7 @@
 """The JSON files of planning: one reader, validator and writer for all of them.
 
-class Graph(JsonFile, frozen=True, kw_only=True):
-    FILE = FileKind("graph file", SCHEMA, SCHEMA_VERSION, GraphError, "capture it again")
+class MyFile(JsonFile, frozen=True, kw_only=True):
+    FILE = FileKind("my file", SCHEMA, SCHEMA_VERSION, MyError, "make it again")
     name: str
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION

@@ -1,9 +1,4 @@
-"""The numbers of one run that figures draw: derived once, so that its records can be dropped.
-
-The plan of a run: the strategy and the prediction in its directory.
-
-The predicted and the measured step of one run as rows: a row for each span that is drawn.
-"""
+"""The numbers of one run that figures draw: derived once, so that its records can be dropped."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
-"""A row for each strategy of equal model, batch and dtype, over its repeats.
+"""Strategies of equal model, batch and dtype: a row for each, over its repeats, and one sentence.
 
-One sentence that compares strategies: which is fastest, which are no gain, and why.
-
-The sentence claims no more than the verdicts do.
+The sentence says which is fastest, which are no gain, and why; it claims no more than the verdicts.
 """
 
 import json

@@ -33,7 +33,7 @@ from harness.runtime.capture.operators import (
     is_known,
     is_opaque,
 )
-from harness.runtime.capture.products import Product, describe_product
+from harness.runtime.capture.products import EinsumProduct, describe_product
 from harness.runtime.capture.sample_dims import (
     Values,
     is_cut_by_samples,
@@ -177,7 +177,7 @@ class _Builder:
         shapes = [tensors_in_order(values[node])[0].shape for values in self._by_batch]
         return tuple(k for k, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1)
 
-    def _described(self, node: fx.Node) -> tuple[str, Attributes, Product | None]:
+    def _described(self, node: fx.Node) -> tuple[str, Attributes, EinsumProduct | None]:
         """Kind and attributes; a product by letters, if that is what it is."""
         kind, attrs = describe_node(node, self._modules, len(node.all_input_nodes))
         is_user_code = is_opaque(node, self._modules) or "autocast" in attrs

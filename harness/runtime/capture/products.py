@@ -23,7 +23,7 @@ Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Product:
+class EinsumProduct:
     """An einsum that can be cut.
 
     Attributes:
@@ -39,7 +39,7 @@ def describe_product(
     node: fx.Node,
     shape_of: Callable[[fx.Node], Sequence[int]],
     growing: Callable[[fx.Node], Dims],
-) -> Product | None:
+) -> EinsumProduct | None:
     """The equation of a node; None if it is another function, or cannot be cut along a letter.
 
     Args:
@@ -68,7 +68,7 @@ def describe_product(
     if summed:
         attributes |= {"summed": summed[0], "n_summed": sizes[summed[0]]}
     is_sample_wise = len(of_samples) <= 1 and of_samples.issubset(equation.result)
-    return Product(attributes, bool(equation.weights), not is_sample_wise)
+    return EinsumProduct(attributes, bool(equation.weights), not is_sample_wise)
 
 
 def _equation(
