@@ -14,18 +14,17 @@ from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, GraphError
 from harness.inputs import MOST_COUNT, decode_text, find_int, read_file, shorten
 from harness.plan.costs import COSTS, PlanRequest, SearchProgress
-from harness.plan.estimates import (
+from harness.plan.dlrm import dlrm_graph, parse_dlrm
+from harness.plan.formats.detect import convert, read_strategy_file, strategy_from
+from harness.plan.formats.pipedream import parse_graph_txt
+from harness.plan.roofline import (
     FROM_FLOPS,
     ROOFLINE,
     DeviceRates,
-    dlrm_graph,
     estimate_profile,
     likely_parts,
-    parse_dlrm,
     roofline_profile,
 )
-from harness.plan.formats.detect import convert, read_strategy_file, strategy_from
-from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.show import load_graph
 from harness.units import parse_bandwidth, parse_bytes
 

@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.errors import ModelError
+from harness.runtime.models.dlrm import Dlrm, check_dlrm
 from harness.runtime.models.factory import task_from_factory
-from harness.runtime.models.small import Dlrm, LeNet, Nmt, check_dlrm
+from harness.runtime.models.lenet import LeNet
+from harness.runtime.models.nmt import Nmt
 from harness.runtime.models.task import (
     DlrmOptions,
     HeadName,

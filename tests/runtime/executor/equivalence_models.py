@@ -22,7 +22,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from harness.domain.graph import Graph
 from harness.runtime.capture.capture import capture
 from harness.runtime.models import build_task, fit_options
-from harness.runtime.models.small import Dlrm, LeNet, interaction_width
+from harness.runtime.models.dlrm import Dlrm, interaction_width
+from harness.runtime.models.lenet import LeNet
 from harness.runtime.models.task import (
     DlrmOptions,
     HeadName,

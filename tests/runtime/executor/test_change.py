@@ -19,7 +19,7 @@ from equivalence_strategies import named_strategies
 from harness.domain.cluster import Cluster
 from harness.domain.freezing import frozen_operators
 from harness.plan.again import SearchAgain, search_again
-from harness.plan.estimates import DeviceRates, roofline_profile
+from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
 
 MIB = 1 << 20

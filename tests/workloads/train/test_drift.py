@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.domain.record import Span
-from harness.plan.estimates import DeviceRates
+from harness.plan.roofline import DeviceRates
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.drift import N_SKIPPED, DeviceSpeeds, MeanComputeTime, largest_drift
 from harness.workloads.train.plan import search_config_of
