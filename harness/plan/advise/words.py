@@ -44,7 +44,8 @@ def advice_lines(advice: Advice, shown: Presentation) -> list[str]:
     """One sentence first, then the reasons, then the tables."""
     return [
         first_sentence(advice),
-        *(_left_out_line(one, advice) for one in advice.left_out),
+        # The fastest set has a line of its own.
+        *(_left_out_line(o, advice) for o in advice.left_out if o.with_it is not advice.sets[0]),
         *_larger(advice),
         *_cheapest(advice, shown.prices),
         "",

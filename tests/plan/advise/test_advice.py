@@ -99,6 +99,10 @@ def test_the_first_lines_say_which_machines_and_why_not_the_others() -> None:
     assert gains["all nodes on 25 Gbit/s"] > 1.5 * advice.best.samples_per_s
     assert not any("(RTX 3070) with" in name for name in gains)
 
+    same = replace(advice.left_out[0], with_it=advice.sets[0])
+    lines = advice_lines(replace(advice, left_out=[same]), Presentation(uncertainty=Uncertainty()))
+    assert "would be 1.03 times as fast" in lines[1]  # not said twice
+
 
 def test_overlap_makes_three_gpus_worth_it() -> None:
     advice = advise_vit(16, (0.064, 0.1385, 0.0173), overlap=True)
