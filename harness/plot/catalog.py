@@ -1,8 +1,9 @@
 """Results prepared for figures: repeats brought together, unlike clusters kept apart, labels.
 
 Repeats are runs of one configuration (equal key) on one cluster (equal nodes, devices, cores and
-network speed) with one status: a case. Runs that are not ok are cases of their own, so that they
-stay in every figure.
+network speed) with one status: a case. Every row of `matmul` and `links` names its product or
+message, so their runs are repeats whatever else they measured and for how long. Runs that are not
+ok are cases of their own, so that they stay in every figure.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ GIGABIT = 1.2e8  # bytes/s that 1 Gbit/s Ethernet carries
 SAMPLES = "sample-"  # begins the names of committed runs
 LONGEST_NAME = 60  # letters of a device's kind or a host, in labels
 Found = tuple[Path, RunHeader]
+ROWS_NAME_ALL = ("matmul", "links")
 UNLABELLED = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
 
@@ -324,8 +326,11 @@ class Catalog:
         groups: dict[tuple[str, str, str], list[RunNumbers]] = defaultdict(list)
         for run in self.runs:
             if run.header.workload == workload:
-                identity = self._identities[id(run)]
-                groups[self._labels[identity], run.header.key, run.header.status].append(run)
+                cluster, key = self._labels[self._identities[id(run)]], run.header.key
+                if workload in ROWS_NAME_ALL:
+                    key = ""
+                    cluster += ", in turn" * bool(run.header.config.get("in_turn"))
+                groups[cluster, key, run.header.status].append(run)
         cases = [
             RepeatGroup(workload=workload, cluster=cluster, status=status, runs=tuple(runs))
             for (cluster, _, status), runs in groups.items()

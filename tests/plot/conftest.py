@@ -473,3 +473,8 @@ def configured() -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def linked() -> Callable[..., dict[int, list[Record]]]:
     return links_records
+
+
+@pytest.fixture
+def multiplied() -> Callable[..., dict[int, list[Record]]]:
+    return matmul_records

@@ -38,7 +38,7 @@ def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
 def skipped_products(case: RepeatGroup) -> list[dict[str, Any]]:
     """Products that a device could not do, each reason once with its ranks."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
-    for rank, dtype, size, reason in case.runs[0].skipped_products:
+    for rank, dtype, size, reason in sorted({p for run in case.runs for p in run.skipped_products}):
         ranks.setdefault((dtype, size, reason), []).append(rank)
     return [
         {

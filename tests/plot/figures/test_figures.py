@@ -80,6 +80,23 @@ def test_repeats_merge_into_one_row(catalog: Catalog) -> None:
     assert ddp["per_device_samples_per_s"] == ddp["throughput_samples_per_s"] / 5
 
 
+@pytest.mark.parametrize(
+    ("more", "n_repeats", "n_labels"), [({"time_budget_s": 0.3}, 2, 1), ({"in_turn": True}, 1, 2)]
+)
+def test_matmul_runs_of_other_lengths_are_repeats(
+    tmp_path: Path, write: Write, header: Any, cluster: Any, multiplied: Any,
+    more: dict[str, Any], n_repeats: int, n_labels: int,
+) -> None:  # fmt: skip
+    for name, config in (("a", {"time_budget_s": 0.6}), ("b", more)):
+        write(tmp_path, header("matmul", config, cluster(3), run_id=name), multiplied(3))
+    catalog = read_catalog(*find_runs(tmp_path))
+    for name in ("matmul", "memory_bandwidth", "summa"):
+        table = table_of(name, catalog)
+        assert set(table["n_repeats"]) == {n_repeats}
+        clusters = "cluster" if name == "summa" else "label"
+        assert table[clusters].nunique() == n_labels
+
+
 def test_scaling_holds_the_batch_or_the_batch_per_device(catalog: Catalog) -> None:
     table = table_of("scaling", catalog)
     strong = row_of(table, scaling="strong", strategy="ddp", n_devices=5)
