@@ -1,7 +1,9 @@
-"""Turn the flags of `python -m harness.plan` into a request or a converted file."""
+"""Turn the flags of `python -m harness.plan` into a request."""
 
 import argparse
 import codecs
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +13,11 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import DTYPE_NAMES, Profile, default_profile, graph_beside, knows
 from harness.domain.strategy import Strategy
-from harness.errors import ConfigError, GraphError
+from harness.errors import ConfigError, EnvironmentSetupError, GraphError
 from harness.inputs import MOST_COUNT, decode_text, find_int, read_file, shorten
-from harness.plan.costs import COSTS, PlanRequest, SearchProgress
+from harness.plan.costs import COSTS, PlanRequest, SearchProgress, ignore_progress
 from harness.plan.dlrm import dlrm_graph, parse_dlrm
-from harness.plan.formats.detect import convert, read_strategy_file, strategy_from
+from harness.plan.formats.detect import read_strategy_file, strategy_from
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.roofline import (
     FROM_FLOPS,
@@ -28,34 +30,15 @@ from harness.plan.roofline import (
 from harness.plan.show import load_graph
 from harness.units import parse_bandwidth, parse_bytes
 
-CaptureModel = Callable[[str, int], Graph]
-
 _NO_LIMIT_BYTES = 2**50
 _DEFAULT_KIND = "device"
 _ESTIMATES = (FROM_FLOPS, ROOFLINE)
 
 
-def converted(args: argparse.Namespace) -> tuple[bytes, str]:
-    """The converted file's bytes, and a description of the input.
-
-    Raises:
-        HarnessError: a file is missing or malformed, or the format cannot hold the strategy.
-    """
-    imported = read_strategy_file(args.file)
-    graph = None if args.graph is None else load_graph(args.graph)
-    data = convert(imported, args.to, graph=graph, batch=args.batch_size, order=args.dims)
-    order = f", dims {args.dims.replace('_', ' ')}" if imported.format.startswith("flex") else ""
-    what = imported.describe(args.dims)
-    return data, f"read {args.file} as {imported.format}{order}: {what}"
-
-
 def request_from(
-    args: argparse.Namespace,
-    *,
-    capture_model: CaptureModel,
-    progress: Callable[[SearchProgress], None],
+    args: argparse.Namespace, progress: Callable[[SearchProgress], None] = ignore_progress
 ) -> PlanRequest:
-    """Read the files that the flags name.
+    """Read the files that the flags name; print on stderr where times come from if no flag says.
 
     Raises:
         ConfigError: flags contradict each other.
@@ -66,8 +49,10 @@ def request_from(
     cluster = cluster_from(args)
     graph, profile = None, None
     if "model" not in COSTS[args.cost].unread:
-        graph, profile = _model(args, cluster, capture_model)
+        graph, profile = _model(args, cluster)
         profile = profile if args.dtype is None else _of_dtype(profile, args.dtype)
+    if profile is not None and args.profile is None:
+        print(_source_line(args, profile), file=sys.stderr)
     batch = args.batch_size or (graph.batch if graph is not None else None)
     return PlanRequest(
         cluster=cluster,
@@ -82,6 +67,33 @@ def request_from(
         seed=args.seed,
         progress=progress,
     )
+
+
+def _capture_model(name: str, batch: int) -> Graph:
+    """Capture by torch, which only this needs."""
+    try:
+        capture = importlib.import_module("harness.runtime.capture.capture")
+    except ImportError as error:
+        raise EnvironmentSetupError(
+            f"--model {name} needs torch to capture the model ({error}): install it, or plan from "
+            "files with --profile and --graph"
+        ) from None
+    graph: Graph = capture.capture_model(name, batch)
+    return graph
+
+
+def check_output(path: Path | None) -> None:
+    """Refuse a place where no file can be, before a search that may take long.
+
+    Raises:
+        ConfigError: its directory is missing, or it is one.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: there is no directory {path.parent}: make it first")
+    if path.is_dir():
+        raise ConfigError(f"--output {path} is a directory: name a file")
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -179,9 +191,7 @@ def _bandwidths(args: argparse.Namespace) -> tuple[float, float | None]:
     return values[0], values[1] if len(values) == 2 else None
 
 
-def _model(
-    args: argparse.Namespace, cluster: Cluster, capture_model: CaptureModel
-) -> tuple[Graph, Profile]:
+def _model(args: argparse.Namespace, cluster: Cluster) -> tuple[Graph, Profile]:
     sources = (args.model, args.profile, args.graph, args.dlrm_tables)
     if all(source is None for source in sources):
         raise ConfigError(f"--cost {args.cost} needs --model NAME or --profile FILE")
@@ -193,7 +203,7 @@ def _model(
     if args.model is not None:
         if args.batch_size is None:
             raise ConfigError("--model needs --batch-size B, the global batch in samples")
-        graph = capture_model(args.model, args.batch_size)
+        graph = _capture_model(args.model, args.batch_size)
     if args.dlrm_tables is not None:
         graph = _dlrm(args)
     if args.rates is not None and graph is not None:
@@ -251,17 +261,15 @@ def _found_profile(args: argparse.Namespace, cluster: Cluster, graph: Graph) -> 
     return profile if knows(profile, graph, cluster) else None
 
 
-def source_line(args: argparse.Namespace, request: PlanRequest) -> str:
-    """Where the operators' times come from when the user named no profile; else empty."""
-    if args.profile is not None or request.profile is None:
-        return ""
-    source = request.profile.provenance.get("source", "")
+def _source_line(args: argparse.Namespace, profile: Profile) -> str:
+    """Where the operators' times come from."""
+    source = profile.provenance.get("source", "")
     if source != "measured":
         return (
             f"operator times are {source or 'of unknown source'}: `./entry.sh profile --model "
-            f"{request.profile.model}` measures them"
+            f"{profile.model}` measures them"
         )
-    return f"operator times are from {_default_profile(args, request.profile.model)}"
+    return f"operator times are from {_default_profile(args, profile.model)}"
 
 
 def _default_profile(args: argparse.Namespace, model: str) -> Path:

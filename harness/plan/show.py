@@ -4,6 +4,7 @@ The content says of which kind a file is: the schema of our own JSON, else a Pip
 graph.txt, else one of the foreign strategy formats.
 """
 
+import argparse
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,24 @@ from harness.units import format_bandwidth, format_bytes, format_duration, forma
 
 _MOST_LINKS = 20
 _COLOURS = ("lightblue", "palegreen", "lightsalmon", "gold", "plum", "lightgrey", "beige")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.description = (
+        "Print a graph, profile, cluster or strategy, of our formats or PipeDream's or FlexFlow's; "
+        "the content says which kind it is."
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--dot", action="store_true", help="a graph as Graphviz source")
+    parser.add_argument(
+        "--graph", type=Path, metavar="FILE", help="with --dot, of a strategy: its graph"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print a file."""
+    print("\n".join(show_file(args.file, dot=args.dot, graph_path=args.graph)))
 
 
 def show_file(path: Path, *, dot: bool = False, graph_path: Path | None = None) -> list[str]:

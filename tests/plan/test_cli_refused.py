@@ -10,7 +10,6 @@ import pytest
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
-from harness.plan import commands
 from harness.plan.__main__ import main
 
 Refuse = Callable[..., str]
@@ -34,7 +33,7 @@ SEARCH = ("search", "--cost", "flexflow2018", "--topology", "1x2")
 def test_a_missing_directory_is_refused_before_the_search(
     tmp_path: Path, refused: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(commands, "run")
+    monkeypatch.delattr("harness.plan.search.command.search")
     output = tmp_path / "absent" / "plan.json"
     assert f"there is no directory {output.parent}" in refused(*SEARCH, "--output", output)
     assert f"{tmp_path} is a directory" in refused(*SEARCH, "--output", tmp_path)

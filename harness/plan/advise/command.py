@@ -14,13 +14,22 @@ from harness.domain.fingerprint import fingerprint
 from harness.domain.profile import default_profile, graph_beside
 from harness.errors import ConfigError
 from harness.measure.store import write_atomically
-from harness.plan import cli
 from harness.plan.advise.advice import Advice, Adviser
 from harness.plan.advise.prices import Prices, find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, Priced
 from harness.plan.advise.words import Presentation, advice_lines, advice_object, uncertainty_of
-from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress, ignore_progress
+from harness.plan.cli import check_output, request_from
+from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress
+from harness.plan.flags import add_cluster, add_model
 from harness.plan.report import ProgressLine
+from harness.plan.simulate.options import OPTIMIZERS
+
+_EXAMPLES = """\
+examples:
+  python -m harness.plan advise results/ --model vgg16 --batch-size 160
+  python -m harness.plan advise --profile vgg16.json --cluster cluster.json --per-device-batch 32 \\
+      --strategies ddp pipeline --prices hosts/tesla.toml
+"""
 
 _SIMPLE = {
     "single": "single",
@@ -39,18 +48,82 @@ _OPTIMIZER_FLAGS = {
 }
 
 
-def advise(args: argparse.Namespace, capture_model: cli.CaptureModel) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.description = (
+        "Say which machines to use for a model, with which strategy, what each other machine would "
+        "cost or bring, and which batch fits."
+    )
+    parser.epilog = _EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "results",
+        nargs="?",
+        type=Path,
+        metavar="RESULTS",
+        help="directory of results: its cluster.json and profile, and how far its predictions "
+        "were off",
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--per-device-batch",
+        type=int,
+        metavar="B",
+        help="samples on each device, in place of a global batch that all sets share",
+    )
+    add_cluster(parser)
+    how = parser.add_argument_group("advice")
+    how.add_argument(
+        "--strategies",
+        nargs="+",
+        default=list(FAMILIES),
+        metavar="S",
+        help=f"strategies that may be used (default: {' '.join(FAMILIES)})",
+    )
+    how.add_argument(
+        "--optimizer",
+        choices=list(OPTIMIZERS),
+        default="momentum",
+        help="its state needs memory and its step needs time (default: %(default)s)",
+    )
+    how.add_argument(
+        "--no-overlap",
+        action="store_true",
+        help="gradients are synchronised after the backward pass, as by DeepSpeed with "
+        "overlap_comm off",
+    )
+    how.add_argument(
+        "--prices",
+        type=Path,
+        metavar="FILE",
+        help="watts and prices of the nodes (default: the file in hosts/ that has these nodes)",
+    )
+    how.add_argument(
+        "--search-seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="processor seconds of pricing and searching (default: %(default)s)",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print one JSON object")
+    out.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the best set's strategy here"
+    )
+    parser.set_defaults(cost="simulator", search_budget=None, start=None, shard_state=None, seed=0)
+
+
+def run(args: argparse.Namespace) -> None:
     """Print which machines to use.
 
     Raises:
         HarnessError: a file is missing or malformed, flags contradict each other, or the model fits
             nowhere.
     """
+    check_output(args.output)
     _find_files(args)
     _check(args)
-    request = cli.request_from(args, capture_model=capture_model, progress=ignore_progress)
-    if line := cli.source_line(args, request):
-        print(line, file=sys.stderr)
+    request = request_from(args)
     progress = ProgressLine(sys.stderr)
     try:
         adviser = Adviser(

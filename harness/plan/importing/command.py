@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,6 +13,8 @@ from harness.domain.profile import Profile, graph_beside
 from harness.errors import ConfigError
 from harness.inputs import shorten
 from harness.measure.store import write_atomically
+from harness.plan.cli import cluster_from
+from harness.plan.flags import add_cluster
 from harness.plan.importing.curves import bandwidth_of, read_collectives
 from harness.plan.importing.times import (
     LayerTime,
@@ -25,11 +26,8 @@ from harness.plan.importing.times import (
 )
 from harness.plan.simulate.network import Network
 
-_BOUNDS = {"batch_size": (1, 2**31), "n_layers": (1, 10_000), "ranks": (2, 2**20)}
-MakeCluster = Callable[[argparse.Namespace], Cluster]
 
-
-def run(args: argparse.Namespace, make_cluster: MakeCluster) -> None:
+def run(args: argparse.Namespace) -> None:
     """Write the files, and say what was assumed.
 
     Raises:
@@ -51,7 +49,7 @@ def run(args: argparse.Namespace, make_cluster: MakeCluster) -> None:
     said: list[str] = []
     cluster = None
     if args.topology is not None:
-        cluster = _cluster(args, make_cluster, said)
+        cluster = _cluster(args, said)
         path = args.output / "cluster.json"
         write_atomically(path, cluster.to_json())
         said.insert(0, f"wrote {path}")
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace, make_cluster: MakeCluster) -> None:
     print("\n".join(said))
 
 
-def _cluster(args: argparse.Namespace, make_cluster: MakeCluster, said: list[str]) -> Cluster:
+def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
     """The topology with measured curves; its links as fast as the curves where nobody says."""
     points = [p for path in args.collectives for p in read_collectives(path, args.ranks)]
     if args.bandwidth is None:
@@ -75,7 +73,7 @@ def _cluster(args: argparse.Namespace, make_cluster: MakeCluster, said: list[str
         rate = bandwidth_of(_all_reduces([p for p in points if p.n_ranks == fewest]))
         args.bandwidth = f"{rate:.6g}"
         said.append(f"assumed: every link has {rate / 1e9:.3g} GB/s, by all-reduce of {fewest}")
-    cluster = make_cluster(args)
+    cluster = cluster_from(args)
     said.append("assumed: links have no latency of their own; the curves have theirs")
     return msgspec.structs.replace(cluster, collectives=points)
 
@@ -118,15 +116,11 @@ def _take_off(graph: Graph, times: dict[TimeKey, list[LayerTime]], cluster: Clus
     return "assumed: times at tp above 1 were with collectives, which are taken off by the cluster"
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-) -> argparse.ArgumentParser:
-    """Add the command's flags, except those of a cluster."""
-    parser = commands.add_parser(
-        "import",
-        help="make profile and cluster files from what other tools measured",
-        description="Make profile and cluster files from times of layers or operators, and from "
-        "curves of collectives (nccl-tests), and say what was assumed.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.description = (
+        "Make profile and cluster files from times of layers or operators, and from curves of "
+        "collectives (nccl-tests), and say what was assumed."
     )
     parser.add_argument(
         "--layer-times",
@@ -160,5 +154,5 @@ def add_parser(
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="an existing directory"
     )
+    add_cluster(parser)
     parser.set_defaults(cost="simulator", profile=None, model=None)
-    return parser

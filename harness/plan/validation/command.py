@@ -164,16 +164,12 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join(lines(list(validate_sets(args)))))
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     sets = "\n".join(f"  {name:<17}{reader.looks_for}" for name, reader in READERS.items())
-    parser = commands.add_parser(
-        "validate",
-        help="hold predictions to steps that others measured",
-        description="Predict the steps of published measurements, and print how well.",
-        epilog=f"sets, and the files by which they are known:\n{sets}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = "Predict the steps of published measurements, and print how well."
+    parser.epilog = f"sets, and the files by which they are known:\n{sets}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "folders", type=Path, nargs="+", metavar="DIR", help="a set, or a directory of sets"
     )

@@ -1,0 +1,49 @@
+"""`python -m harness.plan convert`: a strategy from one file format to another."""
+
+import argparse
+from pathlib import Path
+
+from harness.measure.store import write_atomically
+from harness.plan.cli import check_output
+from harness.plan.formats.detect import FORMATS, convert, read_strategy_file
+from harness.plan.show import load_graph
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.description = "Write a strategy in another format; the file's content says which it has."
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--to", choices=FORMATS, default="harness", help="default: harness")
+    parser.add_argument("--graph", type=Path, metavar="FILE", help="graph of the strategy")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="B",
+        help="of another project's file (default: the graph's)",
+    )
+    parser.add_argument(
+        "--dims",
+        choices=["innermost_first", "samples_first"],
+        default="innermost_first",
+        help="order of a FlexFlow file's dims (default: innermost_first; the simulator of 2018 "
+        "prints samples first)",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the converted file, and print a description of the input.
+
+    Raises:
+        HarnessError: a file is missing or malformed, or the format cannot hold the strategy.
+    """
+    check_output(args.output)
+    imported = read_strategy_file(args.file)
+    graph = None if args.graph is None else load_graph(args.graph)
+    data = convert(imported, args.to, graph=graph, batch=args.batch_size, order=args.dims)
+    write_atomically(args.output, data)
+    order = f", dims {args.dims.replace('_', ' ')}" if imported.format.startswith("flex") else ""
+    print(
+        f"read {args.file} as {imported.format}{order}: {imported.describe(args.dims)}; "
+        f"wrote {args.output} ({args.to})"
+    )
