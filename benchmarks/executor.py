@@ -10,6 +10,7 @@
 | ddp | DistributedDataParallel, behind our marks and bare | 0.97 |
 | pipeline | torch.distributed.pipelining: same stages, schedule, microbatches | 1.0 |
 | tensor | DTensor's parallelize_module by columns, then rows | 0.97; GPT blocks 1.0 |
+| keys | attention that gathers its input, or keys and values, over a ring; 4 ranks | none |
 | sharded | FSDP2's fully_shard, DeepSpeed's ZeRO-3: parameters, gradients, state | 0.95 |
 | single | a plain loop | 0.98 |
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import torch
-from executor_models import chain, tensor_gpt, tensor_mlp, whole
+from executor_models import LONG_GROUPS, chain, long_llama, tensor_gpt, tensor_mlp, whole
 from executor_sharded import sharded_makers
 from executor_sides import (
     MakeSides,
@@ -25,6 +26,7 @@ from torch import nn
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
+from harness.domain.key_forms import KEY_FORMS, KeyForm
 from harness.domain.partition import REPLICA
 from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
@@ -35,6 +37,7 @@ from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.runtime.ranks.world import World
 
 _PER_RANK = {"lenet": 64, "resnet18": 16, "alexnet": 16, "vit_small": 16}
+_KEYS: dict[KeyForm, str] = {"input": "gathered input", "gathered": "gathered keys", "ring": "ring"}
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
@@ -71,6 +74,8 @@ def cases(world: World) -> Iterator[Case]:
         yield _tensor(world, n_blocks)
     yield _tensor_gpt(world)
     yield _sharded(world)
+    if world.size > LONG_GROUPS:
+        yield _keys(world)
 
 
 def _data_parallel(world: World, model: str, group: str, bar: float) -> Case:
@@ -131,6 +136,36 @@ def _tensor_gpt(world: World) -> Case:
         return [Ours(task, world, strategy), tensor_parallel(task, world, batch)]
 
     return Case(group="tensor", name="tensor gpt blocks", bar=1.0, sides=sides)
+
+
+def _keys(world: World) -> Case:
+    def maker(keys: KeyForm) -> Callable[[], Side]:
+        def make() -> Side:
+            task = long_llama()
+            graph = capture(task, 1, "llama").graph
+            cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
+            strategy = builders.tensor_parallel(graph, cluster, 1)
+            plans = {
+                op.name: msgspec.structs.replace(strategy.operators[op.name], keys=keys)
+                for op in graph.operators
+                if op.kind == "attention"
+            }
+            made = Ours(task, world, msgspec.structs.replace(
+                strategy, operators=strategy.operators | plans
+            ))  # fmt: skip
+            made.name = _KEYS[keys]
+            return made
+
+        return make
+
+    makers = [maker(keys) for keys in reversed(KEY_FORMS)]
+    return Case(
+        group="keys",
+        name=f"keys llama on {world.size} ranks",
+        bar=0.0,
+        sides=lambda: [make() for make in makers],
+        makers=lambda: makers,
+    )
 
 
 def _sharded(world: World) -> Case:

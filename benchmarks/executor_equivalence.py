@@ -20,6 +20,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import tyro
@@ -30,13 +31,17 @@ from harness.runtime.ranks.host import code_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
-from equivalence_cases import Case, random_case
+from equivalence_cases import Case, attention_case, copied_case, random_case
 from equivalence_check import Finding, RanksBySize, check
 from equivalence_shrink import shrink
+
+SERIES = {"random": random_case, "copies": copied_case, "attention": attention_case}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
+    series: Literal["random", "copies", "attention"] = "random"
+    """Any strategies; with copies of operators; attentions that are cut by positions."""
     cases: int = 300
     """Number of random cases."""
     seed: int = 0
@@ -62,7 +67,8 @@ def wanted_cases(options: Options) -> list[Case]:
     if options.case_file is not None:
         return [msgspec.json.decode(options.case_file.read_bytes(), type=Case)]
     indices = options.only or range(options.cases)
-    cases = [_sharded(random_case(options.seed, index), options) for index in indices]
+    make = SERIES[options.series]
+    cases = [_sharded(make(options.seed, index), options) for index in indices]
     return [
         case
         for case in sorted(cases, key=lambda case: case.n_ranks)

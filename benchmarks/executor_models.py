@@ -8,11 +8,14 @@ from torch import Tensor, nn
 
 from harness.runtime.models import InputSpec, ModelOptions, Task, build_task, fit_options
 from harness.runtime.models.attention import GroupedAttention
+from harness.runtime.models.task import TextOptions
 from harness.runtime.models.text import Block, Mlp
 from harness.runtime.models.torchvision_import import import_torchvision
 
 # Layers of an attention that are cut by columns.
 PROJECTIONS = ("query", "key", "value")
+# Heads of keys and values of the model with long sequences.
+LONG_GROUPS = 2
 _N_CLASSES = 10
 _LENGTH = 64
 _VOCABULARY = 1000
@@ -139,6 +142,15 @@ def tensor_gpt(n_blocks: int, width: int = 512) -> Task:
     spec = InputSpec(name="features", shape=(_LENGTH, width))
     model = _GptBlocks(n_blocks, width)
     return Task(model=model, inputs=(spec,), n_classes=_N_CLASSES, target_shape=(_LENGTH,))
+
+
+def long_llama() -> Task:
+    """A Llama whose sequences are long beside its width, with grouped queries."""
+    sizes = TextOptions(
+        sequence_length=2048, vocabulary_size=512, n_layers=2, width=256, n_heads=8,
+        n_groups=LONG_GROUPS, mlp_width=512,
+    )  # fmt: skip
+    return build_task("llama", fit_options("llama", ModelOptions(text=sizes)), seed=1)
 
 
 def tensor_mlp(n_blocks: int, width: int = 480) -> Task:

@@ -293,6 +293,7 @@ def input_block(
     producer_shape: dict[str, int],
     *,
     argument: int = 0,
+    has_own_keys: bool = False,
 ) -> Block:
     """The region of one producer's output that a block of an operator's output reads.
 
@@ -301,6 +302,8 @@ def input_block(
         producer_shape: of the producer's output, without partial dims.
         argument: position among the operator's inputs; an attention reads whole sequences of all
             inputs but the first (the query).
+        has_own_keys: an attention projects keys and values of its block's positions only
+            (`key_forms`).
     """
     intervals = dict(zip(shape, block, strict=True))
     matching = _matching_dims(operator, shape, producer_shape, argument)
@@ -315,7 +318,9 @@ def input_block(
             needed.append(_window(operator, dim, intervals[name], size))
         elif operator.kind == "conv2d" and dim == "feature":
             needed.append(_channels(operator, intervals[name], shape[name], size))
-        elif shape[name] == size and _reads_matching(operator, name, argument):
+        elif shape[name] == size and (
+            _reads_matching(operator, name, argument) or (has_own_keys and name == "seq")
+        ):
             needed.append(intervals[name])
         else:
             needed.append((0, size))

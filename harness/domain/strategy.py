@@ -22,6 +22,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.files import Count, FileKind, JsonFile
 from harness.domain.fingerprint import MadeFor, differences, fingerprint
 from harness.domain.graph import Graph, Operator
+from harness.domain.key_forms import KeyForm, check_keys
 from harness.domain.partition import (
     REPLICA,
     SAMPLE,
@@ -74,11 +75,13 @@ class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
             (Unity's replica dim, DTensor's Replicate).
         devices: device k (a position in `Cluster.devices`) computes block k; a device may repeat.
         stage: its pipeline stage.
+        keys: of an attention that is cut by positions, see `domain.key_forms`.
     """
 
     partition: dict[str, Count | list[Count]]
     devices: list[Count]
     stage: Count = 0
+    keys: KeyForm = "input"
 
 
 def copies_of(plan: OperatorPlan, k: int) -> tuple[int, ...]:
@@ -197,6 +200,7 @@ def validate(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
             plan = strategy.operators[operator.name]
             for size in sizes:
                 _check_plan(operator, plan, size, graph.batch, cluster.n_devices)
+            check_keys(operator, plan.keys, plan.partition, plan.devices, graph)
             if not 0 <= plan.stage < len(strategy.stages):
                 raise StrategyError(
                     f"operator {operator.name!r} is in stage {plan.stage}, the strategy has stages "

@@ -13,10 +13,12 @@ import msgspec
 from harness.domain.cluster import Cluster
 from harness.domain.einsum import expert_dim
 from harness.domain.graph import Graph, Operator
+from harness.domain.key_forms import POSITIONS, key_features, key_forms
 from harness.domain.partition import REPLICA, SAMPLE, Cut
 from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import (
     CONTRACTION,
+    HEADS,
     cuttable_dims,
     full_units,
     has_tasks,
@@ -86,8 +88,9 @@ def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
     what lies between its sums and the next cut is computed by all (Shoeybi et al., 2019).
 
     Of a sequence, norms, sums and dropout between attentions and MLPs are cut by positions
-    (Korthikanti et al., 2022), and output layer, loss and a tied embedding by the vocabulary. In a
-    model with mixtures they are cut by samples, because a router takes whole samples.
+    (Korthikanti et al., 2022), as are attentions with too few heads, and output layer, loss and a
+    tied embedding by the vocabulary. In a model with mixtures they are cut by samples, because a
+    router takes whole samples.
     """
     devices = list(range(cluster.n_devices))
     tied = _tied(graph)
@@ -110,11 +113,26 @@ def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
         return "seq" if is_between and "seq" in op.shape else weight_dim(op) or "feature"
 
     def plan(op: Operator) -> OperatorPlan:
-        return cut_or_whole(op, graph, batch, dim_of(op), len(devices), devices)
+        found = cut_or_whole(op, graph, batch, dim_of(op), len(devices), devices)
+        if op.kind == "attention" and HEADS not in found.partition and not routed:
+            return _by_positions(op, graph, batch, devices)
+        return found
 
     return _copied_inputs(
         _copied_after_sums(_build("tensor parallel", graph, batch, plan), graph), graph
     )
+
+
+def _by_positions(
+    operator: Operator, graph: Graph, batch: int, devices: Sequence[int]
+) -> OperatorPlan:
+    """An attention with fewer groups of heads than devices, cut by positions if it can be; it
+    gathers its input, or keys and values if those are smaller."""
+    found = cut_or_whole(operator, graph, batch, POSITIONS, len(devices), devices)
+    is_cut = POSITIONS in found.partition and len(key_forms(operator, graph)) > 1
+    if is_cut and key_features(operator) < operator.shape["feature"]:
+        return msgspec.structs.replace(found, keys="gathered")
+    return found
 
 
 def _expert_dims(graph: Graph, batch: int, n_devices: int) -> dict[str, str]:

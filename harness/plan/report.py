@@ -12,21 +12,23 @@ from typing import TextIO
 import msgspec
 
 from harness.domain.einsum import expert_dim
-from harness.domain.graph import Graph
+from harness.domain.graph import Graph, Operator
 from harness.domain.partition import REPLICA, SAMPLE, Cut, n_parts
 from harness.domain.sharding import has_tasks
-from harness.domain.strategy import Strategy
+from harness.domain.strategy import OperatorPlan, Strategy
 from harness.measure.text import table
 from harness.plan.costs import PlanResult, SearchProgress
 from harness.units import format_bytes, format_duration
 
 # Kinds that say something about a strategy: the others follow them.
-_TELLING = ("conv2d", "linear", "embedding", "attention", "lstm", "experts")
+_TELLING = ("conv2d", "linear", "embedding", "attention", "ring", "gathered", "lstm", "experts")
 _PLURALS = {
     "conv2d": "convolutions",
     "linear": "MLPs",
     "embedding": "tables",
     "attention": "attention",
+    "ring": "ring attention",
+    "gathered": "attention over gathered keys",
     "lstm": "LSTMs",
 }
 
@@ -63,10 +65,16 @@ def describe_plans(plans: Iterable[tuple[str, Mapping[str, Cut], list[int]]]) ->
     return ", ".join(phrases)
 
 
+def _kind(operator: Operator, plan: OperatorPlan) -> str:
+    if plan.keys != "input":
+        return plan.keys
+    return "experts" if expert_dim(operator) else operator.kind
+
+
 def describe_strategy(strategy: Strategy, graph: Graph) -> str:
     """Name a strategy, with its stages, replicas and microbatches when it has several."""
     plans = [
-        ("experts" if expert_dim(op) else op.kind, plan.partition, plan.devices)
+        (_kind(op, plan), plan.partition, plan.devices)
         for op in graph.operators
         if has_tasks(op)
         for plan in (strategy.operators[op.name],)

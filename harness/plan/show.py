@@ -15,7 +15,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.files import decode
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
-from harness.domain.strategy import Strategy
+from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ConfigError, GraphError
 from harness.inputs import decode_text, read_file
 from harness.measure.text import format_shape, table
@@ -268,12 +268,17 @@ def strategy_lines(strategy: Strategy) -> list[str]:
         [
             name,
             str(plan.stage),
-            ", ".join(f"{dim} {cut}" for dim, cut in plan.partition.items()) or "whole",
+            _cuts(plan) or "whole",
             ",".join(map(str, plan.devices)),
         ]
         for name, plan in strategy.operators.items()
     ]
     return [*lines, *table(["operator", "stage", "partition", "devices"], rows)]
+
+
+def _cuts(plan: OperatorPlan) -> str:
+    cuts = ", ".join(f"{dim} {cut}" for dim, cut in plan.partition.items())
+    return cuts if plan.keys == "input" else f"{cuts}, keys {plan.keys}"
 
 
 def load_graph(path: Path) -> Graph:

@@ -152,7 +152,7 @@ def layout_strategy(
         for name in names[start:end]:
             units = full_units(graph.operators[index[name]], batch=samples, graph_batch=graph.batch)
             plan = _replicated(name, parts[name], layout, units, own)
-            plans[name] = OperatorPlan(plan.partition, plan.devices, stage)
+            plans[name] = msgspec.structs.replace(plan, stage=stage)
     return Strategy(
         name=layout.name,
         batch=batch,
@@ -255,7 +255,7 @@ def _replicated(
 ) -> OperatorPlan:
     """A group's plan on every replica."""
     if layout.dp == 1:
-        return OperatorPlan(plan.partition, [devices[k] for k in plan.devices])
+        return msgspec.structs.replace(plan, devices=[devices[k] for k in plan.devices])
     if units.get(SAMPLE, 0) < layout.dp:
         raise StrategyError(f"operator {name!r} cannot be cut into {layout.dp} replicas: lower dp")
     own = plan.partition.get(SAMPLE, 1)
@@ -265,7 +265,7 @@ def _replicated(
     if layout.shares is not None:
         cut = [share for share in layout.shares for _ in range(n_own)]
     found = [devices[d * layout.tp + k] for d in range(layout.dp) for k in plan.devices]
-    return OperatorPlan({SAMPLE: cut, **rest}, found)
+    return msgspec.structs.replace(plan, partition={SAMPLE: cut, **rest}, devices=found)
 
 
 class GroupCosts(NamedTuple):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from harness.domain.cluster import Cluster
+from harness.domain.key_forms import POSITIONS, key_forms
 from harness.domain.partition import REPLICA, SAMPLE, Cut
 from harness.domain.sharding import CONTRACTION, HEADS, cuttable_dims, may_have_copies
 from harness.domain.strategy import OperatorPlan
@@ -77,11 +78,13 @@ class Space:
         return operator.kind, tuple(shape.items()), operator.profile_key
 
     def _menu(self, op: int) -> list[OperatorPlan]:
+        forms = key_forms(self._costs.graph.operators[op], self._costs.graph)
         whole = [OperatorPlan({}, [device]) for device in range(self._n_devices)]
         spread = [
-            OperatorPlan(cuts, list(devices))
+            OperatorPlan(cuts, list(devices), keys=keys)
             for devices in self._sets
             for cuts in self._cuts(op, devices)
+            for keys in (forms if POSITIONS in cuts else forms[:1])
         ]
         return whole + spread
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
+from harness.domain.key_forms import POSITIONS, KeyForm, flops_ratio, kept_elements, key_features
 from harness.domain.partition import SAMPLE, Block, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
@@ -38,13 +39,14 @@ from harness.plan.simulate.transfers import (
     Shared,
     Sum,
     Wants,
+    key_sums,
     loss_sum,
     make_transfers,
     norm_sums,
     shared_sums,
 )
 
-PlanKey = tuple[tuple[tuple[str, int | tuple[int, ...]], ...], tuple[int, ...]]
+PlanKey = tuple[tuple[tuple[str, int | tuple[int, ...]], ...], tuple[int, ...], KeyForm]
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Costs:
                 for dim, cut in plan.partition.items()
             )
             # The plan is kept too, so that its id is not reused.
-            known = self._keys[id(plan)] = plan, (cuts, tuple(plan.devices))
+            known = self._keys[id(plan)] = plan, (cuts, tuple(plan.devices), plan.keys)
         return known[1]
 
     def blocks(self, op: int, plan: OperatorPlan) -> list[Block]:
@@ -167,11 +169,17 @@ class Costs:
         saved_per_element = self._saved_per_element(op)
         active = np.zeros(n, dtype=np.bool_)
         per_element = self.bytes_per_element(op)
-        output_dims = self._output_dims(op)
+        output_dims, shape = self._output_dims(op), self.shapes[op]
         for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
             seconds = self.times.block_s(op, block, device)
-            forward[device] += seconds.forward_s
-            backward[device] += seconds.backward_s
+            ratio = 1.0
+            if key_features(operator):
+                intervals = dict(zip(shape, block, strict=True))
+                ratio = flops_ratio(operator, plan.keys, shape, intervals[POSITIONS])
+                kept = kept_elements(operator, plan.keys, shape, intervals)
+                saved[device] += per_element * kept
+            forward[device] += ratio * seconds.forward_s
+            backward[device] += ratio * seconds.backward_s
             output[device] += per_element * volume(tuple(block[k] for k in output_dims))
             saved[device] += saved_per_element * volume(block)
             active[device] = True
@@ -263,7 +271,12 @@ class Costs:
                 zip(self.blocks(consumer, b), b.devices, strict=True)
             ):
                 wanted = input_block(
-                    operator, self.shapes[consumer], block, shape, argument=argument
+                    operator,
+                    self.shapes[consumer],
+                    block,
+                    shape,
+                    argument=argument,
+                    has_own_keys=b.keys != "input",
                 )
                 copies = copies_of(b, k)
                 region = self._region(producer, wanted, copies)
@@ -323,7 +336,19 @@ class Costs:
             for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
                 groups.setdefault((0, 1) if k is None else block[k], set()).add(device)
             return norm_sums(op, self.n_devices, groups)
-        return shared_sums(op, self.n_devices, readers)
+        summed = shared_sums(op, self.n_devices, readers)
+        if plan.keys == "input" or not self.wire_share[op]:
+            return summed
+        priced = self.operator(op, plan)
+        return summed + key_sums(
+            operator,
+            op,
+            plan,
+            self.shapes[op],
+            self.blocks(op, plan),
+            (priced.forward_s, priced.backward_s),
+            self.wire_bytes_per_element(op),
+        )
 
     def _loss_sums(self, op: int, plan: OperatorPlan) -> tuple[Sum, ...]:
         """The all-reduces of a loss that is cut by classes."""

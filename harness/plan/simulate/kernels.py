@@ -104,7 +104,7 @@ def _release(
 ) -> int:  # fmt: skip
     """Notify all tasks that wait for a compute task; put those that may start into `freed`."""
     compute, back, sums, sums_back, buckets, _ = begins
-    rows, n_edges, n_sums = len(work.device_of), len(work.edge_bytes), len(work.sum_is_norm)
+    rows, n_edges, n_sums = len(work.device_of), len(work.edge_bytes), len(work.sum_is_collective)
     pass_, rest = divmod(task, work.n_microbatches * rows)
     m, row = divmod(rest, rows)
     n = 0
@@ -126,7 +126,7 @@ def _release(
                 n = _notify(waits, ready, cause, freed, n, after, end, task)
         for k in range(links.source_ptr[row], links.source_ptr[row + 1]):
             c = links.source_sums[k]
-            if work.sum_is_norm[c] and work.sum_returns[c]:
+            if work.sum_is_collective[c] and work.sum_returns[c]:
                 n = _notify(waits, ready, cause, freed, n, sums_back + m * n_sums + c, end, task)
         for k in range(links.target_ptr[row], links.target_ptr[row + 1]):
             c = links.target_sums[k]
@@ -209,7 +209,7 @@ def _set_begin(work: Any, begins: Any, device_begin: Any, ready: Any) -> None:
         if work.first[device] != NONE:
             ready[work.first[device]] = device_begin[device]
     for task in range(begins[4], begins[5]):
-        price = 2 * len(work.sum_is_norm) + task - begins[4]
+        price = 2 * len(work.sum_is_collective) + task - begins[4]
         for k in range(work.group_ptr[price], work.group_ptr[price + 1]):
             ready[task] = max(ready[task], device_begin[work.group[k]])
     for move in range(compute, sums):

@@ -21,6 +21,7 @@ from harness.plan.simulate.gathers import (
     plan_units,
     saved_bytes,
 )
+from harness.plan.simulate.reductions import reduction_columns
 from harness.plan.simulate.sharded_state import in_rounds, passing_bytes, shards_gradients
 from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
 from harness.plan.simulate.transfers import ADDS, COPIES, Edges, Floats, Ints, Sum
@@ -102,7 +103,7 @@ def lower(
         **_bucket_columns(buckets, triggers, gathers),
         **_cluster_columns(simulator),
         **_sum_columns(simulator, edges.sums, row_at),
-        **_reduction_columns(simulator, tables, buckets, gathers.units),
+        **reduction_columns(simulator, tables, buckets, gathers.units),
     )
     return Lowered(
         work=found,
@@ -213,51 +214,18 @@ def _sum_columns(simulator: Simulator, sums: Sequence[Sum], row_at: Ints) -> dic
     """Fields of `Work` about all-reduces within a microbatch."""
     sources, targets = [one.sources for one in sums], [one.targets for one in sums]
     returns = [
-        bool(one.is_norm or simulator.returns[one.operator]) and one.n_rounds[1] > 0 for one in sums
+        one.n_rounds[1] > 0
+        and bool(simulator.returns[one.operator] or (one.is_collective and one.passes is None))
+        for one in sums
     ]
     return {
-        "sum_is_norm": np.array([one.is_norm for one in sums], dtype=np.bool_),
+        "sum_is_collective": np.array([one.is_collective for one in sums], dtype=np.bool_),
         "sum_goes": np.array([one.n_rounds[0] > 0 for one in sums], dtype=np.bool_),
         "sum_returns": np.array(returns, dtype=np.bool_),
         "sum_source_ptr": pointers(sources),
         "sum_source": row_at[_flat(sources)],
         "sum_target_ptr": pointers(targets),
         "sum_target": row_at[_flat(targets)],
-    }
-
-
-def _reduction_columns(
-    simulator: Simulator, tables: Tables, buckets: Buckets, gathered: Sequence[Unit]
-) -> dict[str, Any]:
-    """Fields of `Work` about the costs of all-reduces, and of their halves: of all sums forward, of
-    all sums backward, of buckets, and of gathered weights."""
-    # (devices, bytes, share of an all-reduce) of each; sums count the bytes of the largest
-    # microbatch.
-    sums, sizes = tables.edge_rows().sums, buckets.n_bytes.astype(int).tolist()
-    wanted: list[tuple[tuple[int, ...], int, float]] = [
-        (
-            one.group,
-            round(one.n_bytes[way] * (1.0 if one.is_norm else tables.mean_size)),
-            one.n_rounds[way],
-        )
-        for way in (0, 1)
-        for one in sums
-    ]
-    wanted += zip(buckets.groups, sizes, buckets.n_rounds.tolist(), strict=True)
-    wanted += ((unit.group, unit.n_bytes, 0.5) for unit in gathered)
-    priced = [(simulator.network.all_reduce(group, n), share) for group, n, share in wanted]
-    pairs = [(r, share * seconds) for one, share in priced for r, seconds in one.occupied]
-    # A ring sends 2 (n - 1) / n of the bytes from each device, which receives as many.
-    sent = [4 * (len(group) - 1) / len(group) * n * share for group, n, share in wanted]
-    groups = [group for group, _, _ in wanted]
-    return {
-        "reduce_seconds": np.array([one.duration_s * share for one, share in priced]),
-        "reduce_ptr": pointers([one.occupied for one, _ in priced]),
-        "reduce_resource": np.array([resource for resource, _ in pairs], dtype=np.int64),
-        "reduce_occupied": np.array([seconds for _, seconds in pairs]),
-        "reduce_host_bytes": np.array(sent),
-        "group_ptr": pointers(groups),
-        "group": _flat(groups),
     }
 
 

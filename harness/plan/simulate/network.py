@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.domain.cluster import Cluster
+from harness.domain.key_forms import Rounds
 from harness.errors import ClusterError
 from harness.plan.simulate.options import AllReduce
 from harness.plan.simulate.transfers import Floats, Ints
@@ -186,8 +187,25 @@ class Network:
         spans_nodes = len({int(self.node_of[d]) for d in group}) > 1
         measured = self._curves.all_reduce_s(n, n_bytes, spans_nodes=spans_nodes)
         duration = ring_s if measured is None else measured
-        wire = 2 * (n - 1) / n * n_bytes
-        occupied = {self.stream_resource(d): duration for d in group}
+        return self._around(hops, duration, 2 * (n - 1) / n * n_bytes)
+
+    def pass_around(
+        self, group: tuple[int, ...], n_bytes: int, rounds: Rounds, hidden_s: float
+    ) -> Collective:
+        """Price messages that each device of a group sends to the next, the last one to the first.
+
+        Args:
+            hidden_s: seconds of computing beside the messages of each round, which are free.
+        """
+        hops = list(zip(group, (*group[1:], group[0]), strict=True))
+        each_s = max(self.transfer_s(a, b, n_bytes) for a, b in hops)
+        duration = rounds.alone * each_s
+        duration += sum(max(0.0, n * each_s - hidden_s) for n in rounds.beside if n)
+        return self._around(hops, duration, rounds.n_messages * n_bytes)
+
+    def _around(self, hops: Sequence[tuple[int, int]], duration: float, wire: float) -> Collective:
+        """Occupy the resources of a ring, over each of whose hops `wire` bytes go."""
+        occupied = {self.stream_resource(d): duration for d, _ in hops}
         for a, b in hops:
             occupied[self.link_resource(a, b)] = min(duration, wire / float(self.bandwidth[a, b]))
             source, target = int(self.node_of[a]), int(self.node_of[b])

@@ -15,7 +15,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from harness.domain.partition import n_replicas, volume
+from harness.domain.graph import Operator
+from harness.domain.key_forms import (
+    POSITIONS,
+    Rounds,
+    own_key_elements,
+    rounds,
+    scores_share,
+)
+from harness.domain.partition import Block, n_replicas, volume
 from harness.domain.routes import Parts, Pieces, are_read_together, find_pieces, summing_devices
 from harness.domain.strategy import OperatorPlan, copies_of
 
@@ -109,26 +117,39 @@ class Reader(NamedTuple):
     wants: Wants
 
 
-class Sum(NamedTuple):
-    """An all-reduce within a microbatch.
+class Passes(NamedTuple):
+    """One pass of an attention whose devices give each other keys and values.
 
     Attributes:
-        operator: operator whose output is summed, or batch norm, or loss.
-        is_norm: statistics of a batch norm or of a loss that is cut by classes, for which the
-            operator waits; else partial sums of an output, for which its readers wait.
-        n_bytes: bytes of one all-reduce, forward and backward.
-        n_rounds: number of consecutive all-reduces, forward and backward; may be 0.
+        hidden_s: seconds of computing in each round, beside which messages travel.
+    """
+
+    rounds: Rounds
+    hidden_s: float
+
+
+class Sum(NamedTuple):
+    """An all-reduce within a microbatch, or messages around a ring of devices.
+
+    Attributes:
+        operator: operator whose output is summed, or batch norm, or loss, or attention.
+        is_collective: the operator waits for it: statistics of a batch norm or of a loss that is
+            cut by classes, keys of an attention; else partial sums, for which its readers wait.
+        n_bytes: bytes of one all-reduce or message, forward and backward.
+        n_rounds: number of consecutive all-reduces or messages, forward and backward; may be 0.
+        passes: forward and backward of messages; None for an all-reduce.
         sources, targets: rows that hold the parts, and that read the sum (operator * n_devices +
             device).
     """
 
     operator: int
-    is_norm: bool
+    is_collective: bool
     group: tuple[int, ...]
     n_bytes: tuple[int, int]
     n_rounds: tuple[int, int]
     sources: tuple[int, ...]
     targets: tuple[int, ...]
+    passes: tuple[Passes, Passes] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +187,7 @@ def make_transfers(
         sums: all-reduces of the producer; if one sums its output, there are no other transfers.
     """
     nothing = np.zeros(0, dtype=np.int64)
-    if any(not one.is_norm for one in sums) or not readers:
+    if any(not one.is_collective for one in sums) or not readers:
         none, no = np.zeros(0), np.zeros(0, dtype=np.bool_)
         return Edges(nothing, nothing, none, none, no, no, sums)
     parts = []
@@ -204,7 +225,7 @@ def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tup
     return tuple(
         Sum(
             operator=producer,
-            is_norm=False,
+            is_collective=False,
             group=one.devices,
             n_bytes=(one.n_bytes, one.n_bytes),
             n_rounds=(int(one.goes), int(one.returns)),
@@ -228,7 +249,7 @@ def norm_sums(
     return tuple(
         Sum(
             operator=operator,
-            is_norm=True,
+            is_collective=True,
             group=tuple(sorted(devices)),
             n_bytes=(4 * (stop - start), 16 * (stop - start)),
             n_rounds=(2, 1),
@@ -245,13 +266,64 @@ def loss_sum(operator: int, n_devices: int, n_targets: int, devices: set[int]) -
     for each device and one more; forward only."""
     return Sum(
         operator=operator,
-        is_norm=True,
+        is_collective=True,
         group=tuple(sorted(devices)),
         n_bytes=(4 * n_targets * (len(devices) + 1), 1),
         n_rounds=(1, 0),
         sources=tuple(operator * n_devices + d for d in sorted(devices)),
         targets=(),
     )
+
+
+def key_sums(
+    operator: Operator,
+    position: int,
+    plan: OperatorPlan,
+    shape: dict[str, int],
+    blocks: Sequence[Block],
+    seconds: Sequence[Floats],
+    per_element: float,
+) -> tuple[Sum, ...]:
+    """Messages by which the devices of an attention give each other keys and values.
+
+    Args:
+        position: of the operator in the graph.
+        shape: of the operator, in the order of its blocks.
+        seconds: (n_devices,) forward and backward.
+    """
+    at = list(shape).index(POSITIONS)
+    rings: dict[Block, list[tuple[Block, int]]] = {}
+    for block, device in zip(blocks, plan.devices, strict=True):
+        rings.setdefault((*block[:at], *block[at + 1 :]), []).append((block, device))
+    found: list[Sum] = []
+    for ring in rings.values():
+        group = tuple(device for _, device in sorted(ring, key=lambda one: one[0][at]))
+        n_elements = max(
+            own_key_elements(operator, shape, dict(zip(shape, block, strict=True)))
+            for block, _ in ring
+        )
+        n_bytes = whole_bytes(math.ceil(n_elements), per_element)
+        share = scores_share(operator, shape) / len(group)
+        ways = [
+            Passes(
+                rounds(plan.keys, len(group), is_backward=bool(way)),
+                share * float(max(each[device] for device in group)),
+            )
+            for way, each in enumerate(seconds)
+        ]
+        found.append(
+            Sum(
+                operator=position,
+                is_collective=True,
+                group=group,
+                n_bytes=(n_bytes, n_bytes),
+                n_rounds=(ways[0].rounds.n_messages, ways[1].rounds.n_messages),
+                sources=tuple(position * len(seconds[0]) + device for device in group),
+                targets=(),
+                passes=(ways[0], ways[1]),
+            )
+        )
+    return tuple(found)
 
 
 def whole_bytes(volume: int, per_element: float) -> int:

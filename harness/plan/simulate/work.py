@@ -33,7 +33,7 @@ class Work(NamedTuple):
     nic: Any  # (nodes,)
     node_of: Any  # (D,)
     host_s_per_byte: Any  # (D,) overhead: seconds of computation per byte sent or received
-    sum_is_norm: Any  # (C,)
+    sum_is_collective: Any  # (C,)
     sum_goes: Any  # (C,)
     sum_returns: Any  # (C,)
     sum_source_ptr: Any  # (C + 1,) into sum_source
@@ -73,7 +73,7 @@ class Links(NamedTuple):
 
 @compiled
 def n_buckets(work: Any) -> int:
-    return len(work.reduce_seconds) - 2 * len(work.sum_is_norm)
+    return len(work.reduce_seconds) - 2 * len(work.sum_is_collective)
 
 
 @compiled
@@ -81,7 +81,7 @@ def offsets(work: Any) -> Any:
     """First numbers of transfers, backward transfers, sums, backward sums, buckets; and the end."""
     compute = N_PASSES * work.n_microbatches * len(work.device_of)
     moves = work.n_microbatches * len(work.edge_bytes)
-    sums = work.n_microbatches * len(work.sum_is_norm)
+    sums = work.n_microbatches * len(work.sum_is_collective)
     end = compute + 2 * moves + 2 * sums
     return (
         compute,
@@ -167,7 +167,7 @@ def count_waits(work: Any) -> Any:
     """Number of dependencies of each task."""
     rows, n_edges, m = len(work.device_of), len(work.edge_bytes), work.n_microbatches
     compute, back, sums, sums_back, buckets, end = offsets(work)
-    n_sums = len(work.sum_is_norm)
+    n_sums = len(work.sum_is_collective)
     waits = np.zeros(end, np.int64)
     for t in range(len(work.trigger_task)):
         waits[buckets + work.trigger_bucket[t]] += 1
@@ -189,7 +189,9 @@ def count_waits(work: Any) -> Any:
                 waits[sums + k * n_sums + c] = n_sources
             if work.sum_returns[c]:
                 n_targets = work.sum_target_ptr[c + 1] - work.sum_target_ptr[c]
-                waits[sums_back + k * n_sums + c] = n_sources if work.sum_is_norm[c] else n_targets
+                waits[sums_back + k * n_sums + c] = (
+                    n_sources if work.sum_is_collective[c] else n_targets
+                )
             for is_back in range(2):
                 n_freed, freed = freed_by_sum(work, c, k, is_back == 1)
                 for i in range(n_freed):
@@ -208,7 +210,7 @@ def freed_by_sum(work: Any, c: int, microbatch: int, is_back: bool) -> Any:
     base = (which * m + microbatch) * rows
     if not (work.sum_returns[c] if is_back else work.sum_goes[c]):
         return 0, np.empty(0, np.int64)
-    if work.sum_is_norm[c]:
+    if work.sum_is_collective[c]:
         low, high = work.sum_source_ptr[c], work.sum_source_ptr[c + 1]
         freed = np.empty(high - low, np.int64)
         n = 0
@@ -229,7 +231,7 @@ def freed_by_sum(work: Any, c: int, microbatch: int, is_back: bool) -> Any:
 def reduce_of(work: Any, begins: Any, task: int) -> Any:
     """(position of its price, sum or NONE, microbatch, whether backward) of an all-reduce."""
     _, _, sums, sums_back, buckets, _ = begins
-    n_sums = len(work.sum_is_norm)
+    n_sums = len(work.sum_is_collective)
     if task >= buckets:
         return 2 * n_sums + task - buckets, NONE, 0, False
     is_back = task >= sums_back

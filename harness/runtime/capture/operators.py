@@ -84,7 +84,13 @@ def _embedding(module: nn.Embedding | nn.EmbeddingBag) -> Attributes:
 
 
 def _attention(module: nn.MultiheadAttention) -> Attributes:
-    return {"n_heads": module.num_heads, "in_features": module.embed_dim}
+    has_more = module.bias_k is not None or module.add_zero_attn or not module.batch_first
+    drops = module.training and module.dropout > 0
+    return {
+        "n_heads": module.num_heads,
+        "in_features": module.embed_dim,
+        "key_features": 0 if has_more or drops else 2 * module.embed_dim,
+    }
 
 
 def _grouped_attention(module: GroupedAttention) -> Attributes:
@@ -92,6 +98,7 @@ def _grouped_attention(module: GroupedAttention) -> Attributes:
     return {
         "n_heads": module.n_groups,  # groups are what can be cut
         "in_features": module.width,
+        "key_features": 2 * module.n_groups * form.head_dim,
         "queries_per_group": form.queries_per_group,
         "is_causal": form.is_causal,
         "has_rotary": form.rotary_base is not None,

@@ -50,7 +50,7 @@ from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import find_messages, shared_sums
 from harness.runtime.executor.transport.moves import Moves
-from harness.runtime.executor.transport.partial_sums import norm_reducer
+from harness.runtime.executor.transport.partial_sums import key_passer, norm_reducer
 from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
@@ -181,7 +181,7 @@ class ExecutorEngine:
             self._groups,
             self._timetable.order,
             sums={s.devices for f in forms.values() for s in shared_sums(f.layout).values()},
-            norms={devices for form in forms.values() for devices in form.norm_groups()},
+            collectives={group for form in forms.values() for group in form.collective_groups()},
         )
         found: dict[int, tuple[Program, Moves]] = {}
         self._gradients.plan_joining(forms[sizes[-1]].layout)
@@ -199,6 +199,7 @@ class ExecutorEngine:
             device=self._world.rank,
             weights=self.weights,
             reduce_over=partial(norm_reducer, self._channels, self._phases),
+            pass_over=partial(key_passer, self._channels, self._phases),
             random=self._random,
             gradients=self._gradients,
         )

@@ -10,6 +10,7 @@ Sources: Vaswani et al., 2017; Su et al., "RoFormer", 2021 (rotary positions); R
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +55,12 @@ class Projections(NamedTuple):
     bias_table: Tensor | None
 
 
+# Mixes the values of one block of queries: called with the form, queries (samples, heads, queries,
+# features of a head), keys and values (samples, groups, positions, features), the table of relative
+# positions, the mask and the position of the first query; returns the shape of the queries.
+Mix = Callable[[AttentionForm, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int], Tensor]
+
+
 def attend(
     form: AttentionForm,
     weights: Projections,
@@ -62,6 +69,8 @@ def attend(
     mask: Tensor | None = None,
     *,
     first: int = 0,
+    first_key: int = 0,
+    mix: Mix | None = None,
 ) -> Tensor:
     """Compute the attention of the heads whose weights are given.
 
@@ -69,7 +78,9 @@ def attend(
         queries: (samples, queries, width).
         memory: (samples, positions, width).
         mask: (samples, positions), true where a position counts; None: all do.
-        first: position of the first query, for causal masks and encoded positions.
+        first, first_key: position of the first query, and of the first one in `memory`, for causal
+            masks and encoded positions.
+        mix: `mix_values` by default.
 
     Returns:
         (samples, queries, width); the sum over parts of the heads is the whole attention.
@@ -79,17 +90,29 @@ def attend(
     v = split_heads(memory, weights.value, weights.value_bias, form.head_dim)
     if form.rotary_base is not None:
         q = _rotated(q, form.rotary_base, first)
-        k = _rotated(k, form.rotary_base, 0)
+        k = _rotated(k, form.rotary_base, first_key)
+    mixed = (mix or mix_values)(form, q, k, v, weights.bias_table, mask, first)
+    return F.linear(mixed.transpose(1, 2).flatten(2), weights.out, weights.out_bias)
+
+
+def mix_values(
+    form: AttentionForm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    mask: Tensor | None,
+    first: int,
+) -> Tensor:
+    """Mix values of all positions; see `Mix`."""
     if form.queries_per_group > 1:
         k = k.repeat_interleave(form.queries_per_group, dim=1)
         v = v.repeat_interleave(form.queries_per_group, dim=1)
-    is_plain = mask is None and weights.bias_table is None
+    is_plain = mask is None and table is None
     if is_plain and (not form.is_causal or (first == 0 and q.shape[2] == k.shape[2])):
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=form.is_causal)
-    else:
-        scores = _score_bias(form, weights.bias_table, q, k, mask, first)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=scores)
-    return F.linear(mixed.transpose(1, 2).flatten(2), weights.out, weights.out_bias)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=form.is_causal)
+    scores = score_bias(form, table, q, k, mask, first)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=scores)
 
 
 def split_heads(x: Tensor, weight: Tensor, bias: Tensor | None, head_dim: int) -> Tensor:
@@ -110,7 +133,7 @@ def _rotated(x: Tensor, base: float, first: int) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def _score_bias(
+def score_bias(
     form: AttentionForm,
     table: Tensor | None,
     q: Tensor,

@@ -8,7 +8,11 @@ from typing import Literal
 import msgspec
 import torch
 from equivalence_models import SMALL_MODELS, min_microbatch, small_graph, small_task
-from equivalence_strategies import random_strategy, with_copies
+from equivalence_strategies import (
+    random_strategy,
+    with_attention_by_positions,
+    with_copies,
+)
 
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import SHARD_STATES, ShardState, Strategy
@@ -17,6 +21,7 @@ from harness.runtime.engines.optimizers import OptimizerOptions
 from harness.runtime.models.task import IGNORED, InputSpec, Task
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+_ATTENTIVE = ("vit", "gpt2", "llama", "bert_span", "t5")
 _OPTIMIZERS = {
     "sgd": OptimizerOptions(name="sgd", learning_rate=0.01, momentum=0.9, weight_decay=1e-3),
     # For the real depths, which steps of the usual length drive into chaos.
@@ -121,6 +126,25 @@ def random_case(seed: int, index: int) -> Case:
         optimizer="adamw" if kind < 0.25 else "sgd",
         dropout="exact" if has_dropout else "off",
         dtype="float32" if 0.25 < kind < 0.375 else "float64",
+    )
+
+
+def attention_case(seed: int, index: int) -> Case:
+    """Case `index` of a series of models with attention, most of which is cut by positions."""
+    rng = Random(f"attention {seed}/{index}")
+    which, at = divmod(index, len(_ATTENTIVE))
+    model, at = _ATTENTIVE[at], which + at
+    n_ranks, schedule = (2, 3, 4)[at % 3], SCHEDULE_NAMES[at % 4]
+    graph = small_graph(model)
+    strategy = random_strategy(rng, graph, n_ranks, rng.randint(4, 7), schedule=schedule)
+    strategy = with_attention_by_positions(rng, strategy, graph)
+    return Case(
+        name=f"attention, seed {seed} case {index}",
+        model=model,
+        n_ranks=n_ranks,
+        strategy=strategy,
+        seed=index,
+        optimizer="adamw" if rng.random() < 0.25 else "sgd",
     )
 
 

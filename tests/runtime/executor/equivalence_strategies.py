@@ -11,9 +11,16 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
+from harness.domain.key_forms import POSITIONS, key_forms
 from harness.domain.partition import REPLICA, SAMPLE, Cut, count_parts, cut_dim
 from harness.domain.schedule import ScheduleName
-from harness.domain.sharding import cuttable_dims, full_shape, has_tasks, may_have_copies
+from harness.domain.sharding import (
+    HEADS,
+    cuttable_dims,
+    full_shape,
+    has_tasks,
+    may_have_copies,
+)
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import StrategyError
 from harness.plan.builders import (
@@ -260,6 +267,30 @@ def with_copies(rng: Random, strategy: Strategy, graph: Graph) -> Strategy:
         others = [rng.sample([d for d in group if d != own], n - 1) for own in plan.devices]
         devices = [d for own, more in zip(plan.devices, others, strict=True) for d in (own, *more)]
         plans[op.name] = OperatorPlan({**plan.partition, REPLICA: n}, devices, plan.stage)
+    return msgspec.structs.replace(strategy, operators=plans)
+
+
+def with_attention_by_positions(rng: Random, strategy: Strategy, graph: Graph) -> Strategy:
+    """Cut most attentions by positions over their stage's devices, some by heads or samples too,
+    whose keys and values get where they are wanted in any way."""
+    groups, plans = strategy.stage_devices(), dict(strategy.operators)
+    smallest = min(strategy.microbatch_sizes())
+    for op in graph.operators:
+        shape = full_shape(op, batch=smallest, graph_batch=graph.batch)
+        if op.kind != "attention" or POSITIONS not in cuttable_dims(op, shape):
+            continue
+        plan = plans[op.name]
+        devices = rng.sample(groups[plan.stage], len(groups[plan.stage]))
+        if len(devices) < 2 or rng.random() < 0.2:
+            continue
+        cuts: dict[str, Cut] = {POSITIONS: len(devices)}
+        second = rng.choice([HEADS, SAMPLE])
+        if len(devices) == 4 and shape[second] > 1 and rng.random() < 0.5:
+            cuts = {POSITIONS: 2, second: 2}
+        elif rng.random() < 0.4:
+            cuts = {POSITIONS: [rng.randint(1, 2) for _ in devices]}
+        keys = rng.choice(key_forms(op, graph))
+        plans[op.name] = OperatorPlan(cuts, devices, plan.stage, keys)
     return msgspec.structs.replace(strategy, operators=plans)
 
 

@@ -83,7 +83,8 @@ def simulated(graph, strategy, n_ranks, dtype):
             moved[a, b, False] += size
         if edges.returns[k] and simulator.returns[op]:
             moved[b, a, True] += size
-    sums = {(one.group, *(n > 0 for n in one.n_rounds)) for one in edges.sums if not one.is_norm}
+    partial = (one for one in edges.sums if not one.is_collective)
+    sums = {(one.group, *(n > 0 for n in one.n_rounds)) for one in partial}
     return dict(moved), sums
 
 

@@ -12,6 +12,7 @@ from equivalence_reference import train_alone
 from equivalence_training import train_in_fp16
 from msgspec.structs import replace
 
+from harness.domain.partition import count_parts
 from harness.domain.strategy import OperatorPlan
 from harness.runtime.capture.capture import capture
 from harness.runtime.executor.geometry.values import MetaModel
@@ -30,28 +31,47 @@ def test_a_model_of_text_trains_what_one_device_trains(model, name, ranks):
     assert first_beyond(found, trained_alone(model), FLOAT64_TOLERANCES["sgd"]) is None
 
 
-@pytest.mark.parametrize("model", ["llama", "t5"])
-def test_attention_by_positions_trains_what_one_device_trains(model, ranks):
-    """Each device has some queries, and gathers keys and values."""
+@pytest.mark.parametrize(
+    ("model", "cuts", "keys"),
+    [
+        ("llama", {"seq": 2}, "input"),
+        ("t5", {"seq": 2}, "gathered"),  # masks, relative positions, another sequence's keys
+        ("llama", {"seq": 3}, "gathered"),
+        ("t5", {"seq": 3}, "ring"),
+        ("bert_span", {"seq": [1, 3]}, "ring"),
+        ("vit", {"seq": 3}, "ring"),  # nn.MultiheadAttention
+        ("gpt2", {"seq": 2, "heads": 2}, "ring"),
+        ("llama", {"seq": 4}, "ring"),
+    ],
+)
+def test_attention_by_positions_trains_what_one_device_trains(model, cuts, keys, ranks):
     case = make_case(model, "tensor parallel")
+    n_ranks = count_parts(cuts)
     kinds = {op.name: op.kind for op in small_graph(model).operators}
+    plan = OperatorPlan(cuts, list(range(n_ranks))[::-1], keys=keys)
     plans = {
-        name: OperatorPlan({"seq": 2}, [0, 1]) if kinds[name] == "attention" else plan
-        for name, plan in case.strategy.operators.items()
+        name: plan if kinds[name] == "attention" else own
+        for name, own in case.strategy.operators.items()
     }
-    case = replace(case, strategy=replace(case.strategy, operators=plans))
+    strategy = replace(case.strategy, operators=plans)
+    case = replace(case, n_ranks=n_ranks, strategy=strategy)
+    forms = {form for name, form in forms_of(case).of.items() if kinds[name] == "attention"}
+    assert forms == {"shard" if keys == "input" else "collective"}
     found = ranks.train(case)
     assert first_beyond(found, trained_alone(model), FLOAT64_TOLERANCES["sgd"]) is None
 
 
+def forms_of(case):
+    """The forms of all operators for a whole batch, and the layout."""
+    task, batch = case.make_task(), case.strategy.batch
+    captured = capture(task, batch, case.model)
+    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
+    return choose_forms(captured, meta, ExecutorPlan(strategy=case.strategy), [batch])[batch]
+
+
 def received(model, name):
     """Elements that device 0 receives in a forward pass, by value; and the forms of operators."""
-    case = make_case(model, name)
-    task = case.make_task()
-    captured = capture(task, case.strategy.batch, model)
-    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
-    plan = ExecutorPlan(strategy=case.strategy)
-    forms = choose_forms(captured, meta, plan, [case.strategy.batch])[case.strategy.batch]
+    forms = forms_of(make_case(model, name))
     found: Counter[str] = Counter()
     for want in forms.layout.wants:
         if want.device == 0:
@@ -72,7 +92,7 @@ def test_tensor_parallel_moves_half_of_each_sum_and_no_logits(model, of_table):
     assert (norms, sums, found["tokens_1"]) == (10 * quarter, 8 * quarter, of_table * quarter)
     assert sum(found.values()) == (18 + of_table) * quarter
     assert "gathered" not in forms.values()
-    assert forms["loss"] == "norm"
+    assert forms["loss"] == "collective"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -208,8 +208,11 @@ class Layout:
     def wanted(self, part: Part, argument: int, node: fx.Node) -> Block:
         """The region of a value that a task reads."""
         operator, shape = self.operators[part.operator], self.shapes[part.operator]
-        block = self.computed(part)
-        return input_block(operator, shape, block, self.value_shape(node), argument=argument)
+        block, sizes = self.computed(part), self.value_shape(node)
+        has_own_keys = self.plan(part.operator).keys != "input"
+        return input_block(
+            operator, shape, block, sizes, argument=argument, has_own_keys=has_own_keys
+        )
 
     def computed(self, part: Part) -> Block:
         """The block that a task computes; larger than its own if the operator is gathered."""

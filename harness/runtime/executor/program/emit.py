@@ -25,12 +25,14 @@ from harness.runtime.executor.program.program import (
     WantKey,
     WeightKey,
 )
+from harness.runtime.executor.shards.attention import MixingShard
 from harness.runtime.executor.shards.batch_norm import BatchNormShard, Reduce, make_batch_norm
 from harness.runtime.executor.shards.forms import (
     Forms,
     attribute_of,
+    collective_devices,
+    key_blocks,
     node_sources,
-    norm_devices,
     spec_of,
 )
 from harness.runtime.executor.shards.inplace import COPIES, out_of_place
@@ -38,6 +40,7 @@ from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.executor.shards.loss import CutCrossEntropy, LossPart
 from harness.runtime.executor.shards.pointwise import RandomState, make_dropout
 from harness.runtime.executor.shards.regions import Crop, RegionMap, Relative, assembled
+from harness.runtime.executor.shards.ring import KeyRing, Pass, make_mix
 from harness.runtime.executor.state.weights import Weights
 from harness.runtime.models.task import Task
 
@@ -69,6 +72,7 @@ class DeviceTasks:
     Attributes:
         weights: weights of this device, shared by its programs.
         reduce_over: makes an operator's sum over devices, for global batch norm.
+        pass_over: makes the function by which devices pass on an attention's keys.
         random: source of exact dropout.
         gradients: computes gradients of weights outside of autograd where that pays.
     """
@@ -79,6 +83,7 @@ class DeviceTasks:
     device: int
     weights: Weights
     reduce_over: Callable[[str, tuple[int, ...]], Reduce]
+    pass_over: Callable[[str, tuple[int, ...]], Pass]
     random: RandomState
     gradients: WeightGradients
 
@@ -152,8 +157,16 @@ class SegmentBuilder:
             return make_dropout(spec, layout.position[part.operator], device.random)
         if form == "shard":
             return make_shard(spec)
-        devices = norm_devices(layout, part)
-        return make_batch_norm(spec, device.reduce_over(part.operator, devices))
+        devices = collective_devices(layout, part)
+        if not spec.has_own_keys:
+            return make_batch_norm(spec, device.reduce_over(part.operator, devices))
+        shard, keys = make_shard(spec), layout.plan(part.operator).keys
+        assert isinstance(shard, MixingShard), "forms.py has made it before"
+        start = device.pass_over(part.operator, devices)
+        shard.mix = make_mix(
+            keys, KeyRing(key_blocks(layout, part), devices.index(part.device), start)
+        )
+        return shard
 
     def _earlier(self, part: Part) -> list[Part]:
         """Earlier tasks of the same operator on this device."""
@@ -179,11 +192,11 @@ class SegmentBuilder:
         name, blocks = part.operator, self._layout.parts[part.operator]
         classes = dict(zip(self._layout.shapes[name], part.block, strict=True)).get(CONTRACTION)
         loss: nn.Module
-        if form == "norm":
+        if form == "collective":
             assert classes is not None
             at = list(self._layout.shapes[name]).index(SAMPLE)
             same = [p.index for p in blocks if p.block[at] == part.block[at]]
-            reduce = self._device.reduce_over(name, norm_devices(self._layout, part))
+            reduce = self._device.reduce_over(name, collective_devices(self._layout, part))
             loss = CutCrossEntropy(classes, same.index(part.index), len(same), reduce)
         else:
             is_zero = form == "gathered" and classes is not None and classes[0] > 0

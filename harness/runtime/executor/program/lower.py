@@ -59,10 +59,13 @@ class Lowering:
         for part in draft.parts:
             builder.add(part)
         inside = {(part.operator, part.index) for part in draft.parts}
-        is_norm = self._tasks.forms.of[draft.parts[0].operator] == "norm"  # then the only one
+        # The only task, if there is one.
+        is_collective = self._tasks.forms.of[draft.parts[0].operator] == "collective"
         outputs = sorted(key for key in needed if (key.operator, key.part) in inside)
         outputs += [
-            key for key in builder.values if key.value == "loss" or (is_norm and key not in needed)
+            key
+            for key in builder.values
+            if key.value == "loss" or (is_collective and key not in needed)
         ]
         return Segment(
             module=builder.finish(outputs, stage),
@@ -70,7 +73,7 @@ class Lowering:
             outputs=tuple(outputs),
             fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),
             sends=tuple(draft.sends),
-            is_norm=is_norm,
+            is_collective=is_collective,
             units=draft.units,
             is_differentiable=any(
                 key.value == "loss" or key.value in self._layout.differentiable for key in outputs

@@ -130,8 +130,8 @@ class Segment:
         module: called with the inputs in order; returns the outputs as a tuple.
         fetches: wants that must arrive before it, first used by this segment.
         sends: pieces of its outputs that other devices read, in order.
-        is_norm: it is a batch norm with global statistics, so other devices wait for it, forward
-            and backward, even if its output is unused.
+        is_collective: other devices wait for it within its task, forward and backward, even if its
+            output is unused.
         is_differentiable: whether a gradient flows back through it.
         units: numbers of the units of freed weights that it uses.
         is_apart: whether its tasks are of `Captured.apart`.
@@ -142,7 +142,7 @@ class Segment:
     outputs: tuple[PartKey, ...]
     fetches: tuple[Want, ...]
     sends: tuple[Route, ...]
-    is_norm: bool
+    is_collective: bool
     is_differentiable: bool
     units: frozenset[int] = frozenset()
     is_apart: bool = False
@@ -192,7 +192,7 @@ class Draft:
     Attributes:
         fetches: wants that must arrive before it, first used by this segment.
         sends: pieces of its outputs that other devices read, in order.
-        waits: whether it waits for other devices: for fetches or statistics of a batch norm.
+        waits: whether it waits for other devices: for fetches or within a collective task.
         units: numbers of the units of freed weights that it uses.
         is_apart: whether its tasks are of `Captured.apart`.
     """
@@ -231,12 +231,12 @@ def _drafts(
     for part in layout.tasks(device, stage):
         wants = [want for _, want in layout.reads(part)]
         missing = {w.number: w for w in wants if w.is_exchanged and w.number not in fetched}
-        is_norm = forms.of[part.operator] == "norm"
+        is_collective = forms.of[part.operator] == "collective"
         units = forms.units.get((part.operator, device), frozenset())
         is_next = bool(draft.units) and not units <= draft.units
         is_apart = part.operator in layout.captured.apart
         is_next |= is_apart != draft.is_apart
-        if draft.parts and (missing or is_norm or is_next):
+        if draft.parts and (missing or is_collective or is_next):
             drafts.append(draft)
             draft = Draft()
         draft.is_apart = is_apart
@@ -244,8 +244,8 @@ def _drafts(
         fetched.update(missing)  # in place, for later stages
         draft.parts.append(part)
         draft.units |= units
-        draft.waits |= bool(missing) or is_norm
-        if is_norm or part in outgoing:
+        draft.waits |= bool(missing) or is_collective
+        if is_collective or part in outgoing:
             draft.sends = outgoing.get(part, [])
             drafts.append(draft)
             draft = Draft()

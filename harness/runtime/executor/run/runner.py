@@ -347,7 +347,7 @@ class Runner:
             if key.value == "loss":
                 outputs.append(output)
                 gradients.append(None)
-            elif flight.leaves[key].grad is not None or segment.is_norm:
+            elif flight.leaves[key].grad is not None or segment.is_collective:
                 outputs.append(output)
                 gradients.append(flight.gradient(key))
         if not outputs:

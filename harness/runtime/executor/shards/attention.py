@@ -14,18 +14,32 @@ from harness.runtime.executor.shards.regions import Region, regions
 from harness.runtime.models.attention import (
     AttentionForm,
     GroupedAttention,
+    Mix,
     Projections,
     attend,
+    mix_values,
     split_heads,
 )
 
 
-class GroupedAttentionShard(Shard):
+class MixingShard(Shard):
+    """A part of an attention.
+
+    Attributes:
+        mix: mixes values; replaced where devices give each other keys and values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix: Mix = mix_values
+
+
+class GroupedAttentionShard(MixingShard):
     """Some heads for some queries over the whole memory.
 
     Args:
         groups: the block's groups of heads; the part with group 0 adds the output's bias.
-        first: position of the block's first query.
+        first, first_key: positions of the block's first query and first key.
         inward: one region per input.
     """
 
@@ -35,10 +49,11 @@ class GroupedAttentionShard(Shard):
         form: AttentionForm,
         groups: Interval,
         first: int,
+        first_key: int,
         inward: list[Region],
     ) -> None:
         super().__init__()
-        self._form, self._first, self._inward = form, first, inward
+        self._form, self._first, self._first_key, self._inward = form, first, first_key, inward
         heads = groups[0] * form.queries_per_group, groups[1] * form.queries_per_group
         wide = heads[0] * form.head_dim, heads[1] * form.head_dim
         narrow = groups[0] * form.head_dim, groups[1] * form.head_dim
@@ -59,7 +74,8 @@ class GroupedAttentionShard(Shard):
     def forward(self, *inputs: Tensor) -> Tensor:
         taken = [each.take(x) for each, x in zip(self._inward, inputs, strict=True)]
         weights = Projections(*(getattr(self, name) for name in Projections._fields))
-        return attend(self._form, weights, *taken, first=self._first)
+        first, first_key = self._first, self._first_key
+        return attend(self._form, weights, *taken, first=first, first_key=first_key, mix=self.mix)
 
 
 def make_grouped_attention(part: ShardSpec) -> GroupedAttentionShard | None:
@@ -72,17 +88,20 @@ def make_grouped_attention(part: ShardSpec) -> GroupedAttentionShard | None:
     needed: list[Block] = []
     for index, wanted in enumerate(part.wanted):
         positions, *rest = [(0, size) for size in wanted.shape.values()][1:]
-        needed.append((part.output[0], part.output[1] if index == 0 else positions, *rest))
+        is_own = index == 0 or (index == 1 and part.has_own_keys)
+        needed.append((part.output[0], part.output[1] if is_own else positions, *rest))
     inward = regions(part, needed)
     if inward is None:
         return None
-    return GroupedAttentionShard(part, module.form, groups, part.output[1][0], inward)
+    first = part.output[1][0]
+    first_key = first if part.has_own_keys else 0
+    return GroupedAttentionShard(part, module.form, groups, first, first_key, inward)
 
 
 _ROLES = ("query", "key", "value")
 
 
-class AttentionShard(Shard):
+class AttentionShard(MixingShard):
     """Some heads of an attention for some queries over whole sequences of keys and values.
 
     Args:
@@ -145,7 +164,11 @@ class AttentionShard(Shard):
             for role, source in zip(_ROLES, self._roles, strict=True)
         )
         dropout = self._dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        if dropout:
+            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        else:
+            form = AttentionForm(head_dim=self._head_dim)
+            mixed = self.mix(form, query, key, value, None, None, 0)
         return F.linear(mixed.transpose(1, 2).flatten(2), self.out_weight, self.out_bias)
 
 
@@ -163,7 +186,8 @@ def make_attention(part: ShardSpec) -> AttentionShard | None:
     needed: list[Block] = []
     for index, wanted in enumerate(part.wanted):
         _, n_positions, *_, n_features = wanted.shape.values()
-        positions = part.output[1] if index == roles[0] else (0, n_positions)
+        is_own = index == roles[0] or part.has_own_keys
+        positions = part.output[1] if is_own else (0, n_positions)
         needed.append((part.output[0], positions, (0, n_features)))
     inward = regions(part, needed)
     if inward is None:

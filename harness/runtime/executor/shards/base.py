@@ -55,6 +55,7 @@ class ShardSpec:
             whole output, then of its partial dims.
         block: one interval for each of these dims.
         wanted: one for each input of the operator.
+        has_own_keys: an attention projects keys and values of its block's positions only.
     """
 
     operator: Operator
@@ -63,6 +64,7 @@ class ShardSpec:
     shape: dict[str, int]
     block: Block
     wanted: Sequence[Wanted]
+    has_own_keys: bool = False
 
     @property
     def dims(self) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """Choose how each operator's tasks are computed, by the strategy only, so equally on every rank.
 
-native    the model's node: the operator is whole, or cut along samples only
-shard     a module made for the block
-norm      batch norm with global statistics, or a loss that is cut by classes
-dropout   dropout by the block of the whole tensor's mask
-gathered  the whole operator for the task's samples, cropped to the block (logs a warning)
+native      the model's node: the operator is whole, or cut along samples only
+shard       a module made for the block
+collective  devices communicate within it: batch norm with global statistics, a loss that is cut by
+            classes, an attention whose devices give each other keys and values
+dropout     dropout by the block of the whole tensor's mask
+gathered    the whole operator for the task's samples, cropped to the block (logs a warning)
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Literal
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from harness.domain.partition import SAMPLE, count_parts, n_parts, n_replicas
+from harness.domain.key_forms import POSITIONS
+from harness.domain.partition import SAMPLE, Interval, count_parts, n_parts, n_replicas
 from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import Strategy
 from harness.errors import ModelError, StrategyError
@@ -44,7 +46,7 @@ from harness.runtime.executor.state.weights import Holders, Use, canonical_names
 
 _log = logging.getLogger(__name__)
 
-Form = Literal["native", "shard", "norm", "dropout", "gathered"]
+Form = Literal["native", "shard", "collective", "dropout", "gathered"]
 
 
 @dataclass(frozen=True)
@@ -69,23 +71,42 @@ class Forms:
                     key = names[use.position], use.device
                     self.units[key] = self.units.get(key, frozenset()) | {number}
 
-    def norm_groups(self) -> set[tuple[int, ...]]:
-        """The sets of devices that sum the statistics of a batch norm."""
+    def collective_groups(self) -> set[tuple[int, ...]]:
+        """The sets of devices that communicate within a task, ascending."""
         return {
-            norm_devices(self.layout, part)
+            tuple(sorted(collective_devices(self.layout, part)))
             for name, form in self.of.items()
-            if form == "norm"
+            if form == "collective"
             for part in self.layout.parts[name]
         }
 
 
-def norm_devices(layout: Layout, part: Part) -> tuple[int, ...]:
+def collective_devices(layout: Layout, part: Part) -> tuple[int, ...]:
     """The devices that normalise the same features as a task of a batch norm, or that have the
-    same samples of a loss, ascending."""
+    same samples of a loss, ascending; or the other positions of an attention, in their order."""
+    if layout.plan(part.operator).keys != "input":
+        return tuple(each.device for each in _along_positions(layout, part))
     dims = list(layout.shapes[part.operator])
     at = dims.index("feature" if part.operator in layout.captured.nodes else SAMPLE)
     same = [p for p in layout.parts[part.operator] if p.block[at] == part.block[at]]
     return tuple(sorted(p.device for p in same))
+
+
+def key_blocks(layout: Layout, part: Part) -> tuple[Interval, ...]:
+    """The positions of each of an attention's `collective_devices`."""
+    at = list(layout.shapes[part.operator]).index(POSITIONS)
+    return tuple(each.block[at] for each in _along_positions(layout, part))
+
+
+def _along_positions(layout: Layout, part: Part) -> list[Part]:
+    """The parts of an attention that differ from one in their positions alone, in their order."""
+    at = list(layout.shapes[part.operator]).index(POSITIONS)
+    same = [
+        each
+        for each in layout.parts[part.operator]
+        if (*each.block[:at], *each.block[at + 1 :]) == (*part.block[:at], *part.block[at + 1 :])
+    ]
+    return sorted(same, key=lambda each: each.block[at])
 
 
 def choose_forms(
@@ -140,7 +161,7 @@ class _Chooser:
             unable = {
                 name
                 for name, form in forms.items()
-                if form == "shard" and any(s is None for s in self._shards(layout, name))
+                if self._is_made(name, form) and any(s is None for s in self._shards(layout, name))
             }
             holders = self._holders(layout, forms, unable)
             for name in holders.conflicts():
@@ -158,6 +179,11 @@ class _Chooser:
             self._captured, self._meta, self._strategy, self._samples, gathered, frozenset(norms)
         )
 
+    def _is_made(self, name: str, form: Form) -> bool:
+        """Whether `make_shard` makes its tasks."""
+        keys = self._strategy.operators[name].keys
+        return form == "shard" or (form == "collective" and keys != "input")
+
     def _first_choice(self, name: str) -> Form:
         node = self._captured.nodes.get(name)
         plan = self._strategy.operators[name]
@@ -166,7 +192,7 @@ class _Chooser:
             if n_parts(partition.get(CONTRACTION, 1)) == 1:
                 return "native"
             is_apart = len(set(plan.devices)) == len(plan.devices)  # as for norms, below
-            return "norm" if is_apart and n_replicas(partition) == 1 else "gathered"
+            return "collective" if is_apart and n_replicas(partition) == 1 else "gathered"
         _check_is_not_synchronised(name, node, self._captured.module)
         has_copies = n_replicas(partition) > 1
         if has_copies:
@@ -178,7 +204,9 @@ class _Chooser:
         if self._needs_global_statistics(name):
             # Two tasks on one device would deadlock in the same all-reduce.
             devices = self._strategy.operators[name].devices
-            return "norm" if len(set(devices)) == len(devices) else "gathered"
+            return "collective" if len(set(devices)) == len(devices) else "gathered"
+        if plan.keys != "input":
+            return "collective"
         n_by_samples = n_parts(partition.get(SAMPLE, 1)) * n_replicas(partition)
         is_by_samples = count_parts(partition) == n_by_samples
         return "native" if is_by_samples else "shard"
@@ -210,9 +238,9 @@ class _Chooser:
                 continue
             whole = whole_sources(layout, name, self._meta.module)
             shards: list[Shard | None] = [None] * len(layout.parts[name])
-            if name not in unable and form == "shard":
+            if name not in unable and self._is_made(name, form):
                 shards = self._shards(layout, name)
-            elif name not in unable and form == "norm":
+            elif name not in unable and form == "collective":
                 shards = [make_batch_norm(one) for one in self._specs(layout, name)]
             for part, shard in zip(layout.parts[name], shards, strict=True):
                 sources = whole if shard is None else list(shard.sources.values())
@@ -317,6 +345,7 @@ def spec_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> Shard
             Wanted(layout.value_shape(node), layout.wanted(part, argument, node))
             for argument, node in enumerate(layout.arguments(part.operator))
         ],
+        has_own_keys=layout.plan(part.operator).keys != "input",
     )
 
 

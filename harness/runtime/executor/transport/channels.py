@@ -106,9 +106,9 @@ class Channels:
 
     Args:
         messages: messages of all layouts, equal on every rank.
-        sums, norms: sets of devices that all-reduce partial sums, and statistics of batch norms;
-            equal on every rank. Norms have groups apart from gradients, because devices start
-            buckets at different times.
+        sums, collectives: sets of devices that all-reduce partial sums, and that communicate
+            within collective tasks; equal on every rank. The latter have groups apart from
+            gradients, because devices start buckets at different times.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Channels:
         order: Order,
         *,
         sums: Iterable[tuple[int, ...]] = (),
-        norms: Iterable[tuple[int, ...]] = (),
+        collectives: Iterable[tuple[int, ...]] = (),
     ) -> None:
         self._world, self._groups, self._order = world, groups, order
         self.buffers = Buffers(world.device)
@@ -130,7 +130,7 @@ class Channels:
         self._pairs = self._make_pairs(messages) if self._is_nccl else {}
         self._sending: dict[int, list[_Sent]] = defaultdict(list)
         self._sum_groups = self._make_groups(sums)
-        self._norm_groups = self._make_groups(one for one in norms if len(one) > 1)
+        self._inner_groups = self._make_groups(one for one in collectives if len(one) > 1)
         self.is_muted = False
 
     def _make_groups(self, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
@@ -166,7 +166,7 @@ class Channels:
             work.wait(self._timeout)
 
     def start_sum(
-        self, tensor: Tensor, label: str, devices: tuple[int, ...], *, is_norm: bool = False
+        self, tensor: Tensor, label: str, devices: tuple[int, ...], *, is_collective: bool = False
     ) -> Callable[[], None]:
         """Start an all-reduce over devices, in place; each of the devices must call it.
 
@@ -182,13 +182,50 @@ class Channels:
             return f"the sum of {label} over ranks {list(devices)}"
 
         if not self.is_muted:
-            groups = self._norm_groups if is_norm else self._sum_groups
+            groups = self._inner_groups if is_collective else self._sum_groups
             with self._waiting(name, *devices):
                 work = dist.all_reduce(tensor, group=groups[devices], async_op=True)
 
         def wait() -> None:
             with self._waiting(name, *devices):
                 self._wait(work)
+
+        return wait
+
+    def start_pass(
+        self, tensor: Tensor, shape: tuple[int, ...], label: str, devices: tuple[int, ...]
+    ) -> Callable[[], Tensor]:
+        """Start sending a tensor to the next of some devices, and receiving one of another shape
+        from the one before; each of the devices must call it.
+
+        Returns:
+            A function that waits for both, and returns the received tensor.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
+        at = devices.index(self._world.rank)
+        target, source = devices[(at + 1) % len(devices)], devices[at - 1]
+        sent = tensor.contiguous().to(self._world.wire)
+        received = torch.empty(shape, dtype=sent.dtype, device=sent.device)
+        works: list[Any] = []
+
+        def name() -> str:
+            return f"{label} from rank {source}"
+
+        if not self.is_muted:
+            group = self._inner_groups[tuple(sorted(devices))]
+            with self._waiting(name, source, target):
+                works = dist.batch_isend_irecv([
+                    dist.P2POp(dist.isend, sent, target, group),
+                    dist.P2POp(dist.irecv, received, source, group),
+                ])  # fmt: skip
+
+        def wait() -> Tensor:
+            with self._waiting(name, source, target):
+                for work in works:
+                    self._wait(work)
+            return received.to(tensor.device)
 
         return wait
 

@@ -10,11 +10,13 @@ use other groups, because the time of their all-reduces depends on the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor
 
 from harness.runtime.executor.run.phases import Phases
+from harness.runtime.executor.shards.ring import Pass
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.moves import Fetch
 
@@ -29,13 +31,26 @@ def norm_reducer(
     def sum_over_devices(x: Tensor) -> Tensor:
         if len(devices) > 1:
             phases.wait(
-                lambda: channels.start_sum(x, label, devices, is_norm=True)(),
+                lambda: channels.start_sum(x, label, devices, is_collective=True)(),
                 name=name,
                 operator=operator,
             )
         return x
 
     return sum_over_devices
+
+
+def key_passer(channels: Channels, phases: Phases, operator: str, devices: tuple[int, ...]) -> Pass:
+    """Make the function that passes keys and values, or their gradients, on to the next device."""
+    label = f"keys of {operator}"
+
+    def pass_on(tensor: Tensor, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+        wait = channels.start_pass(tensor, shape, label, devices)
+        name = f"{label} over ranks {list(devices)}"
+        n_bytes = math.prod(shape) * tensor.element_size()
+        return lambda: phases.wait(wait, name=name, n_bytes=n_bytes, operator=operator)
+
+    return pass_on
 
 
 class Sums:

@@ -249,4 +249,4 @@ def test_global_statistics_of_a_function_are_refused():
         norm_form({"sample": 2}, "global")
     assert norm_form({"sample": 2}, "local") == "native"
     assert norm_form({"sample": 2}, "global", is_training=False) == "native"
-    assert norm_form({"feature": 2}, "global") != "norm"
+    assert norm_form({"feature": 2}, "global") != "collective"

@@ -81,7 +81,7 @@ class Fabric:
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_every_group_has_the_timeout_of_the_plan(backend, monkeypatch):
     fabric = Fabric(monkeypatch)
-    channels_of(FakeWorld(backend), [message()], sums={(0, 1, 2)}, norms={(0,), (0, 1)})
+    channels_of(FakeWorld(backend), [message()], sums={(0, 1, 2)}, collectives={(0,), (0, 1)})
     assert {timeout for _, timeout in fabric.made} == {timedelta(seconds=7)}
     pairs = [[0, 1], [1, 0]] if backend == "nccl" else []
     assert [ranks for ranks, _ in fabric.made] == [*pairs, [0, 1, 2], [0, 1]]
@@ -166,12 +166,12 @@ def test_a_gpu_sends_over_gloo_from_the_host_and_is_sent_there(monkeypatch):
 
 def test_a_batch_norm_that_waits_in_vain_says_for_whom():
     with mock.patch.object(dist, "new_group"):
-        channels = channels_of(FakeWorld(), norms={(0, 3)})
+        channels = channels_of(FakeWorld(), collectives={(0, 3)})
     with (
         mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("")),
         pytest.raises(PeerError, match=r"statistics of bn1 over ranks \[0, 3\].*RuntimeError"),
     ):
-        channels.start_sum(torch.zeros(2), "statistics of bn1", (0, 3), is_norm=True)
+        channels.start_sum(torch.zeros(2), "statistics of bn1", (0, 3), is_collective=True)
 
 
 def test_who_meets_a_dead_rank_says_what_it_posted(monkeypatch):
