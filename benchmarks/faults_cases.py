@@ -312,7 +312,8 @@ FAULTS = [
     Fault(
         name="python-missing", title="one host has no Python in its environment", words=DDP,
         inject=_hide(1, "python"), heal=_show(1, "python"), before=True, limit_s=30.0,
-        limit="start-up", statuses=(None,), message=("install.sh",),
+        limit="start-up", statuses=("crash",), message=("install.sh",),
+        reason=(r"check_nodes\.sh",),
     ),
     Fault(
         name="orted-missing", title="one host has no MPI daemon", words=DDP,

@@ -33,7 +33,7 @@ from harness.measure.derive.links import bus_factor
 from harness.runtime.devices.sampling import Budget, clock_for
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.gather import maximum_over_ranks
-from harness.runtime.ranks.host import list_interfaces
+from harness.runtime.ranks.interfaces import list_interfaces
 from harness.runtime.ranks.rendezvous import Meeting, join_process_group, meet
 from harness.runtime.ranks.world import World
 from harness.units import format_bandwidth, parse_bytes

@@ -18,9 +18,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from harness.errors import EXIT_CODE, ConfigError, HarnessError
+from harness.errors import EXIT_CODE, ConfigError, HarnessError, first_line
 from harness.inputs import refuse_old_spelling
+from harness.runtime.agent import SEE_OUTPUT
+from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.environment import Launch, read_launch
+from harness.runtime.ranks.introduction import introduce, read_limit_s
 from harness.runtime.ranks.isolate import start_fork_server
 
 _log = logging.getLogger("harness")
@@ -230,7 +233,15 @@ def _preloaded(cases: list[Any]) -> list[str]:
     return modules
 
 
-def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[str]) -> int:
+def _work(
+    name: str,
+    options: Any,
+    cases: list[Any],
+    launch: Launch,
+    argv: list[str],
+    channel: Channel,
+    comm: Any,
+) -> int:
     if any(case.workload.is_isolated for case in cases):
         start_fork_server(_preloaded(cases))
 
@@ -238,7 +249,7 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
     from harness.runtime.ranks.rendezvous import meet
 
     limit_s = min(options.heartbeat_timeout_s, options.run_timeout_s)
-    meeting = meet(launch, os.environ, heartbeat_timeout_s=limit_s)
+    meeting = meet(launch, os.environ, heartbeat_timeout_s=limit_s, channel=channel, comm=comm)
     world = meeting.world
     _log.info(
         "%d ranks on %d hosts by %s: %s, %s, %s because %s",
@@ -287,10 +298,34 @@ def _silent(is_silent: bool) -> Iterator[None]:
         yield
 
 
-def main(argv: list[str]) -> int:
-    """Run this rank's program; returns its exit code."""
-    import torch
+def _agree(failure: BaseException | None, comm: Any, channel: Channel, launch: Launch) -> bool:
+    """Whether every rank has parsed the command line; if not, end the launch on all ranks.
 
+    Raises:
+        BaseException: the failure of rank 0, on rank 0; without one there, another rank's.
+    """
+    mine = "" if failure is None else str(failure) or type(failure).__name__
+    failures = [mine] if comm is None else comm.allgather(mine)
+    if not any(failures):
+        return True
+    channel.leave()
+    if comm is not None:  # at exit, mpi4py would abort because of rank 0's exit code
+        from mpi4py import MPI
+
+        MPI.Finalize()
+    if launch.rank == 0:
+        rank, text = next((k, text) for k, text in enumerate(failures) if text)
+        raise failure or ConfigError(f"rank {rank} refuses the command line: {text}")
+    return False
+
+
+def main(argv: list[str], channel: Channel | None = None) -> int:
+    """Run this rank's program; returns its exit code.
+
+    Args:
+        channel: to this rank's agent; None without one.
+    """
+    channel = channel or Channel(None)
     if argv[:1] == ["control"]:
         from harness.workloads.train.requests import main as control
 
@@ -298,6 +333,12 @@ def main(argv: list[str]) -> int:
     launch = read_launch(os.environ)
     _set_up_logging(launch.rank)
     _handle_signals()
+    comm = None
+    if channel.has_agent:
+        comm = introduce(launch, os.environ, channel, read_limit_s(argv))
+    import torch
+
+    failure: BaseException | None = None
     try:
         with _silent(launch.rank != 0):
             parsed = _parse_all(argv)
@@ -306,23 +347,36 @@ def main(argv: list[str]) -> int:
             for workload, config, _ in parsed:
                 options.check(config)
                 cases += _cases(workload, config, launch, has_gpu=torch.cuda.is_available())
-    except (SystemExit, HarnessError):
-        if launch.rank != 0:
-            return 0
-        raise
+    except (SystemExit, HarnessError) as error:
+        failure = error
+    if not _agree(failure, comm, channel, launch):
+        return 0
     if options.dry_run:
         if launch.rank == 0:
             _print_dry_run(cases)
         return 0
-    return _work(name, options, cases, launch, argv)
+    return _work(name, options, cases, launch, argv, channel, comm)
+
+
+def _run() -> int:
+    """Run `main`; report an error to the agent, which writes a row if no run is open."""
+    channel = Channel.from_environment()
+    try:
+        code = main(sys.argv[1:], channel)
+        channel.leave()
+        return code
+    except HarnessError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        channel.fail(EXIT_CODE, str(error))
+        return EXIT_CODE
+    except KeyboardInterrupt:
+        return 130
+    except (Exception, SystemExit) as error:
+        left = error.code if isinstance(error, SystemExit) else 1
+        found = f"{type(error).__name__}: {first_line(error)}; {SEE_OUTPUT}"
+        channel.fail(left if isinstance(left, int) else int(left is not None), found)
+        raise
 
 
 if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except HarnessError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = EXIT_CODE
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+    sys.exit(_run())

@@ -4,3 +4,5 @@ docs/design/failures.md lists the failures and who detects each. Standard librar
 """
 
 CHANNEL_VARIABLE = "HARNESS_AGENT_FD"
+CHECK = "run: bash setup/check_nodes.sh HOSTFILE"
+SEE_OUTPUT = f"see its output, and {CHECK}"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.errors import LaunchError
-from harness.runtime.agent import family
+from harness.errors import EXIT_CODE, LaunchError
+from harness.runtime.agent import CHECK, SEE_OUTPUT, family
 from harness.runtime.agent.peers import GRACE_S, Fault, Hub, Peers, Spoke, stopped_reason
 from harness.runtime.agent.row import OpenRun, begin_start
 from harness.runtime.agent.wire import Message, decode
@@ -27,9 +27,15 @@ _SLOWEST_BEAT_S = 2.0
 _TIME_TO_END_S = 0.5
 # Longest wait of a rank whose program has died for rank 0 to close the row.
 _TIME_TO_CLOSE_S = 5.0
+# Longest end of a program that has said why, such as the output of a traceback.
+_TIME_TO_FAIL_S = 1.0
 _TIME_TO_END_ALL_S = 5.0
 _TIME_TO_GIVE_UP_S = 2.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
+_NOT_BEGUN = (
+    "stopped by the launcher or by Ctrl-C before the first run began; if not by you, another rank "
+    f"could not start: see the launcher's output, and {CHECK}"
+)
 
 
 def watch_over(pid: int, channel_fd: int, forwarded: Sequence[signal.Signals]) -> int:
@@ -67,7 +73,7 @@ class RankAgent:
         channel.setblocking(False)
         self._channel: socket.socket | None = channel
         launch = _read_launch()
-        self._rank = launch.rank if launch else 0
+        self._rank, self._size = (launch.rank, launch.size) if launch else (0, 1)
         self._label = f"rank {self._rank} ({os.uname().nodename})"
         self._is_openmpi = launch is not None and launch.launcher == "openmpi"
         self._parent = os.getppid()
@@ -80,6 +86,9 @@ class RankAgent:
         self._stopped_at_s: float | None = None
         self._done = ""
         self._has_left = False
+        self._has_begun = False
+        self._failure: Fault | None = None
+        self._start_s = time.time()
         self._run: OpenRun | None = None
         self._deadline: _Deadline | None = None
         self._end_by_s: float | None = None
@@ -174,6 +183,9 @@ class RankAgent:
             case "over" if self._run is not None:
                 self._run.stop()
                 self._run = None
+            case "failed" if not self._has_left:
+                self._failure = self._exit_fault(message["code"], message["reason"])
+                self._report(self._failure, _TIME_TO_FAIL_S, now_s)
             case "left":
                 self._has_left = True
                 if self._peers is not None:
@@ -192,6 +204,7 @@ class RankAgent:
             self._peers = Spoke(connection, rank, hostnames[0], token, self._limit_s, now_s)
 
     def _begin(self, message: Message, now_s: float) -> None:
+        self._has_begun = True
         if message["directory"]:
             self._run = OpenRun(Path(message["directory"]), now_s)
         timeout_s, is_isolated = message["timeout_s"], message["is_isolated"]
@@ -229,8 +242,7 @@ class RankAgent:
         lost = [host for host, pid in self._connections.items() if not family.is_connected(pid)]
         if lost and isinstance(self._peers, Hub):
             reason = f"{', '.join(lost)}: mpirun's ssh connection ended: is sshd there running?"
-            remedy = "run: bash setup/check_nodes.sh HOSTFILE"
-            self._peers.add_fault(Fault("crash", f"{reason}; {remedy}"), float("inf"))
+            self._peers.add_fault(Fault("crash", f"{reason}; {CHECK}"), float("inf"))
 
     def _reap(self, now_s: float) -> None:
         """Read the program's state; reap orphans, because the agent is their subreaper."""
@@ -252,48 +264,45 @@ class RankAgent:
 
     def _program_ended(self, code: int) -> int:
         now_s = time.monotonic()
-        if code == 0 or self._has_left:
-            return self._leave(code, "crash", "its first process ended before the run did")
         if self._end_by_s is not None:
-            return self._leave(code, "crash", "interrupted")
-        fault = self._fault_of(code)
-        if code < 0 and self._peers is None and self._run is None:
-            self._begin_start(now_s)
+            self._close_interrupted(now_s)
+        if self._end_by_s is not None or self._has_left or (code == 0 and self._size == 1):
+            return self._leave(code, "crash", "its first process ended before the run did")
+        fault = self._failure or self._fault_of(code)
         if isinstance(self._peers, Spoke):
             self._report(fault, 0.0, now_s)
             self._await_end(now_s + _TIME_TO_CLOSE_S)
         elif isinstance(self._peers, Hub):
             self._peers.notify(fault.message())
-        if code < 0:
+        # The message of a single rank, which is all that the user sees, says what to do.
+        if self._size > 1 or code != EXIT_CODE:
+            self._begin_start(now_s)
+        if code <= 0:
             self._print_error(fault)
-        return self._leave(code, fault.status, fault.reason)
+        return self._leave(code or fault.exit_code, fault.status, fault.reason)
 
     def _begin_start(self, now_s: float) -> None:
-        """Begin a row for a death that no run's row can name."""
-        n_bytes = min(
-            cgroup_memory_bytes(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        )
-        run_dir = begin_start(sys.argv, self._rank, n_bytes)
-        if run_dir is not None:
-            self._run = OpenRun(run_dir, now_s)
+        """Begin a row if no run is open, unless rank 0's agent does so."""
+        self._has_begun = True
+        if self._run is None and not isinstance(self._peers, Spoke):
+            run_dir = begin_start(sys.argv, self._start_s)
+            self._run = OpenRun(run_dir, now_s) if run_dir is not None else None
 
     def _leave(self, code: int, status: str, reason: str) -> int:
         if self._run is not None:
-            self._run.close(status, self._pending(reason), time.monotonic())
+            self._run.close(status, reason, time.monotonic())
         if code != 0:
             family.kill_descendants(os.getpid())
         return code
 
-    def _pending(self, reason: str) -> str:
-        """Replace "interrupted" by a rank's reported fault, because that is the cause."""
-        fault = self._peers.pending() if isinstance(self._peers, Hub) else None
-        return fault.reason if fault is not None and reason == "interrupted" else reason
+    def _exit_fault(self, code: int, why: str) -> Fault:
+        reason = f"{self._label}: its first process ended with exit code {code}: {why}"
+        return Fault("crash", reason, exit_code=code or 1)
 
     def _fault_of(self, code: int) -> Fault:
         """The fault for a program's exit code."""
         if code >= 0:
-            reason = f"{self._label}: its first process ended with exit code {code}: see its output"
-            return Fault("crash", reason, exit_code=code)
+            return self._exit_fault(code, SEE_OUTPUT)
         exit_code = 128 - code  # the convention of shells and mpirun
         if -code == signal.SIGKILL and n_oom_kills() > self._oom_kills:
             n_bytes = cgroup_memory_bytes()
@@ -316,7 +325,10 @@ class RankAgent:
 
     def _judge(self, gap_s: float, now_s: float) -> Fault | None:
         if self._end_by_s is not None:
-            return self._judge_interrupted(now_s)
+            # In time, because Open MPI sends SIGKILL soon after SIGTERM.
+            if now_s >= self._end_by_s:
+                self._close_interrupted(now_s)
+            return None
         if self._has_daemon and os.getppid() != self._parent:
             return self._orphaned()
         if self._peers is None:
@@ -330,13 +342,18 @@ class RankAgent:
             return Fault("timeout", stopped_reason(self._label, stopped_s))
         return self._peers.judge(now_s) or self._judge_deadline(now_s)
 
-    def _judge_interrupted(self, now_s: float) -> Fault | None:
-        """Close the row in time, because Open MPI sends SIGKILL soon after SIGTERM."""
-        assert self._end_by_s is not None
-        if now_s >= self._end_by_s and self._run is not None:
-            self._run.close("crash", self._pending("interrupted"), now_s)
+    def _close_interrupted(self, now_s: float) -> None:
+        """Close the row; the reason is a rank's reported fault, if there is one."""
+        fault = (
+            self._failure
+            or (self._peers.pending() if isinstance(self._peers, Hub) else None)
+            or Fault("crash", "interrupted" if self._has_begun else _NOT_BEGUN)
+        )
+        if not (self._has_begun or self._has_left or self._rank or self._size == 1):
+            self._begin_start(now_s)
+        if self._run is not None:
+            self._run.close(fault.status, fault.reason, now_s)
             self._run = None
-        return None
 
     def _orphaned(self) -> Fault:
         status, cause = "crash", ""
@@ -362,6 +379,7 @@ class RankAgent:
         if isinstance(self._peers, Hub):
             self._peers.notify(fault.message())
         family.send([self._pid, *family.descendants(self._pid)], signal.SIGKILL)
+        self._begin_start(time.monotonic())
         self._print_error(fault)
         if self._run is not None:
             self._run.close(fault.status, fault.reason, time.monotonic())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.measure.heartbeat import HEADER_FILE, RESERVE_FILE, Heartbeat
+from harness.runtime.ranks.cgroup import cgroup_memory_bytes
 
 # A hanging file server must not keep the launch from ending.
 _WRITE_TIMEOUT_S = 10.0
@@ -71,24 +72,23 @@ def recorded(run_dir: Path) -> str:
     return f"recorded: {', '.join(parts)}" if parts else "nothing was recorded"
 
 
-def begin_start(argv: Sequence[str], rank: int, memory_bytes: int) -> Path | None:
-    """Begin the row of a launch in which this rank's first process died before the ranks had met;
-    returns its directory, or None if it cannot be written.
-
-    The row lies on this rank's host, because rank 0's agent cannot be reached yet.
+def begin_start(argv: Sequence[str], since_s: float = 0.0) -> Path | None:
+    """Begin the row of a launch that ends while no run is open; returns its directory, or None if
+    it cannot be written or a rank of this host has written one.
 
     Args:
         argv: the command line of the rank's program.
-        memory_bytes: of this host or its cgroup.
+        since_s: the launch's start (seconds since 1970).
     """
     words = list(argv[argv.index("harness") + 1 :]) if "harness" in argv else None
     if words is None:  # no program of the harness
         return None
     workload = words[0] if words and words[0].isalpha() else "launch"
-    flags, host = _flags(words), os.uname().nodename
+    flags, host = flags_in(words), os.uname().nodename
+    n_bytes = min(cgroup_memory_bytes(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     now_s, stamp = time.time(), "%Y%m%dT%H%M%S"
-    run_id = f"{time.strftime(stamp, time.gmtime(now_s))}-{workload}-start-rank{rank}"
-    device = {"name": f"{host}:0", "kind": "unknown", "memory_bytes": memory_bytes}
+    run_id = f"{time.strftime(stamp, time.gmtime(now_s))}-{workload}-start"
+    device = {"name": f"{host}:0", "kind": "unknown", "memory_bytes": n_bytes}
     header: dict[str, Any] = {
         "schema": "harness-run", "version": 2, "run_id": run_id, "workload": workload,
         "key": "start", "repeat": 0, "argv": ["./entry.sh", *words], "config": flags,
@@ -98,6 +98,8 @@ def begin_start(argv: Sequence[str], rank: int, memory_bytes: int) -> Path | Non
     }  # fmt: skip
     run_dir = Path(flags.get("results") or "results") / run_id
     try:
+        if any(row.stat().st_mtime > since_s for row in run_dir.parent.glob("*-start")):
+            return None
         run_dir.mkdir(parents=True)
         _replace(run_dir, json.dumps(header))
     except OSError:
@@ -105,7 +107,7 @@ def begin_start(argv: Sequence[str], rank: int, memory_bytes: int) -> Path | Non
     return run_dir
 
 
-def _flags(words: Sequence[str]) -> dict[str, str]:
+def flags_in(words: Sequence[str]) -> dict[str, str]:
     """Flags of the first workload of a command line, with their values as text."""
     found: dict[str, str] = {}
     name = ""

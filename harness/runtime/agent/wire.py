@@ -154,6 +154,10 @@ class Channel:
         """Report that the run's header is final."""
         self._send("over")
 
+    def fail(self, code: int, reason: str) -> None:
+        """Report that the program is about to end, and why, because mpi4py then ends all ranks."""
+        self._send("failed", code=code, reason=reason[:_LONGEST_REASON])
+
     def leave(self) -> None:
         """Report that the launch is over, so that ranks may end."""
         self._send("left")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 from collections import Counter
 from collections.abc import Mapping
@@ -17,13 +16,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from harness.domain.interface import Interface, choose_interface
+from harness.domain.interface import choose_interface
 from harness.errors import LaunchError, first_line
 from harness.inputs import parse_int
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.control import Control
 from harness.runtime.ranks.environment import Launch, read_address, read_port
 from harness.runtime.ranks.host import Gpu, HostFacts, describe_host
+from harness.runtime.ranks.introduction import (
+    HEARTBEAT_TIMEOUT_S,
+    Endpoint,
+    connect_agents,
+    introduce,
+    no_interface,
+)
 from harness.runtime.ranks.world import World
 
 _log = logging.getLogger(__name__)
@@ -53,26 +59,6 @@ class Meeting:
         self.control.leave()
 
 
-def _mpi_world(launch: Launch) -> Any:
-    """COMM_WORLD, checked against the launcher, because a foreign MPI makes every rank 0 of 1."""
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise LaunchError(
-            f"{launch.launcher} started this rank, but mpi4py cannot be used ({error}): "
-            "run setup/install.sh, and start with the mpirun of the same environment"
-        ) from None
-    comm = MPI.COMM_WORLD
-    if (comm.rank, comm.size) != (launch.rank, launch.size):
-        library = MPI.Get_library_version().split(",")[0].strip("\0 ")
-        raise LaunchError(
-            f"{launch.launcher} says rank {launch.rank} of {launch.size}, mpi4py ({library}) says "
-            f"{comm.rank} of {comm.size}: mpirun and mpi4py belong to different MPIs; use the "
-            "mpirun of the environment that setup/install.sh made"
-        )
-    return comm
-
-
 def _serve(address: str) -> Any:
     """Start a store at a free port of this host."""
     return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
@@ -95,19 +81,11 @@ def _connect_over_mpi(comm: Any, facts: HostFacts, requested: str) -> tuple[Any,
         0, [f.hostname for f in all_facts], [f.interfaces for f in all_facts], requested
     )
     if mine is None:
-        raise _no_interface(all_facts[0], requested)
+        raise no_interface(all_facts[0].hostname, all_facts[0].interfaces, requested)
     store = _serve(mine.address) if comm.rank == 0 else None
     endpoint = f"{mine.address} {store.port}" if store else ""
     address, port = comm.bcast(endpoint, root=0).split()
     return store or _connect(address, int(port)), address, int(port)
-
-
-def _no_interface(host: HostFacts, requested: str) -> LaunchError:
-    remedy = "unset GLOO_SOCKET_IFNAME, or set it" if requested else "set GLOO_SOCKET_IFNAME"
-    return LaunchError(
-        f"{host.hostname} has no interface {requested and requested + ' '}that reaches the other "
-        f"hosts (it has {_names(host.interfaces)}): {remedy} to the right one"
-    )
 
 
 def _connect_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any, str, int]:
@@ -152,10 +130,6 @@ def _slurm_master(environ: Mapping[str, str]) -> dict[str, str]:
     )  # fmt: skip
     port = environ.get("MASTER_PORT") or str(20000 + job % 20000)
     return {"MASTER_ADDR": address, "MASTER_PORT": port}
-
-
-def _names(interfaces: list[Interface]) -> str:
-    return ", ".join(f"{i.name} {i.address}" for i in interfaces) or "none"
 
 
 def _driven_gpus(facts: list[HostFacts], hostnames: list[str]) -> list[Gpu | None]:
@@ -208,7 +182,7 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, requested: s
     local_size = hostnames.count(mine.hostname)
     interface = choose_interface(launch.rank, hostnames, [f.interfaces for f in facts], requested)
     if interface is None:
-        raise _no_interface(mine, requested)
+        raise no_interface(mine.hostname, mine.interfaces, requested)
     driven = _driven_gpus(facts, hostnames)
     backend, reason = _choose_backend(facts, driven)
     gpu = driven[launch.rank]
@@ -234,45 +208,29 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, requested: s
     )
 
 
-def _connect_agents(
-    channel: Channel, control: Control, facts: list[HostFacts], requested: str, limit_s: float
-) -> None:
-    """Connect the agents: rank 0's gets a listening socket, the others' a connection to it."""
-    hostnames = [fact.hostname for fact in facts]
-    interface = choose_interface(0, hostnames, [fact.interfaces for fact in facts], requested)
-    assert interface is not None, "_build_world checked it"
-    endpoint, listener = ("", 0, ""), None
-    if control.rank == 0:
-        listener = socket.create_server((interface.address, 0), backlog=control.size)
-        endpoint = (interface.address, listener.getsockname()[1], secrets.token_hex(16))
-    address, port, token = control.broadcast("agent", endpoint, tuple[str, int, str])
-    if not channel.has_agent:
-        return
-    try:
-        connection = listener or socket.create_connection((address, port), timeout=limit_s)
-    except OSError as error:
-        raise LaunchError(
-            f"{hostnames[control.rank]} cannot reach {hostnames[0]} at {address} port {port} "
-            f"({error}): look for a firewall between the hosts"
-        ) from None
-    channel.meet(connection, control.rank, hostnames, token, limit_s)
-
-
 def meet(
-    launch: Launch, environ: Mapping[str, str], *, heartbeat_timeout_s: float = 30.0
+    launch: Launch,
+    environ: Mapping[str, str],
+    *,
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    channel: Channel | None = None,
+    comm: Any = None,
 ) -> Meeting:
     """Connect to the other ranks, without a process group; all ranks must call it.
 
     Args:
         heartbeat_timeout_s: the agents end the launch if a rank is silent for this time.
+        channel: to this rank's agent; None to take it from the environment.
+        comm: of `introduce`, which is called without one.
 
     Raises:
         LaunchError: the ranks cannot connect.
     """
-    channel = Channel.from_environment()
+    channel = channel or Channel.from_environment()
+    if comm is None:
+        comm = introduce(launch, environ, channel, heartbeat_timeout_s)
     facts = describe_host()
     requested = environ.get("GLOO_SOCKET_IFNAME", "")
-    comm = _mpi_world(launch) if launch.has_mpi else None
     if comm is not None:
         store, address, port = _connect_over_mpi(comm, facts, requested)
     elif launch.launcher == "none":
@@ -284,8 +242,12 @@ def meet(
     control = Control(store, launch.rank, launch.size)
     all_facts = control.gather("facts", facts, HostFacts)
     world = _build_world(launch, all_facts, comm, requested)
-    if launch.size > 1:
-        _connect_agents(channel, control, all_facts, requested, heartbeat_timeout_s)
+    if launch.size > 1 and comm is None:
+        connect_agents(
+            channel, launch.rank, world.hostnames, [fact.interfaces for fact in all_facts],
+            requested, heartbeat_timeout_s,
+            lambda endpoint: control.broadcast("agent", endpoint, Endpoint),
+        )  # fmt: skip
     if launch.rank == 0:
         _check_versions(all_facts)
     return Meeting(

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
 from harness.runtime.models import DlrmOptions, HeadName, ModelOptions, TextOptions
+from harness.runtime.ranks.introduction import HEARTBEAT_TIMEOUT_S, RUN_TIMEOUT_S
 from harness.units import parse_bytes
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -309,12 +310,12 @@ class RunOptions:
     """Skip runs that the results directory already holds with status ok or oom (out of memory)."""
     dry_run: bool = False
     """Print the runs in order and exit without running them."""
-    run_timeout_s: float = 3600.0
+    run_timeout_s: float = RUN_TIMEOUT_S
     """Stop a run after this many seconds and record it with status timeout; the sweep goes on,
     except after links, which shares the ranks' first processes."""
     collective_timeout_s: float = 300.0
     """Fail a run in which a rank has waited for other ranks in a collective for this long."""
-    heartbeat_timeout_s: float = 30.0
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     """End the sweep on all hosts if a rank or host has sent no sign of life for this long (or for
     --run-timeout-s, if that is shorter); the run is recorded."""
 

@@ -19,7 +19,7 @@ from harness.runtime.data import Batch
 from harness.runtime.devices.memory import peak_bytes, reset_peak
 from harness.runtime.devices.telemetry import watched_device
 from harness.runtime.engines.engine import Share
-from harness.runtime.ranks.host import NicCounter
+from harness.runtime.ranks.interfaces import NicCounter
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Workload
 from harness.workloads.train.cases import check_files, train_cases

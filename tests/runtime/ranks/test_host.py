@@ -7,7 +7,8 @@ from collections import namedtuple
 import psutil
 import pytest
 
-from harness.runtime.ranks.host import processor_seconds, shaped_rates
+from harness.runtime.ranks.host import processor_seconds
+from harness.runtime.ranks.interfaces import shaped_rates
 
 
 def test_a_shaper_at_the_root_limits_its_interface():

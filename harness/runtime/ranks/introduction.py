@@ -1,0 +1,134 @@
+"""Connect the agents over MPI before torch is imported and the command line is parsed.
+
+Rank 0's agent then hears of a rank that ends later, and writes the row. Imports no torch, because
+the import is the longest part of a rank's start.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from harness.domain.interface import Interface, choose_interface
+from harness.errors import LaunchError
+from harness.inputs import find_number
+from harness.runtime.agent.row import flags_in
+from harness.runtime.agent.wire import Channel
+from harness.runtime.ranks.environment import Launch
+from harness.runtime.ranks.interfaces import list_interfaces
+
+# Defaults of flags, of which the shorter bounds the agents' heartbeats.
+RUN_TIMEOUT_S, HEARTBEAT_TIMEOUT_S = 3600.0, 30.0
+
+Endpoint = tuple[str, int, str]
+"""Address, port and token of rank 0's agent."""
+
+
+class _Host(msgspec.Struct, frozen=True):
+    name: str
+    interfaces: list[Interface]
+
+
+def read_limit_s(words: Sequence[str]) -> float:
+    """The heartbeats' limit by a command line's flags, whose values are checked later."""
+    given = flags_in(words)
+    defaults = {"run_timeout_s": RUN_TIMEOUT_S, "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S}
+    return min(find_number(given.get(name, "")) or least for name, least in defaults.items())
+
+
+def introduce(
+    launch: Launch, environ: Mapping[str, str], channel: Channel, limit_s: float
+) -> Any | None:
+    """Connect the agents where ranks have MPI; all ranks must call it, before `meet`.
+
+    Returns:
+        COMM_WORLD; None without MPI.
+
+    Raises:
+        LaunchError: MPI cannot be used, or a rank cannot reach rank 0.
+    """
+    if not launch.has_mpi:
+        return None
+    comm = _mpi_world(launch)
+    if launch.size > 1:
+        mine = msgspec.json.encode(_Host(platform.node(), list_interfaces()))
+        hosts = [msgspec.json.decode(data, type=_Host) for data in comm.allgather(mine)]
+        connect_agents(
+            channel, launch.rank, [host.name for host in hosts],
+            [host.interfaces for host in hosts], environ.get("GLOO_SOCKET_IFNAME", ""), limit_s,
+            lambda endpoint: comm.bcast(endpoint, root=0),
+        )  # fmt: skip
+    return comm
+
+
+def connect_agents(
+    channel: Channel,
+    rank: int,
+    hostnames: list[str],
+    interfaces: list[list[Interface]],
+    requested: str,
+    limit_s: float,
+    broadcast: Callable[[Endpoint], Endpoint],
+) -> None:
+    """Connect the agents: rank 0's gets a listening socket, the others' a connection to it.
+
+    Args:
+        requested: the interface that the user names, or empty.
+        broadcast: gives rank 0's endpoint to all ranks.
+
+    Raises:
+        LaunchError: no interface reaches the other hosts, or this rank cannot reach rank 0.
+    """
+    found = choose_interface(0, hostnames, interfaces, requested)
+    if found is None:
+        raise no_interface(hostnames[0], interfaces[0], requested)
+    endpoint, listener = ("", 0, ""), None
+    if rank == 0:
+        listener = socket.create_server((found.address, 0), backlog=len(hostnames))
+        endpoint = (found.address, listener.getsockname()[1], secrets.token_hex(16))
+    address, port, token = broadcast(endpoint)
+    if not channel.has_agent:
+        return
+    try:
+        connection = listener or socket.create_connection((address, port), timeout=limit_s)
+    except OSError as error:
+        raise LaunchError(
+            f"{hostnames[rank]} cannot reach {hostnames[0]} at {address} port {port} "
+            f"({error}): look for a firewall between the hosts"
+        ) from None
+    channel.meet(connection, rank, hostnames, token, limit_s)
+
+
+def no_interface(host: str, interfaces: list[Interface], requested: str) -> LaunchError:
+    """The error of a host none of whose interfaces reaches the others."""
+    remedy = "unset GLOO_SOCKET_IFNAME, or set it" if requested else "set GLOO_SOCKET_IFNAME"
+    names = ", ".join(f"{i.name} {i.address}" for i in interfaces) or "none"
+    return LaunchError(
+        f"{host} has no interface {requested and requested + ' '}that reaches the other "
+        f"hosts (it has {names}): {remedy} to the right one"
+    )
+
+
+def _mpi_world(launch: Launch) -> Any:
+    """COMM_WORLD, checked against the launcher, because a foreign MPI makes every rank 0 of 1."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"{launch.launcher} started this rank, but mpi4py cannot be used ({error}): "
+            "run setup/install.sh, and start with the mpirun of the same environment"
+        ) from None
+    comm = MPI.COMM_WORLD
+    if (comm.rank, comm.size) != (launch.rank, launch.size):
+        library = MPI.Get_library_version().split(",")[0].strip("\0 ")
+        raise LaunchError(
+            f"{launch.launcher} says rank {launch.rank} of {launch.size}, mpi4py ({library}) says "
+            f"{comm.rank} of {comm.size}: mpirun and mpi4py belong to different MPIs; use the "
+            "mpirun of the environment that setup/install.sh made"
+        )
+    return comm
