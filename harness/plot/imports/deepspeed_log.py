@@ -34,10 +34,15 @@ _NEW = {"forward": "fwd", "backward": "bwd"}
 _STEP = {"fwd", "bwd", "step"}
 _MOST_RANKS = 16384
 _MOST_MS = 1e10
+# Timers are read one after another, so the parts of bwd may exceed it a little.
+_MOST_EXCESS, _MOST_EXCESS_MS = 1.05, 1.0
 
 CUT = "cut off"
 MALFORMED = "not fwd, bwd and step in milliseconds"
 MEGATRON = "Megatron's own timers, which have no step"
+FAR_RANK = f"its rank is above {_MOST_RANKS}"
+NO_TIME = "its step takes no time"
+LONG_PARTS = "bwd_inner and bwd_allreduce take longer than bwd"
 MICRO_ONLY = "a micro-step without the line of its step (fwd, bwd, step)"
 
 
@@ -94,10 +99,19 @@ def _parts(text: str) -> dict[str, float] | None:
     return parts
 
 
-def _rank(line: str) -> int:
+def _rank(line: str) -> int | None:
+    """The rank that a line names, 0 without one; None if it is out of bounds."""
     found = (match for pattern in RANKS if (match := pattern.search(line)))
     match = next(found, None)
-    return (find_int(match[1], 0, _MOST_RANKS) or 0) if match else 0
+    return find_int(match[1], 0, _MOST_RANKS) if match else 0
+
+
+def _problem(parts: dict[str, float]) -> str:
+    """Why the times of a step contradict each other; empty if they do not."""
+    if not any(parts[name] for name in _STEP):
+        return NO_TIME
+    inner = parts.get("bwd_inner", 0.0) + parts.get("bwd_allreduce", 0.0)
+    return LONG_PARTS if inner > _MOST_EXCESS * parts["bwd"] + _MOST_EXCESS_MS else ""
 
 
 def _step(line: str, rank: int, parts: dict[str, float], n_microsteps: int) -> StepLine:
@@ -134,8 +148,12 @@ class _Reader:
             self.skipped.append((number, CUT))
         elif parts is None:
             self.skipped.append((number, MALFORMED))
+        elif rank is None:
+            self.skipped.append((number, FAR_RANK))
         elif "fwd_microstep" in parts:
             self._waiting.setdefault(rank, []).append(number)
+        elif parts.keys() >= _STEP and (problem := _problem(parts)):
+            self.skipped.append((number, problem))
         elif parts.keys() >= _STEP:
             n_microsteps = len(self._waiting.pop(rank, []))
             self.steps.append(_step(head, rank, parts, n_microsteps))

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.errors import ResultsError
-from harness.inputs import find_int
+from harness.inputs import find_int, shorten
 from harness.plot.imports.text import group, most_common, plain, read_number
 
 MIB = 2**20
@@ -41,8 +41,9 @@ NAMES = {
 # Parts of an epoch that a computation time excludes.
 PARTS = ("communicationtime", "commtime", "dataloadingtime", "datatime", "waittime", "synctime")
 _SECONDS = {
-    "s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6,
-    "min": 60.0, "mins": 60.0, "minutes": 60.0, "h": 3600.0, "hours": 3600.0,
+    "s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3,
+    "milliseconds": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "mins": 60.0, "minutes": 60.0,
+    "h": 3600.0, "hr": 3600.0, "hrs": 3600.0, "hours": 3600.0,
 }  # fmt: skip
 # MB of these files is nvidia-smi's: 2**20 bytes.
 _BYTES = {
@@ -87,19 +88,26 @@ def find_columns(headings: list[str]) -> dict[str, Column]:
     for quantity, candidates in NAMES.items():
         index = next((plain_names.index(name) for name in candidates if name in plain_names), None)
         if index is not None:
-            units = UNITS.get(quantity, {})
-            scale = units.get(names[index][1], _DEFAULT.get(quantity, 1.0))
-            found[quantity] = Column(index, scale)
+            scale = _scale(quantity, names[index][1])
+            if scale is not None or quantity == "duration":  # `check_columns` refuses that one
+                found[quantity] = Column(index, scale or 1.0)
     if "rank" not in found and "gpu" in found:  # a row for each GPU
         found["rank"] = Column(found["gpu"].index)
     return found
+
+
+def _scale(quantity: str, unit: str) -> float | None:
+    """The factor to SI of a heading's unit; None for an unknown unit of a quantity that has one."""
+    units = UNITS.get(quantity, {})
+    return units.get(unit) if unit and units else _DEFAULT.get(quantity, 1.0)
 
 
 def check_columns(headings: list[str], source: str) -> dict[str, Column]:
     """As `find_columns`.
 
     Raises:
-        ResultsError: rank, epoch or time is missing, or the time covers only a part of the epoch.
+        ResultsError: rank, epoch or time is missing, the time's unit is unknown, or the time covers
+            only a part of the epoch.
     """
     columns = find_columns(headings)
     missing = [name for name in ("rank", "epoch", "duration") if name not in columns]
@@ -108,7 +116,16 @@ def check_columns(headings: list[str], source: str) -> dict[str, Column]:
             f"{source} has no column {', '.join(missing)} (rank, epoch and computation time are "
             "needed): is it a per-epoch CSV?"
         )
+    time = headings[columns["duration"].index]
+    if _scale("duration", _canonical(time)[1]) is None:
+        raise ResultsError(
+            f"{source} has a column {shorten(time)}, whose unit is unknown: write s, ms, min or h"
+        )
     names = [_canonical(heading)[0] for heading in headings]
+    twice = [q for q in ("rank", "epoch", "duration") if names.count(names[columns[q].index]) > 1]
+    if twice:
+        name = shorten(headings[columns[twice[0]].index])
+        raise ResultsError(f"{source} has the column {name} twice: leave one out")
     parts = [name for name in names if name in PARTS]
     if parts and names[columns["duration"].index] == "computationtime":
         raise ResultsError(

@@ -191,3 +191,38 @@ def test_published_logs_stand_in_the_scaling_figure(tmp_path: Path) -> None:
         figure = load_figure(name)
         drawn = figure.table(catalog)
         assert image_bytes(figure, drawn, "svg")
+
+
+@pytest.mark.parametrize(
+    ("heading", "duration_s"),
+    [("Epoch_Time (ms)", 0.25), ("Epoch Time [hrs]", 900_000.0), ("Duration (ns)", 2.5e-7)],
+)
+def test_a_time_is_read_in_its_headings_unit(heading: str, duration_s: float) -> None:
+    (row,), _ = parse_epoch_csv(f"Rank,Epoch,{heading}\n0,1,250\n", Path("epochs.csv"))
+    assert row.duration_s == pytest.approx(duration_s)
+
+
+def test_a_time_of_an_unknown_unit_is_refused() -> None:
+    with pytest.raises(ResultsError, match=r"'Epoch_Time \(days\)', whose unit is unknown"):
+        parse_epoch_csv("Rank,Epoch,Epoch_Time (days)\n0,1,250\n", Path("epochs.csv"))
+
+
+def test_a_column_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(ResultsError, match="has the column 'Epoch_Time' twice: leave one out"):
+        parse_epoch_csv("Rank,Epoch,Epoch_Time,epoch time\n0,1,2,3\n", Path("epochs.csv"))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "why"),
+    [
+        ("[Rank 0]", "[Rank 99999]", "its rank is above 16384"),
+        ("bwd_inner: 140.00", "bwd_inner: 9999.00", "bwd_inner and bwd_allreduce take longer than"),
+        ("fwd: 60.00 | bwd: 640.00 | bwd_inner: 140.00 | bwd_allreduce: 500.00 | step: 20.00",
+         "fwd: 0.00 | bwd: 0.00 | step: 0.00", "its step takes no time"),
+    ],
+)  # fmt: skip
+def test_lines_that_contradict_themselves_are_left_out(good: str, bad: str, why: str) -> None:
+    line = STEP.format(second=4)
+    steps, problems = parse_deepspeed_log(f"{line.replace(good, bad)}\n{line}\n", Path("ds.log"))
+    assert len(steps) == 1
+    assert problems[0].startswith(f"line 1: {why}")
