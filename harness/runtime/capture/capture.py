@@ -36,6 +36,7 @@ from harness.runtime.capture.operators import (
 from harness.runtime.capture.products import EinsumProduct, describe_product
 from harness.runtime.capture.sample_dims import (
     Values,
+    batch_sizes,
     is_cut_by_samples,
     named_shape,
     sample_dims,
@@ -112,6 +113,7 @@ class _Builder:
         batch: int,
     ) -> None:
         self._module, self._by_batch, self._batch = module, by_batch, batch
+        self._batches = batch_sizes(by_batch)
         self._mixing = SampleMixing(module, by_batch)
         self._modules = dict(module.named_modules())
         self._measured = measured
@@ -165,7 +167,7 @@ class _Builder:
 
     def _sample_dims(self, node: fx.Node) -> tuple[int, ...]:
         by_batch = [tensors_in_order(values[node])[0].shape for values in self._by_batch]
-        return sample_dims(self._shape(node), by_batch, self._batch)
+        return sample_dims(self._shape(node), by_batch, self._batches, self._batch)
 
     def _shape(self, node: fx.Node) -> torch.Size:
         return tensors_in_order(self._measured[node].value)[0].shape
@@ -230,7 +232,8 @@ class _Builder:
         if is_hooked:  # its hook must see the whole gradient
             kind, attrs, product = "other", {"function": attrs["function"]}, None
         signature = _signature(kind, attrs, inputs, value)
-        mixes = self._mixing.mixes(node, kind) if product is None else product.mixes_samples
+        mixes = product.mixes_samples if product else self._mixing.mixes(node, kind)
+        mixes = mixes or self._mixing.is_uneven(node)
         if node.meta.get(WRITES) or mixes:
             attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
         function = "" if is_opaque_node else str(attrs["function"])

@@ -1,6 +1,6 @@
 """Find the sample dim of each value, and the operators that can be cut along it.
 
-A dim whose size for a batch is the sum of its sizes for two parts of the batch is a sample dim.
+A dim whose size is in proportion to that of the batch is a sample dim.
 """
 
 from __future__ import annotations
@@ -75,17 +75,44 @@ def _ranks(values: Values) -> list[list[int]]:
     return [[tensor.dim() for tensor in tensors_in_order(value)] for value in values.values()]
 
 
-def sample_dims(shape: Shape, by_batch: Sequence[Shape], batch: int) -> tuple[int, ...]:
+def batch_sizes(by_batch: Sequence[Values]) -> list[int]:
+    """The numbers of samples of `values_by_batch`."""
+    inputs = (next(v for n, v in each.items() if n.op == "placeholder") for each in by_batch)
+    return [len(value) for value in inputs]
+
+
+def sample_dims(
+    shape: Shape, by_batch: Sequence[Shape], batches: Sequence[int], batch: int
+) -> tuple[int, ...]:
     """Dims that grow with the batch.
 
     Args:
-        by_batch: the shape for a batch and for two parts of it; empty: unknown, so that the first
-            dim is a sample dim if the batch divides it.
+        by_batch: the shape for several batches; empty: unknown, so that the first dim is a sample
+            dim if the batch divides it.
+        batches: sizes of those batches.
     """
     if not by_batch:
         return (0,) if shape and shape[0] % batch == 0 else ()
-    sizes = zip(*by_batch, strict=True)
-    return tuple(k for k, (whole, *parts) in enumerate(sizes) if 0 < whole == sum(parts))
+    sizes = enumerate(zip(*by_batch, strict=True))
+    return tuple(k for k, found in sizes if found[0] > 0 and _is_proportional(found, batches))
+
+
+def _is_proportional(sizes: Sequence[int], batches: Sequence[int]) -> bool:
+    pairs = zip(sizes, batches, strict=True)
+    return all(size * batches[0] == sizes[0] * batch for size, batch in pairs)
+
+
+def is_uneven(by_batch: Sequence[Sequence[Shape]], batches: Sequence[int]) -> bool:
+    """Whether a dim of a tensor changes with the batch, but not in proportion, as that of the first
+    half of the samples.
+
+    Args:
+        by_batch: shapes of the tensors of a value, for each batch.
+    """
+    if len({len(shapes) for shapes in by_batch}) > 1:
+        return True
+    dims = (sizes for shapes in zip(*by_batch, strict=True) for sizes in zip(*shapes, strict=True))
+    return any(len({*sizes}) > 1 and not _is_proportional(sizes, batches) for sizes in dims)
 
 
 def named_shape(shape: Shape, dims: tuple[int, ...]) -> dict[str, int]:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import parameters_of, tensors_in_order
 from harness.runtime.capture.operators import draws_random, function_name, is_known, is_opaque
-from harness.runtime.capture.sample_dims import Values
+from harness.runtime.capture.sample_dims import Values, batch_sizes, is_uneven
 from harness.runtime.devices.precision import has_gradients
 from harness.runtime.tracing.constructs import ConstructError
 from harness.runtime.tracing.functions import GradientHooks
@@ -62,9 +62,15 @@ class SampleMixing:
     """
 
     def __init__(self, module: fx.GraphModule, values: list[Values]) -> None:
-        self._module, self._values = module, values
+        self._module, self._values, self._batches = module, values, batch_sizes(values)
         self._modules = dict(module.named_modules())
         self._known: dict[str, _Mixing] = {}
+
+    def is_uneven(self, node: fx.Node) -> bool:
+        """Whether a node reads or makes a tensor that holds some samples only."""
+        values = ([each.get(one) for each in self._values] for one in (node, *node.all_input_nodes))
+        shapes = ([[t.shape for t in tensors_in_order(v)] for v in found] for found in values)
+        return any(is_uneven(found, self._batches) for found in shapes)
 
     def mixes(self, node: fx.Node, kind: str) -> bool:
         """Whether a sample's result, or a running statistic, depends on other samples or on the

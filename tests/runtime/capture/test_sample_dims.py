@@ -5,21 +5,23 @@ import torch
 from torch import nn
 
 from harness.runtime.capture.capture import capture
-from harness.runtime.capture.sample_dims import is_cut_by_samples, sample_dims
+from harness.runtime.capture.sample_dims import is_cut_by_samples, is_uneven, sample_dims
 from harness.runtime.models import InputSpec, Task
 
 
 def test_a_dim_that_is_the_sum_of_its_parts_counts_samples():
-    assert sample_dims((6, 3), [(4, 3), (1, 3), (3, 3)], 6) == (0,)
-    assert sample_dims((3, 12), [(3, 8), (3, 2), (3, 6)], 6) == (1,)
-    assert sample_dims((1, 7), [(1, 5), (1, 2), (1, 4)], 6) == ()
-    assert sample_dims((6, 6), [(4, 4), (1, 1), (3, 3)], 6) == (0, 1)
+    assert sample_dims((6, 3), [(4, 3), (1, 3), (3, 3)], (4, 1, 3), 6) == (0,)
+    assert sample_dims((3, 12), [(3, 8), (3, 2), (3, 6)], (4, 1, 3), 6) == (1,)
+    assert sample_dims((1, 7), [(1, 5), (1, 2), (1, 4)], (4, 1, 3), 6) == ()
+    # A third of the samples, rounded up: 2 is 1 + 1 by accident.
+    assert sample_dims((2, 7), [(2, 7), (1, 7), (1, 7)], (4, 1, 3), 6) == ()
+    assert sample_dims((6, 6), [(4, 4), (1, 1), (3, 3)], (4, 1, 3), 6) == (0, 1)
 
 
 def test_at_one_batch_size_the_first_dim_counts_samples_if_the_batch_divides_it():
-    assert sample_dims((8, 3), [], 4) == (0,)
-    assert sample_dims((6, 4), [], 4) == ()
-    assert sample_dims((), [], 4) == ()
+    assert sample_dims((8, 3), [], [], 4) == (0,)
+    assert sample_dims((6, 4), [], [], 4) == ()
+    assert sample_dims((), [], [], 4) == ()
 
 
 @pytest.mark.parametrize(
@@ -74,3 +76,10 @@ def test_a_captured_graph_says_which_operators_have_their_samples_apart():
     apart = {name for name, op in found.items() if op.attrs.get("is_cut_by_samples", True)}
     assert {"conv", "permute", "add", "mean", "norm", "head"} <= apart
     assert not {"mul", "cat", "getitem"} & apart
+
+
+def test_a_part_of_the_samples_is_uneven():
+    batches = (4, 1, 3)
+    assert is_uneven([[(2, 7)], [(0, 7)], [(1, 7)]], batches)  # the first half of them
+    assert is_uneven([[(4, 7), (1, 7)], [(1, 7)], [(3, 7)]], batches)
+    assert not is_uneven([[(8, 7), (3,)], [(2, 7), (3,)], [(6, 7), (3,)]], batches)

@@ -53,6 +53,8 @@ MIXED = {
     "largest_of_batch": ["amax"],
     "standardised_batch": ["mean", "var"],
     "attended_batch": ["matmul", "softmax", "matmul"],
+    "half_detached": ["getitem", "detach", "getitem", "cat"],
+    "thirds_of_batch": ["tensor_split", "mul", "mul", "mul", "cat"],
     "contrasted_batch": ["einsum", "mean"],
     "shuffled_batch": ["arange", "getitem"],
     "shifted_batch": ["getitem", "getitem", "cat"],

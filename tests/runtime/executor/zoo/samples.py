@@ -31,6 +31,17 @@ def _attended(x: Tensor) -> Tensor:
     return torch.softmax(x @ x.t(), dim=-1) @ x
 
 
+def _half_detached(x: Tensor) -> Tensor:
+    """Only the second half of a batch is trained, as where it has no labels."""
+    n = x.shape[0] // 2
+    return torch.cat([x[:n].detach(), x[n:]])
+
+
+def _in_thirds(x: Tensor) -> Tensor:
+    """A third of an odd batch is no third of each of its parts."""
+    return torch.cat([(k + 1) * part for k, part in enumerate(torch.tensor_split(x, 3))])
+
+
 def _contrasted(x: Tensor) -> Tensor:
     unit = F.normalize(x, dim=1)
     similar = torch.einsum("id,jd->ij", unit, unit)
@@ -114,6 +125,8 @@ SAMPLES: dict[str, ZooModel] = {
     "standardised_batch": ZooModel(build=_mixing(_standardised)),
     "functional_batch_norm": ZooModel(build=_mixing(_batch_normed), has_norm=True),
     "attended_batch": ZooModel(build=_mixing(_attended)),
+    "half_detached": ZooModel(build=_mixing(_half_detached)),
+    "thirds_of_batch": ZooModel(build=_mixing(_in_thirds)),
     "contrasted_batch": ZooModel(build=_mixing(_contrasted)),
     "shuffled_batch": ZooModel(build=_mixing(_shuffled)),
     "shifted_batch": ZooModel(build=_mixing(_shifted)),
