@@ -3,7 +3,13 @@ parameters that average others, and counts that choose another computation in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import copy
+import itertools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -13,9 +19,9 @@ from harness.runtime.devices.precision import has_gradients
 from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.faithfulness.outcomes import preserved
 
-Counter = tuple[str, str, Any]
-"""Path of a module, the name of its attribute, and a key of that if it is a dict, else None."""
-
+_DEEPEST, _MOST_ENTRIES, _MOST_CONTAINERS = 3, 1000, 100_000
+_CONTAINERS = (dict, list, OrderedDict, defaultdict)  # others may have an access of their own
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
 _FEW = 16
 
 
@@ -65,29 +71,136 @@ def _is_near(one: Tensor, other: Tensor) -> bool:
     return all(bool((a - b).abs().max() <= 1e-3 * a.abs().max()) for a, b in pairs)
 
 
-def counters(model: nn.Module, forward: Callable[[], object]) -> list[Counter]:
-    """Numbers in the modules' attributes that forward changes. Restores the model."""
-    with preserved(model):
-        before = _numbers(model)
-        forward()
-        return [key for key, value in _numbers(model).items() if before.get(key) != value]
+@dataclass(frozen=True, kw_only=True)
+class Counter:
+    """A number that forward may change.
 
+    Attributes:
+        name: of the module and its attribute, or of the function and its variable.
+        container: a dict, a list, a closure's cell, or a class with the number as an attribute.
+    """
 
-def _numbers(model: nn.Module) -> dict[Counter, int | float]:
-    return {
-        (path, name, key): number
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        for key, number in (value if isinstance(value, dict) else {None: value}).items()
-        if isinstance(number, int | float) and not isinstance(number, bool)
-    }
+    name: str
+    container: Any
+    key: Any
 
+    def read(self) -> Any:
+        if isinstance(self.container, dict | list):
+            return self.container[self.key]
+        if isinstance(self.container, type):  # without calling descriptors
+            return vars(self.container)[self.key]
+        return self.container.cell_contents
 
-def count_on(model: nn.Module, found: Sequence[Counter], n_steps: int) -> None:
-    """Set counters as after some more steps."""
-    for path, name, key in found:
-        module = model.get_submodule(path)
-        if key is None:
-            setattr(module, name, getattr(module, name) + n_steps)
+    def write(self, value: Any) -> None:
+        if isinstance(self.container, dict | list):
+            self.container[self.key] = value
         else:
-            getattr(module, name)[key] += n_steps
+            setattr(self.container, self.key, value)
+
+
+def counters(model: nn.Module, forward: Callable[[], object]) -> list[Counter]:
+    """Numbers that forward changes: in attributes, in the containers and objects that they hold,
+    and in closures, classes and global variables of the user's functions. Restores them."""
+    found = [(each, number) for each in _numbers(model) if (number := _number(each)) is not None]
+    with preserved(model):
+        forward()
+        changed = [(each, number) for each, number in found if _number(each) != number]
+        for each, number in changed:
+            _set(each, number)
+        return [each for each, _ in changed]
+
+
+@contextlib.contextmanager
+def counted_on(found: Sequence[Counter], n_steps: int) -> Iterator[None]:
+    """Set counters as after some more steps, and restore them."""
+    numbers = [_number(each) for each in found]
+    try:
+        for each, number in zip(found, numbers, strict=True):
+            _set(each, number + n_steps)
+        yield
+    finally:
+        for each, number in zip(found, numbers, strict=True):
+            _set(each, number)
+
+
+def _number(counter: Counter) -> Any:
+    """The number at a place now; None if there is none."""
+    value = _value(counter)
+    if isinstance(value, itertools.count):
+        return next(copy.copy(value))
+    is_scalar = isinstance(value, Tensor) and not value.requires_grad and value.numel() == 1
+    if isinstance(value, Tensor):
+        return value.item() if is_scalar and not value.is_meta else None
+    return value if type(value) in (int, float) else None
+
+
+def _set(counter: Counter, number: Any) -> None:
+    value = counter.read()
+    if isinstance(value, itertools.count):
+        counter.write(itertools.count(number))
+    elif isinstance(value, Tensor):
+        value.fill_(number)
+    else:
+        counter.write(number)
+
+
+def _numbers(model: nn.Module) -> Iterator[Counter]:
+    """All places with numbers that a forward of the user's code can reach."""
+    modules = list(model.named_modules())
+    waiting: list[tuple[str, Any, int]] = [(path, vars(part), 0) for path, part in modules]
+    for kind in dict.fromkeys(type(part) for _, part in modules):
+        waiting += [(f.__qualname__, f, 0) for f in vars(kind).values() if _is_users(f)]
+        waiting += [(kind.__name__, kind, 0)] if _is_users(kind) else []
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_CONTAINERS:
+        name, holder, depth = waiting.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for key, container, inner_key in _entries(holder):
+            one = Counter(name=f"{name}.{key}".lstrip("."), container=container, key=inner_key)
+            if _number(one) is not None:
+                yield one
+            elif depth < _DEEPEST and (value := _value(one)) is not None and _is_searched(value):
+                waiting.append((one.name, value, depth + 1))
+
+
+def _entries(holder: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """What a holder contains: a name, the container, and the key in it."""
+    if isinstance(holder, FunctionType):
+        cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True)
+        yield from ((name, cell, "cell_contents") for name, cell in cells)
+        names = [name for name in holder.__code__.co_names if name in holder.__globals__]
+        yield from ((name, holder.__globals__, name) for name in names)
+    elif isinstance(holder, type):
+        yield from ((name, holder, name) for name in vars(holder) if not name.startswith("__"))
+    elif isinstance(holder, list):
+        yield from ((k, holder, k) for k in range(min(len(holder), _MOST_ENTRIES)))
+    else:
+        inside = holder if isinstance(holder, dict) else vars(holder)
+        keys = itertools.islice(list(inside), _MOST_ENTRIES)
+        yield from ((key, inside, key) for key in keys if key not in _OF_MODULES)
+
+
+def _value(counter: Counter) -> Any:
+    """What is at a place; None if nothing is any more, or in an empty cell."""
+    try:
+        return counter.read()
+    except (LookupError, ValueError):
+        return None
+
+
+def _is_users(value: Any) -> bool:
+    """Whether a function or class is of a user's module, not of PyTorch or this program."""
+    module = str(getattr(value, "__module__", ""))
+    is_code = isinstance(value, FunctionType | type)
+    return is_code and module.partition(".")[0] not in ("torch", "harness", "builtins")
+
+
+def _is_searched(value: Any) -> bool:
+    if isinstance(value, nn.Module | Tensor | ModuleType):
+        return False
+    if isinstance(value, FunctionType | type):
+        return isinstance(value, FunctionType) and _is_users(value)
+    is_object = _is_users(type(value)) and hasattr(value, "__dict__")
+    return type(value) in _CONTAINERS or is_object

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any, NamedTuple
 
@@ -68,6 +69,59 @@ class AttributeCounted(Net):
     def middle(self, x: Tensor) -> Tensor:
         self.n_calls += 1
         return torch.tanh(self.second(x)) / self.n_calls
+
+
+class LateChange(Net):
+    """Computes otherwise after some steps, which it counts outside of its attributes."""
+
+    def count(self) -> int:
+        raise NotImplementedError
+
+    def middle(self, x: Tensor) -> Tensor:
+        y = self.second(x)
+        return torch.tanh(y) if self.count() < 500 else torch.relu(y)
+
+
+class ListCounted(LateChange):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0]
+
+    def count(self) -> int:
+        self.calls[0] += 1
+        return self.calls[0]
+
+
+class IteratorCounted(LateChange):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count()
+
+    def count(self) -> int:
+        return next(self.calls)
+
+
+class ClosureCounted(LateChange):
+    def __init__(self) -> None:
+        super().__init__()
+        n_calls = 0
+
+        def count() -> int:
+            nonlocal n_calls
+            n_calls += 1
+            return n_calls
+
+        self.count = count
+
+
+_n_calls = 0
+
+
+class GlobalCounted(LateChange):
+    def count(self) -> int:
+        global _n_calls
+        _n_calls += 1
+        return _n_calls
 
 
 class BufferRead(Net):
@@ -189,6 +243,10 @@ STATES: dict[str, ZooModel] = {
     "buffer_twice": ZooModel(build=BufferTwice),
     "buffer_read": ZooModel(build=BufferRead),
     "attribute_counted": ZooModel(build=AttributeCounted),
+    "list_counted": ZooModel(build=ListCounted),
+    "iterator_counted": ZooModel(build=IteratorCounted),
+    "closure_counted": ZooModel(build=ClosureCounted),
+    "global_counted": ZooModel(build=GlobalCounted),
     "own_norm": ZooModel(build=OwnNormed),
     "torch_layer_drop": ZooModel(build=TorchLayerDrop, is_random=True),
     "python_layer_drop": ZooModel(build=PythonLayerDrop, is_random=True),
