@@ -80,7 +80,8 @@ def strategy_table(
 def strategy_tables(runs: Iterable[tuple[Headed, TrainingSummary]]) -> list[list[StrategyRow]]:
     """For each workload a row per strategy; the baseline is the first with a number.
 
-    The baseline is plain `single`, else the first strategy with a run that ended ok.
+    The baseline is plain `single`, else `single` by another engine or flag, else the first strategy
+    with a run that ended ok.
     """
     workloads: dict[str, list[tuple[Headed, TrainingSummary]]] = {}
     for run, summary in runs:
@@ -99,11 +100,12 @@ def _kind_of(run: Headed) -> str:
 
 
 def _compared(group: Sequence[tuple[Headed, TrainingSummary]]) -> list[StrategyRow]:
-    by_strategy: dict[tuple[bool, str, int, str], list[tuple[Headed, TrainingSummary]]] = {}
+    by_strategy: dict[tuple[bool, bool, str, int, str], list[tuple[Headed, TrainingSummary]]] = {}
     for run, summary in group:
         # Plain `single` first, then by name, because repeats run in random order.
         name, digest = summary.strategy, configured(run, "strategy_digest")
-        place = (name != "single", name, summary.n_ranks, digest)
+        is_single = configured(run, "strategy") == "single"
+        place = (name != "single", not is_single, name, summary.n_ranks, digest)
         by_strategy.setdefault(place, []).append((run, summary))
     rows = [_row(by_strategy[place]) for place in sorted(by_strategy)]
     baseline = next((row for row in rows if row.step_s), None)

@@ -47,6 +47,12 @@ def test_single_is_the_baseline_in_whatever_order_runs_were_carried_out() -> Non
     assert second.workload == "lenet fp32 batch 12"
 
 
+def test_single_of_another_engine_is_the_baseline_where_plain_single_is_missing() -> None:
+    executor = {"engine": "executor"}
+    first, second = table(trained("dp=2", 2, 1.0), trained("single", 1, 3.0, **executor))
+    assert (first.strategy, second.speedup) == ("executor-single on 1", 3.0)
+
+
 def test_one_repeat_each_is_inconclusive_and_says_how_many_more() -> None:
     row = table(trained("single", 1, 3.0), trained("ddp", 2, 1.0))[1]
     assert row.verdict is not None
