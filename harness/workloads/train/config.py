@@ -98,8 +98,9 @@ class TrainSettings(SearchFlags, ModelFlags):
     """Samples of each rank in a batch (torch engine): equal, or in proportion to the rank's speed,
     which is measured before training. Both compute the gradient of the same global batch."""
     exact_dropout: bool = False
-    """Make every shard use its part of the dropout masks of one device, so that all strategies
-    train the same model (executor). Otherwise each rank draws its own masks, as DDP does."""
+    """Make every shard use its part of the dropout masks of one device, so that all strategies with
+    the same microbatches train the same (executor). Otherwise each rank draws masks of its own, as
+    DDP does."""
     stages: int | None = None
     """pipeline: number of stages, balanced by the profile. With fewer stages than ranks, some
     stages are replicated. Default: one stage per rank (interleaved: two)."""
