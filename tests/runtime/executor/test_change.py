@@ -38,19 +38,18 @@ def changing_case(model, *named, at=(2,), frozen=(), **changes):
 
 
 @pytest.mark.parametrize(
-    ("changing"),
+    ("model", "named", "more"),
     [
-        changing_case("mlp", (1, "single"), (3, "ddp"), (2, "1f1b"), at=(1, 3), optimizer="adamw"),
-        changing_case("lenet", (3, "tensor parallel"), (2, "1f1b")),
-        changing_case("vit", (2, "1f1b"), (3, "tensor parallel"), dropout="exact"),
-        changing_case("resnet18", (2, "ddp"), (1, "single"), (2, "1f1b"), at=(1, 4)),
-        changing_case("tokens", (2, "hybrid"), (1, "single"), optimizer="adamw"),
-        changing_case("dlrm_cat", (1, "single"), (2, "ddp")),  # has a bias of one element
+        ("mlp", [(1, "single"), (3, "ddp"), (2, "1f1b")], {"at": (1, 3), "optimizer": "adamw"}),
+        ("lenet", [(3, "tensor parallel"), (2, "1f1b")], {}),
+        ("vit", [(2, "1f1b"), (3, "tensor parallel")], {"dropout": "exact"}),
+        ("resnet18", [(2, "ddp"), (1, "single"), (2, "1f1b")], {"at": (1, 4)}),
+        ("tokens", [(2, "hybrid"), (1, "single")], {"optimizer": "adamw"}),
+        ("dlrm_cat", [(1, "single"), (2, "ddp")], {}),  # has a bias of one element
     ],
-    ids=lambda changing: changing.case.name,
 )
-def test_a_change_equals_one_device(changing, ranks):
-    finding = check_change(changing, ranks)
+def test_a_change_equals_one_device(model, named, more, ranks):
+    finding = check_change(changing_case(model, *named, **more), ranks)
     assert finding.is_equal, finding.text()
     assert finding.n_moved_bytes > 0
 
@@ -130,26 +129,20 @@ def test_many_changes_leave_no_groups_files_or_memory(ranks):
 
 
 @pytest.mark.parametrize(
-    "changing",
+    ("model", "named", "more"),
     [
-        changing_case("mlp", (3, "ddp"), (3, "ddp"), (2, "1f1b"), at=(1, 3), frozen=(1, 2)),
-        changing_case("vit", (2, "1f1b"), (2, "tensor parallel"), frozen=(1,), optimizer="adamw"),
-        changing_case("resnet18", (2, "1f1b"), (2, "1f1b"), (2, "ddp"), at=(1, 3), frozen=(3, 5)),
+        ("mlp", [(3, "ddp"), (3, "ddp"), (2, "1f1b")], {"at": (1, 3), "frozen": (1, 2)}),
+        ("vit", [(2, "1f1b"), (2, "tensor parallel")], {"frozen": (1,), "optimizer": "adamw"}),
+        ("resnet18", [(2, "1f1b"), (2, "1f1b"), (2, "ddp")], {"at": (1, 3), "frozen": (3, 5)}),
         # The last change trains layers again, whose momentum then begins anew.
-        changing_case(
-            "lenet",
-            (3, "1f1b"),
-            (3, "1f1b"),
-            (2, "ddp"),
-            at=(1, 3),
-            frozen=(3, 0),
-            optimizer="adamw",
+        (
+            "lenet", [(3, "1f1b"), (3, "1f1b"), (2, "ddp")],
+            {"at": (1, 3), "frozen": (3, 0), "optimizer": "adamw"},
         ),
     ],
-    ids=lambda changing: f"{changing.case.model} {changing.case.name}",
-)
-def test_frozen_layers_equal_one_device_that_freezes_them(changing, ranks):
-    finding = check_change(changing, ranks)
+)  # fmt: skip
+def test_frozen_layers_equal_one_device_that_freezes_them(model, named, more, ranks):
+    finding = check_change(changing_case(model, *named, **more), ranks)
     assert finding.is_equal, finding.text()
 
 
