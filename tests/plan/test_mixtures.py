@@ -14,7 +14,6 @@ from harness.plan.simulate.simulator import Simulator, Trial
 
 N, T, E, C, D, H = 8, 16, 4, 5, 32, 64
 TOKENS = {"sample": N, "seq": T, "feature": D}
-SLOTS = {"sample": N, "seq": E, "feature": C}
 GIVEN = {"sample": N, "feature": E, "height": C, "width": D}
 INNER = {**GIVEN, "width": H}
 CLUSTER = Cluster.uniform(4, 1, inside_bytes_per_s=1e9, between_bytes_per_s=1e6, memory_bytes=10**9)

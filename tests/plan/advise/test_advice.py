@@ -296,7 +296,7 @@ def test_the_comparison_ends_in_advice(results: Path, capfd: pytest.CaptureFixtu
         (["--batch-size", "4", "--per-device-batch", "2"], "give one of them"),
         (["--strategies", "dpd"], "--strategies dpd is unknown: use single, ddp"),
         (["--model", "vgg16", "--per-device-batch", "0"], "must be above 0"),
-        (["--memory", "1MB"], "fits on no set of these machines"),
+        (["--memory", "1MB", "--strategies", "ddp"], "fits on no set of these machines"),
     ],
 )
 def test_contradictions_are_refused(

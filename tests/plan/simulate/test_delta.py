@@ -5,12 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from simulated import (
-    random_case,
-    random_plan,
-    simulate,
-    talking,
-)
+from simulated import random_case, random_plan, simulate, talking
 
 from harness.domain.strategy import Stage, Strategy
 from harness.plan.simulate.options import SimulatorOptions
@@ -18,8 +13,8 @@ from harness.plan.simulate.report import events
 from harness.plan.simulate.simulator import Simulator, Trial
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_delta_simulation_equals_the_full_one_on_thousands_of_moves(seed):
+@pytest.mark.parametrize("seed", range(2))
+def test_delta_simulation_equals_the_full_one_on_hundreds_of_moves(seed):
     rng = random.Random(seed)
     n_moves = n_sums = 0
     for case in range(10):
@@ -37,7 +32,7 @@ def test_delta_simulation_equals_the_full_one_on_thousands_of_moves(seed):
             cluster = talking(cluster, *[0.01] * cluster.n_devices)
         kept = Simulator(graph, profile, cluster, options=options)
         trial = Trial.from_strategy(kept, Strategy(name="s", batch=8, operators=plans, **flow))
-        for _ in range(100):
+        for _ in range(40):
             for operator in rng.sample(operators, k=rng.choice([1, 1, 1, 2])):
                 plan = random_plan(rng, cluster.n_devices, operator, 8 // n_microbatches)
                 plans[operator.name] = plan
@@ -53,8 +48,8 @@ def test_delta_simulation_equals_the_full_one_on_thousands_of_moves(seed):
                 np.testing.assert_array_equal(getattr(delta, name), getattr(full, name))
             n_moves += 1
             n_sums += len(delta.lowered.edges.sums)
-    assert n_moves == 1000
-    assert n_sums > 100
+    assert n_moves == 400
+    assert n_sums > 20
 
 
 def test_no_device_and_no_link_does_two_things_at_once():
