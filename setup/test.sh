@@ -36,7 +36,8 @@ if (($#)); then exec python -m pytest -m "$markers" "$@"; fi
 status=0
 if [[ $markers != *cluster* ]]; then
     # They bound times of processes and links, so nothing else runs beside them.
-    python -m pytest -m "$markers and alone" --durations=10 || status=$?
+    mapfile -t files < <(grep -rl 'mark\.alone' tests)
+    python -m pytest -m "$markers and alone" --durations=10 "${files[@]}" || status=$?
 fi
 markers+=' and not alone'
 # One more worker than cores, because many tests wait.

@@ -17,7 +17,7 @@ from harness.nodes.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
-TIMEOUT_S = 25  # several times what five healthy nodes take, also on a busy machine
+TIMEOUT_S = 20  # several times what five healthy nodes take, also on a busy machine
 
 
 class Cluster:

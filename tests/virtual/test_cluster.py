@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from harness.virtual import limits
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 MIB = 2**20
 
@@ -117,6 +117,7 @@ def _iperf_bytes_per_s(cluster, source, target):
 # TCP's payload is 95% of what a link carries; the first bucket of 128 KiB passes unshaped, 0.3% of
 # 2 s at 200 Mbit/s and 1% at 50. Below: the first round trips, and other work on this machine, for
 # which the best of some readings counts.
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("source", "target", "limit_bytes_per_s"),
     [(0, 1, 25e6), (0, 2, 6.25e6), (2, 0, 6.25e6)],
@@ -171,6 +172,7 @@ def test_up_twice_is_refused_with_the_remedy(cluster):
     assert cluster("status").returncode == 0
 
 
+@pytest.mark.alone
 def test_latency_is_four_links_in_a_round_trip(new_cluster):
     cluster = new_cluster()
     cluster.up("--nodes", "2", "--latency", "5ms")
