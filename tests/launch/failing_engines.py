@@ -102,7 +102,7 @@ def body(config, context):
 
 def main():
     results, *faults = sys.argv[1:]
-    start_fork_server(["torch", "harness.run"])
+    start_fork_server(["torch", "torch._dynamo", "harness.run", "harness.runtime.executor.engine"])
     meeting = meet(read_launch(os.environ), os.environ)
     options = RunOptions(results=Path(results), run_timeout_s=100.0)
     workload = Workload(

@@ -1,40 +1,30 @@
 """A rank that fails costs its own run; the others go on, and every run stays readable."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import PROGRAM, ROOT, launch
 from waiting import is_alive, wait_until
 
 from harness.cases import Case, needs_of
 from harness.measure.store import read_results
 from harness.workloads.common.contract import Need, Workload
 
-PROGRAM = Path(__file__).with_name("faulty_ranks.py")
-ROOT = Path(__file__).parents[2]
-AGENT = [sys.executable, "-SP", str(ROOT / "harness/runtime/agent/__main__.py")]
+FAULTY = Path(__file__).with_name("faulty_ranks.py")
+AGENT = (sys.executable, "-SP", str(ROOT / "harness/runtime/agent/__main__.py"))
 
 pytestmark = pytest.mark.mpi
 
 
 def mpirun(n_ranks, *arguments, timeout_s=120):
-    launcher = Path(sys.executable).with_name("mpirun")
-    command = [str(launcher), "--oversubscribe", "-np", str(n_ranks), *AGENT, sys.executable]
-    return subprocess.run(
-        [*command, "-m", "mpi4py", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    return launch(n_ranks, *AGENT, *PROGRAM, *arguments, timeout_s=timeout_s)
 
 
 def test_each_fault_becomes_its_status_and_a_resumed_sweep_skips_what_is_done(tmp_path):
     faults = ["oom", "none", "wrong", "error", "killed", "hang", "none"]
-    done = mpirun(2, PROGRAM, tmp_path, *faults)
+    done = mpirun(2, FAULTY, tmp_path, *faults)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["oom", "ok", "invalid", "crash", "crash", "timeout", "ok"]
     results = read_results(tmp_path)
@@ -47,7 +37,7 @@ def test_each_fault_becomes_its_status_and_a_resumed_sweep_skips_what_is_done(tm
     assert "tried to allocate 1 TiB" in by_status["oom"].header.reason
     assert by_status["ok"].header.summary == {"total": 2.0}
     assert sorted(by_status["ok"].ranks) == [0, 1]
-    resumed = mpirun(2, PROGRAM, tmp_path, "--resume", "none", "none", "none")
+    resumed = mpirun(2, FAULTY, tmp_path, "--resume", "none", "none", "none")
     assert resumed.returncode == 0, resumed.stderr
     # Runs that were done before are told too, so that tables are of the whole sweep.
     assert resumed.stdout.split() == ["ok", "ok", "ok"]
@@ -99,7 +89,7 @@ def test_a_rank_that_fails_in_an_engine_gives_the_reason_and_its_peers_do_not(tm
 def test_a_rank_that_mpi_waits_for_in_vain_ends_the_launch_with_its_row(
     tmp_path, fault, status, reason
 ):
-    done = mpirun(2, PROGRAM, tmp_path, "--over-mpi", "--late-rank-0", "none", fault, "none")
+    done = mpirun(2, FAULTY, tmp_path, "--over-mpi", "--late-rank-0", "none", fault, "none")
     assert done.returncode != 0
     first, ended = sorted(read_results(tmp_path).runs, key=lambda run: run.header.start_utc)
     assert first.header.status == "ok"
@@ -121,7 +111,7 @@ def test_a_rank_that_mpi_waits_for_in_vain_ends_the_launch_with_its_row(
 def test_a_first_process_that_is_killed_or_stopped_ends_the_launch_with_its_row(
     tmp_path, fault, over_mpi, code, status, words
 ):
-    done = mpirun(2, PROGRAM, tmp_path, *over_mpi, fault, "none")
+    done = mpirun(2, FAULTY, tmp_path, *over_mpi, fault, "none")
     assert done.returncode == code, done.stderr
     (run,) = read_results(tmp_path).runs
     rank = 0 if fault.startswith("zeroth") else 1
@@ -135,7 +125,7 @@ def test_a_first_process_that_is_killed_or_stopped_ends_the_launch_with_its_row(
 
 @pytest.mark.cluster
 def test_a_full_disk_ends_the_sweep_with_a_row_and_a_resumed_one_goes_on(small_disk):
-    full = mpirun(2, PROGRAM, small_disk, "none", "full", "none")
+    full = mpirun(2, FAULTY, small_disk, "none", "full", "none")
     assert full.stdout.split() == ["ok", "crash"], full.stderr
     assert "no further runs, because " in full.stderr
     _, run = sorted(read_results(small_disk).runs, key=lambda run: run.header.start_utc)
@@ -144,7 +134,7 @@ def test_a_full_disk_ends_the_sweep_with_a_row_and_a_resumed_one_goes_on(small_d
     assert f" on {host} cannot be written: No space left on device" in run.header.reason
     (small_disk / "filler").unlink()
     assert len(run.ranks[0]) + len(run.ranks[1]) < 400
-    resumed = mpirun(2, PROGRAM, small_disk, "--resume", "none", "none")
+    resumed = mpirun(2, FAULTY, small_disk, "--resume", "none", "none")
     assert resumed.stdout.split() == ["ok", "ok"], resumed.stderr
     assert read_results(small_disk).skipped == []
 

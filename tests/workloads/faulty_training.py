@@ -188,7 +188,15 @@ def write_profile(results, cluster, case, run_id):
 def main():
     results, words = Path(sys.argv[1]), [word for word in sys.argv[2:] if word != "--resume"]
     cases = [case_of(word) for word in words]
-    start_fork_server(["torch", "harness.run", "harness.workloads.train.workload"])
+    start_fork_server(
+        [
+            "torch",
+            "torch._dynamo",
+            "harness.plan.simulate.lowering",
+            "harness.run",
+            "harness.workloads.train.workload",
+        ]
+    )
     meeting = meet(read_launch(os.environ), os.environ)
     options = RunOptions(
         results=results, run_timeout_s=240.0, collective_timeout_s=TIMEOUT_S,

@@ -1,42 +1,30 @@
-"""Both workloads as they are started: by a real mpirun, on this machine's ranks."""
+"""Workloads as they are started: by a real mpirun, on ranks of this machine."""
 
-import subprocess
-from pathlib import Path
+from __future__ import annotations
 
-import pytest
+import json
+
+from launching import ENTRY, NEEDS_MPIRUN, launch
+from safetensors.torch import load_file
 
 from harness.domain.cluster import Cluster
-from harness.measure.derive.devices import summa_table
 from harness.measure.derive.links import collective_table, link_matrices
 from harness.measure.store import read_results
 
-ROOT = Path(__file__).resolve().parents[2]
-MPIRUN = ROOT / ".venv" / "bin" / "mpirun"
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(not MPIRUN.exists(), reason="setup/install.sh has not installed mpirun"),
-]
-
-
-def run(n_ranks: int, *words: str) -> str:
-    """What a workload printed on standard output."""
-    done = subprocess.run(
-        [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks), str(ROOT / "entry.sh"), *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+pytestmark = NEEDS_MPIRUN
+TRAIN = [
+    "--model", "lenet", "--strategy", "single", "ddp", "--batch-size", "13", "--n-samples", "35",
+    "--steps", "20", "--warm-up", "0", "--no-sync-steps", "2", "--save-model",
+]  # fmt: skip
 
 
 def test_links_measures_torch_and_mpi_and_checks_both(tmp_path):
-    text = run(
-        3, "links", "--results", str(tmp_path), "--sizes", "1KiB", "1MiB", "--pair-sizes", "256KiB",
-        "--time-budget-s", "0.01",
+    done = launch(
+        3, ENTRY, "links", "--results", tmp_path, "--sizes", "1KiB", "1MiB", "--pair-sizes",
+        "256KiB", "--time-budget-s", "0.01",
     )  # fmt: skip
-    assert "all_to_all" in text
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all_to_all" in done.stdout
     results = read_results(tmp_path)
     assert results.skipped == []
     (one,) = results.runs
@@ -50,14 +38,26 @@ def test_links_measures_torch_and_mpi_and_checks_both(tmp_path):
     assert len(cluster.collectives) == 24
 
 
-def test_matmul_distributes_over_every_number_of_ranks(tmp_path):
-    text = run(
-        3, "matmul", "--results", str(tmp_path), "--sizes", "64", "--dtype", "fp32",
-        "--time-budget-s", "0.01", "--strong-size", "200", "--weak-size", "100",
-    )  # fmt: skip
-    assert "of local sum" in text
-    (one,) = read_results(tmp_path).runs
-    assert one.header.status == "ok"
-    assert [(row.scaling, row.n_ranks) for row in summa_table(one)] == [
-        (scaling, n) for scaling in ("strong", "weak") for n in (1, 2, 3)
-    ]
+def test_ddp_over_mpirun_trains_what_one_device_trains(tmp_path):
+    """35 samples in batches of 13: every third batch has 9; two ranks share both unevenly."""
+    done = launch(2, ENTRY, "train", *TRAIN, "--results", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    models = {}
+    for path in tmp_path.glob("*/run.json"):
+        header = json.loads(path.read_text())
+        assert header["status"] == "ok", header["reason"]
+        models[header["config"]["strategy"]] = load_file(path.with_name("model.safetensors"))
+    one, many = models["single"], models["ddp"]
+    # fp32 sums in another order: 20 steps of differences of 1e-7 stay far below.
+    assert max(float((one[name] - many[name]).abs().max()) for name in one) < 1e-5
+
+
+def test_out_of_memory_is_a_row_and_the_sweep_goes_on(tmp_path):
+    """A batch of 10^6 images of 224 x 224 is 600 GB; the next one fits."""
+    flags = ["--model", "resnet18", "--image-size", "224", "--batch-size", "1000000", "4"]
+    flags += ["--steps", "1", "--warm-up", "0"]
+    done = launch(2, ENTRY, "train", *flags, "--results", tmp_path)
+    headers = [json.loads(path.read_text()) for path in tmp_path.glob("*/run.json")]
+    assert {h["config"]["batch"]: h["status"] for h in headers} == {1000000: "oom", 4: "ok"}
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "oom" in done.stdout

@@ -1,26 +1,18 @@
 """A training goes on after the loss of a rank or of the launch, and trains what one device does."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launching import NEEDS_MPIRUN, PROGRAM, launch
 from safetensors.torch import load_file
 
 from harness.domain.record import Span
 from harness.measure.store import Run, read_results
 
 HERE = Path(__file__).parents[1]
-ROOT = HERE.parents[1]
-MPIRUN = Path(sys.executable).with_name("mpirun")
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun in this environment"),
-]
+pytestmark = [*NEEDS_MPIRUN, pytest.mark.timeout(900)]
 
 # fp32 sums in another order: six steps of differences of 1e-7 stay far below.
 TOLERANCE = 1e-5
@@ -33,20 +25,10 @@ IN_CHANGES = [
 ]
 
 
-def launch(results: Path, n_ranks: int, *words: str) -> list[Run]:
+def train(results: Path, n_ranks: int, *words: str) -> list[Run]:
     """Train on so many ranks, of which the third is killed; the training runs, in order."""
-    environ = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{HERE.parent}:{HERE}",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks), sys.executable, "-m", "mpi4py"]
-    done = subprocess.run(
-        [*command, str(HERE / "faulty_training.py"), str(results), *words],
-        env=environ, capture_output=True, text=True, timeout=880, check=False,
-    )  # fmt: skip
+    program = (*PROGRAM, HERE / "faulty_training.py", results, *words)
+    done = launch(n_ranks, *program, path=(HERE.parent, HERE), timeout_s=880)
     assert done.returncode == 0, done.stderr
     runs = [run for run in read_results(results).runs if run.header.workload == "train"]
     return sorted(runs, key=lambda run: run.header.start_utc)
@@ -62,7 +44,7 @@ def runs(tmp_path_factory) -> list[Run]:
     stages, and of IN_CHANGES."""
     words = "single:killed", "replicas:killed", "stages:killed"
     changing = [f"{case}:{fault}" for case, fault, _ in IN_CHANGES]
-    return launch(tmp_path_factory.mktemp("lost"), 3, *words, *changing)
+    return train(tmp_path_factory.mktemp("lost"), 3, *words, *changing)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +88,6 @@ def test_a_rank_that_dies_in_a_change_leaves_the_last_common_step(runs, one_devi
 
 
 def test_a_launch_that_was_lost_goes_on_with_fewer_ranks(tmp_path, one_device):
-    (lost,) = launch(tmp_path, 3, "lasting:killed")
-    _, then = launch(tmp_path, 2, "--resume", "lasting:killed")
+    (lost,) = train(tmp_path, 3, "lasting:killed")
+    _, then = train(tmp_path, 2, "--resume", "lasting:killed")
     assert_goes_on(lost, then, "step-2", one_device)

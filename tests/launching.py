@@ -1,0 +1,31 @@
+"""Programs of several ranks as mpirun starts them, for tests of several packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MPIRUN = Path(sys.executable).with_name("mpirun")
+ENTRY = ROOT / "entry.sh"
+# A program whose ranks are all aborted if one of them raises.
+PROGRAM = (sys.executable, "-m", "mpi4py")
+NEEDS_MPIRUN = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(not MPIRUN.exists(), reason="setup/install.sh has not installed mpirun"),
+]
+
+
+def launch(
+    n_ranks: int, *words: object, path: tuple[Path, ...] = (), timeout_s: float = 250
+) -> subprocess.CompletedProcess[str]:
+    """Run a command on ranks of this machine, which import modules from `path` too."""
+    return subprocess.run(
+        [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks), *map(str, words)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path)))},
+        cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
