@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import runpy
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,18 +74,11 @@ def test_an_interrupt_ends_what_runs_on_all_hosts(tmp_path):
     on_all slow a b
     """
     with subprocess.Popen(["bash", "-euc", script], stderr=subprocess.PIPE) as process:
-        _wait_until(lambda: all(_holds(tmp_path / f"{host}.err", "began") for host in "ab"))
+        wait_until(lambda: all(_holds(tmp_path / f"{host}.err", "began") for host in "ab"))
         assert len(_processes_of(seconds)) == 2
         process.terminate()
         assert process.wait(timeout=10) == 130
-    _wait_until(lambda: not _processes_of(seconds))
-
-
-def _wait_until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
+    wait_until(lambda: not _processes_of(seconds))
 
 
 def _holds(path: Path, words: str) -> bool:
