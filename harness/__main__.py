@@ -78,23 +78,26 @@ def _order_flags(config: Any) -> None:
 
 def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     """Return the workload's name (empty: the comparison), its configuration and RunOptions."""
+    from harness.workloads import WORKLOADS, load_workload
+
+    is_named = bool(argv) and not argv[0].startswith("-")
+    if argv[:1] in (["-h"], ["--help"]):
+        print(_usage())
+        raise SystemExit(0)
+    if is_named and argv[0] not in WORKLOADS:
+        print(f"there is no workload {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
+        raise SystemExit(EXIT_CODE)
+
     import tyro
 
-    from harness.workloads import WORKLOADS, load_workload
-    from harness.workloads.common.flags import RunOptions
+    from harness.workloads.common.flags import RunOptions  # imports torch, which takes seconds
 
-    if not argv or argv[0].startswith("-"):
-        if argv and argv[0] in ("-h", "--help"):
-            print(_usage())
-            raise SystemExit(0)
+    if not is_named:
         options = tyro.cli(
             RunOptions, args=argv, prog="entry.sh", config=(tyro.conf.FlagCreatePairsOff,)
         )
         return "", None, options
     name, *rest = argv
-    if name not in WORKLOADS:
-        print(f"there is no workload {name!r}\n\n{_usage()}", file=sys.stderr)
-        raise SystemExit(EXIT_CODE)
     workload = load_workload(name)
     refuse_old_spelling(rest, workload.renamed)
     _order_flags(workload.config)
@@ -112,10 +115,11 @@ def _parse_all(argv: list[str]) -> list[tuple[str, Any, Any]]:
     Raises:
         ConfigError: they do not.
     """
-    from harness.workloads.common.flags import flag
-
     words = [list(part) for is_plus, part in groupby(argv, "+".__eq__) if not is_plus] or [[]]
     parsed = [_parse(part) for part in words]
+
+    from harness.workloads.common.flags import flag
+
     for other in parsed[1:]:
         for field in dataclasses.fields(other[2]):
             one, two = (getattr(options, field.name) for options in (parsed[0][2], other[2]))
@@ -336,13 +340,14 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
     comm = None
     if channel.has_agent:
         comm = introduce(launch, os.environ, channel, read_limit_s(argv))
-    import torch
-
     failure: BaseException | None = None
     try:
         with _silent(launch.rank != 0):
             parsed = _parse_all(argv)
             name, _, options = parsed[0]
+
+            import torch
+
             cases = []
             for workload, config, _ in parsed:
                 options.check(config)

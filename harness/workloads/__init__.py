@@ -1,9 +1,12 @@
 """The WORKLOADS table: one package per workload, imported when it is run."""
 
-from importlib import import_module
-from typing import cast
+from __future__ import annotations
 
-from harness.workloads.common.contract import Workload
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it imports torch
+    from harness.workloads.common.contract import Workload
 
 WORKLOADS = {
     "matmul": "FLOP/s of each device, and of all devices together on one product (SUMMA)",
@@ -21,4 +24,5 @@ def workload_module(name: str) -> str:
 
 def load_workload(name: str) -> Workload:
     """Import a workload of WORKLOADS."""
-    return cast(Workload, import_module(workload_module(name)).WORKLOAD)
+    workload: Workload = import_module(workload_module(name)).WORKLOAD
+    return workload

@@ -54,6 +54,14 @@ def test_help_lists_the_workloads(capsys):
         assert f"\n  {name} " in shown
 
 
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys\nfrom harness.__main__ import main\n"
+        "try: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
 def test_help_begins_with_the_flags_of_the_workload_itself(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])

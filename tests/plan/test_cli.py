@@ -308,6 +308,14 @@ def test_showing_does_not_load_compilers_or_torch(chain: Path) -> None:
     assert done.stderr.strip() == "set()"
 
 
+def test_help_imports_no_command() -> None:
+    code = (
+        "import sys\nfrom harness.plan.__main__ import main\n"
+        "try: main(['--help'])\nfinally: assert 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
 CONSOLE = "[Dense_100] num_dims(2) dims[1,2] device_ids[0,1]\n"
 
 
