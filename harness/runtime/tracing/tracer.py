@@ -29,6 +29,7 @@ from harness.runtime.tracing.constructs import (
 )
 from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach, with_items
 from harness.runtime.tracing.module_calls import is_own_norm, norm_as_call
+from harness.runtime.tracing.parameters import ParametersRecorded
 from harness.runtime.tracing.states import States
 
 _DIFFERENTIATIONS: dict[tuple[str, Any], str] = {
@@ -134,6 +135,7 @@ class ModelTracer(fx.Tracer):
             stack.enter_context(patches.autograd_functions(self._apply))
             stack.enter_context(self._regions.watched())
             stack.enter_context(self.states.watched(root))
+            stack.enter_context(ParametersRecorded(self, root))
             graph = super().trace(root, concrete_args)
             self.states.write(graph)
             return graph

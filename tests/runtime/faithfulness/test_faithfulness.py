@@ -191,7 +191,7 @@ def test_a_forward_that_writes_parameters_is_refused():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("habit_teacher", "writes its own parameters"),
+        ("habit_teacher", r"changes the parameter 'teacher\.weight' in place"),
         ("habit_counting", "counts in n_steps and computes otherwise when that is 100 larger"),
         ("habit_countingindict", r"counts in state\.n and computes otherwise"),
         ("list_counted", r"counts in calls\.0 and computes otherwise when that is 10000 larger"),

@@ -596,3 +596,27 @@ def test_attentions_under_masks_mix_no_samples():
     operators = capture(task, 4, "attending").graph.operators
     assert len(operators) > 30
     assert not [op.name for op in operators if op.attrs.get("mixes_samples")]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: sum(p.square().sum() for p in model.parameters()),
+        lambda model: sum(p.norm() for name, p in model.named_parameters() if "bias" not in name),
+        lambda model: (next(model.parameters()).T @ model.first.weight).sum(),
+        lambda model: nn.utils.parameters_to_vector(model.last.parameters()).abs().mean(),
+        lambda model: torch.stack([p.mean() for p in model.parameters()]).sum(),
+    ],
+)
+def test_operators_on_parameters_have_their_gradients(read):
+    assert_same_gradients(lambda model, x: x * read(model))
+
+
+def test_facts_about_parameters_are_constants():
+    def middle(model, x):
+        weight = next(model.parameters())
+        assert weight.dtype.is_floating_point
+        assert weight.requires_grad
+        return x.to(weight.dtype).to(weight.device) * (weight.shape[0] / weight.numel())
+
+    assert_same_gradients(middle)
