@@ -21,9 +21,11 @@ from harness.domain.files import decode
 from harness.domain.record import MAX_RANK, Record
 from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
 from harness.errors import ClusterError, HarnessError, ResultsError
-from harness.inputs import MOST_FILE_BYTES, find_int, open_regular, parse_json
+from harness.inputs import MOST_FILE_BYTES, find_int, one_line, open_regular, parse_json
 from harness.measure.heartbeat import HEADER_FILE, RESERVE_FILE, find_dead_writer
 from harness.measure.rank_records import MAX_RANKS, Records, read_records
+
+_LONGEST_LINE = 10_000  # of a reason
 
 Problem = tuple[Path, str]
 """An unusable file, and the reason."""
@@ -271,7 +273,8 @@ def _decode_header(data: bytes, source: str) -> RunHeader:
         raise ResultsError(f"{source} is nested more than {_MAX_DEPTH} deep: no harness wrote it")
     header = decode(data, RunHeader, source=source, error=ResultsError)
     header.check(source)
-    return header
+    lines = (one_line(line, _LONGEST_LINE) for line in header.reason.split("\n"))
+    return msgspec.structs.replace(header, reason="\n".join(lines))
 
 
 def _is_deeper(value: object, depth: int) -> bool:

@@ -151,7 +151,7 @@ def _complain(lines: Sequence[str]) -> None:
     """Print skipped and failed parts on stderr; the report has all of them."""
     shown = lines if len(lines) <= MAX_LISTED + 1 else lines[:MAX_LISTED]
     for line in shown:
-        print(line, file=sys.stderr)
+        print(one_line(line, 1000), file=sys.stderr)
     if len(lines) > len(shown):
         print(f"... and {len(lines) - len(shown)} more ({len(lines)} in all)", file=sys.stderr)
 
@@ -179,7 +179,7 @@ def _import(words: Sequence[str]) -> None:
         raise ConfigError(f"--weak-share {facts.weak_share} is a share: give one up to 1")
     imported, problems = import_logs(facts.paths, facts.into, facts)
     for path, reason in problems:
-        print(f"skipped {path}: {reason}", file=sys.stderr)
+        print(f"skipped {one_line(str(path))}: {reason}", file=sys.stderr)
     for run_dir in imported:
         print(f"wrote {run_dir}")
     if not imported:

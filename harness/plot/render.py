@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -57,7 +58,9 @@ class Drawn:
 def image_bytes(figure: Figure, table: pd.DataFrame, *formats: str) -> list[bytes]:
     """Draw a table once, in memory, as each of the formats."""
     images = []
-    with drawing_style():
+    with drawing_style(), warnings.catch_warnings():
+        # A name in a script that the font lacks has boxes for letters.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         from matplotlib.figure import Figure as Canvas
         from matplotlib.layout_engine import ConstrainedLayoutEngine
 

@@ -94,6 +94,14 @@ def test_a_header_with_an_impossible_cluster_is_named_and_skipped(tmp_path):
     assert "the cluster has no device" in results.skipped[0][1]
 
 
+def test_a_reason_controls_no_terminal(tmp_path):
+    run_dir = write_run(tmp_path)
+    header = json.loads((run_dir / "run.json").read_text())
+    header["reason"] = "\x1b[2Jlost\x07\nTraceback"
+    (run_dir / "run.json").write_text(json.dumps(header))
+    assert read_header(run_dir).reason == " [2Jlost \nTraceback"
+
+
 def test_an_unknown_version_is_refused_with_both_versions(tmp_path):
     run_dir = write_run(tmp_path)
     text = (run_dir / "run.json").read_text().replace('"version": 2\n}', '"version": 99\n}')
