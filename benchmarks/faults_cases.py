@@ -311,9 +311,9 @@ FAULTS = [
     ),
     Fault(
         name="python-missing", title="one host has no Python in its environment", words=DDP,
-        inject=_hide(1, "python"), heal=_show(1, "python"), before=True, limit_s=30.0,
-        limit="start-up", statuses=("crash",), message=("install.sh",),
-        reason=(r"check_nodes\.sh",),
+        inject=_hide(1, "python"), heal=_show(1, "python"), before=True, limit_s=30.0, node=None,
+        limit="start-up", statuses=("crash",), message=("node1 has no environment", "install.sh"),
+        reason=("another rank could not start",),
     ),
     Fault(
         name="orted-missing", title="one host has no MPI daemon", words=DDP,
