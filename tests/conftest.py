@@ -26,8 +26,11 @@ settings.load_profile("busy")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the files that start ranks, which take longest, so that workers end together."""
-    long_ones = {item.path for item in items if item.get_closest_marker("mpi")}
-    items.sort(key=lambda item: item.path not in long_ones)
+    by_mpirun = {item.path for item in items if item.get_closest_marker("mpi")}
+    forked = {
+        i.path for i in items if {"ranks", "run_on_ranks"} & set(getattr(i, "fixturenames", ()))
+    }
+    items.sort(key=lambda item: (item.path not in by_mpirun, item.path not in forked))
 
 
 @pytest.fixture(autouse=True)
