@@ -154,9 +154,7 @@ def strategy_dot(strategy: Strategy, graph: Graph) -> list[str]:
             "not have: give the graph that it is for"
         )
     notes = {
-        name: "x".join(f"{dim} {cut}" for dim, cut in plan.partition.items())
-        + " on "
-        + ",".join(map(str, plan.devices))
+        name: f"{_cuts(plan)} on {','.join(map(str, plan.devices))}"
         for name, plan in strategy.operators.items()
     }
     stage_of = {name: plan.stage for name, plan in strategy.operators.items()}

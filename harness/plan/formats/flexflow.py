@@ -361,6 +361,11 @@ def entries_from_strategy(strategy: Strategy, graph: Graph) -> list[Entry]:
                 f"operator {operator.name!r} is cut along {extra or dims}: FlexFlow's files "
                 "cannot say so"
             )
+        if plan.keys != "input":
+            raise StrategyError(
+                f"operator {operator.name!r} has keys {plan.keys!r}: FlexFlow's files cannot say "
+                "so: use keys 'input'"
+            )
         sizes = tuple(n_parts(plan.partition.get(dim, 1)) for dim in reversed(dims))
         entries.append(Entry(operator.name, sizes, tuple(plan.devices), 0))
     return entries

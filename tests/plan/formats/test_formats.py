@@ -189,17 +189,19 @@ def test_entries_of_another_model_are_refused():
         )
 
 
-def test_flexflow_cannot_hold_pipelines_or_shares():
+def test_flexflow_cannot_hold_pipelines_shares_or_keys():
     graph = make_dlrm()
     strategy = strategy_from_entries(
         parse_console(LINES + "[Concat-1] num_dims(2) dims[1,1] device_ids[0]"), graph, batch=8
     )
     shares = {**strategy.operators, "top": OperatorPlan({"sample": [2, 1]}, [0, 1])}
+    rings = {**strategy.operators, "top": OperatorPlan({"sample": 2}, [0, 1], keys="ring")}
     for broken in (
         Strategy(name="s", batch=8, operators=strategy.operators, n_microbatches=2),
         Strategy(name="s", batch=8, operators=shares),
+        Strategy(name="s", batch=8, operators=rings),
     ):
-        with pytest.raises(StrategyError, match="FlexFlow's files hold"):
+        with pytest.raises(StrategyError, match=r"FlexFlow's files (hold|cannot say)"):
             entries_from_strategy(broken, graph)
 
 

@@ -29,8 +29,9 @@ from harness.runtime.models.attention import AttentionForm, Mix, mix_values, sco
 # before; the result waits for it.
 Pass = Callable[[Tensor, tuple[int, ...]], Callable[[], Tensor]]
 
-# Scores that exist at once: 4 MiB in 32 bits.
-_N_SCORES = 1 << 20
+# Scores that exist at once, by type of device: 1 MiB in 32 bits, which a core's cache holds, or
+# 256 MiB, so that a GPU has enough to do.
+_N_SCORES = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,7 @@ def _parts(
     """
     start, stop = ring.blocks[place]
     first, n_queries = ring.blocks[ring.at][0], q.shape[2]
-    n_rows = max(1, _N_SCORES // (q.shape[0] * q.shape[1] * (stop - start)))
+    n_rows = max(1, _N_SCORES[q.device.type] // (q.shape[0] * q.shape[1] * (stop - start)))
     own_mask = None if mask is None else mask[:, start:stop]
     for low in range(0, n_queries, n_rows):
         high = min(n_queries, low + n_rows)

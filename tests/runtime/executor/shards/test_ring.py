@@ -94,7 +94,7 @@ def test_it_is_that_of_one_device(
         mix = ring.make_mix(keys, one)
         return trained(mix, form, *own, table, mask, start, gradient[:, :, start:stop])
 
-    with mock.patch.object(ring, "_N_SCORES", n_scores), ThreadPoolExecutor(len(parts)) as pool:
+    with mock.patch.dict(ring._N_SCORES, cpu=n_scores), ThreadPoolExecutor(len(parts)) as pool:
         found = list(pool.map(run, rings(parts)))
     for at in range(4):
         assert_equal(torch.cat([each[at] for each in found], dim=2), wanted[at])
