@@ -353,6 +353,8 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
                 options.check(config)
                 cases += _cases(workload, config, launch, has_gpu=torch.cuda.is_available())
     except (SystemExit, HarnessError) as error:
+        if isinstance(error, SystemExit) and error.code not in (0, EXIT_CODE):
+            raise  # not the parser's, but of a module that was imported
         failure = error
     if not _agree(failure, comm, channel, launch):
         return 0
