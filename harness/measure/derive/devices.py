@@ -231,16 +231,12 @@ def _by_iteration(run: Run, metric: str, labels: tuple[object, ...]) -> dict[int
 SUMMA_LABELS = ("scaling", "dtype", "m", "n", "k")
 
 
-def _n_ranks(run: Run) -> int:
-    return len(run.header.ranks) or len(run.ranks)
-
-
 def _summa_labels(run: Run, sample: Sample) -> tuple[object, ...] | None:
     """Key of a distributed product: its labels and its number of ranks."""
     if not all(name in sample.labels for name in SUMMA_LABELS):
         return None
     named = tuple(sample.labels[name] for name in SUMMA_LABELS)
-    return (*named, sample.labels.get("n_ranks", _n_ranks(run)))
+    return (*named, sample.labels.get("n_ranks", len(run.header.ranks) or len(run.ranks)))
 
 
 def _slowest_ranks(run: Run, labels: tuple[object, ...]) -> dict[int, int]:

@@ -91,7 +91,7 @@ class Chain:
             spent = self.objective.spent
             temperature = self._hottest * (COLDEST / self._hottest) ** spent
             if spent > 0.5 and since >= RESET_EVERY and score > best_score:
-                _apply(self.trial, _difference(plans, best))
+                _apply(self.trial, {op: plan for op, plan in best.items() if plan != plans[op]})
                 plans, score, since = dict(best), best_score, 0
                 continue
             if not move:
@@ -201,10 +201,6 @@ def _apply(trial: Trial, plans: Mapping[int, OperatorPlan]) -> None:
     for op, plan in plans.items():
         if trial.tables.plans[op] != plan:
             trial.replace(op, plan)
-
-
-def _difference(now: Mapping[int, OperatorPlan], then: Mapping[int, OperatorPlan]) -> Move:
-    return {op: plan for op, plan in then.items() if plan != now[op]}
 
 
 def descend(
