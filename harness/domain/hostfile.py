@@ -228,7 +228,7 @@ def explain_name(name: str, options: str) -> str:
     """Explain why mpirun refuses the first word of a line, and give the line to write."""
     if (text := _ipv6(name, "")) is not None:
         return text
-    for explain in (_marked, _colon, _user, _bracket, _list, _dot, _underscore, _quoted):
+    for explain in (_marked, _list, _colon, _user, _bracket, _dot, _underscore, _quoted):
         if (text := explain(name, _slots(options))) is not None:
             return f"{shorten(name)} is not a host name or address; {text}"
     if (text := _swapped(name, options)) is not None:
@@ -240,7 +240,7 @@ def explain_name(name: str, options: str) -> str:
 
 
 def _ipv6(name: str, _: str) -> str | None:
-    if name.count(":") < 2:
+    if name.count(":") < 2 or "," in name:
         return None
     return (
         f"{shorten(name)[1:-1]} is an IPv6 address, of which mpirun takes the last part for slots: "
@@ -259,7 +259,7 @@ def _colon(name: str, slots: str) -> str | None:
             f"it has a port, which mpirun does not take: write `{match[1]} {slots}`, and "
             f"`Port {number}` below `Host {match[1]}` in ~/.ssh/config"
         )
-    count = f"slots={number}" if number else slots
+    count = f"slots={number}" if number else _slots(match[2], slots)
     return f"it is MPICH's form: write `{match[1]} {count}`"
 
 
@@ -288,9 +288,10 @@ def _list(name: str, slots: str) -> str | None:
     names = [part for part in re.split("[,;]", name) if part]
     if not names or len(names) == len(name) or re.search("[,;]", name) is None:
         return None
-    if not all(re.fullmatch(_NAME, part, re.ASCII) for part in names):
+    found = [re.fullmatch(rf"({_NAME})(?::([0-9]{{1,5}}))?", part, re.ASCII) for part in names]
+    if not all(found):
         return None
-    lines = ", ".join(f"`{part} {slots}`" for part in names[:3])
+    lines = ", ".join(f"`{m[1]} {f'slots={m[2]}' if m[2] else slots}`" for m in found[:3] if m)
     return f"it is not one host: write one a line, {lines}"
 
 
@@ -354,8 +355,9 @@ def explain_option(name: str, key: str, value: str, options: str) -> str:
 
 def _meant_slots(key: str, value: str, options: str) -> int | None:
     """The number of an option that resembles `slots`, or means slots in another program."""
-    if not value:  # `node1 4`, `node1 slots 4`
-        return next((n for word in options.split() if (n := find_int(word, 1, 1000))), None)
+    if not value:  # `node1 4`, `node1 slots 4`, `node1 slots:4`
+        words = options.replace(":", " ").split()
+        return next((n for word in words if (n := find_int(word, 1, 1000))), None)
     is_meant = key.lower() in _OTHERS or get_close_matches(key.lower(), _SLOTS, cutoff=0.6)
     return find_int(value, 1, 1000) if is_meant else None
 
