@@ -1,7 +1,7 @@
 """Test that each strategy trains users' models correctly or refuses them.
 
     python benchmarks/model_zoo.py --json
-    python benchmarks/model_zoo.py --only no_grad_branch roll_batch --strategies ddp 1f1b
+    python benchmarks/model_zoo.py --only no_grad_branch roll_batch --strategies ddp --ranks 3 4
 
 The zoo (tests/runtime/executor/zoo) has small models with one construct each: contexts, autograd
 functions, hooks, operators that mix samples, buffers, outputs, control flow. It also has models of
@@ -82,8 +82,8 @@ class Options:
     """Models of the zoo; all by default."""
     strategies: tuple[str, ...] = ()
     """Names of strategies, such as ddp or 1f1b; all by default."""
-    ranks: int = 2
-    """Ranks of the well-known strategies."""
+    ranks: tuple[int, ...] = (2,)
+    """Numbers of ranks of the well-known strategies."""
     random: int = 3
     """Number of random strategies per model, on 2, 3 and 4 ranks."""
     seed: int = 0
@@ -200,11 +200,11 @@ def _predicted_and_trained(
 
 
 def _rows_of(
-    name: str, ranks: RanksBySize, options: Options, done: set[tuple[str, str]]
+    name: str, ranks: RanksBySize, options: Options, done: set[tuple[str, str, int]]
 ) -> Iterator[Row]:
-    names = [s for s in STRATEGIES if not options.strategies or s in options.strategies]
-    names = [s for s in names if (name, s) not in done]
-    if (name, "capture") in done or not (names or options.random):
+    chosen = [s for s in STRATEGIES if not options.strategies or s in options.strategies]
+    names = {n: [s for s in chosen if (name, s, n) not in done] for n in options.ranks}
+    if (name, "capture", 0) in done or not (any(names.values()) or options.random):
         return
     start_s = time.process_time()
     try:
@@ -216,10 +216,8 @@ def _rows_of(
         yield {"strategy": "capture", "status": "crash", "reason": repr(error)}
         return
     captured_s, is_held = round(time.process_time() - start_s, 2), False
-    for strategy_name, n_ranks, made in strategies_of(
-        graph, options.ranks, options.seed, options.random, names
-    ):
-        if (name, strategy_name) in done:
+    for strategy_name, n_ranks, made in strategies_of(graph, names, options.seed, options.random):
+        if (name, strategy_name, n_ranks) in done:
             continue
         start_s = time.perf_counter()
         row: Row = {"strategy": strategy_name, "n_ranks": n_ranks, "captured_s": captured_s}
@@ -232,15 +230,16 @@ def _rows_of(
         yield {**row, "duration_s": round(time.perf_counter() - start_s, 2)}
 
 
-def _rows_in(path: Path) -> set[tuple[str, str]]:
-    """Model and strategy of each row of a file that may not exist yet."""
+def _rows_in(path: Path) -> set[tuple[str, str, int]]:
+    """Model, strategy and number of ranks of each row of a file that may not exist yet."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = [json.loads(line) for line in lines]
-    return {(row["model"], row["strategy"]) for row in found if "strategy" in row}
+    rows = (row for row in found if "strategy" in row)
+    return {(row["model"], row["strategy"], row.get("n_ranks", 0)) for row in rows}
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """Yield a row for each model and strategy."""
+    """Yield a row for each model, strategy and number of ranks."""
     unknown = set(options.only) - set(ZOO)
     if unknown:
         sys.exit(f"no model {min(unknown)!r} in the zoo: choose of {', '.join(ZOO)}")
@@ -257,7 +256,8 @@ def rows(options: Options) -> Iterator[Row]:
 def _text(row: Row) -> str:
     reason = str(row.get("reason", "")).strip().splitlines() or [""]
     losses = [f"{row[key]:.6f}" for key in ("loss", "single_loss") if key in row]
-    shown = [f"{row['model']:24}", f"{row['strategy']:12}", f"{row['status']:8}", *losses]
+    n_ranks = f"{row.get('n_ranks', ''):1}"
+    shown = [f"{row['model']:24}", f"{row['strategy']:12}", n_ranks, f"{row['status']:8}", *losses]
     return "  ".join([*shown, reason[-1]]).rstrip()
 
 

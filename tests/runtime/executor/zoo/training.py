@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
@@ -134,15 +134,20 @@ class Planner:
 
 
 def strategies_of(
-    graph: Graph, n_ranks: int, seed: int, n_random: int, names: Sequence[str] = STRATEGIES
+    graph: Graph, names: Mapping[int, Sequence[str]], seed: int, n_random: int
 ) -> Iterator[tuple[str, int, Strategy | Refusal]]:
-    """Name, number of ranks and strategy: the named ones, and random ones on 2 to 4 ranks."""
-    planner = Planner(graph, n_ranks)
-    for name in names:
-        try:
-            yield name, n_ranks, planner.make(name)
-        except HarnessError as error:
-            yield name, n_ranks, Refusal(type(error).__name__, str(error))
+    """Name, number of ranks and strategy: the named ones, and random ones on 2 to 4 ranks.
+
+    Args:
+        names: of strategies, by the number of ranks.
+    """
+    for n_ranks, chosen in names.items():
+        planner = Planner(graph, n_ranks)
+        for name in chosen:
+            try:
+                yield name, n_ranks, planner.make(name)
+            except HarnessError as error:
+                yield name, n_ranks, Refusal(type(error).__name__, str(error))
     for k in range(n_random):
         rng, n = Random(f"zoo {seed}/{graph.name}/{k}"), 2 + k % 3
         schedule = SCHEDULE_NAMES[k % len(SCHEDULE_NAMES)]
