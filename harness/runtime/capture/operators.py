@@ -284,7 +284,7 @@ def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple
     return kind, {"function": name}
 
 
-_ALWAYS = {
+ALWAYS_RANDOM = {
     "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "fractional_max_pool2d",
     "fractional_max_pool2d_with_indices", "fractional_max_pool3d",
     "fractional_max_pool3d_with_indices", "geometric_", "gumbel_softmax", "log_normal_",
@@ -293,7 +293,7 @@ _ALWAYS = {
 }  # fmt: skip
 # Positions of the probability and of the flag that enables drawing (None: no such argument), and
 # the flag's default.
-_SWITCHED: dict[str, tuple[int | None, int | None, bool]] = {
+SOMETIMES_RANDOM: dict[str, tuple[int | None, int | None, bool]] = {
     "alpha_dropout": (1, 2, False),
     "alpha_dropout_": (1, 2, False),
     "drop_block2d": (1, 5, True),
@@ -337,7 +337,9 @@ def draws_random(node: fx.Node, root: nn.Module) -> bool:
     if isinstance(node.target, AttentionRegion):
         return node.target.draws
     name = function_name(node.target)
-    return name in _ALWAYS or (name in _SWITCHED and _is_on(node, *_SWITCHED[name]))
+    return name in ALWAYS_RANDOM or (
+        name in SOMETIMES_RANDOM and _is_on(node, *SOMETIMES_RANDOM[name])
+    )
 
 
 def _module_draws(module: nn.Module) -> bool:

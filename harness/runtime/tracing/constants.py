@@ -201,7 +201,7 @@ def _replace_by_expanded(
     """Operators that broadcast read the constant itself, others expand it to the samples."""
     constant = _constant(module, node, one)
     node.replace_all_uses_with(
-        constant, delete_user_cb=lambda user: user not in found and _broadcasts(user, node)
+        constant, delete_user_cb=lambda user: user not in found and _broadcasts(user, node, found)
     )
     if all(user in found for user in node.users):
         return
@@ -214,15 +214,15 @@ def _replace_by_expanded(
     _replace(node, expanded, found)
 
 
-def _broadcasts(user: fx.Node, node: fx.Node) -> bool:
-    """Whether an operator's other operands give its output the samples."""
-    if user.op == "call_module" or user.op == "output":
+def _broadcasts(user: fx.Node, node: fx.Node, found: dict[fx.Node, None]) -> bool:
+    """Whether an operator's other operands, which are no constants, give its output the samples."""
+    if user.op in ("call_module", "output") or function_name(user.target) == "type_as":
         return False
     kind, _ = describe_node(user, {}, len(user.all_input_nodes))
     expected = node.meta.get("val")
     if kind not in _BROADCASTING or not isinstance(expected, Tensor):
         return False
-    others = [source.meta.get("val") for source in user.all_input_nodes if source is not node]
+    others = [source.meta.get("val") for source in user.all_input_nodes if source not in found]
     return any(isinstance(x, Tensor) and _is_alike(x, expected) for x in others)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.errors import ModelError
 from harness.runtime.capture.meta_copy import fake, fake_copy
+from harness.runtime.capture.operators import function_name
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing import patches
 from harness.runtime.tracing.constructs import (
@@ -27,12 +28,16 @@ from harness.runtime.tracing.constructs import (
     is_view,
 )
 from harness.runtime.tracing.exported_functions import ExportedFunctions
+from harness.runtime.tracing.known_values import KnownValues
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
 from harness.runtime.tracing.regions import AutocastRegion
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _AUTOCAST_REGION = "wrap_with_autocast"
 _NO_GRAD_REGION = "wrap_with_set_grad_enabled"
+_ASSERTIONS = (
+    "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
+)  # fmt: skip
 
 
 def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
@@ -56,6 +61,7 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
         patches.grad_mode_kept(),
         patches.masks_unread(),
         patches.users_code(model),
+        KnownValues(len(examples[0])),
     ):
         # torch.export always specializes a size of 1.
         given = tuple(fake(x if len(x) > 1 else torch.cat((x, x)), mode) for x in examples)
@@ -64,6 +70,7 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     functions.insert(module.graph)
     _remove_idle(module)
     _copy_attentions(module.graph)
+    _keep_layouts(module.graph)
     _check_batch_is_open(model, module)
     _inline_regions(module, any(x.is_meta for x in model.parameters()))
     _unflatten_output(module)
@@ -83,11 +90,16 @@ def _open_sizes(model: nn.Module, n_inputs: int) -> tuple[Any, ...]:
 
 
 def _remove_idle(module: fx.GraphModule) -> None:
-    """Remove slices that take everything."""
+    """Remove slices that take everything, and assertions with the values that only they read."""
     slices = torch.ops.aten.slice.Tensor
     for node in module.graph.find_nodes(op="call_function", target=slices):
         if node.args[2:] == (0, sys.maxsize):
             node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    for node in reversed(list(module.graph.nodes)):
+        is_assertion = function_name(node.target) in _ASSERTIONS
+        is_number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+        if not node.users and (is_assertion or is_number):
             module.graph.erase_node(node)
 
 
@@ -99,6 +111,41 @@ def _copy_attentions(graph: fx.Graph) -> None:
             source = source.args[0]
         if isinstance(source, fx.Node) and source.target is _ATTENTION:
             node.target = torch.ops.aten.reshape.default
+
+
+def strided(x: Tensor, order: Sequence[int], *view: Any) -> Tensor:
+    """`as_strided` of a dense tensor whose dims lie in memory in an order."""
+    places = [order.index(k) for k in range(len(order))]
+    return x.permute(*order).contiguous().permute(*places).as_strided(*view)
+
+
+def _keep_layouts(graph: fx.Graph) -> None:
+    """Let `as_strided` depend on the layout of its input in the model, because that of a value that
+    a strategy puts together from parts differs."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        source, *view = node.args
+        node.args = (source, _order(source.meta["val"]), *view)
+        node.target = strided
+
+
+def _order(value: Tensor) -> list[int]:
+    """The dims of a dense tensor from the largest to the smallest stride."""
+    sizes, strides = ([_number(n) for n in each] for each in (value.shape, value.stride()))
+    order = sorted(range(len(sizes)), key=lambda k: (-strides[k], sizes[k] == 1))
+    dense = 1
+    for k in reversed(order):
+        if (sizes[k] != 1 and strides[k] != dense) or value.storage_offset() != 0:
+            raise ConstructError(
+                "forward calls as_strided on a part of a tensor, which reads beyond that part: "
+                "call it on the whole tensor, or use unfold"
+            )
+        dense *= sizes[k]
+    return order
+
+
+def _number(size: Any) -> int:
+    """A size, for the number of samples of the examples."""
+    return int(size if isinstance(size, int) else size.node.hint)
 
 
 def _with_tensors_of(model: nn.Module, module: fx.GraphModule) -> fx.GraphModule:

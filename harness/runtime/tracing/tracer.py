@@ -166,7 +166,9 @@ class ModelTracer(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
-        node.stack_trace = _users_frame()
+        node.stack_trace = users_frame()
+        if getattr(node.target, "__name__", node.target) == "as_strided":
+            raise TypeError("torch.fx does not know the layout that as_strided reads")
         if (kind, node.target) in _DIFFERENTIATIONS:
             raise ConstructError(
                 f"forward calls {_DIFFERENTIATIONS[kind, node.target]}, which differentiates "
@@ -239,7 +241,7 @@ class ModelTracer(fx.Tracer):
         return self.create_proxy("call_function", target, tuple(given), {})
 
 
-def _users_frame() -> str | None:
+def users_frame() -> str | None:
     """The line of user code that runs, as in a traceback."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not is_from_user(frame.f_code.co_filename):

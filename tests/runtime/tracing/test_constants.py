@@ -44,6 +44,10 @@ def in_place(net, x):
     return x * mask
 
 
+def of_the_type_of_an_input(net, x):
+    return x + torch.ones(x.shape[0], 4).type_as(x).reshape(x.shape[0], 2, 2).flatten(1)
+
+
 def written_by_inputs(net, x):
     found = torch.zeros(x.shape[0], 4, device=x.device)
     found[:, 1] = x[:, 2]
@@ -52,7 +56,13 @@ def written_by_inputs(net, x):
 
 @pytest.mark.parametrize(
     ("middle", "n_left"),
-    [(causal, 1), (of_a_buffer, 1), (of_each_sample, 2), (in_place, 1)],
+    [
+        (causal, 1),
+        (of_a_buffer, 1),
+        (of_each_sample, 2),
+        (in_place, 1),
+        (of_the_type_of_an_input, 5),
+    ],
 )
 def test_constants_are_no_operators(middle, n_left):
     graph = captured_of(middle)

@@ -165,6 +165,21 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
          "num_heads": 4, "decoder_start_token_id": 0},
     ),
     "mbart": ("MBartForConditionalGeneration", "MBartConfig", _encoder_decoder()),
+    "longformer": (
+        "LongformerForMaskedLM", "LongformerConfig",
+        {**_TEXT, "attention_window": 4, "max_position_embeddings": N_TOKENS + 2,
+         "pad_token_id": 1},
+    ),
+    "led": (
+        "LEDForConditionalGeneration", "LEDConfig",
+        _encoder_decoder(attention_window=4, max_encoder_position_embeddings=N_TOKENS,
+                         max_decoder_position_embeddings=N_TOKENS),
+    ),
+    "xlm": (
+        "XLMForSequenceClassification", "XLMConfig",
+        {"vocab_size": VOCABULARY, "emb_dim": 16, "n_layers": 2, "n_heads": 4,
+         "max_position_embeddings": N_TOKENS},
+    ),
 }  # fmt: skip
 
 _LABELLED = {

@@ -83,6 +83,21 @@ def with_labels(model: str, config: str, **settings: Any) -> tuple[nn.Module, di
     return made, {"input_ids": tokens, "labels": classes if "Class" in model else tokens}
 
 
+def with_example(
+    model: str, config: str, example: Callable[[], dict[str, Any]], **settings: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    return from_config(model, config, **settings), example()
+
+
+def _pairs() -> dict[str, Any]:
+    tokens = torch.arange(2 * N_TOKENS).view(2, N_TOKENS)
+    return {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 16, 16), "return_loss": True}
+
+
+def _photos() -> dict[str, Any]:
+    return {"pixel_values": torch.randn(2, 3, 64, 64)}
+
+
 _VISION: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
     "image_size": 16, "patch_size": 8,
@@ -200,6 +215,27 @@ def _has_norm(name: str) -> bool:
 
 
 _LABELLED = {"vit_labels": _TRANSFORMERS["vit"]}
+_TEXT_OF_CLIP = {
+    "vocab_size": VOCABULARY, "max_position_embeddings": N_TOKENS, "eos_token_id": 2,
+    **{key: value for key, value in _VISION.items() if not key.endswith("_size")},
+    "hidden_size": 16, "intermediate_size": 24,
+}  # fmt: skip
+_BACKBONE = {
+    "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16],
+    "depths": [1, 1, 1, 1], "layer_type": "basic", "out_features": ["stage4"],
+}  # fmt: skip
+_WITH_EXAMPLE: dict[str, tuple[str, str, Callable[[], dict[str, Any]], dict[str, Any]]] = {
+    "clip": (
+        "CLIPModel", "CLIPConfig", _pairs,
+        {"text_config": _TEXT_OF_CLIP, "vision_config": _VISION, "projection_dim": 16},
+    ),
+    "detr": (
+        "DetrForObjectDetection", "DetrConfig", _photos,
+        {"backbone_config": _BACKBONE, "num_queries": 6, "d_model": 16, "encoder_layers": 1,
+         "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+         "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+    ),
+}  # fmt: skip
 
 LIBRARIES: dict[str, ZooModel] = {
     **{
@@ -209,6 +245,12 @@ LIBRARIES: dict[str, ZooModel] = {
     **{
         f"transformers_{name}": LibraryModel(build=partial(from_config, model, config, **settings))
         for name, (model, config, settings) in _TRANSFORMERS.items()
+    },
+    **{
+        f"transformers_{name}": LibraryModel(
+            build=partial(with_example, model, config, example, **settings), has_norm=name == "detr"
+        )
+        for name, (model, config, example, settings) in _WITH_EXAMPLE.items()
     },
     **{
         f"timm_{name}": LibraryModel(
