@@ -6,7 +6,7 @@ import pytest
 from harness.errors import GraphError
 from harness.plan.formats.pipedream import parse_graph_txt
 
-DATA = Path(__file__).parents[5] / "shared/data/pipedream_profiles"
+DATA = Path(__file__).parents[4] / "shared/data/pipedream_profiles"
 
 TEXT = """\
 node2 -- Linear(in_features=8, out_features=4, bias=True) -- forward_compute_time=1.737, \
