@@ -147,7 +147,7 @@ def tensor_gpt(n_blocks: int, width: int = 512) -> Task:
 def long_llama() -> Task:
     """A Llama whose sequences are long beside its width, with grouped queries."""
     sizes = TextOptions(
-        sequence_length=4096, vocabulary_size=512, n_layers=1, width=256, n_heads=8,
+        sequence_length=2048, vocabulary_size=512, n_layers=1, width=256, n_heads=8,
         n_groups=LONG_GROUPS, mlp_width=512,
     )  # fmt: skip
     return build_task("llama", fit_options("llama", ModelOptions(text=sizes)), seed=1)
