@@ -95,6 +95,7 @@ class Flight:
         outputs: outputs of each segment (stage, position), with their graphs.
         random: the generators' states before segments that are recomputed.
         version: the weights that its forward uses; None for the current weights.
+        owned: leaves whose gradients share memory with no other tensor.
     """
 
     batch: Batch | None
@@ -106,6 +107,7 @@ class Flight:
     outputs: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     random: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     version: Version | None = None
+    owned: set[InputKey] = field(default_factory=set)
 
     def input(self, key: InputKey) -> Tensor:
         """The tensor of a segment's input."""
@@ -134,17 +136,28 @@ class Flight:
         leaf = self.leaves[key]
         if leaf.grad is None:
             leaf.grad = torch.zeros_like(leaf)
+            self.owned.add(key)
         return leaf.grad
+
+    def own_gradient(self, key: InputKey) -> None:
+        """Give a leaf's gradient, if it has one, memory of its own before a change in place.
+
+        Autograd may let gradients of several leaves, and that of an output, share memory.
+        """
+        leaf = self.leaves.get(key)
+        if leaf is not None and leaf.grad is not None and key not in self.owned:
+            leaf.grad = leaf.grad.clone()
+            self.owned.add(key)
 
     def add_gradient(self, key: InputKey, region: Relative, gradient: Tensor) -> None:
         """Add to the gradient of a region of a leaf."""
         leaf = self.leaves[key]
         if leaf.grad is None and region.is_all and gradient.dtype == leaf.dtype:
             leaf.grad = gradient.clone()
+            self.owned.add(key)
             return
-        if leaf.grad is None:
-            leaf.grad = torch.zeros_like(leaf)
-        region.of_tensor(leaf.grad).add_(gradient)
+        self.own_gradient(key)
+        region.of_tensor(self.gradient(key)).add_(gradient)
 
 
 @contextlib.contextmanager

@@ -325,6 +325,7 @@ class Runner:
             if leaf.grad is None and route.held.is_all and gradient.dtype == leaf.dtype:
                 # Not given back, because views of it may be sent as gradients of earlier segments.
                 leaf.grad = gradient
+                flight.owned.add(route.source)
             else:
                 flight.add_gradient(route.source, route.held, gradient)
                 self._channels.buffers.give_back(gradient)
@@ -352,6 +353,8 @@ class Runner:
                 gradients.append(flight.gradient(key))
         if not outputs:
             return
+        for key in segment.inputs:
+            flight.own_gradient(key)  # which autograd adds to in place
         queue = self._gradients.split.get(action.stage)
         with contextlib.nullcontext() if queue is None else queue.filling(action.microbatch):
             torch.autograd.backward(outputs, gradients)
@@ -370,6 +373,8 @@ class Runner:
 
     def _return_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
         """Pass a gradient to an all-reduce, or to the parts of this device."""
+        if fetch.sum.returns:
+            flight.own_gradient(fetch.key)  # which is summed in place
         gradient = flight.gradient(fetch.key)
         if fetch.sum.returns:
             number = self._number(microbatch)
