@@ -216,7 +216,11 @@ class ExecutorEngine:
         else:
             trained, buffers = self.weights.trainable(), self._gradients.buffers
             queues = sum_buckets(trained, self.holders.of, bucket_bytes, buffers)
-        return GradientSync(world, queues, self._gradient_groups, rounds, self._recorder)
+        # With tied weights a peer may sum them only after it has got what this backward leads to.
+        is_blocking = not self.plan.ties_stages(self._captured.graph)
+        return GradientSync(
+            world, queues, self._gradient_groups, rounds, self._recorder, is_blocking=is_blocking
+        )
 
     # Training
 

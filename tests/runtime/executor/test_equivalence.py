@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -55,6 +57,15 @@ def assert_as_stale_as_stated(case, ranks):
     found, wanted = ranks.train(case), train_alone_asynchronously(case)
     assert first_beyond(found, wanted, FLOAT64_TOLERANCES[case.optimizer]) is None
     return found
+
+
+# Each gave another gradient, or none.
+FOUND = sorted((Path(__file__).parents[2] / "cases" / "strategies").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+def test_cases_that_were_once_wrong_equal_one_device(path, ranks):
+    assert_equal(msgspec.json.decode(path.read_bytes(), type=Case), ranks)
 
 
 # One of each model, on 2 and 3 ranks, then all schedules; the rest is in the slow set.

@@ -2,9 +2,9 @@
 
 import torch
 
-from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.program.program import PartKey
 from harness.runtime.executor.run.flight import Flight
+from harness.runtime.executor.shards.regions import Relative
 
 
 def test_an_addition_to_one_gradient_changes_no_other() -> None:

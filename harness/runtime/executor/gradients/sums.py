@@ -157,6 +157,8 @@ class GradientSync:
         groups: process groups by their devices.
         rounds: for each sum of all buckets, the additions of backward to each gradient before it
             (`count_rounds`). All-reduces have one round a step, sums to owners one a microbatch.
+        is_blocking: backward waits where no further bucket may be on its way. Otherwise the bucket
+            starts later, with what backward has added until then.
     """
 
     def __init__(
@@ -166,8 +168,11 @@ class GradientSync:
         groups: Mapping[Group, Any],
         rounds: Sequence[Mapping[nn.Parameter, int]],
         recorder: Recorder,
+        *,
+        is_blocking: bool = True,
     ) -> None:
         self._queues, self._groups, self._rounds, self._recorder = queues, groups, rounds, recorder
+        self._is_blocking = is_blocking
         self._is_nccl = world.backend == "nccl"
         self._bucket_of = {
             parameter: (devices, bucket)
@@ -240,8 +245,20 @@ class GradientSync:
             is_complete = self._n_used[key] > 0 and self._n_waiting[key] == 0
             if not (is_complete or is_forced):
                 return
+            if not (self._is_blocking or is_forced or self._has_room(devices, queue[at])):
+                return
             self._start(devices, queue[at])
             self._n_started[devices] += 1
+
+    def _has_room(self, devices: Group, bucket: Bucket) -> bool:
+        """Whether one more bucket may be on its way, now that some may have arrived."""
+        under_way = self._under_way[devices]
+        while under_way:
+            work = under_way[0][1]
+            if not (work.is_completed() if self._is_nccl else work.done()):
+                break
+            self._finish(devices)
+        return len(under_way) < bucket.most_on_their_way
 
     def _start(self, devices: Group, bucket: Bucket) -> None:
         under_way = self._under_way[devices]
