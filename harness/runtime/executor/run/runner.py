@@ -353,8 +353,8 @@ class Runner:
                 gradients.append(flight.gradient(key))
         if not outputs:
             return
-        for key in segment.inputs:
-            flight.own_gradient(key)  # which autograd adds to in place
+        for read in segment.inputs:
+            flight.own_gradient(read)  # which autograd adds to in place
         queue = self._gradients.split.get(action.stage)
         with contextlib.nullcontext() if queue is None else queue.filling(action.microbatch):
             torch.autograd.backward(outputs, gradients)
