@@ -61,6 +61,19 @@ def test_what_follows_a_deferred_layer_may_work_in_place():
         assert torch.equal(parameter.grad, gradient)
 
 
+def test_a_pending_gradient_shares_no_memory_with_that_of_a_parameter_that_is_added():
+    module, positions = nn.Linear(6, 5), nn.Parameter(torch.zeros(3, 5))
+    inputs, gradients = torch.randn(2, 1, 3, 6), torch.randn(2, 1, 3, 5)
+    queue = WeightQueue()
+    deferred = defer(module, queue, GradientBuffers())
+    for x, gradient in zip(inputs, gradients, strict=True):
+        (deferred(x) + positions[None]).backward(gradient * 1.0)
+    queue.flush()
+    expected = torch.einsum("bnso,bnsi->oi", gradients, inputs)
+    assert torch.allclose(module.weight.grad, expected, atol=1e-5)
+    assert torch.allclose(positions.grad, gradients.sum((0, 1)))
+
+
 @pytest.mark.parametrize(
     "normed", [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.spectral_norm]
 )
