@@ -176,7 +176,8 @@ class Runner:
         pieces: list[Tensor] = []
         for route in message.carried(is_backward=is_backward):
             if is_backward:
-                piece = route.in_want.of_tensor(flight.gradient(WantKey(route.want.number)))
+                flight.own_gradient(key := WantKey(route.want.number))  # the send reads it later
+                piece = route.in_want.of_tensor(flight.gradient(key))
             else:
                 piece = route.held.of_tensor(flight.leaves[route.source].detach())
             pieces.append(piece.to(dtype))
