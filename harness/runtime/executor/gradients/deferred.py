@@ -207,8 +207,7 @@ class Deferred(nn.Module):
 
     def _put(self, product: Product, x: Tensor, gradient: Tensor) -> None:
         """Pass a call to the sink, or keep it until all calls to join have been made."""
-        is_kept = self.n_joined > 1 or not self.is_immediate
-        if is_kept and len(gradient) == 1:
+        if self.n_joined > 1 or not self.is_immediate:
             # A parameter added to the output, such as positions, may have the same memory for its
             # gradient, to which the next microbatch adds.
             gradient = gradient.clone()

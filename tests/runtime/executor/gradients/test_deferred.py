@@ -61,17 +61,18 @@ def test_what_follows_a_deferred_layer_may_work_in_place():
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_a_pending_gradient_shares_no_memory_with_that_of_a_parameter_that_is_added():
+@pytest.mark.parametrize("dim", [0, 1])  # of the only sample
+def test_a_pending_gradient_shares_no_memory_with_that_of_a_parameter_that_is_added(dim):
     module, positions = nn.Linear(6, 5), nn.Parameter(torch.zeros(3, 5))
-    inputs, gradients = torch.randn(2, 1, 3, 6), torch.randn(2, 1, 3, 5)
+    inputs, gradients = (torch.randn(2, 3, n).unsqueeze(dim + 1) for n in (6, 5))
     queue = WeightQueue()
     deferred = defer(module, queue, GradientBuffers())
     for x, gradient in zip(inputs, gradients, strict=True):
-        (deferred(x) + positions[None]).backward(gradient * 1.0)
+        (deferred(x) + positions.unsqueeze(dim)).backward(gradient.clone())
     queue.flush()
     expected = torch.einsum("bnso,bnsi->oi", gradients, inputs)
     assert torch.allclose(module.weight.grad, expected, atol=1e-5)
-    assert torch.allclose(positions.grad, gradients.sum((0, 1)))
+    assert torch.allclose(positions.grad, gradients.sum((0, dim + 1)))
 
 
 @pytest.mark.parametrize(
