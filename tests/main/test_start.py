@@ -3,14 +3,14 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from launching import MPIRUN, NEEDS_MPIRUN, ROOT
 
 from harness.measure.store import find_runs
 
-ROOT = Path(__file__).parents[2]
-MPIRUN = Path(sys.executable).with_name("mpirun")
+pytestmark = NEEDS_MPIRUN
+
 CHECK = "see its output, and run: bash setup/check_nodes.sh HOSTFILE"
 KILLED = "its first process was killed by SIGKILL"
 EXIT = "its first process ended with exit code"
@@ -20,8 +20,6 @@ cd "$1/$OMPI_COMM_WORLD_RANK" && PYTHONPATH=$PWD exec "$2/entry.sh" train --mode
 """
 
 
-@pytest.mark.mpi
-@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun in this environment")
 @pytest.mark.parametrize(
     ("rank", "torch", "code", "reason"),
     [
