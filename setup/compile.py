@@ -1,14 +1,17 @@
 """Compile the simulator and the imported modules at installation, to make later starts faster.
 
 The simulator's event loops are cached beside their source, which takes half a minute. Bytecode is
-written by importing the modules of a rank, because installers leave that to the first start, or,
-with PYTHONDONTWRITEBYTECODE as in many containers, to every start.
+written by importing the modules of ranks and figures, because installers leave that to the first
+start, or, with PYTHONDONTWRITEBYTECODE as in many containers, to every start.
 """
 
 from __future__ import annotations
 
+import compileall
 import importlib
+from pathlib import Path
 
+import harness
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
@@ -22,11 +25,15 @@ _IMPORTED = (
     "harness.workloads",
     "harness.runtime.executor.engine",
     "harness.runtime.models.preload_torchvision",
+    "harness.plot.report",
+    "pandas",
+    "scipy.stats",
 )
 
 
 def compile_imports() -> None:
-    """Write the bytecode of the modules that ranks import."""
+    """Write the bytecode of the harness, and of the libraries that ranks and figures import."""
+    compileall.compile_dir(Path(harness.__file__).parent, quiet=2)
     for name in _IMPORTED:
         importlib.import_module(name)
 

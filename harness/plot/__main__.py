@@ -24,6 +24,7 @@ EPILOG = "\n".join(
     ]
 )
 MAX_LISTED = 20
+MAX_ANSWERS = 3
 FAILED = 1
 
 
@@ -102,6 +103,7 @@ def _plot(args: argparse.Namespace) -> int:
     names = _chosen(args.only)
     from harness.measure.store import find_runs, write_atomically
     from harness.plot.catalog import read_catalog, read_validations, without_samples
+    from harness.plot.headlines import answers
     from harness.plot.render import Timings, render
     from harness.plot.report import build_report
 
@@ -119,7 +121,8 @@ def _plot(args: argparse.Namespace) -> int:
     timings.end("records")
     rendered = render(catalog, names, args.out, args.format, timings)
     report = args.out / "report.html"
-    write_atomically(report, build_report(catalog, rendered, args.results).encode())
+    answered = rendered.attempt("answers", lambda: answers(catalog)) or []
+    write_atomically(report, build_report(catalog, rendered, answered, args.results).encode())
     timings.end("report")
     if args.timings:
         for name, seconds in timings.seconds.items():
@@ -130,6 +133,7 @@ def _plot(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(
             report=str(report),
+            answers=[{"cell": a.cell, "sentence": a.sentence} for a in answered],
             files=[str(file) for d in rendered.drawn for file in d.files],
             missing=rendered.missing,
             failed=rendered.failed,
@@ -141,8 +145,10 @@ def _plot(args: argparse.Namespace) -> int:
     else:
         for name, reason in rendered.missing:
             print(f"not drawn: {name}: {reason}")
-        for figure in rendered.drawn:
-            print("wrote " + "  ".join(str(file) for file in figure.files))
+        print(f"drawn into {args.out}: {', '.join(d.figure.name for d in rendered.drawn)}")
+        compared = [answer for answer in answered if answer.cell]
+        for answer in compared[:MAX_ANSWERS]:
+            print(one_line(f"{answer.cell}: {answer.sentence}", 1000))
         print(f"report: {report}")
     return FAILED if rendered.failed else 0
 

@@ -29,7 +29,7 @@ from harness.domain.run import RunHeader
 from harness.measure.derive.strategies import MOST_REPEATS, StrategyRow
 from harness.measure.statistics import CONFIDENCE, Summary
 from harness.plot.catalog import Catalog
-from harness.plot.headlines import Answer, answers, library_versions, warnings
+from harness.plot.headlines import Answer, library_versions, warnings
 from harness.plot.numbers import RunNumbers
 from harness.plot.render import Drawn, Rendered
 
@@ -273,7 +273,7 @@ def _interval(step_s: Summary | None) -> str:
     return f"{format_duration(step_s.low)} to {format_duration(step_s.high)}"
 
 
-def build_report(catalog: Catalog, rendered: Rendered, root: Path) -> str:
+def build_report(catalog: Catalog, rendered: Rendered, found: Sequence[Answer], root: Path) -> str:
     """Fill the template; the result depends on the results alone.
 
     A part that cannot be made is added to the failures in `rendered`.
@@ -287,12 +287,12 @@ def build_report(catalog: Catalog, rendered: Rendered, root: Path) -> str:
     template = environment.from_string((files / "report.html").read_text(encoding="utf-8"))
     headers = [run.header for run in catalog.runs]
     counts = Counter(header.status for header in headers)
-    first = rendered.attempt("answers", lambda: [_answer(found) for found in answers(catalog)])
+    rows = rendered.attempt("answers", lambda: [_answer(answer) for answer in found])
     doubts = rendered.attempt("warnings", lambda: warnings(catalog)) or {}
     return template.render(
         css=(files / "report.css").read_text(encoding="utf-8"),
         root=root.resolve().name,
-        answers=first or [],
+        answers=rows or [],
         sections=[_section(figure) for figure in rendered.drawn],
         missing=rendered.missing,
         failed=rendered.failed,

@@ -137,6 +137,7 @@ def test_json_holds_the_tables(
     assert plot(comparison, "--out", tmp_path, "--only", "throughput", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["report"] == str(tmp_path / "report.html")
+    assert printed["answers"][0]["sentence"].startswith("No verdict yet: pipeline reads fastest")
     rows = printed["tables"]["throughput"]
     assert {row["status"] for row in rows} == {"ok", "oom"}
     failed = next(row for row in rows if row["status"] == "oom")

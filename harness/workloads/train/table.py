@@ -1,15 +1,17 @@
 """The tables that rank 0 prints after training: throughput, phases, communication, devices,
-warnings; then one row per strategy over its repeats, measured and predicted.
+warnings; then one row per strategy, measured and predicted. Repeats share a row of medians.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from harness.measure.derive.devices import PeakKey, matmul_peaks
 from harness.measure.derive.pipeline import pipeline_summary
 from harness.measure.derive.strategies import StrategyRow, strategy_table
 from harness.measure.derive.training import TrainingSummary, change_times, training_summary
-from harness.measure.statistics import known_median
+from harness.measure.statistics import known_median, summarize
 from harness.measure.store import Run, headers_in, read_run
 from harness.measure.text import columns, duration_cell, interval_words, percent_cell
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
@@ -105,17 +107,51 @@ def train_text(runs: list[Run]) -> str:
     """Return four tables over all runs, their failures and warnings, and the strategies' table."""
     peaks = _measured_peaks({run.path.parent for run in runs})
     summaries = [training_summary(run, peaks) for run in runs]
-    rows = [(_name(run, summary), summary) for run, summary in zip(runs, summaries, strict=True)]
+    rows = _rows_of_repeats(runs, summaries)
     done = [(name, summary) for name, summary in rows if summary.duration is not None]
+    named = [
+        (f"{_name(run, summary)} #{run.header.repeat}", summary)
+        for run, summary in zip(runs, summaries, strict=True)
+    ]
     parts = [
         _throughput(rows),
         _phases(done),
         _communication(done),
         _device(done),
-        _warnings(rows),
+        _warnings(named),
         compared_text(runs, summaries),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _rows_of_repeats(
+    runs: Sequence[Run], summaries: Sequence[TrainingSummary]
+) -> list[tuple[str, TrainingSummary]]:
+    """Return a name and a summary for each run, or for each set of repeats that ended ok."""
+    repeats: dict[tuple[str, str], list[Repeat]] = {}
+    for run, summary in zip(runs, summaries, strict=True):
+        repeats.setdefault((run.header.key, summary.status), []).append((run, summary))
+    rows = []
+    for (_, status), found in repeats.items():
+        if status == "ok" and len(found) > 1:
+            first, of_repeats = found[0][0], [summary for _, summary in found]
+            rows.append((f"{_name(first, of_repeats[0])} x {len(found)}", _medians(of_repeats)))
+        else:
+            rows += [(f"{_name(run, s)} #{run.header.repeat}", s) for run, s in found]
+    return rows
+
+
+def _medians(repeats: Sequence[TrainingSummary]) -> TrainingSummary:
+    """Return the first summary with each number replaced by its median over the repeats."""
+    steps = [s.duration.median for s in repeats if s.duration is not None]
+    found: dict[str, Any] = {"duration": summarize(steps) if steps else None}
+    for name in (field.name for field in fields(TrainingSummary)):
+        values = [getattr(summary, name) for summary in repeats]
+        if isinstance(values[0], dict):
+            found[name] = {k: known_median(v.get(k) for v in values) for k in values[0]}
+        elif any(isinstance(value, float) for value in values):
+            found[name] = known_median(values)
+    return replace(repeats[0], **found)
 
 
 def _measured_peaks(directories: Iterable[Path]) -> dict[PeakKey, float]:
@@ -135,7 +171,6 @@ def _name(run: Run, summary: TrainingSummary) -> str:
         config.get("dtype"),
         f"batch {config.get('batch')}",
         f"on {len(run.header.ranks)}",
-        f"#{run.header.repeat}",
     )
     return " ".join(str(word) for word in words)
 

@@ -8,7 +8,7 @@ from made_runs import local_header
 from harness.domain.record import Sample, Span
 from harness.measure.derive.training import training_summary
 from harness.measure.store import Run
-from harness.workloads.train.table import compared_text
+from harness.workloads.train.table import compared_text, train_text
 
 
 def passes(step: int, stage: int, start_s: float) -> list[Span]:
@@ -26,6 +26,8 @@ def make_run(strategy: str, repeat: int, *, n_ranks: int = 2, step_s: float = 4.
     header = local_header(
         [f"node{i}" for i in range(n_ranks)],
         run_id=f"{strategy}{repeat}",
+        key=strategy,
+        repeat=repeat,
         workload="train",
         config={"model": "m", "strategy": strategy, "dtype": "fp32", "batch": 8,
                 "engine": "executor" if strategy == "pipeline" else "torch", **config},
@@ -68,6 +70,21 @@ def test_a_strategy_alone_has_its_row():
         "error": "+10%",
         "speed-up": "-",
     }
+
+
+def test_repeats_share_a_row_of_medians():
+    steps = {"single": (4.0, 8.0, 5.0), "ddp": (6.0,)}
+    runs = [
+        make_run(strategy, repeat, step_s=step_s)
+        for strategy, durations in steps.items()
+        for repeat, step_s in enumerate(durations)
+    ]
+    lines = train_text(runs).splitlines()
+    shown = [line.split("  ")[0] for line in lines if " on 2" in line and " batch 8 on" in line]
+    named = ["m single fp32 batch 8 on 2 x 3", "m ddp fp32 batch 8 on 2 #0"]
+    assert shown[:2] == named
+    assert lines[1].split()[9:13] == ["ok", "5", "s", "4"]
+    assert set(shown) == set(named)
 
 
 def test_microbatches_that_were_asked_for_are_rows_of_their_own():
