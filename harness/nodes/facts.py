@@ -82,6 +82,7 @@ class SmiGpu:
         remap: `pending` if rows (or pages) of its memory wait to be remapped, `failure` if
             remapping failed.
         recovery: action that the driver requests, such as `Reset`; empty: none.
+        fabric: state of the NVSwitch fabric, if it is not ready.
         errors: pairs of an error message and the fields in which nvidia-smi printed it.
         capability: (8, 6) for sm_86.
     """
@@ -102,6 +103,7 @@ class SmiGpu:
     n_mig_devices: int = 0
     remap: str = ""
     recovery: str = ""
+    fabric: str = ""
     errors: tuple[tuple[str, tuple[str, ...]], ...] = ()
     processes: tuple[GpuProcess, ...] = ()
     capability: tuple[int, int] | None = None

@@ -21,7 +21,10 @@ _MOST_MIB = 10**9
 BROKEN = "broken XML"
 # Values by which various drivers mark an absent feature.
 _ABSENT = ("n/a", "not supported", "requested functionality has been deprecated", "none", "")
-_ERRORS = ("err!", "error", "lost", "insufficient permissions", "fallen off", "blocked", "timeout")
+_ERRORS = (
+    "err!", "error", "lost", "insufficient permissions", "fallen off", "blocked", "timeout",
+    "requires reset", "corrupted",
+)  # fmt: skip
 # Characters that are invalid in XML or control a terminal.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
 
@@ -155,7 +158,8 @@ def _gpu(
         mig_mode=_word(element.findtext("mig_mode/current_mig")),
         n_mig_devices=len(element.findall("mig_devices/mig_device")),
         remap=_remap(element),
-        recovery=_word(element.findtext("gpu_recovery_action")),
+        recovery=_word(element.findtext("gpu_recovery_action")) or _reset(element),
+        fabric=_fabric(element),
         errors=_errors(element),
         processes=tuple(
             GpuProcess(
@@ -204,7 +208,31 @@ def _errors(element: ElementTree.Element) -> tuple[tuple[str, tuple[str, ...]], 
         is_field = len(child) == 0 and child.tag != "process_name" and len(words) < 80
         if is_field and _is_error(words):
             found[words].append(child.tag)
+    total = _plain(element.findtext("fb_memory_usage/total"))
+    if _word(total) and _quantity(total) is None:  # other than that it has no memory of its own
+        found[total].append("total")
     return tuple((words, tuple(dict.fromkeys(tags))) for words, tags in found.items())
+
+
+def _reset(element: ElementTree.Element) -> str:
+    """The reset that drivers before R560 request."""
+    for tag, action in (
+        ("reset_required", "Reset"),
+        ("drain_and_reset_recommended", "Drain and Reset"),
+    ):
+        if _plain(element.findtext(f"gpu_reset_status/{tag}")).lower() == "yes":
+            return action
+    return ""
+
+
+def _fabric(element: ElementTree.Element) -> str:
+    """State of the NVSwitch fabric; empty if it is ready, or if the GPU has none."""
+    state, status = (_word(element.findtext(f"fabric/{name}")) for name in ("state", "status"))
+    return (
+        ""
+        if state in ("", "Completed") and status in ("", "Success")
+        else f"{state} {status}".strip()
+    )
 
 
 def _remap(element: ElementTree.Element) -> str:

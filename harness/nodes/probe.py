@@ -83,7 +83,8 @@ class Probe:
         resolve_error, port_error: reason of the failure; empty on success.
         is_port_open: the port accepts connections (not tried through a proxy).
         banner: first line from the port, such as `SSH-2.0-OpenSSH_9.2`; empty if none came.
-        login, login_detail: outcome of the login, and ssh's message.
+        login, login_detail: outcome of the login, and ssh's message; after a login, the message
+            with which the shell ended before the probe did.
         key_file: the file with an outdated host key of this host.
         text: the probe's output, possibly truncated.
         is_complete: the probe ran to its end.
@@ -272,15 +273,22 @@ async def _ask(session: Session, found: Probe, order: Order, deadline_s: float) 
     child = session.child
     lines: list[str] = []
     clock: ProbedClock | None = None
-    is_complete = False
-    with contextlib.suppress(TimeoutError, EOFError):
+    is_complete, ended = False, ""
+    try:
         async with asyncio.timeout_at(deadline_s):
             clock = await _read_clock(child)
             await child.write(script(order).encode())
             while (line := await child.read_line()) != _END:
                 lines.append(line)
             is_complete = True
-    return replace(found, clock=clock, text="\n".join(lines), is_complete=is_complete)
+    except TimeoutError:
+        pass
+    except EOFError:
+        await child.settle(1.0)
+        ended = ssh.last_line(child.errors) or f"status {child.returncode}"
+    return replace(
+        found, clock=clock, text="\n".join(lines), is_complete=is_complete, login_detail=ended
+    )
 
 
 def _explain_end(session: Session) -> tuple[Login, str]:

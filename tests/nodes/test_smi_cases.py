@@ -100,6 +100,8 @@ CASES_OF_ONE = [
     ("<gpu_temp>30 C", "<gpu_temp>ERR!", CRITICAL, "faulty: ERR! in gpu_temp"),
     ("<total>40960 MiB", "<total>[Unknown Error]", CRITICAL, "does not answer: Unknown Error"),
     ("<total>40960 MiB", "<total>[N/A]", OK, "with the host's memory"),
+    ("<total>40960 MiB", "<total>[GPU requires reset]", CRITICAL, "not answer: GPU requires reset"),
+    ("<total>40960 MiB", "<total>No data", CRITICAL, "does not answer: No data"),
     ("<gpu_util>0 %", "<gpu_util>[GPU is lost]", CRITICAL, "does not answer: GPU is lost"),
     ("<sm_clock>210 MHz", "<sm_clock>[Not Supported]", OK, "40 GiB, driver"),
     ("<used>4 MiB", "<used>[Insufficient Permissions]", WARN, "cannot be read whole"),
@@ -109,6 +111,12 @@ CASES_OF_ONE = [
      "</retired_pages>", WARN, "remapped at its next reset"),
     ("</temperature>", "</temperature><gpu_recovery_action>Drain and Reset</gpu_recovery_action>",
      CRITICAL, "Drain and Reset"),
+    ("</temperature>", "</temperature><gpu_reset_status><reset_required>Yes</reset_required>"
+     "</gpu_reset_status>", CRITICAL, "needs to be recovered, by its driver: Reset"),
+    ("</temperature>", "</temperature><fabric><state>In Progress</state><status>N/A</status>"
+     "</fabric>", WARN, "waits for its NVSwitch fabric (In Progress)"),
+    ("</temperature>", "</temperature><fabric><state>Completed</state><status>Success</status>"
+     "</fabric>", OK, "A100"),
     ("</temperature>", "</temperature><gpu_recovery_action>None</gpu_recovery_action>", OK, "A100"),
     ("</temperature>", "<temperature>", CRITICAL, "nvidia-smi printed broken XML"),
     ("</nvidia_smi_log>", "</nvidia_smi_log>\nWARNING: infoROM is corrupted at gpu 0000:01:00.0",

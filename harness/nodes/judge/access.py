@@ -69,6 +69,9 @@ def judge_login(report: HostReport, survey: Survey) -> list[Judgement]:
     if not probe.is_complete:
         marks = [line for line in probe.text.splitlines() if line.startswith("@harness:")]
         stage = marks[-1].removeprefix("@harness:") if marks else "its first line"
+        if probe.login_detail:
+            text = f"logged in, and the shell ended at {stage}: {probe.login_detail}"
+            return [critical(text, f"ssh {report.name} 'command -v sh; uptime', then check again")]
         return [
             critical(
                 f"logged in, then hung at {stage}: no end within {survey.order.timeout_s:g} s",
@@ -117,8 +120,10 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
         ),
         Login.LEFT: (
             f"logs in, and its shell ends before the command: {probe.login_detail}",
-            f"ssh {name}, and look for `exit` or `exec` in ~/.bashrc (~/.cshrc, config.fish): put "
-            "`[[ $- == *i* ]] || return` before them",
+            f"ssh {name}: renew the password"
+            if "expired" in probe.login_detail
+            else f"ssh {name}, and look for `exit` or `exec` in ~/.bashrc (~/.cshrc, config.fish): "
+            "put `[[ $- == *i* ]] || return` before them",
         ),
         Login.WAITING: (
             f"logs in, prints {shorten(probe.login_detail)}, and its shell goes no further",

@@ -27,6 +27,10 @@ _REMEDIES = [
         "ssh {host} sudo usermod -aG video $USER, and log in again",
     ),
     (
+        "requires reset",
+        "ssh {host} sudo nvidia-smi --gpu-reset, with no program on the GPU, or reboot {host}",
+    ),
+    (
         "is lost|fallen off|device handle",
         "ssh {host} sudo reboot; if the GPU is lost again, check its seat and power: " + _SEE,
     ),
@@ -164,6 +168,9 @@ def _judge_one(report: HostReport, gpu: SmiGpu) -> list[Judgement]:
         verdicts.append(warn(f"{name} is slowed down: {', '.join(bad)}", remedy))
     elif gpu.temperature_c is not None and gpu.temperature_c >= HOT_C:
         verdicts.append(warn(f"{name} is at {gpu.temperature_c:.0f} C", "clean fans and airflow"))
+    if gpu.fabric:
+        remedy = f"ssh {report.name} sudo systemctl restart nvidia-fabricmanager"
+        verdicts.append(warn(f"{name} waits for its NVSwitch fabric ({gpu.fabric})", remedy))
     if gpu.mig_mode == "Enabled":
         verdicts.append(
             warn(
@@ -187,7 +194,7 @@ def _judge_errors(report: HostReport, gpu: SmiGpu, name: str) -> list[Judgement]
         elif re.search("permission", words, re.IGNORECASE):
             if gpu.mig_mode != "Enabled":  # with MIG, only root may read these fields
                 verdicts.append(warn(f"{name} cannot be read whole: {words} ({shown})", remedy))
-        elif "total" in fields or re.search("lost|fallen", words, re.IGNORECASE):
+        elif "total" in fields or re.search("lost|fallen|requires", words, re.IGNORECASE):
             verdicts.append(critical(f"{name} does not answer: {words}", remedy))
         elif any(_VITAL.search(field) for field in fields):
             verdicts.append(critical(f"{name} is faulty: {words} in {shown}", remedy))
