@@ -38,6 +38,10 @@ NAMES = {
     "total": ("gputotalmem", "gpumemtotal", "gpumemorytotal", "gputotalmemory"),
     "temperature": ("gputemp", "gputemperature"),
 }  # fmt: skip
+# The columns that a file needs, as the error writes them.
+_NEEDED = {"rank": "Rank", "epoch": "Epoch", "duration": "Epoch_Time"}
+# Columns by which rows of training and of validation differ.
+PHASES = ("phase", "split", "stage", "mode", "subset")
 # Parts of an epoch that a computation time excludes.
 PARTS = ("communicationtime", "commtime", "dataloadingtime", "datatime", "waittime", "synctime")
 _SECONDS = {
@@ -55,7 +59,9 @@ UNITS = {"duration": _SECONDS, "used": _BYTES, "total": _BYTES,
          "load": _OTHERS, "temperature": _OTHERS}  # fmt: skip
 _DEFAULT = {"used": MIB, "total": MIB}
 _IN_BRACKETS = re.compile(r"[\[(]([^\[\]()]{1,12})[\])]")
-_VALUE = re.compile(r"([+-]?[0-9][0-9.,]{0,30})\s{0,4}(\S{0,10})")
+_VALUE = re.compile(r"([+-]?[0-9.][0-9.,]{0,30}(?:[eE][+-]?[0-9]{1,3})?)\s{0,4}(\S{0,10})")
+# `cuda:0`, `rank 1`
+_NUMBERED = re.compile(r"(?:cuda|device|gpu|rank)[ _:-]?(?=[0-9])", re.IGNORECASE)
 _CLOCK = re.compile(r"(?:([0-9]{1,4}):)?([0-9]{1,2}):([0-9]{1,2}(?:[.,][0-9]{1,9})?)")
 
 
@@ -110,11 +116,12 @@ def check_columns(headings: list[str], source: str) -> dict[str, Column]:
             only a part of the epoch.
     """
     columns = find_columns(headings)
-    missing = [name for name in ("rank", "epoch", "duration") if name not in columns]
+    missing = [name for quantity, name in _NEEDED.items() if quantity not in columns]
     if missing:
+        known = shorten(", ".join(headings))
         raise ResultsError(
-            f"{source} has no column {', '.join(missing)} (rank, epoch and computation time are "
-            "needed): is it a per-epoch CSV?"
+            f"{source} has no column {' and no '.join(missing)}, only {known}: rename or add it, "
+            "with cells parted by commas, semicolons or tabs"
         )
     time = headings[columns["duration"].index]
     if _scale("duration", _canonical(time)[1]) is None:
@@ -122,7 +129,7 @@ def check_columns(headings: list[str], source: str) -> dict[str, Column]:
             f"{source} has a column {shorten(time)}, whose unit is unknown: write s, ms, min or h"
         )
     names = [_canonical(heading)[0] for heading in headings]
-    twice = [q for q in ("rank", "epoch", "duration") if names.count(names[columns[q].index]) > 1]
+    twice = [q for q in _NEEDED if names.count(names[columns[q].index]) > 1]
     if twice:
         name = shorten(headings[columns[twice[0]].index])
         raise ResultsError(f"{source} has the column {name} twice: leave one out")
@@ -141,7 +148,7 @@ def find_delimiter(line: str) -> str | None:
         return None
     for delimiter in DELIMITERS:
         columns = find_columns(split(line, delimiter))
-        if columns.keys() >= {"rank", "epoch", "duration"}:
+        if columns.keys() >= _NEEDED.keys():
             return delimiter
     return None
 
@@ -155,10 +162,15 @@ def split(line: str, delimiter: str) -> list[str]:
 
 
 def lines_of(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, without blank lines, comments and Excel's `sep=;`."""
+    """Lines with their numbers, without blank lines, Excel's `sep=;` and comments, except headings
+    in a comment, as numpy writes them."""
+    has_headings = False
     for number, raw in enumerate(text.lstrip("\ufeff").splitlines(), start=1):
         line = plain(raw)
+        if line.startswith("#") and not has_headings and find_delimiter(line.lstrip("# ")):
+            line = line.lstrip("# ")
         if line.strip() and not line.startswith("#") and not line.lower().startswith("sep="):
+            has_headings = True
             yield number, line
 
 
@@ -168,6 +180,8 @@ def read_cell(cells: list[str], columns: dict[str, Column], quantity: str) -> fl
     if column is None or column.index >= len(cells):
         return None
     text = cells[column.index]
+    if quantity in ("rank", "gpu"):
+        text = _NUMBERED.sub("", text, count=1)
     if quantity == "duration" and (match := _CLOCK.fullmatch(text)):
         hours, minutes, seconds = match.groups()
         return int(hours or 0) * 3600 + int(minutes) * 60 + float(seconds.replace(",", "."))
@@ -187,7 +201,8 @@ _MOST_S = 1e9
 # The largest accepted rank is _SPARE_RANKS + _MOST_RANKS_PER_RANK x the number of ranks with lines.
 _SPARE_RANKS, _MOST_RANKS_PER_RANK = 1000, 10
 
-NO_NUMBER = "rank, epoch or time is not a number"
+NO_NUMBER = "rank or epoch is no whole number, or the time no number above 0"
+OTHER_PHASE = "a phase other than training"
 FAR_RANK = "its rank is far above the number of ranks in the file"
 TWO_TIMES = "a second time for the same rank, epoch and GPU"
 
@@ -301,16 +316,20 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
         ResultsError: a required column is missing, or no line is usable; names the path.
     """
     lines = list(lines_of(text))
-    first = lines[0][1] if lines else ""
+    if not lines:
+        raise ResultsError(f"{path} is empty")
+    first = lines[0][1]
     delimiter = find_delimiter(first)
-    headings = split(first, delimiter or ",") if len(first) < MOST_CHARACTERS else []
+    delimiter = delimiter or max(DELIMITERS, key=first.count)
+    headings = split(first, delimiter) if len(first) < MOST_CHARACTERS else []
     columns = check_columns(headings, str(path))
-    cells_of = [(number, split(line, delimiter or ",")) for number, line in lines[1:]]
+    cells_of = [(number, split(line, delimiter)) for number, line in lines[1:]]
     fraction = columns["duration"].index + 1 if delimiter == "," else None
     n_more = _n_index_columns(headings, [cells for _, cells in cells_of], fraction)
     rows: list[tuple[int, EpochRow]] = []
     skipped: list[tuple[int, str]] = []
     is_cut = not text.endswith(("\n", "\r"))
+    phase = _phase_column(headings, [cells[n_more:] for _, cells in cells_of])
     for number, all_cells in cells_of:
         cells = all_cells[n_more:]
         if all_cells == headings:
@@ -326,7 +345,9 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
             # The last field of an incomplete line may be truncated and still be a number.
             cells[-1] = ""
         row = _row(cells, columns)
-        if row is None:
+        if phase is not None and not _is_training(cells[phase]):
+            skipped.append((number, OTHER_PHASE))
+        elif row is None:
             skipped.append((number, NO_NUMBER))
         else:
             rows.append((number, row))
@@ -339,6 +360,20 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
         why = most_common(skipped) if skipped else "is it empty or cut off?"
         raise ResultsError(f"{path} holds no usable line: {why}")
     return found, group(skipped)
+
+
+def _is_training(phase: str) -> bool:
+    return phase.lower().startswith("train")
+
+
+def _phase_column(headings: list[str], cells_of: list[list[str]]) -> int | None:
+    """The column that tells rows of training from others; None if there is none."""
+    for index, heading in enumerate(headings):
+        if _canonical(heading)[0] in PHASES:
+            found = {cells[index] for cells in cells_of if len(cells) == len(headings)}
+            if any(map(_is_training, found)):
+                return index
+    return None
 
 
 def _n_index_columns(headings: list[str], cells_of: list[list[str]], fraction: int | None) -> int:

@@ -375,12 +375,13 @@ def import_logs(
     for path in logs:
         try:
             text = _read(path)
-            if is_epoch_csv(text):
+            is_log = is_deepspeed_log(text)
+            if is_epoch_csv(text) or (path.suffix.lower() == ".csv" and not is_log):
                 written += _import_csv(path, text, names[path], into, facts, problems)
-            elif is_deepspeed_log(text):
+            elif is_log:
                 written += _import_deepspeed(path, text, names[path], into, facts, problems)
             else:
                 problems.append((path, "neither a per-epoch CSV nor DeepSpeed step lines"))
         except (ResultsError, OSError) as error:
-            problems.append((path, str(error)))
+            problems.append((path, str(error).removeprefix(f"{path} ")))
     return written, problems

@@ -11,7 +11,7 @@ from harness.measure.derive.training import training_summary
 from harness.measure.store import Run, read_results
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.imports.deepspeed_log import accumulation, is_deepspeed_log, parse_deepspeed_log
-from harness.plot.imports.epoch_csv import FAR_RANK, is_epoch_csv, parse_epoch_csv
+from harness.plot.imports.epoch_csv import FAR_RANK, NO_NUMBER, is_epoch_csv, parse_epoch_csv
 from harness.plot.imports.text import decode, plain, read_number
 
 LOGS = Path(__file__).parents[1] / "logs"
@@ -199,6 +199,8 @@ def rows_of(*lines: str, header: str = "Rank,Epoch,Computation_Time,GPU_ID,GPU_U
         ("sep=;\nRank;Epoch;Computation_Time;GPU_ID;GPU_Used_Mem_MB", "1;2.0;101.5;3;5000;"),
         ("# by me\nRank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB", "1,2,101.5,3,5000"),
         ("Epoch,Computation_Time,Rank,GPU_ID,GPU_Used_Mem_MB", '2,"101.5",1,3,"5,000.0"'),
+        ("Rank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB", "rank1,2,101.5,cuda:3,5000"),
+        ("# Rank,Epoch,Epoch_Time,GPU_ID,GPU_Used_Mem_MB", "1.0e+00,2e0,1.015e+02,3.,5E3"),
     ],
 )
 def test_the_same_row_in_many_spellings(header: str, line: str) -> None:
@@ -242,6 +244,29 @@ def test_two_times_of_one_epoch_are_refused_by_line() -> None:
     assert problems == ["line 3: a second time for the same rank, epoch and GPU"]
 
 
+def test_rows_of_validation_are_no_second_training() -> None:
+    lines = [f"0,{e},{phase},{d}" for e in (1, 2) for phase, d in (("train", 10), ("val", 3))]
+    rows, problems = rows_of(*lines, header="Rank,Epoch,Phase,Epoch_Time")
+    assert [(row.occurrence, row.epoch, row.duration_s) for row in rows] == [(0, 1, 10), (0, 2, 10)]
+    assert problems == [f"line {n}: a phase other than training" for n in (3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("epoch;epoch_time\n1;5\n", "has no column Rank, only 'epoch, epoch_time': rename or add"),
+        (
+            "step,loss\n1,5\n",
+            "has no column Rank and no Epoch and no Epoch_Time, only 'step, loss'",
+        ),
+        ("\n", "is empty"),
+    ],
+)
+def test_a_table_of_another_kind_says_what_it_lacks(text: str, reason: str, tmp_path: Path) -> None:
+    runs, (problem,) = imported(tmp_path, "a.csv", text.encode())
+    assert (runs, problem.startswith(reason)) == ([], True), problem
+
+
 def test_parts_of_an_epoch_are_not_taken_for_the_whole() -> None:
     with pytest.raises(
         ResultsError, match="computation time and communicationtime, but no column Epoch_"
@@ -254,17 +279,17 @@ def test_parts_of_an_epoch_are_not_taken_for_the_whole() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("Total,,24,,", "rank, epoch or time is not a number"),
+        ("Total,,24,,", NO_NUMBER),
         ("0,1,10,0,1,2,3", "7 of 5 columns"),
         ("0,1,10", "3 of 5 columns"),
-        ("0,-1,10,0,1", "rank, epoch or time is not a number"),
-        ("0,1/90,10,0,1", "rank, epoch or time is not a number"),
-        ("0,1,10 parsecs,0,1", "rank, epoch or time is not a number"),
-        ("\u00b2,1,10,0,1", "rank, epoch or time is not a number"),
-        ("0,1,1e999,0,1", "rank, epoch or time is not a number"),
-        ("999999999,1,10,0,1", "rank, epoch or time is not a number"),
-        ("0,1,inf,0,1", "rank, epoch or time is not a number"),
-        ("0,1," + "9" * 5000 + ",0,1", "rank, epoch or time is not a number"),
+        ("0,-1,10,0,1", NO_NUMBER),
+        ("0,1/90,10,0,1", NO_NUMBER),
+        ("0,1,10 parsecs,0,1", NO_NUMBER),
+        ("\u00b2,1,10,0,1", NO_NUMBER),
+        ("0,1,1e999,0,1", NO_NUMBER),
+        ("999999999,1,10,0,1", NO_NUMBER),
+        ("0,1,inf,0,1", NO_NUMBER),
+        ("0,1," + "9" * 5000 + ",0,1", NO_NUMBER),
     ],
 )
 def test_a_row_that_says_nothing_is_skipped_with_its_reason(line: str, reason: str) -> None:
