@@ -14,6 +14,7 @@ from harness.plan.importing.tables import UNITS_S, Row, read_table
 from harness.units import parse_bytes
 
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s", re.MULTILINE)
+_PREFIXED = re.compile(r"^([^#\n]{1,100})#\s{1,100}size\s{1,100}count\s", re.MULTILINE)
 _TEST = re.compile(r"\b([a-z_]+)_perf\b")
 # By the names of nccl-tests' programs, and of files.
 _OPERATIONS = {
@@ -40,8 +41,22 @@ def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectiveP
         DataError: it holds no curve, or nothing says how many ranks took part or in what.
     """
     text = decode_text(read_file(path, "curve", DataError, is_given=True), str(path), DataError)
+    text = _without_prefix(text)
     heads = [words for line in text.splitlines() if line[:1] == "#" and (words := _heads(line))]
+    if len(heads) > 1:
+        raise DataError(
+            f"{path} has {len(heads)} tables: write one test to a file, and build nccl-tests with "
+            "MPI=1, because without it each rank tests for itself"
+        )
     return _nccl_tests(text, heads[0], path, n_ranks) if heads else read_curve(path, n_ranks)
+
+
+def _without_prefix(text: str) -> str:
+    """The lines without the mark that mpirun, kubectl or a terminal puts before each."""
+    found = _PREFIXED.search(text)
+    if found is None:
+        return text
+    return "\n".join(line.removeprefix(found[1]) for line in text.splitlines())
 
 
 def _heads(line: str) -> list[str]:
@@ -61,12 +76,19 @@ def _nccl_tests(
         raise DataError(f"{path} has sizes in {unit[1]} and times in {unit[2]}: print B and us")
     unit_s = UNITS_S[unit[2]] if unit is not None else UNITS_S["us"]
     points = {}
+    of_wrong = [k - heads.index("time") for k, head in enumerate(heads) if head == "#wrong"]
     for line in text.splitlines():
         cells = line.split()
         at = None if line.startswith("#") else _place_of_time(heads, len(cells))
         size, time = (None, None) if at is None else (find_int(cells[0], 1), find_number(cells[at]))
-        if size and time:
+        if at is not None and size and time:
             points[size] = time * unit_s
+            wrong = [cell for k in of_wrong for cell in cells[at + k : at + k + 1]]
+            if n_wrong := max((find_int(cell) or 0 for cell in wrong), default=0):
+                raise DataError(
+                    f"{path} has {n_wrong} wrong values at {size} bytes: repair the links first, "
+                    "because times of wrong results mean nothing"
+                )
     return _points(points, _operation_of(text, heads, path), n, str(path))
 
 
@@ -118,12 +140,12 @@ def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
     Raises:
         DataError: as `read_collectives`.
     """
-    n = n_ranks or _ranks_of_name(path.name)
-    if n is None:
-        raise DataError(f"{path} does not say how many ranks took part: give --ranks N")
     rows = read_table(path, [])
     size, unit_bytes = _size_column(rows[0], path)
     time, unit_s = _time_column(rows[0], path)
+    n = n_ranks or _ranks_of_name(path.name)
+    if n is None:
+        raise DataError(f"{path} does not say how many ranks took part: give --ranks N")
     points = {}
     for row in rows:
         n_bytes = round(row.number(size) * unit_bytes)

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ OLD_ALL_GATHER = f"""\
         ("out.log", ALLTOALL.replace("19.00   0.05   0.05    N/A", ""), "all_to_all"),
         ("out.log", ALLTOALL.replace("N/A", "N/A 2026-01-01 10:00:00"), "all_to_all"),
         ("all-gather.txt", OLD_ALL_GATHER, "all_gather"),
+        ("out.log", re.sub("^", "[1,0]<stdout>:", ALLTOALL, flags=re.M), "all_to_all"),
         ("AG_GPU8.csv", "time(us),size(KiB)\n20,1\n", "all_gather"),
         ("8gpus.csv", "size_bytes;time_us\n1024;20\n".replace(";", ","), "all_reduce"),
         ("8_ranks.csv", "Size (MiB),Time (ms)\n0.0009765625,0.02\n", "all_reduce"),
@@ -95,9 +97,15 @@ def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path: Path) -> Non
         ("gpu4.csv", "size(parsec),time(ns)\n1,2\n", "needs size"),
         ("2nodes_8gpus.csv", CSV, "how many ranks"),  # of each node, or of all?
         ("x.txt", OLD_ALL_GATHER, "does not say which collective"),
-        ("x.txt", ALLTOALL + NCCL + "all_reduce_perf", "all_reduce and alltoall: write one"),
+        ("x.txt", ALLTOALL + NCCL + "all_reduce_perf", "has 2 tables: write one test to a file"),
         ("x.txt", ALLTOALL.replace("alltoall_perf", "sendrecv_perf"), "is of sendrecv"),
         ("x.txt", ALLTOALL.replace("(us)", "(min)"), "times in min"),
+        (
+            "x.txt",
+            NCCL.replace("0.11      0", "0.11      3"),
+            "3 wrong values at 1024 bytes: repair",
+        ),
+        ("x.txt", "# OSU MPI Allreduce\n# Size  Latency(us)\n4  1.5\n", "it needs size"),
         ("gpu4.csv", "size(B),time(ns)\n0,0\n", "no curve"),
         ("gpu4.csv", "", "no row"),
     ],
