@@ -7,10 +7,12 @@ class MyFile(JsonFile, frozen=True, kw_only=True):
     version: int = SCHEMA_VERSION
 """
 
+import contextlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -136,9 +138,49 @@ def decode(data: bytes, type_: type[T], *, source: str, error: type[HarnessError
     except RecursionError:
         reason = "is nested too deep: write it as the harness does"
     except (msgspec.ValidationError, error) as problem:
-        raise error(f"{source}: {one_line(str(problem))}") from None
+        raise error(f"{source}: {one_line(_explain(str(problem), data, type_))}") from None
     except msgspec.DecodeError as problem:
-        reason = f"is not JSON: {one_line(str(problem))}"
+        found = str(problem).removeprefix("JSON is malformed: ")
+        reason = f"is not JSON{_broken_line(data)}: {one_line(found)}"
     except UnicodeDecodeError as problem:
         reason = f"is not UTF-8 in {shorten(problem.object)}: save it as UTF-8 text"
     raise error(f"{source} {reason}")
+
+
+def _broken_line(data: bytes) -> str:
+    """Names the first line that is not JSON, in a file that people may have edited."""
+    try:
+        json.loads(data.decode(errors="replace") if len(data) <= _MOST_BY_HAND else "0")
+    except json.JSONDecodeError as problem:
+        lines = [*problem.doc.splitlines(), ""]
+        return f" in line {problem.lineno}, {shorten(lines[problem.lineno - 1].strip())}"
+    except (ValueError, RecursionError):
+        pass
+    return ""
+
+
+def _explain(problem: str, data: bytes, type_: Any) -> str:
+    """A message of msgspec, with the key, the fields or the values that it leaves out."""
+    fields = get_type_hints(type_) if hasattr(type_, "__struct_fields__") else {}
+    if fields and "unknown field" in problem and " - at " not in problem:
+        return f"{problem}: the fields are {', '.join(type_.__struct_fields__)}"
+    place = re.search(r" - at `\$\.(\w+)(`$|\[\.\.\.\])", problem)
+    if place is None or place[1] not in fields:
+        return problem
+    parts = get_args(fields[place[1]])
+    if place[2] == "`":
+        is_choice = problem.startswith("Invalid enum value")
+        return f"{problem}: choose one of {', '.join(parts)}" if is_choice else problem
+    key = _wrong_key(data, place[1], parts[-1])
+    return problem if key is None else problem.replace("[...]", f"[{shorten(key)}]", 1)
+
+
+def _wrong_key(data: bytes, field: str, type_: Any) -> str | None:
+    """The first key of a mapping whose value is not of a type."""
+    with contextlib.suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        for key, value in msgspec.json.decode(data)[field].items():
+            try:
+                msgspec.convert(value, type_)
+            except msgspec.ValidationError:
+                return str(key)
+    return None

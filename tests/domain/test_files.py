@@ -50,7 +50,7 @@ def test_errors_name_the_file(value: JsonFile, tmp_path: Path) -> None:
     with pytest.raises(kind.error, match=f"^{kind.name} {path}: No such file or directory$"):
         type(value).load(path)
     path.write_bytes(b"Dense_100 2")
-    with pytest.raises(kind.error, match=f"^{path} is not JSON: "):
+    with pytest.raises(kind.error, match=f"^{path} is not JSON in line 1, 'Dense_100 2': invalid"):
         type(value).load(path)
     path.write_bytes(b"[]")
     with pytest.raises(kind.error, match=f"^{path}: Expected `object`, got `array`$"):
@@ -87,7 +87,7 @@ _MEASUREMENT = {"device_kind": "CPU", "operator": "x", "forward_s": 1, "backward
     ("kind", "data", "where"),
     [
         (Strategy, {"name": "s", "batch": 1, "operators": {"a": {"partition": {}, "devices": [0],
-         "stages": 1}}}, "`stages` - at `$.operators[...]`"),
+         "stages": 1}}}, "`stages` - at `$.operators['a']`"),
         (Strategy, {"name": "s", "batch": 1, "operators": {}, "stages": [{"recomputes": True}]},
          "`recomputes` - at `$.stages[0]`"),
         (Graph, {"name": "g", "operators": [{"name": "x", "kind": "input", "flops": 1}]},
@@ -106,6 +106,23 @@ def test_an_unknown_field_is_told_where_it_is(
     with pytest.raises(kind.FILE.error) as caught:
         kind.from_json(msgspec.json.encode(data), source="my.json")
     assert str(caught.value) == f"my.json: Object contains unknown field {where}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n  // by hand\n  "name": "s"}', "is not JSON in line 2, '// by hand': object"),
+        ("name: s\nbatch: 1\n", "is not JSON in line 1, 'name: s': invalid character (byte 4)"),
+        ('{"strategy": {}}', ": Object contains unknown field `strategy`: the fields are name"),
+        ('{"name": "s", "batch": 1, "schedule": "1F1B"}', "`$.schedule`: choose one of gpipe"),
+        ('{"name": "s", "batch": 1, "operators": {"a": {"partition": {}, "devices": [0]}, "b": 1}}',
+         "Expected `object`, got `int` - at `$.operators['b']`"),
+    ],
+)  # fmt: skip
+def test_a_file_by_hand_is_told_line_key_fields_and_values(text: str, message: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        Strategy.from_json(text.encode(), source="my.json")
+    assert message in str(caught.value)
 
 
 def test_bytes_that_are_no_text_in_what_is_left_out_are_no_error_of_another_kind() -> None:

@@ -90,6 +90,12 @@ def detect(data: bytes, *, source: str) -> Imported:
         return _detect_json(text.encode(), source)
     if start.isascii() and start.isdigit():
         return Imported("flexflow text", parse_text(text, source=source), _INNERMOST)
+    if "num_dims" not in text:
+        first = text.strip().partition("\n")[0]
+        raise StrategyError(
+            f"{source} is no strategy, its first line is {shorten(first)}: give JSON as search "
+            "writes it, or FlexFlow's lines, [Dense_100] num_dims(2) dims[1,2] device_ids[0,1]"
+        )
     return Imported("flexflow console", parse_console(text, source=source), _INNERMOST)
 
 
@@ -116,10 +122,11 @@ def _detect_json(data: bytes, source: str) -> Imported:
         plan = PipeDreamPlan.from_json(data, source=source)
         note = "replicas share each microbatch; which operators a module has is not in the file"
         return Imported("pipedream plan", plan, note)
-    if "schema" in keys:
+    if "schema" in keys or "operators" in keys:
         return Imported("harness", Strategy.from_json(data, source=source))
     raise StrategyError(
-        f"{source} is neither {SCHEMA} nor a PipeDream plan: it has {shorten(sorted(keys))}"
+        f"{source} is neither {SCHEMA} nor a PipeDream plan: it has {shorten(sorted(keys))}, and a "
+        "strategy has name, batch and operators"
     )
 
 

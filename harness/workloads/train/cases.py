@@ -62,10 +62,16 @@ def load_for(case: TrainCase) -> Strategy:
     """Load the strategy's file of a run and check its batch.
 
     Raises:
-        StrategyError: the file is missing, malformed, or for another batch.
+        StrategyError: the file is missing, malformed, of another project, or for another batch.
     """
     path = Path(case.strategy)
-    strategy = Strategy.load(path)
+    found = read_strategy_file(path)
+    strategy = found.content
+    if not isinstance(strategy, Strategy):
+        raise StrategyError(
+            f"{path} is a {found.format}: convert it by `python -m harness.plan convert {path} "
+            "--to harness --graph GRAPH --output OUT.json`, and train that"
+        )
     if strategy.batch != case.batch:
         raise StrategyError(
             f"{path} is for a batch of {strategy.batch}, the run has {case.batch}: give "

@@ -12,6 +12,7 @@ from harness.plan.roofline import roofline_profile
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.workloads.planning.inputs import capture_graph
+from harness.workloads.train.cases import load_for
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import build_strategy, load_strategy, search_config_of
 
@@ -107,6 +108,22 @@ def load(simulator, tmp_path):
 def test_a_file_is_read_as_it_is(simulator, load):
     strategy = built(simulator, strategy="hybrid")
     assert load(strategy) == strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"module_to_stage_map": [0, 1], "stage_to_rank_map": {"0": [0], "1": [1]}}',
+         r"plan\.json is a pipedream plan: convert it by `python -m harness\.plan convert"),
+        ("name: ddp\n", r"plan\.json is no strategy, its first line is 'name: ddp': give JSON"),
+        ('{"forward_stage_layer_ids": []}', "and a strategy has name, batch and operators"),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_project_is_refused_with_the_remedy(tmp_path, text, message):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(StrategyError, match=message):
+        load_for(replace(CASE, strategy=str(path)))
 
 
 def test_a_file_for_another_batch_is_refused(simulator, load):
