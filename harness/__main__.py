@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from harness.errors import EXIT_CODE, ConfigError, HarnessError, first_line
+from harness.errors import EXIT_CODE, ConfigError, HarnessError, drop_output, first_line
 from harness.inputs import refuse_old_spelling
 from harness.runtime.agent import SEE_OUTPUT
 from harness.runtime.agent.wire import Channel
@@ -50,6 +50,8 @@ workloads:
 comparison of training strategies runs; it accepts the flags that all workloads share: --results,
 --resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
 Draw figures and the report from results with: python -m harness.plot results/
+
+exit codes: 0 every run is ok or out of memory, 1 a run failed, 2 bad input, 130 interrupted
 """
 
 
@@ -276,7 +278,10 @@ def _work(
     except SweepEnded as error:
         ended, headers = error, error.headers
     if world.is_first:
-        _print_tables(launcher.read(headers))
+        try:
+            _print_tables(launcher.read(headers))
+        except BrokenPipeError:  # its reader has gone (`| head`)
+            drop_output()
         if not name:
             _draw_report(options.results)
             if world.size > 1 and not ended:

@@ -6,9 +6,12 @@ exit with `EXIT_CODE`; a traceback means a bug in the harness.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable
 
 EXIT_CODE = 2
+_INTERRUPTED, _UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
 _LONGEST = 2000
 
 
@@ -88,3 +91,34 @@ class PeerError(HarnessError):
     def __init__(self, message: str, peers: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.peers = tuple(peers)
+
+
+def run_command(name: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:
+    """Run a command line's program; returns its exit code.
+
+    A HarnessError and Ctrl-C end in one line on stderr; a reader of its output that has gone
+    (`| head`) ends it silently.
+
+    Args:
+        name: of the program, which begins the line.
+        interrupted: of the line after Ctrl-C.
+    """
+    try:
+        code = command()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except HarnessError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_CODE
+    except KeyboardInterrupt:
+        print(f"{name}: {interrupted}", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        drop_output()
+        return _UNREAD
+
+
+def drop_output() -> None:
+    """Drop what is left of the output, which Python would write again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import harness
 from harness.domain.hostfile import Host, load_hostfile
-from harness.errors import EXIT_CODE, ConfigError, EnvironmentSetupError, HarnessError
+from harness.errors import ConfigError, EnvironmentSetupError, run_command
 from harness.nodes.between import ALLREDUCE, MPI, TCP
 from harness.nodes.checks import CHECKS, judge_all, select
 from harness.nodes.facts import worst
@@ -25,7 +25,6 @@ from harness.nodes.survey import Survey, survey
 from harness.units import parse_duration
 
 _REPO = Path(harness.__file__).resolve().parents[1]
-_INTERRUPTED = 130
 # Of the 104 bytes that the shortest system allows, ssh appends 58.
 _MAX_SOCKET_DIRECTORY = 45
 
@@ -172,14 +171,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the hosts; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    try:
-        return _run(arguments)
-    except HarnessError as error:
-        print(f"check_nodes: {error}", file=sys.stderr)
-        return EXIT_CODE
-    except KeyboardInterrupt:
-        print("check_nodes: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+    return run_command("check_nodes", lambda: _run(arguments))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """The commands of `python -m harness.plan`: one module each, imported when its command is given."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from harness.errors import EXIT_CODE, HarnessError
+from harness.errors import run_command
 from harness.inputs import refuse_old_spelling
-
-_INTERRUPTED = 130  # as a shell reports SIGINT
 
 # Module and help of each; the module has `add_arguments(parser)` and `run(args)`.
 COMMANDS = {
@@ -52,15 +49,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 2 for bad input, 130 when interrupted before any plan."""
-    try:
+
+    def run() -> int:
         args = _parse(sys.argv[1:] if argv is None else argv)
         args.run(args)
-    except HarnessError as error:
-        print(f"harness.plan: {error}", file=sys.stderr)
-        return EXIT_CODE
-    except KeyboardInterrupt:
-        print("harness.plan: interrupted before a plan was found", file=sys.stderr)
-        return _INTERRUPTED
-    except BrokenPipeError:  # `... | head` has closed its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        return 0
+
+    return run_command("harness.plan", run, "interrupted before a plan was found")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.errors import EXIT_CODE, ConfigError, HarnessError, ResultsError
+from harness.errors import ConfigError, ResultsError, run_command
 from harness.inputs import one_line
 from harness.plot.figures import FIGURES
 
@@ -213,20 +213,17 @@ def _trace(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
+
+    def run() -> int:
         if words[:1] == ["import"]:
             _import(words[1:])
         elif words[:1] == ["trace"]:
             _trace(_trace_parser().parse_args(words[1:]))
         else:
             return _plot(_parser().parse_args(words))
-    except HarnessError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CODE
-    except KeyboardInterrupt:
-        print("interrupted: figures that are written are whole", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return run_command("error", run, "interrupted; figures that are written are whole")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.errors import EXIT_CODE, HarnessError
+from harness.errors import run_command
 from harness.units import format_bandwidth, format_bytes, format_duration
 from harness.virtual import faults, lifecycle, node, plan, state
 from harness.virtual.state import Saved, State
@@ -179,15 +179,12 @@ _COMMANDS = {
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    try:
+
+    def run() -> int:
         place = State(state.state_root(), plan.check_name(arguments.name))
         return _COMMANDS[arguments.command](place, arguments)
-    except HarnessError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CODE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+
+    return run_command("error", run)
 
 
 if __name__ == "__main__":
