@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable
@@ -13,7 +14,13 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import DTYPE_NAMES, Profile, default_profile, graph_beside, knows
 from harness.domain.strategy import Strategy
-from harness.errors import ConfigError, EnvironmentSetupError, GraphError
+from harness.errors import (
+    ConfigError,
+    EnvironmentSetupError,
+    GraphError,
+    HarnessError,
+    ModelError,
+)
 from harness.inputs import MOST_COUNT, decode_text, find_int, read_file, shorten
 from harness.plan.costs import COSTS, PlanRequest, SearchProgress, ignore_progress
 from harness.plan.dlrm import dlrm_graph, parse_dlrm
@@ -70,15 +77,23 @@ def request_from(
 
 
 def _capture_model(name: str, batch: int) -> Graph:
-    """Capture by torch, which only this needs."""
+    """Capture by torch, which only this needs; what the model's code prints goes to stderr."""
     try:
         capture = importlib.import_module("harness.runtime.capture.capture")
+        failures = importlib.import_module("harness.runtime.ranks.failures")
     except ImportError as error:
         raise EnvironmentSetupError(
             f"--model {name} needs torch to capture the model ({error}): install it, or plan from "
             "files with --profile and --graph"
         ) from None
-    graph: Graph = capture.capture_model(name, batch)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            graph: Graph = capture.capture_model(name, batch)
+    except HarnessError:
+        raise
+    except Exception as error:
+        reason = failures.located(error).partition("\n")[0]
+        raise ModelError(f"--model {name} fails: {reason}") from error
     return graph
 
 

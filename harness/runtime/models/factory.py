@@ -5,13 +5,14 @@ A task from a model and a batch of example inputs, and that batch for a transfor
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -229,6 +230,39 @@ def _n_reserved(model: nn.Module) -> int:
 
 
 _EXAMPLE = "write it like package.module:factory"
+# Settings of torch that hold for all that follows: how to read and to set them.
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+}
+
+
+@contextlib.contextmanager
+def _contained(name: str) -> Iterator[None]:
+    """Run code of a user that must leave the process and torch's settings as they are.
+
+    Raises:
+        ModelError: it exits, or changes a setting, by which other code would be measured than the
+            run says; the setting is restored.
+    """
+    before = {setting: read() for setting, (read, _) in _SETTINGS.items()}
+    try:
+        yield
+    except SystemExit as error:
+        raise ModelError(
+            f"--model {name!r}: its code exits with status {error.code}: put what parses flags or "
+            "trains below `if __name__ == '__main__':`"
+        ) from error
+    for setting, (read, write) in _SETTINGS.items():
+        now = read()
+        if now != before[setting]:
+            write(before[setting])
+            raise ModelError(
+                f"--model {name!r}: its code changes torch's {setting} from {before[setting]} to "
+                f"{now} for all that follows: leave that out, or set it back"
+            )
 
 
 def _load(name: str) -> Callable[..., Any]:
@@ -261,7 +295,8 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
         ModelError: the factory is missing, fails or returns another type, or its model has
             weights without a shape.
     """
-    factory = _load(name)
+    with _contained(name):
+        factory = _load(name)
     offered = {
         "n_classes": options.n_classes,
         "n_channels": options.n_channels,
@@ -273,7 +308,9 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
         signature.bind(**given)
     except TypeError as error:
         raise ModelError(f"--model {name!r}: {error}; give its arguments defaults") from error
-    return task_of(name, factory(**given), options)
+    with _contained(name):
+        built = factory(**given)
+    return task_of(name, built, options)
 
 
 def task_of(name: str, built: Any, options: ModelOptions) -> Task:

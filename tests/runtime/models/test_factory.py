@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.errors import ModelError
 from harness.runtime.models import ModelOptions
@@ -89,6 +90,17 @@ def test_a_factory_may_import_torchvision_by_itself(text, tmp_path, user):
         ("users_lib:net", "import no_such_lib", "no_such_lib'; users_lib needs it: install it"),
         ("users_sub:net", "import json.nothing", "nothing'; users_sub needs it: install it"),
         ("users_args:net", "def net(width): pass", "'width'; give its arguments defaults"),
+        ("users_exit:net", "import sys\nsys.exit(3)", "exits with status 3: put what parses flags"),
+        (
+            "users_dtype:net",
+            "import torch\ntorch.set_default_dtype(torch.float64)\ndef net(): pass",
+            "changes torch's default dtype from torch.float32 to torch.float64 for all",
+        ),
+        (
+            "users_mode:net",
+            "import torch\ndef net(): torch.set_grad_enabled(False)",
+            "changes torch's gradient mode from True to False",
+        ),
         ("users_lazy:net", LAZY, "module '1' (LazyLinear) has no weights before its first batch"),
     ],
 )
@@ -98,6 +110,7 @@ def test_what_a_factory_lacks_is_said_with_its_remedy(name, text, message, user)
     with pytest.raises(ModelError) as caught:
         task_from_factory(name, OPTIONS)
     assert message in str(caught.value)
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
 
 
 def test_an_error_of_the_users_own_is_handed_on(user):
