@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -312,15 +312,15 @@ def read_run(run_dir: Path, header: RunHeader) -> tuple[Run, list[Problem]]:
     return Run(path=run_dir, header=header, ranks=ranks), skipped
 
 
-def _missing(run_dir: Path, header: RunHeader, ranks: Collection[int]) -> list[Problem]:
+def _missing(run_dir: Path, header: RunHeader, ranks: Mapping[int, Records]) -> list[Problem]:
     """Report ranks without records in a run that ended ok, because its numbers leave them out.
 
     An imported log, which names its source, may have one rank only.
     """
     if header.status != "ok" or not ranks or "source" in header.config:
         return []
-    reason = "missing: the numbers of the run are of its other ranks"
-    missing = [info.rank for info in header.ranks if info.rank not in ranks]
+    reason = "missing or empty: the numbers of the run are of its other ranks"
+    missing = [info.rank for info in header.ranks if not ranks.get(info.rank)]
     return [(run_dir / f"rank{rank}.jsonl", reason) for rank in missing]
 
 

@@ -232,9 +232,11 @@ def test_many_bad_lines_are_counted_and_a_few_are_named(tmp_path: Path) -> None:
 def test_a_rank_that_is_missing_and_one_too_many_are_named(tmp_path: Path) -> None:
     run_dir = copies(tmp_path, "sample-train-ddp-r0") / "sample-train-ddp-r0"
     (run_dir / "rank3.jsonl").rename(run_dir / "rank8.jsonl")
+    (run_dir / "rank4.jsonl").write_bytes(b"")
     results = read_results(tmp_path)
     assert {path.name: reason for path, reason in results.skipped} == {
-        "rank3.jsonl": "missing: the numbers of the run are of its other ranks",
+        "rank3.jsonl": "missing or empty: the numbers of the run are of its other ranks",
+        "rank4.jsonl": "missing or empty: the numbers of the run are of its other ranks",
         "rank8.jsonl": "the run has 5 ranks, not a rank 8",
     }
     assert sorted(results.runs[0].ranks) == [0, 1, 2, 4]
