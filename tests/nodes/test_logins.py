@@ -120,7 +120,7 @@ def test_other_login_shells_are_left_for_a_posix_one(
         ("echo maintenance; exit 3", Login.LEFT, "ends before the command: maintenance"),
         ("exit 0", Login.LEFT, "ends before the command: status 0"),
         ("exec echo bye", Login.LEFT, "ends before the command: bye"),
-        ("PATH=/none", Login.OK, "shell ended at its first line: bash: line 1: exec: sh: not found"),
+        ("PATH=/none", Login.OK, "ended at its first line: bash: line 1: exec: sh: not found"),
         ("echo 'This account is currently not available.'; exit 1", Login.NO_SHELL, "no shell"),
         ("echo 'Choose: 1) gpu'; read choice", Login.WAITING, "prints 'Choose: 1) gpu', and"),
         ("read choice", Login.TIMED_OUT, "hangs: no login"),

@@ -1,0 +1,38 @@
+"""How a command line's program ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+from harness.errors import ConfigError, run_command
+
+
+def fail(error: BaseException) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("--x is 1"), 2, "plan: --x is 1\n"),
+        (KeyboardInterrupt(), 130, "plan: interrupted\n"),
+    ],
+)
+def test_errors_and_interrupts_are_one_line(error, code, line, capsys):
+    assert run_command("plan", lambda: fail(error)) == code
+    assert capsys.readouterr() == ("", line)
+
+
+def test_output_without_a_reader_ends_silently():
+    program = (
+        "from harness.errors import run_command\n"
+        "raise SystemExit(run_command('plan', lambda: print('x' * 10**6) or 0))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    child.stdout.close()
+    _, stderr = child.communicate()
+    assert (child.returncode, stderr) == (141, b"")
