@@ -117,6 +117,8 @@ fi
 # A waiting rank must not spin on cores on which another one measures.
 export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
 
+# An interrupted run leaves semaphores, which Python frees with a warning.
+export PYTHONWARNINGS=${PYTHONWARNINGS:+$PYTHONWARNINGS,}ignore:resource_tracker:UserWarning
 # c10d warns about each connection from a host without reverse name resolution.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 # A relocatable Open MPI (the wheel) passes its prefix only to ranks on mpirun's own host.

@@ -280,7 +280,7 @@ def _work(
     if world.is_first:
         try:
             _print_tables(launcher.read(headers))
-        except BrokenPipeError:  # its reader has gone (`| head`)
+        except OSError:  # its reader has gone (`| head`), or its disk is full
             drop_output()
         if not name:
             _draw_report(options.results)
@@ -378,7 +378,8 @@ def _run() -> int:
         channel.leave()
         return code
     except HarnessError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
         channel.fail(EXIT_CODE, str(error))
         return EXIT_CODE
     except KeyboardInterrupt:

@@ -117,6 +117,9 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
     except BrokenPipeError:
         drop_output()
         return _UNREAD
+    except OSError as error:  # a disk is full, or files are not permitted or too many
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_CODE
 
 
 def drop_output() -> None:

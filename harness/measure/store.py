@@ -354,7 +354,10 @@ def find_runs(root: Path) -> tuple[list[tuple[Path, RunHeader]], list[Problem]]:
             try:
                 found.append((run_dir, read_header(run_dir)))
             except ResultsError as error:
-                skipped.append((run_dir, str(error)))
+                is_folder = any(run_dir.glob(f"*/{HEADER_FILE}"))
+                skipped.append(
+                    (run_dir, "holds runs: give it by itself" if is_folder else str(error))
+                )
     except OSError as error:
         raise ResultsError(f"{error.filename or root} cannot be read: {error.strerror}") from None
     found.sort(key=lambda one: one[1].start_utc)

@@ -163,8 +163,8 @@ def _complain(lines: Sequence[str]) -> None:
 
 
 def _nothing_to_draw(root: Path, n_skipped: int) -> str:
-    found = f"{n_skipped} entries that are not runs" if n_skipped else "nothing"
-    return f"{root} holds no run but {found}: make one with ./entry.sh, or import logs"
+    found = f", but {n_skipped} other entries" if n_skipped else ""
+    return f"{root} holds no run{found}: make one with ./entry.sh, or import logs"
 
 
 def _print_json(**values: Any) -> None:

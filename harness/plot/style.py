@@ -6,6 +6,7 @@ Colours are Okabe and Ito's (Color Universal Design), darkened where white is th
 from __future__ import annotations
 
 import math
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,6 +94,7 @@ RC: Any = {
 @contextmanager
 def drawing_style() -> Iterator[None]:
     """Apply the style for a while; matplotlib is imported here and not before."""
+    os.environ["MPLBACKEND"] = "agg"  # figures are files; an unknown backend fails the import
     import matplotlib as mpl
 
     with mpl.rc_context(RC):

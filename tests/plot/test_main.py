@@ -206,7 +206,7 @@ def test_a_single_run_directory_can_be_drawn(comparison: Path, tmp_path: Path) -
     ("arguments", "message"),
     [
         (["absent"], "is not a directory"),
-        (["."], "holds no run but nothing"),
+        (["."], "holds no run: make one"),
         ([".", "--only", "nonsense"], "no figure is called 'nonsense': choose from throughput"),
         (["import", "absent"], "no log could be imported"),
     ],
@@ -233,7 +233,7 @@ def test_results_of_an_older_version_are_refused_with_the_remedy(
     (old / "run.json").write_text(text.replace('"version": 2\n}', '"version": 1\n}'))
     assert main([str(tmp_path / "results"), "--out", str(tmp_path / "plots")]) == 2
     printed = capsys.readouterr().err
-    assert "holds no run but 1 entries that are not runs" in printed
+    assert "holds no run, but 1 other entries" in printed
     assert f"skipped {old}" in printed
     assert "version 1, this harness reads harness-run version 2: run it again" in printed
 

@@ -396,4 +396,5 @@ class RankAgent:
         run: Any = f"{self._run.run_dir.name}: {fault.status}: " if self._run else ""
         if not isinstance(self._peers, Spoke):
             reason = fault.reason.partition("\n")[0]
-            print(f"error: {run}{reason}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # its reader has gone
+                print(f"error: {run}{reason}", file=sys.stderr, flush=True)

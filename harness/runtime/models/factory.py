@@ -282,6 +282,12 @@ def _load(name: str) -> Callable[..., Any]:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ModelError(f"--model {name!r}: {module.__file__} has no callable {attribute!r}")
+    if isinstance(factory, nn.Module):
+        raise ModelError(
+            f"--model {name!r} is a model, not a function that makes one: add "
+            f"`def make(): return {attribute}` without its arguments, because every rank and run "
+            "builds its own"
+        )
     return factory  # type: ignore[no-any-return]
 
 
@@ -326,7 +332,10 @@ def task_of(name: str, built: Any, options: ModelOptions) -> Task:
     if isinstance(built, tuple) and len(built) == 2:
         built, example = built
     if not isinstance(built, nn.Module):
-        raise ModelError(f"--model {name!r} returned a {type(built).__name__}, not an nn.Module")
+        raise ModelError(
+            f"--model {name!r} returned a {type(built).__name__}, not an nn.Module: return the "
+            "model, or the pair (model, example inputs)"
+        )
     check_weights(built)
     if example is None:
         example = example_of(name, built, options)

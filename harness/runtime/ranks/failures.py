@@ -77,6 +77,8 @@ def users_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):  # its message names the place, which no frame has reached
+        return ""
     frames = traceback.extract_tb(error.__traceback__)
     for matches in (is_from_user, _is_generated, _is_from_harness):
         for frame in reversed(frames):
@@ -88,7 +90,7 @@ def _place(error: BaseException) -> str:
 
 
 def _is_generated(filename: str) -> bool:
-    return filename.startswith("<")
+    return filename.startswith("<") and not filename.startswith("<frozen ")
 
 
 def _is_from_harness(filename: str) -> bool:

@@ -109,7 +109,9 @@ def _child(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Conne
     with contextlib.suppress(BrokenPipeError):  # the first process was killed
         pipe.send(value)
     pipe.close()
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError):  # its reader has gone
+            sys.stdout.flush()
 
 
 def _failed_ending(exit_code: int | None, oom_kills_before: int) -> Ending:

@@ -60,12 +60,12 @@ class World:
 
 class Progress:
     """Shows `label: done/total`: redraws a line on a terminal at most five times a second; prints a
-    line every ten seconds elsewhere, such as under mpirun."""
+    line every ten seconds elsewhere, such as under mpirun; stops when nobody reads it any more."""
 
     def __init__(self, *, is_shown: bool, stream: TextIO | None = None) -> None:
-        self._is_shown = is_shown
         self._stream = stream or sys.stderr
-        self._is_terminal = self._stream.isatty()
+        self._is_shown = is_shown and self._stream is not None
+        self._is_terminal = self._is_shown and self._stream.isatty()
         self._next_s = 0.0 if self._is_terminal else time.monotonic() + 10.0
 
     def update(self, label: str, done: int, total: int, note: str = "") -> None:
@@ -76,12 +76,15 @@ class Progress:
             return
         self._next_s = now_s + (0.2 if self._is_terminal else 10.0)
         text = f"{label}: {done}/{total} {note}".rstrip()
-        if self._is_terminal:
-            end = "\n" if is_last else ""
-            self._stream.write(f"\r\033[K{text}{end}")
-        else:
-            self._stream.write(f"{text}\n")
-        self._stream.flush()
+        try:
+            if self._is_terminal:
+                end = "\n" if is_last else ""
+                self._stream.write(f"\r\033[K{text}{end}")
+            else:
+                self._stream.write(f"{text}\n")
+            self._stream.flush()
+        except OSError:  # its terminal or pipe has gone, or its disk is full
+            self._is_shown = False
 
 
 @dataclass(frozen=True, kw_only=True)
