@@ -269,6 +269,12 @@ def _load(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ModelError(f"--model {name!r} does not name a factory: {_EXAMPLE}")
+    if "/" in module_name or module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise ModelError(
+            f"--model {name!r} names a file: write {dotted}:{attribute}, and start in the "
+            "directory from which it can be imported"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     allow_torchvision()

@@ -104,4 +104,4 @@ def is_from_user(filename: str) -> bool:
     is_packaged = "site-packages" in path.parts or "dist-packages" in path.parts
     is_standard = path.is_relative_to(_STANDARD) and not is_packaged
     is_library = is_standard or path.is_relative_to(_TORCH)
-    return not (_is_generated(filename) or _is_from_harness(filename) or is_library)
+    return not (filename.startswith("<") or _is_from_harness(filename) or is_library)

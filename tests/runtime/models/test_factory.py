@@ -89,6 +89,17 @@ def test_a_factory_may_import_torchvision_by_itself(text, tmp_path, user):
         ("users_.a:net", None, "No module named 'users_'; start in the directory that holds"),
         ("users_lib:net", "import no_such_lib", "no_such_lib'; users_lib needs it: install it"),
         ("users_sub:net", "import json.nothing", "nothing'; users_sub needs it: install it"),
+        ("nets/users_x.py:net", None, "names a file: write nets.users_x:net, and start in the"),
+        (
+            "users_made:net",
+            "from torch import nn\nnet = nn.Linear(1, 1)",
+            "not a function that makes",
+        ),
+        (
+            "users_list:net",
+            "def net(): return []",
+            "a list, not an nn.Module: return the model, or",
+        ),
         ("users_args:net", "def net(width): pass", "'width'; give its arguments defaults"),
         ("users_exit:net", "import sys\nsys.exit(3)", "exits with status 3: put what parses flags"),
         (

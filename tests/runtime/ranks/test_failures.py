@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -60,6 +61,12 @@ def test_the_line_of_the_user_is_named_below_which_torch_and_python_raise():
     assert first.startswith("JSONDecodeError: Expecting property name")
     assert "(test_failures.py:" in first
     assert first.endswith(' in mistaken: json.loads("{"))')
+
+
+def test_a_place_that_the_message_names_and_pythons_own_lines_are_left_out():
+    first = located(caught(lambda: compile("def f(:", "nets.py", "exec"))).splitlines()[0]
+    assert first == "SyntaxError: invalid syntax (nets.py, line 1)"
+    assert "(test_failures.py:" in located(caught(lambda: os.environ["NO_SUCH"])).splitlines()[0]
 
 
 def test_the_line_of_a_captured_graph_is_named_where_a_user_has_none():
