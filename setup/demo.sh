@@ -24,6 +24,7 @@ take_down() {
     trap - EXIT
     # Finish even if interrupted twice.
     trap '' INT TERM
+    [[ -z $figure ]] || kill "$figure" 2>/dev/null || true
     "${cluster[@]}" down --name "$name" >/dev/null
 }
 
@@ -39,6 +40,15 @@ run_on_cluster() {
         mpirun -np "$n_nodes" --hostfile "hosts/virtual-$name.txt" ./entry.sh "$@"
 }
 
+# Draw the first workload as soon as it is done, on what the nodes leave of the cores.
+draw_first_figure() {
+    until [[ -n $(find results -path '*-matmul-*/run.json' -newer "$1" -exec grep -l '"status": "ok"' {} +) ]]; do
+        sleep 2
+    done
+    nice -n 19 .venv/bin/python -m harness.plot results/ --only matmul >/dev/null 2>&1 || return 0
+    say "first figure: plots/matmul.png"
+}
+
 run_locally() {
     local -a launch=(mpirun --oversubscribe -np "$n_local" ./entry.sh "$@")
     say "${launch[*]}"
@@ -48,12 +58,13 @@ run_locally() {
 
 bash setup/install.sh
 status=0
+figure='' # process that draws it
 trap take_down EXIT
 trap 'exit 130' INT TERM
 if "${cluster[@]}" up --name "$name" --replace --nodes "$n_nodes" --bandwidth 1gbit --cpu "$(cores_per_node)"; then
-    # A first figure, half a minute after the installation.
-    if (($# == 0)) && run_on_cluster matmul; then
-        .venv/bin/python -m harness.plot results/ --only matmul || true
+    if (($# == 0)); then
+        draw_first_figure "hosts/virtual-$name.txt" &
+        figure=$!
     fi
     run_on_cluster "$@" || status=$?
 else
