@@ -42,6 +42,8 @@ class Options:
     """Run only these cases, by number in the series."""
     freeze: bool = False
     """Freeze more layers at each change, or train some again, on one device too."""
+    any: bool = False
+    """Draw models and strategies of all kinds, on up to 6 ranks."""
     changes: int = 100
     """Number of changes over which groups, files and memory are counted. 0 skips it."""
     json: bool = False
@@ -51,7 +53,8 @@ class Options:
 def wanted_cases(options: Options) -> list[ChangingCase]:
     """The selected cases, grouped by number of ranks."""
     indices = options.only or range(options.cases)
-    cases = [random_changing_case(options.seed, i, is_freezing=options.freeze) for i in indices]
+    how = {"is_freezing": options.freeze, "is_any": options.any}
+    cases = [random_changing_case(options.seed, index, **how) for index in indices]
     return sorted(cases, key=lambda changing: changing.case.n_ranks)
 
 

@@ -31,17 +31,23 @@ from harness.runtime.ranks.host import code_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
-from equivalence_cases import Case, attention_case, copied_case, random_case
+from equivalence_cases import Case, any_case, attention_case, copied_case, random_case
 from equivalence_check import Finding, RanksBySize, check
 from equivalence_shrink import shrink
 
-SERIES = {"random": random_case, "copies": copied_case, "attention": attention_case}
+SERIES = {
+    "random": random_case,
+    "copies": copied_case,
+    "attention": attention_case,
+    "any": any_case,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    series: Literal["random", "copies", "attention"] = "random"
-    """Any strategies; with copies of operators; attentions that are cut by positions."""
+    series: Literal["random", "copies", "attention", "any"] = "random"
+    """Any strategies; with copies of operators; attentions that are cut by positions; all of them,
+    of models with all kinds of operators."""
     cases: int = 300
     """Number of random cases."""
     seed: int = 0
@@ -121,6 +127,7 @@ def summary(findings: list[Finding], duration_s: float) -> dict[str, object]:
     return {
         "n_cases": len(findings),
         "n_equal": sum(finding.is_equal for finding in findings),
+        "n_refused": sum(bool(finding.refusal) for finding in findings),
         "worst_float64_sgd": max(
             (f.worst.difference for f in exact if f.worst and f.case.optimizer == "sgd"), default=0
         ),
@@ -153,6 +160,7 @@ def _row(finding: Finding) -> dict[str, object]:
         "worst": finding.worst,
         "is_equal": finding.is_equal,
         "error": finding.error,
+        "refusal": finding.refusal,
         "duration_s": round(finding.duration_s, 3),
     }
 
@@ -172,7 +180,9 @@ def run(options: Options) -> list[Finding]:
         for index, case in enumerate(cases):
             finding = check(case, ranks)
             findings.append(finding)
-            if not finding.is_equal:
+            if finding.refusal:
+                print(f"{finding.case.model} refused: {finding.refusal}", flush=True)
+            elif not finding.is_equal:
                 _report(finding, options, ranks)
             elif sys.stderr.isatty():
                 print(f"\r{index + 1}/{len(cases)}", end="", file=sys.stderr, flush=True)
@@ -180,17 +190,20 @@ def run(options: Options) -> list[Finding]:
 
 
 def main(options: Options) -> int:
-    """Run all cases, print and write the results; returns 1 if any case is unequal."""
+    """Run all cases, print and write the results; returns 1 if any case is wrong."""
     logging.getLogger("harness").setLevel(logging.ERROR)  # hides names of gathered operators
     start = time.perf_counter()
     findings = run(options)
     facts = summary(findings, time.perf_counter() - start)
     print(table(findings))
-    print(f"{facts['n_equal']} of {facts['n_cases']} cases equal, {facts['duration_s']:.0f} s")
+    print(
+        f"{facts['n_equal']} of {facts['n_cases']} cases equal, {facts['n_refused']} refused, "
+        f"{facts['duration_s']:.0f} s"
+    )
     if options.output is not None:
         written = {**facts, "cases": [_row(finding) for finding in findings]}
         options.output.write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=1))
-    return int(facts["n_equal"] != facts["n_cases"])
+    return int(any(not (finding.is_equal or finding.refusal) for finding in findings))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,14 @@ from typing import Any
 
 import msgspec
 import torch
-from equivalence_cases import Case, draw_batch, random_case, shard_state
+from equivalence_cases import (
+    Case,
+    any_case,
+    any_strategy,
+    draw_batch,
+    random_case,
+    shard_state,
+)
 from equivalence_models import min_microbatch, small_graph
 from equivalence_reference import accumulate
 from equivalence_strategies import random_strategy
@@ -106,7 +113,7 @@ def train_alone(changing: ChangingCase, *, offset: float = 0.0) -> ChangingTrace
         optimizer.zero_grad()
         freezing.freeze(changing.frozen_at(step), optimizer)
         sizes = changing.strategy_at(step).microbatch_sizes()
-        losses.append(accumulate(task, part_of(data, samples), sizes))
+        losses.append(accumulate(task, part_of(data, samples), sizes, case.precision()))
         optimizer.step()
     state = {"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}
     return ChangingTrace(losses=losses, state=state)
@@ -134,7 +141,9 @@ class Freezing:
                 self._model.get_submodule(name).eval()
 
 
-def random_changing_case(seed: int, index: int, *, is_freezing: bool = False) -> ChangingCase:
+def random_changing_case(
+    seed: int, index: int, *, is_freezing: bool = False, is_any: bool = False
+) -> ChangingCase:
     """Case `index` of a series: one or two changes at random steps, between strategies on any
     numbers of the ranks, so that some idle under one and work under the next. All ways to shard
     state come in turn.
@@ -142,15 +151,18 @@ def random_changing_case(seed: int, index: int, *, is_freezing: bool = False) ->
     Args:
         is_freezing: each change freezes more layers, or in half of the cases the second trains some
             again.
+        is_any: draw models and strategies as `any_case` does.
     """
     rng = Random(f"changes {seed}/{index}")
-    case = random_case(seed, index)
+    case = any_case(seed, index) if is_any else random_case(seed, index)
     smallest = min_microbatch(case.model)
 
     n_drawn = itertools.count(index)
 
     def draw() -> Strategy:
         n_used = case.n_ranks if rng.random() < 0.5 else rng.randint(1, case.n_ranks)
+        if is_any:
+            return any_strategy(rng, case.model, n_used, case.strategy.batch)
         drawn = random_strategy(
             rng, small_graph(case.model), n_used, case.strategy.batch,
             schedule=rng.choice(SCHEDULE_NAMES), min_microbatch=smallest,

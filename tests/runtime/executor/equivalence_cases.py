@@ -7,7 +7,14 @@ from typing import Literal
 
 import msgspec
 import torch
-from equivalence_models import SMALL_MODELS, min_microbatch, small_graph, small_task
+from equivalence_models import (
+    OTHER_MODELS,
+    SMALL_MODELS,
+    has_dropout,
+    min_microbatch,
+    small_graph,
+    small_task,
+)
 from equivalence_strategies import (
     random_strategy,
     with_attention_by_positions,
@@ -17,10 +24,17 @@ from equivalence_strategies import (
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import SHARD_STATES, ShardState, Strategy
 from harness.runtime.data.batch import Batch
+from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.optimizers import OptimizerOptions
 from harness.runtime.models.task import IGNORED, InputSpec, Task
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
+# Of the weights, and what they are trained in.
+DTYPES = {
+    "float64": (torch.float64, "fp32"),
+    "float32": (torch.float32, "fp32"),
+    "bfloat16": (torch.float32, "bf16"),
+}
+_COMPLEX = ("complex_layers", "spectral")  # which autocast does not know
 _ATTENTIVE = ("vit", "gpt2", "llama", "bert_span", "t5")
 _OPTIMIZERS = {
     "sgd": OptimizerOptions(name="sgd", learning_rate=0.01, momentum=0.9, weight_decay=1e-3),
@@ -52,8 +66,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     def make_task(self) -> Task:
         """The model with its weights; equal in every process."""
-        dtype, has_dropout = DTYPES[self.dtype], self.dropout == "exact"
+        (dtype, _), has_dropout = DTYPES[self.dtype], self.dropout == "exact"
         return small_task(self.model, seed=self.seed, dtype=dtype, has_dropout=has_dropout)
+
+    def precision(self) -> Precision:
+        """What forward and loss are computed in."""
+        return Precision(DTYPES[self.dtype][1], torch.device("cpu"))
 
     def optimizer_options(self) -> OptimizerOptions:
         return _OPTIMIZERS[self.optimizer]
@@ -153,3 +171,36 @@ def copied_case(seed: int, index: int) -> Case:
     case = random_case(seed, index)
     strategy = with_copies(Random(f"copies {seed}/{index}"), case.strategy, small_graph(case.model))
     return msgspec.structs.replace(case, name=f"{case.name} with copies", strategy=strategy)
+
+
+def any_strategy(rng: Random, model: str, n_ranks: int, batch: int) -> Strategy:
+    """A strategy of any kind, with copies and attentions that are cut by positions."""
+    graph, schedule = small_graph(model), rng.choice(SCHEDULE_NAMES)
+    strategy = random_strategy(
+        rng, graph, n_ranks, batch, schedule=schedule, min_microbatch=min_microbatch(model)
+    )
+    if rng.random() < 0.3:
+        strategy = with_copies(rng, strategy, graph)
+    if rng.random() < 0.5:
+        strategy = with_attention_by_positions(rng, strategy, graph)
+    return msgspec.structs.replace(strategy, shard_state=shard_state(rng.randrange(4), strategy))
+
+
+def any_case(seed: int, index: int) -> Case:
+    """Case `index` of a series of all models, but the deep ones, in turn, with everything else that
+    a case may have drawn freely, on up to 6 ranks."""
+    rng = Random(f"any {seed}/{index}")
+    names = [name for name in (*SMALL_MODELS, *OTHER_MODELS) if name != "sparse_rows"]
+    model = names[index % len(names)]
+    n_ranks, is_steady = rng.choice((1, 2, 2, 3, 3, 4, 4, 5, 6)), min_microbatch(model) == 1
+    kind = rng.random() if is_steady and model not in _COMPLEX else 1.0
+    return Case(
+        name=f"any, seed {seed} case {index}",
+        model=model,
+        n_ranks=n_ranks,
+        strategy=any_strategy(rng, model, n_ranks, rng.randint(4, 9)),
+        seed=rng.randrange(1 << 16),
+        optimizer="adamw" if kind < 0.25 else "sgd",
+        dropout="exact" if has_dropout(model) and rng.random() < 0.4 else "off",
+        dtype="bfloat16" if 0.25 < kind < 0.33 else "float64",
+    )

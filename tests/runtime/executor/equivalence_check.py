@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import msgspec
@@ -10,7 +11,7 @@ from equivalence_compare import (
     FLOAT64_TOLERANCES,
     Worst,
     first_beyond,
-    float32_tolerance,
+    rounded_tolerance,
     worst,
 )
 from equivalence_ranks import Ranks, RanksFailedError
@@ -27,6 +28,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         worst: the tensor that is farthest.
         first: the first tensor, in the order of training, beyond the tolerance.
         error: why the case could not be carried out; empty if it was.
+        refusal: what all ranks said of the model or the strategy before they trained.
     """
 
     case: Case
@@ -34,11 +36,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     worst: Worst | None = None
     first: Worst | None = None
     error: str = ""
+    refusal: str = ""
     duration_s: float = 0.0
 
     @property
     def is_equal(self) -> bool:
-        return not self.error and self.first is None
+        return not (self.error or self.refusal) and self.first is None
 
     def text(self) -> str:
         """The case, what is wrong with it, and its strategy, to run it again."""
@@ -46,7 +49,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         which = f"{case.name}: {case.model} on {case.n_ranks} ranks, {case.strategy.schedule}"
         if self.is_equal:
             return f"{which}: equal"
-        wrong = self.error
+        wrong = self.error or f"refused: {self.refusal}"
         if self.first is not None and self.worst is not None:
             wrong = (
                 f"{self.first.of} differs by {self.first.difference:.3g} (tolerance "
@@ -81,6 +84,15 @@ def reference(case: Case, ranks: RanksBySize) -> Trace:
     return ranks.train(alone)
 
 
+_REFUSED = re.compile(r"^harness\.errors\.(?:Model|Strategy|Config)Error: (.*)$", re.MULTILINE)
+
+
+def refusal(error: str, n_ranks: int) -> str:
+    """The error of one line that all ranks raised alike; empty if they did not."""
+    found = _REFUSED.findall(error)
+    return found[0] if len(found) == n_ranks and len({*found}) == 1 else ""
+
+
 def check(case: Case, ranks: RanksBySize) -> Finding:
     """Carry out a case and compare it; never raises for what the executor does wrong."""
     start = time.perf_counter()
@@ -88,10 +100,12 @@ def check(case: Case, ranks: RanksBySize) -> Finding:
         found = ranks.train(case)
         wanted = reference(msgspec.structs.replace(case, dtype="float64"), ranks)
         tolerance = FLOAT64_TOLERANCES[case.optimizer]
-        if case.dtype == "float32":
-            tolerance = float32_tolerance(reference(case, ranks), wanted)
+        if case.dtype != "float64":
+            tolerance = rounded_tolerance(reference(case, ranks), wanted)
     except RanksFailedError as error:
-        return Finding(case=case, error=str(error), duration_s=time.perf_counter() - start)
+        refused, duration_s = refusal(str(error), case.n_ranks), time.perf_counter() - start
+        told = "" if refused else str(error)
+        return Finding(case=case, error=told, refusal=refused, duration_s=duration_s)
     return Finding(
         case=case,
         tolerance=tolerance,

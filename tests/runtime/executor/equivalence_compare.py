@@ -35,14 +35,18 @@ def _named(trace: Trace) -> Iterator[tuple[str, dict[str, Tensor]]]:
     yield "state at the end", trace.state
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+    return float(_wide(tensor).abs().max()) if tensor.numel() else 0.0
 
 
 def _difference(found: Tensor, wanted: Tensor, scale: float) -> float:
     if found.shape != wanted.shape:
         return float("inf")
-    difference = _largest(found.double() - wanted.double())
+    difference = _largest(_wide(found) - _wide(wanted))
     if difference != difference:
         return float("inf")
     return difference / scale if scale else (float("inf") if difference else 0.0)
@@ -73,7 +77,7 @@ def first_beyond(found: Trace, wanted: Trace, tolerance: float) -> Worst | None:
     return next((one for one in differences(found, wanted) if one.difference > tolerance), None)
 
 
-def float32_tolerance(rounded: Trace, exact: Trace) -> float:
-    """What float32 may differ from float64: ten times what one device does, which sums the same
+def rounded_tolerance(rounded: Trace, exact: Trace) -> float:
+    """What fewer bits may differ from float64: ten times what one device does, which sums the same
     terms in one other order."""
     return 10 * max(worst(rounded, exact).difference, 1e-6)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from equivalence_constructs import CONSTRUCTS, N_TOKENS
 from equivalence_mixtures import MIXTURES, SHAPE
 from equivalence_operators import OPERATORS, SHAPED
 from torch import Tensor, nn
@@ -271,12 +272,22 @@ def _classifier(model: nn.Module, *shape: int, n_classes: int = N_CLASSES) -> Ta
     return Task(model=model, inputs=(InputSpec(name="x", shape=shape),), n_classes=n_classes)
 
 
+def _reader(model: nn.Module, *shape: int) -> Task:
+    """A classifier of tokens."""
+    spec = InputSpec(name="x", shape=shape, dtype=torch.int64, n_values=N_TOKENS)
+    return Task(model=model, inputs=(spec,), n_classes=N_CLASSES)
+
+
 def _text(name: str, head: HeadName | None = None, **mixture: Any) -> Task:
     sizes = TextOptions(
         sequence_length=8, vocabulary_size=22, n_layers=2, width=16, n_heads=4, n_groups=2,
         mlp_width=24, head=head, **mixture,
     )  # fmt: skip
     return build_task(name, fit_options(name, ModelOptions(text=sizes)))
+
+
+def _of_construct(model: nn.Module, shape: tuple[int, ...]) -> Task:
+    return _classifier(model, *shape) if shape[1:] else _reader(model, *shape)
 
 
 def _tokens() -> Task:
@@ -378,6 +389,15 @@ OTHER_MODELS |= {
     )
     for name, (make, shape, n) in SHAPED.items()
 }
+OTHER_MODELS |= {
+    name: SmallModel(
+        build=lambda make=make, shape=shape: (_classifier if shape[1:] else _reader)(
+            make(), *shape
+        ),
+        min_microbatch=2 if name == "norms" else 1,
+    )
+    for name, (make, shape) in CONSTRUCTS.items()
+}
 _ALL = {**SMALL_MODELS, **DEEP_MODELS, **OTHER_MODELS}
 
 
@@ -399,7 +419,13 @@ def _as_dtype(task: Task, dtype: torch.dtype) -> Task:
     inputs = tuple(
         replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec for spec in task.inputs
     )
-    return replace(task, model=task.model.to(dtype), inputs=inputs)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return replace(task, model=task.model._apply(cast), inputs=inputs)
 
 
 def _without_dropout(model: nn.Module) -> None:
@@ -432,6 +458,11 @@ def _of_zoo(name: str) -> Task:
 def min_microbatch(name: str) -> int:
     """Fewest samples of a microbatch."""
     return _ALL[name].min_microbatch
+
+
+def has_dropout(name: str) -> bool:
+    """Whether a model draws masks."""
+    return _ALL[name].has_dropout
 
 
 @cache

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from harness.runtime.data.batch import Batch
+from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.models.task import Task
 
@@ -38,12 +39,13 @@ def slices(sizes: list[int]) -> list[slice]:
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def accumulate(task: Task, batch: Batch, sizes: list[int]) -> float:
+def accumulate(task: Task, batch: Batch, sizes: list[int], precision: Precision) -> float:
     """Add the gradients of a global batch, one microbatch at a time; its mean loss."""
     mean = 0.0
     for part in slices(sizes):
-        outputs = task.model(*(x[part] for x in batch.inputs))
-        loss = task.sum_loss(outputs, batch.targets[part]) / sum(target_counts(batch))
+        with precision.autocast():
+            outputs = task.model(*(x[part] for x in batch.inputs))
+            loss = task.sum_loss(outputs, batch.targets[part]) / sum(target_counts(batch))
         loss.backward()
         mean += float(loss.detach())
     return mean
@@ -64,7 +66,8 @@ def train_alone(case: Case) -> Trace:
     losses, gradients = [], []
     for step in range(case.n_steps):
         optimizer.zero_grad()
-        losses.append(accumulate(task, case.batch(task, step), case.strategy.microbatch_sizes()))
+        sizes = case.strategy.microbatch_sizes()
+        losses.append(accumulate(task, case.batch(task, step), sizes, case.precision()))
         gradients.append(gradients_of(task.model))
         optimizer.step()
     state = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}

@@ -31,7 +31,10 @@ from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.gradients import deferred
 from harness.runtime.executor.gradients.weight_gradients import ConvProduct
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.sharded import gathers
+from harness.runtime.executor.shards import ring
 from harness.runtime.executor.state.files import load_sharded
+from harness.runtime.executor.transport import messages
 from harness.runtime.executor.transport.channels import Buffers, Channels
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
@@ -75,10 +78,10 @@ def plan_of(case: Case) -> ExecutorPlan:
 def options_of(case: Case) -> EngineOptions:
     """With many small buckets and units for every second four seeds."""
     return EngineOptions(
-        dtype="fp32",
+        dtype=case.precision().dtype,
         optimizer=case.optimizer_options(),
         batch=case.strategy.batch,
-        bucket_bytes=1 << 10 if case.seed // 4 % 2 else BUCKET_BYTES,
+        bucket_bytes=(BUCKET_BYTES, 1 << 10, BUCKET_BYTES, 1 << 6)[case.seed // 4 % 4],
     )
 
 
@@ -92,6 +95,20 @@ def as_drawn(case: Case) -> Iterator[None]:
         mock.patch.object(deferred, "LARGE_ELEMENTS", least),
         mock.patch.object(deferred, "JOINED_ELEMENTS", joined[0]),
         mock.patch.object(deferred, "KEPT_SHARE", joined[1]),
+    ):
+        yield
+
+
+@contextmanager
+def small_pieces(case: Case) -> Iterator[None]:
+    """Send most pieces alone, and score a few queries at once, by every second eight seeds."""
+    if case.seed // 8 % 2 == 0:
+        yield
+        return
+    with (
+        mock.patch.object(messages, "LARGEST_JOINED_BYTES", 100),
+        mock.patch.object(gathers, "LARGEST_JOINED_BYTES", 100),
+        mock.patch.dict(ring._N_SCORES, cpu=20),
     ):
         yield
 
@@ -252,6 +269,11 @@ def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def train_by_strategy(case: Case, world: World) -> Trace:
     """Train a case; gradients and state are the whole ones, on rank 0 alone."""
+    with small_pieces(case):
+        return _train_by_strategy(case, world)
+
+
+def _train_by_strategy(case: Case, world: World) -> Trace:
     task = case.make_task()
     engine = make_engine(case, task, world)
     kept = engine.keep_gradients()
