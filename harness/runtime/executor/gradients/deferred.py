@@ -129,11 +129,16 @@ def defer(
 
 
 def _can_defer(module: nn.Module) -> bool:
-    if not has_plain_weights(module):
+    if not has_plain_weights(module) or _is_complex(module):
         return False
     if isinstance(module, nn.Conv2d):
         return module.padding_mode == "zeros" and not isinstance(module.padding, str)
     return _is_linear(module) or (isinstance(module, ConvShard) and module.is_single)
+
+
+def _is_complex(module: nn.Module) -> bool:
+    """Whether gradients of its weights are products with conjugates, which are left to autograd."""
+    return any(parameter.is_complex() for parameter in module.parameters())
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -190,8 +195,9 @@ class Deferred(nn.Module):
     def is_immediate(self) -> bool:
         return isinstance(self._sink, ImmediateSink)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         inner: Any = self.inner
+        inputs = *inputs, *named.values()
         if isinstance(inner, LinearShard | ConvShard):
             return inner.compute(inputs, self._multiply)
         if isinstance(inner, nn.Linear):
@@ -207,6 +213,7 @@ class Deferred(nn.Module):
 
     def _put(self, product: Product, x: Tensor, gradient: Tensor) -> None:
         """Pass a call to the sink, or keep it until all calls to join have been made."""
+        x, gradient = product.in_rows(x), product.in_rows(gradient)
         if self.n_joined > 1 or not self.is_immediate:
             # A parameter added to the output, such as positions, may have the same memory for its
             # gradient, to which the next microbatch adds.

@@ -65,6 +65,11 @@ class Product(ABC):
         return self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
 
     @abstractmethod
+    def in_rows(self, x: Tensor) -> Tensor:
+        """An input or the gradient of an output with rows first, so that those of several calls can
+        be concatenated, whatever their dim of samples."""
+
+    @abstractmethod
     def compute(self, x: Tensor) -> Tensor:
         """The output."""
 
@@ -79,12 +84,16 @@ class Product(ABC):
         """Add to the gradients of the weights; returns the trained ones.
 
         Args:
+            x, gradient: as `in_rows` gives them.
             buffers: memory of a gradient that the product is written to directly; None: a new one.
         """
 
 
 class LinearProduct(Product):
     """F.linear."""
+
+    def in_rows(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, x.shape[-1])
 
     def compute(self, x: Tensor) -> Tensor:
         found = F.linear(x, *self.cast_like(x))
@@ -93,13 +102,13 @@ class LinearProduct(Product):
         return made if found._is_view() else found
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        rows = _rows(gradient)
+        rows = self.in_rows(gradient)
         return rows.mm(self.weight.to(rows.dtype)).view(x.shape)
 
     def add_gradients(
         self, x: Tensor, gradient: Tensor, buffers: GradientBuffers | None
     ) -> list[nn.Parameter]:
-        x, gradient, found = _rows(x), _rows(gradient), []
+        found = []
         if self.wanted[0]:
             _add_product(self.weight, gradient.t(), x, buffers)
             found.append(self.weight)
@@ -116,12 +125,16 @@ class ConvProduct(Product):
         super().__init__(weight, bias)
         self._options: Options = options
 
+    def in_rows(self, x: Tensor) -> Tensor:
+        return x if x.dim() > 3 else x.unsqueeze(0)
+
     def compute(self, x: Tensor) -> Tensor:
         weight, bias = self.cast_like(x)
         return F.conv2d(x, weight, bias, *self._options)
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        return self._backward(x, gradient, True, False, False)[0]
+        rows = self.in_rows(x), self.in_rows(gradient)
+        return self._backward(*rows, True, False, False)[0].view_as(x)
 
     def add_gradients(
         self, x: Tensor, gradient: Tensor, buffers: GradientBuffers | None
@@ -192,7 +205,3 @@ def _add_product(weight: nn.Parameter, a: Tensor, b: Tensor, out: GradientBuffer
         weight.grad = torch.mm(a, b, out=out.of(weight))
     else:
         weight.grad.addmm_(a, b)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
