@@ -216,8 +216,9 @@ class ExecutorEngine:
         else:
             trained, buffers = self.weights.trainable(), self._gradients.buffers
             queues = sum_buckets(trained, self.holders.of, bucket_bytes, buffers)
-        # With tied weights a peer may sum them only after it has got what this backward leads to.
-        is_blocking = not self.plan.ties_stages(self._captured.graph)
+        # Where operators on different devices share a weight, a peer may sum its gradients only
+        # after it has got what this backward leads to.
+        is_blocking = all(map(self.holders.is_used_alike, dict(self.holders.trained())))
         return GradientSync(
             world, queues, self._gradient_groups, rounds, self._recorder, is_blocking=is_blocking
         )

@@ -96,15 +96,6 @@ class ExecutorPlan:
                 f"{self.strategy.name!r}: remove the hook, or shard the optimizer only"
             )
 
-    def ties_stages(self, graph: Graph) -> bool:
-        """Whether operators of several stages share a weight."""
-        plans = self.strategy.operators
-        shared = [(op.name, op.attrs.get("tied_to")) for op in graph.operators]
-        return any(
-            isinstance(first, str) and plans[name].stage != plans[first].stage
-            for name, first in shared
-        )
-
     def check_tied(self, holders: Iterable[tuple[WeightSlice, tuple[int, ...]]]) -> None:
         """Check that asynchronous training has no weight tied over several stages.
 

@@ -103,14 +103,13 @@ def plan_units(holders: Holders, shard_state: ShardState, unit_bytes: int) -> li
 
 
 def _freed_slices(holders: Holders) -> frozenset[WeightSlice]:
-    """Trained slices that all of several holders use in the same stages, so that they can gather
+    """Trained slices that all of several holders use in the same operators, so that they can gather
     them together before each use."""
-    found = set()
-    for piece, devices in holders.trained():
-        stages = {d: {u.stage for u in holders.uses(piece) if u.device == d} for d in devices}
-        if len(devices) > 1 and all(one == stages[devices[0]] for one in stages.values()):
-            found.add(piece)
-    return frozenset(found)
+    return frozenset(
+        piece
+        for piece, devices in holders.trained()
+        if len(devices) > 1 and holders.is_used_alike(piece)
+    )
 
 
 class WeightUnit:
@@ -144,6 +143,10 @@ class WeightUnit:
         self._works: list[Any] = []
         self._received: list[tuple[Tensor, list[Tensor]]] = []
         self._sent: list[Tensor] = []
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory of its slices."""
+        return [storage for storage, _ in self._memory]
 
     @torch.no_grad()
     def start(self, *, is_muted: bool) -> None:
@@ -340,6 +343,11 @@ class WeightGathers:
                     self._start(devices, k + 1)
                     self._freed[visit.unit].finish(self._phases)
                     self._start(devices, k + 2, is_ahead=True)
+
+    def kept(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """A segment's outputs, copied where they are views of weights that will be freed."""
+        freed = {one._cdata for unit in self._freed.values() for one in unit.storages()}
+        return tuple(x.clone() if x.untyped_storage()._cdata in freed else x for x in outputs)
 
     def after(self, moment: Moment) -> None:
         """Free the units that a segment used last."""

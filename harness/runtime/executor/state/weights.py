@@ -131,6 +131,14 @@ class Holders:
         """The tasks that use a slice."""
         return self._uses[piece]
 
+    def is_used_alike(self, piece: WeightSlice) -> bool:
+        """Whether all devices that hold a slice use it in the same operators, and so in one order;
+        false for a weight whose operators are on different devices."""
+        users: dict[int, set[int]] = {}
+        for use in self._uses[piece]:
+            users.setdefault(use.position, set()).add(use.device)
+        return all(devices == set(self.of(piece)) for devices in users.values())
+
     def item_bytes(self, piece: WeightSlice) -> int:
         """Bytes of an element of a parameter's slice."""
         return self._item_bytes[piece.name]
