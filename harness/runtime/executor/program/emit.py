@@ -114,7 +114,8 @@ class SegmentBuilder:
         self._owned: dict[str, Any] = {}
         self._placeholders: dict[InputKey, fx.Node] = {}
         self._regions: dict[int, fx.Node] = {}
-        self._operator_of: dict[str, str] = {}  # by the path of its module
+        # Operator, and path for `WeightGradients.joins`, by the path of its module in the segment.
+        self._operator_of: dict[str, tuple[str, str]] = {}
         self.values: dict[PartKey, fx.Node] = {}
 
     @property
@@ -139,8 +140,9 @@ class SegmentBuilder:
             self._count_once(part, shard)
         self._device.weights.share(shard, shard.sources)
         node = self._layout.captured.nodes[part.operator]
-        emitted = self._call(f"{part.operator}.{part.index}", shard, tuple(in_order))
-        self._operator_of[str(emitted.target)] = part.operator
+        path = f"{part.operator}.{part.index}"
+        emitted = self._call(path, shard, tuple(in_order))
+        self._operator_of[str(emitted.target)] = part.operator, path
         self.values[self._first_key(part, node)] = emitted
 
     def _first_key(self, part: Part, node: fx.Node) -> PartKey:
@@ -180,12 +182,15 @@ class SegmentBuilder:
         shard.is_counting = not earlier
         shard.track_running_stats = all(p.block[at] != part.block[at] for p in earlier)
 
-    def _call(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> fx.Node:
+    def _own(self, name: str, owned: Any) -> str:
+        """A path of the segment for a module or a tensor, which no other one has."""
         path = name.replace(".", "_")
-        while path in self._owned:
+        while self._owned.setdefault(path, owned) is not owned:
             path += "_"
-        self._owned[path] = module
-        return self._graph.call_module(path, arguments)
+        return path
+
+    def _call(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> fx.Node:
+        return self._graph.call_module(self._own(name, module), arguments)
 
     def _add_loss(self, part: Part, outputs: fx.Node, form: str) -> None:
         targets = self._input(TargetKey(self._layout.sample_interval(part)))
@@ -244,16 +249,14 @@ class SegmentBuilder:
     def _tensor(self, name: str, piece: WeightSlice) -> fx.Node:
         """A node for a parameter or constant of the model."""
         held = self._device.weights.hold(piece, attribute_of(self._device.root, name))
-        path = name.replace(".", "_")
-        self._owned[path] = held
-        return self._graph.get_attr(path)
+        return self._graph.get_attr(self._own(name, held))
 
     def _must_copy(self, part: Part, node: fx.Node, arguments: dict[fx.Node, fx.Node]) -> bool:
         """Whether an operator that works in place would change a value with other readers.
 
         Regions of one value are views, which several tasks of the operator may receive.
         """
-        source = node.args[0] if node.args else None
+        source = node.args[0] if node.args else node.kwargs.get("input")
         if not isinstance(source, fx.Node) or source not in arguments:
             return False
         if node.meta.get(COPIES):
@@ -352,6 +355,6 @@ class SegmentBuilder:
         self._graph.output(tuple(self.values[key] for key in outputs))
         for path, module in self._owned.items():
             if isinstance(module, nn.Module):
-                operator = self._operator_of.get(path)
-                self._owned[path] = self._device.gradients.wrap(module, stage, operator, path)
+                operator, of_model = self._operator_of.get(path, (None, path))
+                self._owned[path] = self._device.gradients.wrap(module, stage, operator, of_model)
         return fx.GraphModule(self._owned, self._graph, class_name="Segment")
