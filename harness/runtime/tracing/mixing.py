@@ -75,7 +75,7 @@ class SampleMixing:
     def mixes(self, node: fx.Node, kind: str) -> bool:
         """Whether a sample's result, or a running statistic, depends on other samples or on the
         batch size."""
-        if self._keeps_statistics(node):
+        if self._keeps_statistics(node) or self._counts_rows(node):
             return True
         is_opaque_node = is_opaque(node, self._modules)
         mixing = self._classify_opaque(node) if is_opaque_node else self._classify(node, kind)
@@ -162,6 +162,18 @@ class SampleMixing:
                 "such as nn.InstanceNorm2d, or train it by --engine torch, which needs no plan"
             )
         return False
+
+    def _counts_rows(self, node: fx.Node) -> bool:
+        """Whether a lookup divides the gradient of a row by how often the batch has it, or shortens
+        the rows that the batch has in place."""
+        if not function_name(node.target).startswith("embedding") and node.op != "call_module":
+            return False
+        module = self._modules.get(str(node.target))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return module.scale_grad_by_freq or module.max_norm is not None
+        named = node.normalized_arguments(self._module, normalize_to_only_use_kwargs=True)
+        given = {} if named is None or module is not None else named.kwargs
+        return bool(given.get("scale_grad_by_freq")) or given.get("max_norm") is not None
 
     def _is_norm(self, node: fx.Node) -> bool:
         is_module = node.op == "call_module"

@@ -68,6 +68,12 @@ def test_cases_that_were_once_wrong_equal_one_device(path, ranks):
     assert_equal(msgspec.json.decode(path.read_bytes(), type=Case), ranks)
 
 
+def test_sparse_gradients_are_trained_as_dense_ones(ranks):
+    case = make_case("sparse_rows", named("sparse_rows", 2, 8, "ddp"), 2)
+    wanted = train_alone(msgspec.structs.replace(case, model="dense_rows"))
+    assert first_beyond(ranks.train(case), wanted, TOLERANCE) is None
+
+
 # One of each model, on 2 and 3 ranks, then all schedules; the rest is in the slow set.
 @pytest.mark.parametrize("index", [0, 1, 7, 14, 16, 21, 22, 24, 26, 27])
 def test_random_strategies_train_what_one_device_trains(index, ranks):

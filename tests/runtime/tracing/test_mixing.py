@@ -70,6 +70,21 @@ def test_operators_that_mix_samples_are_marked(name):
     assert mixing_of(SAMPLES[name].task()) == MIXED[name]
 
 
+@pytest.mark.parametrize("name", ["by_frequency", "normed_rows"])
+def test_lookups_whose_rows_depend_on_the_batch_are_marked(name):
+    assert mixing_of(small_task(name)) == ["Embedding"]
+
+
+def test_lookups_by_a_function_whose_rows_depend_on_the_batch_are_marked():
+    table = torch.randn(WIDTH, WIDTH, dtype=torch.float64)
+
+    def look_up(x, **named):
+        return F.embedding(x.abs().long().clamp(max=1), table, **named)
+
+    assert mixing(lambda x: x + look_up(x, scale_grad_by_freq=True).sum(1)) == ["embedding"]
+    assert mixing(lambda x: x + look_up(x, padding_idx=0).sum(1)) == []
+
+
 APART = {
     "softmax of features": lambda x: torch.softmax(x, dim=-1),
     "flip of features": lambda x: x.flip(1),

@@ -237,11 +237,13 @@ class SegmentBuilder:
             if isinstance(module, _BatchNorm) and self._earlier(part):
                 module = copy.copy(module)
                 module.track_running_stats = False
-                emitted.target = path = f"{path}.{part.index}".replace(".", "_")
+            if getattr(module, "sparse", False):  # buckets are dense
+                module = copy.copy(module)
+                module.sparse = False  # type: ignore[assignment]
             if self._layout.operators[part.operator].attrs.get("writes_buffers"):
                 module = KeepsBuffers(module)
-            self._owned[path] = module
-            self._operator_of[path] = part.operator
+            emitted.target = self._own(path, module)
+            self._operator_of[emitted.target] = part.operator, path
         if self._must_copy(part, node, arguments):
             emitted = out_of_place(self._graph, emitted, self._owned)
         self._register(part, node, emitted, is_gathered=is_gathered)

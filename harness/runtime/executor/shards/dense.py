@@ -119,9 +119,9 @@ def make_embedding(part: ShardSpec) -> EmbeddingShard | None:
     # These options need whole rows and the whole batch.
     if table.max_norm is not None or table.scale_grad_by_freq:
         return None
-    options: dict[str, Any] = {"padding_idx": table.padding_idx, "sparse": table.sparse}
+    options: dict[str, Any] = {"padding_idx": table.padding_idx}  # and dense gradients
     rows = part.partial("contraction")
-    if rows is not None and rows[0] > 0 and table.padding_idx is not None:
+    if rows is not None and table.padding_idx is not None:
         is_inside = rows[0] <= table.padding_idx < rows[1]
         options["padding_idx"] = table.padding_idx - rows[0] if is_inside else None
     rank = len(part.wanted[0].shape)
