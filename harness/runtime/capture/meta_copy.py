@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 _META = torch.device("meta")
@@ -27,7 +28,11 @@ def meta_copy(module: ModuleT) -> ModuleT:
     Never copies a tensor on its own device, where a second model may not fit and would raise the
     measured memory peak.
     """
-    return copy.deepcopy(module, stand_ins(module, lambda tensor: tensor.detach().to(_META)))
+    copied = copy.deepcopy(module, stand_ins(module, lambda tensor: tensor.detach().to(_META)))
+    for part in copied.modules():
+        if isinstance(part, _NormBase) and part.momentum is None:
+            part.momentum = 0.0  # because the number of batches, by which it averages, has no value
+    return copied
 
 
 def fake_copy(module: ModuleT, mode: FakeTensorMode) -> ModuleT:

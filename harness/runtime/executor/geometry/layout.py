@@ -21,12 +21,7 @@ import numpy as np
 from torch import fx
 
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import (
-    SAMPLE,
-    Block,
-    Interval,
-    cut_dim,
-)
+from harness.domain.partition import SAMPLE, Block, Interval
 from harness.domain.routes import Flags, Parts, find_pieces
 from harness.domain.sharding import (
     full_blocks,
@@ -184,16 +179,17 @@ class Layout:
     def value_shape(self, node: fx.Node) -> dict[str, int]:
         """Named sizes of a value, without partial dims.
 
-        Elements of a tuple with the shape of the first have its names. Other values, such as
-        products over samples, have a name for samples only.
+        Elements of a tuple with the shape and the dim of samples of the first have its names. Other
+        values, such as products over samples, have a name for samples only.
         """
         operator = self.operators[self.owner[node]]
         shown = output_sizes(operator, self.shapes[operator.name])
         sizes = self.values.tensors[node].shape
-        if sizes == tuple(shown.values()):
-            return shown
         twice = sizes if self._at_twice is None else self._at_twice.tensors[node].shape
         growing = [k for k, (a, b) in enumerate(zip(sizes, twice, strict=True)) if b > a]
+        is_alike = not growing or growing == [k for k, dim in enumerate(shown) if dim == SAMPLE]
+        if is_alike and sizes == tuple(shown.values()):
+            return shown
         return {SAMPLE if growing == [k] else f"dim{k}": size for k, size in enumerate(sizes)}
 
     def region(self, node: fx.Node, part: Part) -> Block:
@@ -207,11 +203,13 @@ class Layout:
 
     def wanted(self, part: Part, argument: int, node: fx.Node) -> Block:
         """The region of a value that a task reads."""
-        operator, shape = self.operators[part.operator], self.shapes[part.operator]
-        block, sizes = self.computed(part), self.value_shape(node)
-        has_own_keys = self.plan(part.operator).keys != "input"
         return input_block(
-            operator, shape, block, sizes, argument=argument, has_own_keys=has_own_keys
+            self.operators[part.operator],
+            self.shapes[part.operator],
+            self.computed(part),
+            self.value_shape(node),
+            argument=argument,
+            has_own_keys=self.plan(part.operator).keys != "input",
         )
 
     def computed(self, part: Part) -> Block:
@@ -355,43 +353,3 @@ def check_samples(layout: Layout, meta: MetaModel) -> None:
                 f"operator {name!r} is cut by samples, but its output {shape} does not grow with "
                 f"them (twice as many give {doubled}): leave it whole, on one device"
             )
-
-
-def sample_intervals(graph: Graph, strategy: Strategy, device: int) -> list[Interval]:
-    """The samples of the global batch that a device needs, one interval per microbatch.
-
-    An interval covers all samples of inputs and targets that the device's tasks read; it may be
-    empty.
-    """
-    index = graph.index()
-    readers = [
-        op
-        for op in graph.operators
-        if has_tasks(op)
-        and (op.kind == "loss" or any(not has_tasks(graph.operators[index[n]]) for n in op.inputs))
-    ]
-    found: list[Interval] = []
-    for start, stop in cut_dim(strategy.batch, strategy.n_microbatches):
-        needed = [
-            _read_samples(op, plan.partition, k, graph, stop - start)
-            for op in readers
-            for plan in (strategy.operators[op.name],)
-            for k, held_by in enumerate(plan.devices)
-            if held_by == device
-        ]
-        low = min((interval[0] for interval in needed), default=0)
-        high = max((interval[1] for interval in needed), default=0)
-        found.append((start + low, start + high))
-    return found
-
-
-def _read_samples(
-    operator: Operator, cuts: dict[str, int | list[int]], k: int, graph: Graph, samples: int
-) -> Interval:
-    shape = full_shape(operator, batch=samples, graph_batch=graph.batch)
-    block = full_blocks(operator, cuts, batch=samples, graph_batch=graph.batch)[k]
-    intervals = dict(zip(shape, block, strict=True))
-    if SAMPLE not in intervals:
-        return 0, samples
-    (low, high), size = intervals[SAMPLE], shape[SAMPLE]
-    return low * samples // size, -(-high * samples // size)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from harness.domain.partition import cut_dim
+from harness.domain.graph import Graph, Operator
+from harness.domain.partition import SAMPLE, Interval, cut_dim
+from harness.domain.sharding import full_blocks, full_shape, has_tasks
 from harness.domain.strategy import Strategy
 from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import Share
-from harness.runtime.executor.geometry.layout import sample_intervals
 from harness.runtime.executor.run.flight import Flight
 from harness.runtime.executor.run.phases import Phases
 
@@ -75,3 +76,43 @@ class Feed:
             )
             at += n
         return flights
+
+
+def sample_intervals(graph: Graph, strategy: Strategy, device: int) -> list[Interval]:
+    """The samples of the global batch that a device needs, one interval per microbatch.
+
+    An interval covers all samples of inputs and targets that the device's tasks read; it may be
+    empty.
+    """
+    index = graph.index()
+    readers = [
+        op
+        for op in graph.operators
+        if has_tasks(op)
+        and (op.kind == "loss" or any(not has_tasks(graph.operators[index[n]]) for n in op.inputs))
+    ]
+    found: list[Interval] = []
+    for start, stop in cut_dim(strategy.batch, strategy.n_microbatches):
+        needed = [
+            _read_samples(op, plan.partition, k, graph, stop - start)
+            for op in readers
+            for plan in (strategy.operators[op.name],)
+            for k, held_by in enumerate(plan.devices)
+            if held_by == device
+        ]
+        low = min((interval[0] for interval in needed), default=0)
+        high = max((interval[1] for interval in needed), default=0)
+        found.append((start + low, start + high))
+    return found
+
+
+def _read_samples(
+    operator: Operator, cuts: dict[str, int | list[int]], k: int, graph: Graph, samples: int
+) -> Interval:
+    shape = full_shape(operator, batch=samples, graph_batch=graph.batch)
+    block = full_blocks(operator, cuts, batch=samples, graph_batch=graph.batch)[k]
+    intervals = dict(zip(shape, block, strict=True))
+    if SAMPLE not in intervals:
+        return 0, samples
+    (low, high), size = intervals[SAMPLE], shape[SAMPLE]
+    return low * samples // size, -(-high * samples // size)
