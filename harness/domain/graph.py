@@ -190,6 +190,15 @@ class Graph(JsonFile, frozen=True, kw_only=True):
                 found[producer].append(i)
         return found
 
+    def made_of_weights(self) -> frozenset[str]:
+        """Operators whose output depends on weights. Autocast may round what they send to other
+        devices; positions, angles and masks of the data alone must stay as they are."""
+        found: set[str] = set()
+        for operator in self.operators:
+            if operator.weight_bytes or not found.isdisjoint(operator.inputs):
+                found.add(operator.name)
+        return frozenset(found)
+
     def mixing_operator(self) -> Operator | None:
         """The first operator that needs all samples of a batch at once; None if there is none."""
         return next((op for op in self.operators if op.attrs.get("mixes_samples")), None)

@@ -99,9 +99,12 @@ class Costs:
         skipped: frozenset[str] = frozenset(),
     ) -> None:
         self.graph, self.samples, self._frozen = graph, samples, frozen
-        is_fp32 = np.array([op.dtype == "float32" for op in graph.operators])
+        weighted = graph.made_of_weights()
+        is_rounded = np.array(
+            [o.dtype == "float32" and o.name in weighted for o in graph.operators]
+        )
         is_sent = np.array([op.name not in skipped for op in graph.operators])
-        self.wire_share: Floats = np.where(is_fp32, wire_bytes_per_fp32_byte, 1.0) * is_sent
+        self.wire_share: Floats = np.where(is_rounded, wire_bytes_per_fp32_byte, 1.0) * is_sent
         self.n_devices = cluster.n_devices
         self.shapes = [
             full_shape(op, batch=samples, graph_batch=graph.batch) for op in graph.operators

@@ -29,8 +29,8 @@ class SimulatorOptions:
         stream_s_per_byte: seconds per byte of memory traffic, on a device of speed 1 or by device:
             the cost of accumulating gradients of microbatches, and of copying those that several
             devices hold into buckets.
-        wire_bytes_per_fp32_byte: bytes sent per FP32 byte of a value within a microbatch; below 1
-            under autocast, whose dtype is smaller.
+        wire_bytes_per_fp32_byte: bytes sent within a microbatch per FP32 byte of a value that
+            depends on weights; below 1 under autocast, whose dtype is smaller.
         batch_norm: `local` normalises each block by its statistics, as DDP does; `global` by those
             of the whole microbatch, with two small all-reduces forward and one backward.
         gradient_bytes_per_weight_byte: size of gradients and of what is all-reduced: 2 for FP16

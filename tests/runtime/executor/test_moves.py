@@ -37,7 +37,9 @@ def executed(layout, precision):
     moved, sums = Counter(), shared_sums(layout)
 
     def size(want, piece):
-        dtype = precision.transfer_dtype(layout.tensor(want.value).dtype)
+        dtype = layout.tensor(want.value).dtype
+        if layout.is_made_of_weights(want.value):
+            dtype = precision.transfer_dtype(dtype)
         return math.prod(layout.sizes_of(want.value, piece.region)) * dtype.itemsize
 
     for want in layout.wants:

@@ -120,7 +120,7 @@ class Layout:
         self.graph: Graph = captured.graph
         self.position = self.graph.index()
         self.operators = {op.name: op for op in self.graph.operators}
-        self.owner = owners(captured)
+        self.owner, self._made_of_weights = owners(captured), self.graph.made_of_weights()
         self._nodes = {node.name: node for node in self.owner}
         self.differentiable = frozenset(
             node.name for node, meta in self.values.tensors.items() if meta.is_differentiable
@@ -147,6 +147,10 @@ class Layout:
 
     def node(self, value: str) -> fx.Node:
         return self._nodes[value]
+
+    def is_made_of_weights(self, value: str) -> bool:
+        """Whether autocast may round a value on its way to another device."""
+        return self.owner[self._nodes[value]] in self._made_of_weights
 
     def tensor(self, value: str) -> TensorMeta:
         """Metadata of the whole value."""

@@ -165,14 +165,14 @@ class Runner:
             actions, self._at, n_microbatches, self._channels, self._phases, self._dtype
         )
 
-    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a value is sent: autocast's if that is on."""
-        return self._precision.transfer_dtype(dtype)
+    def _dtype(self, sent: Message | Fetch) -> torch.dtype:
+        """The dtype in which a value is sent: autocast's if it is on and weights made the value."""
+        return self._precision.transfer_dtype(sent.dtype) if sent.is_rounded else sent.dtype
 
     def _send(
         self, flight: Flight, message: Message, microbatch: int, *, is_backward: bool
     ) -> None:
-        dtype = self._dtype(message.dtype)
+        dtype = self._dtype(message)
         pieces: list[Tensor] = []
         for route in message.carried(is_backward=is_backward):
             if is_backward:
@@ -244,7 +244,7 @@ class Runner:
     def _start_sums(self, flight: Flight, moves: Moves, segment: Segment, microbatch: int) -> None:
         for key in segment.outputs:
             for fetch in (fetch for fetch in moves.sums.get(key, ()) if fetch.sum.goes):
-                whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
+                whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch))
                 whole.copy_(flight.leaves[key].detach())
                 self._sums.start(whole, fetch, self._number(microbatch), is_backward=False)
 
@@ -258,7 +258,7 @@ class Runner:
         elif route is not None and fetch.is_borrowed:
             whole = flight.leaves[route.source]
         else:
-            whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
+            whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch))
             is_added = fetch.want.is_sum and not fetch.routes[0].in_want.is_all
             if is_added:
                 whole.zero_()

@@ -50,6 +50,7 @@ class Message:
             which only the gradient is sent.
         before: position of the segment in the receiver's stage that waits for it.
         first: position of the first operator of that segment.
+        is_rounded: whether autocast sends its pieces in its own dtype.
         entries: pieces that are sent, in the order of their computation.
         returning: pieces whose gradients come back.
     """
@@ -62,6 +63,7 @@ class Message:
     before: int
     first: int
     dtype: torch.dtype
+    is_rounded: bool
     entries: tuple[Route, ...]
     returning: tuple[Route, ...]
 
@@ -151,7 +153,8 @@ def _leaving(
             dtype = layout.tensor(want.value).dtype
             is_separate = route.n_elements * dtype.itemsize > LARGEST_JOINED_BYTES
             separate = route.number if is_separate else ()
-            key = part.device, part.stage, n_waits, want.device, dtype, separate
+            is_rounded = layout.is_made_of_weights(want.value)
+            key = part.device, part.stage, n_waits, want.device, dtype, is_rounded, separate
             yield _Leaving(route, position, key)
 
 
@@ -170,6 +173,7 @@ def _message(
         before=position,
         first=first_operator,
         dtype=layout.tensor(want.value).dtype,
+        is_rounded=layout.is_made_of_weights(want.value),
         entries=tuple(r for r in routes if r.goes),
         returning=tuple(r for r in routes if r.returns and r.want.value in layout.differentiable),
     )

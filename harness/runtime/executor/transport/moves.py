@@ -25,6 +25,7 @@ class Fetch:
     """A want to be assembled.
 
     Attributes:
+        is_rounded: whether autocast sends it in its own dtype.
         sum: its all-reduce; without devices if messages carry it.
         routes: of the pieces that it consists of; empty if it is all-reduced.
         local: routes to parts of this device that receive its gradient; empty if that is
@@ -35,6 +36,7 @@ class Fetch:
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_differentiable: bool
+    is_rounded: bool
     sum: SharedSum
     routes: tuple[Route, ...]
     local: tuple[Route, ...]
@@ -133,6 +135,7 @@ class Moves:
             shape=self._layout.sizes_of(want.value, want.block),
             dtype=self._layout.tensor(want.value).dtype,
             is_differentiable=want.value in self._program.differentiable,
+            is_rounded=self._layout.is_made_of_weights(want.value),
             sum=total,
             routes=tuple(Route.of(self._layout, want, piece) for piece in taken),
             local=tuple(Route.of(self._layout, want, piece) for piece in local),

@@ -33,7 +33,7 @@ class Receives:
         actions: actions of a step, whose first microbatch has number 0.
         at: returns the program and the moves of a microbatch.
         n_microbatches: microbatches per step.
-        dtype: maps the dtype of a value to the dtype in which it is sent.
+        dtype: gives the dtype in which a message is sent.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Receives:
         n_microbatches: int,
         channels: Channels,
         phases: Phases,
-        dtype: Callable[[torch.dtype], torch.dtype],
+        dtype: Callable[[Message], torch.dtype],
     ) -> None:
         self._at, self._channels, self._phases, self._dtype = at, channels, phases, dtype
         exchanging = [action for action in actions if action.kind != "weight"]
@@ -115,7 +115,7 @@ class Receives:
             microbatch, _, is_backward = slot
             self._transfers[slot] = self._channels.receive(
                 message,
-                self._dtype(message.dtype),
+                self._dtype(message),
                 self._first + microbatch,
                 is_backward=is_backward,
             )

@@ -35,7 +35,7 @@ def message(number=0, source=0, target=1, *, goes=True, returns=True):
     piece = [mock.Mock(shape=(2,), n_elements=2)]
     return Message(
         number=number, source=End(source, source), target=End(target, target), after=0, last=0,
-        before=0, first=0, dtype=torch.float32, entries=tuple(piece * goes),
+        before=0, first=0, dtype=torch.float32, is_rounded=True, entries=tuple(piece * goes),
         returning=tuple(piece * returns),
     )  # fmt: skip
 
