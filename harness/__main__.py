@@ -71,13 +71,6 @@ def _usage() -> str:
     return _USAGE.format(workloads="\n".join(lines))
 
 
-def _order_flags(config: Any) -> None:
-    """Order the flags for `--help`: those of the class itself first, then those of its bases."""
-    names = [name for base in config.__mro__ for name in vars(base).get("__annotations__", {})]
-    known = config.__dataclass_fields__
-    config.__dataclass_fields__ = {name: known[name] for name in names if name in known}
-
-
 def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     """Return the workload's name (empty: the comparison), its configuration and RunOptions."""
     from harness.workloads import WORKLOADS, load_workload
@@ -93,7 +86,9 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     import tyro
 
     from harness.workloads.common.flags import RunOptions  # imports torch, which takes seconds
+    from harness.workloads.common.help import prepare_help
 
+    prepare_help(RunOptions)
     if not is_named:
         options = tyro.cli(
             RunOptions, args=argv, prog="entry.sh", config=(tyro.conf.FlagCreatePairsOff,)
@@ -102,7 +97,7 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     name, *rest = argv
     workload = load_workload(name)
     refuse_old_spelling(rest, workload.renamed)
-    _order_flags(workload.config)
+    prepare_help(workload.config)
     command = dataclasses.make_dataclass(
         "Command", [("workload", workload.config), ("run", RunOptions)], frozen=True
     )

@@ -1,6 +1,7 @@
 """The command line: what it teaches, what it refuses, and what it leaves behind."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,12 +63,20 @@ def test_help_does_not_wait_for_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def test_help_begins_with_the_flags_of_the_workload_itself(capsys):
+def test_help_begins_with_the_flags_of_the_workload_itself_in_whole_paragraphs(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = capsys.readouterr().out
     places = [shown.index(f"--{flag} ") for flag in ("strategy", "data", "model", "dlrm-lookups")]
     assert places == sorted(places)
+    plain = " ".join(re.sub("[│\n]", " ", shown).split())
+    assert (
+        "--per-device-batch [INT [INT ...]] Batches per device, instead of --batch-size: " in plain
+    )
+    assert "(weak scaling). Default: 32. --schedule" in plain
+    assert "--n-samples INT Number of synthetic samples." in plain
+    assert "--head {classes,span,tokens} text: prediction" in plain
+    assert "None" not in plain
 
 
 def test_an_unknown_workload_is_refused_with_the_list(capsys):
