@@ -42,6 +42,13 @@ class PlannedRun:
     repeat: int
     ranks: tuple[int, ...]
 
+    @property
+    def title(self) -> str:
+        """Workload, model, strategy and the key's part that names the directory, for the log."""
+        named = (getattr(self.case.config, name, "") for name in ("model", "strategy"))
+        words = (self.case.name, *named, f"({self.key[:6]})")
+        return " ".join(word for word in words if word)
+
 
 def describe_cluster(ranks: list[RankInfo]) -> Cluster:
     """Nodes and devices of this launch; the links workload adds the links."""

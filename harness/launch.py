@@ -139,7 +139,7 @@ class Launcher:
                 if repeat is not None:
                     plan = replace(plan, repeat=repeat)
                     then = self._resumed(plan) if self._options.resume else plan
-                    title = f"[{number}/{len(cases)}] {plan.case.name} {plan.key} repeat {repeat}"
+                    title = f"[{number}/{len(cases)}] {plan.title} repeat {repeat}"
                     if then is not None:
                         self._record_run(then, f"run{number}", title)
                 elif self._world.is_first:
@@ -155,7 +155,7 @@ class Launcher:
             place = f"{number}.{len(self._headers) - n_before}"
             self._run_missing_needs([needed], place)
             (plan,) = plan_runs([needed], self.ranks)
-            self._record_run(plan, f"run{place}", f"[before {number}] {needed.name} {plan.key}")
+            self._record_run(plan, f"run{place}", f"[before {number}] {plan.title}")
 
     def _next_missing(self, needs: list[Need]) -> list[Any]:
         """Name and flags of the next missing need; each need is tried once per launch."""
@@ -283,7 +283,7 @@ class Launcher:
         case = continued(plan.case, found, len(left))
         (then,) = plan_runs([case], left)
         then = replace(then, repeat=plan.repeat)
-        title = f"[{len(left)} ranks {found.text}] {case.name} {then.key}"
+        title = f"[{len(left)} ranks {found.text}] {then.title}"
         self._record_run(then, f"{name}.{len(left)}", title)
 
     def _resumed(self, plan: PlannedRun) -> PlannedRun | None:

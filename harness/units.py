@@ -129,6 +129,8 @@ def format_duration(seconds: float) -> str:
     """Print a duration: `12.3 ms`; `-` when it is not a number."""
     if math.isnan(seconds):
         return "-"
+    if abs(seconds) < 1e-15:
+        return "0 ns"
     if abs(seconds) >= 120:
         return f"{seconds / 60:.1f} min"
     return _pick(seconds, [(1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")])

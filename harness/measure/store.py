@@ -317,7 +317,7 @@ def _missing(run_dir: Path, header: RunHeader, ranks: Mapping[int, Records]) -> 
 
     An imported log, which names its source, may have one rank only.
     """
-    if header.status != "ok" or not ranks or "source" in header.config:
+    if header.status != "ok" or not any(ranks.values()) or "source" in header.config:
         return []
     reason = "missing or empty: the numbers of the run are of its other ranks"
     missing = [info.rank for info in header.ranks if not ranks.get(info.rank)]

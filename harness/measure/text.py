@@ -6,19 +6,24 @@ from harness.measure.statistics import CONFIDENCE, Summary
 from harness.measure.store import Run
 from harness.units import format_duration
 
+_WIDEST_RULE = 100
+
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align rows under their heads, to the left; empty without rows."""
+    """Align rows under their heads, to the left, without columns that have `-` in every row; empty
+    without rows."""
     if not rows:
         return ""
-    return "\n".join(_align([heads, *rows], [False] * len(heads)))
+    shown = [i for i in range(len(heads)) if any(row[i] != "-" for row in rows)]
+    cells = [[row[i] for i in shown] for row in (heads, *rows)]
+    return "\n".join(_align(cells, [False] * len(shown)))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table with a rule under its header; numbers align right, words left."""
     is_number = [all(_starts_a_number(row[i]) for row in rows) for i in range(len(header))]
     lines = _align([header, *rows], is_number)
-    lines.insert(1, "-" * max(len(line) for line in lines))
+    lines.insert(1, "-" * min(_WIDEST_RULE, max(len(line) for line in lines)))
     return lines
 
 

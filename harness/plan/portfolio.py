@@ -228,7 +228,7 @@ def _result(found: Searched, chosen: Candidate) -> PlanResult:
 def _compare(simulation: Simulation, standards: list[Simulation]) -> list[str]:
     """How much better than data parallel, and the parts of the data-parallel step."""
     ddp = next((s for s in standards if s.strategy.name == "ddp"), None)
-    if ddp is None:
+    if ddp is None or ddp.strategy.operators == simulation.strategy.operators:
         return []
     fits = "" if ddp.fits else " (and does not fit into memory)"
     lines = [

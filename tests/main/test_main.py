@@ -73,7 +73,7 @@ def test_help_begins_with_the_flags_of_the_workload_itself_in_whole_paragraphs(c
     assert (
         "--per-device-batch [INT [INT ...]] Batches per device, instead of --batch-size: " in plain
     )
-    assert "(weak scaling). Default: 32. --schedule" in plain
+    assert "32 for each rank, and single trains it too. --schedule" in plain
     assert "--n-samples INT Number of synthetic samples." in plain
     assert "--head {classes,span,tokens} text: prediction" in plain
     assert "None" not in plain

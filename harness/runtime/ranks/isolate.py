@@ -12,8 +12,9 @@ import multiprocessing
 import multiprocessing.forkserver
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -24,6 +25,8 @@ from harness.measure.reached import ReachedReader, Standstill
 from harness.runtime.ranks.cgroup import n_oom_kills
 
 _PR_SET_PDEATHSIG = 1
+# Of the 107 bytes of a socket's path, multiprocessing appends 32.
+_LONGEST_DIRECTORY = 70
 _POLL_S = 0.5
 # Time for a rank to notice a peer's failure by itself before it is killed.
 GRACE_S = 3.0
@@ -82,6 +85,18 @@ class Limit:
         return None
 
 
+@contextlib.contextmanager
+def _short_directory() -> Iterator[None]:
+    """Let multiprocessing choose its directory for sockets: below /tmp if TMPDIR is too long."""
+    chosen = tempfile.tempdir
+    if len(tempfile.gettempdir()) > _LONGEST_DIRECTORY:
+        tempfile.tempdir = "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = chosen
+
+
 def start_fork_server(preload: list[str]) -> None:
     """Start the fork server; call before MPI and CUDA are initialized, which do not survive a fork.
 
@@ -89,7 +104,8 @@ def start_fork_server(preload: list[str]) -> None:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
-    multiprocessing.forkserver.ensure_running()
+    with _short_directory():
+        multiprocessing.forkserver.ensure_running()
     first = context.Process(target=int, daemon=True)
     first.start()
     first.join()

@@ -297,9 +297,11 @@ def _check_flow(case: TrainCase) -> None:
     )
 
 
-def _batches(config: TrainConfig, n_ranks: int) -> list[int]:
+def _batches(config: TrainConfig, strategy: str, n_ranks: int, n_most: int) -> list[int]:
     if config.batch_size:
         return list(config.batch_size)
+    if strategy == "single" and not config.per_device_batch:
+        n_ranks = n_most  # the batch of the others, which are compared with it
     return [batch * n_ranks for batch in config.per_device_batch or (32,)]
 
 
@@ -320,7 +322,8 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
         is_sharded = config.asked_state not in (None, "none") and is_shardable(strategy)
         needs_executor = config.needs_executor or is_sharded
         engine = engine_of(strategy, config.engine, needs_executor=needs_executor)
-        for count in (1,) if strategy == "single" else config.n_ranks or (n_ranks,):
+        counts = config.n_ranks or (n_ranks,)
+        for count in (1,) if strategy == "single" else counts:
             cases += [
                 TrainCase(
                     strategy=strategy,
@@ -333,7 +336,7 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
                     **shared,
                 )
                 for dtype in config.dtype
-                for batch in _batches(config, count)
+                for batch in _batches(config, strategy, count, max(counts))
                 for flow in (_flows(config) if strategy == "pipeline" else [{}])
             ]
     return cases

@@ -212,7 +212,8 @@ class TrainConfig(TrainSettings):
     full batches only and drops the remainder of each epoch."""
     per_device_batch: tuple[int, ...] = ()
     """Batches per device, instead of --batch-size: the global batch grows with the number of ranks
-    (weak scaling). Default: 32."""
+    (weak scaling). Without either, the global batch is 32 for each rank, and single trains it too.
+    """
     schedule: tuple[ScheduleName, ...] = ("1f1b",)
     """pipeline or degrees: gpipe, 1f1b, interleaved (pipeline only) or zero_bubble. interleaved
     gives each rank two stages, or more with --stages."""

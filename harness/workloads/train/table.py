@@ -30,7 +30,11 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
     repeats = {s.run_id: (run, s) for run, s in zip(runs, summaries, strict=True)}
     rows = strategy_table(list(repeats.values()), at_least=1)
     compared = [(row, [repeats[run_id] for run_id in row.run_ids]) for row in rows]
-    lines = [columns(_HEADS, [_cells(row, found) for row, found in compared])]
+    heads, cells = _HEADS, [_cells(row, found) for row, found in compared]
+    if len({row[0] for row in cells}) == 1:
+        heads = [f"strategies of {cells[0][0]}", *_HEADS[2:]]
+        cells = [row[1:] for row in cells]
+    lines = [columns(heads, cells)]
     lines += [f"{row.strategy} against {row.against}: {row.verdict}" for row in rows if row.verdict]
     lines += [_stale_text(row, found) for row, found in compared if _is_asynchronous(found)]
     lines += [
@@ -247,7 +251,7 @@ def _device(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
 
 
 def _warnings(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
-    """Return a line for each failure, and one for each distinct warning with its runs."""
+    """Return a line for each failure, and one for the warnings of each set of runs."""
     lines = [
         f"{name}: {summary.status}: {summary.reason.strip().splitlines()[0]}"
         for name, summary in rows
@@ -257,9 +261,12 @@ def _warnings(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     for name, summary in rows:
         for warning in summary.warnings:
             runs_of.setdefault(warning.text, []).append(name)
+    texts_of: dict[tuple[str, ...], list[str]] = {}
     for text, names in runs_of.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(f"{names[0]}{more}: {text}")
+        texts_of.setdefault(tuple(names), []).append(text)
+    for (first, *others), texts in texts_of.items():
+        more = f" and {len(others)} more" if others else ""
+        lines.append(f"warning: {first}{more}: {'; '.join(texts)}")
     return "\n".join(lines)
 
 

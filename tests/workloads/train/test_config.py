@@ -44,6 +44,11 @@ def test_a_per_device_batch_grows_with_the_ranks():
     ]
 
 
+def test_by_default_one_device_trains_the_batch_of_the_others():
+    config = TrainConfig(strategy=("single", "ddp"))
+    assert sorted((c.n_ranks, c.batch) for c in train_cases(config, 4)) == [(1, 128), (4, 128)]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
