@@ -3,7 +3,9 @@
 import argparse
 import codecs
 import contextlib
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +131,12 @@ def _check_read(args: argparse.Namespace) -> None:
             raise ConfigError(f"--cost {args.cost} has no use for {flag}: leave it out")
 
 
+def _check_there(name: str, path: Path, remedy: str) -> None:
+    """Refuse a missing file with the command that writes it."""
+    if not path.exists():
+        raise ConfigError(f"{name}: {os.strerror(errno.ENOENT)}: {remedy}")
+
+
 def _start(args: argparse.Namespace, graph: Graph | None, batch: int | None) -> Strategy | None:
     if args.start is None:
         return None
@@ -162,6 +170,11 @@ def cluster_from(args: argparse.Namespace) -> Cluster:
     if args.cluster is not None:
         if args.bandwidth is not None:
             raise ConfigError("--bandwidth goes with --topology: a cluster file has its own links")
+        _check_there(
+            f"cluster file {args.cluster}", args.cluster,
+            "./entry.sh links writes results/cluster.json; without measurements give --topology "
+            "or results/sample-links/cluster.json",
+        )  # fmt: skip
         return Cluster.load(args.cluster, is_given=True)
     n_nodes, n_devices = parse_topology(args.topology, COSTS[args.cost].most_devices)
     inside, between = _bandwidths(args)
@@ -294,6 +307,11 @@ def _default_profile(args: argparse.Namespace, model: str) -> Path:
 def _profile(
     args: argparse.Namespace, cluster: Cluster, graph: Graph | None
 ) -> tuple[Graph, Profile]:
+    _check_there(
+        f"profile {args.profile}", args.profile,
+        "./entry.sh profile --model MODEL writes results/profile-MODEL.json; without measurements "
+        "give --model, or --rates",
+    )  # fmt: skip
     data = read_file(args.profile, "profile", GraphError, is_given=True)
     if _is_json(data):
         profile = Profile.from_json(data, source=str(args.profile))
