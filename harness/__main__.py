@@ -121,9 +121,10 @@ def _parse_all(argv: list[str]) -> list[tuple[str, Any, Any]]:
         for field in dataclasses.fields(other[2]):
             one, two = (getattr(options, field.name) for options in (parsed[0][2], other[2]))
             if one != two:
+                first, second = (name or "the comparison" for name in (parsed[0][0], other[0]))
                 raise ConfigError(
-                    f"{flag(field.name)} is {one} for {parsed[0][0]} and {two} for {other[0]}, "
-                    "which run in one launch: give both the same"
+                    f"{flag(field.name)} is {one} for {first} and {two} for {second}, which run in "
+                    "one launch: give both the same"
                 )
     return parsed
 
@@ -155,9 +156,10 @@ def _changed_flags(config: Any) -> str:
 
 
 def _print_dry_run(cases: list[Any]) -> None:
-    """Print every run in order, each after the needs that no earlier run meets."""
-    from harness.cases import adjacent_cases, case_of, needs_of
+    """Check the files of all runs, and print each after the needs that no earlier run meets."""
+    from harness.cases import adjacent_cases, case_of, check_files, needs_of
 
+    check_files(cases)
     made = {case.name for case in cases if case.name != "train"}
     for adjacent in adjacent_cases(cases):
         for need in needs_of([cases[at] for at in adjacent]):

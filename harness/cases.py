@@ -50,6 +50,17 @@ class PlannedRun:
         return " ".join(word for word in words if word)
 
 
+def check_files(cases: Sequence[Case]) -> None:
+    """Refuse cases whose files are missing or malformed, once for all repeats; rank 0 only.
+
+    Raises:
+        HarnessError: names the file.
+    """
+    checks = {(case.name, case.config): case.workload.check for case in cases}
+    for (_, config), check in checks.items():
+        check(config)
+
+
 def describe_cluster(ranks: list[RankInfo]) -> Cluster:
     """Nodes and devices of this launch; the links workload adds the links."""
     names = device_names(ranks)

@@ -28,6 +28,7 @@ from harness.cases import (
     PlannedRun,
     adjacent_cases,
     case_of,
+    check_files,
     continued,
     describe_cluster,
     find_last,
@@ -96,15 +97,10 @@ class Launcher:
         try:
             self._check_results()
             if self._world.is_first:
-                self._check_files(cases)
+                check_files(cases)
         except HarnessError as error:
             problem = str(error)
         return next(filter(None, self._control.gather("problem", problem, str)), "")
-
-    def _check_files(self, cases: Sequence[Case]) -> None:
-        checks = {(case.name, case.config): case.workload.check for case in cases}
-        for (_, config), check in checks.items():
-            check(config)
 
     def _check_results(self) -> None:
         try:

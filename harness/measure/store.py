@@ -104,6 +104,8 @@ def try_directory(directory: Path) -> None:
     Raises:
         OSError: it cannot be created or written to.
     """
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):
         pass

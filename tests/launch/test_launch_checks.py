@@ -46,7 +46,7 @@ def launcher(rank: int, results: Path) -> Launcher:
 def test_every_rank_needs_a_directory_that_it_can_write_to(tmp_path: Path, rank: int) -> None:
     (tmp_path / "taken").touch()
     problem = launcher(rank, tmp_path / "taken").problem([])
-    assert f"cannot be written on node{rank} (File exists)" in problem
+    assert f"cannot be written on node{rank} (Not a directory)" in problem
     assert launcher(rank, tmp_path / "free").problem([]) == ""
 
 

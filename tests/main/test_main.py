@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.__main__ import _preloaded, main
-from harness.errors import ConfigError, HarnessError, LaunchError
+from harness.errors import ConfigError, HarnessError, LaunchError, StrategyError
 from harness.measure.store import read_results
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +119,8 @@ def test_a_dry_run_lists_the_runs_and_writes_nothing(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"[1/{len(lines)}] matmul")
     assert any("strategy=single" in line for line in lines)
+    with pytest.raises(StrategyError, match=r"strategy file missing\.json: No such file"):
+        main(["train", "--strategy", "missing.json", "--dry-run", "--results", str(results)])
     assert not results.exists()
 
 

@@ -281,11 +281,18 @@ class ModelOptions:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuse weights that have no shape yet, and modules without Python code.
+    """Refuse weights that have no shape yet, modules without Python code, and a model of which
+    nothing is trained.
 
     Raises:
         ModelError: names the lazy or scripted module.
     """
+    if not any(is_lazy(p) or p.requires_grad for p in model.parameters()):
+        n_parameters = sum(1 for _ in model.parameters())
+        raise ModelError(
+            f"none of the model's {n_parameters} parameters is trained: set requires_grad of the "
+            "last layer at least"
+        )
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(

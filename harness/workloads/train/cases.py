@@ -156,8 +156,8 @@ def engine_of(strategy: str, engine: str, *, needs_executor: bool = False) -> En
     if not known:
         every = dict.fromkeys(name for names in STRATEGIES.values() for name in names)
         raise ConfigError(
-            f"there is no strategy {strategy!r}: choose from {', '.join(every)}, or give degrees "
-            "(tp=2,dp=2,pp=1) or a strategy's file, FILE.json"
+            f"there is no strategy {strategy!r}: choose from {', '.join(every)} (several: parted "
+            "by blanks), or give degrees (tp=2,dp=2,pp=1) or a strategy's file, FILE.json"
         )
     if engine not in ("auto", *STRATEGIES):
         raise ConfigError(f"there is no engine {engine!r}: choose auto, {', '.join(STRATEGIES)}")

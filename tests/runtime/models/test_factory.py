@@ -96,6 +96,11 @@ def test_a_factory_may_import_torchvision_by_itself(text, tmp_path, user):
             "not a function that makes",
         ),
         (
+            "users_still:net",
+            "from torch import nn\ndef net(): return nn.Flatten()",
+            "none of the model's 0 parameters is trained: set requires_grad",
+        ),
+        (
             "users_list:net",
             "def net(): return []",
             "a list, not an nn.Module: return the model, or",
