@@ -186,14 +186,14 @@ def test_results_that_cannot_be_written_are_said(tmp_path):
     taken.touch()
     said = refused("train", "--model", "lenet", "--steps", "1", "--results", taken)
     assert said.startswith(f"--results {taken} cannot be written on ")
-    assert said.endswith("(File exists): give a directory that you may write to")
+    assert said.endswith("(Not a directory): give a directory that you may write to")
 
 
 @pytest.mark.parametrize(
     ("workload", "flag", "path", "why"),
     [
         ("links", "--cluster-file", ".", "Is a directory"),
-        ("profile", "--profile-file", "taken/file.json", "File exists"),
+        ("profile", "--profile-file", "taken/file.json", "Not a directory"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_said_before_anything_runs(
