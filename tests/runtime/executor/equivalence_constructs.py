@@ -123,12 +123,12 @@ class WeightViews(_Steps):
         self.token, self.positions = (
             nn.Parameter(torch.randn(1, 1, _WIDTH)), nn.Parameter(torch.randn(9, _WIDTH)),
         )  # fmt: skip
-        self.left, self.right = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(2, 4))
+        self.left, self.right = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
 
     def between(self, y: Tensor) -> Tensor:
         y = torch.cat([self.token.expand(y.shape[0], -1, -1), y], dim=1) + self.positions[:8]
         y = torch.tanh(y @ self.second.weight.t()) + self.second.weight.detach()
-        return self.second(y) * (self.left + self.right.view(-1))
+        return self.second(y) * (self.left.view(-1) + self.right.view(-1))
 
 
 class ReadFar(_Steps):

@@ -47,6 +47,11 @@ def accumulate(task: Task, batch: Batch, sizes: list[int], precision: Precision)
             outputs = task.model(*(x[part] for x in batch.inputs))
             loss = task.sum_loss(outputs, batch.targets[part]) / sum(target_counts(batch))
         loss.backward()
+        # Autograd lets gradients of views of several parameters share memory, to which it would add
+        # those of each microbatch several times.
+        for parameter in task.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
         mean += float(loss.detach())
     return mean
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,17 @@ from harness.runtime.executor.shards.regions import Crop, RegionMap, Relative, a
 from harness.runtime.executor.shards.ring import KeyRing, Pass, make_mix
 from harness.runtime.executor.state.weights import Weights
 from harness.runtime.models.task import Task
+
+# Kinds of operators whose gradient of a weight may be a view of that of their output.
+_VIEWING = ("other", "elementwise", "add", "flatten", "cat")
+
+
+def own_gradients(tensors: Iterable[torch.Tensor]) -> None:
+    """Give gradients memory of their own. Autograd lets those of views of several parameters share
+    memory, to which it would add the gradients of each microbatch several times."""
+    for tensor in tensors:
+        if tensor.requires_grad and not tensor._backward_hooks:
+            tensor.register_hook(torch.clone)
 
 
 class KeepsBuffers(nn.Module):
@@ -218,12 +229,15 @@ class SegmentBuilder:
         weights = self._device.weights
         root = self._device.root
         sources = node_sources(node, root)
+        operator = self._layout.operators[part.operator]
+        is_viewed = operator.kind in _VIEWING
 
         def mapped(argument: fx.Node) -> Any:
             if argument in arguments:
                 return arguments[argument]
             if argument.op == "get_attr":
-                return self._tensor(str(argument.target), sources[str(argument.target)])
+                target = str(argument.target)
+                return self._tensor(target, sources[target], is_viewed=is_viewed)
             return constants[argument]
 
         emitted = self._graph.node_copy(node, mapped)
@@ -234,13 +248,15 @@ class SegmentBuilder:
                 name.removeprefix(f"{path}."): piece
                 for name, piece in sources.items() if name.startswith(f"{path}.")
             })  # fmt: skip
+            if is_viewed and operator.attrs.get("is_repeatable") is False:
+                own_gradients(module.parameters())  # of a module that was not traced
             if isinstance(module, _BatchNorm) and self._earlier(part):
                 module = copy.copy(module)
                 module.track_running_stats = False
             if getattr(module, "sparse", False):  # buckets are dense
                 module = copy.copy(module)
                 module.sparse = False  # type: ignore[assignment]
-            if self._layout.operators[part.operator].attrs.get("writes_buffers"):
+            if operator.attrs.get("writes_buffers"):
                 module = KeepsBuffers(module)
             emitted.target = self._own(path, module)
             self._operator_of[emitted.target] = part.operator, path
@@ -248,9 +264,11 @@ class SegmentBuilder:
             emitted = out_of_place(self._graph, emitted, self._owned)
         self._register(part, node, emitted, is_gathered=is_gathered)
 
-    def _tensor(self, name: str, piece: WeightSlice) -> fx.Node:
+    def _tensor(self, name: str, piece: WeightSlice, *, is_viewed: bool) -> fx.Node:
         """A node for a parameter or constant of the model."""
         held = self._device.weights.hold(piece, attribute_of(self._device.root, name))
+        if is_viewed:
+            own_gradients([held])
         return self._graph.get_attr(self._own(name, held))
 
     def _must_copy(self, part: Part, node: fx.Node, arguments: dict[fx.Node, fx.Node]) -> bool:
