@@ -34,7 +34,7 @@ DTYPES = {
     "float32": (torch.float32, "fp32"),
     "bfloat16": (torch.float32, "bf16"),
 }
-_COMPLEX = ("complex_layers", "spectral")  # which autocast does not know
+_COMPLEX = ("complex_layers", "conjugates", "spectral")  # which autocast does not know
 _ATTENTIVE = ("vit", "gpt2", "llama", "bert_span", "t5")
 _OPTIMIZERS = {
     "sgd": OptimizerOptions(name="sgd", learning_rate=0.01, momentum=0.9, weight_decay=1e-3),

@@ -68,6 +68,16 @@ class ComplexLayers(_Steps):
         return z.real * z.imag
 
 
+class Conjugates(_Steps):
+    """Complex values that are conjugated, and real ones that are negated, when they are read."""
+
+    def between(self, y: Tensor) -> Tensor:
+        z = torch.complex(y, self.second(y))
+        turned = z.conj()
+        negated = turned.imag
+        return (turned * z.flip(2)).imag + torch.tanh(negated)
+
+
 class Spectral(_Steps):
     """A filter of frequencies."""
 
@@ -342,6 +352,7 @@ CONSTRUCTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "steps_first": (StepsFirst, _STEPS),
     "made_weights": (MadeWeights, _STEPS),
     "complex_layers": (ComplexLayers, _STEPS),
+    "conjugates": (Conjugates, _STEPS),
     "spectral": (Spectral, _STEPS),
     "called_by_name": (CalledByName, _STEPS),
     "named_alike": (NamedAlike, _STEPS),
