@@ -2,6 +2,7 @@
 programs; `trace` writes one run for Perfetto."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -188,8 +189,22 @@ def _import(words: Sequence[str]) -> None:
         print(f"skipped {one_line(str(path))}: {reason}", file=sys.stderr)
     for run_dir in imported:
         print(f"wrote {run_dir}")
+    if imported and (words := _assumed(facts)):
+        print(f"assumed, because logs do not say it: {' '.join(words)}")
     if not imported:
         raise ResultsError("no log could be imported: give per-epoch CSVs or DeepSpeed step lines")
+
+
+def _assumed(facts: Any) -> list[str]:
+    """The flags whose defaults label the runs, because nobody gave them."""
+    from harness.plot.imports import ImportFacts
+
+    default = {field.name: field.default for field in dataclasses.fields(ImportFacts)}
+    return [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in default.items()
+        if value and getattr(facts, name) == value
+    ]
 
 
 def _trace(args: argparse.Namespace) -> None:

@@ -253,3 +253,15 @@ def test_help_does_not_wait_for_libraries() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "link_heatmap" in done.stdout
     assert time.perf_counter() - start < 10  # a hang, not a slow machine
+
+
+def test_what_labels_imported_runs_without_being_said_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "a.csv"
+    log.write_text("Rank,Epoch,Epoch_Time\n0,1,5\n")
+    given = ["--device-kind", "T4", "--device-memory", "8GiB", "--model", "resnet18"]
+    assert main(["import", str(log), "--into", str(tmp_path / "runs"), *given]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("assumed, because logs do not say it: --dataset cifar10 --dtype fp32")
+    assert "--model" not in last

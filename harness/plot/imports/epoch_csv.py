@@ -164,13 +164,15 @@ def split(line: str, delimiter: str) -> list[str]:
 def lines_of(text: str) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, without blank lines, Excel's `sep=;` and comments, except headings
     in a comment, as numpy writes them."""
-    has_headings = False
+    is_first, comment = True, ""
     for number, raw in enumerate(text.lstrip("\ufeff").splitlines(), start=1):
         line = plain(raw)
-        if line.startswith("#") and not has_headings and find_delimiter(line.lstrip("# ")):
-            line = line.lstrip("# ")
-        if line.strip() and not line.startswith("#") and not line.lower().startswith("sep="):
-            has_headings = True
+        if line.startswith("#"):
+            comment = line.lstrip("# ")
+        elif line.strip() and not line.lower().startswith("sep="):
+            if is_first and find_delimiter(comment) is not None:
+                yield number - 1, comment
+            is_first = False
             yield number, line
 
 

@@ -37,9 +37,13 @@ class ImportFacts:
     """Facts that logs lack and the user supplies."""
 
     model: str = "vit_b_16"
+    """Model that was trained."""
     dataset: str = "cifar10"
+    """Data set that it was trained on."""
     dtype: str = "fp32"
+    """Data type of training."""
     strategy: str = "deepspeed_zero0"
+    """Strategy of training."""
     batch_per_device: int = 16
     """Samples of a micro-step, if a log shows several in a step."""
     epoch_samples: int = 50_000
