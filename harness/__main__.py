@@ -18,7 +18,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from harness.errors import EXIT_CODE, ConfigError, HarnessError, drop_output, first_line
+from harness.errors import (
+    EXIT_CODE,
+    ConfigError,
+    HarnessError,
+    drop_output,
+    first_line,
+    replace_unprintable,
+)
 from harness.inputs import refuse_old_spelling
 from harness.runtime.agent import SEE_OUTPUT
 from harness.runtime.agent.wire import Channel
@@ -370,6 +377,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
 def _run() -> int:
     """Run `main`; report an error to the agent, which writes a row if no run is open."""
     channel = Channel.from_environment()
+    replace_unprintable()
     try:
         code = main(sys.argv[1:], channel)
         channel.leave()

@@ -6,6 +6,7 @@ exit with `EXIT_CODE`; a traceback means a bug in the harness.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -103,6 +104,7 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
         name: of the program, which begins the line.
         interrupted: of the line after Ctrl-C.
     """
+    replace_unprintable()
     try:
         code = command()
         if sys.stdout is not None:
@@ -120,6 +122,13 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
     except OSError as error:  # a disk is full, or files are not permitted or too many
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_CODE
+
+
+def replace_unprintable() -> None:
+    """Print escapes for characters that the terminal's encoding lacks, such as of file names."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def drop_output() -> None:

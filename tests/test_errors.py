@@ -1,5 +1,6 @@
 """How a command line's program ends."""
 
+import os
 import subprocess
 import sys
 
@@ -22,6 +23,18 @@ def fail(error: BaseException) -> int:
 def test_errors_and_interrupts_are_one_line(error, code, line, capsys):
     assert run_command("plan", lambda: fail(error)) == code
     assert capsys.readouterr() == ("", line)
+
+
+def test_characters_that_a_terminal_lacks_are_escaped():
+    program = (
+        "from harness.errors import run_command\n"
+        "run_command('plan', lambda: print('2 \\u00d7 b\\udcff') or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.stdout == "2 \\xd7 b\\udcff\n"
 
 
 def test_output_without_a_reader_ends_silently():

@@ -123,7 +123,9 @@ def _plot(args: argparse.Namespace) -> int:
     rendered = render(catalog, names, args.out, args.format, timings)
     report = args.out / "report.html"
     answered = rendered.attempt("answers", lambda: answers(catalog)) or []
-    write_atomically(report, build_report(catalog, rendered, answered, args.results).encode())
+    write_atomically(
+        report, build_report(catalog, rendered, answered, args.results).encode(errors="replace")
+    )
     timings.end("report")
     if args.timings:
         for name, seconds in timings.seconds.items():
