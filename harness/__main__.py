@@ -18,14 +18,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from harness.errors import (
-    EXIT_CODE,
-    ConfigError,
-    HarnessError,
-    drop_output,
-    first_line,
-    replace_unprintable,
-)
+from harness import errors
+from harness.errors import EXIT_CODE, ConfigError, HarnessError, first_line
 from harness.inputs import refuse_old_spelling
 from harness.runtime.agent import SEE_OUTPUT
 from harness.runtime.agent.wire import Channel
@@ -163,10 +157,9 @@ def _changed_flags(config: Any) -> str:
 
 
 def _print_dry_run(cases: list[Any]) -> None:
-    """Check the files of all runs, and print each after the needs that no earlier run meets."""
-    from harness.cases import adjacent_cases, case_of, check_files, needs_of
+    """Print every run in order, each after the needs that no earlier run meets."""
+    from harness.cases import adjacent_cases, case_of, needs_of
 
-    check_files(cases)
     made = {case.name for case in cases if case.name != "train"}
     for adjacent in adjacent_cases(cases):
         for need in needs_of([cases[at] for at in adjacent]):
@@ -285,7 +278,7 @@ def _work(
         try:
             _print_tables(launcher.read(headers))
         except OSError:  # its reader has gone (`| head`), or its disk is full
-            drop_output()
+            errors.drop_output()
         if not name:
             _draw_report(options.results)
             if world.size > 1 and not ended:
@@ -357,10 +350,14 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
 
             import torch
 
+            from harness.cases import check_files
+
             cases = []
             for workload, config, _ in parsed:
                 options.check(config)
                 cases += _cases(workload, config, launch, has_gpu=torch.cuda.is_available())
+            if options.dry_run and launch.rank == 0:  # a launch checks them when the ranks have met
+                check_files(cases)
     except (SystemExit, HarnessError) as error:
         if isinstance(error, SystemExit) and error.code not in (0, EXIT_CODE):
             raise  # not the parser's, but of a module that was imported
@@ -377,7 +374,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
 def _run() -> int:
     """Run `main`; report an error to the agent, which writes a row if no run is open."""
     channel = Channel.from_environment()
-    replace_unprintable()
+    errors.replace_unprintable()
     try:
         code = main(sys.argv[1:], channel)
         channel.leave()

@@ -16,6 +16,7 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.partition import REPLICA, SAMPLE, Cut, n_parts
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
+from harness.inputs import one_line
 from harness.measure.text import table
 from harness.plan.costs import PlanResult, SearchProgress
 from harness.units import format_bytes, format_duration
@@ -91,6 +92,7 @@ def describe_strategy(strategy: Strategy, graph: Graph) -> str:
 
 
 _MOST_DEVICES = 16
+_LONGEST_NOTE = 50  # of a plan, so that its row fits a terminal; --json has all of it
 _ROUNDING = 1e-9
 _LEAST_INTERVAL_S = 0.1  # between two texts of the progress line
 
@@ -141,7 +143,10 @@ def _plans(result: PlanResult) -> list[str]:
         return [name, format_duration(step_s), f"{ratio:.2f}", note]
 
     rows = [row("this plan", result.predicted_step_s, "")]
-    rows += [row(other.name, other.step_s, other.note) for other in result.runners_up]
+    rows += [
+        row(other.name, other.step_s, one_line(other.note, _LONGEST_NOTE))
+        for other in result.runners_up
+    ]
     return table(["plan", "step", "times best", "note"], rows)
 
 
