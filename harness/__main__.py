@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import errors
-from harness.errors import EXIT_CODE, ConfigError, HarnessError, first_line
+from harness.errors import EXIT_CODE, ConfigError, HarnessError, PeerError, first_line
 from harness.inputs import refuse_old_spelling
 from harness.runtime.agent import SEE_OUTPUT
 from harness.runtime.agent.wire import Channel
@@ -382,7 +382,7 @@ def _run() -> int:
     except HarnessError as error:
         with contextlib.suppress(OSError):
             print(f"error: {error}", file=sys.stderr, flush=True)
-        channel.fail(EXIT_CODE, str(error))
+        channel.fail(EXIT_CODE, str(error), is_secondary=isinstance(error, PeerError))
         return EXIT_CODE
     except KeyboardInterrupt:
         return 130

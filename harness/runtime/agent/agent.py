@@ -184,7 +184,9 @@ class RankAgent:
                 self._run.stop()
                 self._run = None
             case "failed" if not self._has_left:
-                self._failure = self._exit_fault(message["code"], message["reason"])
+                fault = self._exit_fault(message["code"], message["reason"])
+                is_secondary = message["is_secondary"] and self._peers is not None
+                self._failure = fault._replace(status="skipped") if is_secondary else fault
                 self._report(self._failure, _TIME_TO_FAIL_S, now_s)
             case "left":
                 self._has_left = True
@@ -273,6 +275,7 @@ class RankAgent:
             self._report(fault, 0.0, now_s)
             self._await_end(now_s + _TIME_TO_CLOSE_S)
         elif isinstance(self._peers, Hub):
+            fault = (self._peers.pending() if fault.is_secondary else None) or fault
             self._peers.notify(fault.message())
         # The message of a single rank, which is all that the user sees, says what to do.
         if self._size > 1 or code != EXIT_CODE:
@@ -343,12 +346,13 @@ class RankAgent:
         return self._peers.judge(now_s) or self._judge_deadline(now_s)
 
     def _close_interrupted(self, now_s: float) -> None:
-        """Close the row; the reason is a rank's reported fault, if there is one."""
-        fault = (
-            self._failure
-            or (self._peers.pending() if isinstance(self._peers, Hub) else None)
-            or Fault("crash", "interrupted" if self._has_begun else _NOT_BEGUN)
-        )
+        """Close the row; the reason is a rank's reported fault, if there is one that does not
+        follow from the interruption of other ranks."""
+        fault = self._failure
+        if (fault is None or fault.is_secondary) and isinstance(self._peers, Hub):
+            fault = self._peers.primary()
+        if fault is None:
+            fault = Fault("crash", "interrupted" if self._has_begun else _NOT_BEGUN)
         if not (self._has_begun or self._has_left or self._rank or self._size == 1):
             self._begin_start(now_s)
         if self._run is not None:

@@ -25,12 +25,13 @@ class Fault(NamedTuple):
     silent_hosts: tuple[str, ...] = ()
     exit_code: int = 1
 
+    @property
+    def is_secondary(self) -> bool:
+        """Whether it is a consequence of another rank's fault."""
+        return self.status == "skipped"
+
     def message(self, **more: float) -> Message:
         return {"fault": list(self), **more}
-
-
-def _is_secondary(fault: Fault) -> bool:
-    return fault.status == "skipped"
 
 
 def _fault_in(message: Message) -> Fault | None:
@@ -201,13 +202,14 @@ class Hub:
                 return Fault("timeout", stopped_reason(self.label(rank), stopped_s))
         return None
 
+    def primary(self) -> Fault | None:
+        """The first reported fault, due or not, that is no consequence of another rank's."""
+        return next((fault for _, fault in self._faults if not fault.is_secondary), None)
+
     def pending(self) -> Fault | None:
-        """The first reported fault, due or not; `skipped`, a consequence of another rank's fault,
-        comes last."""
-        faults = sorted((fault for _, fault in self._faults), key=_is_secondary)
-        if not faults:
-            return None
-        return faults[0]._replace(status="crash") if _is_secondary(faults[0]) else faults[0]
+        """The first reported fault, due or not; a consequence of another rank's comes last."""
+        first = next((fault for _, fault in self._faults), None)
+        return self.primary() or (first and first._replace(status="crash"))
 
     def unfinished(self, run: str) -> list[str]:
         """The other ranks that have not reported the end of their part of a run."""

@@ -154,9 +154,14 @@ class Channel:
         """Report that the run's header is final."""
         self._send("over")
 
-    def fail(self, code: int, reason: str) -> None:
-        """Report that the program is about to end, and why, because mpi4py then ends all ranks."""
-        self._send("failed", code=code, reason=reason[:_LONGEST_REASON])
+    def fail(self, code: int, reason: str, *, is_secondary: bool = False) -> None:
+        """Report that the program is about to end, and why, because mpi4py then ends all ranks.
+
+        Args:
+            is_secondary: the reason is a consequence of another rank's end.
+        """
+        reason = reason[:_LONGEST_REASON]
+        self._send("failed", code=code, reason=reason, is_secondary=is_secondary)
 
     def leave(self) -> None:
         """Report that the launch is over, so that ranks may end."""

@@ -16,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import Store
 
-from harness.errors import LaunchError, ResultsError, first_line
+from harness.errors import PeerError, ResultsError, first_line
 from harness.measure.store import write_atomically
 
 T = TypeVar("T")
@@ -29,16 +29,17 @@ _CHUNK_BYTES = 1 << 20
 def _explain_lost_store(
     method: Callable[Concatenate[Control, P], T],
 ) -> Callable[Concatenate[Control, P], T]:
-    """Turn a lost connection into a LaunchError, because the store runs on rank 0."""
+    """Turn a lost connection into a PeerError, because the store runs on rank 0."""
 
     @functools.wraps(method)
     def call(self: Control, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(self, *args, **kwargs)
         except dist.DistNetworkError as error:
-            raise LaunchError(
+            raise PeerError(
                 f"rank {self.rank} lost rank 0, which has ended or cannot be reached "
-                f"({first_line(error)}): see rank 0's last output"
+                f"({first_line(error)}): see rank 0's last output",
+                (0,),
             ) from None
 
     return call

@@ -139,6 +139,20 @@ def test_a_fault_that_a_rank_reports_waits_for_its_grace():
     assert star.hub.judge(5.0) is None
 
 
+def test_the_loss_of_another_rank_is_a_reason_only_if_no_rank_has_its_own():
+    star = Star()
+    star.beat(1.0)
+    star.spokes[1].notify(Fault("skipped", "rank 1 (b): lost rank 0").message(grace_s=3.0))
+    time.sleep(0.05)
+    star.hub.receive(1.0)
+    assert star.hub.primary() is None
+    assert star.hub.pending() == Fault("crash", "rank 1 (b): lost rank 0")
+    star.spokes[2].notify(Fault("oom", "rank 2 (b): memory").message(grace_s=3.0))
+    time.sleep(0.05)
+    star.hub.receive(1.0)
+    assert star.hub.primary() == star.hub.pending() == Fault("oom", "rank 2 (b): memory")
+
+
 def test_a_rank_whose_program_is_stopped_for_too_long_is_named():
     star = Star()
     star.beat(1.0, state={1: {"stopped_s": 9.0}})

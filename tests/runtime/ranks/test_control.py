@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from harness.errors import LaunchError
+from harness.errors import PeerError
 from harness.runtime.ranks.control import Control
 
 
@@ -19,6 +19,6 @@ def test_a_rank_whose_store_is_gone_names_rank_0_in_one_line() -> None:
     assert control.read_failure("run") == "1 (b) it broke"
     del server
     for _ in range(2):
-        with pytest.raises(LaunchError, match="rank 1 lost rank 0, which has ended") as error:
+        with pytest.raises(PeerError, match="rank 1 lost rank 0, which has ended") as error:
             control.read_failure("run")
         assert "\n" not in str(error.value)
