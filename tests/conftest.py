@@ -1,12 +1,9 @@
 """Fixtures for tests of several packages: a small disk, and restored process state."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,17 +21,35 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# The longest files. xdist gives a worker a second file at once while it has few tests, so a short
+# one follows the newcomer's single test.
+_FIRST = (
+    "test_newcomer.py",
+    "test_survival.py",
+    "test_launch.py",
+    "test_start.py",
+    "test_faults.py",
+)
+
+
+def pytest_collection_modifyitems(items):
     """Start with the files that start ranks, which take longest, so that workers end together."""
+    place = {name: k for k, name in enumerate(_FIRST)}
     by_mpirun = {item.path for item in items if item.get_closest_marker("mpi")}
     forked = {
         i.path for i in items if {"ranks", "run_on_ranks"} & set(getattr(i, "fixturenames", ()))
     }
-    items.sort(key=lambda item: (item.path not in by_mpirun, item.path not in forked))
+    items.sort(
+        key=lambda item: (
+            place.get(item.path.name, len(_FIRST)),
+            item.path not in by_mpirun,
+            item.path not in forked,
+        )
+    )
 
 
 @pytest.fixture(autouse=True)
-def _unchanged_process() -> Iterator[None]:
+def _unchanged_process():
     """Restore environment and signal handlers after each test, for processes of later tests."""
     environ = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -47,7 +62,7 @@ def _unchanged_process() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 4 MiB, which needs root to mount."""
     place = tmp_path / "small"
     place.mkdir()

@@ -1,7 +1,5 @@
 """docs/language.md as written: from `pip install transformers` to the report of a small GPT."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -17,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"^ *```bash\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
-def documented_commands() -> list[str]:
+def documented_commands():
     text = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
     return [textwrap.dedent(block) for block in _BLOCK.findall(text)]
 
 
-def run(command: str, directory: Path) -> str:
+def run(command, directory):
     environ = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -39,9 +37,9 @@ def run(command: str, directory: Path) -> str:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(1800)  # a minute, but for other work on the machine
-def test_the_documented_commands_lead_to_a_report(tmp_path: Path):
+def test_the_documented_commands_lead_to_a_report(tmp_path):
     commands = documented_commands()
-    assert len(commands) <= 6
+    assert len(commands) <= 4
     assert commands[0].strip() == "pip install transformers"
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
@@ -52,7 +50,7 @@ def test_the_documented_commands_lead_to_a_report(tmp_path: Path):
         run(command, tmp_path)
     headers = [json.loads(path.read_text()) for path in tmp_path.glob("results/*/run.json")]
     assert {header["status"] for header in headers} == {"ok"}
-    # Training reuses what was profiled and searched.
+    # Training makes the measurements that it lacks, once.
     kinds = sorted(header["workload"] for header in headers)
     assert kinds == ["links", "profile", "search", "train", "train", "train"]
     report = (tmp_path / "plots" / "report.html").read_text(encoding="utf-8")

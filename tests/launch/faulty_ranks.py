@@ -109,7 +109,7 @@ def main():
     meeting = meet(read_launch(os.environ), os.environ, heartbeat_timeout_s=6.0)
     if "--late-rank-0" in words and meeting.world.is_first:
         begin_late(meeting.channel)
-    options = RunOptions(results=Path(results), run_timeout_s=20.0, resume="--resume" in words)
+    options = RunOptions(results=Path(results), run_timeout_s=10.0, resume="--resume" in words)
     workload = Workload(
         config=Config,
         cases=lambda config, n: [config],

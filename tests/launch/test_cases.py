@@ -1,14 +1,10 @@
 """Runs to be carried out: which repeat each is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from made_runs import header_of
 
 from harness.cases import Case, PlannedRun, find_last, remaining_repeats
-from harness.domain.run import RunHeader
 from harness.measure.store import write_header
 from harness.workloads.common.contract import Workload
 
@@ -18,21 +14,21 @@ WORKLOAD = Workload(
 )  # fmt: skip
 
 
-def planned(key: str, repeat: int) -> PlannedRun:
+def planned(key, repeat):
     case = Case(name="case", workload=WORKLOAD, config=key)
     return PlannedRun(case=case, key=key, repeat=repeat, ranks=(0,))
 
 
-def header(key: str, repeat: int) -> RunHeader:
+def header(key, repeat):
     return header_of(workload="case", key=key, repeat=repeat)
 
 
-def test_repeats_are_counted_from_0_where_nothing_is_done() -> None:
+def test_repeats_are_counted_from_0_where_nothing_is_done():
     runs = [planned("a", 0), planned("b", 0), planned("a", 1)]
     assert remaining_repeats(runs, {}) == [0, 0, 1]
 
 
-def test_a_repeat_that_failed_is_made_again_under_its_number() -> None:
+def test_a_repeat_that_failed_is_made_again_under_its_number():
     runs = [planned("a", repeat) for repeat in range(4)]
     done = {"a": [header("a", 0), header("a", 2)], "b": [header("b", 0)]}
     assert remaining_repeats(runs, done) == [None, None, 1, 3]
@@ -44,7 +40,7 @@ class Empty:
     """A configuration."""
 
 
-def test_runs_that_continue_each_other_in_a_circle_are_read(tmp_path: Path) -> None:
+def test_runs_that_continue_each_other_in_a_circle_are_read(tmp_path):
     for name, other in (("a", "b"), ("b", "a")):
         made = header_of(workload="case", run_id=name, config={"continues": other}, status="crash")
         write_header(tmp_path / name, made)

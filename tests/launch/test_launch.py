@@ -84,7 +84,7 @@ def test_a_rank_that_fails_in_an_engine_gives_the_reason_and_its_peers_do_not(tm
 
 @pytest.mark.parametrize(
     ("fault", "status", "reason"),
-    [("oom", "oom", "tried to allocate 1 TiB"), ("hang", "timeout", "not done after 20 s")],
+    [("oom", "oom", "tried to allocate 1 TiB"), ("hang", "timeout", "not done after 10 s")],
 )
 def test_a_rank_that_mpi_waits_for_in_vain_ends_the_launch_with_its_row(
     tmp_path, fault, status, reason

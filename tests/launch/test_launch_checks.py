@@ -1,6 +1,5 @@
 """What is looked at before a sweep, and by whom."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,19 +16,19 @@ from harness.workloads.common.flags import RunOptions
 class Answers:
     """Control as one of two ranks sees it; the other one finds nothing wrong."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         self._rank = rank
 
-    def gather(self, name: str, value: Any, type_: Any) -> list[Any]:
+    def gather(self, name, value, type_):
         if name != "problem":
             return [value, value]
         return [value if rank == self._rank else "" for rank in range(2)]
 
-    def broadcast(self, name: str, value: Any, type_: Any) -> Any:
+    def broadcast(self, name, value, type_):
         return value
 
 
-def launcher(rank: int, results: Path) -> Launcher:
+def launcher(rank, results):
     control: Any = Answers(rank)
     meeting = Meeting(
         world=world_of(rank, 2),
@@ -43,7 +42,7 @@ def launcher(rank: int, results: Path) -> Launcher:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_needs_a_directory_that_it_can_write_to(tmp_path: Path, rank: int) -> None:
+def test_every_rank_needs_a_directory_that_it_can_write_to(tmp_path, rank):
     (tmp_path / "taken").touch()
     problem = launcher(rank, tmp_path / "taken").problem([])
     assert f"cannot be written on node{rank} (Not a directory)" in problem
@@ -51,9 +50,7 @@ def test_every_rank_needs_a_directory_that_it_can_write_to(tmp_path: Path, rank:
 
 
 @pytest.mark.parametrize(("rank", "looked_at"), [(0, ["a", "b"]), (1, [])])
-def test_rank_0_looks_once_at_what_repeats_name(
-    tmp_path: Path, rank: int, looked_at: list[str]
-) -> None:
+def test_rank_0_looks_once_at_what_repeats_name(tmp_path, rank, looked_at):
     seen: list[str] = []
     workload = Workload(
         config=str, cases=lambda config, n: [config], body=lambda config, context: {},

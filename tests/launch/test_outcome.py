@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from harness.domain.record import SpanKind
 from harness.errors import (
     ModelError,
     PeerError,
@@ -18,7 +17,7 @@ HOSTS = ["a", "b", "c", "d"]
 OK = Outcome(status="ok")
 
 
-def waited(*peers: int) -> Outcome:
+def waited(*peers):
     words = " or ".join(map(str, peers))
     return Outcome(status="crash", reason=f"waited for rank {words}", peers=peers)
 
@@ -88,11 +87,11 @@ def test_two_ranks_that_raise_unlike_exceptions_are_both_heard():
     assert reason == "rank 0 (a): KeyError: 'x'; rank 2 (c): ValueError: y"
 
 
-def at(step: int, phase: SpanKind, *, is_stopped: bool = False) -> Standstill:
+def at(step, phase, *, is_stopped=False):
     return Standstill(step=step, phase=phase, for_s=21.0, is_stopped=is_stopped)
 
 
-def stuck(outcome: Outcome, standstill: Standstill) -> Outcome:
+def stuck(outcome, standstill):
     return msgspec.structs.replace(outcome, standstill=standstill)
 
 

@@ -1,7 +1,5 @@
 """Memory that tensors leave stays with the process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -28,7 +26,7 @@ print(n_faults() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_freed_memory_is_not_fetched_again_page_by_page():
-    def faults(*flags: str) -> int:
+    def faults(*flags):
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM, *flags], capture_output=True, text=True, check=True
         )
@@ -51,3 +49,9 @@ def test_freed_memory_is_not_fetched_again_page_by_page():
 )
 def test_libraries_that_find_no_room_have_run_out_of_memory(error, is_it):
     assert is_out_of_memory(error) == is_it
+
+
+def test_a_tensor_that_is_too_large_has_run_out_of_memory():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50)
+    assert is_out_of_memory(caught.value)
