@@ -5,6 +5,7 @@ entry.sh starts it once per rank; without a launcher it is the only rank.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import logging
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from harness import errors
 from harness.errors import EXIT_CODE, ConfigError, HarnessError, PeerError, first_line
@@ -32,8 +33,8 @@ _log = logging.getLogger("harness")
 # Signals within this time of each other count as one.
 _ONE_SIGNAL_S = 1.0
 
-# Capture and simulator import these when first used, which would cost each run seconds.
-_LAZY_MODULES = ["torch._dynamo", "harness.plan.simulate.lowering"]
+# Imported when first used, which would cost each run seconds.
+_LAZY = ["torch._dynamo", "harness.plan.simulate.lowering", "harness.runtime.executor.engine"]
 
 _USAGE = """\
 usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun, srun or torchrun
@@ -54,15 +55,6 @@ Draw figures and the report from results with: python -m harness.plot results/
 
 exit codes: 0 every run is ok or out of memory, 1 a run failed, 2 bad input, 130 interrupted
 """
-
-
-def _set_up_logging(rank: int) -> None:
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING,
-        format=f"%(asctime)s rank {rank} %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
 
 
 def _usage() -> str:
@@ -108,11 +100,7 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
 
 
 def _parse_all(argv: list[str]) -> list[tuple[str, Any, Any]]:
-    """Parse workloads that are separated by `+`; they share their RunOptions.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Parse workloads that are separated by `+`; they share their RunOptions."""
     words = [list(part) for is_plus, part in groupby(argv, "+".__eq__) if not is_plus] or [[]]
     parsed = [_parse(part) for part in words]
 
@@ -189,12 +177,6 @@ def _print_tables(runs: list[Any]) -> None:
         print(f"note: {line}", flush=True)
 
 
-def _draw_report(results: Path) -> None:
-    """Draw the comparison's report in a process of its own, so that a failure costs no results."""
-    command = [sys.executable, "-m", "harness.plot", str(results)]
-    subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
-
-
 def _print_advice(results: Path, config: Any) -> None:
     """Say which machines to use, from the files that the comparison has measured."""
     words = ["advise", str(results), "--model", config.model, "--dtype", config.dtype]
@@ -229,7 +211,7 @@ def _preloaded(cases: list[Any]) -> list[str]:
         names |= {"profile", "search"}
     modules += [workload_module(name) for name in sorted(names)]
     if names & {"profile", "search", "train"}:
-        modules += _LAZY_MODULES
+        modules += _LAZY
     models = {getattr(case.config, "model", "") for case in cases} - {""}
     if any(may_import_torchvision(model) for model in models):
         modules.append("harness.runtime.models.preload_torchvision")
@@ -280,7 +262,9 @@ def _work(
         except OSError:  # its reader has gone (`| head`), or its disk is full
             errors.drop_output()
         if not name:
-            _draw_report(options.results)
+            # In a process of its own, so that a failure costs no results.
+            command = [sys.executable, "-m", "harness.plot", str(options.results)]
+            subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
             if world.size > 1 and not ended:
                 _print_advice(options.results, next(c.config for c in cases if c.name == "train"))
     meeting.leave()
@@ -337,7 +321,12 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
 
         return control(argv[1:])
     launch = read_launch(os.environ)
-    _set_up_logging(launch.rank)
+    logging.basicConfig(
+        level=logging.INFO if launch.rank == 0 else logging.WARNING,
+        format=f"%(asctime)s rank {launch.rank} %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
     _handle_signals()
     comm = None
     if channel.has_agent:
@@ -393,5 +382,17 @@ def _run() -> int:
         raise
 
 
+def _exit(code: int) -> NoReturn:
+    """End this process; after success without freeing its modules, which takes torch a second."""
+    if code:
+        sys.exit(code)  # by which mpi4py aborts the other ranks
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    sys.exit(_run())
+    _exit(_run())

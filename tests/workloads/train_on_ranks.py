@@ -19,12 +19,12 @@ from harness.measure.rank_records import read_records
 from harness.measure.store import read_header, write_header
 from harness.plan.again import SearchAgain, search_again
 from harness.runtime.engines.torch_engine import TorchEngine
+from harness.runtime.executor import engine
 from harness.runtime.executor.state.files import load_sharded
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import config_json
 from harness.workloads.planning.config import SearchConfig
 from harness.workloads.planning.inputs import capture_graph
-from harness.workloads.search import trials as plan_trials
 from harness.workloads.search.workload import run_search
 from harness.workloads.train import changes, shrink
 from harness.workloads.train.config import TrainCase, parse_change
@@ -72,7 +72,7 @@ def tiny_uncapturable(n_classes: int, n_channels: int, image_size: int) -> nn.Mo
 def search_whose_best_is_refused(search_config: SearchConfig, context: Context) -> Any:
     """A search on a backend that cannot carry out the first plan that is tried."""
 
-    class Refusing(plan_trials.ExecutorEngine):
+    class Refusing(engine.ExecutorEngine):
         n_made = 0
 
         def __init__(self, *arguments: Any) -> None:
@@ -81,7 +81,7 @@ def search_whose_best_is_refused(search_config: SearchConfig, context: Context) 
                 raise StrategyError("too many process groups")
             super().__init__(*arguments)
 
-    plan_trials.ExecutorEngine = Refusing  # type: ignore[misc]
+    engine.ExecutorEngine = Refusing  # type: ignore[misc]
     return run_search(search_config, context)
 
 

@@ -103,7 +103,7 @@ def start_fork_server(preload: list[str]) -> None:
     Waits for the server's imports, because they would disturb the first measurement.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preload)
+    context.set_forkserver_preload(["harness.runtime.ranks.quick_exit", *preload])
     with _short_directory():
         multiprocessing.forkserver.ensure_running()
     first = context.Process(target=int, daemon=True)

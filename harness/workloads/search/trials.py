@@ -35,7 +35,6 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import EngineOptions, Share
-from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import Task, build_task, fit_options
 from harness.runtime.ranks.gather import broadcast_result, maximum_over_ranks, wait_for_all
@@ -270,6 +269,9 @@ class _Trial:
     """One strategy's engine on this rank, with a batch of synthetic samples."""
 
     def __init__(self, search_config: SearchConfig, strategy: Strategy, context: Context) -> None:
+        # Imported here, because the first process of a rank reads flags only.
+        from harness.runtime.executor.engine import ExecutorEngine
+
         self._recorder = Recorder(clock_for(context.world.device), context.recorder.reached)
         task = _task(search_config, context)
         self._engine = ExecutorEngine(
