@@ -196,15 +196,15 @@ def _click_seeds() -> list[bytes]:
 
 
 def _questions(path: Path) -> None:
-    from harness.runtime.data.text.squad import _read
+    from harness.runtime.data.text.labelled import _read
 
     list(_read(path))
 
 
 def _sentences(path: Path) -> None:
-    from harness.runtime.data.text.sst2 import _read
+    from harness.runtime.data.text.labelled import _read_sentences
 
-    _read(path)
+    _read_sentences(path)
 
 
 def _vocabulary(path: Path) -> None:

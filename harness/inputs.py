@@ -92,9 +92,6 @@ def refuse_old_spelling(words: Sequence[str], renamed: Mapping[str, str]) -> Non
     Args:
         words: words of a command line.
         renamed: new spelling by old one.
-
-    Raises:
-        ConfigError: names both spellings.
     """
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")

@@ -1,7 +1,5 @@
 """README.md and docs/: every relative link leads somewhere."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -20,14 +18,14 @@ _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
-def broken_links(page: Path) -> list[str]:
+def broken_links(page):
     """Relative links of a page whose file, or whose heading in it, does not exist."""
     text = _CODE.sub("", page.read_text(encoding="utf-8"))
     links = [link for link in _LINK.findall(text) if not re.match(r"[a-z]+:", link)]
     return [link for link in links if not _leads_somewhere(page, link)]
 
 
-def _leads_somewhere(page: Path, link: str) -> bool:
+def _leads_somewhere(page, link):
     name, _, anchor = link.partition("#")
     target = page.parent / name if name else page
     if not target.exists():
@@ -35,18 +33,18 @@ def _leads_somewhere(page: Path, link: str) -> bool:
     return not anchor or anchor in _anchors(target)
 
 
-def _anchors(page: Path) -> set[str]:
+def _anchors(page):
     """Headings as GitHub names them: lower case, without punctuation, spaces as hyphens."""
     headings = _HEADING.findall(_CODE.sub("", page.read_text(encoding="utf-8")))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_relative_links_lead_to_files_and_headings(page: Path):
+def test_relative_links_lead_to_files_and_headings(page):
     assert broken_links(page) == []
 
 
-def test_link_to_a_missing_file_or_heading_is_found(tmp_path: Path):
+def test_link_to_a_missing_file_or_heading_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A b?\n[1](page.md) [2](#a-b) [3](none.md) [4](page.md#c) [5](https://x.y)\n")
 

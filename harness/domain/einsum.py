@@ -78,11 +78,7 @@ def parsed(text: str) -> Equation:
 
 
 def check_equation(operator: Operator) -> None:
-    """Refuse an einsum whose equation does not fit its inputs, its output or its sum.
-
-    Raises:
-        GraphError: names the operator.
-    """
+    """Refuse an einsum whose equation does not fit its inputs, its output or its sum."""
     text, summed = operator.attrs.get("equation"), operator.attrs.get("summed")
     found = parsed(text) if isinstance(text, str) and _FORM.fullmatch(text) else None
     is_fitting = found is not None and (

@@ -93,20 +93,13 @@ class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
         Args:
             is_given: a flag names it, so that it may be a pipe.
-
-        Raises:
-            HarnessError: of the kind's type; missing or malformed; names the path.
         """
         data = read_file(path, cls.FILE.name, cls.FILE.error, is_given=is_given)
         return cls.from_json(data, source=str(path))
 
 
 def _check_keys(data: bytes, source: str, error: type[HarnessError]) -> None:
-    """Refuse a duplicate key of an object, because one of the two values would be lost.
-
-    Raises:
-        HarnessError: `error`; names it.
-    """
+    """Refuse a duplicate key of an object, because one of the two values would be lost."""
 
     def unique(pairs: list[tuple[str, object]]) -> None:
         names = [name for name, _ in pairs]

@@ -10,6 +10,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
 
 import msgspec
 
@@ -220,11 +221,7 @@ def _check(operator: str, field: str, value: float, is_right: bool, most: str) -
 
 
 def check_references(graph: str, operators: list[Operator]) -> None:
-    """Refuse duplicate names and producers that do not exist.
-
-    Raises:
-        GraphError: names the operators.
-    """
+    """Refuse duplicate names and producers that do not exist."""
     known: set[str] = set()
     for operator in operators:
         if operator.name in known:
@@ -242,44 +239,24 @@ def check_references(graph: str, operators: list[Operator]) -> None:
 
 
 def sort_operators(graph: str, operators: list[Operator]) -> list[Operator]:
-    """Sort topologically, and keep the listed order where possible.
-
-    Raises:
-        GraphError: cyclic; names the operators of one cycle.
-    """
+    """Sort topologically, and keep the listed order where possible."""
     position = {operator.name: i for i, operator in enumerate(operators)}
-    consumers: list[list[int]] = [[] for _ in operators]
-    n_waiting = [0] * len(operators)
-    for i, operator in enumerate(operators):
-        for name in set(operator.inputs):
-            consumers[position[name]].append(i)
-            n_waiting[i] += 1
-    ready = [i for i, n in enumerate(n_waiting) if n == 0]
-    order: list[int] = []
-    while ready:
-        i = heapq.heappop(ready)
-        order.append(i)
-        for consumer in consumers[i]:
-            n_waiting[consumer] -= 1
-            if n_waiting[consumer] == 0:
-                heapq.heappush(ready, consumer)
-    if len(order) < len(operators):
-        cycle = _find_cycle(operators, {i for i, n in enumerate(n_waiting) if n > 0})
+    sorter = TopologicalSorter(
+        {i: [position[name] for name in operator.inputs] for i, operator in enumerate(operators)}
+    )
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle = [operators[i].name for i in error.args[1]]
         raise GraphError(
             f"graph {graph!r} is cyclic: {' -> '.join(cycle)}: remove one of these edges"
-        )
-    return [operators[i] for i in order]
-
-
-def _find_cycle(operators: list[Operator], stuck: set[int]) -> list[str]:
-    """Follow producers among the operators that never became ready until one repeats."""
-    position = {operator.name: i for i, operator in enumerate(operators)}
-    path = {min(stuck): None}
-    while True:
-        producers = (position[name] for name in operators[next(reversed(path))].inputs)
-        current = next(i for i in producers if i in stuck)
-        if current in path:
-            passed = list(path)
-            cycle = [*passed[passed.index(current) :], current]
-            return [operators[i].name for i in reversed(cycle)]
-        path[current] = None
+        ) from None
+    ready, order = list(sorter.get_ready()), list[Operator]()
+    heapq.heapify(ready)
+    while ready:
+        first = heapq.heappop(ready)
+        order.append(operators[first])
+        sorter.done(first)
+        for i in sorter.get_ready():
+            heapq.heappush(ready, i)
+    return order

@@ -73,11 +73,7 @@ def check_keys(
     devices: Sequence[int],
     graph: Graph,
 ) -> None:
-    """Refuse a form that does not suit an operator or its cut.
-
-    Raises:
-        StrategyError: names the operator and the remedy.
-    """
+    """Refuse a form that does not suit an operator or its cut."""
     if keys == "input":
         return
     subject = f"operator {operator.name!r} ({operator.kind}) has keys {keys!r}"

@@ -100,11 +100,7 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
     version: int = SCHEMA_VERSION
 
     def check(self, source: str) -> None:
-        """Refuse impossible values.
-
-        Raises:
-            ResultsError: names `source`.
-        """
+        """Refuse impossible values."""
         if not is_file_name(self.run_id):
             raise ResultsError(
                 f"{source} has run_id {shorten(self.run_id)}: it must be a directory's name"

@@ -47,11 +47,7 @@ class Action(NamedTuple):
 def rank_actions(
     schedule: ScheduleName, *, n_stages: int, n_microbatches: int, n_ranks: int, rank: int
 ) -> Iterator[Action]:
-    """The actions of one rank, in order.
-
-    Raises:
-        StrategyError: the schedule cannot be made for these numbers (see `check_schedule`).
-    """
+    """The actions of one rank, in order."""
     check_schedule(schedule, n_stages=n_stages, n_microbatches=n_microbatches, n_ranks=n_ranks)
     if schedule == "gpipe":
         yield from _gpipe(n_stages, n_microbatches, n_ranks, rank)
@@ -92,11 +88,7 @@ def unflushed_position(microbatch: int, *, n_ranks: int, rank: int, is_backward:
 
 
 def check_schedule(schedule: str, *, n_stages: int, n_microbatches: int, n_ranks: int) -> None:
-    """Refuse numbers that the schedule does not support.
-
-    Raises:
-        StrategyError: names the two numbers that disagree.
-    """
+    """Refuse numbers that the schedule does not support."""
     if schedule not in SCHEDULE_NAMES:
         raise StrategyError(
             f"unknown schedule {schedule!r}: use one of {', '.join(SCHEDULE_NAMES)}"

@@ -172,9 +172,6 @@ def check_fresh(
 
     A strategy without hashes (written by hand, imported) passes; without a profile its hash is
     not compared.
-
-    Raises:
-        StaleStrategyError: names the differences and the remedy.
     """
     if not strategy.made_for.graph_hash:
         return
@@ -187,11 +184,7 @@ def check_fresh(
 
 
 def validate(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
-    """Refuse a strategy that does not fit a graph and a cluster.
-
-    Raises:
-        StrategyError: names the first contradiction and the two values that disagree.
-    """
+    """Refuse a strategy that does not fit a graph and a cluster."""
     _check_numbers(strategy)
     check_names(strategy, graph)
     sizes = sorted(set(strategy.microbatch_sizes()))
@@ -212,11 +205,7 @@ def validate(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
 
 
 def check_microbatches(strategy: Strategy, graph: Graph) -> None:
-    """Refuse microbatches where an operator needs all samples of the batch at once.
-
-    Raises:
-        StrategyError: names the operator.
-    """
+    """Refuse microbatches where an operator needs all samples of the batch at once."""
     mixing = graph.mixing_operator()
     if mixing is not None and strategy.n_microbatches > 1:
         function = mixing.attrs.get("function", mixing.kind)
@@ -228,11 +217,7 @@ def check_microbatches(strategy: Strategy, graph: Graph) -> None:
 
 
 def check_buffers(strategy: Strategy, graph: Graph) -> None:
-    """Refuse a buffer that is written twice in a step, or on another device than it is read on.
-
-    Raises:
-        StrategyError: names the buffer and the operators.
-    """
+    """Refuse a buffer that is written twice in a step, or on another device than it is read on."""
     first: dict[str, str] = {}
     for operator in graph.operators:
         names = operator.attrs.get("writes_buffers", [])
@@ -271,11 +256,7 @@ def _check_numbers(strategy: Strategy) -> None:
 
 
 def check_names(strategy: Strategy, graph: Graph) -> None:
-    """Refuse a strategy that does not place exactly the operators of a graph without its inputs.
-
-    Raises:
-        StrategyError: names an operator that is unknown, an input or missing.
-    """
+    """Refuse a strategy that does not place exactly the operators of a graph without its inputs."""
     wanted = [op.name for op in graph.operators if has_tasks(op)]
     if not wanted:
         raise StrategyError(f"graph {graph.name!r} has only inputs: there is nothing to place")

@@ -49,11 +49,7 @@ _FREE_BYTES = 2**20
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Convert a write error to one that names file and host.
-
-    Raises:
-        ResultsError: the operating system refused, for lack of space or of permission.
-    """
+    """Convert a write error to one that names file and host."""
     full = os.strerror(errno.ENOSPC)
     try:
         yield
@@ -71,11 +67,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file, which then replaces `path`; if writing fails, it is removed.
-
-    Raises:
-        ResultsError: it cannot be written; names file and host.
-    """
+    """Yield a temporary file, which then replaces `path`; if writing fails, it is removed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,11 +81,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file atomically: readers see the old bytes or the new ones, never a mixture.
-
-    Raises:
-        ResultsError: it cannot be written; names file and host.
-    """
+    """Replace a file atomically: readers see the old bytes or the new ones, never a mixture."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
@@ -112,11 +100,7 @@ def try_directory(directory: Path) -> None:
 
 
 def check_place(flag: str, path: Path) -> None:
-    """Refuse a path that cannot be written, before its contents are measured.
-
-    Raises:
-        ResultsError: names the flag.
-    """
+    """Refuse a path that cannot be written, before its contents are measured."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -341,11 +325,7 @@ def _run_directories(root: Path, skipped: list[Problem]) -> Iterator[Path]:
 
 def find_runs(root: Path) -> tuple[list[tuple[Path, RunHeader]], list[Problem]]:
     """The directory and header of every run below `root` (or of `root` itself, if it is a run),
-    oldest first, and the entries that are not runs.
-
-    Raises:
-        ResultsError: `root` is not a directory, or may not be read.
-    """
+    oldest first, and the entries that are not runs."""
     if not root.is_dir():
         raise ResultsError(f"{root} is not a directory: give the results directory of a run")
     found: list[tuple[Path, RunHeader]] = []
@@ -380,11 +360,7 @@ def _without_copies(
 
 
 def read_results(root: Path) -> Results:
-    """Read every run that `find_runs` finds.
-
-    Raises:
-        ResultsError: `root` is not a directory, or may not be read.
-    """
+    """Read every run that `find_runs` finds."""
     found, skipped = find_runs(root)
     results = Results(skipped=skipped)
     for run_dir, header in found:

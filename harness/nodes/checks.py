@@ -66,11 +66,7 @@ CHECKS: dict[str, Check] = {
 
 
 def select(only: Sequence[str], skip: Sequence[str]) -> list[str]:
-    """The checks to show, in the table's order.
-
-    Raises:
-        ConfigError: unknown name, or no check is left.
-    """
+    """The checks to show, in the table's order."""
     wrong = [name for name in (*only, *skip) if name not in CHECKS]
     if wrong:
         raise ConfigError(f"there is no check {wrong[0]!r}: choose from {', '.join(CHECKS)}")
@@ -97,7 +93,9 @@ def _judge_host(report: HostReport, survey: Survey) -> list[Finding]:
     for name, check in CHECKS.items():
         if barrier:
             findings.append(_consequence(report, name, f"{barrier} failed"))
-        elif check.until and not _has_reached(report, check.until):
+        elif check.until and not (
+            report.probe.is_complete or f"@harness:{check.until}" in report.probe.text.splitlines()
+        ):
             findings.append(_consequence(report, name, "the probe hung before"))
         else:
             verdicts = check.judge(report, survey)
@@ -115,10 +113,6 @@ def _is_barrier(name: str, report: HostReport) -> bool:
     if name == "port":
         return bool(probe.port_error)
     return name == "login" and not report.is_in
-
-
-def _has_reached(report: HostReport, section: str) -> bool:
-    return report.probe.is_complete or f"@harness:{section}" in report.probe.text.splitlines()
 
 
 def _consequence(report: HostReport, name: str, cause: str) -> Finding:

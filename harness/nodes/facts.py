@@ -97,7 +97,6 @@ class SmiGpu:
     clock_mhz: float | None = None
     clock_max_mhz: float | None = None
     throttle_reasons: tuple[str, ...] = ()
-    ecc_mode: str = ""
     ecc_uncorrected: int | None = None
     mig_mode: str = ""
     n_mig_devices: int = 0
@@ -133,7 +132,6 @@ class GpuFacts:
     """
 
     n_cards: int = 0
-    has_smi: bool = False
     smi_error: str = ""
     smi_returncode: int | None = None
     smi_remarks: tuple[str, ...] = ()

@@ -51,7 +51,6 @@ def parse_gpus(sections: Mapping[str, SectionLike]) -> GpuFacts:
     if not pieces:
         return GpuFacts(
             n_cards=n_cards,
-            has_smi=True,
             smi_error=_failure(smi, remarks),
             smi_returncode=smi.returncode,
         )
@@ -60,7 +59,6 @@ def parse_gpus(sections: Mapping[str, SectionLike]) -> GpuFacts:
     torch, torch_error = _torch(sections["torch_cuda"])
     return GpuFacts(
         n_cards=n_cards,
-        has_smi=True,
         smi_returncode=smi.returncode if smi.returncode or remarks else None,
         smi_remarks=remarks,
         driver=_word(_between(text, "driver_version")),
@@ -153,7 +151,6 @@ def _gpu(
         clock_mhz=_quantity(element.findtext("clocks/sm_clock")),
         clock_max_mhz=_quantity(element.findtext("max_clocks/sm_clock")),
         throttle_reasons=_throttle_reasons(element),
-        ecc_mode=_word(element.findtext("ecc_mode/current_ecc")),
         ecc_uncorrected=_uncorrected(element),
         mig_mode=_word(element.findtext("mig_mode/current_mig")),
         n_mig_devices=len(element.findall("mig_devices/mig_device")),

@@ -68,9 +68,6 @@ def ddp(
 
     Args:
         shares: samples in proportion, for unlike devices; equal when None.
-
-    Raises:
-        StrategyError: fewer samples than devices.
     """
     used = list(range(cluster.n_devices))
     if batch < len(used):

@@ -47,12 +47,7 @@ _ESTIMATES = (FROM_FLOPS, ROOFLINE)
 def request_from(
     args: argparse.Namespace, progress: Callable[[SearchProgress], None] = ignore_progress
 ) -> PlanRequest:
-    """Read the files that the flags name; print on stderr where times come from if no flag says.
-
-    Raises:
-        ConfigError: flags contradict each other.
-        HarnessError: a file is missing or malformed.
-    """
+    """Read the files that the flags name; print on stderr where times come from if no flag says."""
     _check_numbers(args)
     _check_read(args)
     cluster = cluster_from(args)
@@ -100,11 +95,7 @@ def _capture_model(name: str, batch: int) -> Graph:
 
 
 def check_output(path: Path | None) -> None:
-    """Refuse a place where no file can be, before a search that may take long.
-
-    Raises:
-        ConfigError: its directory is missing, or it is one.
-    """
+    """Refuse a place where no file can be, before a search that may take long."""
     if path is None:
         return
     if not path.parent.is_dir():
@@ -147,11 +138,7 @@ def _start(args: argparse.Namespace, graph: Graph | None, batch: int | None) -> 
 
 
 def parse_topology(text: str, most_devices: int) -> tuple[int, int]:
-    """Nodes and devices per node of `4x4`; a single number is one node.
-
-    Raises:
-        ConfigError: anything else.
-    """
+    """Nodes and devices per node of `4x4`; a single number is one node."""
     nodes, _, devices = text.lower().rpartition("x")
     n_nodes, n_devices = find_int(nodes or "1", at_least=1), find_int(devices, at_least=1)
     if n_nodes is None or n_devices is None or text[:1] in "xX":
@@ -342,11 +329,7 @@ def _is_json(data: bytes) -> bool:
 
 
 def _check_times(profile: Profile, path: Path) -> None:
-    """Refuse times of which no plan for training can be made.
-
-    Raises:
-        GraphError: no operator has a backward time.
-    """
+    """Refuse times of which no plan for training can be made."""
     if not any(point.backward_s > 0 for point in profile.measurements):
         raise GraphError(
             f"profile {path} has backward_compute_time=0 for every operator, and training has a "

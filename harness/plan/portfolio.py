@@ -20,10 +20,9 @@ from harness.plan.report import describe_strategy
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.searches import Searches
 from harness.plan.search.standard import standard_strategies
-from harness.plan.simulate.device_seconds import operator_seconds
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import explain
-from harness.plan.simulate.simulator import Simulation, Simulator, Trial
+from harness.plan.simulate.simulator import Simulation, Simulator, Trial, operator_seconds
 from harness.units import format_bytes, format_duration
 
 ALL_STRATEGIES_UP_TO = 20_000  # a space that small is searched exhaustively

@@ -84,11 +84,7 @@ def _chosen(names: Sequence[str]) -> list[str]:
 
 
 def _make_directory(path: Path) -> None:
-    """Make the output directory before results are read.
-
-    Raises:
-        ConfigError: the directory cannot be made or written.
-    """
+    """Make the output directory before results are read."""
     from harness.measure.store import try_directory
 
     try:

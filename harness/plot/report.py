@@ -150,10 +150,6 @@ MAX_TABLE_ROWS = 200
 MAX_LISTED = 200  # warnings of a kind, and files and lines that were skipped
 
 
-def _data_url(svg: bytes) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
-
-
 def _section(drawn: Drawn) -> dict[str, Any]:
     table = drawn.shown
     return {
@@ -161,7 +157,7 @@ def _section(drawn: Drawn) -> dict[str, Any]:
         "title": drawn.figure.title,
         "caption": drawn.figure.caption,
         "better": drawn.figure.better,
-        "image": _data_url(drawn.image),
+        "image": ("data:image/svg+xml;base64," + base64.b64encode(drawn.image).decode()),
         "table": present(table.head(MAX_TABLE_ROWS)),
         "n_hidden": max(0, len(table) - MAX_TABLE_ROWS),
         "csv": drawn.files[-1].name,

@@ -20,12 +20,7 @@ _SSHD_DIRECTORY = Path("/run/sshd")  # compiled into Debian's sshd, which does n
 
 
 def up(place: State, saved: Saved) -> None:
-    """Build a cluster, or remove all of it if a step fails. The caller holds the lock.
-
-    Raises:
-        ConfigError: a cluster of that name exists.
-        EnvironmentSetupError: a step failed; has the tool's message.
-    """
+    """Build a cluster, or remove all of it if a step fails. The caller holds the lock."""
     if place.directory.exists():
         raise ConfigError(
             f"virtual cluster {place.name} is up already: take it down with `bash "
@@ -72,11 +67,6 @@ def _connect(place: State, saved: Saved) -> None:
     network.configure(saved.plan, switch, nodes, netem=netem)
 
 
-def hostfile_text(plan: ClusterPlan) -> str:
-    """An Open MPI hostfile with one slot per node."""
-    return "".join(f"{one.name} slots=1\n" for one in plan.nodes)
-
-
 def describe(place: State, saved: Saved) -> dict[str, object]:
     """The cluster as JSON, for a file beside the hostfile; has paths of keys, not their content."""
     return {
@@ -98,7 +88,7 @@ def describe(place: State, saved: Saved) -> dict[str, object]:
 
 def _write_hosts(place: State, saved: Saved) -> None:
     saved.hostfile.parent.mkdir(parents=True, exist_ok=True)
-    _replace(saved.hostfile, hostfile_text(saved.plan))
+    _replace(saved.hostfile, "".join(f"{one.name} slots=1\n" for one in saved.plan.nodes))
     _replace(
         saved.hostfile.with_suffix(".json"), json.dumps(describe(place, saved), indent=1) + "\n"
     )
@@ -154,11 +144,7 @@ def _remove_files(hostfile: Path) -> None:
 
 
 def status(place: State) -> list[dict[str, object]]:
-    """One row per node: plan, condition, and number of processes killed for lack of memory.
-
-    Raises:
-        ConfigError: no such cluster.
-    """
+    """One row per node: plan, condition, and number of processes killed for lack of memory."""
     return [
         {
             **asdict(one),

@@ -36,10 +36,6 @@ def mac_address(subnet_index: int, index: int) -> str:
     return f"02:68:{subnet_index:02x}:00:00:{index + 1:02x}"
 
 
-def burst_bytes(bandwidth_bytes_per_s: float) -> int:
-    return max(MIN_BURST_BYTES, round(bandwidth_bytes_per_s * BURST_S))
-
-
 def shaping_commands(interface: str, node: NodePlan, *, netem: bool) -> list[str]:
     """The `tc` lines that limit and delay the traffic sent from one end of a node's link.
 
@@ -53,27 +49,11 @@ def shaping_commands(interface: str, node: NodePlan, *, netem: bool) -> list[str
     rate = node.bandwidth_bytes_per_s
     lines = [
         f"qdisc add dev {interface} root handle 1: tbf rate {rate * 8:.0f}bit "
-        f"burst {burst_bytes(rate)} latency {QUEUE_S * 1e3:.0f}ms"
+        f"burst {max(MIN_BURST_BYTES, round(rate * BURST_S))} latency {QUEUE_S * 1e3:.0f}ms"
     ]
     if delayed:
         lines.append(f"qdisc add dev {interface} parent 1:1 handle 10: {delay}")
     return lines
-
-
-def switch_commands() -> list[str]:
-    """The `ip` lines that make the switch, for its namespace, before any link exists."""
-    return [
-        f"link add {SWITCH} type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
-        f"link set {SWITCH} addrgenmode none",
-        f"link set {SWITCH} up",
-    ]
-
-
-def pair_commands(index: int, node_namespace: Path) -> list[str]:
-    """The `ip` line that makes a node's veth pair, for the switch's namespace."""
-    return [
-        f"link add {port_name(index)} type veth peer name {NODE_INTERFACE} netns {node_namespace}"
-    ]
 
 
 def port_commands(index: int) -> list[str]:
@@ -98,11 +78,7 @@ def node_commands(subnet_index: int, index: int, node: NodePlan) -> list[str]:
 
 
 def batch(tool: str, namespace: Path, lines: list[str]) -> None:
-    """Run `ip` or `tc` lines in a network namespace.
-
-    Raises:
-        EnvironmentSetupError: a line failed; has the tool's message.
-    """
+    """Run `ip` or `tc` lines in a network namespace."""
     if lines:
         run([*in_network(namespace), tool, "-batch", "-"], stdin="\n".join(lines) + "\n")
 
@@ -116,12 +92,23 @@ def has_netem(namespace: Path) -> bool:
 
 def build_switch(namespace: Path) -> None:
     """Make the switch in its namespace, which must exist."""
-    batch("ip", namespace, switch_commands())
+    batch(
+        "ip",
+        namespace,
+        [
+            f"link add {SWITCH} type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
+            f"link set {SWITCH} addrgenmode none",
+            f"link set {SWITCH} up",
+        ],
+    )
 
 
 def build_pairs(switch: Path, node_namespaces: dict[int, Path]) -> None:
     """Make veth pairs for these nodes, by position; the others use the relay's taps."""
-    lines = [line for i, path in node_namespaces.items() for line in pair_commands(i, path)]
+    lines = [
+        f"link add {port_name(i)} type veth peer name {NODE_INTERFACE} netns {path}"
+        for i, path in node_namespaces.items()
+    ]
     batch("ip", switch, lines)
 
 

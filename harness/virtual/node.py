@@ -95,17 +95,13 @@ def known_hosts_text(plan: ClusterPlan, state: State) -> str:
     """A known_hosts file with all nodes' names and addresses; their keys must exist."""
     lines = []
     for node in plan.nodes:
-        kind, key, *_ = public_key(state, node.name).split()
+        kind, key, *_ = host_key_file(state, node.name).with_suffix(".pub").read_text().split()
         lines.append(f"{node.name},{node.address} {kind} {key}\n")
     return "".join(lines)
 
 
 def host_key_file(state: State, node: str) -> Path:
     return state.node(node) / "etc" / "ssh" / HOST_KEY
-
-
-def public_key(state: State, node: str) -> str:
-    return host_key_file(state, node).with_suffix(".pub").read_text()
 
 
 def write_files(state: State, saved: Saved) -> None:
@@ -179,11 +175,7 @@ def _listens_in(namespace: Path, pid: int) -> bool:
 
 
 def wait_until_ready(state: State, name: str) -> None:
-    """Block until the node accepts logins.
-
-    Raises:
-        EnvironmentSetupError: its sshd ended or did not start in time; has the log's last line.
-    """
+    """Block until the node accepts logins."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         pid = system.read_alive(state.pid_file(name))
@@ -199,11 +191,7 @@ def wait_until_ready(state: State, name: str) -> None:
 
 
 def command_on(state: State, name: str, argv: Sequence[str], directory: Path) -> list[str]:
-    """The command line for this machine that runs `argv` on a node.
-
-    Raises:
-        ConfigError: the node is powered off.
-    """
+    """The command line for this machine that runs `argv` on a node."""
     pid = system.read_alive(state.pid_file(name))
     if pid is None:
         raise ConfigError(

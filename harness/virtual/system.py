@@ -32,11 +32,7 @@ def find(tool: str) -> str | None:
 
 
 def run(argv: Sequence[str], *, stdin: str = "") -> str:
-    """Run a tool and return its output.
-
-    Raises:
-        EnvironmentSetupError: it failed, is missing, or timed out.
-    """
+    """Run a tool and return its output."""
     try:
         done = subprocess.run(
             argv, input=stdin, capture_output=True, text=True, check=False, timeout=TOOL_TIMEOUT_S
@@ -64,11 +60,7 @@ def in_network(namespace: Path) -> list[str]:
 
 
 def check_tools() -> None:
-    """Check that the required tools are installed.
-
-    Raises:
-        EnvironmentSetupError: names missing tools and their packages.
-    """
+    """Check that the required tools are installed."""
     missing = [tool for tool in _TOOLS if find(tool) is None]
     if missing:
         packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
@@ -79,11 +71,7 @@ def check_tools() -> None:
 
 
 def check_rights() -> None:
-    """Check that this user may make namespaces.
-
-    Raises:
-        EnvironmentSetupError: not allowed; names an alternative.
-    """
+    """Check that this user may make namespaces."""
     try:
         run(["unshare", "--net", "--uts", "--mount", "--ipc", "true"])
     except EnvironmentSetupError as error:
@@ -146,9 +134,6 @@ def end_all(find: Callable[[], set[int]]) -> int:
 
     Waits until they have ended, because a killed process leaves its namespaces, and thereby the
     result of `find`, before it closes its sockets and frees its port.
-
-    Raises:
-        EnvironmentSetupError: a process does not end.
     """
     killed: dict[int, int] = {}
     deadline = time.monotonic() + END_TIMEOUT_S

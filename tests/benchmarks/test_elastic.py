@@ -1,7 +1,5 @@
 """Ratios of trainings that freeze layers, from the ends of their epochs and their accuracies."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every reader answers broken files with its own one-line error, whatever is wrong with them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from random import Random
@@ -29,7 +27,7 @@ READER_OF = {
 LENIENT = {"probe", "deepspeed_log", "epoch_csv"}
 
 
-def read(name: str, data: bytes, folder: Path) -> None:
+def read(name, data, folder):
     """Nothing but the reader's own error, of one line, may come out."""
     try:
         READERS[name].read(data, folder)
@@ -40,17 +38,17 @@ def read(name: str, data: bytes, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_only_the_readers_own_error_comes_out(name: str, tmp_path: Path) -> None:
+def test_only_the_readers_own_error_comes_out(name, tmp_path):
     seeds = READERS[name].seeds()
 
     @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, 2**32), st.sampled_from(seeds))
-    def mutations(seed: int, data: bytes) -> None:
+    def mutations(seed, data):
         read(name, fuzz_mutations.mutate(Random(seed), data), tmp_path)
 
     @settings(max_examples=20, suppress_health_check=list(HealthCheck))
     @given(st.binary() | st.text().map(lambda text: text.encode(errors="replace")))
-    def anything(data: bytes) -> None:
+    def anything(data):
         read(name, data, tmp_path)
 
     mutations()
@@ -58,7 +56,7 @@ def test_only_the_readers_own_error_comes_out(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", sorted(CASES.iterdir()), ids=lambda path: path.name)
-def test_what_once_escaped_is_refused(path: Path, tmp_path: Path) -> None:
+def test_what_once_escaped_is_refused(path, tmp_path):
     name = path.name.split("-")[0]
     name = READER_OF.get(name, name)
     if name in LENIENT:

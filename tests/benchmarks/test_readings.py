@@ -1,7 +1,5 @@
 """The page of readings, made from benchmarks/figures/."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which runs a cell compares, and what it says of a cell whose reference failed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What all files of planning have in common."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -24,14 +22,14 @@ ids = [type(one).__name__ for one in FILES]
 
 
 @pytest.mark.parametrize("value", FILES, ids=ids)
-def test_a_file_is_read_as_it_was_written(value: JsonFile, tmp_path: Path) -> None:
+def test_a_file_is_read_as_it_was_written(value, tmp_path):
     path = tmp_path / "file.json"
     path.write_bytes(value.to_json())
     assert type(value).load(path) == value
 
 
 @pytest.mark.parametrize("value", FILES, ids=ids)
-def test_another_version_is_refused_with_what_is_read_and_the_remedy(value: JsonFile) -> None:
+def test_another_version_is_refused_with_what_is_read_and_the_remedy(value):
     kind = value.FILE
     next_version = kind.version + 1
     fields = msgspec.json.decode(value.to_json())
@@ -45,7 +43,7 @@ def test_another_version_is_refused_with_what_is_read_and_the_remedy(value: Json
 
 
 @pytest.mark.parametrize("value", FILES, ids=ids)
-def test_errors_name_the_file(value: JsonFile, tmp_path: Path) -> None:
+def test_errors_name_the_file(value, tmp_path):
     kind, path = value.FILE, tmp_path / "file.json"
     with pytest.raises(kind.error, match=f"^{kind.name} {path}: No such file or directory$"):
         type(value).load(path)
@@ -60,7 +58,7 @@ def test_errors_name_the_file(value: JsonFile, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", FILES, ids=ids)
-def test_a_field_that_nothing_reads_is_refused_with_its_name_and_the_file(value: JsonFile) -> None:
+def test_a_field_that_nothing_reads_is_refused_with_its_name_and_the_file(value):
     fields = msgspec.json.decode(value.to_json())
     data = msgspec.json.encode({**fields, "microbatchs": 4})
     with pytest.raises(value.FILE.error, match=r"^my\.json: .* unknown field `microbatchs`"):
@@ -71,7 +69,7 @@ def test_a_field_that_nothing_reads_is_refused_with_its_name_and_the_file(value:
         type(value).from_json(newer, source="my.json")
 
 
-def test_a_name_that_stands_twice_is_refused() -> None:
+def test_a_name_that_stands_twice_is_refused():
     text = b'{"name": "s", "batch": 4, "operators": {"a": {"partition": {}, "devices": [0]}%s}}'
     again = b', "b": {"partition": {}, "devices": [1]}, "a": {"partition": {}, "devices": [2]}'
     assert Strategy.from_json(text % b"").operators["a"].devices == [0]
@@ -100,9 +98,7 @@ _MEASUREMENT = {"device_kind": "CPU", "operator": "x", "forward_s": 1, "backward
          "`times` - at `$.measurements[0]`"),
     ],
 )  # fmt: skip
-def test_an_unknown_field_is_told_where_it_is(
-    kind: type[JsonFile], data: dict[str, object], where: str
-) -> None:
+def test_an_unknown_field_is_told_where_it_is(kind, data, where):
     with pytest.raises(kind.FILE.error) as caught:
         kind.from_json(msgspec.json.encode(data), source="my.json")
     assert str(caught.value) == f"my.json: Object contains unknown field {where}"
@@ -119,13 +115,13 @@ def test_an_unknown_field_is_told_where_it_is(
          "Expected `object`, got `int` - at `$.operators['b']`"),
     ],
 )  # fmt: skip
-def test_a_file_by_hand_is_told_line_key_fields_and_values(text: str, message: str) -> None:
+def test_a_file_by_hand_is_told_line_key_fields_and_values(text, message):
     with pytest.raises(StrategyError) as caught:
         Strategy.from_json(text.encode(), source="my.json")
     assert message in str(caught.value)
 
 
-def test_bytes_that_are_no_text_in_what_is_left_out_are_no_error_of_another_kind() -> None:
+def test_bytes_that_are_no_text_in_what_is_left_out_are_no_error_of_another_kind():
     data = Prediction(strategy="s", method="m", step_s=1.0, spans={"0": []}).to_json()
     data = data.replace(
         b'"0":[]', b'"0":[{"type":"span","kind":"step","x":"\xff","start_s":0,"duration_s":0}]'

@@ -6,7 +6,7 @@ from harness.domain.freezing import freezable_layers, n_frozen_by_norms, n_froze
 from harness.domain.graph import Graph, Operator
 
 
-def test_the_schedule_is_that_of_pipetransformer() -> None:
+def test_the_schedule_is_that_of_pipetransformer():
     """12 layers and a third, as the released code computes them."""
     assert [n_frozen_layers(12, 1 / 3, t) for t in range(8)] == [0, 4, 7, 9, 10, 11, 11, 12]
 
@@ -22,11 +22,11 @@ def test_the_schedule_is_that_of_pipetransformer() -> None:
         (6, [0, 0, 0, 0, 0, 0], 6),
     ],
 )
-def test_the_gradient_rule_takes_the_least_layer_or_the_bound(n_frozen, norms, wanted) -> None:
+def test_the_gradient_rule_takes_the_least_layer_or_the_bound(n_frozen, norms, wanted):
     assert n_frozen_by_norms(1 / 3, n_frozen, norms) == wanted
 
 
-def operator(name: str, *parameters: str) -> Operator:
+def operator(name, *parameters):
     attrs = {"module": name, "parameters": list(parameters)} if parameters else {"module": name}
     return Operator(name=name, kind="linear", shape={"sample": 2}, attrs=attrs)
 
@@ -53,6 +53,6 @@ def operator(name: str, *parameters: str) -> Operator:
         ([operator("a", "a.weight"), operator("b", "b.weight")], []),
     ],
 )  # fmt: skip
-def test_layers_are_found_by_numbers(operators, layers) -> None:
+def test_layers_are_found_by_numbers(operators, layers):
     found = freezable_layers(Graph(name="g", batch=2, operators=operators))
     assert [(" ".join(x.operators), " ".join(sorted(x.parameters))) for x in found] == layers

@@ -4,16 +4,16 @@ from harness.domain.graph import Graph, Operator
 from harness.errors import GraphError
 
 
-def op(name: str, *inputs: str, **fields: object) -> Operator:
+def op(name, *inputs, **fields):
     return Operator(name=name, kind="other", inputs=list(inputs), **fields)  # type: ignore[arg-type]
 
 
-def diamond() -> Graph:
+def diamond():
     operators = [op("a"), op("b", "a"), op("c", "a"), op("d", "c", "b", "b")]
     return Graph(name="diamond", operators=operators, batch=8)
 
 
-def test_json_round_trip_keeps_everything() -> None:
+def test_json_round_trip_keeps_everything():
     graph = Graph(
         name="one",
         operators=[
@@ -32,13 +32,13 @@ def test_json_round_trip_keeps_everything() -> None:
     assert list(again.operators[0].shape) == ["sample", "feature", "height", "width"]
 
 
-def test_hash_depends_on_content_only() -> None:
+def test_hash_depends_on_content_only():
     assert diamond().content_hash() == diamond().content_hash()
     other = Graph(name="diamond", operators=[*diamond().operators, op("e")], batch=8)
     assert other.content_hash() != diamond().content_hash()
 
 
-def test_from_unordered_sorts_and_keeps_the_listed_order_where_it_can() -> None:
+def test_from_unordered_sorts_and_keeps_the_listed_order_where_it_can():
     graph = Graph.from_unordered("g", [op("d", "b", "c"), op("c", "a"), op("a"), op("b", "a")])
     assert [o.name for o in graph.operators] == ["a", "c", "b", "d"]
 
@@ -54,12 +54,12 @@ def test_from_unordered_sorts_and_keeps_the_listed_order_where_it_can() -> None:
         ([op("b", "a"), op("a")], "'b' comes before its producer 'a'"),
     ],
 )
-def test_inconsistent_graph_is_refused_by_name(operators: list[Operator], message: str) -> None:
+def test_inconsistent_graph_is_refused_by_name(operators, message):
     with pytest.raises(GraphError, match=message):
         Graph(name="g", operators=operators)
 
 
-def test_cycle_is_named_though_it_is_listed_out_of_order() -> None:
+def test_cycle_is_named_though_it_is_listed_out_of_order():
     with pytest.raises(GraphError, match="cyclic: b -> a -> b"):
         Graph.from_unordered("g", [op("end", "b"), op("a", "b"), op("b", "a")])
 
@@ -74,7 +74,7 @@ def test_cycle_is_named_though_it_is_listed_out_of_order() -> None:
         ({"shape": {"batch": 3}}, "unknown dim 'batch'"),
     ],
 )
-def test_impossible_operator_is_refused_by_name(fields: dict[str, object], message: str) -> None:
+def test_impossible_operator_is_refused_by_name(fields, message):
     with pytest.raises(GraphError, match=message):
         op("a", **fields)
 

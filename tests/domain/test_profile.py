@@ -5,7 +5,7 @@ from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.errors import GraphError
 
 
-def point(**fields: object) -> Measurement:
+def point(**fields):
     values: dict[str, object] = {
         "device_kind": "gpu",
         "operator": "conv",
@@ -15,7 +15,7 @@ def point(**fields: object) -> Measurement:
     return Measurement(**{**values, **fields})  # type: ignore[arg-type]
 
 
-def test_hash_is_of_the_measurements() -> None:
+def test_hash_is_of_the_measurements():
     a = Profile(model="m", measurements=[point()], provenance={"host": "a"})
     b = Profile(model="m", measurements=[point()], provenance={"host": "b"})
     c = Profile(model="m", measurements=[point(forward_s=1.5)])
@@ -31,24 +31,24 @@ def test_hash_is_of_the_measurements() -> None:
         ({"shape": {"sample": 0}}, "sizes must be >= 1"),
     ],
 )
-def test_impossible_measurement_is_refused(fields: dict[str, object], message: str) -> None:
+def test_impossible_measurement_is_refused(fields, message):
     with pytest.raises(GraphError, match=message):
         point(**fields)
 
 
-def test_negative_time_in_a_file_is_refused_with_the_file() -> None:
+def test_negative_time_in_a_file_is_refused_with_the_file():
     data = msgspec.json.decode(Profile(model="m", measurements=[point()]).to_json())
     data["measurements"][0]["forward_s"] = -0.5
     with pytest.raises(GraphError, match=r"times\.json.*forward_s -0.5"):
         Profile.from_json(msgspec.json.encode(data), source="times.json")
 
 
-def test_point_measured_twice_is_refused() -> None:
+def test_point_measured_twice_is_refused():
     with pytest.raises(GraphError, match="measures operator 'conv' twice"):
         Profile(model="m", measurements=[point(), point(forward_s=3.0)])
 
 
-def step(**fields: object) -> WholeStep:
+def step(**fields):
     values: dict[str, object] = {
         "device_kind": "gpu",
         "batch": 4,
@@ -59,7 +59,7 @@ def step(**fields: object) -> WholeStep:
     return WholeStep(**{**values, **fields})  # type: ignore[arg-type]
 
 
-def test_each_dtype_has_its_own_calibration() -> None:
+def test_each_dtype_has_its_own_calibration():
     steps = [step(step_s=2.0), step(dtype="bfloat16", step_s=3.0)]
     profile = Profile(model="m", measurements=[point()], whole_steps=steps)
     assert profile.calibration_of("", "gpu", 4, "float32") == 2.0
@@ -67,7 +67,7 @@ def test_each_dtype_has_its_own_calibration() -> None:
     assert profile.calibration_of("", "gpu", 4, "float16") == 1.0
 
 
-def test_calibration_lies_between_that_of_two_batches() -> None:
+def test_calibration_lies_between_that_of_two_batches():
     steps = [step(step_s=2.0, operators_s=1.6), step(batch=1, step_s=3.0)]
     profile = Profile(model="m", measurements=[point()], whole_steps=steps)
     found = [profile.calibration_of("", "gpu", samples) for samples in (1, 2, 4, 8)]

@@ -1,18 +1,16 @@
 """Spans as lines of a file, and in words."""
 
-from typing import Any
-
 import msgspec
 import pytest
 
-from harness.domain.record import Record, Span, SpanFields, SpanKind
+from harness.domain.record import Record, Span, SpanFields
 
 
-def span(kind: SpanKind, **fields: Any) -> Span:
+def span(kind, **fields):
     return Span(kind=kind, start_s=1.0, duration_s=0.5, **fields)
 
 
-def test_a_line_holds_only_the_fields_that_apply() -> None:
+def test_a_line_holds_only_the_fields_that_apply():
     plain = '{"type":"span","kind":"forward","start_s":1.0,"duration_s":0.5'
     assert msgspec.json.encode(span("forward")).decode() == plain + "}"
     weights = span("forward", step=2, stage=1, microbatch=0, pass_="recompute")
@@ -21,7 +19,7 @@ def test_a_line_holds_only_the_fields_that_apply() -> None:
     assert msgspec.json.decode(line, type=Record) == weights
 
 
-def test_every_optional_field_can_be_recorded() -> None:
+def test_every_optional_field_can_be_recorded():
     required = {"kind", "start_s", "duration_s"}
     optional = set(Span.__struct_fields__) - required
     assert optional == SpanFields.__annotations__.keys() | {"step"}
@@ -30,7 +28,7 @@ def test_every_optional_field_can_be_recorded() -> None:
 @pytest.mark.parametrize(
     "field", ['"stage":-1', '"pass":"sideways"', '"peer":"1"', '"is_wait":1', '"microbatch":1e12']
 )
-def test_a_field_out_of_bounds_is_refused(field: str) -> None:
+def test_a_field_out_of_bounds_is_refused(field):
     line = f'{{"type":"span","kind":"forward","start_s":1,"duration_s":1,{field}}}'
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(line, type=Record)
@@ -69,5 +67,5 @@ def test_a_field_out_of_bounds_is_refused(field: str) -> None:
         ),
     ],
 )
-def test_a_label_says_in_words_what_the_fields_say(words: str, one: Span) -> None:
+def test_a_label_says_in_words_what_the_fields_say(words, one):
     assert one.label == words

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 LENET = ("--model", "lenet", "--batch-size", "64", "--steps", "4", "--warm-up", "1")
 
 
-def run(results: Path, *words: str, n_ranks: int = 1) -> list:
+def run(results, *words, n_ranks=1):
     """The runs of a workload."""
     # All ranks on the first GPU, however many there are.
     launch = [] if n_ranks == 1 else [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks)]
@@ -32,12 +32,12 @@ def run(results: Path, *words: str, n_ranks: int = 1) -> list:
     return read_results(results).runs
 
 
-def values(one, metric: str) -> list[float]:
+def values(one, metric):
     records = [record for own in one.ranks.values() for record in own]
     return [r.value for r in records if isinstance(r, Sample) and r.metric == metric]
 
 
-def losses(one) -> list[float]:
+def losses(one):
     return values(one, "loss")
 
 

@@ -15,9 +15,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_steps_taken_together_cover_what_each_does_alone(
-    intervals: list[tuple[int, int, int, bool]],
-) -> None:
+def test_steps_taken_together_cover_what_each_does_alone(intervals):
     """Columns of a rank against one step after another; steps may overlap in time."""
     whole = [Span(kind="step", step=step, start_s=5, duration_s=30) for step in range(4)]
     parts: list[Record] = [
@@ -45,5 +43,5 @@ def test_steps_taken_together_cover_what_each_does_alone(
             assert waited[id(one)] == covered_s(waits, one)
 
 
-def test_a_rank_without_spans_has_no_steps() -> None:
+def test_a_rank_without_spans_has_no_steps():
     assert Records([]).by_step == {}

@@ -1,9 +1,6 @@
 """Hosts as values: a survey can be built by hand, and judged without any host."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,7 @@ from harness.domain.hostfile import Host
 from harness.nodes import ssh
 from harness.nodes.between import Connection, Pairs
 from harness.nodes.checks import judge_all
-from harness.nodes.facts import Disk, Facts, Finding, InterfaceFacts, PeerRoute, PythonFacts
+from harness.nodes.facts import Disk, Facts, InterfaceFacts, PeerRoute, PythonFacts
 from harness.nodes.probe import Order, Probe, ProbedClock
 from harness.nodes.survey import HostReport, Survey
 
@@ -22,14 +19,14 @@ PACKAGES = {"torch": "2.13.0+cpu", "mpi4py": "4.1.2", "training-harness": "0.1.0
 class Hosts:
     """Builds healthy hosts n0, n1, ... and lets a test break one thing of one of them."""
 
-    def __init__(self, n_hosts: int) -> None:
+    def __init__(self, n_hosts):
         names = [f"n{i}" for i in range(n_hosts)]
         self.order = Order(
             peers=tuple(names), env_dir="/e", repo_dir="/r", timeout_s=20, hostfile="my.txt"
         )
         self.reports = [self._report(i, names) for i in range(n_hosts)]
 
-    def _report(self, index: int, names: list[str]) -> HostReport:
+    def _report(self, index, names):
         own = f"10.0.0.{index + 1}"
         facts = Facts(
             hostname=names[index],
@@ -78,37 +75,37 @@ class Hosts:
         )
         return HostReport(probe=probe, facts=facts)
 
-    def facts(self, index: int, **changes: object) -> Hosts:
+    def facts(self, index, **changes):
         report = self.reports[index]
         facts = dataclasses.replace(report.facts, **changes)
         self.reports[index] = dataclasses.replace(report, facts=facts)
         return self
 
-    def probe(self, index: int, **changes: object) -> Hosts:
+    def probe(self, index, **changes):
         report = self.reports[index]
         probe = dataclasses.replace(report.probe, **changes)
         self.reports[index] = dataclasses.replace(report, probe=probe)
         return self
 
-    def fail_login(self, index: int, login: ssh.Login, **changes: object) -> Hosts:
+    def fail_login(self, index, login, **changes):
         return self.probe(index, login=login, is_complete=False, **changes)
 
-    def survey(self, **parts: object) -> Survey:
+    def survey(self, **parts):
         return dataclasses.replace(Survey(order=self.order, reports=tuple(self.reports)), **parts)
 
-    def judge(self, check: str, index: int, **parts: object) -> list[Finding]:
+    def judge(self, check, index, **parts):
         findings = judge_all(self.survey(**parts), [check])
         return [finding for finding in findings if finding.host == f"n{index}"]
 
 
 @pytest.fixture
-def hosts() -> Callable[[int], Hosts]:
+def hosts():
     return Hosts
 
 
 @pytest.fixture
-def full_mesh() -> Callable[..., Pairs]:
-    def build(n_hosts: int, **broken: Connection) -> Pairs:
+def full_mesh():
+    def build(n_hosts, **broken):
         """All pairs work but those given as n0_n1=Connection(...)."""
         names = [f"n{i}" for i in range(n_hosts)]
         connections = {
@@ -123,5 +120,5 @@ def full_mesh() -> Callable[..., Pairs]:
 
 
 @pytest.fixture
-def smi_xml() -> Callable[[str], str]:
+def smi_xml():
     return lambda name: (Path(__file__).parent / "nvidia_smi" / f"{name}.xml").read_text()

@@ -6,7 +6,7 @@ from harness.nodes.mpi import common_network
 from harness.nodes.parse import parse_facts
 
 
-def _host(index: int, *, fast: str = "10.1.0") -> Facts:
+def _host(index, *, fast="10.1.0"):
     """Its name's address stands on eth0; a faster network is beside it."""
     return Facts(
         hostname=f"n{index}",
@@ -20,7 +20,7 @@ def _host(index: int, *, fast: str = "10.1.0") -> Facts:
     )
 
 
-def _taken(hosts: list[Facts]) -> list[tuple[str, str]]:
+def _taken(hosts):
     found = []
     for facts in choose_run_interfaces(hosts):
         assert facts.cluster_interface is not None
@@ -28,14 +28,14 @@ def _taken(hosts: list[Facts]) -> list[tuple[str, str]]:
     return found
 
 
-def test_the_fastest_network_that_all_share_is_looked_at_as_runs_take_it() -> None:
+def test_the_fastest_network_that_all_share_is_looked_at_as_runs_take_it():
     hosts = [_host(1), _host(2)]
     assert _taken(hosts) == [("ib0", "10.1.0.1"), ("ib0", "10.1.0.2")]
     settled = choose_run_interfaces(hosts)
     assert common_network({facts.hostname: facts for facts in settled}) == "10.1.0.0/24"
 
 
-def test_hosts_without_a_route_to_the_others_names_stay_critical(hosts) -> None:
+def test_hosts_without_a_route_to_the_others_names_stay_critical(hosts):
     cluster = hosts(2)
     settled = choose_run_interfaces([report.facts for report in cluster.reports])
     assert settled[1].run_interface == "eth0"
@@ -43,7 +43,7 @@ def test_hosts_without_a_route_to_the_others_names_stay_critical(hosts) -> None:
     assert cluster.judge("nic", 1)[0].status is Status.CRITICAL
 
 
-def test_an_interface_without_a_carrier_is_not_taken() -> None:
+def test_an_interface_without_a_carrier_is_not_taken():
     text = """@harness:net_dev
   eth0: 0
 @harness:links

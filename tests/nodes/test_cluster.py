@@ -1,13 +1,10 @@
 """The check on real nodes: own network, sshd, host keys, mpirun over ssh. Needs root."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,24 +20,24 @@ TIMEOUT_S = 20  # several times what five healthy nodes take, also on a busy mac
 class Cluster:
     """Five nodes of the virtual cluster, driven by its command line."""
 
-    def __init__(self, hosts_dir: Path) -> None:
+    def __init__(self, hosts_dir):
         self.name = f"nodes{os.getpid()}"
         self.hostfile = hosts_dir / f"virtual-{self.name}.txt"
         self("up", "--nodes", "5", "--bandwidth", "1gbit", "--hosts-dir", str(hosts_dir))
 
-    def __call__(self, command: str, *words: str) -> None:
+    def __call__(self, command, *words):
         self._call(command, *words).check_returncode()
 
-    def _call(self, command: str, *words: str) -> subprocess.CompletedProcess[str]:
+    def _call(self, command, *words):
         script = ["bash", "setup/virtual_cluster.sh", command, "--name", self.name, *words]
         return subprocess.run(
             script, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
         )
 
-    def node(self, index: int) -> str:
+    def node(self, index):
         return f"{self.name}-node{index}"
 
-    def check(self, *flags: str) -> tuple[dict[str, object], dict[tuple[int, str], dict[str, str]]]:
+    def check(self, *flags):
         """The JSON of a check from node 0, and its finding by node and check."""
         done = self._call(
             "run", "--", "bash", str(ROOT / "setup/check_nodes.sh"), str(self.hostfile), "--json",
@@ -58,7 +55,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     if os.geteuid() != 0:
         pytest.skip("needs root")
     built = Cluster(tmp_path_factory.mktemp("hosts"))
@@ -68,7 +65,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         built("down")
 
 
-def test_five_healthy_nodes_pass_every_check(cluster: Cluster) -> None:
+def test_five_healthy_nodes_pass_every_check(cluster):
     # cpu: the load is this machine's; env: the tree may be edited while the check runs.
     document, found = cluster.check("--skip", "cpu,env")
     assert document["status"] == "OK"
@@ -80,7 +77,7 @@ def test_five_healthy_nodes_pass_every_check(cluster: Cluster) -> None:
     assert found[3, "nic"]["detail"].startswith("eth0 ")
 
 
-def test_one_off_one_wrong_key_one_hanging(cluster: Cluster) -> None:
+def test_one_off_one_wrong_key_one_hanging(cluster):
     cluster("fault", "1", "--kind", "off")
     cluster("fault", "3", "--kind", "wrong-key")
     cluster("fault", "4", "--kind", "hang")
@@ -115,7 +112,7 @@ def test_one_off_one_wrong_key_one_hanging(cluster: Cluster) -> None:
         assert found[broken, "mpi"]["status"] == "UNKNOWN"
 
 
-def test_a_pair_that_cannot_talk_is_found_on_both_ends_and_nowhere_else(cluster: Cluster) -> None:
+def test_a_pair_that_cannot_talk_is_found_on_both_ends_and_nowhere_else(cluster):
     document, _ = cluster.check("--only", "resolve,port")
     (address,) = document["hosts"][1]["addresses"]
     cluster("exec", "2", "--", "ip", "route", "add", "unreachable", f"{address}/32")
@@ -129,12 +126,12 @@ def test_a_pair_that_cannot_talk_is_found_on_both_ends_and_nowhere_else(cluster:
     assert f"reaches 3 of 4; not {cluster.node(1)} (refused" in found[2, "tcp"]["detail"]
 
 
-def test_nothing_of_a_check_stays_on_the_nodes(cluster: Cluster) -> None:
+def test_nothing_of_a_check_stays_on_the_nodes(cluster):
     cluster.check("--skip", "mpi,env")
     wait_until(lambda: programs() == [], 20)  # a rank that imports torch notices the end afterwards
 
 
-def programs() -> list[str]:
+def programs():
     """The check's programs that run anywhere on this machine, which all nodes share."""
     found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     return [line for line in found.stdout.splitlines() if "bytes.fromhex" in line]

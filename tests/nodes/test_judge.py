@@ -16,16 +16,16 @@ from harness.nodes.ssh import Login, Target
 GIB = 2**30
 
 
-def interface_of(cluster, index: int):
+def interface_of(cluster, index):
     return cluster.reports[index].facts.interfaces
 
 
-def with_nic(cluster, index: int, **changes: object):
+def with_nic(cluster, index, **changes):
     lo, eth0, docker0 = interface_of(cluster, index)
     return cluster.facts(index, interfaces=(lo, dataclasses.replace(eth0, **changes), docker0))
 
 
-def test_a_healthy_cluster_is_ok_in_every_check(hosts, full_mesh) -> None:
+def test_a_healthy_cluster_is_ok_in_every_check(hosts, full_mesh):
     names = ("n0", "n1", "n2")
     survey = hosts(3).survey(
         pairs=full_mesh(3),
@@ -37,13 +37,13 @@ def test_a_healthy_cluster_is_ok_in_every_check(hosts, full_mesh) -> None:
     assert [f.check for f in findings if f.host == "n0"] == list(CHECKS)
 
 
-def test_critical_outweighs_unknown_outweighs_warn() -> None:
+def test_critical_outweighs_unknown_outweighs_warn():
     assert worst([Status.OK, Status.UNKNOWN, Status.WARN]) is Status.UNKNOWN
     assert worst([Status.UNKNOWN, Status.CRITICAL]) is Status.CRITICAL
     assert worst([]) is Status.OK
 
 
-def test_a_name_without_address_stops_the_host_with_one_finding(hosts) -> None:
+def test_a_name_without_address_stops_the_host_with_one_finding(hosts):
     cluster = hosts(2).fail_login(
         1, Login.UNTRIED, addresses=(), resolve_error="Name or service not known"
     )
@@ -66,7 +66,7 @@ def test_a_name_without_address_stops_the_host_with_one_finding(hosts) -> None:
         ("10.0.0.2 port 22: no answer in 20 s", "switch n1 on, or open port 22 in its firewall"),
     ],
 )
-def test_each_shut_port_has_its_remedy(hosts, error: str, remedy: str) -> None:
+def test_each_shut_port_has_its_remedy(hosts, error, remedy):
     cluster = hosts(2).fail_login(1, Login.UNTRIED, is_port_open=False, port_error=error)
     (finding,) = cluster.judge("port", 1)
     assert (finding.status, finding.detail, finding.remedy) == (Status.CRITICAL, error, remedy)
@@ -85,14 +85,14 @@ def test_each_shut_port_has_its_remedy(hosts, error: str, remedy: str) -> None:
         (Login.FAILED, "ssh fails: so it is", "ssh -v n1 true"),
     ],
 )
-def test_each_failed_login_has_its_remedy(hosts, login: Login, detail: str, remedy: str) -> None:
+def test_each_failed_login_has_its_remedy(hosts, login, detail, remedy):
     (finding,) = hosts(2).fail_login(1, login, login_detail="so it is").judge("login", 1)
     assert finding.status is Status.CRITICAL
     assert detail in finding.detail
     assert remedy in finding.remedy
 
 
-def test_remedies_for_another_port_and_key_file_can_be_typed_as_they_are(hosts) -> None:
+def test_remedies_for_another_port_and_key_file_can_be_typed_as_they_are(hosts):
     target = Target(hostname="n1.lab", port=2222, user="ada", is_proxied=False)
     cluster = hosts(2).fail_login(1, Login.CHANGED_KEY, target=target, key_file="/etc/my hosts")
     (finding,) = cluster.judge("login", 1)
@@ -100,25 +100,25 @@ def test_remedies_for_another_port_and_key_file_can_be_typed_as_they_are(hosts) 
     assert " && ssh n1 true, and answer yes if " in finding.remedy
 
 
-def test_a_changed_key_is_forgotten_under_the_name_behind_an_alias(hosts) -> None:
+def test_a_changed_key_is_forgotten_under_the_name_behind_an_alias(hosts):
     target = Target(hostname="n1.lab", port=22, user="ada", is_proxied=True)
     (finding,) = hosts(2).fail_login(1, Login.CHANGED_KEY, target=target).judge("login", 1)
     assert "ssh-keygen -R n1.lab && ssh n1 true" in finding.remedy
 
 
-def test_localhost_among_other_hosts_is_to_be_written_by_its_name(hosts) -> None:
+def test_localhost_among_other_hosts_is_to_be_written_by_its_name(hosts):
     cluster = hosts(2).probe(1, addresses=("127.0.0.1",)).facts(1, hostname="ecetesla1")
     (finding,) = cluster.judge("resolve", 1)
     assert finding.status is Status.WARN
     assert finding.remedy.startswith("write ecetesla1 instead of n1 into the hostfile")
 
 
-def test_this_machines_own_name_may_be_a_loopback_address_here(hosts) -> None:
+def test_this_machines_own_name_may_be_a_loopback_address_here(hosts):
     (finding,) = hosts(2).probe(1, addresses=("127.0.1.1",)).judge("resolve", 1)
     assert (finding.status, finding.detail) == (Status.OK, "127.0.1.1")
 
 
-def test_a_hang_behind_the_login_is_located_and_keeps_earlier_facts(hosts) -> None:
+def test_a_hang_behind_the_login_is_located_and_keeps_earlier_facts(hosts):
     text = "@harness:hostname\nn1\n@harness:shell\n@harness:cpus_allowed\n@harness:disk"
     cluster = hosts(2).probe(1, is_complete=False, text=text)
     assert "hung at disk" in cluster.judge("login", 1)[0].detail
@@ -128,7 +128,7 @@ def test_a_hang_behind_the_login_is_located_and_keeps_earlier_facts(hosts) -> No
     assert cluster.judge("tcp", 1)[0].status is Status.UNKNOWN
 
 
-def test_a_csh_is_a_warning_with_the_command_that_changes_it(hosts) -> None:
+def test_a_csh_is_a_warning_with_the_command_that_changes_it(hosts):
     (finding,) = hosts(1).facts(0, shell="/bin/tcsh").judge("shell", 0)
     assert finding.status is Status.WARN
     assert finding.remedy == "bash setup/change_shell.sh my.txt --apply"
@@ -145,9 +145,7 @@ def test_a_csh_is_a_warning_with_the_command_that_changes_it(hosts) -> None:
         (5.2, 0.3, Status.WARN),
     ],
 )
-def test_a_clock_counts_as_wrong_beyond_the_error_of_the_look(
-    hosts, offset_s: float, error_s: float, status: Status
-) -> None:
+def test_a_clock_counts_as_wrong_beyond_the_error_of_the_look(hosts, offset_s, error_s, status):
     cluster = hosts(1).probe(0, clock=ProbedClock(offset_s=offset_s, error_s=error_s))
     assert cluster.judge("clock", 0)[0].status is status
 
@@ -177,9 +175,7 @@ def test_a_clock_counts_as_wrong_beyond_the_error_of_the_look(
         ),
     ],
 )
-def test_each_broken_fact_has_its_verdict(
-    hosts, check: str, changes: dict[str, object], status: Status, words: str
-) -> None:
+def test_each_broken_fact_has_its_verdict(hosts, check, changes, status, words):
     cluster = hosts(3).facts(2, **changes)
     (finding,) = cluster.judge(check, 2)
     assert finding.status is status
@@ -198,7 +194,7 @@ def test_each_broken_fact_has_its_verdict(
         ("/dev/shm", GIB // 2, Status.OK),
     ],
 )
-def test_full_disks_are_found(hosts, mount: str, free_bytes: int, status: Status) -> None:
+def test_full_disks_are_found(hosts, mount, free_bytes, status):
     disk = Disk(path=mount, mount=mount, total_bytes=10**12, free_bytes=free_bytes)
     assert hosts(1).facts(0, disks=(disk,)).judge("disk", 0)[0].status is status
 
@@ -212,9 +208,7 @@ def test_full_disks_are_found(hosts, mount: str, free_bytes: int, status: Status
         ({"mtu_bytes": 9000}, "MTU of 9000 B, most others 1500 B"),
     ],
 )
-def test_a_slow_or_odd_interface_is_a_warning(
-    hosts, changes: dict[str, object], words: str
-) -> None:
+def test_a_slow_or_odd_interface_is_a_warning(hosts, changes, words):
     cluster = with_nic(hosts(3), 1, **changes)
     (finding,) = cluster.judge("nic", 1)
     assert finding.status is Status.WARN
@@ -222,12 +216,12 @@ def test_a_slow_or_odd_interface_is_a_warning(
     assert cluster.judge("nic", 0)[0].status is Status.OK
 
 
-def test_docker0_is_named_as_not_used(hosts) -> None:
+def test_docker0_is_named_as_not_used(hosts):
     detail = hosts(2).judge("nic", 0)[0].detail
     assert detail == "eth0 10.0.0.1, 1000 Mbit/s; not used: docker0"
 
 
-def test_routes_over_two_interfaces_are_a_warning(hosts) -> None:
+def test_routes_over_two_interfaces_are_a_warning(hosts):
     cluster = hosts(3)
     routes = (
         *cluster.reports[0].facts.routes,
@@ -237,7 +231,7 @@ def test_routes_over_two_interfaces_are_a_warning(hosts) -> None:
     assert "through docker0 and eth0" in finding.detail
 
 
-def test_outliers_are_named_against_the_majority(hosts) -> None:
+def test_outliers_are_named_against_the_majority(hosts):
     old = PythonFacts(
         version="3.11.7",
         packages={"torch": "2.4.0", "mpi4py": "4.1.2", "training-harness": "0.1.0"},
@@ -250,13 +244,13 @@ def test_outliers_are_named_against_the_majority(hosts) -> None:
     assert cluster.judge("env", 0)[0].status is Status.OK
 
 
-def test_cpu_and_cuda_builds_of_one_torch_release_are_equal(hosts) -> None:
+def test_cpu_and_cuda_builds_of_one_torch_release_are_equal(hosts):
     packages = {"torch": "2.13.0+cu130", "mpi4py": "4.1.2", "training-harness": "0.1.0"}
     python = PythonFacts(version="3.11.7", packages=packages, harness_hash="aaa")
     assert hosts(2).facts(1, python=python).judge("env", 1)[0].status is Status.OK
 
 
-def test_other_source_of_the_harness_is_critical(hosts) -> None:
+def test_other_source_of_the_harness_is_critical(hosts):
     packages = {"torch": "2.13.0", "mpi4py": "4.1.2", "training-harness": "0.1.0"}
     python = PythonFacts(version="3.11.9", packages=packages, harness_hash="bbb")
     (finding,) = hosts(3).facts(1, python=python).judge("env", 1)
@@ -264,7 +258,7 @@ def test_other_source_of_the_harness_is_critical(hosts) -> None:
     assert finding.detail == "harness source bbb, while 2 of 3 hosts have aaa"
 
 
-def test_a_blocked_pair_names_the_host_whose_firewall_shuts_all_out(hosts, full_mesh) -> None:
+def test_a_blocked_pair_names_the_host_whose_firewall_shuts_all_out(hosts, full_mesh):
     shut = Connection(error="timeout", detail="10.0.0.3")
     pairs = full_mesh(3, n0_n2=shut, n1_n2=shut)
     (finding,) = hosts(3).judge("tcp", 0, pairs=pairs)
@@ -273,25 +267,25 @@ def test_a_blocked_pair_names_the_host_whose_firewall_shuts_all_out(hosts, full_
     assert hosts(3).judge("tcp", 2, pairs=pairs)[0].status is Status.OK
 
 
-def test_one_way_that_fails_blames_the_source(hosts, full_mesh) -> None:
+def test_one_way_that_fails_blames_the_source(hosts, full_mesh):
     pairs = full_mesh(3, n0_n2=Connection(error="timeout", detail="10.0.0.3"))
     assert "in the firewall of n0" in hosts(3).judge("tcp", 0, pairs=pairs)[0].remedy
 
 
-def test_another_machine_behind_a_name_is_found(hosts, full_mesh) -> None:
+def test_another_machine_behind_a_name_is_found(hosts, full_mesh):
     pairs = full_mesh(3, n0_n1=Connection(error="impostor", detail="10.0.0.3 is n2"))
     (finding,) = hosts(3).judge("tcp", 0, pairs=pairs)
     assert "n1 (another machine answers: 10.0.0.3 is n2)" in finding.detail
     assert finding.remedy == "ssh n0 getent hosts n1; correct its /etc/hosts"
 
 
-def test_a_host_without_python_is_unknown_in_tcp(hosts, full_mesh) -> None:
+def test_a_host_without_python_is_unknown_in_tcp(hosts, full_mesh):
     pairs = full_mesh(2)
     pairs.silent["n1"] = "sh: python3: not found"
     assert hosts(2).judge("tcp", 1, pairs=pairs)[0].status is Status.UNKNOWN
 
 
-def test_checks_between_hosts_name_who_is_missing(hosts) -> None:
+def test_checks_between_hosts_name_who_is_missing(hosts):
     cluster = hosts(3).fail_login(1, Login.DENIED)
     hello = Hello(hosts=("n0", "n2"), names=("n0", "n2"), duration_s=1.0)
     (finding,) = cluster.judge("mpi", 0, hello=hello)
@@ -299,28 +293,28 @@ def test_checks_between_hosts_name_who_is_missing(hosts) -> None:
     assert finding.detail == "2 ranks on 2 hosts started and ended in 1 s; without n1"
 
 
-def test_a_late_host_is_unknown_between_hosts_and_told_so(hosts) -> None:
+def test_a_late_host_is_unknown_between_hosts_and_told_so(hosts):
     cluster = hosts(2).probe(1, duration_s=12.0)
     (finding,) = cluster.judge("mpi", 1, late=("n1",))
     assert finding.status is Status.UNKNOWN
     assert finding.remedy == "raise --timeout above 24"
 
 
-def test_an_mpi_of_another_kind_shows_as_a_job_of_one(hosts) -> None:
+def test_an_mpi_of_another_kind_shows_as_a_job_of_one(hosts):
     hello = Hello(hosts=("n0", "n1"), names=("n0",))
     (finding,) = hosts(2).judge("mpi", 0, hello=hello)
     assert finding.status is Status.CRITICAL
     assert "1 rank(s), 2 were asked for" in finding.detail
 
 
-def test_a_rank_on_another_machine_is_critical_for_the_host_that_missed_it(hosts) -> None:
+def test_a_rank_on_another_machine_is_critical_for_the_host_that_missed_it(hosts):
     hello = Hello(hosts=("n0", "n1"), names=("n0", "n0"))
     cluster = hosts(2)
     assert cluster.judge("mpi", 0, hello=hello)[0].status is Status.OK
     assert "no rank ran on n1" in cluster.judge("mpi", 1, hello=hello)[0].detail
 
 
-def test_a_job_that_needs_a_networks_name_is_a_warning_with_the_flags(hosts) -> None:
+def test_a_job_that_needs_a_networks_name_is_a_warning_with_the_flags(hosts):
     hello = Hello(hosts=("n0", "n1"), names=("n0", "n1"), network="10.0.0.0/24")
     (finding,) = hosts(2).judge("mpi", 0, hello=hello)
     assert finding.status is Status.WARN
@@ -328,7 +322,7 @@ def test_a_job_that_needs_a_networks_name_is_a_warning_with_the_flags(hosts) -> 
     assert f"mpirun {flags} " in finding.remedy
 
 
-def test_a_line_without_slots_is_a_warning_with_the_line_to_write(hosts) -> None:
+def test_a_line_without_slots_is_a_warning_with_the_line_to_write(hosts):
     hello = Hello(hosts=("n0", "n1"), names=("n0", "n1"))
     cluster = hosts(2).probe(1, host=Host("n1"))
     assert [f.status for f in cluster.judge("mpi", 0, hello=hello)] == [Status.OK]
@@ -337,7 +331,7 @@ def test_a_line_without_slots_is_a_warning_with_the_line_to_write(hosts) -> None
     assert finding.remedy == "write `n1 slots=1` in the hostfile"
 
 
-def test_a_failing_job_is_pinned_on_the_host_that_fails_alone(hosts) -> None:
+def test_a_failing_job_is_pinned_on_the_host_that_fails_alone(hosts):
     culprits = {"n1": "orted: command not found"}
     hello = Hello(hosts=("n0", "n1"), error="ORTE was unable", culprits=culprits)
     cluster = hosts(2)
@@ -349,7 +343,7 @@ def test_a_failing_job_is_pinned_on_the_host_that_fails_alone(hosts) -> None:
     )
 
 
-def test_a_wrong_sum_is_critical_there_and_a_warning_elsewhere(hosts) -> None:
+def test_a_wrong_sum_is_critical_there_and_a_warning_elsewhere(hosts):
     reduction = Reduction(
         hosts=("n0", "n1"), backend="gloo", errors={"n1": "the sum is wrong"}, left_out={}
     )
@@ -360,7 +354,7 @@ def test_a_wrong_sum_is_critical_there_and_a_warning_elsewhere(hosts) -> None:
     assert cluster.judge("allreduce", 0, reduction=reduction)[0].status is Status.WARN
 
 
-def test_checks_are_chosen_by_name_in_the_tables_order() -> None:
+def test_checks_are_chosen_by_name_in_the_tables_order():
     assert select(["tcp", "login"], []) == ["login", "tcp"]
     assert "mpi" not in select([], ["mpi"])
     with pytest.raises(ConfigError, match="no check 'gpus': choose from resolve, port"):

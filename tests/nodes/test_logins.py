@@ -14,7 +14,7 @@ from harness.nodes import ssh
 from harness.nodes.facts import Status
 from harness.nodes.judge.access import judge_login
 from harness.nodes.parse import parse_facts
-from harness.nodes.probe import N_THROUGH_PROXY, Order, Probe, probe, proxy_gates
+from harness.nodes.probe import N_THROUGH_PROXY, Order, probe, proxy_gates
 from harness.nodes.ssh import Login
 from harness.nodes.survey import HostReport, Survey
 
@@ -45,7 +45,7 @@ exec {shell}
 """
 
 
-def look(tmp_path: Path, shell: str, monkeypatch, *, timeout_s: float = 30) -> Probe:
+def look(tmp_path, shell, monkeypatch, *, timeout_s=30):
     """Probe a host whose login shell is this; `$remote` is what it is told to run."""
     path = tmp_path / "bin" / "ssh"
     path.parent.mkdir(exist_ok=True)
@@ -53,7 +53,7 @@ def look(tmp_path: Path, shell: str, monkeypatch, *, timeout_s: float = 30) -> P
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
 
-    async def run() -> Probe:
+    async def run():
         order = Order(peers=("n0",), env_dir="/no", repo_dir="/no", timeout_s=timeout_s)
         async with AsyncExitStack() as stack:
             found, _ = await probe(Host("n0"), order, stack)
@@ -62,14 +62,14 @@ def look(tmp_path: Path, shell: str, monkeypatch, *, timeout_s: float = 30) -> P
     return asyncio.run(run())
 
 
-def finding_of(found: Probe):
+def finding_of(found):
     report = HostReport(probe=found, facts=parse_facts(found.text))
     order = Order(peers=("n0",), env_dir="/no", repo_dir="/no", timeout_s=30)
     (verdict,) = judge_login(report, Survey(order=order, reports=(report,)))
     return verdict
 
 
-def bash_with(rc: str, tmp_path: Path) -> str:
+def bash_with(rc, tmp_path):
     (tmp_path / "rc").write_text(f"unset BASH_ENV\n{rc}\n")
     return f'env BASH_ENV={tmp_path}/rc bash -c "$remote"'
 
@@ -90,7 +90,7 @@ def bash_with(rc: str, tmp_path: Path) -> str:
     ],
     ids=lambda rc: rc[:24].encode("ascii", "replace").decode(),
 )
-def test_the_probe_finds_its_own_lines(rc: str, tmp_path: Path, monkeypatch) -> None:
+def test_the_probe_finds_its_own_lines(rc, tmp_path, monkeypatch):
     found = look(tmp_path, bash_with(rc, tmp_path), monkeypatch)
     assert (found.login, found.is_complete) == (Login.OK, True)
     assert found.clock is not None
@@ -101,9 +101,7 @@ def test_the_probe_finds_its_own_lines(rc: str, tmp_path: Path, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("name", ["tcsh", "fish", "zsh", "ksh", "dash"])
-def test_other_login_shells_are_left_for_a_posix_one(
-    name: str, tmp_path: Path, monkeypatch
-) -> None:
+def test_other_login_shells_are_left_for_a_posix_one(name, tmp_path, monkeypatch):
     if shutil.which(name) is None:
         pytest.skip(f"needs {name} on this machine: apt-get install {name}")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -126,9 +124,7 @@ def test_other_login_shells_are_left_for_a_posix_one(
         ("read choice", Login.TIMED_OUT, "hangs: no login"),
     ],
 )  # fmt: skip
-def test_a_login_that_does_not_reach_the_command_says_why(
-    rc: str, login: Login, words: str, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_login_that_does_not_reach_the_command_says_why(rc, login, words, tmp_path, monkeypatch):
     found = look(tmp_path, bash_with(rc, tmp_path), monkeypatch, timeout_s=4)
     assert found.login is login
     verdict = finding_of(found)
@@ -137,14 +133,14 @@ def test_a_login_that_does_not_reach_the_command_says_why(
     assert verdict.remedy
 
 
-def test_a_login_that_was_dropped_is_tried_again(tmp_path: Path, monkeypatch) -> None:
+def test_a_login_that_was_dropped_is_tried_again(tmp_path, monkeypatch):
     (tmp_path / "drops").write_text("2")
     found = look(tmp_path, 'sh -c "$remote"', monkeypatch)
     assert (found.login, found.is_complete) == (Login.OK, True)
     assert (tmp_path / "logins").read_text().count("n0") == 3
 
 
-def test_a_login_that_is_always_dropped_ends_within_its_time(tmp_path: Path, monkeypatch) -> None:
+def test_a_login_that_is_always_dropped_ends_within_its_time(tmp_path, monkeypatch):
     (tmp_path / "drops").write_text("1000")
     found = look(tmp_path, 'sh -c "$remote"', monkeypatch, timeout_s=4)
     assert found.login is Login.CLOSED
@@ -152,7 +148,7 @@ def test_a_login_that_is_always_dropped_ends_within_its_time(tmp_path: Path, mon
     assert "MaxStartups" in finding_of(found).remedy
 
 
-def test_only_so_many_log_in_through_one_jump_host_at_once(tmp_path: Path, monkeypatch) -> None:
+def test_only_so_many_log_in_through_one_jump_host_at_once(tmp_path, monkeypatch):
     """The stand-in's login takes a while, and notes how many there are."""
     shell = (
         f'sh -c "mkdir {tmp_path}/now.$$; ls -d {tmp_path}/now.* | wc -l >>{tmp_path}/counts; '
@@ -161,7 +157,7 @@ def test_only_so_many_log_in_through_one_jump_host_at_once(tmp_path: Path, monke
     look(tmp_path, shell, monkeypatch)
     (tmp_path / "counts").unlink()
 
-    async def run() -> list[Probe]:
+    async def run():
         order = Order(peers=("n0",), env_dir="/no", repo_dir="/no", timeout_s=120)
         gates = proxy_gates()
         async with AsyncExitStack() as stack:
@@ -177,9 +173,7 @@ def test_only_so_many_log_in_through_one_jump_host_at_once(tmp_path: Path, monke
 
 
 @pytest.mark.skipif(not shutil.which("ssh"), reason="needs an ssh client")
-def test_odd_ports_and_jump_hosts_are_read_from_sshs_configuration(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_odd_ports_and_jump_hosts_are_read_from_sshs_configuration(tmp_path, monkeypatch):
     config = tmp_path / "config"
     config.write_text(
         "Host odd\n  HostName 10.0.0.7\n  Port 2222\n  User bob\n"
@@ -210,9 +204,7 @@ def test_odd_ports_and_jump_hosts_are_read_from_sshs_configuration(
 
 
 @pytest.mark.parametrize("banner", ["", "echo Welcome", "printf partial"])
-def test_scripts_take_their_answers_from_below_the_banner(
-    banner: str, tmp_path: Path, monkeypatch
-) -> None:
+def test_scripts_take_their_answers_from_below_the_banner(banner, tmp_path, monkeypatch):
     (tmp_path / "rc").write_text(banner + "\n")
     program = tmp_path / "ssh"
     program.write_text(

@@ -1,13 +1,11 @@
 import asyncio
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute
 from harness.nodes.mpi import (
-    Hello,
     common_network,
     explain_mpirun,
     find_mpirun,
@@ -17,7 +15,7 @@ from harness.nodes.mpi import (
 from harness.nodes.session import remote_text
 
 
-def facts(address: str, *, prefix: int = 24) -> Facts:
+def facts(address, *, prefix=24):
     return Facts(
         interfaces=(
             InterfaceFacts(name="eth0", networks=(f"{address}/{prefix}", "fe80::1/64")),
@@ -27,16 +25,16 @@ def facts(address: str, *, prefix: int = 24) -> Facts:
     )
 
 
-def test_the_network_that_all_hosts_share_is_the_one_mpi_uses() -> None:
+def test_the_network_that_all_hosts_share_is_the_one_mpi_uses():
     assert common_network({"a": facts("10.0.0.1"), "b": facts("10.0.0.2")}) == "10.0.0.0/24"
 
 
-def test_hosts_on_unlike_networks_leave_the_choice_to_mpi() -> None:
+def test_hosts_on_unlike_networks_leave_the_choice_to_mpi():
     assert common_network({"a": facts("10.0.0.1"), "b": facts("10.0.1.2")}) is None
     assert common_network({"a": facts("10.0.0.1"), "b": Facts()}) is None
 
 
-def test_the_command_names_hosts_once_and_never_asks() -> None:
+def test_the_command_names_hosts_once_and_never_asks():
     command = mpi_command(
         "/e/bin/mpirun", ["a", "b"], python="/e/bin/python", network="10.0.0.0/24", timeout_s=9
     )
@@ -48,7 +46,7 @@ def test_the_command_names_hosts_once_and_never_asks() -> None:
     assert "oob_tcp_if_include" not in unnamed
 
 
-def mpirun_that(tmp_path: Path, condition: str) -> str:
+def mpirun_that(tmp_path, condition):
     """A stand-in that gathers the names a and b where a condition on its words `$*` holds."""
     program = tmp_path / "mpirun"
     answer = '@harness:hello {"size": 2, "names": ["a", "b"]}'
@@ -59,27 +57,27 @@ def mpirun_that(tmp_path: Path, condition: str) -> str:
     return str(program)
 
 
-def hello_over_two(mpirun: str) -> Hello:
+def hello_over_two(mpirun):
     both = {"a": facts("10.0.0.1"), "b": facts("10.0.0.2")}
     return asyncio.run(run_hello(mpirun, both, python="p", timeout_s=9))
 
 
-def test_a_job_is_started_as_a_run_is_before_a_network_is_named(tmp_path: Path) -> None:
+def test_a_job_is_started_as_a_run_is_before_a_network_is_named(tmp_path):
     hello = hello_over_two(mpirun_that(tmp_path, "*"))
     assert (hello.names, hello.network) == (("a", "b"), "")
 
 
-def test_a_job_that_needs_the_networks_name_says_so(tmp_path: Path) -> None:
+def test_a_job_that_needs_the_networks_name_says_so(tmp_path):
     hello = hello_over_two(mpirun_that(tmp_path, "*oob_tcp_if_include\\ 10.0.0.0/24*"))
     assert (hello.names, hello.network, hello.error) == (("a", "b"), "10.0.0.0/24", "")
 
 
-def test_a_job_that_no_network_helps_names_its_culprits(tmp_path: Path) -> None:
+def test_a_job_that_no_network_helps_names_its_culprits(tmp_path):
     hello = hello_over_two(mpirun_that(tmp_path, "*--host\\ b:1*"))
     assert (hello.names, hello.network, hello.culprits) == ((), "", {"a": "no"})
 
 
-def test_the_hello_leaves_the_same_bridges_out_as_entry_sh(tmp_path: Path) -> None:
+def test_the_hello_leaves_the_same_bridges_out_as_entry_sh(tmp_path):
     for path in ("br-1/bridge", "br-1/lower_veth0", "br0/bridge", "br0/lower_eth0/device"):
         (tmp_path / path).mkdir(parents=True)
     for path in ("br1/bridge", "br1/lower_bond0/lower_eth0/device", "eth0/device"):
@@ -90,7 +88,7 @@ def test_the_hello_leaves_the_same_bridges_out_as_entry_sh(tmp_path: Path) -> No
     assert names["inner_bridges"](str(tmp_path)) == ["br-1"]
 
 
-def test_mpiruns_telling_sentence_is_found() -> None:
+def test_mpiruns_telling_sentence_is_found():
     text = """--------------------------------------------------------------------------
 ssh: connect to host n1 port 22: No route to host
 --------------------------------------------------------------------------
@@ -102,7 +100,7 @@ ORTE was unable to reliably start one or more daemons.
 
 
 @pytest.mark.mpi
-def test_the_real_mpirun_says_hello_here() -> None:
+def test_the_real_mpirun_says_hello_here():
     mpirun = find_mpirun(sys.prefix)
     if mpirun is None:
         pytest.skip("no mpirun")
@@ -114,7 +112,7 @@ def test_the_real_mpirun_says_hello_here() -> None:
 
 
 @pytest.mark.mpi
-def test_a_rank_that_cannot_start_is_told_in_mpiruns_words() -> None:
+def test_a_rank_that_cannot_start_is_told_in_mpiruns_words():
     mpirun = find_mpirun(sys.prefix)
     if mpirun is None:
         pytest.skip("no mpirun")

@@ -73,7 +73,7 @@ Report bugs to http://www.open-mpi.org/community/help/
 """
 
 
-def test_every_fact_of_a_full_probe_is_read() -> None:
+def test_every_fact_of_a_full_probe_is_read():
     facts = parse_facts(TEXT)
     assert (facts.hostname, facts.user, facts.shell) == ("ecetesla0", "ada", "/bin/tcsh")
     assert facts.os_name == "Ubuntu 22.04.4 LTS"
@@ -89,7 +89,7 @@ def test_every_fact_of_a_full_probe_is_read() -> None:
     assert facts.python.torch_cuda == "12.4"
 
 
-def test_the_interface_that_routes_use_is_the_clusters_not_docker0() -> None:
+def test_the_interface_that_routes_use_is_the_clusters_not_docker0():
     interface = parse_facts(TEXT).cluster_interface
     assert interface is not None
     assert interface.name == "enp3s0"
@@ -98,7 +98,7 @@ def test_the_interface_that_routes_use_is_the_clusters_not_docker0() -> None:
     assert parse_facts(TEXT).cluster_address == "129.97.92.168"
 
 
-def test_an_empty_probe_leaves_everything_unknown() -> None:
+def test_an_empty_probe_leaves_everything_unknown():
     facts = parse_facts("")
     assert facts.n_cores is None
     assert facts.usable_memory_bytes is None
@@ -107,17 +107,17 @@ def test_an_empty_probe_leaves_everything_unknown() -> None:
 
 
 @pytest.mark.parametrize("length", range(0, len(TEXT), 97))
-def test_a_probe_cut_off_anywhere_still_parses(length: int) -> None:
+def test_a_probe_cut_off_anywhere_still_parses(length):
     parse_facts(TEXT[:length])
 
 
-def test_the_tightest_limit_of_all_levels_counts() -> None:
+def test_the_tightest_limit_of_all_levels_counts():
     lines = ["cpu.max 50000 100000", "cpu.max 20000 100000", "cpu.max -1 100000", "memory.max max"]
     assert parse_limits(lines) == (0.2, None)
     assert parse_limits(["memory.max 100", "memory.max 70"]) == (None, 70)
 
 
-def test_a_file_system_counts_once_and_names_may_hold_blanks() -> None:
+def test_a_file_system_counts_once_and_names_may_hold_blanks():
     lines = [
         "Filesystem     1024-blocks     Used Available Capacity Mounted on",
         "//nas/My Share 1000 400 600 40% /mnt/my share",
@@ -130,7 +130,7 @@ def test_a_file_system_counts_once_and_names_may_hold_blanks() -> None:
     )
 
 
-def test_routes_of_iproute2_and_busybox_are_read() -> None:
+def test_routes_of_iproute2_and_busybox_are_read():
     lines = [
         "10.0.0.3 dev eth0 src 10.0.0.2 uid 0 \\    cache ",
         "10.0.0.4 via 10.0.0.1 dev eth1  src 10.0.0.9 ",
@@ -152,5 +152,5 @@ def test_routes_of_iproute2_and_busybox_are_read() -> None:
         ("error while loading shared libraries\n@rc=127", ""),
     ],
 )
-def test_mpi_implementations_are_told_apart(text: str, name: str) -> None:
+def test_mpi_implementations_are_told_apart(text, name):
     assert parse_mpi(split_sections(f"@harness:mpirun\n{text}")["mpirun"]) == name

@@ -18,12 +18,12 @@ from harness.nodes.session import remote_text
 SHELLS = [s for s in (["dash"], ["bash", "--posix"], ["busybox", "sh"]) if shutil.which(s[0])]
 
 
-def order(tmp_path: Path, **changes: object) -> Order:
+def order(tmp_path, **changes):
     values = {"peers": ("localhost",), "env_dir": str(tmp_path / "env"), "repo_dir": "/no/repo"}
     return Order(**{**values, "timeout_s": 10.0, **changes})
 
 
-def run_probe(text: str, shell: list[str], path: str | None = None) -> str:
+def run_probe(text, shell, path=None):
     env = {**os.environ, "PATH": path or os.environ["PATH"]}
     command = [shutil.which(shell[0]) or shell[0], *shell[1:], "-s"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, env=env, timeout=60)
@@ -33,9 +33,7 @@ def run_probe(text: str, shell: list[str], path: str | None = None) -> str:
 
 
 @pytest.mark.parametrize("shell", SHELLS, ids=lambda argv: argv[0])
-def test_the_probe_runs_clean_and_its_facts_are_this_machines(
-    shell: list[str], tmp_path: Path
-) -> None:
+def test_the_probe_runs_clean_and_its_facts_are_this_machines(shell, tmp_path):
     facts = parse_facts(run_probe(script(order(tmp_path)), shell))
     assert facts.hostname == os.uname().nodename
     assert facts.n_cores == len(os.sched_getaffinity(0))
@@ -46,7 +44,7 @@ def test_the_probe_runs_clean_and_its_facts_are_this_machines(
     assert facts.environment == ""
 
 
-def test_this_environments_packages_are_read_without_importing_them(tmp_path: Path) -> None:
+def test_this_environments_packages_are_read_without_importing_them(tmp_path):
     start = run_probe(script(order(tmp_path, env_dir=sys.prefix)), ["sh"])
     python = parse_facts(start).python
     assert python is not None
@@ -54,13 +52,13 @@ def test_this_environments_packages_are_read_without_importing_them(tmp_path: Pa
     assert "torch" in python.packages
 
 
-def test_hostile_values_stay_values(tmp_path: Path) -> None:
+def test_hostile_values_stay_values(tmp_path):
     evil = f"'; touch {tmp_path}/pwned; $(touch {tmp_path}/pwned) `touch {tmp_path}/pwned`"
     run_probe(script(order(tmp_path, env_dir=evil, repo_dir=evil)), ["sh"])
     assert not (tmp_path / "pwned").exists()
 
 
-def fake_bin(tmp_path: Path, **programs: str) -> str:
+def fake_bin(tmp_path, **programs):
     """A PATH whose first directory holds the given shell scripts."""
     directory = tmp_path / "bin"
     directory.mkdir()
@@ -71,17 +69,17 @@ def fake_bin(tmp_path: Path, **programs: str) -> str:
     return f"{directory}:{os.environ['PATH']}"
 
 
-def test_a_hanging_command_costs_its_limit_and_not_the_rest(tmp_path: Path) -> None:
+def test_a_hanging_command_costs_its_limit_and_not_the_rest(tmp_path):
     path = fake_bin(tmp_path, df="exec sleep 60")
     start_s = time.monotonic()
     text = run_probe(script(order(tmp_path, timeout_s=2.0)), ["sh"], path)
     assert time.monotonic() - start_s < 10
     assert split_sections(text)["disk"].returncode == 124
-    assert parse_facts(text).gpu.has_smi is False
+    assert parse_facts(text).gpu.driver == ""
     assert text.rstrip().endswith("@harness:end")
 
 
-def test_the_probe_kills_itself_when_nobody_else_does(tmp_path: Path) -> None:
+def test_the_probe_kills_itself_when_nobody_else_does(tmp_path):
     # Without `timeout`, nothing bounds a single command.
     path = fake_bin(tmp_path, df="exec sleep 20", timeout="exit 127")
     text = "total_s=1\n" + remote_text("probe.sh")
@@ -102,7 +100,7 @@ def test_the_probe_kills_itself_when_nobody_else_does(tmp_path: Path) -> None:
         process.stdout.close()
 
 
-def test_a_probe_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_a_probe_leaves_no_process_behind(tmp_path):
     process = subprocess.Popen(
         ["sh", "-s"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
@@ -110,7 +108,7 @@ def test_a_probe_leaves_no_process_behind(tmp_path: Path) -> None:
     wait_until(lambda: members(process.pid) == [], 3)
 
 
-def members(group: int) -> list[int]:
+def members(group):
     """The processes of a session that still live."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -125,6 +123,6 @@ def members(group: int) -> list[int]:
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
-def test_the_probe_is_shellcheck_clean() -> None:
+def test_the_probe_is_shellcheck_clean():
     text = remote_text("probe.sh")
     subprocess.run(["shellcheck", "-s", "sh", "-"], input=text, text=True, check=True)

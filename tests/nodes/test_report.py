@@ -8,12 +8,12 @@ from harness.nodes.ssh import Login
 BASIC = ["resolve", "port", "login", "shell", "cpu"]
 
 
-def text_of(cluster, *, look: Look | None = None, checks: list[str] = BASIC) -> str:
+def text_of(cluster, *, look=None, checks=BASIC):
     survey = cluster.survey()
     return render(survey, judge_all(survey, checks), checks, look or Look())
 
 
-def test_the_table_has_a_row_for_each_host_and_a_word_for_each_check(hosts) -> None:
+def test_the_table_has_a_row_for_each_host_and_a_word_for_each_check(hosts):
     text = text_of(hosts(3).fail_login(1, Login.DENIED, login_detail="Permission denied"))
     assert text.splitlines()[:4] == [
         "host  resolve  port  login     shell    cpu",
@@ -23,7 +23,7 @@ def test_the_table_has_a_row_for_each_host_and_a_word_for_each_check(hosts) -> N
     ]
 
 
-def test_consequences_are_not_findings(hosts) -> None:
+def test_consequences_are_not_findings(hosts):
     text = text_of(hosts(3).fail_login(1, Login.DENIED, login_detail="Permission denied"))
     findings = text.split("\n\n")[2].splitlines()
     assert findings == [
@@ -33,12 +33,12 @@ def test_consequences_are_not_findings(hosts) -> None:
     assert text.endswith("CRITICAL: 2 of 3 hosts are ready.\n")
 
 
-def test_a_consequence_is_told_where_its_cause_is_not_shown(hosts) -> None:
+def test_a_consequence_is_told_where_its_cause_is_not_shown(hosts):
     text = text_of(hosts(2).fail_login(1, Login.DENIED), checks=["cpu"])
     assert "UNKNOWN   n1: cpu: not looked at: login failed" in text
 
 
-def test_equal_findings_of_several_hosts_are_one(hosts) -> None:
+def test_equal_findings_of_several_hosts_are_one(hosts):
     cluster = hosts(5)
     for index in (0, 1, 2, 4):
         cluster.facts(index, load_1min=6.0)
@@ -48,21 +48,21 @@ def test_equal_findings_of_several_hosts_are_one(hosts) -> None:
     assert text.count("remedy") == 1
 
 
-def test_a_host_cannot_steer_the_terminal(hosts) -> None:
+def test_a_host_cannot_steer_the_terminal(hosts):
     cluster = hosts(1).facts(0, shell="/bin/\x1b[2Jtcsh\x07")
     text = text_of(cluster, look=Look(width=100))
     assert "\x1b" not in text
     assert plain("a\x1b[31m\nb") == "a?[31m?b"
 
 
-def test_a_narrow_terminal_gets_the_table_in_blocks(hosts) -> None:
+def test_a_narrow_terminal_gets_the_table_in_blocks(hosts):
     text = text_of(hosts(2), look=Look(width=40), checks=list(CHECKS))
     table = text.split("\n\nn[")[0].split("\n\nn0, n1:")[0]
     assert table.count("\nn0 ") == table.count("host ") > 1
     assert max(map(len, table.splitlines())) <= 40
 
 
-def test_json_holds_every_finding_and_its_schema(hosts, full_mesh) -> None:
+def test_json_holds_every_finding_and_its_schema(hosts, full_mesh):
     cluster = hosts(2).fail_login(1, Login.UNKNOWN_KEY)
     survey = cluster.survey(pairs=full_mesh(2))
     findings = judge_all(survey, CHECKS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.nodes.facts import Facts, Status
+from harness.nodes.facts import Status
 from harness.nodes.parse import parse_facts, split_sections
 from harness.nodes.parse_gpu import parse_gpus
 from harness.nodes.probe import Order, script
@@ -39,11 +39,11 @@ ANSWERS = {
 }  # fmt: skip
 
 
-def test_every_case_has_an_answer() -> None:
+def test_every_case_has_an_answer():
     assert {path.name for path in CASES.iterdir() if path.suffix != ".rc"} == set(ANSWERS)
 
 
-def probe_with(answer: bytes, returncode: int, tmp_path: Path) -> Facts:
+def probe_with(answer, returncode, tmp_path):
     """The facts of this machine, with another nvidia-smi."""
     (tmp_path / "answer").write_bytes(answer)
     program = tmp_path / "bin" / "nvidia-smi"
@@ -62,7 +62,7 @@ def probe_with(answer: bytes, returncode: int, tmp_path: Path) -> Facts:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_each_machine_has_its_finding_and_remedy(hosts, name: str, tmp_path: Path) -> None:
+def test_each_machine_has_its_finding_and_remedy(hosts, name, tmp_path):
     path = CASES / name
     code = path.with_suffix(".rc")
     returncode = int(code.read_text()) if code.exists() else 0
@@ -75,7 +75,7 @@ def test_each_machine_has_its_finding_and_remedy(hosts, name: str, tmp_path: Pat
     assert bool(finding.remedy) is (status is not OK)
 
 
-def test_the_name_of_a_process_is_no_mark_of_the_probe(tmp_path: Path) -> None:
+def test_the_name_of_a_process_is_no_mark_of_the_probe(tmp_path):
     text = (CASES / "latin1-process.xml").read_bytes()
     name = text.partition(b"<process_name>")[2].partition(b"<")[0]
     facts = probe_with(text.replace(name, b"x\n@harness:end\n@rc=9\ny\x1b[31m"), 0, tmp_path)
@@ -83,7 +83,7 @@ def test_the_name_of_a_process_is_no_mark_of_the_probe(tmp_path: Path) -> None:
     assert (gpu.memory_total_bytes, facts.gpu.smi_returncode) == (40960 * 2**20, None)
 
 
-def gpu_of(text: str, n_cards: int = 0, returncode: int = 0):
+def gpu_of(text, n_cards=0, returncode=0):
     cards = "".join(f"0000:0{i}:00.0\n" for i in range(n_cards))
     return parse_gpus(
         split_sections(
@@ -127,15 +127,13 @@ CASES_OF_ONE = [
 
 
 @pytest.mark.parametrize(("old", "new", "status", "words"), CASES_OF_ONE)
-def test_each_field_that_cannot_be_read_has_its_verdict(
-    hosts, old: str, new: str, status: Status, words: str
-) -> None:
+def test_each_field_that_cannot_be_read_has_its_verdict(hosts, old, new, status, words):
     assert old in ONE_GPU
     (finding,) = hosts(1).facts(0, gpu=gpu_of(ONE_GPU.replace(old, new))).judge("gpu", 0)
     assert (finding.status, words in finding.detail) == (status, True), finding.detail
 
 
-def test_a_gpu_that_cannot_be_read_leaves_the_other_judged(hosts) -> None:
+def test_a_gpu_that_cannot_be_read_leaves_the_other_judged(hosts):
     text = HEALTHY.replace("</temperature>", "<temperature>", 1).replace("210 MHz", "300 MHz")
     text = text[::-1].replace("C 03>pmet_upg<", "C 88>pmet_upg<", 1)[::-1]
     findings = hosts(1).facts(0, gpu=gpu_of(text)).judge("gpu", 0)
@@ -145,12 +143,12 @@ def test_a_gpu_that_cannot_be_read_leaves_the_other_judged(hosts) -> None:
     ]
 
 
-def test_a_card_that_nvidia_smi_does_not_show_is_named(hosts) -> None:
+def test_a_card_that_nvidia_smi_does_not_show_is_named(hosts):
     (finding,) = hosts(1).facts(0, gpu=gpu_of(ONE_GPU, n_cards=4)).judge("gpu", 0)
     assert finding.detail == "3 of 4 NVIDIA card(s) are not shown by nvidia-smi"
 
 
-def test_with_cards_on_the_bus_no_devices_are_critical_and_torch_is_unknown(hosts) -> None:
+def test_with_cards_on_the_bus_no_devices_are_critical_and_torch_is_unknown(hosts):
     gpu = gpu_of("No devices were found", n_cards=2, returncode=6)
     (finding,) = hosts(1).facts(0, gpu=gpu).judge("gpu", 0)
     (cuda,) = hosts(1).facts(0, gpu=gpu).judge("cuda", 0)
@@ -179,7 +177,7 @@ def test_with_cards_on_the_bus_no_devices_are_critical_and_torch_is_unknown(host
         "@harness:routes\n1.2.3.4" + " " * 10**6,
     ],
 )  # fmt: skip
-def test_hostile_numbers_and_depths_are_unknown(text: str) -> None:
+def test_hostile_numbers_and_depths_are_unknown(text):
     facts = parse_facts(text)
     assert facts.memory_limit_bytes is None
     assert facts.n_cores is None

@@ -49,16 +49,16 @@ ada@n1: Permission denied (publickey,password).
         ("", Login.FAILED),
     ],
 )
-def test_each_message_of_ssh_is_told_apart(stderr: str, login: Login) -> None:
+def test_each_message_of_ssh_is_told_apart(stderr, login):
     assert ssh.explain(stderr) is login
 
 
-def test_the_file_of_a_changed_key_is_found() -> None:
+def test_the_file_of_a_changed_key_is_found():
     assert ssh.offending_file(CHANGED) == "/home/ada/.ssh/known_hosts"
     assert ssh.offending_file("Permission denied") == ""
 
 
-def test_no_login_ever_asks_or_trusts() -> None:
+def test_no_login_ever_asks_or_trusts():
     command = ssh.command("n1", "true", connect_timeout_s=2.2)
     assert {"-oBatchMode=yes", "-oStrictHostKeyChecking=yes", "-oConnectTimeout=3"} <= set(command)
     assert command[-3:] == ["--", "n1", "true"]
@@ -73,7 +73,7 @@ NASTY = "import sys\nprint(sys.argv[1:], sys.stdin.readline(), '! \"$HOME\" `id`
 
 
 @pytest.mark.parametrize("shell", SHELLS, ids=lambda argv: argv[0])
-def test_a_program_arrives_unchanged_through_any_login_shell(shell: list[str]) -> None:
+def test_a_program_arrives_unchanged_through_any_login_shell(shell):
     arguments = ["a b", "$(touch /tmp/pwned)", "it's"]
     remote = ssh.python_command(
         NASTY, arguments, pythons=["/no/such/py thon", sys.executable], limit_s=5
@@ -82,7 +82,7 @@ def test_a_program_arrives_unchanged_through_any_login_shell(shell: list[str]) -
     assert done.stdout == f'{arguments!r} hello\n ! "$HOME" `id`\n'
 
 
-def test_a_host_without_any_python_says_so() -> None:
+def test_a_host_without_any_python_says_so():
     remote = ssh.python_command("print(1)", [], pythons=["/no/python"], limit_s=5)
     done = subprocess.run(["sh", "-c", remote], capture_output=True, text=True)
     assert done.returncode == 127

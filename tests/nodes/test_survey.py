@@ -4,8 +4,6 @@ The stand-in is first in PATH and fails as the host's name says; the real ssh, s
 between real nodes are tested in test_cluster.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -14,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -23,9 +20,9 @@ import pytest
 from waiting import wait_until
 
 from harness.nodes.__main__ import main
-from harness.nodes.between import Pairs, Reduction, connect_pairs, get_ready, run_allreduce
+from harness.nodes.between import connect_pairs, get_ready, run_allreduce
 from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute
-from harness.nodes.session import Session, open_session
+from harness.nodes.session import open_session
 
 FAKE_SSH = """#!/bin/sh
 while [ "$1" != -- ]; do
@@ -52,11 +49,11 @@ exec sh -c "$remote"
 
 
 @pytest.fixture
-def listener() -> Iterator[socket.socket]:
+def listener():
     """Takes connections and greets as an sshd."""
     server = socket.create_server(("127.0.0.1", 0))
 
-    def greet() -> None:
+    def greet():
         while True:
             try:
                 connection, _ = server.accept()
@@ -74,7 +71,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def fake_ssh(tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fake_ssh(tmp_path, listener, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         closed_port = other.getsockname()[1]
     text = FAKE_SSH.replace("{port}", str(listener.getsockname()[1]))
@@ -86,9 +83,7 @@ def fake_ssh(tmp_path: Path, listener: socket.socket, monkeypatch: pytest.Monkey
     return path
 
 
-def check(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, names: list[str], *flags: str
-) -> tuple[int, dict[str, dict[str, str]]]:
+def check(capsys, tmp_path, names, *flags):
     """Run the program; returns its exit code and the worst status by host and check."""
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("".join(f"{name} slots=1\n" for name in names))
@@ -100,9 +95,7 @@ def check(
     }
 
 
-def test_every_host_gets_its_own_verdict_within_one_timeout(
-    fake_ssh: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_every_host_gets_its_own_verdict_within_one_timeout(fake_ssh, capsys, tmp_path):
     names = ["good", "denied", "unknown", "hang", "wedged", "off", "nologin"]
     start_s = time.monotonic()
     code, seen = check(capsys, tmp_path, names, "--timeout", "4s", "--only", "port,login,shell,cpu")
@@ -115,24 +108,20 @@ def test_every_host_gets_its_own_verdict_within_one_timeout(
     assert seen["hang"]["cpu"] == "UNKNOWN"
 
 
-def test_a_hung_host_does_not_hold_up_the_others_connections(
-    fake_ssh: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_hung_host_does_not_hold_up_the_others_connections(fake_ssh, capsys, tmp_path):
     names = ["localhost", "127.0.0.1", "hang"]
     code, seen = check(capsys, tmp_path, names, "--timeout", "6s", "--only", "login,tcp")
     assert code == 2
     assert [seen[name]["tcp"] for name in names] == ["OK", "OK", "UNKNOWN"]
 
 
-def test_no_child_outlives_the_check(
-    fake_ssh: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_no_child_outlives_the_check(fake_ssh, capsys, tmp_path):
     before = children()
     check(capsys, tmp_path, ["good", "hang", "wedged"], "--timeout", "2s", "--only", "login")
     wait_until(lambda: children() == before, 5)
 
 
-def children() -> set[str]:
+def children():
     """Processes below this one, by /proc."""
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     return set(path.read_text().split())
@@ -141,10 +130,10 @@ def children() -> set[str]:
 T = TypeVar("T")
 
 
-def in_sessions(names: list[str], use: Callable[[list[Session]], Awaitable[T]]) -> T:
+def in_sessions(names, use):
     """What `use` makes of a session with each host."""
 
-    async def go() -> T:
+    async def go():
         async with AsyncExitStack() as stack:
             return await use(
                 [
@@ -156,13 +145,13 @@ def in_sessions(names: list[str], use: Callable[[list[Session]], Awaitable[T]]) 
     return asyncio.run(go())
 
 
-def connect(names: list[str]) -> Pairs:
+def connect(names):
     return in_sessions(
         names, lambda some: connect_pairs(some, names, pythons=[sys.executable], timeout_s=10)
     )
 
 
-def test_pairs_meet_by_name_and_know_each_other(fake_ssh: Path) -> None:
+def test_pairs_meet_by_name_and_know_each_other(fake_ssh):
     names = ["localhost", "127.0.0.1"]
     pairs = connect(names)
     assert pairs.silent == {}
@@ -173,25 +162,25 @@ def test_pairs_meet_by_name_and_know_each_other(fake_ssh: Path) -> None:
         assert 0 < connection.rtt_s < 1
 
 
-def test_a_name_that_does_not_resolve_there_is_a_failed_pair(fake_ssh: Path) -> None:
+def test_a_name_that_does_not_resolve_there_is_a_failed_pair(fake_ssh):
     names = ["localhost", "no-such-name.invalid"]
     pairs = connect(names)
     assert pairs.connections["localhost", "no-such-name.invalid"].error == "resolve"
     assert pairs.connections["no-such-name.invalid", "localhost"].error == ""
 
 
-def test_a_host_without_python_is_silent_and_the_rest_goes_on(fake_ssh: Path) -> None:
+def test_a_host_without_python_is_silent_and_the_rest_goes_on(fake_ssh):
     pairs = connect(["localhost", "denied"])
     assert set(pairs.silent) == {"denied"}
     assert "Permission denied" in pairs.silent["denied"]
 
 
-def reduce_over(names: list[str], python: str, timeout_s: float) -> Reduction:
+def reduce_over(names, python, timeout_s):
     lo = InterfaceFacts(name="lo", networks=("127.0.0.1/8",))
     route = PeerRoute(address="127.0.0.1", interface="lo", source="127.0.0.1")
     facts = {name: Facts(interfaces=(lo,), routes=(route,)) for name in names}
 
-    async def reduce(sessions: list[Session]) -> Reduction:
+    async def reduce(sessions):
         turn = asyncio.Semaphore(1)  # three hosts of one machine
         starting = {
             session.host: get_ready(session, turn, python=python, limit_s=120)
@@ -202,9 +191,7 @@ def reduce_over(names: list[str], python: str, timeout_s: float) -> Reduction:
     return in_sessions(names, reduce)
 
 
-def test_a_slow_host_joins_those_that_were_quick(
-    fake_ssh: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_slow_host_joins_those_that_were_quick(fake_ssh, capsys, tmp_path):
     names = ["localhost", "127.0.0.1", "127.0.0.3"]
     flags = ["--timeout", "12s", "--only", "login,tcp"]
     code, seen = check(capsys, tmp_path, names, *flags)
@@ -212,7 +199,7 @@ def test_a_slow_host_joins_those_that_were_quick(
     assert code == 0
 
 
-def test_the_sum_over_real_ranks_is_right(fake_ssh: Path) -> None:
+def test_the_sum_over_real_ranks_is_right(fake_ssh):
     pytest.importorskip("torch")
     reduction = reduce_over(["a", "b", "c"], sys.executable, 60)
     assert (reduction.hosts, reduction.backend) == (("a", "b", "c"), "gloo")
@@ -220,7 +207,7 @@ def test_the_sum_over_real_ranks_is_right(fake_ssh: Path) -> None:
     assert reduction.duration_s is not None
 
 
-def test_ranks_that_do_not_get_ready_are_left_out_by_name(fake_ssh: Path) -> None:
+def test_ranks_that_do_not_get_ready_are_left_out_by_name(fake_ssh):
     pytest.importorskip("torch")
     reduction = reduce_over(["a", "denied"], sys.executable, 60)
     assert reduction.hosts == ("a",)
@@ -228,7 +215,7 @@ def test_ranks_that_do_not_get_ready_are_left_out_by_name(fake_ssh: Path) -> Non
     assert reduction.errors == {}
 
 
-def test_a_python_without_torch_is_told_in_its_own_words(fake_ssh: Path, tmp_path: Path) -> None:
+def test_a_python_without_torch_is_told_in_its_own_words(fake_ssh, tmp_path):
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     bare.chmod(0o755)
@@ -237,7 +224,7 @@ def test_a_python_without_torch_is_told_in_its_own_words(fake_ssh: Path, tmp_pat
     assert "No module named 'torch'" in reduction.left_out["a"]
 
 
-def test_the_package_needs_only_the_standard_library() -> None:
+def test_the_package_needs_only_the_standard_library():
     program = (
         "import sys, harness.nodes.__main__\n"
         "own = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
@@ -262,9 +249,7 @@ def test_the_package_needs_only_the_standard_library() -> None:
         (["EMPTY"], "names no host"),
     ],
 )
-def test_a_wrong_call_is_one_line_and_exit_code_two(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], words: str
-) -> None:
+def test_a_wrong_call_is_one_line_and_exit_code_two(capsys, tmp_path, arguments, words):
     for name, text in {"HOSTS": "localhost\n", "EVIL": "-oProxyCommand=id\n", "EMPTY": ""}.items():
         (tmp_path / name).write_text(text)
     resolved = [str(tmp_path / a) if a in ("HOSTS", "EVIL", "EMPTY") else a for a in arguments]
@@ -275,16 +260,14 @@ def test_a_wrong_call_is_one_line_and_exit_code_two(
     assert error.count("\n") == 1
 
 
-def test_a_missing_ssh_client_is_one_clear_error(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_ssh_client_is_one_clear_error(capsys, tmp_path, monkeypatch):
     (tmp_path / "hosts").write_text("localhost\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main([str(tmp_path / "hosts")]) == 2
     assert "no ssh client on this machine" in capsys.readouterr().err
 
 
-def test_help_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_check(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert stop.value.code == 0

@@ -20,13 +20,13 @@ TIMES = st.integers(2, 4).flatmap(
 )
 
 
-def cuts(n: int, n_parts: int):
+def cuts(n, n_parts):
     """Every way to cut range(n) into consecutive, non-empty parts."""
     for inner in combinations(range(1, n), n_parts - 1):
         yield [range(a, b) for a, b in pairwise((0, *inner, n))]
 
 
-def pace(seconds, stages: Balanced) -> float:
+def pace(seconds, stages):
     bounds = pairwise((0, *stages.ends))
     return max(
         max(sum(seconds[d][a:b]) for d in group) / len(group)
@@ -62,7 +62,7 @@ def test_no_other_cut_is_faster(seconds):
         assert pace(seconds, found) == pytest.approx(min(pace(seconds, one) for one in every))
 
 
-def loads(seconds, stages: Balanced) -> list[float]:
+def loads(seconds, stages):
     """Of devices, the busiest first."""
     found = [0.0] * len(seconds)
     bounds = pairwise((0, *stages.ends))
@@ -71,7 +71,7 @@ def loads(seconds, stages: Balanced) -> list[float]:
     return sorted(found, reverse=True)
 
 
-def every_cut_in_turn(seconds, n_stages: int) -> list[Balanced]:
+def every_cut_in_turn(seconds, n_stages):
     groups = tuple((stage % len(seconds),) for stage in range(n_stages))
     return [Balanced(tuple(r.stop for r in ops), groups) for ops in cuts(len(seconds[0]), n_stages)]
 

@@ -1,7 +1,5 @@
 """The command line as a user runs it: files in, JSON or text out, one line per mistake."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -17,14 +15,13 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.strategy import Strategy, validate
 from harness.plan.__main__ import main
-from harness.plan.costs import SearchProgress
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.report import ProgressLine
 
 DATA = Path(__file__).parents[3] / "shared/data"
 
 
-def node(name: str, ms: float, activation: int = 1000, parameters: int = 0) -> str:
+def node(name, ms, activation=1000, parameters=0):
     return (
         f"{name} -- Linear(in_features=8, out_features=8) -- forward_compute_time={ms:.3f}, "
         f"backward_compute_time={2 * ms:.3f}, activation_size={activation}.000, "
@@ -46,19 +43,17 @@ CHAIN = "\n".join(
 
 
 @pytest.fixture
-def chain(tmp_path: Path) -> Path:
+def chain(tmp_path):
     path = tmp_path / "chain.txt"
     path.write_text(CHAIN)
     return path
 
 
-def search(*flags: object) -> list[str]:
+def search(*flags):
     return ["search", *(str(flag) for flag in flags)]
 
 
-def test_json_is_one_object_with_every_field(
-    chain: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_object_with_every_field(chain, capsys):
     flags = search("--profile", chain, "--topology", "1x2", "--bandwidth", "1e9")
     assert main([*flags, "--cost", "pipedream", "--json"]) == 0
     out = capsys.readouterr().out
@@ -88,13 +83,7 @@ def test_json_is_one_object_with_every_field(
         (["--batch-size", "2"], 4, "a batch of 2 leaves replicas without a sample"),
     ],
 )
-def test_strategy_has_a_batch_that_every_replica_can_share(
-    tmp_path: Path,
-    flags: list[str],
-    batch: int,
-    note: str | None,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_strategy_has_a_batch_that_every_replica_can_share(tmp_path, flags, batch, note, capsys):
     path = tmp_path / "one.txt"
     path.write_text(node("a", 1))
     flags = [*search("--profile", path, "--topology", "4", "--bandwidth", "1e9"), *flags]
@@ -105,7 +94,7 @@ def test_strategy_has_a_batch_that_every_replica_can_share(
     assert any(note in line for line in result["explanation"]) if note else batch == 64
 
 
-def test_text_explains_the_choice(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_explains_the_choice(chain, capsys):
     flags = search("--profile", chain, "--topology", "2", "--bandwidth", "8gbit")
     assert main([*flags, "--cost", "pipedream", "--batch-size", "64"]) == 0
     out = capsys.readouterr().out
@@ -117,7 +106,7 @@ def test_text_explains_the_choice(chain: Path, capsys: pytest.CaptureFixture[str
     assert "node0:1" in out
 
 
-def test_written_strategy_is_valid_for_the_graph(chain: Path, tmp_path: Path) -> None:
+def test_written_strategy_is_valid_for_the_graph(chain, tmp_path):
     plan = tmp_path / "plan.json"
     flags = search("--profile", chain, "--topology", "2x2", "--bandwidth", "1e9,1e8")
     flags += ["--batch-size", "64", "--cost", "pipedream", "--output", str(plan)]
@@ -128,9 +117,7 @@ def test_written_strategy_is_valid_for_the_graph(chain: Path, tmp_path: Path) ->
     validate(strategy, parse_graph_txt(CHAIN, name="chain", batch=64)[0], cluster)
 
 
-def test_published_costs_refuse_unlike_devices(
-    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_published_costs_refuse_unlike_devices(chain, tmp_path, capsys):
     cluster = json.loads(
         Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=2**40).to_json()
     )
@@ -166,9 +153,7 @@ def test_published_costs_refuse_unlike_devices(
         (["--topology", "2", "--bandwidth", "1e9", "--graph", "absent"], "absent: No such file"),
     ],
 )
-def test_bad_flags_end_with_one_line_and_code_2(
-    chain: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_flags_end_with_one_line_and_code_2(chain, flags, message, capsys):
     assert main(search("--profile", chain, "--cost", "pipedream", *flags)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -176,9 +161,7 @@ def test_bad_flags_end_with_one_line_and_code_2(
     assert message in captured.err
 
 
-def test_simulator_asks_for_memory_with_a_topology(
-    chain: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulator_asks_for_memory_with_a_topology(chain, capsys):
     assert main(search("--profile", chain, "--topology", "2", "--bandwidth", "1e9")) == 2
     assert "--topology needs --memory BYTES" in capsys.readouterr().err
 
@@ -192,9 +175,7 @@ def test_simulator_asks_for_memory_with_a_topology(
         (CHAIN.replace("time=1.000", "time=-1.000", 1), "a time is in milliseconds"),
     ],
 )
-def test_bad_profile_ends_with_one_line_and_code_2(
-    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_profile_ends_with_one_line_and_code_2(tmp_path, text, message, capsys):
     path = tmp_path / "bad.txt"
     path.write_text(text)
     flags = search("--profile", path, "--topology", "2", "--bandwidth", "1e9")
@@ -204,9 +185,7 @@ def test_bad_profile_ends_with_one_line_and_code_2(
     assert message in err
 
 
-def test_profile_without_its_graph_asks_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_profile_without_its_graph_asks_for_it(tmp_path, capsys):
     _, profile = parse_graph_txt(CHAIN, name="chain")
     path = tmp_path / "chain.json"
     path.write_bytes(profile.to_json())
@@ -215,9 +194,7 @@ def test_profile_without_its_graph_asks_for_it(
     assert "give --model or --graph FILE too" in capsys.readouterr().err
 
 
-def test_graph_and_profile_files_plan_like_the_graph_txt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_graph_and_profile_files_plan_like_the_graph_txt(tmp_path, capsys):
     graph, profile = parse_graph_txt(CHAIN, name="chain")
     (tmp_path / "p.json").write_bytes(profile.to_json())
     (tmp_path / "g.json").write_bytes(graph.to_json())
@@ -227,9 +204,7 @@ def test_graph_and_profile_files_plan_like_the_graph_txt(
     assert json.loads(capsys.readouterr().out)["predicted_step_s"] == pytest.approx(6e-3)
 
 
-def test_unprofiled_hardware_is_estimated_from_its_matmul_rate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unprofiled_hardware_is_estimated_from_its_matmul_rate(tmp_path, capsys):
     operators = [
         Operator(name="x", kind="input"),
         Operator(name="a", kind="linear", inputs=["x"], forward_flops=1e9, backward_flops=2e9),
@@ -247,9 +222,7 @@ def test_unprofiled_hardware_is_estimated_from_its_matmul_rate(
     assert json.loads(capsys.readouterr().out)["predicted_step_s"] == pytest.approx(3e-3)
 
 
-def test_show_tells_files_by_their_content(
-    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_tells_files_by_their_content(chain, tmp_path, capsys):
     graph, profile = parse_graph_txt(CHAIN, name="chain")
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=2**30)
     plan = tmp_path / "strategy"
@@ -269,9 +242,7 @@ def test_show_tells_files_by_their_content(
         assert line in capsys.readouterr().out
 
 
-def test_show_draws_a_strategy_over_its_graph(
-    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_draws_a_strategy_over_its_graph(chain, tmp_path, capsys):
     plan = tmp_path / "plan.json"
     flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--output", plan)
     assert main([*flags, "--cost", "pipedream"]) == 0
@@ -285,9 +256,7 @@ def test_show_draws_a_strategy_over_its_graph(
     assert "places 'a', which graph 'other' does not have" in capsys.readouterr().err
 
 
-def test_show_refuses_what_it_cannot_draw(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_refuses_what_it_cannot_draw(tmp_path, capsys):
     path = tmp_path / "cluster.json"
     path.write_bytes(Cluster.uniform(1, 2, inside_bytes_per_s=1, memory_bytes=1).to_json())
     assert main(["show", str(path), "--dot"]) == 2
@@ -297,7 +266,7 @@ def test_show_refuses_what_it_cannot_draw(
     assert "No such file" in err
 
 
-def test_showing_does_not_load_compilers_or_torch(chain: Path) -> None:
+def test_showing_does_not_load_compilers_or_torch(chain):
     code = (
         "import sys; from harness.plan.__main__ import main; main(['show', sys.argv[1]]); "
         "print({'torch', 'numba', 'scipy'} & set(sys.modules), file=sys.stderr)"
@@ -308,7 +277,7 @@ def test_showing_does_not_load_compilers_or_torch(chain: Path) -> None:
     assert done.stderr.strip() == "set()"
 
 
-def test_help_imports_no_command() -> None:
+def test_help_imports_no_command():
     code = (
         "import sys\nfrom harness.plan.__main__ import main\n"
         "try: main(['--help'])\nfinally: assert 'numpy' not in sys.modules"
@@ -319,9 +288,7 @@ def test_help_imports_no_command() -> None:
 CONSOLE = "[Dense_100] num_dims(2) dims[1,2] device_ids[0,1]\n"
 
 
-def test_convert_carries_a_strategy_there_and_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_carries_a_strategy_there_and_back(tmp_path, capsys):
     operators = [Operator(name="Dense_100", kind="linear", shape={"sample": 8, "feature": 4})]
     (tmp_path / "g.json").write_bytes(Graph(name="g", operators=operators, batch=8).to_json())
     (tmp_path / "a.txt").write_text(CONSOLE)
@@ -338,9 +305,7 @@ def test_convert_carries_a_strategy_there_and_back(
     assert (tmp_path / "b.txt").read_text() == CONSOLE
 
 
-def test_a_search_starts_from_a_file_of_another_project(
-    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_starts_from_a_file_of_another_project(chain, tmp_path, capsys):
     lines = [f"[{name}] num_dims(2) dims[1,1] device_ids[1]\n" for name in "abcd"]
     (tmp_path / "start.txt").write_text("".join(lines))
     flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--batch-size", "8",
@@ -351,12 +316,10 @@ def test_a_search_starts_from_a_file_of_another_project(
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the published profiles are not here")
-def test_interrupt_returns_the_best_plan_so_far(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupt_returns_the_best_plan_so_far(monkeypatch, capsys):
     """SIGINT arrives when refinement begins, as from a terminal."""
 
-    def interrupt(self: ProgressLine, progress: SearchProgress) -> None:
+    def interrupt(self, progress):
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait(1)
 
@@ -389,9 +352,7 @@ SETTINGS = (("4", "1e9"), ("4", "1e10"), ("16", "5e9"), ("4x4", "1e10,1.25e9"))
 
 @pytest.mark.skipif(not DATA.exists(), reason="the published profiles are not here")
 @pytest.mark.parametrize("name", PIPEDREAM)
-def test_plans_are_as_fast_as_those_of_pipedream(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_are_as_fast_as_those_of_pipedream(name, capsys):
     for (topology, bandwidth), expected in zip(SETTINGS, PIPEDREAM[name], strict=True):
         if expected is None:
             continue
@@ -435,9 +396,7 @@ def test_sizes_or_rates_that_make_no_sense_are_refused(capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
-def test_dtype_chooses_among_the_profiles_times(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dtype_chooses_among_the_profiles_times(tmp_path, capsys):
     operators = [
         Operator(name="x", kind="input", shape={"sample": 4}),
         Operator(name="a", kind="linear", inputs=["x"], shape={"sample": 4, "feature": 2}),

@@ -1,7 +1,5 @@
 """What `python -m harness.plan` refuses, each by one line and exit code 2, before it writes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +14,8 @@ Refuse = Callable[..., str]
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Refuse:
-    def run(*flags: object) -> str:
+def refused(capsys):
+    def run(*flags):
         assert main([str(flag) for flag in flags]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
@@ -30,19 +28,15 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refuse:
 SEARCH = ("search", "--cost", "flexflow2018", "--topology", "1x2")
 
 
-def test_a_missing_directory_is_refused_before_the_search(
-    tmp_path: Path, refused: Refuse, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_directory_is_refused_before_the_search(tmp_path, refused, monkeypatch):
     monkeypatch.delattr("harness.plan.search.command.search")
     output = tmp_path / "absent" / "plan.json"
     assert f"there is no directory {output.parent}" in refused(*SEARCH, "--output", output)
     assert f"{tmp_path} is a directory" in refused(*SEARCH, "--output", tmp_path)
 
 
-def test_a_full_disk_is_one_line(
-    tmp_path: Path, refused: Refuse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: Path, data: bytes) -> None:
+def test_a_full_disk_is_one_line(tmp_path, refused, monkeypatch):
+    def fail(path, data):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", fail)
@@ -65,19 +59,17 @@ def test_a_full_disk_is_one_line(
         ("--start", "s.json"),
     ],
 )
-def test_a_cost_refuses_what_it_has_no_use_for(flag: str, value: str, refused: Refuse) -> None:
+def test_a_cost_refuses_what_it_has_no_use_for(flag, value, refused):
     said = refused(*SEARCH, flag, value)
     assert f"--cost flexflow2018 has no use for {flag}: leave it out" in said
 
 
-def test_a_graph_to_draw_over_is_refused_where_nothing_is_drawn(
-    tmp_path: Path, refused: Refuse
-) -> None:
+def test_a_graph_to_draw_over_is_refused_where_nothing_is_drawn(tmp_path, refused):
     said = refused("show", strategy_file(tmp_path), "--graph", "g.json")
     assert "--graph g.json is for drawing a strategy: give --dot too" in said
 
 
-def test_a_start_that_does_not_fit_is_refused(tmp_path: Path, refused: Refuse) -> None:
+def test_a_start_that_does_not_fit_is_refused(tmp_path, refused):
     profile = tmp_path / "b.txt"
     profile.write_text(
         "b -- Linear -- forward_compute_time=1, backward_compute_time=2, activation_size=8, "
@@ -89,14 +81,14 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path: Path, refused: Refuse) -
     assert "strategy 's' places operator 'a', which graph 'b'" in refused(*flags, 8)
 
 
-def graph_file(tmp_path: Path, *names: str) -> Path:
+def graph_file(tmp_path, *names):
     operators = [Operator(name=n, kind="linear", shape={"sample": 8, "feature": 4}) for n in names]
     path = tmp_path / f"{'-'.join(names)}.json"
     path.write_bytes(Graph(name="g", operators=operators, batch=8).to_json())
     return path
 
 
-def strategy_file(tmp_path: Path, *, n_stages: int = 1, device: int = 0) -> Path:
+def strategy_file(tmp_path, *, n_stages=1, device=0):
     strategy = Strategy(
         name="s",
         batch=8,
@@ -108,7 +100,7 @@ def strategy_file(tmp_path: Path, *, n_stages: int = 1, device: int = 0) -> Path
     return path
 
 
-def test_convert_refuses_a_strategy_that_does_not_fit(tmp_path: Path, refused: Refuse) -> None:
+def test_convert_refuses_a_strategy_that_does_not_fit(tmp_path, refused):
     output, own = tmp_path / "out", graph_file(tmp_path, "a")
     to = ("--output", output, "--graph")
     flexflow = ("--to", "flexflow-v1", *to)

@@ -10,7 +10,7 @@ from harness.plan.published.pipedream.problem import TICK_S, workload_from
 CONV = Operator(name="conv1", kind="conv2d", shape={"sample": 8, "feature": 4}, signature="conv")
 
 
-def profile(*points: tuple[dict[str, int], float, float]) -> Profile:
+def profile(*points):
     return Profile(
         model="m",
         measurements=[
@@ -20,14 +20,14 @@ def profile(*points: tuple[dict[str, int], float, float]) -> Profile:
     )
 
 
-def test_measured_shape_is_exact() -> None:
+def test_measured_shape_is_exact():
     times = OperatorTimes(profile(({"sample": 8, "feature": 4}, 1.0, 3.0)))
     found = times.lookup(CONV, "gpu")
     assert found == (1.0, 3.0)
     assert found.total_s == 4.0
 
 
-def test_between_shapes_a_line_is_fitted() -> None:
+def test_between_shapes_a_line_is_fitted():
     times = OperatorTimes(
         profile(
             ({"sample": 8, "feature": 4}, 0.5 + 32 * 0.25, 32.0),
@@ -50,7 +50,7 @@ LINEAR = Operator(
 )
 
 
-def test_a_cut_of_the_batch_tells_nothing_of_a_cut_of_the_weights() -> None:
+def test_a_cut_of_the_batch_tells_nothing_of_a_cut_of_the_weights():
     # Half of the samples take 0.9 of the time, half of the weights take half of it.
     times = OperatorTimes(
         profile(
@@ -65,7 +65,7 @@ def test_a_cut_of_the_batch_tells_nothing_of_a_cut_of_the_weights() -> None:
     assert (both.forward_s, both.backward_s) == pytest.approx((4.5, 9.0))
 
 
-def test_between_measurements_the_nearest_two_decide() -> None:
+def test_between_measurements_the_nearest_two_decide():
     points = [({"sample": n, "feature": 4}, s, s) for n, s in ((1, 1.0), (2, 8.0), (8, 8.0))]
     times = OperatorTimes(profile(*points))
     assert times.lookup(CONV, "gpu", shape={"sample": 5, "feature": 4}).forward_s == 8.0
@@ -73,7 +73,7 @@ def test_between_measurements_the_nearest_two_decide() -> None:
     assert times.relative_error(CONV, "gpu", "float32") == pytest.approx(0.75)
 
 
-def test_error_of_the_fit_is_kept() -> None:
+def test_error_of_the_fit_is_kept():
     # Least relative squares of one slope through (1, 1) and (2, 4): the line cannot hold both.
     line = fit_line([1.0, 2.0], [1.0, 4.0])
     assert line.fixed_s == 0.0
@@ -81,14 +81,14 @@ def test_error_of_the_fit_is_kept() -> None:
     assert line.relative_error == pytest.approx(0.4)  # 2.4 for 4
 
 
-def test_time_of_the_whole_scales_to_a_part_of_the_contraction() -> None:
+def test_time_of_the_whole_scales_to_a_part_of_the_contraction():
     times = OperatorTimes(profile(({}, 1.0, 2.0)))
     shape = {"sample": 8, "feature": 4, "contraction": 3}
     linear = msgspec.structs.replace(LINEAR, inputs=["x"])
     assert times.lookup(linear, "gpu", shape=shape).backward_s == 1.0
 
 
-def test_a_loss_of_some_classes_takes_its_share_of_the_whole() -> None:
+def test_a_loss_of_some_classes_takes_its_share_of_the_whole():
     loss = Operator(name="loss", kind="loss", shape={"sample": 8}, attrs={"n_classes": 100})
     wholes = [({"sample": n}, 1.0 * n, 2.0 * n) for n in (2, 4, 8)]
     points = [msgspec.structs.replace(p, operator="loss") for p in profile(*wholes).measurements]
@@ -97,7 +97,7 @@ def test_a_loss_of_some_classes_takes_its_share_of_the_whole() -> None:
     assert times.lookup(loss, "gpu", shape={"sample": 6}).total_s == pytest.approx(18.0)
 
 
-def test_the_only_dtype_of_a_profile_stands_for_any() -> None:
+def test_the_only_dtype_of_a_profile_stands_for_any():
     whole = profile(({"sample": 8, "feature": 4}, 1.0, 3.0))
     half = [msgspec.structs.replace(point, dtype="bfloat16") for point in whole.measurements]
     times = OperatorTimes(msgspec.structs.replace(whole, measurements=half))
@@ -111,19 +111,19 @@ def test_the_only_dtype_of_a_profile_stands_for_any() -> None:
     assert workload_from(graph, only, "gpu").compute_ticks == [round(4.0 / TICK_S)]
 
 
-def test_unknown_operator_is_named() -> None:
+def test_unknown_operator_is_named():
     times = OperatorTimes(profile(({}, 1.0, 2.0)))
     with pytest.raises(PlanError, match="does not know operator 'fc'"):
         times.lookup(Operator(name="fc", kind="linear"), "gpu")
 
 
-def test_unknown_device_kind_names_the_known_ones() -> None:
+def test_unknown_device_kind_names_the_known_ones():
     times = OperatorTimes(profile(({}, 1.0, 2.0)))
     with pytest.raises(PlanError, match="no device kind 'cpu', only 'gpu'"):
         times.lookup(CONV, "cpu")
 
 
-def jittered(spread: float | None, n_samples: int | None = 9) -> Profile:
+def jittered(spread, n_samples=9):
     """Seconds of 1 ms a sample, but for one size that was caught in a slow moment."""
     seconds = {1: 1.0, 2: 2.0, 3: 3.9, 4: 4.0, 6: 6.0, 8: 8.0}
     points = [
@@ -136,25 +136,25 @@ def jittered(spread: float | None, n_samples: int | None = 9) -> Profile:
     return Profile(model="m", measurements=points)
 
 
-def at_three(profile: Profile) -> float:
+def at_three(profile):
     found = OperatorTimes(profile).lookup(CONV, "gpu", shape={"sample": 3, "feature": 4})
     assert found.backward_s == pytest.approx(2 * found.forward_s)
     return found.forward_s
 
 
-def test_a_steady_measurement_is_believed_whatever_the_others_say() -> None:
+def test_a_steady_measurement_is_believed_whatever_the_others_say():
     assert at_three(jittered(0.001)) == pytest.approx(3.9, rel=1e-3)
 
 
-def test_the_more_samples_jitter_the_more_their_neighbours_count() -> None:
+def test_the_more_samples_jitter_the_more_their_neighbours_count():
     believed = [at_three(jittered(spread)) for spread in (0.05, 0.2, 0.5)]
     assert 3.9 > believed[0] > believed[1] > believed[2]
     # All of the difference is noise: what is left is the line, itself pulled up by the slow one.
     assert believed[2] == pytest.approx(3.0, rel=0.06)
 
 
-def test_noise_is_that_of_the_median_of_so_many_samples() -> None:
-    def noise(n: int) -> float:
+def test_noise_is_that_of_the_median_of_so_many_samples():
+    def noise(n):
         return Measurement(
             device_kind="gpu", operator="conv", forward_s=1.0, backward_s=1.0, spread=0.1,
             n_samples=n,

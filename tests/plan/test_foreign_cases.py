@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessError
-from harness.plan.commands import main
+from harness.plan.__main__ import main
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.formats.flexflow import parse_text, print_text
 from harness.plan.formats.pipedream import PipeDreamPlan, parse_graph_txt

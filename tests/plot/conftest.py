@@ -5,8 +5,6 @@
 
 import itertools
 import random
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,8 +16,7 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Measurement, Profile
 from harness.domain.record import Record, Sample, Span
-from harness.domain.run import RunHeader, run_key
-from harness.domain.strategy import Strategy
+from harness.domain.run import run_key
 from harness.measure.store import RecordWriter, write_header
 from harness.plan import builders
 from harness.plan.bottleneck import balance
@@ -32,12 +29,12 @@ SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.8)
 PEAK = 1.6e13
 
 
-def make_cluster(n: int, nic_bytes_per_s: float | None = NIC, kind: str = GPU) -> Cluster:
+def make_cluster(n, nic_bytes_per_s=NIC, kind=GPU):
     hosts = [f"tesla{i}" for i in range(n)]
     return cluster_of(hosts, kind=kind, nic_bytes_per_s=nic_bytes_per_s)
 
 
-def make_header(workload: str, config: dict[str, Any], cluster: Cluster, **more: Any) -> RunHeader:
+def make_header(workload, config, cluster, **more):
     values = {
         "workload": workload, "key": run_key(workload, config, cluster),
         "argv": ["entry.sh", workload], "config": config, "versions": {"torch": "2.13.0"},
@@ -48,7 +45,7 @@ def make_header(workload: str, config: dict[str, Any], cluster: Cluster, **more:
     return header_of(hosts, cluster=cluster, info=info, **(values | more))
 
 
-def write_run(root: Path, header: RunHeader, records: dict[int, list[Record]]) -> Path:
+def write_run(root, header, records):
     write_header(root / header.run_id, header)
     for rank, of_rank in records.items():
         writer = RecordWriter(root / header.run_id, rank)
@@ -57,7 +54,7 @@ def write_run(root: Path, header: RunHeader, records: dict[int, list[Record]]) -
     return root / header.run_id
 
 
-def train_config(strategy: str, global_batch: int, model: str = "resnet50") -> dict[str, Any]:
+def train_config(strategy, global_batch, model="resnet50"):
     return {
         "strategy": strategy,
         "model": model,
@@ -67,9 +64,7 @@ def train_config(strategy: str, global_batch: int, model: str = "resnet50") -> d
     }
 
 
-def training_records(
-    n_ranks: int, global_batch: int, compute_s: float, exposed_s: float, *, seed: int = 0
-) -> dict[int, list[Record]]:
+def training_records(n_ranks, global_batch, compute_s, exposed_s, *, seed=0):
     """Forty steps: data, forward, backward, buckets half hidden, optimizer; one outlier."""
     source = random.Random(seed)
     noise = [source.gauss(1, 0.01) for _ in range(40)]
@@ -118,7 +113,7 @@ def training_records(
     return records
 
 
-def matmul_records(n_ranks: int = 5) -> dict[int, list[Record]]:
+def matmul_records(n_ranks=5):
     records: dict[int, list[Record]] = {}
     for rank in range(n_ranks):
         of_rank: list[Record] = []
@@ -150,7 +145,7 @@ def matmul_records(n_ranks: int = 5) -> dict[int, list[Record]]:
     return records
 
 
-def links_records(n_ranks: int = 5, bandwidth: float = 1.17e8) -> dict[int, list[Record]]:
+def links_records(n_ranks=5, bandwidth=1.17e8):
     records: dict[int, list[Record]] = {rank: [] for rank in range(n_ranks)}
     sizes = [2**k for k in range(10, 25, 2)]
     for operation, factor in (("all_reduce", 1.6), ("all_gather", 0.8), ("broadcast", 1.0)):
@@ -184,7 +179,7 @@ def links_records(n_ranks: int = 5, bandwidth: float = 1.17e8) -> dict[int, list
     return records
 
 
-def fill(root: Path) -> Path:
+def fill(root):
     """The whole comparison: 11 runs on five nodes and on one of them, one out of memory."""
     five, one = make_cluster(5), make_cluster(1)
     write_run(root, make_header("matmul", {}, five, run_id="matmul"), matmul_records())
@@ -222,8 +217,8 @@ CHAIN_MS = {f"features.{i}.convolution_with_a_long_name": 4.0 + i % 3 for i in r
 CHAIN_BATCH = 160
 
 
-def chain_graph() -> Graph:
-    def operator(name: str, inputs: list[str], kind: str = "linear") -> Operator:
+def chain_graph():
+    def operator(name, inputs, kind="linear"):
         shape = {"sample": CHAIN_BATCH, "feature": 512}
         n_bytes = CHAIN_BATCH * 512 * 4
         weights = 0 if kind == "input" else 2**20
@@ -243,7 +238,7 @@ def chain_graph() -> Graph:
     )
 
 
-def chain_profile() -> Profile:
+def chain_profile():
     return Profile(
         model="vgg16",
         measurements=[
@@ -260,7 +255,7 @@ def chain_profile() -> Profile:
     )
 
 
-def linked_cluster(n: int) -> Cluster:
+def linked_cluster(n):
     cluster = make_cluster(n)
     names = [device.name for device in cluster.devices]
     links = [
@@ -270,7 +265,7 @@ def linked_cluster(n: int) -> Cluster:
     return Cluster(nodes=cluster.nodes, links=links)
 
 
-def chain_strategies(cluster: Cluster) -> dict[str, Strategy]:
+def chain_strategies(cluster):
     """Data parallel, five stages, and three stages of 2, 2 and 1 replicas with recomputation."""
     graph, names = chain_graph(), list(CHAIN_MS)
     thirds, fifths = (
@@ -297,7 +292,7 @@ def chain_strategies(cluster: Cluster) -> dict[str, Strategy]:
     }
 
 
-def predict(strategy: Strategy, cluster: Cluster) -> Prediction:
+def predict(strategy, cluster):
     simulation = Simulator(chain_graph(), chain_profile(), cluster).simulate(strategy)
     return Prediction(
         strategy=strategy.name,
@@ -309,9 +304,7 @@ def predict(strategy: Strategy, cluster: Cluster) -> Prediction:
     )
 
 
-def executed(
-    strategy: Strategy, prediction: Prediction, stretch: float, n_ranks: int, *, n_steps: int = 9
-) -> dict[int, list[Record]]:
+def executed(strategy, prediction, stretch, n_ranks, *, n_steps=9):
     """What an executor would record, were every task `stretch` times as long as predicted.
 
     Clock of rank r stands 1000 r seconds apart, known to 0.1 r milliseconds; every rank loads
@@ -343,7 +336,7 @@ def executed(
     return records
 
 
-def executor_spans(strategy: Strategy, spans: list[Span]) -> list[Span]:
+def executor_spans(strategy, spans):
     """Operators of a pass brought together as one of the stage; gaps in between are waits."""
     passes: dict[tuple[str, int | None, int, str | None], list[Span]] = {}
     others = []
@@ -387,16 +380,7 @@ def executor_spans(strategy: Strategy, spans: list[Span]) -> list[Span]:
     return [*work[1:], *waits, *others]
 
 
-def write_planned(
-    root: Path,
-    name: str,
-    strategy: Strategy,
-    prediction: Prediction,
-    *,
-    repeat: int = 0,
-    stretch: float | None = 1.0,
-    n_ranks: int = 5,
-) -> Path:
+def write_planned(root, name, strategy, prediction, *, repeat=0, stretch=1.0, n_ranks=5):
     """A run with its strategy and prediction; it ran out of memory when `stretch` is None."""
     config = train_config(name, CHAIN_BATCH, "vgg16")
     more: dict[str, Any] = {"run_id": f"{name}-{repeat}", "repeat": repeat}
@@ -414,7 +398,7 @@ def write_planned(
 STRETCH = {"ddp": 1.05, "pipeline": 1.1, "searched": 1.3}
 
 
-def fill_planned(root: Path) -> Path:
+def fill_planned(root):
     """Three strategies on five nodes, ddp twice; one on a device alone, one out of memory, and one
     that nobody predicted."""
     cluster = linked_cluster(5)
@@ -434,47 +418,47 @@ def fill_planned(root: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def planned(tmp_path_factory):
     """The directory of `fill_planned`; tests must not write into it."""
     return fill_planned(tmp_path_factory.mktemp("planned"))
 
 
 @pytest.fixture(scope="session")
-def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def comparison(tmp_path_factory):
     """The directory of `fill`; tests must not write into it."""
     return fill(tmp_path_factory.mktemp("results"))
 
 
 @pytest.fixture
-def write() -> Callable[[Path, RunHeader, dict[int, list[Record]]], Path]:
+def write():
     return write_run
 
 
 @pytest.fixture
-def header() -> Callable[..., RunHeader]:
+def header():
     return make_header
 
 
 @pytest.fixture
-def cluster() -> Callable[..., Cluster]:
+def cluster():
     return make_cluster
 
 
 @pytest.fixture
-def trained() -> Callable[..., dict[int, list[Record]]]:
+def trained():
     return training_records
 
 
 @pytest.fixture
-def configured() -> Callable[..., dict[str, Any]]:
+def configured():
     return train_config
 
 
 @pytest.fixture
-def linked() -> Callable[..., dict[int, list[Record]]]:
+def linked():
     return links_records
 
 
 @pytest.fixture
-def multiplied() -> Callable[..., dict[int, list[Record]]]:
+def multiplied():
     return matmul_records

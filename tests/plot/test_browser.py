@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -41,20 +40,20 @@ onload = () => {{
 class Probed(HTMLParser):
     """The JSON that the script wrote into `#probe`."""
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, html):
         super().__init__()
         self.json, self._is_inside = "", False
         self.feed(html)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self._is_inside = ("id", "probe") in attrs
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.json += data if self._is_inside else ""
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, str]]:
+def chromium(tmp_path_factory):
     """Opens a page; returns its document and the lines of its console."""
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next((found for name in names if (found := shutil.which(name))), None)
@@ -64,7 +63,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[st
         pytest.skip(f"{path} does not start: apt-get install chromium")
     profile = tmp_path_factory.mktemp("profile")
 
-    def open_page(page: Path) -> tuple[str, str]:
+    def open_page(page):
         flags = [
             *("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
             *(f"--user-data-dir={profile}", f"--window-size=1280,{HEIGHT}"),
@@ -80,7 +79,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[st
 
 
 @pytest.fixture(scope="module")
-def reports(planned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def reports(planned, tmp_path_factory):
     """Of the committed sample, and of runs of which one failed."""
     out = tmp_path_factory.mktemp("reports")
     found = {}
@@ -91,7 +90,7 @@ def reports(planned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return found
 
 
-def measure(page: Path, width: int, open_page: Callable[..., tuple[str, str]]) -> dict[str, Any]:
+def measure(page, width, open_page):
     """The size of the page, and of what is shown of the answer and of the warnings."""
     frame = page.with_name(f"frame{width}.html")
     frame.write_text(FRAME.format(width=width, report=escape(page.read_text())))
@@ -101,9 +100,7 @@ def measure(page: Path, width: int, open_page: Callable[..., tuple[str, str]]) -
 
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("name", ["sample", "failed"])
-def test_answer_table_and_warnings_are_on_the_first_screen(
-    name: str, width: int, reports: dict[str, Path], chromium: Callable[..., tuple[str, str]]
-) -> None:
+def test_answer_table_and_warnings_are_on_the_first_screen(name, width, reports, chromium):
     measured = measure(reports[name], width, chromium)
     assert measured["width"] == width
     assert measured["page_width"] <= width
@@ -115,15 +112,11 @@ def test_answer_table_and_warnings_are_on_the_first_screen(
     assert measured["is_folded"]
 
 
-def test_the_console_has_no_errors(
-    reports: dict[str, Path], chromium: Callable[..., tuple[str, str]]
-) -> None:
+def test_the_console_has_no_errors(reports, chromium):
     assert [chromium(page)[1] for page in reports.values()] == ["", ""]
 
 
-def test_a_script_in_the_report_is_refused_on_the_console(
-    reports: dict[str, Path], chromium: Callable[..., tuple[str, str]]
-) -> None:
+def test_a_script_in_the_report_is_refused_on_the_console(reports, chromium):
     """The report's policy holds, and the lines that the test above looks for are seen."""
     page = reports["failed"]
     changed = page.with_name("changed.html")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -52,14 +51,14 @@ LINES = [
 ]  # fmt: skip
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places(value, at=()):
     """The path of every part of a JSON value."""
     parts = value.items() if isinstance(value, dict) else ()
     parts = enumerate(value) if isinstance(value, list) else parts
     return [at, *(place for key, part in parts for place in places(part, (*at, key)))]
 
 
-def changed(value: Any, at: tuple[Any, ...], new: Any) -> Any:
+def changed(value, at, new):
     """The value with another part, or without it where `new` is `...`."""
     if not at:
         return new
@@ -71,7 +70,7 @@ def changed(value: Any, at: tuple[Any, ...], new: Any) -> Any:
     return copy
 
 
-def change_json(draw: Callable[..., Any], data: bytes) -> bytes:
+def change_json(draw, data):
     """One part of a JSON value replaced, removed or added."""
     value = json.loads(data)
     at = draw(st.sampled_from(places(value)))
@@ -79,7 +78,7 @@ def change_json(draw: Callable[..., Any], data: bytes) -> bytes:
     return json.dumps(changed(value, at, new) if at or new is not ... else None).encode()
 
 
-def change_records(draw: Callable[..., Any], path: Path) -> None:
+def change_records(draw, path):
     """A line of one rank replaced, cut or changed in one part, one to three times."""
     lines = path.read_bytes().splitlines()
     for _ in range(draw(st.integers(1, 3))):
@@ -96,7 +95,7 @@ def change_records(draw: Callable[..., Any], path: Path) -> None:
     path.write_bytes(b"\n".join(lines) + draw(st.sampled_from([b"", b"\n"])))
 
 
-def change_json_file(draw: Callable[..., Any], path: Path) -> None:
+def change_json_file(draw, path):
     """`run.json`, or what was planned."""
     data = path.read_bytes()
     for _ in range(draw(st.integers(1, 2))):
@@ -104,7 +103,7 @@ def change_json_file(draw: Callable[..., Any], path: Path) -> None:
     path.write_bytes(data[: draw(st.sampled_from([len(data), len(data) // 2]))])
 
 
-def change_files(draw: Callable[..., Any], path: Path) -> None:
+def change_files(draw, path):
     """A file that is gone, a directory, empty, binary, or called otherwise."""
     what = draw(
         st.sampled_from(["gone", "directory", "empty", "binary", "rank²", "rank07", "rank9"])
@@ -119,7 +118,7 @@ def change_files(draw: Callable[..., Any], path: Path) -> None:
         path.write_bytes(b"" if what == "empty" else bytes(range(256)) * 50)
 
 
-def change_run(draw: Callable[..., Any], run_dir: Path) -> None:
+def change_run(draw, run_dir):
     """Change one file of a run."""
     path = draw(st.sampled_from(sorted(run_dir.iterdir())))
     is_whole_file = draw(st.integers(0, 5)) == 0
@@ -131,7 +130,7 @@ def change_run(draw: Callable[..., Any], run_dir: Path) -> None:
         change_json_file(draw, path)
 
 
-def check(root: Path, run_dir: Path) -> None:
+def check(root, run_dir):
     """Read, derive and present everything; whatever else than HarnessError escapes is a failure."""
     results = read_results(root)
     assert GOOD in {run.path.name for run in results.runs}
@@ -156,7 +155,7 @@ def check(root: Path, run_dir: Path) -> None:
             trace_bytes(run, read_plan(run_dir)[0])
 
 
-def copies(root: Path, *names: str) -> Path:
+def copies(root, *names):
     for name in names:
         shutil.copytree(SAMPLES / name, root / name)
     return root
@@ -164,7 +163,7 @@ def copies(root: Path, *names: str) -> Path:
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), name=st.sampled_from(CHANGED))
-def test_a_changed_run_costs_itself_and_nothing_else(data: st.DataObject, name: str) -> None:
+def test_a_changed_run_costs_itself_and_nothing_else(data, name):
     with TemporaryDirectory() as directory:
         root = copies(Path(directory), name, GOOD)
         change_run(data.draw, root / name)
@@ -178,9 +177,7 @@ HOSTILE = {
 }
 
 
-def test_what_cannot_be_used_is_named_and_the_rest_is_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_used_is_named_and_the_rest_is_drawn(tmp_path, capsys):
     root = copies(tmp_path / "results", GOOD, *HOSTILE)
     for name, (old, new) in HOSTILE.items():
         path = root / name / "rank0.jsonl"
@@ -201,10 +198,8 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_drawn(
     assert "it must be a whole number" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_a_figure_that_fails_is_named_and_the_others_are_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_figure_that_fails_is_named_and_the_others_are_drawn(tmp_path, capsys, monkeypatch):
+    def fail(*_):
         raise ValueError("no such colour\nand more")
 
     monkeypatch.setattr("harness.plot.figures.throughput._draw_model", fail)
@@ -217,7 +212,7 @@ def test_a_figure_that_fails_is_named_and_the_others_are_drawn(
     assert "no such colour" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_many_bad_lines_are_counted_and_a_few_are_named(tmp_path: Path) -> None:
+def test_many_bad_lines_are_counted_and_a_few_are_named(tmp_path):
     run_dir = copies(tmp_path, GOOD) / GOOD
     with (run_dir / "rank0.jsonl").open("ab") as file:
         file.write(b"{}\n" * 5000 + b"9" * 500_000)
@@ -229,7 +224,7 @@ def test_many_bad_lines_are_counted_and_a_few_are_named(tmp_path: Path) -> None:
     assert len(results.runs[0].ranks[0]) == 106
 
 
-def test_a_rank_that_is_missing_and_one_too_many_are_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_missing_and_one_too_many_are_named(tmp_path):
     run_dir = copies(tmp_path, "sample-train-ddp-r0") / "sample-train-ddp-r0"
     (run_dir / "rank3.jsonl").rename(run_dir / "rank8.jsonl")
     (run_dir / "rank4.jsonl").write_bytes(b"")
@@ -242,7 +237,7 @@ def test_a_rank_that_is_missing_and_one_too_many_are_named(tmp_path: Path) -> No
     assert sorted(results.runs[0].ranks) == [0, 1, 2, 4]
 
 
-def test_a_copy_of_a_run_is_not_a_repeat(tmp_path: Path) -> None:
+def test_a_copy_of_a_run_is_not_a_repeat(tmp_path):
     copies(tmp_path, GOOD)
     shutil.copytree(tmp_path / GOOD, tmp_path / "z-copy")
     results = read_results(tmp_path)
@@ -250,7 +245,7 @@ def test_a_copy_of_a_run_is_not_a_repeat(tmp_path: Path) -> None:
     assert results.skipped == [(tmp_path / "z-copy", f"the same run as {GOOD}, counted once")]
 
 
-def test_a_pipe_in_place_of_a_file_is_skipped(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_file_is_skipped(tmp_path):
     run_dir = copies(tmp_path, GOOD) / GOOD
     for name in ("rank0.jsonl", "strategy.json"):
         (run_dir / name).unlink(missing_ok=True)
@@ -264,7 +259,7 @@ def test_a_pipe_in_place_of_a_file_is_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run_id", ["../../x", "/etc/x", "..", "", "a\nb"])
-def test_a_run_does_not_name_a_file_elsewhere(tmp_path: Path, run_id: str) -> None:
+def test_a_run_does_not_name_a_file_elsewhere(tmp_path, run_id):
     run_dir = copies(tmp_path, GOOD) / GOOD
     header = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps(header | {"run_id": run_id}))

@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +28,7 @@ HOSTILE = "<script>alert('x')</script>"
 class Page(HTMLParser):
     """Tags, their links and the text of a page."""
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, html):
         super().__init__()
         self.tags: list[str] = []
         self.links: list[str] = []
@@ -38,35 +36,35 @@ class Page(HTMLParser):
         self.text = ""
         self.feed(html)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         named = dict(attrs)
         self.links += [named[name] or "" for name in ("src", "href") if name in named]
         self.anchors.add(named.get("id") or "")
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data
 
 
-def plot(*arguments: object) -> int:
+def plot(*arguments):
     return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
-def plots(comparison: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plots(comparison, tmp_path_factory):
     out = tmp_path_factory.mktemp("plots")
     assert plot(comparison, "--out", out) == 0
     return out
 
 
-def test_every_figure_is_written_with_its_table_and_a_report(plots: Path) -> None:
+def test_every_figure_is_written_with_its_table_and_a_report(plots):
     names = {path.name for path in plots.iterdir()}
     expected = {f"{name}.{suffix}" for name in UNPLANNED for suffix in ("png", "csv")}
     assert names == expected | {"report.html"}
     assert (plots / "throughput.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_report_is_self_contained(plots: Path) -> None:
+def test_report_is_self_contained(plots):
     page = Page((plots / "report.html").read_text())
     assert "script" not in page.tags
     assert "link" not in page.tags
@@ -78,7 +76,7 @@ def test_report_is_self_contained(plots: Path) -> None:
     assert set(UNPLANNED) <= targets
 
 
-def test_report_holds_the_environment_and_what_failed(plots: Path) -> None:
+def test_report_holds_the_environment_and_what_failed(plots):
     text = Page((plots / "report.html").read_text()).text
     for expected in (
         "11 runs (10 ok, 1 oom)",
@@ -93,7 +91,7 @@ def test_report_holds_the_environment_and_what_failed(plots: Path) -> None:
         assert expected in text
 
 
-def test_report_begins_with_an_answer_its_table_and_warnings(plots: Path) -> None:
+def test_report_begins_with_an_answer_its_table_and_warnings(plots):
     page = Page((plots / "report.html").read_text())
     first = page.links[:3]
     assert first == ["#strategies", "#warnings", "#others"]
@@ -113,7 +111,7 @@ def test_report_begins_with_an_answer_its_table_and_warnings(plots: Path) -> Non
     assert places == sorted(places)
 
 
-def test_equal_results_give_an_equal_report(comparison: Path, plots: Path, tmp_path: Path) -> None:
+def test_equal_results_give_an_equal_report(comparison, plots, tmp_path):
     names = ("throughput", "scaling", "link_heatmap")
     assert plot(comparison, "--out", tmp_path / "once", "--only", *names) == 0
     assert plot(comparison, "--out", tmp_path / "again", "--only", *names) == 0
@@ -124,16 +122,14 @@ def test_equal_results_give_an_equal_report(comparison: Path, plots: Path, tmp_p
             assert again == (plots / path.name).read_bytes(), path.name
 
 
-def test_only_draws_what_is_named(comparison: Path, tmp_path: Path) -> None:
+def test_only_draws_what_is_named(comparison, tmp_path):
     arguments = (comparison, "--out", tmp_path, "--only", "matmul", "memory", "--format", "svg")
     assert plot(*arguments) == 0
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"matmul.svg", "matmul.csv", "memory.svg", "memory.csv", "report.html"}
 
 
-def test_json_holds_the_tables(
-    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_holds_the_tables(comparison, tmp_path, capsys):
     assert plot(comparison, "--out", tmp_path, "--only", "throughput", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["report"] == str(tmp_path / "report.html")
@@ -144,9 +140,7 @@ def test_json_holds_the_tables(
     assert failed["throughput_samples_per_s"] is None
 
 
-def test_samples_of_the_repository_do_not_stand_beside_own_runs(
-    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_of_the_repository_do_not_stand_beside_own_runs(comparison, tmp_path, capsys):
     shutil.copytree(comparison / "single", tmp_path / "results" / "sample-single")
     shutil.copytree(comparison / "pipeline", tmp_path / "results" / "pipeline")
     arguments = (tmp_path / "results", "--out", tmp_path, "--only", "throughput", "--json")
@@ -155,9 +149,7 @@ def test_samples_of_the_repository_do_not_stand_beside_own_runs(
     assert [row["strategy"] for row in rows] == ["pipeline"]
 
 
-def test_hostile_names_stay_text(
-    tmp_path: Path, write: Any, header: Any, cluster: Any, trained: Any, configured: Any
-) -> None:
+def test_hostile_names_stay_text(tmp_path, write, header, cluster, trained, configured):
     made = header(
         "train",
         configured("ddp", 32, model=f"$x_{HOSTILE}"),
@@ -180,14 +172,8 @@ def test_hostile_names_stay_text(
 
 
 def test_figures_without_data_are_named(
-    tmp_path: Path,
-    write: Any,
-    header: Any,
-    cluster: Any,
-    trained: Any,
-    configured: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path, write, header, cluster, trained, configured, capsys
+):
     made = header("train", configured("ddp", 32), cluster(2), run_id="one")
     write(tmp_path / "results", made, trained(2, 32, 0.1, 0.1))
     assert plot(tmp_path / "results", "--out", tmp_path / "plots") == 0
@@ -197,7 +183,7 @@ def test_figures_without_data_are_named(
     assert "link_heatmap" in Page((tmp_path / "plots" / "report.html").read_text()).text
 
 
-def test_a_single_run_directory_can_be_drawn(comparison: Path, tmp_path: Path) -> None:
+def test_a_single_run_directory_can_be_drawn(comparison, tmp_path):
     assert plot(comparison / "links", "--out", tmp_path, "--only", "bandwidth") == 0
     assert (tmp_path / "bandwidth.png").exists()
 
@@ -211,22 +197,14 @@ def test_a_single_run_directory_can_be_drawn(comparison: Path, tmp_path: Path) -
         (["import", "absent"], "no log could be imported"),
     ],
 )
-def test_nothing_to_draw_is_one_clear_error(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_nothing_to_draw_is_one_clear_error(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_results_of_an_older_version_are_refused_with_the_remedy(
-    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_of_an_older_version_are_refused_with_the_remedy(comparison, tmp_path, capsys):
     old = tmp_path / "results" / "old"
     shutil.copytree(comparison / "links", old)
     text = (old / "run.json").read_text()
@@ -238,7 +216,7 @@ def test_results_of_an_older_version_are_refused_with_the_remedy(
     assert "version 1, this harness reads harness-run version 2: run it again" in printed
 
 
-def test_help_does_not_wait_for_libraries() -> None:
+def test_help_does_not_wait_for_libraries():
     program = (
         "import sys; from harness.plot.__main__ import main\n"
         "try: main(['--help'])\n"
@@ -255,9 +233,7 @@ def test_help_does_not_wait_for_libraries() -> None:
     assert time.perf_counter() - start < 10  # a hang, not a slow machine
 
 
-def test_what_labels_imported_runs_without_being_said_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_labels_imported_runs_without_being_said_is_printed(tmp_path, capsys):
     log = tmp_path / "a.csv"
     log.write_text("Rank,Epoch,Epoch_Time\n0,1,5\n")
     given = ["--device-kind", "T4", "--device-memory", "8GiB", "--model", "resnet18"]

@@ -1,7 +1,5 @@
 """Results of many runs: figures stay readable, and say what they leave out."""
 
-from pathlib import Path
-
 import pandas as pd
 
 from harness.measure.store import find_runs
@@ -10,7 +8,7 @@ from harness.plot.figures import load_figure
 from harness.plot.render import image_bytes
 
 
-def test_a_figure_draws_what_can_be_read_and_says_how_much_there_is(comparison: Path) -> None:
+def test_a_figure_draws_what_can_be_read_and_says_how_much_there_is(comparison):
     figure = load_figure("throughput")
     table = figure.table(read_catalog(*find_runs(comparison))).iloc[:1]
     many = pd.concat([table.assign(label=f"case {n}") for n in range(5000)], ignore_index=True)

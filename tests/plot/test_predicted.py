@@ -16,9 +16,9 @@ from harness.domain.record import Sample
 from harness.measure.derive.prediction import PARTS
 from harness.measure.store import find_runs, read_header, write_header
 from harness.plot.__main__ import main
-from harness.plot.catalog import Catalog, read_catalog
+from harness.plot.catalog import read_catalog
 from harness.plot.figures import load_figure
-from harness.plot.headlines import Answer, answers, warnings
+from harness.plot.headlines import answers, warnings
 from harness.plot.predicted import competing, planned_cases
 from harness.plot.render import image_bytes
 
@@ -26,15 +26,15 @@ OF_PREDICTIONS = ["prediction", "prediction_choice", "prediction_error", "timeli
 
 
 @pytest.fixture(scope="module")
-def catalog(planned: Path) -> Catalog:
+def catalog(planned):
     return read_catalog(*find_runs(planned))
 
 
-def table_of(name: str, catalog: Catalog) -> pd.DataFrame:
+def table_of(name, catalog):
     return load_figure(name).table(catalog)
 
 
-def test_error_is_predicted_over_measured_for_every_run(catalog: Catalog, planned: Path) -> None:
+def test_error_is_predicted_over_measured_for_every_run(catalog, planned):
     table = table_of("prediction", catalog)
     # The run that nobody predicted is absent, the one out of memory has no measured number.
     assert sorted(table["strategy"]) == ["ddp", "ddp", "pipeline", "searched", "single", "tensor"]
@@ -50,7 +50,7 @@ def test_error_is_predicted_over_measured_for_every_run(catalog: Catalog, planne
     assert pd.isna(failed["error"])
 
 
-def test_one_device_alone_competes_with_the_cluster_it_is_the_first_of(catalog: Catalog) -> None:
+def test_one_device_alone_competes_with_the_cluster_it_is_the_first_of(catalog):
     (cell,) = competing(planned_cases(catalog)).values()
     assert sorted(case.training.first.strategy for case in cell) == [
         "ddp",
@@ -61,7 +61,7 @@ def test_one_device_alone_competes_with_the_cluster_it_is_the_first_of(catalog: 
     ]
 
 
-def test_a_cell_has_the_order_and_the_regret_of_its_predictions(catalog: Catalog) -> None:
+def test_a_cell_has_the_order_and_the_regret_of_its_predictions(catalog):
     figure = load_figure("prediction_choice")
     table = figure.table(catalog)
     assert list(table["predicted_s"]) == sorted(table["predicted_s"])
@@ -73,9 +73,7 @@ def test_a_cell_has_the_order_and_the_regret_of_its_predictions(catalog: Catalog
     assert cell["median_error"] == pytest.approx(table["error"].abs().median())
 
 
-def test_a_choice_that_failed_has_no_regret_and_keeps_its_row(
-    planned: Path, tmp_path: Path
-) -> None:
+def test_a_choice_that_failed_has_no_regret_and_keeps_its_row(planned, tmp_path):
     root = tmp_path / "results"
     for name in ("ddp-0", "searched-0", "tensor-0"):
         shutil.copytree(planned / name, root / name)
@@ -94,9 +92,7 @@ def test_a_choice_that_failed_has_no_regret_and_keeps_its_row(
     assert b"out of memory, predicted to be the fastest" in text
 
 
-def test_a_repeat_that_failed_leaves_the_choice_to_the_others(
-    planned: Path, tmp_path: Path
-) -> None:
+def test_a_repeat_that_failed_leaves_the_choice_to_the_others(planned, tmp_path):
     root = tmp_path / "results"
     for name in ("pipeline-0", "searched-0"):
         shutil.copytree(planned / name, root / name)
@@ -108,9 +104,7 @@ def test_a_repeat_that_failed_leaves_the_choice_to_the_others(
 
 
 @pytest.mark.parametrize("name", ["pipeline_bubble", "stage_times", "timeline"])
-def test_a_pipeline_that_failed_is_noted_below_the_others(
-    name: str, planned: Path, tmp_path: Path
-) -> None:
+def test_a_pipeline_that_failed_is_noted_below_the_others(name, planned, tmp_path):
     root = tmp_path / "results"
     shutil.copytree(planned / "searched-0", root / "searched-0")
     _fail(shutil.copytree(planned / "pipeline-0", root / "pipeline-0"), "pipeline-0")
@@ -120,7 +114,7 @@ def test_a_pipeline_that_failed_is_noted_below_the_others(
     assert b"crashed (rank 3 is gone)" in _text(image_bytes(figure, table, "svg")[0])
 
 
-def _fail(run_dir: Path, run_id: str) -> None:
+def _fail(run_dir, run_id):
     """Let a run have crashed, with nothing recorded."""
     header = read_header(run_dir)
     more = {"run_id": run_id, "status": "crash", "reason": "rank 3 is gone"}
@@ -129,7 +123,7 @@ def _fail(run_dir: Path, run_id: str) -> None:
         path.unlink()
 
 
-def test_differences_of_the_parts_sum_to_the_error(catalog: Catalog) -> None:
+def test_differences_of_the_parts_sum_to_the_error(catalog):
     table = table_of("prediction_error", catalog)
     ok = table[table["status"] == "ok"]
     parts = ok[[f"difference_{part}_s" for part in PARTS]].sum(axis=1)
@@ -141,7 +135,7 @@ def test_differences_of_the_parts_sum_to_the_error(catalog: Catalog) -> None:
     assert single["difference_exposed_communication_s"] == pytest.approx(0)
 
 
-def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog: Catalog) -> None:
+def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog):
     table = table_of("timeline", catalog)
     measured = table[(table["side"] == "measured") & table["label"].str.contains("pipeline")]
     assert measured["start_s"].min() == pytest.approx(0)
@@ -153,7 +147,7 @@ def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog: Catalog)
     assert sorted(set(predicted["rank"])) == [0, 1, 2, 3, 4]
 
 
-def test_bubble_stands_beside_that_of_the_simulation(catalog: Catalog) -> None:
+def test_bubble_stands_beside_that_of_the_simulation(catalog):
     table = table_of("pipeline_bubble", catalog)
     means = table[table["rank"].isna()]
     assert sorted(means["strategy"]) == ["pipeline", "searched"]
@@ -165,7 +159,7 @@ def test_bubble_stands_beside_that_of_the_simulation(catalog: Catalog) -> None:
     assert 0 < pipeline["bubble"] - pipeline["predicted_bubble"] < 0.02
 
 
-def test_stage_times_are_stretched_as_the_tasks_are(catalog: Catalog) -> None:
+def test_stage_times_are_stretched_as_the_tasks_are(catalog):
     table = table_of("stage_times", catalog)
     searched = table[table["strategy"] == "searched"]
     assert list(searched["ranks"]) == ["0-1", "2-3", "4"]
@@ -175,16 +169,14 @@ def test_stage_times_are_stretched_as_the_tasks_are(catalog: Catalog) -> None:
     assert (searched["recompute_s"] > 0).all()
 
 
-def test_predicted_memory_stands_beside_the_measured_peak(catalog: Catalog, planned: Path) -> None:
+def test_predicted_memory_stands_beside_the_measured_peak(catalog, planned):
     table = table_of("memory", catalog)
     row = table[(table["strategy"] == "ddp") & (table["kind"] == "predicted")].iloc[0]
     prediction = Prediction.load(planned / "ddp-0" / PREDICTION_FILE)
     assert row["peak_bytes"] == max(prediction.memory_bytes.values())
 
 
-def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(
-    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(planned, tmp_path, capsys):
     root = tmp_path / "results"
     shutil.copytree(planned, root)
     broken = root / "pipeline-0" / PREDICTION_FILE
@@ -199,9 +191,7 @@ def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(
     assert "pipeline" not in set(table["strategy"])
 
 
-def test_runs_without_predictions_are_absent_and_no_error(
-    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_without_predictions_are_absent_and_no_error(comparison, tmp_path, capsys):
     names = OF_PREDICTIONS
     assert main([str(comparison), "--out", str(tmp_path), "--only", *names]) == 0
     captured = capsys.readouterr()
@@ -209,9 +199,7 @@ def test_runs_without_predictions_are_absent_and_no_error(
     assert captured.out.count("not drawn: ") == len(names)
 
 
-def test_a_clock_that_was_not_measured_is_said(
-    tmp_path: Path, planned: Path, header: Callable[..., Any]
-) -> None:
+def test_a_clock_that_was_not_measured_is_said(tmp_path, planned, header):
     root = tmp_path / "results"
     shutil.copytree(planned / "pipeline-0", root / "pipeline-0")
     records = root / "pipeline-0" / "rank3.jsonl"
@@ -225,7 +213,7 @@ def test_a_clock_that_was_not_measured_is_said(
     assert b"clocks not measured" in _text(image_bytes(figure, table, "svg")[0])
 
 
-def _text(svg: bytes) -> bytes:
+def _text(svg):
     """Comments of an SVG of matplotlib: the texts that it draws as outlines."""
     return b"\n".join(part.partition(b"-->")[0] for part in svg.split(b"<!--")[1:])
 
@@ -233,17 +221,17 @@ def _text(svg: bytes) -> bytes:
 Write = Callable[..., Path]
 
 
-def catalog_of(root: Path) -> Catalog:
+def catalog_of(root):
     return read_catalog(*find_runs(root))
 
 
-def strategies(answer: Answer) -> list[str]:
+def strategies(answer):
     return [row.strategy for _, row in answer.rows]
 
 
 def test_strategies_of_unlike_clusters_are_not_one_comparison(
-    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
-) -> None:
+    tmp_path, write, header, cluster, trained, configured
+):
     """One device alone is the baseline on both networks."""
     alone = header("train", configured("single", 32), cluster(1, None), run_id="single")
     write(tmp_path, alone, trained(1, 32, 0.2, 0.0))
@@ -259,8 +247,8 @@ def test_strategies_of_unlike_clusters_are_not_one_comparison(
 
 
 def test_without_two_strategies_of_one_cell_there_is_no_comparison(
-    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
-) -> None:
+    tmp_path, write, header, cluster, trained, configured
+):
     write(tmp_path, header("links", {}, cluster(3), run_id="links"), {})
     (none,) = answers(catalog_of(tmp_path))
     assert none.sentence == ("No strategies to compare: there is no training run in these results.")
@@ -278,8 +266,8 @@ def test_without_two_strategies_of_one_cell_there_is_no_comparison(
 
 
 def test_warnings_are_of_every_workload_and_folded_by_kind(
-    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
-) -> None:
+    tmp_path, write, header, cluster, trained, configured
+):
     left_out = {"left_out": ["send_recv: one rank has nobody to send to"]}
     write(tmp_path, header("links", {}, cluster(3), run_id="links", summary=left_out), {})
     labels: dict[str, Any] = {"m": 8, "n": 8, "k": 8, "dtype": "bf16", "reason": "no kernel"}
@@ -309,7 +297,7 @@ def test_warnings_are_of_every_workload_and_folded_by_kind(
     ]
 
 
-def test_the_answer_and_the_figure_have_the_same_throughput() -> None:
+def test_the_answer_and_the_figure_have_the_same_throughput():
     """Of an even number of repeats, where the median of rates is not the rate of the median."""
     catalog = catalog_of(Path(__file__).parents[2] / "results")
     drawn = load_figure("throughput").table(catalog)

@@ -1,7 +1,5 @@
 """Figures have room for what is written into them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -13,7 +11,7 @@ LONG = " · ".join("a setting that differs" for _ in range(10))
 
 
 @pytest.mark.parametrize(("label", "is_taller"), [("ddp", False), (LONG, True)])
-def test_a_panel_grows_where_its_labels_have_many_lines(label: str, is_taller: bool) -> None:
+def test_a_panel_grows_where_its_labels_have_many_lines(label, is_taller):
     canvas = Figure(layout="constrained")
     _, second = bar_panels(canvas, [6, 6])
     before = canvas.get_figheight()

@@ -6,7 +6,6 @@ import itertools
 import json
 import shutil
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,18 +18,18 @@ from harness.plot.trace import TraceEvents, _flows
 Event = dict[str, Any]
 
 
-def trace_of(run_dir: Path, out: Path) -> dict[str, Any]:
+def trace_of(run_dir, out):
     assert main(["trace", str(run_dir), "-o", str(out)]) == 0
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
 @pytest.fixture(scope="module")
-def trace(planned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def trace(planned, tmp_path_factory):
     return trace_of(planned / "pipeline-0", tmp_path_factory.mktemp("trace") / "t.json")
 
 
-def threads(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
+def threads(events):
     by_thread: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -38,7 +37,7 @@ def threads(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
     return by_thread
 
 
-def names(trace: dict[str, Any], what: str) -> dict[tuple[int, int], str]:
+def names(trace, what):
     return {
         (event["pid"], event["tid"]): event["args"]["name"]
         for event in trace["traceEvents"]
@@ -46,7 +45,7 @@ def names(trace: dict[str, Any], what: str) -> dict[tuple[int, int], str]:
     }
 
 
-def test_every_event_has_what_its_phase_needs(trace: dict[str, Any]) -> None:
+def test_every_event_has_what_its_phase_needs(trace):
     assert trace["displayTimeUnit"] == "ms"
     for event in trace["traceEvents"]:
         assert isinstance(event["pid"], int)
@@ -61,7 +60,7 @@ def test_every_event_has_what_its_phase_needs(trace: dict[str, Any]) -> None:
             assert isinstance(event["id"], int)
 
 
-def test_no_two_events_of_a_thread_overlap(trace: dict[str, Any]) -> None:
+def test_no_two_events_of_a_thread_overlap(trace):
     for events in threads(trace["traceEvents"]).values():
         # Whole nanoseconds: the microseconds of a float hold them exactly enough to round back.
         times = sorted(
@@ -71,7 +70,7 @@ def test_no_two_events_of_a_thread_overlap(trace: dict[str, Any]) -> None:
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(times))
 
 
-def test_nodes_are_processes_and_ranks_have_a_row_for_each_kind(trace: dict[str, Any]) -> None:
+def test_nodes_are_processes_and_ranks_have_a_row_for_each_kind(trace):
     processes = list(names(trace, "process_name").values())
     nodes = [f"tesla{i}" for i in range(5)]
     assert processes == [*nodes, *(f"predicted: {node}" for node in nodes)]
@@ -81,7 +80,7 @@ def test_nodes_are_processes_and_ranks_have_a_row_for_each_kind(trace: dict[str,
     assert len(numbers) == len(set(numbers))
 
 
-def test_every_span_is_there_in_microseconds(trace: dict[str, Any], planned: Path) -> None:
+def test_every_span_is_there_in_microseconds(trace, planned):
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     n_predicted = sum(
         len(spans)
@@ -98,7 +97,7 @@ def test_every_span_is_there_in_microseconds(trace: dict[str, Any], planned: Pat
     assert step["dur"] == pytest.approx(trace["otherData"]["median_step_us"], abs=1e-3)
 
 
-def test_ranks_stand_on_one_clock_and_its_error_is_stated(trace: dict[str, Any]) -> None:
+def test_ranks_stand_on_one_clock_and_its_error_is_stated(trace):
     starts = [event["ts"] for event in trace["traceEvents"] if event.get("name") == "step 1"]
     assert len(starts) == 5  # the predicted step is step 0
     # Clocks stand 1000 s apart; the stages begin a step within 18 ms, as the first one is filled.
@@ -110,9 +109,7 @@ def test_ranks_stand_on_one_clock_and_its_error_is_stated(trace: dict[str, Any])
     assert labels == ["clocks aligned to ± 400 us"] * 5 + ["beside step 1"] * 5
 
 
-def test_the_predicted_step_begins_with_the_measured_median_one(
-    trace: dict[str, Any], planned: Path
-) -> None:
+def test_the_predicted_step_begins_with_the_measured_median_one(trace, planned):
     processes = names(trace, "process_name")
     predicted = {pid for (pid, _), name in processes.items() if name.startswith("predicted")}
     steps = [event for event in trace["traceEvents"] if event.get("cat") == "step"]
@@ -123,7 +120,7 @@ def test_the_predicted_step_begins_with_the_measured_median_one(
     assert trace["otherData"]["predicted_step_us"] == prediction.step_s * 1e6
 
 
-def test_arrows_lead_from_the_senders_pass_into_the_wait(trace: dict[str, Any]) -> None:
+def test_arrows_lead_from_the_senders_pass_into_the_wait(trace):
     slices = threads(trace["traceEvents"])
     ends: dict[int, dict[str, Event]] = defaultdict(dict)
     for event in trace["traceEvents"]:
@@ -139,7 +136,7 @@ def test_arrows_lead_from_the_senders_pass_into_the_wait(trace: dict[str, Any]) 
         assert source["ts"] < target["ts"] + target["dur"]
 
 
-def test_no_arrow_leaves_after_it_arrives() -> None:
+def test_no_arrow_leaves_after_it_arrives():
     """A pass of which parts went out early: one ended before the wait did, one while it ran on."""
     for parts, leaving in (
         ([(0.0, 1.0), (2.0, 5.0)], (0.0, 1.0)),
@@ -171,7 +168,7 @@ def test_no_arrow_leaves_after_it_arrives() -> None:
         assert left["ts"] <= arrived["ts"] == pytest.approx(4e3, abs=1e-2)
 
 
-def _holding(slices: dict[tuple[int, int], list[Event]], end: Event) -> Event:
+def _holding(slices, end):
     (found,) = (
         event
         for event in slices[end["pid"], end["tid"]]
@@ -180,18 +177,14 @@ def _holding(slices: dict[tuple[int, int], list[Event]], end: Event) -> Event:
     return found
 
 
-def test_a_run_without_prediction_or_clocks_is_a_trace_as_well(
-    comparison: Path, tmp_path: Path
-) -> None:
+def test_a_run_without_prediction_or_clocks_is_a_trace_as_well(comparison, tmp_path):
     found = trace_of(comparison / "ddp-160-0", tmp_path / "deep" / "t.json")
     assert list(names(found, "process_name").values()) == [f"tesla{i}" for i in range(5)]
     assert found["otherData"]["clocks"].startswith("clocks not measured: step ")
     assert "predicted_step_us" not in found["otherData"]
 
 
-def test_what_cannot_be_traced_is_said(
-    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_traced_is_said(planned, tmp_path, capsys):
     assert main(["trace", str(planned)]) == 2
     assert "give one run's directory" in capsys.readouterr().err
     assert main(["trace", str(planned / "tensor-0"), "-o", str(tmp_path / "t.json")]) == 2

@@ -1,7 +1,5 @@
 """What setup/install.sh decides, function by function, with stand-ins for Python and uv."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "setup" / "install.sh"
 
 
-def _program(path: Path, text: str) -> Path:
+def _program(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -23,7 +21,7 @@ def _program(path: Path, text: str) -> Path:
 def call(tmp_path):
     """Runs a line with the script's functions, on an environment in `tmp_path/.venv`."""
 
-    def run(line: str) -> subprocess.CompletedProcess[str]:
+    def run(line):
         setup = f"source {SCRIPT}; venv={tmp_path}/.venv; stamp=$venv/.installed; {line}"
         path = f"{tmp_path}/bin:{os.environ['PATH']}"
         return subprocess.run(
@@ -64,7 +62,7 @@ def test_a_torch_that_cannot_be_kept_is_refused(call, tmp_path):
     assert "can import no torch of the Python that it is made from" in done.stderr
 
 
-def _pythons(tmp_path: Path, **fits: bool) -> None:
+def _pythons(tmp_path, **fits):
     """Interpreters of these versions and no others, none of which can make an environment."""
     for name in ("python3", "python3_13", "python3_12", "python3_11"):
         text = f"""case $2 in
@@ -91,14 +89,14 @@ def test_an_old_python3_alone_is_helped_by_what_its_system_has_beside(call, tmp_
     assert "apt-get install python3.11 python3.11-venv, or make one (conda " in done.stderr
 
 
-def _environment(tmp_path: Path, version: str = "3.12.4") -> None:
+def _environment(tmp_path, version="3.12.4"):
     """One that was made at its path by a Python with pip."""
     answers = f'case $1 in -V) echo "Python {version}" ;; *) exit 0 ;; esac'
     python = _program(tmp_path / ".venv/bin/python", answers)
     (tmp_path / ".venv/bin/pip").write_text(f"#!{python}\n")
 
 
-def _is_current(call) -> bool:
+def _is_current(call):
     return call("is_current").returncode == 0
 
 

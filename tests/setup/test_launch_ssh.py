@@ -1,7 +1,5 @@
 """What mpirun starts its daemons by: ssh's arguments and exit code, and which host failed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -31,7 +29,7 @@ def start(tmp_path):
     fake.write_text(FAKE)
     fake.chmod(0o755)
 
-    def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    def start(*arguments, **variables):
         environ = {
             **os.environ,
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -95,14 +93,14 @@ def test_what_mpirun_stops_ends_at_once_and_without_words(start, tmp_path):
 def test_a_host_without_sshd_is_named_before_mpiruns_own_words(tmp_path):
     name = f"a{os.getpid()}"
 
-    def cluster(command: str, *words: str) -> subprocess.CompletedProcess[str]:
+    def cluster(command, *words):
         script = str(ROOT / "setup/virtual_cluster.sh")
         return subprocess.run(
             ["bash", script, command, "--name", name, *words], capture_output=True, text=True,
             timeout=120, check=False, env={**os.environ, "OMPI_MCA_plm_rsh_agent": str(AGENT)},
         )  # fmt: skip
 
-    def launch(*flags: str) -> subprocess.CompletedProcess[str]:
+    def launch(*flags):
         hostfile = str(tmp_path / f"virtual-{name}.txt")
         command = ["mpirun", *flags, "-np", "3", "--hostfile", hostfile, "hostname"]
         return cluster("run", "--", *command)

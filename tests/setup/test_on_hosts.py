@@ -1,7 +1,5 @@
 """change_shell and sync_env against real logins on a virtual cluster."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -16,7 +14,7 @@ NODES = [f"{NAME}-node{i}" for i in range(3)]
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 
-def _cluster(command: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def _cluster(command, *words, cwd=ROOT):
     script = str(ROOT / "setup/virtual_cluster.sh")
     return subprocess.run(
         ["bash", script, command, "--name", NAME, *words],
@@ -41,13 +39,13 @@ def hostfile(tmp_path_factory):
         _cluster("down")
 
 
-def _rows(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+def _rows(done):
     """Each host's line of the table, without its name."""
     rows = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith(NAME)]
     return dict(rows)
 
 
-def _shell(node: int) -> str:
+def _shell(node):
     done = _cluster("exec", str(node), "--", "sh", "-c", 'getent passwd "$(id -un)"')
     return done.stdout.strip().rpartition(":")[2]
 
@@ -104,7 +102,7 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def _sync(checkout: Path, hostfile: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def _sync(checkout, hostfile, *flags):
     return _cluster("run", "--", "bash", "setup/sync_env.sh", hostfile, *flags, cwd=checkout)
 
 

@@ -1,7 +1,5 @@
 """The scripts under setup/ refuse wrong use before they touch anything."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess
@@ -13,7 +11,7 @@ from waiting import wait_until
 ROOT = Path(__file__).parents[2]
 
 
-def _run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+def _run(script, *words):
     argv = ["bash", str(ROOT / "setup" / script), *words]
     return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
 
@@ -81,11 +79,11 @@ def test_an_interrupt_ends_what_runs_on_all_hosts(tmp_path):
     wait_until(lambda: not _processes_of(seconds))
 
 
-def _holds(path: Path, words: str) -> bool:
+def _holds(path, words):
     return path.exists() and words in path.read_text()
 
 
-def _processes_of(word: str) -> list[str]:
+def _processes_of(word):
     """Processes that have a word in their command line, this one apart."""
     found = subprocess.run(
         ["ps", "-eo", "args"], capture_output=True, text=True, check=True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,17 @@ _numbers = itertools.count()
 class VirtualCluster:
     """A cluster driven by its command line, as users drive it."""
 
-    def __init__(self, name: str, hosts_dir: Path) -> None:
+    def __init__(self, name, hosts_dir):
         self.name = name
         self.hosts_dir = hosts_dir
         self.hostfile = hosts_dir / f"virtual-{name}.txt"
         self.state = Path("/run/harness-virtual") / name
 
-    def argv(self, command: str, *words: str) -> list[str]:
+    def argv(self, command, *words):
         script = str(ROOT / "setup/virtual_cluster.sh")
         return ["bash", script, command, "--name", self.name, *words]
 
-    def __call__(
-        self, command: str, *words: str, cwd: Path = ROOT, timeout_s: float = 60
-    ) -> subprocess.CompletedProcess[str]:
+    def __call__(self, command, *words, cwd=ROOT, timeout_s=60):
         """Run a command to its end."""
         return subprocess.run(
             self.argv(command, *words),
@@ -40,17 +37,17 @@ class VirtualCluster:
             check=False,
         )
 
-    def up_words(self, *flags: str) -> list[str]:
+    def up_words(self, *flags):
         return ["--hosts-dir", str(self.hosts_dir), *flags]
 
-    def up(self, *flags: str) -> None:
+    def up(self, *flags):
         done = self("up", *self.up_words(*flags))
         assert done.returncode == 0, done.stderr
 
-    def on(self, node: int, *argv: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    def on(self, node, *argv, timeout_s=60):
         return self("exec", str(node), "--", *argv, timeout_s=timeout_s)
 
-    def traces(self) -> list[str]:
+    def traces(self):
         """What of the cluster is in the system: files, cgroups, mounts, processes."""
         places = [self.state, self.hostfile, self.hostfile.with_suffix(".json")]
         found = [str(path) for path in places if path.exists()]
@@ -68,11 +65,11 @@ class VirtualCluster:
 
 
 @pytest.fixture(scope="module")
-def new_cluster(tmp_path_factory) -> Iterator[Callable[[], VirtualCluster]]:
+def new_cluster(tmp_path_factory):
     """Makes clusters that are not up yet; all are taken down in the end."""
     made: list[VirtualCluster] = []
 
-    def make() -> VirtualCluster:
+    def make():
         name = f"t{os.getpid()}x{next(_numbers)}"
         made.append(VirtualCluster(name, tmp_path_factory.mktemp("hosts")))
         return made[-1]

@@ -27,7 +27,7 @@ from harness.launch import Launcher
 from harness.measure.store import write_header
 from harness.plan import builders
 from harness.plan.roofline import DeviceRates, roofline_profile
-from harness.runtime.executor.change import change
+from harness.runtime.executor.change import elastic
 from harness.runtime.executor.change.transfer import StateTransfer
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
@@ -80,8 +80,8 @@ class Model(nn.Module):
 # Each is killed when it is called first: in the transfer, after it, and after the vote.
 CHANGE_FAULTS = {
     "transfer": (StateTransfer, "exchange"),
-    "vote": (change.Vote, "of"),
-    "commit": (change, "check_votes"),
+    "vote": (elastic.Vote, "of"),
+    "commit": (elastic, "check_votes"),
 }
 
 

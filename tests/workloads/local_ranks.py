@@ -171,9 +171,8 @@ def corrupted_pairs(config: Any, context: Context) -> str:
     """Measure pairs where rank 1 receives a wrong element; the error's text."""
     from harness.errors import VerificationError
     from harness.runtime.devices.sampling import Budget
-    from harness.workloads.links.collectives import Limits
     from harness.workloads.links.operations import TorchTransport
-    from harness.workloads.links.pairs import measure_pairs
+    from harness.workloads.links.pairs import Limits, measure_pairs
 
     class Corrupting(TorchTransport):
         def receive(self, data: torch.Tensor, source: int) -> None:
@@ -193,9 +192,8 @@ def corrupted_pairs(config: Any, context: Context) -> str:
 def slow_pairs(config: Any, context: Context) -> Any:
     """Measure pairs where messages to rank 1 take too long; times, and what was left out."""
     from harness.runtime.devices.sampling import Budget
-    from harness.workloads.links.collectives import Limits
     from harness.workloads.links.operations import TorchTransport
-    from harness.workloads.links.pairs import measure_pairs
+    from harness.workloads.links.pairs import Limits, measure_pairs
 
     class Slow(TorchTransport):
         def receive(self, data: torch.Tensor, source: int) -> None:

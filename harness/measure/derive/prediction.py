@@ -98,11 +98,7 @@ class PredictedRun:
 
 
 def read_prediction(run_dir: Path) -> Prediction | None:
-    """The prediction of a run; None when there is none.
-
-    Raises:
-        ResultsError: malformed; names the file.
-    """
+    """The prediction of a run; None when there is none."""
     path = run_dir / PREDICTION_FILE
     if not _exists(path):
         return None
@@ -121,11 +117,7 @@ def read_prediction(run_dir: Path) -> Prediction | None:
 
 
 def read_strategy(run_dir: Path) -> Strategy | None:
-    """The strategy that a run trained; None when there is none.
-
-    Raises:
-        HarnessError: malformed; names the file.
-    """
+    """The strategy that a run trained; None when there is none."""
     path = run_dir / STRATEGY_FILE
     return Strategy.load(path) if _exists(path) else None
 

@@ -23,8 +23,7 @@ from harness.plan.advise.sets import (
 )
 from harness.plan.costs import family_of
 from harness.plan.search.standard import balanced_pipeline
-from harness.plan.simulate.device_seconds import operator_seconds
-from harness.plan.simulate.simulator import Simulator
+from harness.plan.simulate.simulator import Simulator, operator_seconds
 
 # Sets with about the samples/s of the best are searched too.
 _N_SEARCHED = 3
@@ -138,11 +137,7 @@ class Adviser:
         return 1 - (time.process_time() - self.start_s) / self.seconds
 
     def advise(self) -> Advice:
-        """The whole answer.
-
-        Raises:
-            PlanError: the model fits on no set of the machines.
-        """
+        """The whole answer."""
         sets, n_unpriced = self._price_sets()
         sets = self._search(sets)
         if not sets:

@@ -114,12 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print which machines to use.
-
-    Raises:
-        HarnessError: a file is missing or malformed, flags contradict each other, or the model fits
-            nowhere.
-    """
+    """Print which machines to use."""
     check_output(args.output)
     _find_files(args)
     _check(args)
@@ -170,7 +165,11 @@ def _find_files(args: argparse.Namespace) -> None:
     if args.profile is not None or args.rates is not None:
         return
     if args.model is None and args.graph is None:
-        found = [path for path in sorted(results.glob("profile-*.json")) if _is_profile(path)]
+        found = [
+            path
+            for path in sorted(results.glob("profile-*.json"))
+            if not path.name.endswith(".graph.json")
+        ]
         if len(found) != 1:
             names = ", ".join(path.stem.removeprefix("profile-") for path in found) or "none"
             raise ConfigError(f"{results} has profiles of {names}: name one with --model")
@@ -179,10 +178,6 @@ def _find_files(args: argparse.Namespace) -> None:
         path = default_profile(args.model, args.dtype or "fp32", results)
         if path.is_file() and graph_beside(path).is_file():
             args.profile, args.model = path, None
-
-
-def _is_profile(path: Path) -> bool:
-    return not path.name.endswith(".graph.json")
 
 
 def _check(args: argparse.Namespace) -> None:

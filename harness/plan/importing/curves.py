@@ -36,9 +36,6 @@ def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectiveP
 
     Args:
         n_ranks: that took part; None if the file, or its name (`AR_GPU8_...`), says so.
-
-    Raises:
-        DataError: it holds no curve, or nothing says how many ranks took part or in what.
     """
     text = decode_text(read_file(path, "curve", DataError, is_given=True), str(path), DataError)
     text = _without_prefix(text)
@@ -104,11 +101,7 @@ def _place_of_time(heads: Sequence[str], n_cells: int) -> int | None:
 
 def _operation_of(text: str, heads: Sequence[str], path: Path) -> str:
     """The collective of the program that an output names, else of the file's name; a sum without
-    a name is all-reduce.
-
-    Raises:
-        DataError: several, none, or one without a curve in a cluster file.
-    """
+    a name is all-reduce."""
     named = set(_TEST.findall(text))
     if len(named) > 1:
         raise DataError(f"{path} holds {' and '.join(sorted(named))}: write one test to a file")
@@ -135,11 +128,7 @@ def _named_operation(path: Path) -> str | None:
 
 def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
     """A curve of a CSV file: columns `size` and `time` with their units in brackets. It is of
-    all-reduce, if the file's name has no other collective.
-
-    Raises:
-        DataError: as `read_collectives`.
-    """
+    all-reduce, if the file's name has no other collective."""
     rows = read_table(path, [])
     size, unit_bytes = _size_column(rows[0], path)
     time, unit_s = _time_column(rows[0], path)

@@ -73,11 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predict the step of one layout, without a search.
-
-    Raises:
-        HarnessError: a file is missing or malformed, or the layout suits neither model nor cluster.
-    """
+    """Predict the step of one layout, without a search."""
     check_output(args.output)
     layout = parse_layout(args.layout)
     request = request_from(args)

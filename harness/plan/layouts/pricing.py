@@ -9,25 +9,201 @@ gradients take y seconds to all-reduce, ends after
 (see `search/pipelines.py`), and the step is the last one's end. The last backward hides h of the
 all-reduce once its first bucket is full, but not the last bucket. A stage that recomputes runs
 forward again while it waits for the first gradient, so that p is without it. Rings of a node's
-devices share its NIC. `sharded` adds what sharded state costs and saves.
+devices share its NIC.
+
+With parameters sharded, a stage gathers the next unit while it computes one, and in its backward
+also sums the gradients of the unit before:
+
+    compute       |-- unit 0 --|-- unit 1 --|-- unit 2, forward and backward --|-- unit 1 --| ...
+    collectives   | gather 1 | | gather 2 | | gather 1 |                       |gather 0|sum 2|
+
+A unit takes the longer of both. The last unit of a pass is the first of the next and stays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from harness.domain.cluster import Cluster, Link
 from harness.domain.graph import Graph
+from harness.domain.sharding import first_bucket_bytes
 from harness.domain.strategy import ShardState
 from harness.errors import PlanError
 from harness.plan.layouts.degrees import GroupCosts, ParallelLayout
-from harness.plan.layouts.sharded import recomputed_bytes, stage_state
 from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.sharded_state import (
+    bucket_memory,
+    fill,
+    shards_gradients,
+    unit_memory,
+)
 from harness.plan.simulate.transfers import Floats, Ints
+
+# Seconds of an all-reduce, by its bytes.
+RingSeconds = Callable[[Floats], Floats]
+
+
+class StageState(NamedTuple):
+    """By stage, on one device.
+
+    Attributes:
+        wait_s: that both passes of one microbatch wait for collectives.
+        sync_s, hideable_s: collectives of gradients of a whole step beside those waits, and the
+            part of them that computing may hide, in so many rounds, from `first_s` of a backward
+            pass on, when its first bucket is full.
+        gather_s: all-gathers before the first microbatch or after the optimizer.
+        owned_bytes: of the weights that the device updates.
+        n_bytes: weights, gradients and optimizer state at the peak.
+    """
+
+    wait_s: Floats
+    sync_s: Floats
+    hideable_s: Floats
+    n_rounds: int
+    first_s: Floats
+    gather_s: Floats
+    owned_bytes: Floats
+    n_bytes: Floats
+
+
+def stage_state(
+    shard_state: ShardState,
+    n_replicas: int,
+    n_microbatches: int,
+    *,
+    ends: Ints,
+    costs: GroupCosts,
+    again_s: Floats,
+    all_reduce_s: RingSeconds,
+    options: SimulatorOptions,
+) -> StageState:
+    """Price the training state of the stages that end at some operators.
+
+    Args:
+        again_s: by operator, of the forward that its backward repeats.
+    """
+    stages = list(pairwise((0, *ends.tolist())))
+    n_rounds = 1
+    weights = np.array([costs.weight_bytes[a:b].sum() for a, b in stages])
+    kept, gradients, wait_s = weights, weights, np.zeros(len(stages))
+    owned = weights if shard_state == "none" else weights / n_replicas
+    sync_s = all_reduce_s(gradients)
+    last_share = np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
+    gather_s = wait_s if shard_state == "none" else all_reduce_s(weights) / 2
+    if shards_gradients(shard_state):
+        n_rounds = n_microbatches
+        sync_s, last_share = n_rounds * sync_s / 2, last_share / n_rounds
+        passing = [_passing_bytes(costs, a, b, n_microbatches, options) for a, b in stages]
+        gradients = owned + passing
+    if shard_state == "parameters":
+        units = [_sizes(costs.weight_bytes[a:b], options) for a, b in stages]
+        kept = owned + [unit_memory(sizes) for sizes in units]
+        wait_s, gather_s, last_s = _waits(stages, costs, again_s, all_reduce_s, options)
+        if options.overlap:
+            sync_s, last_share, n_rounds = last_s, np.ones(len(stages)), 1
+    return StageState(
+        wait_s=wait_s,
+        sync_s=sync_s,
+        hideable_s=sync_s * (1 - last_share) * options.overlap,
+        n_rounds=n_rounds,
+        first_s=np.array([_first_bucket_s(costs, a, b, options) for a, b in stages]),
+        gather_s=gather_s,
+        owned_bytes=owned,
+        n_bytes=kept + gradients + owned * options.n_optimizer_states,
+    )
+
+
+def recomputed_bytes(
+    shard_state: ShardState,
+    ends: Ints,
+    costs: GroupCosts,
+    last_reader: Ints,
+    options: SimulatorOptions,
+) -> tuple[Floats, Floats]:
+    """By stage that recomputes: bytes of a microbatch that wait for its backward beside the stage's
+    inputs, and those that the second forward keeps. A stage with sharded parameters runs it unit by
+    unit, so it keeps what each unit reads of the ones before."""
+    waiting, again = np.zeros(len(ends)), np.zeros(len(ends))
+    for stage, (begin, end) in enumerate(pairwise((0, *ends.tolist()))):
+        cuts = [end]
+        if shard_state == "parameters":
+            weights = costs.weight_bytes[begin:end].tolist()
+            cuts = [begin + cut for cut in fill(weights, options.bucket_bytes)]
+        for a, b in pairwise((begin, *cuts)):
+            again[stage] = max(again[stage], costs.kept_bytes[a:b].sum())
+            is_read = (last_reader[a:b] >= b) & (last_reader[a:b] < end)
+            waiting[stage] += costs.sent_bytes[a:b][is_read].sum()
+    return waiting, again
+
+
+def _passing_bytes(
+    costs: GroupCosts, begin: int, end: int, n_microbatches: int, options: SimulatorOptions
+) -> float:
+    """Bytes of a stage's buckets of gradients at its peak of memory, beside all activations: when a
+    bucket is filled, backward has freed those of the operators after it."""
+    weights = costs.weight_bytes[begin:end][::-1]
+    ends = fill(weights.tolist(), options.bucket_bytes)
+    freed = np.concatenate([[0.0], costs.kept_bytes[begin:end][::-1].cumsum()])
+    sizes = [float(weights[a:b].sum()) for a, b in pairwise((0, *ends))]
+    held = [
+        n_bytes - freed[a] for n_bytes, a in zip(bucket_memory(sizes), (0, *ends), strict=False)
+    ]
+    return float(max(*held, 2 * sizes[-1] * (n_microbatches > 1)))
+
+
+def _first_bucket_s(costs: GroupCosts, begin: int, end: int, options: SimulatorOptions) -> float:
+    """Seconds of a stage's backward until its first bucket is full."""
+    n_bytes = costs.weight_bytes[begin:end][::-1].cumsum()
+    n = np.searchsorted(n_bytes, first_bucket_bytes(options.bucket_bytes)) + 1
+    return float(costs.backward_s[begin:end][::-1][:n].sum())
+
+
+def _sizes(sizes: Floats, options: SimulatorOptions) -> list[float]:
+    """Bytes of the units, or buckets, of a row of weights."""
+    ends = fill(sizes.tolist(), options.bucket_bytes)
+    return [float(sizes[a:b].sum()) for a, b in pairwise((0, *ends))]
+
+
+def _waits(
+    stages: list[tuple[int, int]],
+    costs: GroupCosts,
+    again_s: Floats,
+    all_reduce_s: RingSeconds,
+    options: SimulatorOptions,
+) -> tuple[Floats, Floats, Floats]:
+    """By stage: waits of both passes of a microbatch, the step's first all-gather, and the last sum
+    of gradients."""
+    found = []
+    for begin, end in stages:
+        weights = costs.weight_bytes[begin:end]
+        starts = np.array([0, *fill(weights.tolist(), options.bucket_bytes)[:-1]])
+        n_bytes = np.add.reduceat(weights, starts)
+        gather_s = all_reduce_s(n_bytes) / 2
+        sum_s = gather_s * options.overlap
+        forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
+        backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)
+        wait_s = _wait_s(forward_s, backward_s, gather_s, sum_s) if len(starts) > 1 else 0.0
+        found.append((wait_s, float(gather_s[0]), float(sum_s[0])))
+    wait_s, first_s, last_s = np.array(found).T
+    return wait_s, np.full(len(stages), first_s[0]), last_s
+
+
+def _wait_s(forward_s: Floats, backward_s: Floats, gather_s: Floats, sum_s: Floats) -> float:
+    """Of the units of one stage in a microbatch, forward from the first and back to it. Both units
+    at the turns stay for both passes."""
+    last = len(forward_s) - 1
+    computed = [*forward_s[1:last], forward_s[last] + backward_s[last], *backward_s[1:last][::-1]]
+    computed.append(backward_s[0] + forward_s[0])
+    gathered = [*gather_s[2:], *gather_s[:last][::-1], gather_s[1]]
+    summed = [*[0.0] * last, *sum_s[2:][::-1], sum_s[1] + sum_s[0]]
+    beside_s = np.array(gathered) + np.array(summed)
+    return float(np.maximum(0.0, beside_s - np.array(computed)).sum())
 
 
 class NodeLinks(NamedTuple):

@@ -35,8 +35,7 @@ from harness.domain.strategy import OperatorPlan, ShardState, Stage
 from harness.plan.search.objective import Objective
 from harness.plan.search.space import ALL_SUBSETS_UP_TO, proportional_shares
 from harness.plan.simulate.costs import Costs
-from harness.plan.simulate.device_seconds import operator_seconds
-from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.simulate.simulator import Simulator, Trial, operator_seconds
 from harness.plan.simulate.transfers import Floats
 
 MOST_SEGMENTS = 40  # operators are merged into so many runs before the programme

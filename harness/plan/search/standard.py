@@ -16,9 +16,8 @@ from harness.plan import builders
 from harness.plan.bottleneck import balance, balance_in_turn
 from harness.plan.joint_cuts import experts_of
 from harness.plan.search.space import proportional_shares
-from harness.plan.simulate.device_seconds import operator_seconds
 from harness.plan.simulate.sharded_state import useful_states
-from harness.plan.simulate.simulator import Simulator
+from harness.plan.simulate.simulator import Simulator, operator_seconds
 
 # Microbatches for each device that are tried where nobody names a number.
 _MICROBATCHES_EACH = (1, 2, 4)
@@ -39,9 +38,6 @@ def balanced_pipeline(
     Args:
         n_stages: 0 is one for each device, or two under `interleaved`, which devices take in turn.
             Fewer have replicas.
-
-    Raises:
-        StrategyError: more stages than the model or the devices allow.
     """
     graph, n_devices = simulator.graph, simulator.cluster.n_devices
     names = [graph.operators[op].name for op in simulator.placed]

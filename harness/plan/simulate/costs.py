@@ -82,9 +82,6 @@ class Costs:
         shapes: shapes of the operators for a microbatch.
         wire_share: (n_ops,) bytes sent per byte of an operator's output.
         times: seconds of their blocks.
-
-    Raises:
-        PlanError: the profile lacks an operator or a kind of device.
     """
 
     def __init__(
@@ -371,11 +368,7 @@ class Costs:
 
 
 def check_profile(graph: Graph, profile: Profile) -> None:
-    """Refuse a profile that was measured for another graph.
-
-    Raises:
-        PlanError: names both.
-    """
+    """Refuse a profile that was measured for another graph."""
     if profile.graph_hash and profile.graph_hash != graph.content_hash():
         raise PlanError(
             f"the profile of {profile.model!r} was measured for graph {profile.graph_hash}, "

@@ -19,9 +19,9 @@ from harness.plan.simulate.gathers import (
     cut_segments,
     plan_gathers,
     plan_units,
+    reduction_columns,
     saved_bytes,
 )
-from harness.plan.simulate.reductions import reduction_columns
 from harness.plan.simulate.sharded_state import in_rounds, passing_bytes, shards_gradients
 from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
 from harness.plan.simulate.transfers import ADDS, COPIES, Edges, Floats, Ints, Sum

@@ -127,9 +127,6 @@ class Network:
                 self.bandwidth[a, b] = rate
         np.fill_diagonal(self.bandwidth, np.inf)
 
-    def link_resource(self, a: int, b: int) -> int:
-        return a * self.n_devices + b
-
     def out_resource(self, node: int) -> int:
         return self.n_devices**2 + node
 
@@ -207,7 +204,7 @@ class Network:
         """Occupy the resources of a ring, over each of whose hops `wire` bytes go."""
         occupied = {self.stream_resource(d): duration for d, _ in hops}
         for a, b in hops:
-            occupied[self.link_resource(a, b)] = min(duration, wire / float(self.bandwidth[a, b]))
+            occupied[a * self.n_devices + b] = min(duration, wire / float(self.bandwidth[a, b]))
             source, target = int(self.node_of[a]), int(self.node_of[b])
             if source != target:
                 out, into = self.out_resource(source), self.in_resource(target)

@@ -33,8 +33,6 @@ class SimulatorOptions:
             depends on weights; below 1 under autocast, whose dtype is smaller.
         batch_norm: `local` normalises each block by its statistics, as DDP does; `global` by those
             of the whole microbatch, with two small all-reduces forward and one backward.
-        gradient_bytes_per_weight_byte: size of gradients and of what is all-reduced: 2 for FP16
-            weights with FP32 gradients.
         activation_share: share of an output, and of its gradient, that a device sends to another
             stage: 1 / tp where each device of a tensor-parallel group sends its part, as by
             DeepSpeed. The mean where both differ.
@@ -59,7 +57,6 @@ class SimulatorOptions:
     stream_s_per_byte: float | tuple[float, ...] = 0.0
     wire_bytes_per_fp32_byte: float = 1.0
     batch_norm: Literal["local", "global"] = "local"
-    gradient_bytes_per_weight_byte: float = 1.0
     activation_share: float = 1.0
     reserved_bytes: int = 0
     all_reduce: AllReduce = "ring"
@@ -78,11 +75,8 @@ class SimulatorOptions:
                 f"bucket of {self.bucket_bytes} B, {self.n_optimizer_states} optimizer states, "
                 f"{self.optimizer_s_per_byte} s/B: a bucket needs a byte, the others must be >= 0"
             )
-        if not self.gradient_bytes_per_weight_byte > 0 or self.reserved_bytes < 0:
-            raise PlanError(
-                f"{self.gradient_bytes_per_weight_byte} B of gradient per byte of weights, "
-                f"{self.reserved_bytes} B reserved: the first must be above 0, the second >= 0"
-            )
+        if self.reserved_bytes < 0:
+            raise PlanError(f"{self.reserved_bytes} B reserved: that must be >= 0")
         if not 0 < self.wire_bytes_per_fp32_byte <= 1:
             raise PlanError(
                 f"a byte of fp32 travels as {self.wire_bytes_per_fp32_byte} B: that must be > 0 "

@@ -1,7 +1,7 @@
 """What sharded state costs and saves: parts of each device, rounds of gradients, final all-gather.
 
 A reduce-scatter and an all-gather each take half of an all-reduce. `gathers` has those of sharded
-parameters, and `layouts.sharded` prices whole layouts by the same rules.
+parameters, and `layouts.pricing` prices whole layouts by the same rules.
 """
 
 from __future__ import annotations
@@ -102,12 +102,6 @@ def gather_seconds(network: Network, shared: Mapping[Group, int], ready: Floats)
         slowest = max((busy[resource] for resource, _ in one.occupied), default=0.0)
         done[members] = done[members].max() + max(one.duration_s, slowest) / 2
     return done - ready
-
-
-def gradient_bytes(tables: Tables, weights: Floats, owned: Floats, state: ShardState) -> Floats:
-    """(n_devices,) bytes of gradients between two microbatches."""
-    kept = owned if shards_gradients(state) else weights
-    return kept * tables.options.gradient_bytes_per_weight_byte
 
 
 def passing_bytes(tables: Tables, n_microbatches: int) -> tuple[Floats, Floats]:

@@ -29,8 +29,8 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import (
     Slice,
     gather_seconds,
-    gradient_bytes,
     owned_bytes,
+    shards_gradients,
     shared_bytes,
 )
 from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
@@ -128,11 +128,7 @@ class Simulator:
         return self._costs[samples]
 
     def simulate(self, strategy: Strategy) -> Simulation:
-        """Price one strategy.
-
-        Raises:
-            StrategyError: it does not fit the graph or the cluster.
-        """
+        """Price one strategy."""
         validate(strategy, self.graph, self.cluster)
         return Simulation(self, strategy, Trial.from_strategy(self, strategy).outcome())
 
@@ -271,7 +267,7 @@ class Trial:
         static = (
             weights
             - lowered.saved
-            + gradient_bytes(tables, weights, owned, self.shard_state)
+            + (owned if shards_gradients(self.shard_state) else weights)
             + owned * options.n_optimizer_states
             + tables.frozen_bytes.sum(axis=0)
             + options.reserved_bytes
@@ -351,11 +347,7 @@ class Simulation:
         return bool((self.outcome.memory_bytes <= self.simulator.limits).all())
 
     def check_memory(self) -> None:
-        """Refuse a strategy that would run out of memory.
-
-        Raises:
-            PlanError: names the device that lacks the most memory.
-        """
+        """Refuse a strategy that would run out of memory."""
         excess = self.outcome.memory_bytes - self.simulator.limits
         worst = int(excess.argmax())
         if excess[worst] > 0:
@@ -365,3 +357,24 @@ class Simulation:
                 f"{self.simulator.network.names[worst]}, which has {format_bytes(limit)}: use more "
                 "devices, microbatches or recomputation"
             )
+
+
+def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) -> Floats:
+    """(n_devices, n_placed) seconds of forward plus backward of a microbatch, for each whole
+    operator on each device."""
+    devices, rates = simulator.cluster.devices, np.asarray(simulator.options.stream_s_per_byte)
+    by_kind: dict[object, Floats] = {}
+    found = []
+    for k, (device, rate) in enumerate(
+        zip(devices, np.broadcast_to(rates, len(devices)), strict=True)
+    ):
+        key = device.kind, device.speed, float(rate)
+        if key not in by_kind:
+            plans = {op: OperatorPlan({}, [k]) for op in simulator.placed}
+            trial = Trial(simulator, plans, batch=batch, n_microbatches=n_microbatches)
+            lowered = trial.lowered()
+            ops = (lowered.rows // len(devices)).tolist()
+            by_op = dict(zip(ops, lowered.work.seconds[:3].sum(axis=0), strict=True))
+            by_kind[key] = np.array([by_op[op] for op in simulator.placed])
+        found.append(by_kind[key])
+    return np.stack(found)

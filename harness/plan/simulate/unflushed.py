@@ -39,11 +39,7 @@ class Unflushed:
 
 
 def simulate_unflushed(simulator: Simulator, strategy: Strategy) -> Unflushed:
-    """Price one strategy by 1F1B.
-
-    Raises:
-        StrategyError: it does not fit the graph or the cluster.
-    """
+    """Price one strategy by 1F1B."""
     simulator = Simulator(
         simulator.graph,
         simulator.profile,

@@ -35,13 +35,13 @@ from harness.plan.importing.times import (
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.fitting import fit_amounts
 from harness.plan.validation.points import (
     MeasuredStep,
     NotExpressedError,
     Published,
     SetReader,
     SimulatedRun,
+    fit_amounts,
 )
 
 _COLUMNS = ("experiment", "tp", "dp", "pp", "microbatch", "partition", "predicted_s", "measured_s")

@@ -110,8 +110,7 @@ def _scored(
         **_scores([one for _, one in judged]),
         source_median_error=_other([(p.source_s, s) for p, _, s in ran])
         or published.source_median_error,
-        trivial_median_error=_other([(p.trivial_s, s) for p, _, s in ran])
-        or published.trivial_median_error,
+        trivial_median_error=published.trivial_median_error,
         not_expressed=reasons,
         memory_median_error=percentile_error(
             [float(v.predicted_bytes) for v in with_memory],

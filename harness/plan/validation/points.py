@@ -1,16 +1,52 @@
-"""Measured steps of others, as cases for the simulator."""
+"""Measured steps of others, as cases for the simulator, and the fit of a few amounts to them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
+
+import numpy as np
+from scipy import optimize
 
 from harness.domain.strategy import Strategy
 from harness.errors import DataError
 from harness.plan.importing.tables import find_tables
 from harness.plan.simulate.simulator import Simulator
+
+
+def fit_amounts(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Coefficients >= 0 whose sums of terms come nearest to the values, relative to each value.
+
+    Args:
+        rows: terms of each value.
+        values: above 0.
+    """
+    terms = np.asarray(rows, dtype=np.float64) / np.asarray(values, dtype=np.float64)[:, None]
+    return [float(one) for one in optimize.nnls(terms, np.ones(len(values)))[0]]
+
+
+_N_HALVINGS = 30
+
+
+def solve_all(
+    predict: Callable[[int, float], float], measured: Sequence[float], low: float, high: float
+) -> float:
+    """The amount whose median error over several measurements is least in magnitude, at which the
+    median of predicted / measured is 1; by bisection of its logarithm. The nearer bound if none is.
+
+    Args:
+        predict: of measurement k at an amount; falls as the amount grows.
+    """
+    a, b = math.log(low), math.log(high)
+    for _ in range(_N_HALVINGS):
+        amount = math.exp((a + b) / 2)
+        ratio = median(predict(k, amount) / value for k, value in enumerate(measured))
+        a, b = (math.log(amount), b) if ratio > 1 else (a, math.log(amount))
+    return math.exp((a + b) / 2)
 
 
 class SimulatedRun(NamedTuple):
@@ -41,7 +77,6 @@ class MeasuredStep:
         measured_s: None if the run failed, such as for want of memory.
         build: makes the case; raises NotExpressedError where it cannot be made.
         source_s: the prediction of the source's own predictor.
-        trivial_s: the prediction of the trivial model.
         memory_bytes: measured peak of a device.
         calibrates: why it is not judged: a number was taken from it. Empty if it is judged.
     """
@@ -52,7 +87,6 @@ class MeasuredStep:
     measured_s: float | None
     build: Callable[[], SimulatedRun]
     source_s: float | None = None
-    trivial_s: float | None = None
     memory_bytes: float | None = None
     calibrates: str = ""
     part: str = ""

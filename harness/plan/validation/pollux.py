@@ -24,13 +24,13 @@ from harness.plan.importing.times import (
 )
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.fitting import solve_all
 from harness.plan.validation.points import (
     MeasuredStep,
     NotExpressedError,
     Published,
     SetReader,
     SimulatedRun,
+    solve_all,
 )
 
 _PLACEMENTS = ("placement", "local_bsz", "step_time")

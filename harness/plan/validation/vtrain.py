@@ -33,13 +33,13 @@ from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
-from harness.plan.validation.fitting import fit_amounts
 from harness.plan.validation.points import (
     MeasuredStep,
     NotExpressedError,
     Published,
     SetReader,
     SimulatedRun,
+    fit_amounts,
 )
 
 _GPUS, _TIME = "# GPUs", "iteration time (ms)"

@@ -38,18 +38,18 @@ from harness.runtime.capture.sample_dims import (
     Values,
     batch_sizes,
     is_cut_by_samples,
+    join_row_indices,
     named_shape,
     sample_dims,
     values_by_batch,
 )
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
-from harness.runtime.models.on_meta import weights_on_meta
+from harness.runtime.models.factory import weights_on_meta
 from harness.runtime.models.task import check_weights, logits_of
 from harness.runtime.tracing.constructs import WRITES, WRITTEN
 from harness.runtime.tracing.mixing import SampleMixing
 from harness.runtime.tracing.patches import has_gradient_hooks
 from harness.runtime.tracing.refusals import refusal
-from harness.runtime.tracing.row_indices import join_row_indices
 from harness.runtime.tracing.trace import trace
 from harness.runtime.tracing.writes import replace_in_place_writes
 
@@ -301,11 +301,7 @@ def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
 
 
 def capture(task: Task, batch: int, name: str) -> Captured:
-    """Trace a task's model for a global batch of `batch` samples; allocates no activations.
-
-    Raises:
-        ModelError: the model cannot be traced or run on the meta device.
-    """
+    """Trace a task's model for a global batch of `batch` samples; allocates no activations."""
     try:
         return _capture(task, batch, name)
     except HarnessError:
@@ -349,11 +345,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
 
 
 def capture_model(name: str, batch: int, options: ModelOptions | None = None) -> Graph:
-    """Capture a named model or a user's factory without allocating its weights.
-
-    Raises:
-        ModelError: no such model, or it cannot be captured.
-    """
+    """Capture a named model or a user's factory without allocating its weights."""
     with weights_on_meta():
         task = build_task(name, fit_options(name, options or ModelOptions()))
     return capture(task, batch, name).graph

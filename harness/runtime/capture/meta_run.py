@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.runtime.capture.meta_copy import fake_copy, meta_copy
 from harness.runtime.capture.operators import is_opaque
-from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.models.task import Task
 from harness.runtime.tracing.constructs import NO_GRAD
 from harness.runtime.tracing.functions import GradientHooks
 
@@ -211,10 +211,6 @@ class StepFlops(NamedTuple):
     scores: float
 
 
-def _empty_input(spec: InputSpec, n_samples: int) -> Tensor:
-    return torch.empty((n_samples, *spec.shape), dtype=spec.dtype)
-
-
 def _count_flops(task: Task, n_samples: int) -> StepFlops:
     """FLOPs of forward, loss and backward.
 
@@ -226,7 +222,7 @@ def _count_flops(task: Task, n_samples: int) -> StepFlops:
     device = next((p.device for p in copied.model.parameters()), torch.device("cpu"))
     # The counter knows the products of the plain attention on every device.
     with mode, device, sdpa_kernel(SDPBackend.MATH), FlopCounts() as counter:
-        inputs = [_empty_input(spec, n_samples) for spec in task.inputs]
+        inputs = [torch.empty((n_samples, *spec.shape), dtype=spec.dtype) for spec in task.inputs]
         targets = task.draw_targets(n_samples, device=device)
         copied.sum_loss(copied.model(*inputs), targets).backward()
     return StepFlops(counter.total, counter.of_activations)

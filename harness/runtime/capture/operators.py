@@ -17,8 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from harness.domain.graph import Attribute
 from harness.runtime.models.attention import GroupedAttention
-from harness.runtime.models.mixture import Router
-from harness.runtime.models.single_operators import is_single_operator
+from harness.runtime.models.mixture import Router, is_single_operator
 from harness.runtime.tracing.attention_region import AttentionRegion
 from harness.runtime.tracing.functions import CustomFunction, OpaqueFunction
 from harness.runtime.tracing.patches import has_own_hooks

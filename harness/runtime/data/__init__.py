@@ -18,10 +18,9 @@ from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
 from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
 from harness.runtime.data.images import DigitData, class_names, open_cifar, open_folder
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
+from harness.runtime.data.text.labelled import open_squad, open_sst2, squad_file, sst2_file
 from harness.runtime.data.text.plain import open_pairs, open_text, pair_files, text_files
 from harness.runtime.data.text.sequences import TextData, Vocabulary, check_vocabulary
-from harness.runtime.data.text.squad import open_squad, squad_file
-from harness.runtime.data.text.sst2 import open_sst2, sst2_file
 from harness.runtime.models import fit_options, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task
 
@@ -55,11 +54,7 @@ class DataOptions:
     vocabulary: Path | None = None
 
     def read_vocabulary(self) -> Vocabulary:
-        """Read the vocabulary file.
-
-        Raises:
-            DataError: there is none, or it has another layout.
-        """
+        """Read the vocabulary file."""
         if self.vocabulary is None:
             raise DataError("text is cut into tokens by a vocabulary: give --vocabulary vocab.txt")
         return Vocabulary(self.vocabulary)
@@ -182,11 +177,7 @@ DATA: dict[str, DataEntry] = {
 
 
 def entry_for(data: str, model: str) -> DataEntry:
-    """Look up a data set and check that it fits the model.
-
-    Raises:
-        ConfigError: the data set is unknown or does not fit the model.
-    """
+    """Look up a data set and check that it fits the model."""
     if data not in DATA:
         raise ConfigError(f"there is no data {data!r}: choose one of {', '.join(DATA)}")
     entry = DATA[data]
@@ -198,12 +189,7 @@ def entry_for(data: str, model: str) -> DataEntry:
 
 
 def fit_to_data(model: str, options: ModelOptions, data: str, given: DataOptions) -> ModelOptions:
-    """Fill in a model's missing options from the data, else from the model.
-
-    Raises:
-        ConfigError, ModelError, DataError: data and model do not fit each other, or the data are
-            missing.
-    """
+    """Fill in a model's missing options from the data, else from the model."""
     entry = entry_for(data, model)
     if not options.n_classes:
         options = replace(options, n_classes=entry.n_classes(given.data_dir))
@@ -216,12 +202,7 @@ def fit_to_data(model: str, options: ModelOptions, data: str, given: DataOptions
 
 
 def open_data(name: str, options: DataOptions, task: Task, global_batch: int) -> Any:
-    """Open a data set; its length is its number of samples.
-
-    Raises:
-        DataError: the data set is missing, empty, or has another layout, or its classes are no
-            targets of the task.
-    """
+    """Open a data set; its length is its number of samples."""
     data: Any = DATA[name].open(options, task, global_batch)
     _check_classes(name, options, task)
     if len(data) < 1:

@@ -24,6 +24,7 @@ from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
+from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 
@@ -149,6 +150,8 @@ def _settings(options: EngineOptions) -> dict[str, Any]:
 class DeepSpeedEngine:
     """ZeRO by DeepSpeed; bf16 and fp16 use DeepSpeed's mixed precision, not autocast."""
 
+    samples = None
+
     def __init__(
         self, task: Task, world: World, recorder: Recorder, options: EngineOptions
     ) -> None:
@@ -244,3 +247,7 @@ class DeepSpeedEngine:
         with self.whole_model() as model:
             state: dict[str, Tensor] = model.state_dict()
             return state if self._is_whole else {k: v.clone() for k, v in state.items()}
+
+    def verify(self) -> str:
+        with self.whole_model() as model:
+            return verify_replicas(model, self._world)

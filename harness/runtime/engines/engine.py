@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from harness.domain.sharding import BUCKET_BYTES
+from harness.measure.recorder import Clock
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.optimizers import OptimizerOptions
+from harness.runtime.ranks.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +85,9 @@ class Engine(Protocol):
         ...
 
     @property
-    def model(self) -> nn.Module:
-        """The whole model."""
+    def samples(self) -> Sequence[int] | None:
+        """Positions in the global batch that this rank is fed, in order; None if every rank gets a
+        share of each batch instead."""
         ...
 
     @property
@@ -99,3 +103,37 @@ class Engine(Protocol):
     def model_state(self) -> dict[str, Tensor]:
         """The whole model's state, as on one device."""
         ...
+
+    def verify(self) -> str:
+        """Check that replicas are equal, and return a digest of the parameters, equal for equal
+        training by the same strategy; all ranks must call it.
+
+        Raises:
+            VerificationError: replicas differ.
+        """
+        ...
+
+
+# NCCL uses PyTorch's pool of normal-priority streams, gloo that of high-priority streams.
+_PRIORITY = {"nccl": -1, "gloo": 0}
+
+
+class CompletionStream:
+    """A GPU stream for marks at the end of one process group's all-reduces; unused on a CPU.
+
+    The stream comes from the pool that the backend does not use, because a group on the same
+    stream would wait for the other group's all-reduce.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if world.device.type == "cuda":
+            self._stream = torch.cuda.Stream(world.device, priority=_PRIORITY[world.backend])
+
+    def mark(self, work: Any, clock: Clock) -> Any:
+        """Mark the end of work that is queued (NCCL) or complete (gloo); never blocks."""
+        if self._stream is None:
+            return clock.mark()
+        with torch.cuda.stream(self._stream):
+            work.synchronize()  # the stream waits, not the host
+            return clock.mark()

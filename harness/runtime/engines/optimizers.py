@@ -61,21 +61,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerOptions, bool], Optimizer]] 
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse an optimizer that is not in OPTIMIZERS.
-
-    Raises:
-        ConfigError: there is no such optimizer.
-    """
+    """Refuse an optimizer that is not in OPTIMIZERS."""
     if name not in OPTIMIZERS:
         raise ConfigError(f"there is no optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions, device: torch.device) -> Optimizer:
-    """Make an optimizer; on a GPU a fused one, which unscales fp16 gradients without waiting.
-
-    Raises:
-        ConfigError: there is no such optimizer.
-    """
+    """Make an optimizer; on a GPU a fused one, which unscales fp16 gradients without waiting."""
     check_optimizer(options.name)
     return OPTIMIZERS[options.name](model, options, device.type == "cuda")
 

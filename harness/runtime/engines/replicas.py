@@ -40,14 +40,15 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(fingerprint(model).numpy().tobytes()).hexdigest()[:16]
 
 
-def verify_replicas(model: nn.Module, world: World) -> None:
-    """Check that every rank holds the same parameters; all ranks must call it.
+def verify_replicas(model: nn.Module, world: World) -> str:
+    """Check that every rank holds the same parameters, and return a digest of them; all ranks must
+    call it.
 
     Raises:
         VerificationError: names a rank and the first parameter that differs; raised on every rank.
     """
     if world.size == 1:
-        return
+        return digest(model)
     local = fingerprint(model).to(world.wire)
     gathered = [torch.empty_like(local) for _ in range(world.size)]
     dist.all_gather(gathered, local)
@@ -59,3 +60,4 @@ def verify_replicas(model: nn.Module, world: World) -> None:
                 f"replicas differ: ranks 0 and {rank} hold unequal {names[int(unequal[0])]} after "
                 "training"
             )
+    return digest(model)

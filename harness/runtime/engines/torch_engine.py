@@ -24,9 +24,9 @@ from harness.domain.sharding import BUCKET_BYTES
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
-from harness.runtime.engines.completion_stream import CompletionStream
-from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
+from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 
@@ -92,11 +92,12 @@ def _distribute(
 class TorchEngine:
     """One replica of the model on each rank; a single rank does not communicate."""
 
+    samples = None
+
     def __init__(
         self, task: Task, world: World, recorder: Recorder, options: EngineOptions
     ) -> None:
-        self._task = task
-        self._device = world.device
+        self._task, self._world = task, world
         self._recorder = recorder
         self._precision = Precision(options.dtype, world.device)
         self._timer: BucketTimer | None = None
@@ -129,7 +130,7 @@ class TorchEngine:
         at_data = mark()
         n_bytes = batch.n_bytes
         add("data", at_start, at_data, n_bytes=n_bytes)
-        batch = batch.to(self._device)
+        batch = batch.to(self._world.device)
         at_copy = mark()
         add("host_to_device", at_data, at_copy, n_bytes=n_bytes)
         begin("forward")
@@ -180,3 +181,6 @@ class TorchEngine:
     def model_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._task.model.state_dict()
         return state
+
+    def verify(self) -> str:
+        return verify_replicas(self._task.model, self._world)

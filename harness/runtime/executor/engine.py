@@ -18,16 +18,14 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
+from harness.runtime.executor.cache.boundary import check_rows
 from harness.runtime.executor.cache.prefix import Prefix, run_forward
-from harness.runtime.executor.cache.recorded import check_rows
 from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.counts import count_rounds
 from harness.runtime.executor.gradients.deferred import WeightGradients
-from harness.runtime.executor.gradients.hooks import ParameterHooks
-from harness.runtime.executor.gradients.layer_norms import LayerNorms
-from harness.runtime.executor.gradients.loss_scale import LossScale
 from harness.runtime.executor.gradients.sums import Bucket, GradientSync, sum_buckets
+from harness.runtime.executor.gradients.update import LayerNorms, LossScale, ParameterHooks
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
 from harness.runtime.executor.program.lower import Lowering
@@ -39,11 +37,10 @@ from harness.runtime.executor.run.priming import is_needed, kept_alike, prime
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
-from harness.runtime.executor.sharded.owners import Owners
-from harness.runtime.executor.sharded.scatter import scatter_buckets
+from harness.runtime.executor.sharded.owners import Owners, scatter_buckets
 from harness.runtime.executor.shards.forms import Forms, choose_forms
 from harness.runtime.executor.shards.pointwise import RandomState
-from harness.runtime.executor.state.files import save_sharded
+from harness.runtime.executor.state.files import load_sharded, save_sharded
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
 from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
@@ -355,6 +352,10 @@ class ExecutorEngine:
             "step": self._random.step,
         }
 
+    def load_sharded(self, directory: Path) -> None:
+        """Load what all ranks wrote by `save_sharded`; all ranks must call it."""
+        self.load_full_state(load_sharded(directory))
+
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Load a whole state, of any strategy or engine; all ranks must call it."""
         self.flush()
@@ -385,7 +386,7 @@ class ExecutorEngine:
         collector frees its memory, because its objects form reference cycles."""
         self._groups.close()
 
-    def verify_replicas(self) -> str:
+    def verify(self) -> str:
         """Check that replicas are equal bit by bit, and return a digest of the weights; all ranks
         must call it. Raises VerificationError, with the ranks and the parameter."""
         self.flush()

@@ -46,22 +46,13 @@ class ExecutorPlan:
     is_held: bool = False
 
     def check(self, graph: Graph, n_ranks: int) -> None:
-        """Check the strategy against model, ranks and schedule.
-
-        Raises:
-            StrategyError: the strategy does not fit the model or the ranks, or training is
-                asynchronous with another schedule than 1F1B or with recomputation.
-        """
+        """Check the strategy against model, ranks and schedule."""
         ranks = Cluster.uniform(1, n_ranks, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
         validate(self.strategy, graph, ranks)
         self.check_schedule()
 
     def check_schedule(self) -> None:
-        """Check that asynchronous training uses 1F1B without recomputation.
-
-        Raises:
-            StrategyError: it does not; names the schedule or the stage.
-        """
+        """Check that asynchronous training uses 1F1B without recomputation."""
         if self.is_asynchronous and self.strategy.schedule != "1f1b":
             raise StrategyError(
                 f"asynchronous training runs 1f1b, strategy {self.strategy.name!r} has schedule "
@@ -85,9 +76,6 @@ class ExecutorPlan:
 
         Args:
             parameter: the name of a parameter with a hook; None if there is none.
-
-        Raises:
-            StrategyError: names the parameter.
         """
         if parameter is not None and self.strategy.shards_gradients:
             raise StrategyError(
@@ -101,9 +89,6 @@ class ExecutorPlan:
 
         Args:
             holders: (slice, devices) of each trained weight.
-
-        Raises:
-            StrategyError: names the weight.
         """
         devices_of = self.strategy.stage_devices()
         for piece, devices in holders:

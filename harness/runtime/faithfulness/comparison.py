@@ -170,11 +170,7 @@ class _Comparison:
         self._check_counters(batches[:1])
 
     def _check_counters(self, batches: Sequence[Batch]) -> None:
-        """Refuse a model that will compute something else in a later step, because forward counts.
-
-        Raises:
-            ModelError: names the attribute.
-        """
+        """Refuse a model that will compute something else later, because its forward counts."""
         model = self._task.model
         found = counters(model, lambda: self._call_model(batches[0]))
         expected = self._train(self._model, batches, keep=values_of) if found else []

@@ -15,7 +15,6 @@ from harness.errors import ModelError
 from harness.runtime.models.dlrm import Dlrm, check_dlrm
 from harness.runtime.models.factory import task_from_factory
 from harness.runtime.models.lenet import LeNet
-from harness.runtime.models.nmt import Nmt
 from harness.runtime.models.task import (
     DlrmOptions,
     HeadName,
@@ -24,7 +23,7 @@ from harness.runtime.models.task import (
     Task,
     TextOptions,
 )
-from harness.runtime.models.text import T5, Bert, Gpt2, Llama, check_text
+from harness.runtime.models.text import T5, Bert, Gpt2, Llama, Nmt, check_text
 from harness.runtime.models.torchvision_import import import_torchvision
 
 __all__ = [
@@ -154,11 +153,7 @@ MODELS: dict[str, ModelEntry] = {
 
 
 def entry_of(name: str) -> ModelEntry | None:
-    """Look up a model in the table; None for a user's factory.
-
-    Raises:
-        ModelError: the name is in neither form.
-    """
+    """Look up a model in the table; None for a user's factory."""
     if name in MODELS or ":" in name:
         return MODELS.get(name)
     raise ModelError(
@@ -168,11 +163,7 @@ def entry_of(name: str) -> ModelEntry | None:
 
 
 def input_kind(name: str) -> Literal["images", "dlrm", "text"]:
-    """The inputs of a model; a user's factory takes images unless it returns a Task.
-
-    Raises:
-        ModelError: there is no such model.
-    """
+    """The inputs of a model; a user's factory takes images unless it returns a Task."""
     if name == "dlrm":
         return "dlrm"
     entry = entry_of(name)
@@ -187,11 +178,7 @@ def may_import_torchvision(name: str) -> bool:
 def fit_options(
     name: str, options: ModelOptions, data_image_size: int = 0, data_channels: int = 0
 ) -> ModelOptions:
-    """Fill in missing classes, channels and image size from the data, else from the model.
-
-    Raises:
-        ModelError: the model is unknown or does not accept the image size.
-    """
+    """Fill in missing classes, channels and image size from the data, else from the model."""
     entry = entry_of(name) or ModelEntry(build=_no_build, min_image_size=1)
     if name == "dlrm":
         check_dlrm(options.dlrm)
@@ -303,9 +290,6 @@ def build_task(name: str, options: ModelOptions, seed: int = 0) -> Task:
 
     Args:
         options: as `fit_options` returns them.
-
-    Raises:
-        ModelError: the model is unknown or does not accept the options.
     """
     torch.manual_seed(seed)
     entry = entry_of(name)

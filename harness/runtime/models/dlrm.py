@@ -25,11 +25,7 @@ def interaction_width(options: DlrmOptions) -> int:
 
 
 def check_dlrm(options: DlrmOptions) -> None:
-    """Refuse MLPs that do not fit each other.
-
-    Raises:
-        ModelError: names the widths that disagree.
-    """
+    """Refuse MLPs that do not fit each other."""
     if len(options.bottom_mlp) < 2 or len(options.top_mlp) < 2 or not options.table_rows:
         raise ModelError(
             f"dlrm needs two MLPs of at least two widths and a table, not {options.bottom_mlp}, "

@@ -28,6 +28,7 @@ from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, Call, Labe
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_weights, logits_of
 from harness.runtime.models.torchvision_import import allow_torchvision
 from harness.runtime.ranks.failures import users_line
+from harness.runtime.tracing.patches import replaced
 
 _log = logging.getLogger(__name__)
 
@@ -48,9 +49,6 @@ def task_from_example(name: str, model: nn.Module, example: Any) -> Task:
 
     If the model computes a loss, that is the task's and its labels are the targets; else targets
     are classes of the logits. A loss that parts of a batch cannot compute stays in the model.
-
-    Raises:
-        ModelError: the example has no tensors, or the model does not take it.
     """
     given = Example(name, example)
     _prepare(name, model)
@@ -302,10 +300,6 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
 
     The factory returns a module over images (n, n_channels, image_size, image_size), a model of
     transformers, a pair of a module and example inputs, or a Task.
-
-    Raises:
-        ModelError: the factory is missing, fails or returns another type, or its model has
-            weights without a shape.
     """
     with _contained(name):
         factory = _load(name)
@@ -326,11 +320,7 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
 
 
 def task_of(name: str, built: Any, options: ModelOptions) -> Task:
-    """The task of a factory's result.
-
-    Raises:
-        ModelError: it has another type, or its model has weights without a shape.
-    """
+    """The task of a factory's result."""
     if isinstance(built, Task):
         check_weights(built.model)
         return built
@@ -346,3 +336,29 @@ def task_of(name: str, built: Any, options: ModelOptions) -> Task:
     if example is None:
         example = example_of(name, built, options)
     return task_from_example(name, built, example)
+
+
+@contextlib.contextmanager
+def weights_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device when a module registers it.
+
+    Buffers and other tensors are real, because constructors read some of them
+    (`torch.linspace(...).tolist()`) and a graph contains values that are computed from others.
+    """
+    register: Any = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if isinstance(parameter, nn.Parameter) and type(parameter) is nn.Parameter:
+            _move(parameter)
+
+    with replaced(nn.Module, "register_parameter", registered):
+        yield
+
+
+def _move(parameter: nn.Parameter) -> None:
+    """Move a parameter in place, so that a second name of it stays tied."""
+    if parameter.is_meta:
+        return
+    moved = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, moved)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.runtime.models.attention import GroupedAttention
+
 _STD = 0.02  # of initial weights, as in `text.py`
 
 
@@ -85,3 +87,8 @@ class Mixture(nn.Module):
         inner = inner * torch.einsum("necd,edh->nech", taken, self.up)
         made = torch.einsum("nech,ehd->necd", inner, self.down)
         return torch.einsum("ntec,necd->ntd", weights, made)
+
+
+def is_single_operator(module: nn.Module) -> bool:
+    """Whether a graph keeps a module as one known operator."""
+    return isinstance(module, GroupedAttention | Router)

@@ -39,9 +39,6 @@ def choose_logits(outputs: Mapping[str, Any], kind: str) -> Any:
 
     Args:
         kind: type of the model's return value, for the error.
-
-    Raises:
-        ModelError: there are several, and none has a name of logits.
     """
     for name in _NAMES:
         if name in outputs:
@@ -99,11 +96,7 @@ LOSSES: dict[LossName, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def logits_of(output: Any) -> Tensor:
-    """Select the logits from a model's return value.
-
-    Raises:
-        ModelError: it is not a tensor, and no output has a name of logits.
-    """
+    """Select the logits from a model's return value."""
     if isinstance(output, Tensor):
         return output
     chosen = choose_logits(named_outputs(output), type(output).__name__)
@@ -188,9 +181,6 @@ class Task:
 
         Args:
             outputs: the logits, or outputs that hold them by name.
-
-        Raises:
-            ModelError: no output has a name of logits.
         """
         return LOSSES[self.loss](logits_of(outputs), targets)
 
@@ -282,11 +272,7 @@ class ModelOptions:
 
 def check_weights(model: nn.Module) -> None:
     """Refuse weights that have no shape yet, modules without Python code, and a model of which
-    nothing is trained.
-
-    Raises:
-        ModelError: names the lazy or scripted module.
-    """
+    nothing is trained."""
     if not any(is_lazy(p) or p.requires_grad for p in model.parameters()):
         n_parameters = sum(1 for _ in model.parameters())
         raise ModelError(

@@ -1,6 +1,7 @@
-"""Models of text: BERT, GPT-2, Llama and T5, from transformer blocks.
+"""Models of text: BERT, GPT-2, Llama and T5, from transformer blocks, and a translator of LSTMs.
 
-Sources: Devlin et al., 2019; Radford et al., 2019; Touvron et al., 2023; Raffel et al., 2020. Their
+Sources: Devlin et al., 2019; Radford et al., 2019; Touvron et al., 2023; Raffel et al., 2020; of
+the translator Luong et al., 2015, and Wu et al., "GNMT", 2016 (stacks with residuals). Their
 dropout of attention probabilities is left out, because fused attention kernels leave it out.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,11 +27,7 @@ Norm = Callable[[int], nn.Module]
 
 
 def check_text(name: str, options: TextOptions) -> None:
-    """Refuse sizes that do not divide each other.
-
-    Raises:
-        ModelError: names the sizes that disagree.
-    """
+    """Refuse sizes that do not divide each other."""
     width, heads, groups = options.width, options.n_heads, options.n_groups
     if width % heads or (width // heads) % 2:
         raise ModelError(
@@ -318,4 +316,52 @@ class T5(nn.Module):
         for block in self.decoder:
             x = block(x, None, memory, mask)
         logits: Tensor = self.output(self.decoder_norm(x))
+        return logits
+
+
+class LstmStack(nn.Module):
+    """LSTM layers, each a module of its own, so that a pipeline can cut between them; with
+    residuals from the second on."""
+
+    def __init__(self, width: int, n_layers: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.LSTM(width, width, batch_first=True) for _ in range(n_layers)
+        )
+        self.dropouts = nn.ModuleList(nn.Dropout(dropout) for _ in range(n_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, length, width) to the last layer's outputs, of the same shape."""
+        for number, (layer, dropout) in enumerate(zip(self.layers, self.dropouts, strict=True)):
+            y = dropout(layer(x)[0])
+            x = x + y if number else y
+        return x
+
+
+class Nmt(nn.Module):
+    """Called with source and target tokens (n, length), the target shifted right.
+
+    Source padding is masked in the attention. The decoder starts from a state of zeros.
+    """
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        sizes = options.text
+        self.source_tokens = nn.Embedding(sizes.vocabulary_size, sizes.width)
+        self.target_tokens = nn.Embedding(sizes.vocabulary_size, sizes.width)
+        self.encoder = LstmStack(sizes.width, sizes.n_layers, 0.2)
+        self.decoder = LstmStack(sizes.width, sizes.n_layers, 0.2)
+        self.attention = GroupedAttention(
+            sizes.width, sizes.n_heads, n_groups=sizes.n_groups, has_bias=False
+        )
+        self.combine = nn.Linear(2 * sizes.width, sizes.width, bias=False)
+        self.activation = nn.Tanh()
+        self.output = nn.Linear(sizes.width, sizes.vocabulary_size, bias=False)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory = self.encoder(self.source_tokens(source))
+        x = self.decoder(self.target_tokens(target))
+        context = self.attention(x, memory, source.ne(PADDING))
+        combined = self.activation(self.combine(torch.cat((context, x), dim=2)))
+        logits: Tensor = self.output(combined)
         return logits

@@ -42,7 +42,7 @@ def maximum_over_ranks(values: Sequence[float], world: World) -> list[float]:
     return [float(number) for number in numbers.tolist()]
 
 
-def raise_on_all_ranks(check: Callable[[], None], world: World) -> None:
+def raise_on_all_ranks(check: Callable[[], object], world: World) -> None:
     """Run a check on every rank; all ranks must call it.
 
     Raises:

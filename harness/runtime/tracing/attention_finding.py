@@ -317,7 +317,9 @@ class _Region:
         projections = {node: self._spans_of(node) for node in self._projections}
         projections[self._last] = ((0, _size(self._last.all_input_nodes[0], -1)),)
         joined = JoinedGraph(self._module, self._order, projections, self.slices)
-        draws = any(_draws(node, self._module) for node in self._order)
+        draws = any(
+            node.op != "call_module" and draws_random(node, self._module) for node in self._order
+        )
         region = joined.region(self._numbers, self.n_groups, draws=draws)
         with self._module.graph.inserting_before(self._last):
             call = self._module.graph.call_function(region, (*joined.inputs, *joined.held))
@@ -357,7 +359,3 @@ def _volume(sizes: list[Any]) -> tuple[int, list[str]]:
 def _natural(dim: Any, rank: int) -> int:
     _require(isinstance(dim, int))
     return int(dim) % rank
-
-
-def _draws(node: fx.Node, module: fx.GraphModule) -> bool:
-    return node.op != "call_module" and draws_random(node, module)

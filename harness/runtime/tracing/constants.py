@@ -64,7 +64,9 @@ def _independent(module: fx.GraphModule) -> dict[fx.Node, None]:
                 found[node] = None
         elif node.op in CALLS and node.op != "call_module":
             first = node.args[0] if node.args else None
-            if _reads_size(node) or (_is_pure(node, module) and _has_only(node, found)):
+            if _reads_size(node) or (
+                _is_pure(node, module) and all(source in found for source in node.all_input_nodes)
+            ):
                 found[node] = None
             elif isinstance(first, fx.Node) and works_in_place(node, modules):
                 tainted.add(first)
@@ -75,10 +77,6 @@ def _independent(module: fx.GraphModule) -> dict[fx.Node, None]:
             del found[node]
             tainted |= {*node.all_input_nodes, *node.users}
     return found
-
-
-def _has_only(node: fx.Node, found: dict[fx.Node, None]) -> bool:
-    return all(source in found for source in node.all_input_nodes)
 
 
 def _is_pure(node: fx.Node, module: fx.GraphModule) -> bool:

@@ -193,11 +193,7 @@ _LARGEST_SHARE = 0.5
 
 
 def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
-    """Trace a model that takes `examples`.
-
-    Raises:
-        ModelError: the model cannot be traced, or a graph cannot represent one of its constructs.
-    """
+    """Trace a model that takes `examples`."""
     whole: set[str] = set()
     states: dict[str, str] = {}
     exported: Exception | None = None

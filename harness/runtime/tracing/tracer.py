@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import base_types
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from harness.runtime.models.single_operators import is_single_operator
+from harness.runtime.models.mixture import is_single_operator
 from harness.runtime.ranks.failures import is_from_user
 from harness.runtime.tracing import patches
 from harness.runtime.tracing.autocast import Regions
@@ -29,8 +31,49 @@ from harness.runtime.tracing.constructs import (
 )
 from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach, with_items
 from harness.runtime.tracing.module_calls import is_own_norm, norm_as_call
-from harness.runtime.tracing.parameters import ParametersRecorded
 from harness.runtime.tracing.states import States
+
+# Properties that are tensors, and methods and functions whose results are none.
+_TENSORS = ("T", "mT", "H", "mH", "data", "real", "imag")
+_FACTS = (
+    "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset",
+    "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "data_ptr",
+    "untyped_storage", "__hash__", "__len__", "__repr__", "__format__", "__reduce_ex__",
+    "__deepcopy__", "type", "is_same_size", "result_type", "is_tensor", "requires_grad_",
+)  # fmt: skip
+
+
+class ParametersRecorded(TorchFunctionMode):
+    """Passes a parameter of the traced model as a node to the operators that read it.
+
+    torch.fx knows only attributes. It would compute `p.square()` once, of the weights of now.
+    """
+
+    def __init__(self, tracer: fx.Tracer, root: nn.Module) -> None:
+        super().__init__()
+        self._tracer = tracer
+        self._names = {id(p): name for name, p in root.named_parameters()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(id(leaf) in self._names for leaf in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__
+            if name in _TENSORS:
+                return getattr(self._recorded(args[0]), name)
+        if name in _FACTS or getattr(func, "__name__", "") in ("__get__", "__set__"):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map(self._recorded, (args, kwargs))
+        return fx.Proxy.__torch_function__(func, types, args, kwargs)
+
+    def _recorded(self, value: Any) -> Any:
+        name = self._names.get(id(value))
+        return value if name is None else self._tracer.create_proxy("get_attr", name, (), {})
+
 
 _DIFFERENTIATIONS: dict[tuple[str, Any], str] = {
     ("call_function", torch.autograd.grad): "torch.autograd.grad",

@@ -87,10 +87,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 class _Memory:
     """The nodes of a graph that share memory, and those that write it."""
 
@@ -103,7 +99,9 @@ class _Memory:
         self.place = {node: k for k, node in enumerate(module.graph.nodes)}
         self.values = {twins[twin]: value for twin, value in run.env.items()}
         self._storages = {
-            node: _storage(value) for node, value in self.values.items() if _is_tensor(value)
+            node: int(value.untyped_storage()._cdata)
+            for node, value in self.values.items()
+            if _is_tensor(value)
         }
         self.changed: dict[fx.Node, list[fx.Node]] = {
             twins[n]: [twins[a] for a in changed] for n, changed in run.changed.items()

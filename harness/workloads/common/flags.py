@@ -29,32 +29,20 @@ def flag(name: str) -> str:
 
 
 def check_at_least(config: Any, bounds: Mapping[str, float]) -> None:
-    """Refuse values below their bounds.
-
-    Raises:
-        ConfigError: names the flag, its value and the bound.
-    """
+    """Refuse values below their bounds."""
     for name, bound in bounds.items():
         _check(config, name, partial(operator.le, bound), f"at least {bound}")
 
 
 def check_dtypes(names: Iterable[str]) -> None:
-    """Refuse a data type that is not in DTYPES.
-
-    Raises:
-        ConfigError: names it.
-    """
+    """Refuse a data type that is not in DTYPES."""
     for dtype in names:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}: choose one")
 
 
 def check_above_zero(config: Any, names: Iterable[str]) -> None:
-    """Refuse values of 0 or less.
-
-    Raises:
-        ConfigError: names the flag and its value.
-    """
+    """Refuse values of 0 or less."""
     for name in names:
         _check(config, name, partial(operator.lt, 0), "above 0")
 
@@ -94,11 +82,7 @@ class DlrmFlags:
     """dlrm: how the vectors are combined: concatenated (cat), or by pairwise dot products (dot)."""
 
     def check_dlrm(self) -> None:
-        """Refuse sizes below 1.
-
-        Raises:
-            ConfigError: names the flag.
-        """
+        """Refuse sizes below 1."""
         check_at_least(self, _LEAST_DLRM)
 
     def dlrm_options(self) -> DlrmOptions:
@@ -155,22 +139,13 @@ class TextFlags:
     else classes."""
 
     def check_text(self) -> None:
-        """Refuse sizes below 1.
-
-        Raises:
-            ConfigError: names the flag.
-        """
+        """Refuse sizes below 1."""
         check_at_least(self, {name: 1 for name in _SIZES if name != "capacity_factor"})
         check_above_zero(self, ("capacity_factor",))
 
     def text_options(self) -> TextOptions:
         sizes = {name: getattr(self, name) or 0 for name in _SIZES}
         return TextOptions(**sizes, head=self.head)
-
-
-def fitted_text(text: TextOptions) -> dict[str, int | str | None]:
-    """Flags of a text model's sizes."""
-    return {name: getattr(text, name) or None for name in (*_SIZES, "head")}
 
 
 _LEAST_MODEL = {"image_size": 1, "n_classes": 1}
@@ -197,11 +172,7 @@ class ModelFlags(DlrmFlags, TextFlags):
     it, because it uses SyncBatchNorm). frozen: running statistics, not updated."""
 
     def check(self) -> None:
-        """Refuse numbers that no model accepts.
-
-        Raises:
-            ConfigError: names the flag.
-        """
+        """Refuse numbers that no model accepts."""
         self.check_dlrm()
         self.check_text()
         check_at_least(self, _LEAST_MODEL)
@@ -234,7 +205,7 @@ def fitted_flags(fitted: ModelOptions) -> dict[str, Any]:
         "image_size": fitted.image_size or None,
         "n_classes": fitted.n_classes or None,
         "n_channels": fitted.n_channels or None,
-        **fitted_text(fitted.text),
+        **{name: getattr(fitted.text, name) or None for name in (*_SIZES, "head")},
     }
 
 
@@ -289,11 +260,7 @@ class SearchFlags:
         return None if self.shard_state == "auto" else self.shard_state
 
     def check_search(self) -> None:
-        """Refuse limits that are too small.
-
-        Raises:
-            ConfigError: names the flag.
-        """
+        """Refuse limits that are too small."""
         check_at_least(self, _LEAST_SEARCH)
         check_above_zero(self, ("search_seconds",))
         if self.memory_bytes is not None and self.memory_bytes < 1:
@@ -324,9 +291,6 @@ class RunOptions:
 
         Args:
             config: the workload's configuration; None for the comparison.
-
-        Raises:
-            ConfigError: names the flag.
         """
         check_above_zero(self, ("run_timeout_s", "collective_timeout_s", "heartbeat_timeout_s"))
         wait_s = getattr(config, "longest_wait_s", 0.0)

@@ -141,11 +141,7 @@ class CollectiveTrial:
             self.out.fill_(-1.0)
 
     def check(self) -> None:
-        """Compare every element.
-
-        Raises:
-            VerificationError: names the first element that is wrong.
-        """
+        """Compare every element."""
         wrong = self.out != self.expected
         if not bool(wrong.any()):
             return

@@ -75,11 +75,7 @@ class LinksConfig:
 
 
 def links_cases(config: LinksConfig, n_ranks: int) -> list[LinksConfig]:
-    """Check the flags and return one run.
-
-    Raises:
-        ConfigError: an operation is unknown, or a size or count is out of range.
-    """
+    """Check the flags and return one run."""
     unknown = [name for name in config.operations if name not in OPERATIONS]
     if unknown or not config.operations:
         raise ConfigError(
@@ -103,11 +99,7 @@ def _sizes(given: tuple[str, ...], default: tuple[str, ...]) -> list[int]:
 
 
 def _transports(config: LinksConfig, context: Context) -> list[Transport]:
-    """Make the transports of --transport, torch first.
-
-    Raises:
-        ConfigError: --transport mpi, but MPI did not start the ranks.
-    """
+    """Make the transports of --transport, torch first."""
     world, clock = context.world, context.recorder.clock
     if config.transport == "mpi" and world.mpi is None:
         raise ConfigError("--transport mpi needs ranks that mpirun started: use mpirun, or torch")
@@ -144,9 +136,6 @@ def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
     """Measure pairs, then collectives, over each transport, then the overhead on computing.
 
     Rank 0 writes the cluster file.
-
-    Raises:
-        VerificationError: data arrived wrong.
     """
     world = context.world
     pairs: dict[str, dict[Pair, PairTimes]] = {}
@@ -191,11 +180,7 @@ def _write_cluster(
 
 
 def check_links(config: LinksConfig) -> None:
-    """Refuse a cluster file that cannot be written.
-
-    Raises:
-        ResultsError: names it.
-    """
+    """Refuse a cluster file that cannot be written."""
     if config.cluster_file is not None:
         check_place("--cluster-file", config.cluster_file)
 

@@ -30,11 +30,7 @@ _TORCH_DTYPE = {
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """Storage type of a named dtype; tf32 is fp32 that a GPU rounds when it reads.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """Storage type of a named dtype; tf32 is fp32 that a GPU rounds when it reads."""
     if dtype not in _TORCH_DTYPE:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(_TORCH_DTYPE)}: choose one")
     return _TORCH_DTYPE[dtype]
@@ -111,11 +107,7 @@ class ProductDeviation:
     k: int
 
     def require(self, subject: str) -> None:
-        """Raise unless the product is right; `subject` names it in the error.
-
-        Raises:
-            VerificationError: the error is above the tolerance or NaN.
-        """
+        """Raise unless the product is right; `subject` names it in the error."""
         if not self.error <= self.tolerance:
             raise VerificationError(
                 f"{subject} is wrong: its largest error against float64 is {self.error:.2e} of "

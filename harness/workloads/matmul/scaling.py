@@ -53,11 +53,7 @@ def points_of(scaling: Scaling, size: int, counts: list[int]) -> list[Distribute
 
 
 def check_memory(points: list[DistributedProduct], dtype: str, world: World) -> None:
-    """Refuse products that do not fit on the smallest device; all ranks must call it.
-
-    Raises:
-        ConfigError: a product needs more memory than a device has.
-    """
+    """Refuse products that do not fit on the smallest device; all ranks must call it."""
     smallest = min(gather_numbers(world.memory_bytes, world))
     for point in points:
         held = _MATRICES_HELD * point.size**2 * torch_dtype(dtype).itemsize / point.n_ranks
@@ -147,11 +143,7 @@ class _RankPart:
         return duration_s
 
     def check(self) -> None:
-        """Verify this rank's block.
-
-        Raises:
-            VerificationError: it is wrong.
-        """
+        """Verify this rank's block."""
         size, n_panels = self._point.size, len(self._summa.panels)
         rows, columns = self._summa.block
         check_block(

@@ -9,7 +9,6 @@ from harness.domain.record import Sample
 from harness.errors import ConfigError
 from harness.measure.derive.devices import (
     MatmulRow,
-    MemoryRow,
     SummaRow,
     low_peak_warnings,
     matmul_table,
@@ -76,11 +75,7 @@ class MatmulConfig:
 
 
 def matmul_cases(config: MatmulConfig, n_ranks: int) -> list[MatmulConfig]:
-    """Check the flags and return one run.
-
-    Raises:
-        ConfigError: a dtype is unknown, or a size or count is out of range.
-    """
+    """Check the flags and return one run."""
     check_dtypes((*config.dtype, config.distributed_dtype))
     distributed = [s for s in (config.strong_size, config.weak_size) if s is not None]
     sizes = (*config.sizes, *distributed)
@@ -235,18 +230,17 @@ def _device_cells(row: MatmulRow) -> list[str]:
 
 
 def _memory(run: Run) -> str:
-    rows = [_memory_cells(row) for row in memory_table(run)]
-    return columns(["device", "memory", "array", "median", "99% interval"], rows)
-
-
-def _memory_cells(row: MemoryRow) -> list[str]:
-    return [
-        f"{row.rank} {row.hostname}",
-        row.kernel,
-        format_bytes(row.n_bytes),
-        format_bandwidth(row.bytes_per_s),
-        f"{format_bandwidth(row.low)} to {format_bandwidth(row.high)}",
+    rows = [
+        [
+            f"{row.rank} {row.hostname}",
+            row.kernel,
+            format_bytes(row.n_bytes),
+            format_bandwidth(row.bytes_per_s),
+            f"{format_bandwidth(row.low)} to {format_bandwidth(row.high)}",
+        ]
+        for row in memory_table(run)
     ]
+    return columns(["device", "memory", "array", "median", "99% interval"], rows)
 
 
 def _skipped(run: Run) -> str:

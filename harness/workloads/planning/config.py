@@ -152,11 +152,7 @@ class ProfileConfig(ModelFlags):
     """Executions of each operator before its samples, in each round; they are discarded."""
 
     def model_options(self) -> ModelOptions:
-        """Options that the model is built with.
-
-        Raises:
-            ModelError: the model is unknown or does not accept the options.
-        """
+        """Options that the model is built with."""
         return fit_options(
             self.model, replace(self.given_options(), n_channels=self.n_channels or 0)
         )
@@ -189,22 +185,13 @@ class ProfileConfig(ModelFlags):
 
 
 def check_profile(config: ProfileConfig) -> None:
-    """Refuse a profile file that cannot be written.
-
-    Raises:
-        ResultsError: names it.
-    """
+    """Refuse a profile file that cannot be written."""
     if config.profile_file is not None:
         check_place("--profile-file", config.profile_file)
 
 
 def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
-    """Check the flags and return one run, with the model's options filled in.
-
-    Raises:
-        ConfigError: a number is out of range.
-        ModelError: the model is unknown or does not accept the options.
-    """
+    """Check the flags and return one run, with the model's options filled in."""
     config.check()
     check_at_least(
         config,
@@ -250,11 +237,7 @@ class SearchConfig(SearchFlags, ModelFlags):
     """Seed of the search. Equal seeds find equal plans, unless --search-seconds ends the search."""
 
     def model_options(self) -> ModelOptions:
-        """Options that the model is built with.
-
-        Raises:
-            ModelError: the model is unknown or does not accept the options.
-        """
+        """Options that the model is built with."""
         return self.profile_config().model_options()
 
     def optimizer_options(self) -> OptimizerOptions:
@@ -297,12 +280,7 @@ class SearchConfig(SearchFlags, ModelFlags):
 
 def search_cases(config: SearchConfig, n_ranks: int) -> list[SearchConfig]:
     """Check the flags and return one run, with the defaults of model and launch filled in, so that
-    equal searches have equal configurations.
-
-    Raises:
-        ConfigError: a number is out of range.
-        ModelError: the model is unknown or does not accept the options.
-    """
+    equal searches have equal configurations."""
     _check(config, n_ranks)
     flags = fitted_flags(config.model_options())
     return [replace(config, **flags, n_ranks=config.n_ranks or n_ranks)]

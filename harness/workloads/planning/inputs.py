@@ -22,7 +22,7 @@ from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import Task, build_task, fit_options
-from harness.runtime.models.on_meta import weights_on_meta
+from harness.runtime.models.factory import weights_on_meta
 from harness.runtime.ranks.host import code_commit
 from harness.workloads.common.contract import Need, config_json
 from harness.workloads.common.flags import flag_words
@@ -126,9 +126,6 @@ def capture_graph(search_config: SearchConfig, results: Path | None = None) -> G
     Args:
         results: directory that remembers graphs which passed the faithfulness check; a graph
             that is not among them is compared with its model on the CPU. None skips the check.
-
-    Raises:
-        ModelError: there is no such model, it cannot be captured, or its graph trains differently.
     """
     try:
         with weights_on_meta():
@@ -218,9 +215,6 @@ def predict(
 
     Args:
         method: how the strategy was found, such as `search` or `builder`.
-
-    Raises:
-        StrategyError: the strategy does not fit the graph or the cluster.
     """
     simulation = simulator.simulate(strategy)
     return Prediction(
@@ -238,11 +232,7 @@ def predict(
 
 
 def predict_asynchronous(simulator: Simulator, strategy: Strategy, *, method: str) -> Prediction:
-    """Simulate one step of asynchronous training; see `predict`.
-
-    Raises:
-        StrategyError: the strategy does not fit the graph or the cluster.
-    """
+    """Simulate one step of asynchronous training; see `predict`."""
     found = simulate_unflushed(simulator, strategy)
     return Prediction(
         strategy=strategy.name,

@@ -20,7 +20,7 @@ from harness.workloads.train.next_plan import NextPlanner
 from harness.workloads.train.setup import Training
 
 if TYPE_CHECKING:
-    from harness.runtime.executor.cache.tap import Tap
+    from harness.runtime.executor.cache.activations import Tap
     from harness.runtime.executor.change.elastic import ElasticExecutor
     from harness.runtime.executor.engine import ExecutorEngine
 
@@ -100,7 +100,7 @@ class TrainingCache:
         Args:
             n_left: measured steps from then on.
         """
-        from harness.runtime.executor.cache.tap import Tap
+        from harness.runtime.executor.cache.activations import Tap
 
         n_skipped, recording = self.n_skipped, self._recording
         if recording is not None and recording.n_frozen <= n_frozen:
@@ -174,7 +174,7 @@ class TrainingCache:
 
     def data_for(self, engine: ExecutorEngine) -> Any:
         """The data set that an engine reads."""
-        from harness.runtime.executor.cache.data import CachedData
+        from harness.runtime.executor.cache.activations import CachedData
 
         rest = engine.prefix.rest
         if rest is None:

@@ -34,7 +34,7 @@ from harness.workloads.train.config import (
     is_shardable,
     parse_change,
 )
-from harness.workloads.train.continuation import digest_of
+from harness.workloads.train.keeper import digest_of
 
 
 def data_options(case: TrainCase) -> DataOptions:
@@ -49,21 +49,12 @@ def data_options(case: TrainCase) -> DataOptions:
 
 
 def fitted_options(case: TrainCase) -> ModelOptions:
-    """A run's model options, with missing ones filled in from the data and the model.
-
-    Raises:
-        ConfigError, ModelError, DataError: data and model do not fit each other, or the data are
-            missing.
-    """
+    """A run's model options, with missing ones filled in from the data and the model."""
     return fit_to_data(case.model, case.given_options(), case.data, data_options(case))
 
 
 def load_for(case: TrainCase) -> Strategy:
-    """Load the strategy's file of a run and check its batch.
-
-    Raises:
-        StrategyError: the file is missing, malformed, of another project, or for another batch.
-    """
+    """Load the strategy's file of a run and check its batch."""
     path = Path(case.strategy)
     found = read_strategy_file(path)
     strategy = found.content
@@ -81,11 +72,7 @@ def load_for(case: TrainCase) -> Strategy:
 
 
 def check_files(case: TrainCase) -> None:
-    """Refuse a run whose files are missing or have the wrong format.
-
-    Raises:
-        StrategyError, DataError, ResultsError: names the file.
-    """
+    """Refuse a run whose files are missing or have the wrong format."""
     if is_file(case.strategy):
         load_for(case)
     for text in case.change:
@@ -144,9 +131,6 @@ def engine_of(strategy: str, engine: str, *, needs_executor: bool = False) -> En
     Args:
         engine: value of --engine.
         needs_executor: a flag is set that only the executor supports.
-
-    Raises:
-        ConfigError: there is no such strategy, or the engine does not support it.
     """
     known = [name for name, strategies in STRATEGIES.items() if strategy in strategies]
     if is_layout(strategy):
@@ -278,11 +262,7 @@ def _check_degrees(case: TrainCase) -> None:
 
 
 def _check_flow(case: TrainCase) -> None:
-    """Refuse numbers of stages and microbatches that the schedule does not allow on these ranks.
-
-    Raises:
-        ConfigError, StrategyError: two numbers disagree.
-    """
+    """Refuse numbers of stages and microbatches that the schedule does not allow on these ranks."""
     n_stages = case.stages or case.n_ranks * (2 if case.schedule == "interleaved" else 1)
     if n_stages > case.n_ranks and case.schedule != "interleaved":
         raise ConfigError(
@@ -343,13 +323,7 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
 
 
 def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
-    """Check the flags and expand the sweep; each repeat runs all combinations in random order.
-
-    Raises:
-        ConfigError: flags contradict each other or the number of ranks.
-        ModelError: the model is unknown or does not accept the options.
-        StrategyError: the schedule does not allow the stages or microbatches.
-    """
+    """Check the flags and expand the sweep; each repeat runs all combinations in random order."""
     _check(config, n_ranks)
     combinations = _combinations(config, n_ranks)
     if config.predict and all(case.engine == "deepspeed" for case in combinations):

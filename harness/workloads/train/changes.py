@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
@@ -31,7 +31,6 @@ from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
 from harness.workloads.train.cache import Start, TrainingCache
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.engines import executor_trainer
 from harness.workloads.train.next_plan import NextPlanner
 from harness.workloads.train.plan import Planned
 from harness.workloads.train.policies import POLICIES
@@ -41,7 +40,7 @@ from harness.workloads.train.setup import Training, continue_by
 from harness.workloads.train.shrink import has_ended
 
 if TYPE_CHECKING:
-    from harness.runtime.executor.cache.tap import Tap
+    from harness.runtime.executor.cache.activations import Tap
     from harness.runtime.executor.change.elastic import ElasticExecutor
     from harness.runtime.executor.engine import ExecutorEngine
 
@@ -82,7 +81,7 @@ class StrategyChanges:
         Args:
             step: the measured step that comes next.
         """
-        elastic = training.trainer.elastic
+        elastic = training.elastic
         assert elastic is not None, "other engines were refused"
         while True:
             if self._next is None:
@@ -158,7 +157,7 @@ class StrategyChanges:
         """
         world, recorder, building = self._context.world, self._context.recorder, self._building
         assert building is not None
-        raise_on_all_ranks(lambda: _check(building), world)
+        raise_on_all_ranks(building.result, world)
         engine, build_s, steps_s = building.result()
         predicted = elastic.predict_bytes(engine)
         start, start_s = recorder.clock.mark(), time.perf_counter()
@@ -169,11 +168,9 @@ class StrategyChanges:
         if self._cache is not None:
             self._cache.take_over(engine, elastic, step)
             training = replace(training, data=self._cache.data_for(engine))
-        trainer = executor_trainer(engine, elastic)
         planned = due.planned or self._current.planned
-        training = continue_by(
-            training, self._case, world, trainer, planned, step + self._case.warm_up
-        )
+        first = step + self._case.warm_up
+        training = continue_by(training, self._case, world, engine, planned, first)
         before = self._name()
         self._current.planned = planned
         if due.n_frozen is not None:
@@ -280,12 +277,3 @@ def _built(build: Callable[[], ExecutorEngine], predict: Callable[[], dict[str, 
     start_s = time.perf_counter()
     engine = build()
     return _Built(engine, time.perf_counter() - start_s, predict())
-
-
-def _check(building: Future[Any]) -> None:
-    """Wait until an engine is built.
-
-    Raises:
-        HarnessError: it could not be built.
-    """
-    building.result()

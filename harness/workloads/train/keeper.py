@@ -1,24 +1,35 @@
-"""Keep the state of a training in files: on a schedule, and when another rank dies."""
+"""The state of a training in files, and how it goes on when a rank, or the whole launch, was lost.
+
+    run A  step 0 ... 16 | rank 3 dies           state/survivors-17, state/step-10, without-3.json
+    run B                  step 17 ... on the other ranks, by the plan without rank 3
+
+The state is that of the last step which the survivors hold together, else the last one that was
+saved on a schedule.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from harness.errors import HarnessError, PeerError
+from harness.errors import HarnessError, PeerError, ResultsError, StrategyError
+from harness.inputs import find_int, read_file
+from harness.measure.store import read_header
 from harness.runtime.ranks.failures import has_lost_peer
 from harness.runtime.ranks.world import Context
-from harness.workloads.train.config import TrainCase
-from harness.workloads.train.continuation import N_KEPT, SCHEDULED, SURVIVORS, state_directory
-from harness.workloads.train.setup import Training
+from harness.workloads.common.contract import Continuation
+from harness.workloads.train.config import STRATEGIES, TrainCase, is_file
 
 if TYPE_CHECKING:
     from harness.runtime.executor.engine import ExecutorEngine
-    from harness.runtime.executor.state.survivor import Survivor
+    from harness.runtime.executor.state.files import Survivor
+    from harness.workloads.train.setup import Training
 
 _log = logging.getLogger(__name__)
 
@@ -37,10 +48,9 @@ class StateKeeper:
         self._step = step
         if not self._case.survive:
             return
-        assert training.trainer.elastic is not None, "other engines were refused"
-        engine = training.trainer.elastic.engine
+        engine = training.executor  # others were refused
         if self._survivor is None or engine is not self._engine:
-            from harness.runtime.executor.state.survivor import Survivor
+            from harness.runtime.executor.state.files import Survivor
 
             self._engine, self._survivor = engine, Survivor(engine, self._context.world)
         self._survivor.begin_step()
@@ -50,10 +60,8 @@ class StateKeeper:
         every, after = self._case.save_every, step + 1
         if not every or after <= 0 or after % every:
             return
-        save_sharded = training.trainer.save_sharded
-        assert save_sharded is not None, "other engines were refused"
         start_s = time.perf_counter()
-        save_sharded(self._directory(SCHEDULED, after))
+        training.executor.save_sharded(self._directory(SCHEDULED, after))  # others were refused
         self._remove(self._directory(SCHEDULED, after - N_KEPT * every))
         self._context.recorder.sample("save_s", time.perf_counter() - start_s)
 
@@ -85,3 +93,115 @@ class StateKeeper:
                 survivor.save(self._directory(SURVIVORS, after))
         except HarnessError as error:
             _log.warning("this rank's state is not saved: %s", error)
+
+
+STATE_DIRECTORY = "state"
+# Kinds of state; their directories end with the first measured step that they lack.
+SCHEDULED, SURVIVORS = "step", "survivors"
+# Saves on a schedule that are kept: ranks may be a step apart, so the last may be incomplete.
+N_KEPT = 3
+
+
+def state_directory(run_dir: Path, kind: str, step: int) -> Path:
+    """Directory of the state before a measured step."""
+    return run_dir / STATE_DIRECTORY / f"{kind}-{step}"
+
+
+def plan_without(run_dir: Path, rank: int) -> Path:
+    """The strategy that was searched ahead for the loss of a rank."""
+    return run_dir / f"without-{rank}.json"
+
+
+def find_state(run_dir: Path) -> tuple[int, Path] | None:
+    """The last whole state of a run: its first step and its directory; None if there is none."""
+    from harness.runtime.executor.state.files import check_sharded
+
+    found: list[tuple[int, str, Path]] = []
+    for path in (run_dir / STATE_DIRECTORY).glob("*-*"):
+        kind, _, text = path.name.partition("-")
+        step = find_int(text)
+        if kind in (SCHEDULED, SURVIVORS) and step is not None:
+            found.append((step, kind, path))
+    for step, _, path in sorted(found, reverse=True):
+        with suppress(ResultsError):
+            check_sharded(path)
+            return step, path
+    return None
+
+
+def find_continuation(case: TrainCase, run_dir: Path, lost: Sequence[int]) -> Continuation | None:
+    """How the ranks that are left go on; rank 0 only.
+
+    Args:
+        case: of the run that lost ranks, or of a launch with --resume.
+        lost: its lost ranks; empty: the whole launch was lost.
+
+    Returns:
+        None if the run keeps no state.
+    """
+    if not case.survive and (lost or not case.save_every):
+        return None
+    header = read_header(run_dir)
+    state = find_state(run_dir)
+    if state is None and not (lost and case.survive):
+        return None
+    step, directory = state or (0, None)
+    strategy = _next_strategy(case, run_dir, lost, step, n_before=len(header.ranks))
+    return Continuation(
+        run_id=header.run_id,
+        step=step,
+        state="" if directory is None else str(directory),
+        strategy=strategy,
+        strategy_digest=digest_of(strategy),
+    )
+
+
+def _next_strategy(
+    case: TrainCase, run_dir: Path, lost: Sequence[int], step: int, *, n_before: int
+) -> str:
+    """A strategy's file, or the name of one that any number of ranks can build; empty: as it is."""
+    if not lost and n_before == case.n_ranks:
+        changed = {find_int(path.stem.partition("-")[2]): path for path in _changes(run_dir)}
+        last = max((at for at in changed if at is not None and at <= step), default=None)
+        return "" if last is None else str(changed[last])
+    if len(lost) == 1 and plan_without(run_dir, lost[0]).exists():
+        return str(plan_without(run_dir, lost[0]))
+    is_built = case.strategy in STRATEGIES["executor"] and case.strategy != "searched"
+    return "" if is_built or not lost else "ddp"
+
+
+def _changes(run_dir: Path) -> list[Path]:
+    return list(run_dir.glob("strategy-*.json"))
+
+
+def digest_of(strategy: str) -> str:
+    """Hash a strategy's file, because runs by other contents are no repeats; empty without one."""
+    if not is_file(strategy) or not Path(strategy).is_file():
+        return ""
+    data = read_file(Path(strategy), "strategy file", StrategyError)
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
+    """The case by which so many ranks go on; planned changes of other ranks' strategies end."""
+    strategy = found.strategy or case.strategy
+    return replace(
+        case,
+        n_ranks=n_ranks,
+        strategy=strategy,
+        strategy_digest=found.strategy_digest or case.strategy_digest,
+        change=(),
+        load_state=Path(found.state) if found.state else case.load_state,
+        first_step=found.step,
+        continues=found.run_id,
+    )
+
+
+# Flags that may differ between a run and the one that continues it.
+_MAY_DIFFER = {"n_ranks", "strategy_digest", "continues", "first_step", "load_state"}
+
+
+def is_same(config: dict[str, Any], first: dict[str, Any]) -> bool:
+    """Whether two configurations train the same, on any number of ranks."""
+    names = {field.name for field in fields(TrainCase)} - _MAY_DIFFER
+    return all(config.get(name) == first.get(name) for name in names)

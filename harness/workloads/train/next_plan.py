@@ -26,7 +26,7 @@ from harness.plan.again import FoundAgain, SearchAgain, predict_change_s
 from harness.plan.formats.detect import detect, strategy_from
 from harness.plan.formats.pipedream import PipeDreamPlan, stages_by_modules, to_strategy
 from harness.plan.simulate.simulator import Simulator
-from harness.runtime.executor.change.migration import Placement, find_migrations
+from harness.runtime.executor.change.transfer import Placement, find_migrations
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.ranks.world import Context
 from harness.workloads.planning.inputs import Inputs, read_inputs
@@ -114,11 +114,7 @@ class NextPlanner:
         return self.planned(strategy)
 
     def planned(self, strategy: Strategy, n_frozen: int = 0) -> Planned:
-        """The plan of a valid strategy of this run.
-
-        Raises:
-            PlanError: it needs more memory than a device has.
-        """
+        """The plan of a valid strategy of this run."""
         simulation = self.simulator(n_frozen).simulate(strategy)
         simulation.check_memory()
         return Planned(

@@ -48,12 +48,7 @@ from harness.workloads.train.config import TrainCase, is_file, is_layout
 
 
 def load_strategy(case: TrainCase, graph: Graph, cluster: Cluster) -> Strategy:
-    """Load the strategy's file of a run and check that it fits the run.
-
-    Raises:
-        StrategyError: the file is missing, malformed, stale, or for another model, batch or
-            cluster.
-    """
+    """Load the strategy's file of a run and check that it fits the run."""
     strategy = load_for(case)
     check_fresh(strategy, graph, cluster)
     validate(strategy, graph, cluster)
@@ -65,9 +60,6 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
 
     Args:
         shares: samples of each rank under `ddp`.
-
-    Raises:
-        StrategyError: the flags do not fit the model or the ranks.
     """
     graph, cluster, batch = simulator.graph, simulator.cluster, case.batch
     if case.strategy == "single":
@@ -89,11 +81,7 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
 
 
 def _check_shared_weights(simulator: Simulator, strategy: Strategy) -> None:
-    """Refuse to shard state that no two devices hold.
-
-    Raises:
-        StrategyError: names the strategy.
-    """
+    """Refuse to shard state that no two devices hold."""
     if strategy.shard_state == "none":
         return
     holders = {group for _, group in Trial.from_strategy(simulator, strategy).slices()}
@@ -158,11 +146,7 @@ def _by_degrees(case: TrainCase, simulator: Simulator, n_microbatches: int) -> S
 
 
 def search_config_of(case: TrainCase) -> SearchConfig:
-    """Select the flags of a training run that its plan depends on, and no others.
-
-    Raises:
-        ModelError, DataError: the model does not accept the data, or the data are missing.
-    """
+    """Select the flags of a training run that its plan depends on, and no others."""
     return replace(
         SearchConfig(**shared_flags(case, SearchConfig)),
         batch_size=case.batch,
@@ -280,11 +264,7 @@ class _Planner:
         return strategy.made_for == self.inputs.made_for and prediction.calibrations == known
 
     def _load_earlier(self, search_config: SearchConfig) -> tuple[Strategy, Prediction] | None:
-        """Load the plan of a search or of an earlier repeat with the same inputs.
-
-        Raises:
-            PlanError: there is no plan for `searched`.
-        """
+        """Load the plan of a search or of an earlier repeat with the same inputs."""
         assert self.inputs is not None
         run_dir, case = self._context.run_dir, self._case
         header, made_for = read_header(run_dir), self.inputs.made_for

@@ -25,7 +25,7 @@ from harness.workloads.train.shrink import ShrinkPolicy
 from harness.workloads.train.survival import SurvivalPolicy
 
 if TYPE_CHECKING:
-    from harness.runtime.executor.gradients.layer_norms import LayerNorms
+    from harness.runtime.executor.gradients.update import LayerNorms
 
 
 class ScheduledPolicy(Policy):
@@ -89,13 +89,10 @@ class FreezingPolicy(Policy):
     frozen 0              F(1)         F(2)         0            F(1)
 
     The gradient rule decides LEAD_STEPS before the end of an interval, by the steps since it did.
-
-    Raises:
-        ConfigError: the model has no layers that can be frozen.
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:
-        elastic, case = inputs.training.trainer.elastic, inputs.case
+        elastic, case = inputs.training.elastic, inputs.case
         assert elastic is not None
         self._case, self._training, self._n_layers = case, inputs.training, len(elastic.layers)
         if self._n_layers == 0:

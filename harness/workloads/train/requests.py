@@ -81,11 +81,7 @@ def write_request(run_dir: Path, source: Path) -> Request:
 
 
 def read_request(run_dir: Path) -> Request | None:
-    """The request that waits; None if there is none.
-
-    Raises:
-        ConfigError: the file is no request.
-    """
+    """The request that waits; None if there is none."""
     path = run_dir / REQUEST_FILE
     if not path.exists():
         return None
@@ -125,11 +121,7 @@ class ControlOptions:
 
 
 def control(options: ControlOptions) -> str:
-    """Send the request and wait; returns the run's answer in one line.
-
-    Raises:
-        ConfigError: there is no such run, it does not listen, or it keeps its strategy.
-    """
+    """Send the request and wait; returns the run's answer in one line."""
     check_listens(options.run)
     request = write_request(options.run, options.strategy)
     answer = _wait(options, request)
@@ -139,12 +131,7 @@ def control(options: ControlOptions) -> str:
 
 
 def check_listens(run_dir: Path) -> None:
-    """Refuse a run that would never answer.
-
-    Raises:
-        ResultsError: there is no run in the directory.
-        ConfigError: the run has ended, or was not started with --controlled.
-    """
+    """Refuse a run that would never answer."""
     if not (run_dir / HEADER_FILE).exists():
         raise ResultsError(
             f"{run_dir} holds no {HEADER_FILE}: name the directory of a run that trains, such as "

@@ -1,11 +1,13 @@
 """Set up a training run before its first step: model, data, samples of each rank, engine."""
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
@@ -27,15 +29,52 @@ from harness.runtime.data import (
 from harness.runtime.devices.precision import Precision, set_tensor_cores
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.engines.optimizers import LearningRates
+from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
 from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
 from harness.runtime.ranks.world import World
 from harness.workloads.train.cases import data_options, fitted_options
-from harness.workloads.train.config import TrainCase
-from harness.workloads.train.engines import ENGINES, Trainer
+from harness.workloads.train.config import EngineName, TrainCase
 from harness.workloads.train.plan import Planned
+
+if TYPE_CHECKING:
+    from harness.runtime.executor.change.elastic import ElasticExecutor
+    from harness.runtime.executor.engine import ExecutorEngine
+
+
+def _torch(
+    task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
+) -> Engine:
+    return TorchEngine(task, world, recorder, options)
+
+
+def _deepspeed(
+    task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
+) -> Engine:
+    from harness.runtime.engines.deepspeed_engine import DeepSpeedEngine  # its import takes a while
+
+    return DeepSpeedEngine(task, world, recorder, options)
+
+
+def _executor(
+    task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
+) -> Engine:
+    from harness.runtime.executor.engine import ExecutorEngine
+
+    assert plan is not None, "training by the executor is planned"
+    return ExecutorEngine(task, world, recorder, options, plan)
+
+
+MakeEngine = Callable[[Task, World, Recorder, EngineOptions, ExecutorPlan | None], Engine]
+
+ENGINES: dict[EngineName, MakeEngine] = {
+    "torch": _torch,
+    "executor": _executor,
+    "deepspeed": _deepspeed,
+}
+
 
 # Many periods of a CPU quota, which lets a process run and pause in turn.
 _MIN_TIME_S = 0.5
@@ -78,11 +117,6 @@ def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) 
     return rate
 
 
-def measure_speeds(task: Task, n_samples: int, dtype: str, world: World) -> list[float]:
-    """Samples per second of every rank, by rank; all ranks measure at the same time."""
-    return gather_numbers(samples_per_s(task, max(1, n_samples), dtype, world.device), world)
-
-
 _log = logging.getLogger(__name__)
 
 # Name of the operator that capture adds to every graph.
@@ -96,6 +130,8 @@ class Training:
     """A training run that is ready for its first step.
 
     Attributes:
+        elastic: builds engines of other strategies and moves the state to them; None if the
+            strategy stays.
         data: the data set.
         plan: the samples of each rank in each step.
         n_steps: measured steps of the run.
@@ -109,7 +145,8 @@ class Training:
             other than data parallelism.
     """
 
-    trainer: Trainer
+    engine: Engine
+    elastic: ElasticExecutor | None
     data: Any
     plan: BatchPlan
     n_steps: int
@@ -122,16 +159,13 @@ class Training:
     gradient_bytes: int | None
 
     @property
-    def engine(self) -> Engine:
-        return self.trainer.engine
+    def executor(self) -> ExecutorEngine:
+        """The engine, where only the executor does what the flags ask for."""
+        return cast("ExecutorEngine", self.engine)
 
 
 def set_norm_scope(model: nn.Module, scope: str, device: torch.device) -> nn.Module:
-    """Convert batch norm to SyncBatchNorm if `scope` is `global`; `local` keeps the model.
-
-    Raises:
-        ConfigError: the device is a CPU, for which PyTorch has no SyncBatchNorm.
-    """
+    """Convert batch norm to SyncBatchNorm if `scope` is `global`; `local` keeps the model."""
     if scope == "global":
         if device.type != "cuda":
             raise ConfigError(
@@ -163,7 +197,9 @@ def _shares(case: TrainCase, task: Task, world: World) -> tuple[int, ...]:
     equal = split_by_weight(case.batch, [1.0] * world.size)
     if case.balance == "equal" or world.size == 1:
         return tuple(equal)
-    speeds = measure_speeds(task, equal[world.rank], case.dtype, world)
+    speeds = gather_numbers(
+        samples_per_s(task, max(1, equal[world.rank]), case.dtype, world.device), world
+    )
     extra = split_by_weight(case.batch - world.size, speeds)
     return tuple(1 + n for n in extra)
 
@@ -174,22 +210,12 @@ def _counted(strategy: Strategy, n_ranks: int) -> tuple[int, ...]:
     return tuple(by_device.get(rank, 0) for rank in range(n_ranks))
 
 
-def _positions(trainer: Trainer, world: World) -> tuple[tuple[int, ...], ...] | None:
+def _positions(engine: Engine, world: World) -> tuple[tuple[int, ...], ...] | None:
     """Positions of the samples that every rank is fed, by rank."""
-    if trainer.samples is None:
+    if engine.samples is None:
         return None
-    parts = gather_bytes(msgspec.json.encode(trainer.samples), world)
+    parts = gather_bytes(msgspec.json.encode(engine.samples), world)
     return tuple(msgspec.json.decode(part, type=tuple[int, ...]) for part in parts)
-
-
-def _engine_options(case: TrainCase, n_local: int) -> EngineOptions:
-    return EngineOptions(
-        dtype=case.dtype,
-        optimizer=case.optimizer_options(),
-        bucket_bytes=round(case.bucket_mib * (1 << 20)),
-        zero_stage=case.zero_stage,
-        batch=n_local,
-    )
 
 
 def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> ExecutorPlan:
@@ -202,40 +228,44 @@ def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> Exec
         is_elastic=case.is_elastic,
         seed=case.seed,
         timeout_s=timeout_s,
+        is_held=True,  # planning has compared the graph with the model
     )
 
 
-def _make_trainer(
+def _make_engine(
     case: TrainCase,
     task: Task,
     world: World,
     recorder: Recorder,
     plan: ExecutorPlan | None,
     n_local: int,
-) -> Trainer:
+) -> tuple[Engine, ElasticExecutor | None]:
     # Ranks need different dropout masks, because their samples are independent.
     torch.manual_seed(case.seed * world.size + world.rank)
-    options = _engine_options(case, n_local)
-    trainer = ENGINES[case.engine](task, world, recorder, options, plan)
-    if case.load_state is not None:
-        assert trainer.load_sharded is not None, "other engines were refused"
-        trainer.load_sharded(case.load_state)
-    return trainer
+    options = EngineOptions(
+        dtype=case.dtype,
+        optimizer=case.optimizer_options(),
+        bucket_bytes=round(case.bucket_mib * (1 << 20)),
+        zero_stage=case.zero_stage,
+        batch=n_local,
+    )
+    if plan is None or not plan.is_elastic:
+        return ENGINES[case.engine](task, world, recorder, options, plan), None
+    from harness.runtime.executor.change.elastic import ElasticExecutor
 
-
-def _open(case: TrainCase, task: Task) -> Any:
-    return open_data(case.data, data_options(case), task, case.batch)
+    elastic = ElasticExecutor(task, world, recorder, options, plan)
+    return elastic.engine, elastic
 
 
 def _batch_plan(
-    case: TrainCase, n_samples: int, shares: tuple[int, ...], trainer: Trainer, world: World
+    case: TrainCase, n_samples: int, shares: tuple[int, ...], engine: Engine, world: World
 ) -> BatchPlan:
-    if trainer.samples is not None:
+    if engine.samples is not None:
         wait_for_all(world)  # because ranks take different times to build their shards
     plan = BatchPlan(
         n_samples=n_samples,
         shares=shares,
-        positions=_positions(trainer, world),
+        positions=_positions(engine, world),
         is_shuffled=entry_for(case.data, case.model).is_shuffled,
         seed=case.seed,
     )
@@ -265,10 +295,6 @@ def prepare(
     Args:
         planned: the plan for the executor; other engines ignore it.
         timeout_s: how long the executor waits for another rank.
-
-    Raises:
-        ConfigError, ModelError, DataError, StrategyError: flags, model, data and strategy
-            contradict each other.
     """
     set_tensor_cores(case.dtype)
     task = _place(case, make_task(case), world.device)
@@ -281,16 +307,21 @@ def prepare(
     else:
         shares = _shares(case, task, world)
         flops = step_flops(task, shares[world.rank])
-    data = _open(case, task)
-    trainer = _make_trainer(case, task, world, recorder, executor_options, shares[world.rank])
-    plan = _batch_plan(case, len(data), shares, trainer, world)
+    data: Any = open_data(case.data, data_options(case), task, case.batch)
+    engine, elastic = _make_engine(
+        case, task, world, recorder, executor_options, shares[world.rank]
+    )
+    if case.load_state is not None:
+        cast("ExecutorEngine", engine).load_sharded(case.load_state)  # others were refused
+    plan = _batch_plan(case, len(data), shares, engine, world)
     n_steps = case.epochs * plan.n_steps_per_epoch if case.epochs else case.steps
     batches = load_batches(
         data, plan, world.rank, n_workers=case.n_workers, device=world.device,
         first_step=case.first_step + case.warm_up if case.first_step else 0,
     )  # fmt: skip
     return Training(
-        trainer=trainer,
+        engine=engine,
+        elastic=elastic,
         data=data,
         plan=plan,
         n_steps=n_steps,
@@ -307,7 +338,7 @@ def prepare(
 
 
 def continue_by(
-    training: Training, case: TrainCase, world: World, trainer: Trainer, planned: Planned, step: int
+    training: Training, case: TrainCase, world: World, engine: Engine, planned: Planned, step: int
 ) -> Training:
     """The training of the same data from a step on by another strategy; all ranks must call it.
 
@@ -315,10 +346,10 @@ def continue_by(
         step: counted from the first warm-up step.
     """
     shares = _counted(planned.strategy, world.size)
-    plan = replace(training.plan, shares=shares, positions=_positions(trainer, world))
+    plan = replace(training.plan, shares=shares, positions=_positions(engine, world))
     batches = load_batches(
         training.data, plan, world.rank,
         n_workers=case.n_workers, device=world.device, first_step=step,
     )  # fmt: skip
     flops = planned.flops[world.rank]
-    return replace(training, trainer=trainer, plan=plan, batches=batches, flops=flops)
+    return replace(training, engine=engine, plan=plan, batches=batches, flops=flops)

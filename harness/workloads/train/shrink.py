@@ -101,11 +101,7 @@ class ShrinkPolicy(Policy):
     def _plan(
         self, now: Strategy, n_frozen: int, n_left: int, is_cancelled: threading.Event
     ) -> _Offer | None:
-        """Plan the frozen model; None if the strategy of now is the answer.
-
-        Raises:
-            HarnessError: there is no plan.
-        """
+        """Plan the frozen model; None if the strategy of now is the answer."""
         planner, n_skipped = self._inputs.planner, self._inputs.current.n_skipped
         if self._rule is not None:
             strategy: Strategy | None = self._rule.next_strategy(planner.simulator(n_frozen))

@@ -21,7 +21,7 @@ from harness.plan.again import FoundAgain, SearchAgain, search_again
 from harness.plan.simulate.options import SimulatorOptions
 from harness.units import format_duration
 from harness.workloads.planning.files import only_devices
-from harness.workloads.train.continuation import plan_without
+from harness.workloads.train.keeper import plan_without
 from harness.workloads.train.next_plan import BesideSearch
 from harness.workloads.train.policy import Due, Policy, PolicyInputs
 

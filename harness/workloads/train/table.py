@@ -2,12 +2,11 @@
 warnings; then one row per strategy, measured and predicted. Repeats share a row of medians.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
-from harness.measure.derive.devices import PeakKey, matmul_peaks
+from harness.measure.derive.devices import matmul_peaks
 from harness.measure.derive.pipeline import pipeline_summary
 from harness.measure.derive.strategies import StrategyRow, strategy_table
 from harness.measure.derive.training import TrainingSummary, change_times, training_summary
@@ -109,7 +108,11 @@ _PHASES = {
 
 def train_text(runs: list[Run]) -> str:
     """Return four tables over all runs, their failures and warnings, and the strategies' table."""
-    peaks = _measured_peaks({run.path.parent for run in runs})
+    peaks = matmul_peaks(
+        read_run(path, header)[0]
+        for directory in {run.path.parent for run in runs}
+        for path, header in headers_in(directory, "*-matmul-*")
+    )
     summaries = [training_summary(run, peaks) for run in runs]
     rows = _rows_of_repeats(runs, summaries)
     done = [(name, summary) for name, summary in rows if summary.duration is not None]
@@ -156,15 +159,6 @@ def _medians(repeats: Sequence[TrainingSummary]) -> TrainingSummary:
         elif any(isinstance(value, float) for value in values):
             found[name] = known_median(values)
     return replace(repeats[0], **found)
-
-
-def _measured_peaks(directories: Iterable[Path]) -> dict[PeakKey, float]:
-    """Peak rates of the matmul runs in the same results, for the MFU of measured peak."""
-    return matmul_peaks(
-        read_run(path, header)[0]
-        for directory in directories
-        for path, header in headers_in(directory, "*-matmul-*")
-    )
 
 
 def _name(run: Run, summary: TrainingSummary) -> str:

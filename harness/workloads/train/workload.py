@@ -3,34 +3,68 @@
 Samples are recorded between the steps, outside their spans.
 """
 
+from __future__ import annotations
+
 import math
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.errors import VerificationError
+from harness.errors import ConfigError, VerificationError
 from harness.measure.derive.spans import rank_phases
 from harness.measure.store import replacing
 from harness.run import measure_steps
-from harness.runtime.data import Batch
+from harness.runtime.data import Batch, entry_for
 from harness.runtime.devices.memory import peak_bytes, reset_peak
 from harness.runtime.devices.telemetry import watched_device
-from harness.runtime.engines.engine import Share
+from harness.runtime.engines.engine import Engine, Share
+from harness.runtime.models.task import logits_of
+from harness.runtime.ranks.gather import gather_numbers
 from harness.runtime.ranks.interfaces import NicCounter
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Workload
-from harness.workloads.train.cases import check_files, train_cases
-from harness.workloads.train.changes import StrategyChanges
+from harness.workloads.train.cases import check_files, data_options, train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
-from harness.workloads.train.continuation import find_continuation, go_on, is_same
-from harness.workloads.train.evaluation import Evaluation
-from harness.workloads.train.keeper import StateKeeper
+from harness.workloads.train.keeper import StateKeeper, find_continuation, go_on, is_same
 from harness.workloads.train.plan import Planned, plan_training, train_needs
-from harness.workloads.train.setup import Training, prepare
+from harness.workloads.train.setup import Training, make_task, prepare
 from harness.workloads.train.table import train_text
+
+if TYPE_CHECKING:
+    from harness.workloads.train.changes import StrategyChanges
+
+
+class Evaluation:
+    """Measures accuracies of one run; all ranks construct it, each with a copy of the model."""
+
+    def __init__(self, case: TrainCase, context: Context) -> None:
+        self._world = context.world
+        entry = entry_for(case.data, case.model)
+        state = torch.get_rng_state()  # which building a model advances
+        task = make_task(case)
+        torch.set_rng_state(state)
+        if entry.held_out is None or not task.n_classes:
+            raise ConfigError(
+                f"--evaluate needs samples that are not trained by, and --data {case.data} holds "
+                "out none: use --data digits, or drop --evaluate"
+            )
+        self._model = task.model.to(self._world.device).eval()
+        data = entry.held_out(data_options(case), task, case.batch)
+        self._n_samples: int = len(data)  # type: ignore[arg-type]
+        own = list(range(self._world.rank, self._n_samples, self._world.size))
+        self._batch = data.__getitems__(own).to(self._world.device)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def accuracy(self, engine: Engine) -> float:
+        """The share of held-out samples whose class is found; all ranks must call it."""
+        self._model.load_state_dict(engine.model_state())
+        found = logits_of(self._model(*self._batch.inputs)).argmax(dim=-1)
+        n_right = float((found == self._batch.targets).sum())
+        counts = gather_numbers(n_right, self._world) if self._world.size > 1 else [n_right]
+        return sum(counts) / self._n_samples
 
 
 class TrainLoop:
@@ -88,10 +122,6 @@ class TrainLoop:
         counts = self.training.count_targets(plan.global_indices(step))
         return Share(n_local=n_fed, n_global=sum(plan.sizes(step)), counts=counts)
 
-    def _n_counted(self, index: int) -> int:
-        """Number of samples of a step that count for this rank; the sum over ranks is the batch."""
-        return self.training.plan.sizes(index + self._n_warm_up)[self._context.world.rank]
-
     def _step(self, index: int) -> None:
         training = self.training
         if self._keeper is not None:
@@ -114,7 +144,9 @@ class TrainLoop:
         interface = self._context.world.interface
         recorder.sample("nic_sent_bytes", sent, interface=interface)
         recorder.sample("nic_received_bytes", received, interface=interface)
-        recorder.sample("n_samples", self._n_counted(index))
+        recorder.sample(
+            "n_samples", self.training.plan.sizes(index + self._n_warm_up)[self._context.world.rank]
+        )
         recorder.sample("n_synchronisations", self.training.engine.n_synchronisations)
         epoch, last = divmod(index + 1, self.training.plan.n_steps_per_epoch)
         if last == 0 and index + 1 - self._first >= self.training.plan.n_steps_per_epoch:
@@ -131,11 +163,7 @@ class TrainLoop:
             self.training = self._changes.before_step(index + 1, self.training)
 
     def record_losses(self) -> list[float]:
-        """Sum the losses over all ranks and record the global loss of every measured step.
-
-        Raises:
-            VerificationError: a loss is not finite.
-        """
+        """Sum the losses over all ranks and record the global loss of every measured step."""
         losses = torch.stack(self._losses).float()
         if self._context.world.size > 1:
             dist.all_reduce(losses)
@@ -214,9 +242,7 @@ def _save(case: TrainCase, training: Training, context: Context) -> None:
     if case.save_model:
         _save_model(training, context)
     if case.save_sharded:
-        save_sharded = training.trainer.save_sharded
-        assert save_sharded is not None, "other engines were refused"
-        save_sharded(context.run_dir / "state")
+        training.executor.save_sharded(context.run_dir / "state")
 
 
 def _prepare(case: TrainCase, context: Context) -> tuple[Training, Planned | None]:
@@ -252,6 +278,8 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         _record_constants(training, context)
     changes: StrategyChanges | None = None
     if case.is_elastic:
+        from harness.workloads.train.changes import StrategyChanges
+
         assert planned is not None, "other engines were refused"
         changes = StrategyChanges(case, context, planned, training)
     evaluation = Evaluation(case, context) if case.evaluate else None
@@ -263,7 +291,7 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         changes.close()
     training = loop.training
     losses = loop.record_losses()
-    digest = training.trainer.verify()
+    digest = training.engine.verify()
     summary = {
         **_plan_summary(planned, is_elastic=case.is_elastic),
         "n_parameters": training.n_parameters,

@@ -1,7 +1,5 @@
 """Hand-sized runs of two or three ranks, every derived number worked out beside them."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from made_runs import cluster_of, run_of
@@ -25,17 +23,9 @@ from harness.measure.derive.links import (
 from harness.measure.derive.scaling import ScalingPoint, scaling_table
 from harness.measure.derive.spans import phase_table, rank_phases
 from harness.measure.derive.training import outliers, step_times, training_summary
-from harness.measure.store import Run
 
 
-def make_run(
-    ranks: list[list[Record]],
-    *,
-    peak: dict[str, float] | None = None,
-    nic_bytes_per_s: float | None = None,
-    config: dict[str, Any] | None = None,
-    **changes: Any,
-) -> Run:
+def make_run(ranks, *, peak=None, nic_bytes_per_s=None, config=None, **changes):
     return run_of(
         *ranks,
         cluster=cluster_of(
@@ -47,11 +37,11 @@ def make_run(
     )
 
 
-def span(kind: str, start_s: float, end_s: float, step: int = 0, **more: Any) -> Span:
+def span(kind, start_s, end_s, step=0, **more):
     return Span(kind=kind, start_s=start_s, duration_s=end_s - start_s, step=step, **more)  # type: ignore[arg-type]
 
 
-def one_step(step: int = 0, *, stretch: float = 1.0) -> list[Record]:
+def one_step(step=0, *, stretch=1.0):
     """data 0-1, forward 1-3, backward 3-7, buckets 4-6, 5-8 and 9-10, optimizer 8-9, end 10.5."""
     layout = [
         ("step", 0, 10.5),
@@ -70,7 +60,7 @@ def one_step(step: int = 0, *, stretch: float = 1.0) -> list[Record]:
     ]
 
 
-def test_exposed_communication_is_what_no_compute_covers() -> None:
+def test_exposed_communication_is_what_no_compute_covers():
     (phases,) = rank_phases(one_step())
     assert phases.phases == {
         "data": 1.0,
@@ -87,17 +77,17 @@ def test_exposed_communication_is_what_no_compute_covers() -> None:
     assert sum(phases.phases.values()) == phases.step_s
 
 
-def test_a_step_that_never_ended_is_not_counted() -> None:
+def test_a_step_that_never_ended_is_not_counted():
     assert rank_phases([span("forward", 0, 1)]) == []
 
 
-def test_step_time_is_the_slowest_ranks() -> None:
+def test_step_time_is_the_slowest_ranks():
     run = make_run([[span("step", 0, 2)], [span("step", 50, 53)]])
     assert step_times(run) == {0: 3.0}
 
 
-def full_run() -> Run:
-    def extras(rank: int) -> list[Record]:
+def full_run():
+    def extras(rank):
         return [
             *(Sample(metric="n_samples", value=10 + rank, step=s) for s in range(2)),
             *(Sample(metric="model_flops", value=1e12, step=s) for s in range(2)),
@@ -119,7 +109,7 @@ def full_run() -> Run:
     return make_run([[*steps, *extras(0)], [*steps, *extras(1)]], peak={"fp32": 1e12})
 
 
-def test_training_summary_of_a_hand_sized_run() -> None:
+def test_training_summary_of_a_hand_sized_run():
     summary = training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e12})
     assert summary.duration is not None
     assert summary.duration.median == 10.5
@@ -141,7 +131,7 @@ def test_training_summary_of_a_hand_sized_run() -> None:
     assert sum(summary.phases.values()) == pytest.approx(10.5)
 
 
-def test_text_has_tokens_and_an_mfu_without_scores() -> None:
+def test_text_has_tokens_and_an_mfu_without_scores():
     run = full_run()
     more = [
         Sample(metric="score_flops", value=0.5e12),
@@ -153,7 +143,7 @@ def test_text_has_tokens_and_an_mfu_without_scores() -> None:
     assert summary.mfu_without_scores == pytest.approx(0.5 / 10.5)
 
 
-def test_mfu_of_a_device_without_a_published_peak_is_blank() -> None:
+def test_mfu_of_a_device_without_a_published_peak_is_blank():
     run = full_run()
     summary = training_summary(make_run(list(run.ranks.values())))
     assert summary.flops_per_s is not None
@@ -161,13 +151,13 @@ def test_mfu_of_a_device_without_a_published_peak_is_blank() -> None:
     assert summary.mfu_of_measured_peak is None
 
 
-def test_a_run_out_of_memory_is_a_row_without_numbers() -> None:
+def test_a_run_out_of_memory_is_a_row_without_numbers():
     summary = training_summary(make_run([[], []], status="oom"))
     assert (summary.status, summary.throughput, summary.duration) == ("oom", None, None)
     assert summary.phases == {}
 
 
-def test_epochs_stand_in_when_no_steps_were_logged() -> None:
+def test_epochs_stand_in_when_no_steps_were_logged():
     ranks: list[list[Record]] = [
         [Sample(metric="epoch_s", value=100.0 + r, step=e) for e in range(3)] for r in range(2)
     ]
@@ -177,14 +167,14 @@ def test_epochs_stand_in_when_no_steps_were_logged() -> None:
     assert (summary.unit, summary.n_samples, summary.throughput) == ("epoch", 2020, 20.0)
 
 
-def test_rank_with_a_third_more_own_work_is_a_straggler() -> None:
+def test_rank_with_a_third_more_own_work_is_a_straggler():
     run = make_run([one_step(), one_step(stretch=1.3), one_step(stretch=1.4)])
     summary = training_summary(run)
     assert [rank.is_straggler for rank in summary.ranks] == [False, False, True]
     assert any("node2" in warning.text for warning in summary.warnings)
 
 
-def test_a_failed_run_has_its_numbers_and_no_verdicts() -> None:
+def test_a_failed_run_has_its_numbers_and_no_verdicts():
     steps = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.6]
     ranks = [
         [record for step, s in enumerate(steps) for record in one_step(step, stretch=s * slow)]
@@ -198,11 +188,11 @@ def test_a_failed_run_has_its_numbers_and_no_verdicts() -> None:
     assert failed.duration == ended.duration
 
 
-def counted(flops: float, records: list[Record]) -> list[Record]:
+def counted(flops, records):
     return [*records, Sample(metric="model_flops", value=flops, step=0)]
 
 
-def test_a_straggler_is_slow_for_its_flops() -> None:
+def test_a_straggler_is_slow_for_its_flops():
     # The second takes a third longer for a quarter more, the third 1.4 times as long for as much.
     ranks = [counted(4e9, one_step()), counted(5e9, one_step(stretch=1.3)),
              counted(4e9, one_step(stretch=1.4))]  # fmt: skip
@@ -210,8 +200,8 @@ def test_a_straggler_is_slow_for_its_flops() -> None:
     assert [rank.is_straggler for rank in summary.ranks] == [False, False, True]
 
 
-def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers() -> None:
-    def stage(number: int, duration_s: float) -> list[Record]:
+def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers():
+    def stage(number, duration_s):
         return counted(
             4e9,
             [
@@ -220,7 +210,7 @@ def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers() -> None:
             ],
         )
 
-    def left_out(duration_s: float) -> list[Record]:
+    def left_out(duration_s):
         spans: list[Record] = [
             Span(kind=kind, step=0, start_s=0.0, duration_s=duration_s) for kind in ("step", "data")
         ]
@@ -232,7 +222,7 @@ def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers() -> None:
     assert [rank.is_straggler for rank in summary.ranks] == [False, False, True, False, False]
 
 
-def test_means_are_over_the_ranks_that_compute() -> None:
+def test_means_are_over_the_ranks_that_compute():
     idle: list[Record] = [Span(kind="step", step=0, start_s=0.0, duration_s=0.001)]
     summary = training_summary(make_run([one_step(), one_step(), idle]))
     alone = training_summary(make_run([one_step()]))
@@ -240,13 +230,13 @@ def test_means_are_over_the_ranks_that_compute() -> None:
     assert summary.exposed_communication_s == alone.exposed_communication_s == 2.0
 
 
-def test_outliers_are_far_beyond_the_quartiles() -> None:
+def test_outliers_are_far_beyond_the_quartiles():
     times = dict(enumerate([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.6]))
     assert outliers(times) == (7,)
     assert outliers(dict(enumerate([1.0] * 9 + [1.05]))) == ()
 
 
-def matmul(rank_times: list[dict[int, list[float]]], **more: Any) -> Run:
+def matmul(rank_times, **more):
     ranks: list[list[Record]] = [
         [
             Sample(metric="matmul_s", value=t, labels={"m": n, "n": n, "k": n, "dtype": "fp32"})
@@ -258,19 +248,19 @@ def matmul(rank_times: list[dict[int, list[float]]], **more: Any) -> Run:
     return make_run(ranks, workload="matmul", **more)
 
 
-def test_matmul_rate_is_of_the_median_time() -> None:
+def test_matmul_rate_is_of_the_median_time():
     (row,) = matmul_table(matmul([{100: [1.0, 4.0, 2.0]}]))
     assert row.flops_per_s == 2e6 / 2.0
     assert (row.low, row.high, row.max_flops_per_s) == (2e6 / 4.0, 2e6, 2e6)
     assert not row.is_above_peak
 
 
-def test_rate_above_the_published_peak_is_marked() -> None:
+def test_rate_above_the_published_peak_is_marked():
     (row,) = matmul_table(matmul([{100: [1.0]}], peak={"fp32": 1e6}))
     assert row.is_above_peak
 
 
-def test_memory_bandwidth_counts_reads_and_writes() -> None:
+def test_memory_bandwidth_counts_reads_and_writes():
     samples: list[Record] = [
         Sample(metric=metric, value=time_s, labels={"n_bytes": 600}, step=step)
         for metric in ("memory_copy_s", "memory_triad_s")
@@ -281,13 +271,13 @@ def test_memory_bandwidth_counts_reads_and_writes() -> None:
     assert (triad.kernel, triad.bytes_per_s) == ("triad", 900)
 
 
-def test_measured_peak_is_the_best_size_of_the_median_device() -> None:
+def test_measured_peak_is_the_best_size_of_the_median_device():
     run = matmul([{10: [1.0], 100: [1.0]}, {100: [2.0]}, {100: [4.0]}])
     assert matmul_peaks([run]) == {("GPU", 4, "fp32"): 1e6}
     assert matmul_peaks([matmul([{10: [1.0]}], status="invalid")]) == {}
 
 
-def test_summa_efficiency_is_against_the_sum_of_local_peaks() -> None:
+def test_summa_efficiency_is_against_the_sum_of_local_peaks():
     labels = {"m": 100, "n": 100, "k": 200, "dtype": "fp32", "scaling": "strong"}
     ranks: list[list[Record]] = [
         [
@@ -305,7 +295,7 @@ def test_summa_efficiency_is_against_the_sum_of_local_peaks() -> None:
     assert low_peak_warnings([row]) == []
 
 
-def test_a_rate_above_the_measured_peak_is_warned_of() -> None:
+def test_a_rate_above_the_measured_peak_is_warned_of():
     labels = {"m": 100, "n": 100, "k": 200, "dtype": "fp32", "scaling": "strong"}
     ranks: list[list[Record]] = [[Sample(metric="summa_s", value=1.0, labels=labels, step=0)]]
     run = make_run(ranks, workload="matmul")
@@ -322,11 +312,11 @@ def test_a_rate_above_the_measured_peak_is_warned_of() -> None:
     ("operation", "factor"),
     [("all_reduce", 1.6), ("all_gather", 0.8), ("all_to_all", 0.8), ("broadcast", 1.0)],
 )
-def test_bus_factors_of_five_ranks(operation: str, factor: float) -> None:
+def test_bus_factors_of_five_ranks(operation, factor):
     assert bus_factor(operation, 5) == pytest.approx(factor)
 
 
-def test_collective_iteration_takes_as_long_as_its_slowest_rank() -> None:
+def test_collective_iteration_takes_as_long_as_its_slowest_rank():
     labels = {"operation": "all_reduce", "transport": "gloo", "n_bytes": 1000}
     ranks: list[list[Record]] = [
         [
@@ -340,8 +330,8 @@ def test_collective_iteration_takes_as_long_as_its_slowest_rank() -> None:
     assert (row.algbw, row.busbw) == (250.0, 250.0)
 
 
-def test_link_matrix_keeps_direction_and_leaves_gaps() -> None:
-    def pair(metric: str, value: float, source: int, target: int, n_bytes: int) -> Sample:
+def test_link_matrix_keeps_direction_and_leaves_gaps():
+    def pair(metric, value, source, target, n_bytes):
         labels = {"source": source, "target": target, "transport": "gloo", "n_bytes": n_bytes}
         return Sample(metric=metric, value=value, labels=labels)
 
@@ -364,7 +354,7 @@ def test_link_matrix_keeps_direction_and_leaves_gaps() -> None:
     assert best_link_bytes_per_s(run) == 500.0
 
 
-def point(n: int, work: float, time_s: float, **more: Any) -> ScalingPoint:
+def point(n, work, time_s, **more):
     return ScalingPoint(
         family="f",
         series=more.pop("series", "ddp"),
@@ -377,7 +367,7 @@ def point(n: int, work: float, time_s: float, **more: Any) -> ScalingPoint:
     )
 
 
-def test_strong_efficiency_holds_the_work_and_weak_the_work_per_device() -> None:
+def test_strong_efficiency_holds_the_work_and_weak_the_work_per_device():
     points = [point(1, 100, 10.0), point(2, 100, 8.0), point(2, 200, 12.5)]
     (one, strong) = scaling_table(points, "strong")
     assert (one.efficiency, strong.efficiency) == (1.0, 10 / (2 * 8))
@@ -387,7 +377,7 @@ def test_strong_efficiency_holds_the_work_and_weak_the_work_per_device() -> None
     assert weak.efficiency == 10 / 12.5
 
 
-def test_single_device_run_is_the_baseline_of_every_strategy() -> None:
+def test_single_device_run_is_the_baseline_of_every_strategy():
     points = [
         point(1, 100, 10.0, series="single", is_baseline=True),
         point(2, 100, 5.0, series="ddp"),
@@ -400,5 +390,5 @@ def test_single_device_run_is_the_baseline_of_every_strategy() -> None:
     ]
 
 
-def test_one_number_of_devices_has_no_scaling() -> None:
+def test_one_number_of_devices_has_no_scaling():
     assert scaling_table([point(2, 100, 5.0), point(2, 100, 6.0)], "strong") == []

@@ -1,15 +1,13 @@
 """Pipelines small enough to count their idle seconds by hand."""
 
-from typing import Any
-
 import pytest
 from made_runs import run_of
 
-from harness.domain.record import Record, Span, SpanKind
+from harness.domain.record import Span
 from harness.measure.derive.pipeline import pass_of, pipeline_summary
 
 
-def at(stage: int, microbatch: int, **fields: Any) -> dict[str, Any]:
+def at(stage, microbatch, **fields):
     """Fields of a span of a pass."""
     return {"stage": stage, "microbatch": microbatch, **fields}
 
@@ -39,7 +37,7 @@ RANK1 = [
 ]
 
 
-def spans(layout: list[Any], *, n_steps: int = 1) -> list[Record]:
+def spans(layout, *, n_steps=1):
     return [
         Span(kind=kind, step=step, start_s=50.0 * step + start, duration_s=stop - start, **fields)
         for step in range(n_steps)
@@ -47,7 +45,7 @@ def spans(layout: list[Any], *, n_steps: int = 1) -> list[Record]:
     ]
 
 
-def test_bubble_is_the_idle_share_of_the_step_over_ranks() -> None:
+def test_bubble_is_the_idle_share_of_the_step_over_ranks():
     summary = pipeline_summary(run_of(spans(RANK0, n_steps=2), spans(RANK1, n_steps=2)))
     assert summary is not None
     assert summary.bubble_by_rank == {0: pytest.approx(0.3), 1: pytest.approx(0.3)}
@@ -56,7 +54,7 @@ def test_bubble_is_the_idle_share_of_the_step_over_ranks() -> None:
     assert (summary.n_stages, summary.n_microbatches) == (2, 2)
 
 
-def test_stage_times_are_those_of_one_microbatch() -> None:
+def test_stage_times_are_those_of_one_microbatch():
     summary = pipeline_summary(run_of(spans(RANK0), spans(RANK1)))
     assert summary is not None
     assert [stage.ranks for stage in summary.stages] == [(0,), (1,)]
@@ -64,7 +62,7 @@ def test_stage_times_are_those_of_one_microbatch() -> None:
     assert summary.stages[0].total_s == 3
 
 
-def test_a_wait_inside_a_pass_is_idle_and_no_time_of_the_stage() -> None:
+def test_a_wait_inside_a_pass_is_idle_and_no_time_of_the_stage():
     inside = [
         ("step", {}, 0, 10),
         ("forward", at(0, 0), 0, 4),
@@ -79,7 +77,7 @@ def test_a_wait_inside_a_pass_is_idle_and_no_time_of_the_stage() -> None:
     assert summary.stages[0].backward_s == 6
 
 
-def test_weight_passes_are_backward_and_recomputation_is_computing() -> None:
+def test_weight_passes_are_backward_and_recomputation_is_computing():
     own = [
         ("step", {}, 0, 10),
         ("forward", at(0, 0), 0, 1),
@@ -94,7 +92,7 @@ def test_weight_passes_are_backward_and_recomputation_is_computing() -> None:
     assert summary.bubble_by_rank[0] == pytest.approx(0.3)
 
 
-def test_the_slowest_replica_stands_for_its_stage() -> None:
+def test_the_slowest_replica_stands_for_its_stage():
     slow = [("step", {}, 0, 10), ("forward", at(0, 0), 0, 3), ("backward", at(0, 0), 3, 9)]
     summary = pipeline_summary(run_of(spans(RANK0), spans(RANK1), spans(slow)))
     assert summary is not None
@@ -102,20 +100,20 @@ def test_the_slowest_replica_stands_for_its_stage() -> None:
     assert (summary.stages[0].forward_s, summary.stages[0].backward_s) == (3, 6)
 
 
-def test_steps_that_a_rank_never_ended_are_left_out() -> None:
+def test_steps_that_a_rank_never_ended_are_left_out():
     unfinished = spans([line for line in RANK1 if line[0] != "step"], n_steps=2)[-6:]
     summary = pipeline_summary(run_of(spans(RANK0, n_steps=2), [*spans(RANK1), *unfinished]))
     assert summary is not None
     assert summary.bubble.n == 1
 
 
-def test_one_stage_is_no_pipeline() -> None:
+def test_one_stage_is_no_pipeline():
     assert pipeline_summary(run_of(spans(RANK0))) is None
     assert pipeline_summary(run_of([])) is None
 
 
-def test_a_pass_is_the_kind_unless_the_span_says_more() -> None:
-    def found(kind: SpanKind, **fields: Any) -> str | None:
+def test_a_pass_is_the_kind_unless_the_span_says_more():
+    def found(kind, **fields):
         return pass_of(Span(kind=kind, start_s=0, duration_s=1, **fields))
 
     assert found("forward", **at(12, 7)) == "forward"

@@ -1,8 +1,5 @@
 """A simulated pipeline beside records written by hand: errors, parts, stages, memory."""
 
-from pathlib import Path
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -14,7 +11,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Measurement, Profile
-from harness.domain.record import Record, Sample, Span, SpanFields, SpanKind
+from harness.domain.record import Sample, Span, SpanFields, SpanKind
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import ResultsError, StrategyError
 from harness.measure.derive.prediction import (
@@ -32,7 +29,7 @@ from harness.plan.simulate.report import spans as simulated_spans
 from harness.plan.simulate.simulator import Simulator
 
 
-def operator(name: str, inputs: list[str], kind: str = "linear") -> Operator:
+def operator(name, inputs, kind="linear"):
     return Operator(
         name=name,
         kind=kind,
@@ -43,7 +40,7 @@ def operator(name: str, inputs: list[str], kind: str = "linear") -> Operator:
     )
 
 
-def simulated(*, recompute: bool = False) -> tuple[Strategy, Prediction]:
+def simulated(*, recompute=False):
     """a, b | c, d on two devices, two microbatches: forward 2 s, 2 s | 1 s, 1 s of the batch."""
     graph = Graph(
         name="chain",
@@ -89,7 +86,7 @@ def simulated(*, recompute: bool = False) -> tuple[Strategy, Prediction]:
     return strategy, prediction
 
 
-def step(number: int, stretch: float) -> list[Record]:
+def step(number, stretch):
     """data 0-1, forward 1-4 with a wait 2-3 in it, backward 4-8, bucket 6-10, optimizer 10-11,
     end 12."""
     layout: list[tuple[SpanKind, SpanFields, float, float]] = [
@@ -113,7 +110,7 @@ def step(number: int, stretch: float) -> list[Record]:
     ]
 
 
-def test_error_is_predicted_over_the_median_measured_step() -> None:
+def test_error_is_predicted_over_the_median_measured_step():
     _, prediction = simulated()
     records = [record for n, stretch in enumerate((1, 2, 50)) for record in step(n, stretch)]
     found = predicted_run(run_of(records), prediction)
@@ -122,7 +119,7 @@ def test_error_is_predicted_over_the_median_measured_step() -> None:
     assert found.error == pytest.approx(prediction.step_s / 24 - 1)
 
 
-def test_measured_parts_sum_to_the_middle_step_and_leave_waits_out_of_computing() -> None:
+def test_measured_parts_sum_to_the_middle_step_and_leave_waits_out_of_computing():
     _, prediction = simulated()
     # The middle half of 1, 1, 1 and 9 is the first three: the outlier weighs nothing.
     records = [record for n, stretch in enumerate((1, 1, 1, 9)) for record in step(n, stretch)]
@@ -135,18 +132,18 @@ def test_measured_parts_sum_to_the_middle_step_and_leave_waits_out_of_computing(
     assert middle_steps({0: 1.0, 1: 1.0, 2: 1.0, 3: 9.0}) == {0, 1, 2}
 
 
-def contending(prediction: Prediction, seconds: float) -> Prediction:
+def contending(prediction, seconds):
     return msgspec.structs.replace(prediction, contention_s={"0": seconds, "1": seconds})
 
 
-def alone(seconds: float) -> list[Record]:
+def alone(seconds):
     return [
         Sample(metric="no_sync_compute_s", value=value, step=n)
         for n, value in enumerate((seconds, seconds, 100 * seconds))
     ]
 
 
-def test_contention_is_what_computing_takes_beyond_steps_without_communication() -> None:
+def test_contention_is_what_computing_takes_beyond_steps_without_communication():
     prediction = contending(simulated()[1], 0.5)
     found = predicted_run(run_of([*step(0, 1), *alone(5.5)]), prediction)
     expected = dict(zip(PARTS, (4.5, 1.5, 3, 1, 2), strict=True))  # 6 + 1 s, alone 5.5 s
@@ -165,9 +162,7 @@ def test_contention_is_what_computing_takes_beyond_steps_without_communication()
     ],
     ids=["not measured", "not predicted", "not measured on one rank"],
 )
-def test_unknown_contention_is_a_part_of_compute_on_both_sides(
-    is_predicted: bool, ranks: list[list[Record]]
-) -> None:
+def test_unknown_contention_is_a_part_of_compute_on_both_sides(is_predicted, ranks):
     prediction = simulated()[1]
     told = contending(prediction, 0.5) if is_predicted else prediction
     found = predicted_run(run_of(*ranks), told)
@@ -176,7 +171,7 @@ def test_unknown_contention_is_a_part_of_compute_on_both_sides(
     assert found.predicted_parts["compute"] == pytest.approx(9)
 
 
-def test_predicted_parts_sum_to_the_predicted_step() -> None:
+def test_predicted_parts_sum_to_the_predicted_step():
     _, prediction = simulated()
     found = predicted_run(run_of([]), prediction)
     # Both ranks compute (4 + 8) and (2 + 4) seconds: the mean is 9.
@@ -190,13 +185,13 @@ def test_predicted_parts_sum_to_the_predicted_step() -> None:
     assert found.error is None
 
 
-def test_an_invalid_run_has_no_measured_number() -> None:
+def test_an_invalid_run_has_no_measured_number():
     _, prediction = simulated()
     found = predicted_run(run_of(step(0, 1), status="invalid"), prediction)
     assert (found.measured, found.measured_parts) == (None, {})
 
 
-def test_predicted_stages_are_one_microbatchs_as_the_measured_ones() -> None:
+def test_predicted_stages_are_one_microbatchs_as_the_measured_ones():
     first, second = predicted_stages(simulated()[1])
     assert (first.ranks, second.ranks) == ((0,), (1,))
     # Half of the batch's seconds.
@@ -205,7 +200,7 @@ def test_predicted_stages_are_one_microbatchs_as_the_measured_ones() -> None:
     assert first.recompute_s == 0
 
 
-def test_memory_is_matched_by_host_and_place_on_it() -> None:
+def test_memory_is_matched_by_host_and_place_on_it():
     _, prediction = simulated()
     peak = Sample(metric="memory_peak_bytes", value=500, labels={"kind": "rss"})
     found = predicted_run(run_of([peak], [], hosts=("node1", "node0")), prediction)
@@ -216,7 +211,7 @@ def test_memory_is_matched_by_host_and_place_on_it() -> None:
     assert [m.measured_bytes for m in found.memory] == [{"rss": 500}, {}]
 
 
-def test_files_beside_a_run_may_be_absent_and_are_named_when_malformed(tmp_path: Path) -> None:
+def test_files_beside_a_run_may_be_absent_and_are_named_when_malformed(tmp_path):
     strategy, prediction = simulated()
     assert read_prediction(tmp_path) is None
     assert read_strategy(tmp_path) is None
@@ -239,9 +234,7 @@ def test_files_beside_a_run_may_be_absent_and_are_named_when_malformed(tmp_path:
         ({"step_s": 0.0}, "at least 1e-09 s"),
     ],
 )
-def test_a_prediction_that_makes_no_sense_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_prediction_that_makes_no_sense_is_refused(tmp_path, changes, message):
     _, prediction = simulated()
     changed = {**msgspec.json.decode(prediction.to_json()), **changes}
     (tmp_path / PREDICTION_FILE).write_bytes(msgspec.json.encode(changed))
@@ -249,7 +242,7 @@ def test_a_prediction_that_makes_no_sense_is_refused(
         read_prediction(tmp_path)
 
 
-def judged(*pairs: tuple[float, float]) -> list[RankedStrategy]:
+def judged(*pairs):
     """Strategies s0, s1, ... of (predicted, measured) seconds."""
     return [
         RankedStrategy(name=f"s{i}", predicted_s=predicted, measured_s=measured)
@@ -257,20 +250,20 @@ def judged(*pairs: tuple[float, float]) -> list[RankedStrategy]:
     ]
 
 
-def test_error_is_relative_to_the_measured_step() -> None:
+def test_error_is_relative_to_the_measured_step():
     assert judged((0.9, 1.0))[0].error == pytest.approx(-0.1)
     cell = cell_summary(judged((0.9, 1.0), (2.4, 2.0), (3.0, 3.0)))
     assert (cell.median_error, cell.worst_error) == (pytest.approx(0.1), pytest.approx(0.2))
 
 
-def test_regret_is_what_the_predicted_choice_costs() -> None:
+def test_regret_is_what_the_predicted_choice_costs():
     cell = cell_summary(judged((1.0, 1.1), (1.2, 1.0), (2.0, 2.0)))
     assert (cell.chosen, cell.best) == ("s0", "s1")
     assert cell.regret == pytest.approx(0.1)
     assert cell.rank_correlation == pytest.approx(0.5)  # 1 - 6 x 2 / (3 x 8)
 
 
-def test_right_order_has_no_regret_whatever_the_error() -> None:
+def test_right_order_has_no_regret_whatever_the_error():
     cell = cell_summary(judged((10.0, 1.0), (20.0, 2.0), (30.0, 3.0)))
     assert (cell.regret, cell.rank_correlation) == (0.0, pytest.approx(1.0))
     assert cell.median_error == pytest.approx(9.0)
@@ -280,21 +273,19 @@ def test_right_order_has_no_regret_whatever_the_error() -> None:
     ("predicted_s", "chosen", "regret"),
     [(0.9, "broken", None), (1.0, "broken", None), (1.1, "s0", 0.1)],
 )
-def test_a_choice_that_failed_has_no_regret(
-    predicted_s: float, chosen: str, regret: float | None
-) -> None:
+def test_a_choice_that_failed_has_no_regret(predicted_s, chosen, regret):
     cell = cell_summary(judged((1.0, 1.1), (1.2, 1.0)), {"broken": predicted_s, "later": 5.0})
     assert (cell.chosen, cell.n_strategies, cell.n_failed) == (chosen, 2, 2)
     assert cell.regret == (None if regret is None else pytest.approx(regret))
 
 
-def test_a_cell_without_strategies_is_refused() -> None:
+def test_a_cell_without_strategies_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         cell_summary([])
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=3, max_size=9))
-def test_correlation_is_spearmans(pairs: list[tuple[int, int]]) -> None:
+def test_correlation_is_spearmans(pairs):
     found = cell_summary(judged(*pairs)).rank_correlation
     if found is not None:
         # Both are sums of a few ranks in double precision.
@@ -302,12 +293,12 @@ def test_correlation_is_spearmans(pairs: list[tuple[int, int]]) -> None:
         assert found == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_node_that_sends_more_than_predicted_is_named() -> None:
+def test_a_node_that_sends_more_than_predicted_is_named():
     prediction = Prediction(
         strategy="ddp", method="builder", step_s=1.0, sent_bytes={"0": 4 << 20, "1": 4 << 20}
     )
 
-    def found(*mib: float) -> str:
+    def found(*mib):
         sent = ([Sample(metric="nic_sent_bytes", value=n * 2**20, step=0)] for n in mib)
         return unpredicted_traffic(predicted_run(run_of(*sent), prediction))
 

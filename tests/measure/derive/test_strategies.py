@@ -1,23 +1,18 @@
 """Strategies against each other: who is the baseline, what compares, what is left out."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from made_runs import run_of
 
 from harness.domain.record import Record, Sample, Span
-from harness.domain.run import Status
 from harness.measure.derive.changes import as_planned
 from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_table
 from harness.measure.derive.training import training_summary
 from harness.measure.statistics import verdict
-from harness.measure.store import Run
 
 
-def trained(
-    strategy: str, n_ranks: int, step_s: float, *, status: Status = "ok", **config: Any
-) -> Run:
+def trained(strategy, n_ranks, step_s, *, status="ok", **config):
     """A run of three steps of `step_s` with 12 samples each."""
     records: list[Record] = []
     for step in range(3 if status == "ok" else 0):
@@ -33,11 +28,11 @@ def trained(
     )  # fmt: skip
 
 
-def table(*runs: Run) -> list[StrategyRow]:
+def table(*runs):
     return strategy_table([(run, training_summary(run)) for run in runs])
 
 
-def test_single_is_the_baseline_in_whatever_order_runs_were_carried_out() -> None:
+def test_single_is_the_baseline_in_whatever_order_runs_were_carried_out():
     ddp, single = trained("ddp", 2, 1.0), trained("single", 1, 3.0)
     first, second = table(ddp, single)
     assert (first.strategy, first.speedup, first.verdict) == ("single on 1", None, None)
@@ -47,13 +42,13 @@ def test_single_is_the_baseline_in_whatever_order_runs_were_carried_out() -> Non
     assert second.workload == "lenet fp32 batch 12"
 
 
-def test_single_of_another_engine_is_the_baseline_where_plain_single_is_missing() -> None:
+def test_single_of_another_engine_is_the_baseline_where_plain_single_is_missing():
     executor = {"engine": "executor"}
     first, second = table(trained("dp=2", 2, 1.0), trained("single", 1, 3.0, **executor))
     assert (first.strategy, second.speedup) == ("executor-single on 1", 3.0)
 
 
-def test_one_repeat_each_is_inconclusive_and_says_how_many_more() -> None:
+def test_one_repeat_each_is_inconclusive_and_says_how_many_more():
     row = table(trained("single", 1, 3.0), trained("ddp", 2, 1.0))[1]
     assert row.verdict is not None
     assert row.verdict.outcome == "inconclusive"
@@ -61,7 +56,7 @@ def test_one_repeat_each_is_inconclusive_and_says_how_many_more() -> None:
     assert row.verdict.n_more == 6
 
 
-def test_separate_repeats_are_faster_by_the_ratio_of_their_medians() -> None:
+def test_separate_repeats_are_faster_by_the_ratio_of_their_medians():
     singles = [trained("single", 1, 3.0 + 0.01 * i) for i in range(9)]
     ddps = [trained("ddp", 2, 1.0 + 0.01 * i) for i in range(9)]
     row = table(*singles, *ddps)[1]
@@ -70,13 +65,13 @@ def test_separate_repeats_are_faster_by_the_ratio_of_their_medians() -> None:
     assert row.speedup == pytest.approx(3.04 / 1.04)
 
 
-def test_a_failed_repeat_counts_as_started_only() -> None:
+def test_a_failed_repeat_counts_as_started_only():
     failed = trained("ddp", 2, 1.0, status="oom")
     rows = table(trained("single", 1, 3.0), trained("ddp", 2, 1.0), failed)
     assert (rows[1].step_s, rows[1].n_started) == ((1.0,), 2)
 
 
-def test_a_strategy_that_always_fails_keeps_its_row_and_the_others_compare() -> None:
+def test_a_strategy_that_always_fails_keeps_its_row_and_the_others_compare():
     single, ddp = trained("single", 1, 3.0, status="oom"), trained("ddp", 2, 1.0)
     rows = table(single, ddp, trained("ddp", 4, 0.5))
     assert [(row.strategy, row.against) for row in rows] == [
@@ -86,16 +81,16 @@ def test_a_strategy_that_always_fails_keeps_its_row_and_the_others_compare() -> 
     ]
 
 
-def test_unlike_batches_do_not_compare() -> None:
+def test_unlike_batches_do_not_compare():
     assert table(trained("single", 1, 3.0), trained("ddp", 2, 1.0, batch=24)) == []
 
 
-def test_engines_are_strategies_of_their_own() -> None:
+def test_engines_are_strategies_of_their_own():
     rows = table(trained("ddp", 2, 1.0), trained("ddp", 2, 2.0, engine="deepspeed"))
     assert [row.strategy for row in rows] == ["ddp on 2", "deepspeed-ddp on 2"]
 
 
-def row(name: str, n_ranks: int, step_s: float, n_repeats: int = 9, **more: Any) -> StrategyRow:
+def row(name, n_ranks, step_s, n_repeats=9, **more):
     """A strategy whose repeats lie within a tenth of a per cent."""
     steps = tuple(step_s * (1 + 1e-4 * k) for k in range(n_repeats))
     return StrategyRow(
@@ -104,13 +99,13 @@ def row(name: str, n_ranks: int, step_s: float, n_repeats: int = 9, **more: Any)
     )  # fmt: skip
 
 
-def failed(name: str, n_ranks: int, *failures: Status) -> StrategyRow:
+def failed(name, n_ranks, *failures):
     return replace(
         row(name, n_ranks, 1.0, 0), n_started=len(failures), failures=failures, throughput=None
     )
 
 
-def finding(*rows: StrategyRow) -> str:
+def finding(*rows):
     """The sentence, after comparing every row with the first that has steps."""
     baseline = next((one for one in rows if one.step_s), None)
     compared = [
@@ -127,7 +122,7 @@ def finding(*rows: StrategyRow) -> str:
     return strategy_finding(compared)
 
 
-def test_a_decided_comparison_names_the_fastest_and_why_another_is_no_gain() -> None:
+def test_a_decided_comparison_names_the_fastest_and_why_another_is_no_gain():
     ddp = row("ddp", 5, 4.0, exposed_share=0.75, sent_bytes=2.0**20)
     assert finding(row("single", 1, 2.0), ddp, row("searched", 5, 1.0)) == (
         "searched is fastest: 2.00 times one device; ddp is no gain (0.50 times): exposed "
@@ -135,14 +130,14 @@ def test_a_decided_comparison_names_the_fastest_and_why_another_is_no_gain() -> 
     )
 
 
-def test_communication_is_no_cause_where_the_rest_of_the_step_is_no_gain_either() -> None:
+def test_communication_is_no_cause_where_the_rest_of_the_step_is_no_gain_either():
     ddp = row("ddp", 5, 4.0, exposed_share=0.25, sent_bytes=2.0**20)
     assert finding(row("single", 1, 2.0), ddp) == (
         "No strategy is faster than one device; ddp is no gain (0.50 times)."
     )
 
 
-def test_too_few_repeats_are_no_verdict() -> None:
+def test_too_few_repeats_are_no_verdict():
     rows = row("single", 1, 2.0, 2), row("ddp", 5, 4.0, 2), row("searched", 5, 1.0, 2)
     assert finding(*rows) == (
         "No verdict yet: searched reads fastest (2.00 times one device), 2 repeats do not decide "
@@ -154,7 +149,7 @@ def test_too_few_repeats_are_no_verdict() -> None:
     )
 
 
-def test_repeats_that_vary_more_than_strategies_differ_are_no_verdict() -> None:
+def test_repeats_that_vary_more_than_strategies_differ_are_no_verdict():
     single, ddp = (
         replace(row(n, k, 1.0), step_s=(1.0, 2.0)) for n, k in (("single", 1), ("ddp", 2))
     )
@@ -165,7 +160,7 @@ def test_repeats_that_vary_more_than_strategies_differ_are_no_verdict() -> None:
     )
 
 
-def test_strategies_that_the_repeats_do_not_separate_are_fastest_together() -> None:
+def test_strategies_that_the_repeats_do_not_separate_are_fastest_together():
     near = row("pipeline", 5, 1.01), row("searched", 5, 1.0), row("tensor", 5, 1.02)
     assert finding(row("single", 1, 2.0), *near) == (
         "searched (2.00 times one device), pipeline (1.98 times) and tensor (1.96 times) are "
@@ -173,13 +168,13 @@ def test_strategies_that_the_repeats_do_not_separate_are_fastest_together() -> N
     )
 
 
-def test_an_effect_below_a_tenth_is_no_gain() -> None:
+def test_an_effect_below_a_tenth_is_no_gain():
     assert finding(row("single", 1, 1.05), row("ddp", 2, 1.0)) == (
         "ddp reads fastest and is no gain: 1.05 times one device, within 10%."
     )
 
 
-def test_one_strategy_is_compared_with_nothing() -> None:
+def test_one_strategy_is_compared_with_nothing():
     assert finding(row("ddp", 2, 1.0)) == (
         "Only ddp was trained (12 samples/s): there is nothing to compare it with."
     )
@@ -189,13 +184,13 @@ def test_one_strategy_is_compared_with_nothing() -> None:
     )
 
 
-def test_where_all_failed_there_is_no_result() -> None:
+def test_where_all_failed_there_is_no_result():
     assert finding(failed("ddp", 2, "timeout"), failed("single", 1)) == (
         "No strategy has a result: ddp failed (timed out); one device failed (no step was timed)."
     )
 
 
-def test_equal_names_are_told_apart_by_their_ranks_and_many_are_counted() -> None:
+def test_equal_names_are_told_apart_by_their_ranks_and_many_are_counted():
     slow = [row("ddp", n, 2.0 + n) for n in (2, 3, 4, 5)]
     assert finding(row("ddp", 1, 1.0), *slow) == (
         "No strategy is faster than ddp on 1; ddp on 5 is no gain (0.14 times); "
@@ -203,7 +198,7 @@ def test_equal_names_are_told_apart_by_their_ranks_and_many_are_counted() -> Non
     )
 
 
-def test_a_run_that_changes_is_compared_by_its_mean_step_with_the_time_standing_still() -> None:
+def test_a_run_that_changes_is_compared_by_its_mean_step_with_the_time_standing_still():
     plain = trained("pipeline", 2, 1.0, freeze="none", shrink="none", cache="off", change=[])
     changed = trained("pipeline", 2, 0.5, freeze="schedule", shrink="search", cache="auto")
     change = Sample(metric="change_s", value=0.9, step=1, labels=_CHANGE)

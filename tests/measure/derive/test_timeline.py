@@ -13,7 +13,7 @@ from harness.measure.derive.timeline import (
 )
 
 
-def rank(offset_s: float | None, *starts_and_durations: tuple[float, float]) -> list[Record]:
+def rank(offset_s, *starts_and_durations):
     """One rank: its clock's offset, and a step with a forward pass of half its length each."""
     records: list[Record] = []
     if offset_s is not None:
@@ -29,7 +29,7 @@ def rank(offset_s: float | None, *starts_and_durations: tuple[float, float]) -> 
     return records
 
 
-def test_a_rank_that_a_strategy_leaves_out_neither_begins_the_step_nor_is_shown() -> None:
+def test_a_rank_that_a_strategy_leaves_out_neither_begins_the_step_nor_is_shown():
     idle: list[Record] = [
         Sample(metric="clock_offset_s", value=0.0),
         Sample(metric="clock_offset_error_s", value=0.0),
@@ -41,7 +41,7 @@ def test_a_rank_that_a_strategy_leaves_out_neither_begins_the_step_nor_is_shown(
     assert starts == {0: 0.0, 1: 1.0}
 
 
-def test_offsets_are_subtracted_and_their_largest_error_is_stated() -> None:
+def test_offsets_are_subtracted_and_their_largest_error_is_stated():
     timeline = measured_timeline(run_of(rank(0.0, (10, 4)), rank(100.0, (111, 3))))
     assert timeline is not None
     # On rank 0's clock rank 1 starts at 11, a second after rank 0.
@@ -50,7 +50,7 @@ def test_offsets_are_subtracted_and_their_largest_error_is_stated() -> None:
     assert (timeline.duration_s, timeline.end_s) == (4.0, 4.0)
 
 
-def test_clocks_that_were_not_measured_count_from_each_ranks_own_start() -> None:
+def test_clocks_that_were_not_measured_count_from_each_ranks_own_start():
     timeline = measured_timeline(run_of(rank(0.0, (10, 4)), rank(None, (500, 3))))
     assert timeline is not None
     assert timeline.clock_error_s is None
@@ -58,7 +58,7 @@ def test_clocks_that_were_not_measured_count_from_each_ranks_own_start() -> None
     assert list(clock_offsets(run_of(rank(0.0), rank(None)))) == [0]
 
 
-def test_the_step_of_median_duration_is_shown() -> None:
+def test_the_step_of_median_duration_is_shown():
     timeline = measured_timeline(run_of(rank(0.0, (0, 9), (10, 1), (20, 3))))
     assert timeline is not None
     assert (timeline.step, timeline.duration_s) == (2, 3.0)
@@ -67,13 +67,13 @@ def test_the_step_of_median_duration_is_shown() -> None:
     assert median_step({}) is None
 
 
-def test_a_run_without_a_finished_step_has_no_timeline() -> None:
+def test_a_run_without_a_finished_step_has_no_timeline():
     assert (
         measured_timeline(run_of([Span(kind="forward", step=0, start_s=0, duration_s=1)])) is None
     )
 
 
-def test_a_prediction_is_a_timeline_without_error() -> None:
+def test_a_prediction_is_a_timeline_without_error():
     spans = {"10": [Span(kind="forward", step=0, start_s=0.0, duration_s=1.0)], "2": []}
     prediction = Prediction(strategy="ddp", method="builder", step_s=2.0, spans=spans)
     timeline = predicted_timeline(prediction)

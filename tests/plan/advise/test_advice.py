@@ -1,7 +1,5 @@
 """Which machines to use: the decision, its reasons, and what each part of it is made of."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -18,7 +16,7 @@ from harness.errors import ConfigError
 from harness.measure.store import read_header
 from harness.plan import builders
 from harness.plan.__main__ import main
-from harness.plan.advise.advice import Advice, Adviser
+from harness.plan.advise.advice import Adviser
 from harness.plan.advise.prices import find_prices, load_prices
 from harness.plan.advise.pricing import AdviceRequest, largest_batch
 from harness.plan.advise.sets import (
@@ -35,9 +33,7 @@ ROOT = Path(__file__).parents[3]
 N_IMAGES = 50_000
 
 
-def advise_vit(
-    samples: int, seconds: tuple[float, float, float], *, bytes_per_value: int = 4, **more: object
-) -> Advice:
+def advise_vit(samples, seconds, *, bytes_per_value=4, **more):
     """Advice for DeepSpeed on the tesla machines: data parallel, all-reduce after backward."""
     graph = vit(samples, bytes_per_value=bytes_per_value)
     request = AdviceRequest(
@@ -62,12 +58,8 @@ def advise_vit(
     ],
 )
 def test_as_many_gpus_are_advised_as_were_measured_to_be_fastest(
-    samples: int,
-    bytes_per_value: int,
-    step_ms: tuple[float, float, float],
-    epochs_s: tuple[float, float, float],
-    best: int,
-) -> None:
+    samples, bytes_per_value, step_ms, epochs_s, best
+):
     forward, backward, optimizer = (ms * 1e-3 for ms in step_ms)
     advice = advise_vit(samples, (forward, backward, optimizer), bytes_per_value=bytes_per_value)
 
@@ -80,7 +72,7 @@ def test_as_many_gpus_are_advised_as_were_measured_to_be_fastest(
         assert N_IMAGES / found.samples_per_s == pytest.approx(measured_s, rel=0.05)
 
 
-def test_the_first_lines_say_which_machines_and_why_not_the_others() -> None:
+def test_the_first_lines_say_which_machines_and_why_not_the_others():
     advice = advise_vit(16, (0.064, 0.1385, 0.0173))
     lines = advice_lines(advice, Presentation(uncertainty=Uncertainty()))
 
@@ -104,12 +96,12 @@ def test_the_first_lines_say_which_machines_and_why_not_the_others() -> None:
     assert "would be 1.03 times as fast" in lines[1]  # not said twice
 
 
-def test_overlap_makes_three_gpus_worth_it() -> None:
+def test_overlap_makes_three_gpus_worth_it():
     advice = advise_vit(16, (0.064, 0.1385, 0.0173), overlap=True)
     assert len(advice.best.node_names) > 1
 
 
-def test_a_model_that_fits_no_device_alone_is_spread() -> None:
+def test_a_model_that_fits_no_device_alone_is_spread():
     advice = advise_vit(16, (0.064, 0.1385, 0.0173), memory_bytes=500 << 20,
                         families=("pipeline",))  # fmt: skip
     assert advice.single is None
@@ -121,7 +113,7 @@ def test_a_model_that_fits_no_device_alone_is_spread() -> None:
     assert alone == [0, 0, 0]
 
 
-def test_data_parallelism_shards_its_state_where_only_that_fits() -> None:
+def test_data_parallelism_shards_its_state_where_only_that_fits():
     advice = advise_vit(16, (0.064, 0.1385, 0.0173), memory_bytes=800 << 20)
     assert advice_lines(advice, Presentation(uncertainty=Uncertainty()))[0] == (
         "Use ecetesla0 to ecetesla2 with ddp (sharded parameters): no GPU holds the model alone, "
@@ -134,7 +126,7 @@ def test_data_parallelism_shards_its_state_where_only_that_fits() -> None:
     assert batches["ddp, sharded parameters", "all machines"] == 307
 
 
-def test_equal_nodes_are_interchangeable() -> None:
+def test_equal_nodes_are_interchangeable():
     assert node_classes(tesla()) == [[0, 1, 2], [3], [4]]
     # 4 x 2 x 2 - 1 sets of classes; equal nodes differ in number only.
     assert len(sets_of(tesla(), [1.0, 1.0, 1.0, 3.3, 2.0])) == 15
@@ -155,8 +147,8 @@ def test_equal_nodes_are_interchangeable() -> None:
     assert sets_of(one_node, [1.0]) == [(0,), (0, 1), (0, 1, 2, 3)]
 
 
-def test_a_part_of_a_cluster_keeps_its_links_and_scales_the_measured_all_reduce() -> None:
-    def point(n_bytes: int) -> CollectivePoint:
+def test_a_part_of_a_cluster_keeps_its_links_and_scales_the_measured_all_reduce():
+    def point(n_bytes):
         return CollectivePoint(
             operation="all_reduce", transport="nccl", n_ranks=5, n_bytes=n_bytes, duration_s=1.0
         )
@@ -172,7 +164,7 @@ def test_a_part_of_a_cluster_keeps_its_links_and_scales_the_measured_all_reduce(
     assert part_of(cluster, [0]).collectives == []
 
 
-def test_a_faster_link_carries_what_the_other_end_does() -> None:
+def test_a_faster_link_carries_what_the_other_end_does():
     name, rate = next_ethernet(117e6) or ("", 0.0)
     assert (name, rate) == ("10 Gbit/s", 0.94 * 1.25e9)
     rates = {
@@ -184,7 +176,7 @@ def test_a_faster_link_carries_what_the_other_end_does() -> None:
     assert (changed.name, changed.kind) == ("ecetesla3:0", RTX_3070)
 
 
-def test_the_largest_batch_is_the_last_that_fits() -> None:
+def test_the_largest_batch_is_the_last_that_fits():
     graph = vit(16)
     request = AdviceRequest(graph=graph, profile=vit_profile(graph, 0.1, 0.2, 0.01), batch=16)
     one = part_of(tesla(), [0])
@@ -210,7 +202,7 @@ hour_price = 0.36
 """
 
 
-def test_prices_add_up_over_nodes(tmp_path: Path) -> None:
+def test_prices_add_up_over_nodes(tmp_path):
     path = tmp_path / "lab.toml"
     path.write_text(PRICES)
     prices = load_prices(path)
@@ -240,14 +232,14 @@ def test_prices_add_up_over_nodes(tmp_path: Path) -> None:
         ("kwh_price = true\n", "kwh_price is True"),
     ],
 )
-def test_malformed_prices_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_malformed_prices_are_refused(tmp_path, text, message):
     path = tmp_path / "lab.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_prices(path)
 
 
-def test_the_range_comes_from_the_runs_of_this_cluster() -> None:
+def test_the_range_comes_from_the_runs_of_this_cluster():
     cluster = read_header(ROOT / "results/sample-train-ddp-r0").cluster
     found = uncertainty_of(ROOT / "results", cluster)
     assert found.n_strategies >= 3
@@ -257,7 +249,7 @@ def test_the_range_comes_from_the_runs_of_this_cluster() -> None:
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Path:
+def results(tmp_path):
     graph = vit(16)
     (tmp_path / "cluster.json").write_bytes(tesla().to_json())
     profile = vit_profile(graph, 0.064, 0.1385, 0.0173)
@@ -266,9 +258,7 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_reads_a_results_directory(
-    results: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reads_a_results_directory(results, capsys):
     plan = results / "plan.json"
     flags = ["advise", str(results), "--per-device-batch", "16", "--strategies", "ddp"]
     flags += ["--no-overlap", "--optimizer", "adamw", "--json", "--output", str(plan)]
@@ -282,7 +272,7 @@ def test_the_command_reads_a_results_directory(
     assert json.loads(plan.read_text())["name"] == "single"
 
 
-def test_the_comparison_ends_in_advice(results: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_comparison_ends_in_advice(results, capfd):
     _print_advice(results, SimpleNamespace(model="vit_b_16", dtype="fp32", batch=16))
     lines = capfd.readouterr().out.splitlines()
     assert lines[1] == "which machines to use (python -m harness.plan advise):"
@@ -299,8 +289,6 @@ def test_the_comparison_ends_in_advice(results: Path, capfd: pytest.CaptureFixtu
         (["--memory", "1MB", "--strategies", "ddp"], "fits on no set of these machines"),
     ],
 )
-def test_contradictions_are_refused(
-    results: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
+def test_contradictions_are_refused(results, capsys, flags, message):
     assert main(["advise", str(results), *flags]) == 2
     assert message in capsys.readouterr().err

@@ -20,7 +20,7 @@ activation_size=[6.0; 1.0; 1.0], parameter_size=10.000
 """
 
 
-def test_times_are_seconds_and_lists_are_summed() -> None:
+def test_times_are_seconds_and_lists_are_summed():
     graph, profile = parse_graph_txt(TEXT, name="tiny")
     assert [o.name for o in graph.operators] == ["node1", "node2", "node3"]
     assert [o.kind for o in graph.operators] == ["input", "linear", "lstm"]
@@ -32,12 +32,12 @@ def test_times_are_seconds_and_lists_are_summed() -> None:
 
 
 @pytest.mark.parametrize("indent", ["\t", "  ", " \t", "\t\t"])
-def test_every_indent_marks_an_edge(indent: str) -> None:
+def test_every_indent_marks_an_edge(indent):
     graph, _ = parse_graph_txt(TEXT.replace("\t", indent), name="tiny")
     assert graph.operators[2].inputs == ["node2"]
 
 
-def test_integers_and_trailing_blanks_are_read() -> None:
+def test_integers_and_trailing_blanks_are_read():
     text = (
         "node1 -- Add -- forward_compute_time=1, backward_compute_time=2, "
         "activation_size=4, parameter_size=0   \r\n"
@@ -77,14 +77,14 @@ NODE = "n -- Add -- forward_compute_time={}, backward_compute_time=0, activation
         (f"{NODE.format(1, 1)}, parameter_size=0\n\tn -- n", "cyclic: n -> n"),
     ],
 )
-def test_malformed_profile_names_the_line(text: str, message: str) -> None:
+def test_malformed_profile_names_the_line(text, message):
     with pytest.raises(GraphError, match=message):
         parse_graph_txt(text, name="t", source="source")
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the published profiles are not here")
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.txt")), ids=lambda path: path.stem)
-def test_every_line_of_a_published_profile_is_read(path: Path) -> None:
+def test_every_line_of_a_published_profile_is_read(path):
     text = path.read_text()
     graph, profile = parse_graph_txt(text, name=path.stem, batch=64)
     n_lines = len([line for line in text.splitlines() if line.strip()])

@@ -1,15 +1,12 @@
 """`python -m harness.plan import` and `predict --layout`, from files to a step."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
-from harness.plan.commands import main
+from harness.plan.__main__ import main
 
 TIMES = """\
 layer,tp,microbatch,forward_s,backward_s,parameter_bytes,output_bytes
@@ -22,7 +19,7 @@ CURVE = "size(B),time(ms)\n100,250\n200,500\n"
 
 
 @pytest.fixture
-def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def imported(tmp_path, capsys):
     (tmp_path / "gpt.csv").write_text(TIMES)
     (tmp_path / "gpus_2.csv").write_text(CURVE)
     words = ["--layer-times", tmp_path / "gpt.csv", "--collectives", tmp_path / "gpus_2.csv"]
@@ -34,9 +31,7 @@ def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return tmp_path
 
 
-def test_collectives_are_taken_off_and_predicted_again(
-    imported: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_collectives_are_taken_off_and_predicted_again(imported, capsys):
     profile = Profile.load(imported / "profile-gpt.json")
     # Two devices exchange 100 B at 400 B/s: 0.25 s after a, and before b for the gradient.
     found = [(p.forward_s, p.backward_s) for p in profile.measurements if "heads" in p.shape]
@@ -46,9 +41,7 @@ def test_collectives_are_taken_off_and_predicted_again(
     assert step["strategy"]["operators"]["a"]["devices"] == [0, 1]
 
 
-def test_pipeline_of_a_layout_fills_and_drains(
-    imported: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pipeline_of_a_layout_fills_and_drains(imported, capsys):
     words = ("--batch-size", 4, "--microbatches", 2, "--schedule", "gpipe")
     step = predicted(imported, capsys, "pp=2,cuts=1", *words)
     # Three slots of forward and of backward, and 0.25 s of transfer in each.
@@ -63,8 +56,8 @@ def test_pipeline_of_a_layout_fills_and_drains(
     ],
 )
 def test_columns_may_stand_in_any_order_in_capitals_in_other_units_parted_by_semicolons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], times: str
-) -> None:
+    tmp_path, capsys, times
+):
     text = "Output_Bytes;microbatch;LAYER;tp;" + times
     (tmp_path / "gpt.csv").write_bytes(text.encode())
     words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path)]
@@ -75,7 +68,7 @@ def test_columns_may_stand_in_any_order_in_capitals_in_other_units_parted_by_sem
     assert graph.operators[0].activation_bytes == 50
 
 
-def predicted(folder: Path, capsys: pytest.CaptureFixture[str], layout: str, *words: object):
+def predicted(folder, capsys, layout, *words):
     files = ("--profile", folder / "profile-gpt.json", "--cluster", folder / "cluster.json")
     assert main(["predict", "--json", "--layout", layout, *map(str, (*files, *words))]) == 0
     return json.loads(capsys.readouterr().out)
@@ -93,9 +86,7 @@ def predicted(folder: Path, capsys: pytest.CaptureFixture[str], layout: str, *wo
         ('{"traceEvents": []}', "is JSON, not a table"),
     ],
 )
-def test_bad_layer_times_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, message: str
-) -> None:
+def test_bad_layer_times_are_refused(tmp_path, capsys, rows, message):
     header = "" if rows.startswith("{") else TIMES.splitlines()[0] + "\n"
     (tmp_path / "gpt.csv").write_text(header + rows + "\n")
     words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path)]
@@ -111,9 +102,7 @@ def test_bad_layer_times_are_refused(
         ("output_bytes,Output_Bytes", "column 'output_bytes' twice"),
     ],
 )
-def test_a_column_that_would_be_ignored_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], columns: str, message: str
-) -> None:
+def test_a_column_that_would_be_ignored_is_refused(tmp_path, capsys, columns, message):
     cells = ",".join("1" * (1 + columns.count(",")))
     text = f"layer,tp,microbatch,forward_s,backward_s,{columns}\na,1,2,1,2,{cells}\n"
     (tmp_path / "gpt.csv").write_text(text)
@@ -132,13 +121,7 @@ def test_a_column_that_would_be_ignored_is_refused(
         ("meta\na,1,2,x", ("--ranks", "-3"), "--ranks is -3"),
     ],
 )
-def test_bad_operators_are_refused(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    rows: str,
-    flags: tuple[str, ...],
-    message: str,
-) -> None:
+def test_bad_operators_are_refused(tmp_path, capsys, rows, flags, message):
     (tmp_path / "o.csv").write_text(f"Name,fw_latency,bw_latency,{rows}\n")
     words = ["--operators", str(tmp_path / "o.csv"), "--batch-size", "8", "--output", str(tmp_path)]
     assert main(["import", *words, *flags]) == 2

@@ -1,5 +1,4 @@
 import re
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ NCCL = """\
 CSV = "size(B),count,type,time(ns),busbw(GB/s),time(ns),busbw(GB/s)\n1000,250,float,500,3,900,2\n"
 
 
-def test_nccl_tests_are_read_out_of_place(tmp_path: Path) -> None:
+def test_nccl_tests_are_read_out_of_place(tmp_path):
     path = tmp_path / "all_reduce.txt"
     path.write_text(NCCL)
     points = read_collectives(path)
@@ -69,9 +68,7 @@ OLD_ALL_GATHER = f"""\
         ("8_ranks.csv", "Size (MiB),Time (ms)\n0.0009765625,0.02\n", "all_reduce"),
     ],
 )
-def test_collective_size_and_time_are_found_in_each_form(
-    tmp_path: Path, name: str, text: str, operation: str
-) -> None:
+def test_collective_size_and_time_are_found_in_each_form(tmp_path, name, text, operation):
     path = tmp_path / name
     path.write_bytes(text.encode())
     (point,) = read_collectives(path)
@@ -79,7 +76,7 @@ def test_collective_size_and_time_are_found_in_each_form(
     assert point.duration_s == pytest.approx(20e-6)
 
 
-def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path: Path) -> None:
+def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path):
     path = tmp_path / "AR_GPU4_1K"
     path.write_text(CSV)
     (point,) = read_collectives(path)
@@ -110,7 +107,7 @@ def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path: Path) -> Non
         ("gpu4.csv", "", "no row"),
     ],
 )
-def test_bad_curves_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_bad_curves_are_refused(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(DataError, match=message):

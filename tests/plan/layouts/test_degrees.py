@@ -10,7 +10,7 @@ GRAPH = chain_graph("chain", [PlannedLayer(f"l{k}", 8, 8) for k in range(4)], 8,
 EIGHT = Cluster.uniform(2, 4, inside_bytes_per_s=1.0, memory_bytes=1)
 
 
-def test_neighbours_share_a_layer_and_stages_are_farthest_apart() -> None:
+def test_neighbours_share_a_layer_and_stages_are_farthest_apart():
     found = layout_strategy(parse_layout("tp=2,dp=2,pp=2"), GRAPH, EIGHT, 8, n_microbatches=2)
     validate(found, GRAPH, EIGHT)
     assert [plan.devices for plan in found.operators.values()] == 2 * [[0, 1, 2, 3]] + 2 * [
@@ -21,7 +21,7 @@ def test_neighbours_share_a_layer_and_stages_are_farthest_apart() -> None:
     }
 
 
-def test_layout_names_cuts_shares_and_devices() -> None:
+def test_layout_names_cuts_shares_and_devices():
     layout = parse_layout("dp=2,pp=2,cuts=1,shares=3-1,devices=0-4-1-5")
     found = layout_strategy(layout, GRAPH, EIGHT, 8)
     validate(found, GRAPH, EIGHT)
@@ -41,7 +41,7 @@ def test_layout_names_cuts_shares_and_devices() -> None:
         ("cuts=", "no list"),
     ],
 )
-def test_bad_text_is_refused(text: str, message: str) -> None:
+def test_bad_text_is_refused(text, message):
     with pytest.raises(StrategyError, match=message):
         parse_layout(text)
 
@@ -57,6 +57,6 @@ def test_bad_text_is_refused(text: str, message: str) -> None:
         (ParallelLayout(dp=2, devices=(1, 1)), "needs 2 distinct devices"),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused(layout: ParallelLayout, message: str) -> None:
+def test_degrees_that_do_not_fit_are_refused(layout, message):
     with pytest.raises(StrategyError, match=message):
         layout_strategy(layout, GRAPH, EIGHT, 4, n_microbatches=1)

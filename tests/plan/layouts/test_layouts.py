@@ -1,19 +1,14 @@
 """Layouts priced by classes of devices against the simulator on all devices."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster
-from harness.domain.graph import Graph
-from harness.domain.profile import Profile
-from harness.domain.strategy import SHARD_STATES, ShardState, validate
+from harness.domain.strategy import SHARD_STATES, validate
 from harness.errors import PlanError
-from harness.plan.commands import main
+from harness.plan.__main__ import main
 from harness.plan.costs import PlanRequest, run
 from harness.plan.importing.times import (
     LayerTime,
@@ -31,7 +26,7 @@ BATCH = 16
 STEP, MEMORY = 0.04, 0.25  # what the closed form leaves out: waits of 1F1B, halves of buckets
 
 
-def chain(batch: int = BATCH) -> tuple[Graph, Profile]:
+def chain(batch=BATCH):
     """Eight equal layers of 3 ms a sample, less on groups of two and four."""
     layers = [PlannedLayer(f"l{k}", 4_000_000, 100_000, 300_000) for k in range(8)]
     graph = chain_graph("chain", layers, batch, n_parts=4)
@@ -43,21 +38,19 @@ def chain(batch: int = BATCH) -> tuple[Graph, Profile]:
     return graph, layer_profile(graph, times)
 
 
-def cluster(memory_bytes: int = 10**9) -> Cluster:
+def cluster(memory_bytes=10**9):
     return Cluster.uniform(
         2, 2, inside_bytes_per_s=8e9, between_bytes_per_s=2e9, memory_bytes=memory_bytes
     )
 
 
-def request(where: Cluster) -> PlanRequest:
+def request(where):
     graph, profile = chain()
     return PlanRequest(cluster=where, graph=graph, profile=profile)
 
 
 @pytest.mark.parametrize("state", SHARD_STATES)
-def test_steps_and_memory_are_near_those_of_the_simulator_and_so_is_the_choice(
-    state: ShardState,
-) -> None:
+def test_steps_and_memory_are_near_those_of_the_simulator_and_so_is_the_choice(state):
     (graph, profile), where = chain(), cluster()
     options = SimulatorOptions(
         n_optimizer_states=2, bucket_bytes=10_000_000, optimizer_s_per_byte=1e-10
@@ -87,7 +80,7 @@ def test_steps_and_memory_are_near_those_of_the_simulator_and_so_is_the_choice(
     assert chosen[1] <= 1.02 * min(simulated for _, simulated in steps.values())
 
 
-def test_state_is_sharded_as_far_as_memory_needs() -> None:
+def test_state_is_sharded_as_far_as_memory_needs():
     graph, profile = chain()
     options = SimulatorOptions(bucket_bytes=1_000_000)
     found = {}
@@ -102,7 +95,7 @@ def test_state_is_sharded_as_far_as_memory_needs() -> None:
     assert list(found.values()) == [["none"], ["optimizer"], ["gradients"], ["parameters"], []]
 
 
-def test_memory_decides_where_it_binds() -> None:
+def test_memory_decides_where_it_binds():
     asked = request(cluster())
     free = run("layouts", asked)
     assert asked.graph is not None
@@ -117,9 +110,7 @@ def test_memory_decides_where_it_binds() -> None:
         run("layouts", request(cluster(memory_bytes=10**6)))
 
 
-def test_2048_devices_are_planned_by_a_few_classes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_2048_devices_are_planned_by_a_few_classes(tmp_path, capsys):
     graph, profile = chain(batch=2048)
     (tmp_path / "chain.json").write_bytes(profile.to_json())
     (tmp_path / "chain.graph.json").write_bytes(graph.to_json())
@@ -131,7 +122,7 @@ def test_2048_devices_are_planned_by_a_few_classes(
     assert devices == set(range(2048))
 
 
-def test_unlike_nodes_are_refused() -> None:
+def test_unlike_nodes_are_refused():
     other = Cluster.uniform(1, 1, inside_bytes_per_s=1.0, memory_bytes=1).nodes[0]
     renamed = Cluster(nodes=[cluster().nodes[1], other], links=[])
     with pytest.raises(PlanError, match="equal nodes"):

@@ -1,26 +1,24 @@
 """The published sets, where they lie beside the project."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from harness.plan.commands import main
+from harness.plan.__main__ import main
 
 DATA = Path(__file__).parents[4] / "shared/data/gpu_clusters"
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data/gpu_clusters")
 
 
-def validated(capsys: pytest.CaptureFixture[str], *args: object) -> list[dict[str, object]]:
+def validated(capsys, *args):
     assert main(["validate", "--json", *map(str, args)]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def sample_of(source: Path, target: Path, *keep: str) -> None:
+def sample_of(source, target, *keep):
     """Copy the header and the rows that contain one of some texts."""
     head, *rows = source.read_text(encoding="utf-8-sig").splitlines()
     target.write_text(
@@ -28,9 +26,7 @@ def sample_of(source: Path, target: Path, *keep: str) -> None:
     )
 
 
-def test_vtrain_predicts_other_layouts_from_pure_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vtrain_predicts_other_layouts_from_pure_ones(tmp_path, capsys):
     kept = [f",{batch},1,1024,16,{n},1024," for batch in (4, 8) for n in (12, 24)]
     sample_of(DATA / "vtrain/ground_truth_single.csv", tmp_path / "iterations.csv", *kept)
     shutil.copytree(DATA / "vtrain/trace", tmp_path / "trace")
@@ -41,9 +37,7 @@ def test_vtrain_predicts_other_layouts_from_pure_ones(
     assert found["regret"] < 0.01  # type: ignore[operator]
 
 
-def test_tesla_machines_are_better_used_one_by_one_at_batch_16(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_tesla_machines_are_better_used_one_by_one_at_batch_16(capsys):
     (found,) = validated(capsys, DATA / "scalable_vit_dt/tesla")
     assert found["set"] == "scalable_vit_dt"
     assert (found["n_points"], found["n_expressed"]) == (16, 10)
@@ -51,9 +45,7 @@ def test_tesla_machines_are_better_used_one_by_one_at_batch_16(
     assert found["regret"] == 0
 
 
-def test_unlike_gpus_need_a_run_on_one_of_each_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unlike_gpus_need_a_run_on_one_of_each_kind(tmp_path, capsys):
     # Seconds of an epoch of 100, 10, 50, 25 and 34 steps.
     runs = {
         "1_GPU/p1_b500_e1": (100, "A"),
@@ -75,9 +67,7 @@ def test_unlike_gpus_need_a_run_on_one_of_each_kind(
     assert found["median_error"] == pytest.approx(0, abs=1e-6)
 
 
-def test_pollux_needs_the_bandwidth_of_one_placement(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pollux_needs_the_bandwidth_of_one_placement(tmp_path, capsys):
     folder = tmp_path / "cifar10"
     folder.mkdir()
     sample_of(DATA / "pollux/cifar10/placements.csv", folder / "placements.csv", ",129,")
@@ -102,15 +92,7 @@ def test_pollux_needs_the_bandwidth_of_one_placement(
         ("pipetransformer", (",",), 15, 0.15, 0),
     ],
 )
-def test_bars_of_other_sets(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    keep: tuple[str, ...],
-    n_expressed: int,
-    most: float,
-    fewest_failures: int,
-) -> None:
+def test_bars_of_other_sets(tmp_path, capsys, name, keep, n_expressed, most, fewest_failures):
     for path in (DATA / name).iterdir():
         if path.suffix == ".csv":
             sample_of(path, tmp_path / path.name, *keep)
@@ -122,9 +104,7 @@ def test_bars_of_other_sets(
     assert found["n_failed_called"] >= fewest_failures  # type: ignore[operator]
 
 
-def test_one_layer_of_neusight_stands_for_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_layer_of_neusight_stands_for_all(tmp_path, capsys):
     source = DATA / "neusight/label/Tesla_V100-PCIE-32GB"
     for name in ("bert_large-train-512-8.csv", "bert_large-train-512-8.json"):
         (tmp_path / name).symlink_to(source / name)
@@ -134,9 +114,7 @@ def test_one_layer_of_neusight_stands_for_all(
     assert found["median_error"] < 0.08  # type: ignore[operator]
 
 
-def test_a_folder_without_a_set_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_set_is_refused(tmp_path, capsys):
     assert main(["validate", str(tmp_path)]) == 2
     assert "holds no data set" in capsys.readouterr().err
 
@@ -144,9 +122,7 @@ def test_a_folder_without_a_set_is_refused(
 @pytest.mark.parametrize(
     ("cell", "message"), [("nan", "write a number"), ("0", "above 0"), ("1,2", "cells")]
 )
-def test_a_bad_cell_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], cell: str, message: str
-) -> None:
+def test_a_bad_cell_is_named(tmp_path, capsys, cell, message):
     folder = tmp_path / "resnet"
     folder.mkdir()
     (folder / "p.csv").write_text(f"placement,local_bsz,step_time,sync_time\n1,8,{cell},0\n")

@@ -10,11 +10,11 @@ from harness.plot.figures.changes import FIGURE
 from harness.plot.render import image_bytes
 
 
-def step(number: int, duration_s: float) -> Span:
+def step(number, duration_s):
     return Span(kind="step", step=number, start_s=float(number), duration_s=duration_s)
 
 
-def sample(metric: str, value: float, **labels: str | int) -> Sample:
+def sample(metric, value, **labels):
     return Sample(metric=metric, value=value, step=3, labels=labels)
 
 
@@ -34,7 +34,7 @@ RECORDS: list[Record] = [
 RUN = Run(path=Path("run"), header=SimpleNamespace(), ranks={0: RECORDS})  # type: ignore[arg-type]
 
 
-def test_a_change_stands_between_the_steps_before_and_after() -> None:
+def test_a_change_stands_between_the_steps_before_and_after():
     (change,) = change_rows(RUN)
     assert (change.before, change.after, change.why) == ("ddp", "pipeline", "--change 3:next.json")
     assert (change.still_s, change.predicted_still_s, change.build_s) == (2.0, 1.5, 4.0)
@@ -44,7 +44,7 @@ def test_a_change_stands_between_the_steps_before_and_after() -> None:
     assert change.break_even_steps == 5  # 2 s over 0.4 s a step
 
 
-def test_the_figure_has_a_row_for_each_change() -> None:
+def test_the_figure_has_a_row_for_each_change():
     run = SimpleNamespace(changes=change_rows(RUN), header=SimpleNamespace(run_id="a-train"))
     case = SimpleNamespace(runs=[run])
     named = {"label": "lenet · ddp", "status": "ok", "reason": ""}

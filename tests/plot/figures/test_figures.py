@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 
 from harness.measure.store import find_runs, read_results
 from harness.plot.catalog import (
-    Catalog,
     read_catalog,
     without_samples,
 )
@@ -31,15 +29,15 @@ OF_PLANNED = (
 
 
 @pytest.fixture(scope="module")
-def catalog(comparison: Path) -> Catalog:
+def catalog(comparison):
     return read_catalog(*find_runs(comparison))
 
 
-def table_of(name: str, catalog: Catalog) -> pd.DataFrame:
+def table_of(name, catalog):
     return load_figure(name).table(catalog)
 
 
-def row_of(table: pd.DataFrame, **values: Any) -> Any:
+def row_of(table, **values):
     """The only row with these values."""
     for column, value in values.items():
         table = table[table[column] == value]
@@ -48,7 +46,7 @@ def row_of(table: pd.DataFrame, **values: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_says_what_it_shows_and_what_is_better(name: str) -> None:
+def test_every_figure_says_what_it_shows_and_what_is_better(name):
     figure = load_figure(name)
     assert figure.name == name
     assert figure.title == FIGURES[name]
@@ -57,9 +55,7 @@ def test_every_figure_says_what_it_shows_and_what_is_better(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_keeps_the_run_that_is_not_ok(
-    name: str, catalog: Catalog, planned: Path
-) -> None:
+def test_every_figure_keeps_the_run_that_is_not_ok(name, catalog, planned):
     if name in ("changes", "validation"):  # of no usual run: test_changes.py, test_validation.py
         return
     of_planned = read_catalog(*find_runs(planned)) if name in OF_PLANNED else None
@@ -73,7 +69,7 @@ def test_every_figure_keeps_the_run_that_is_not_ok(
     assert failed[numbers].isna().all()
 
 
-def test_repeats_merge_into_one_row(catalog: Catalog) -> None:
+def test_repeats_merge_into_one_row(catalog):
     table = table_of("throughput", catalog)
     ddp = row_of(table, strategy="ddp", batch=160)
     assert ddp["n_repeats"] == 3
@@ -84,9 +80,9 @@ def test_repeats_merge_into_one_row(catalog: Catalog) -> None:
     ("more", "n_repeats", "n_labels"), [({"time_budget_s": 0.3}, 2, 1), ({"in_turn": True}, 1, 2)]
 )
 def test_matmul_runs_of_other_lengths_are_repeats(
-    tmp_path: Path, write: Write, header: Any, cluster: Any, multiplied: Any,
-    more: dict[str, Any], n_repeats: int, n_labels: int,
-) -> None:  # fmt: skip
+    tmp_path, write, header, cluster, multiplied,
+    more, n_repeats, n_labels
+):  # fmt: skip
     for name, config in (("a", {"time_budget_s": 0.6}), ("b", more)):
         write(tmp_path, header("matmul", config, cluster(3), run_id=name), multiplied(3))
     catalog = read_catalog(*find_runs(tmp_path))
@@ -97,7 +93,7 @@ def test_matmul_runs_of_other_lengths_are_repeats(
         assert table[clusters].nunique() == n_labels
 
 
-def test_scaling_holds_the_batch_or_the_batch_per_device(catalog: Catalog) -> None:
+def test_scaling_holds_the_batch_or_the_batch_per_device(catalog):
     table = table_of("scaling", catalog)
     strong = row_of(table, scaling="strong", strategy="ddp", n_devices=5)
     assert strong["efficiency"] == pytest.approx(0.107 / (5 * 0.117), rel=0.01)
@@ -117,9 +113,9 @@ def test_scaling_holds_the_batch_or_the_batch_per_device(catalog: Catalog) -> No
     ],
 )
 def test_scaling_keeps_unlike_clusters_and_data_apart(
-    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any,
-    changed: str, told: list[str],
-) -> None:  # fmt: skip
+    tmp_path, write, header, cluster, trained, configured,
+    changed, told
+):  # fmt: skip
     three = cluster(3, 1.25e7 if changed == "network" else 1.25e8)
     if changed == "devices":
         three.nodes[2] = cluster(3, kind="NVIDIA H200").nodes[2]
@@ -136,7 +132,7 @@ def test_scaling_keeps_unlike_clusters_and_data_apart(
     assert [words in label for words, label in zip(told, labels, strict=True)] == [True, True]
 
 
-def test_outlier_steps_are_marked_in_every_repeat(catalog: Catalog) -> None:
+def test_outlier_steps_are_marked_in_every_repeat(catalog):
     table = table_of("step_time", catalog)
     far = table[table["is_outlier"].astype(bool)]
     assert set(far["step"]) == {20}
@@ -146,14 +142,14 @@ def test_outlier_steps_are_marked_in_every_repeat(catalog: Catalog) -> None:
     assert digest["n_outliers"].sum() == 8
 
 
-def test_memory_is_the_highest_ranks(catalog: Catalog) -> None:
+def test_memory_is_the_highest_ranks(catalog):
     table = table_of("memory", catalog)
     row = row_of(table[table["strategy"] == "pipeline"], kind="allocated")
     assert row["peak_bytes"] == pytest.approx(3.5 * 2**30)
     assert (row["rank"], row["device_bytes"]) == (4, 8 * 2**30)
 
 
-def test_bandwidth_carries_the_limit_of_the_link(catalog: Catalog) -> None:
+def test_bandwidth_carries_the_limit_of_the_link(catalog):
     table = table_of("bandwidth", catalog)
     assert set(table["nic_limit_bytes_per_s"]) == {1.25e8}
     assert set(table["best_link_bytes_per_s"]) == {1.17e8}
@@ -162,7 +158,7 @@ def test_bandwidth_carries_the_limit_of_the_link(catalog: Catalog) -> None:
     assert 0.9 * 1.17e8 < row["busbw_bytes_per_s"] < 1.17e8
 
 
-def test_heat_map_shows_the_slow_node_in_both_directions(catalog: Catalog) -> None:
+def test_heat_map_shows_the_slow_node_in_both_directions(catalog):
     table = table_of("link_heatmap", catalog)
     assert len(table) == 20
     slow = table[table["bandwidth_bytes_per_s"] < 1e8]
@@ -171,7 +167,7 @@ def test_heat_map_shows_the_slow_node_in_both_directions(catalog: Catalog) -> No
     assert all("tesla4" in pair for pair in ends)
 
 
-def test_device_load_keeps_time_and_device(catalog: Catalog) -> None:
+def test_device_load_keeps_time_and_device(catalog):
     table = table_of("device_load", catalog)
     readings = table[table["metric"] == "device_temperature_c"]
     assert len(readings) == 20 * (1 + 5 * 7)
@@ -182,9 +178,7 @@ def test_device_load_keeps_time_and_device(catalog: Catalog) -> None:
     assert 70 < row["median_device_utilization_percent"] < 90
 
 
-def test_an_invalid_run_is_never_a_number(
-    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
-) -> None:
+def test_an_invalid_run_is_never_a_number(tmp_path, write, header, cluster, trained, configured):
     for status in ("invalid", "crash", "timeout", "running"):
         config = configured("ddp", 32)
         run = header("train", config, cluster(2), run_id=status, status=status)
@@ -199,8 +193,8 @@ def test_an_invalid_run_is_never_a_number(
 
 
 def test_runs_of_unlike_clusters_do_not_merge(
-    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
-) -> None:
+    tmp_path, write, header, cluster, trained, configured
+):
     for name, nic in (("slow", 1.25e7), ("fast", 1.25e8), ("fast-again", 1.25e8)):
         run = header("train", configured("ddp", 32), cluster(2, nic), run_id=name)
         write(tmp_path, run, trained(2, 32, 0.1, 0.1))
@@ -210,8 +204,8 @@ def test_runs_of_unlike_clusters_do_not_merge(
 
 
 def test_links_of_two_speeds_do_not_merge_even_when_no_header_tells(
-    tmp_path: Path, write: Write, header: Any, cluster: Any, linked: Any
-) -> None:
+    tmp_path, write, header, cluster, linked
+):
     for name, bandwidth in (("slow", 1.18e7), ("fast", 1.17e8), ("fast-again", 1.02e8)):
         run = header("links", {}, cluster(3, None), run_id=name)
         write(tmp_path, run, linked(3, bandwidth))
@@ -222,8 +216,8 @@ def test_links_of_two_speeds_do_not_merge_even_when_no_header_tells(
 
 
 def test_samples_are_drawn_until_there_is_another_run(
-    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
-) -> None:
+    tmp_path, write, header, cluster, trained, configured
+):
     for name in ("sample-a", "sample-b"):
         run = header("train", configured("ddp", 32), cluster(2), run_id=name)
         write(tmp_path, run, trained(2, 32, 0.1, 0.1))
@@ -238,8 +232,8 @@ def test_samples_are_drawn_until_there_is_another_run(
 
 
 def test_equal_labels_tell_the_setting_that_differs(
-    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
-) -> None:
+    tmp_path, write, header, cluster, trained, configured
+):
     for buckets in (1, 25):
         config = configured("ddp", 32) | {"bucket_mb": buckets}
         run = header("train", config, cluster(2), run_id=f"buckets{buckets}")
@@ -264,11 +258,11 @@ def test_equal_labels_tell_the_setting_that_differs(
         ("is_above_peak", True, "yes"),
     ],
 )
-def test_cells_take_their_unit_from_the_column(column: str, value: Any, text: str) -> None:
+def test_cells_take_their_unit_from_the_column(column, value, text):
     assert format_value(column, value) == text
 
 
-def test_columns_that_say_nothing_are_left_out_of_the_report() -> None:
+def test_columns_that_say_nothing_are_left_out_of_the_report():
     frame = pd.DataFrame(
         {
             "label": ["ddp · a", "ddp · b"],

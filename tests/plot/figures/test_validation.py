@@ -1,7 +1,5 @@
 """Published steps: read beside runs, and drawn."""
 
-from pathlib import Path
-
 from harness.domain.validation import ValidatedPoint, Validation
 from harness.measure.store import find_runs
 from harness.plot.catalog import Catalog, read_validations
@@ -9,7 +7,7 @@ from harness.plot.figures.validation import FIGURE
 from harness.plot.render import image_bytes
 
 
-def point(name: str, measured_s: float | None, calibrates: str = "") -> ValidatedPoint:
+def point(name, measured_s, calibrates=""):
     return ValidatedPoint(
         name=name,
         cell="gpt",
@@ -37,7 +35,7 @@ SET = Validation(
 )
 
 
-def test_files_beside_runs_are_read_and_malformed_ones_named(tmp_path: Path) -> None:
+def test_files_beside_runs_are_read_and_malformed_ones_named(tmp_path):
     (tmp_path / "validation-amp.json").write_bytes(SET.to_json())
     (tmp_path / "validation-bad.json").write_text("{")
     found, problems = read_validations(tmp_path)
@@ -46,7 +44,7 @@ def test_files_beside_runs_are_read_and_malformed_ones_named(tmp_path: Path) -> 
     assert find_runs(tmp_path) == ([], [])
 
 
-def test_every_step_has_a_row_and_a_set_its_panel() -> None:
+def test_every_step_has_a_row_and_a_set_its_panel():
     table = FIGURE.table(Catalog([], [], [SET]))
     assert table["error"].tolist()[0] == 0.5
     assert table["status"].tolist() == ["ok", "failed", "ok"]

@@ -8,7 +8,7 @@ import pytest
 from harness.domain.record import Sample, Span
 from harness.errors import ResultsError
 from harness.measure.derive.training import training_summary
-from harness.measure.store import Run, read_results
+from harness.measure.store import read_results
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.imports.deepspeed_log import accumulation, is_deepspeed_log, parse_deepspeed_log
 from harness.plot.imports.epoch_csv import FAR_RANK, NO_NUMBER, is_epoch_csv, parse_epoch_csv
@@ -22,19 +22,19 @@ STEP = (
 )
 
 
-def imported(tmp_path: Path, name: str, data: bytes) -> tuple[list[Run], list[str]]:
+def imported(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
     _, problems = import_logs([tmp_path / name], tmp_path / "results", FACTS)
     (tmp_path / "results").mkdir(exist_ok=True)
     return read_results(tmp_path / "results").runs, [reason for _, reason in problems]
 
 
-def values(run: Run, metric: str, rank: int = 0) -> list[float]:
+def values(run, metric, rank=0):
     return [r.value for r in run.ranks[rank] if isinstance(r, Sample) and r.metric == metric]
 
 
 @pytest.mark.parametrize("path", sorted(LOGS.glob("c*.csv")), ids=lambda path: path.stem)
-def test_each_epoch_csv_is_read_for_what_it_says(path: Path, tmp_path: Path) -> None:
+def test_each_epoch_csv_is_read_for_what_it_says(path, tmp_path):
     (run,), problems = imported(tmp_path, path.name, path.read_bytes())
     is_missing = "missing" in path.name
     assert problems == (["no line of rank 1 of 3: the others are kept"] if is_missing else [])
@@ -63,7 +63,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_each_deepspeed_log_is_read_for_what_it_says(name: str, tmp_path: Path) -> None:
+def test_each_deepspeed_log_is_read_for_what_it_says(name, tmp_path):
     (run,), problems = imported(tmp_path, name, (LOGS / name).read_bytes())
     spans = [record for record in run.ranks[0] if isinstance(record, Span)]
     firsts = {span.kind: span.duration_s for span in spans if span.step == 0}
@@ -85,14 +85,14 @@ def test_each_deepspeed_log_is_read_for_what_it_says(name: str, tmp_path: Path) 
         assert problems == []
 
 
-def micro(text: str) -> str:
+def micro(text):
     names = ("step", "fwd", "bwd_inner", "bwd_allreduce", "bwd")
     for name in names:
         text = text.replace(f"{name}:", f"{name}_microstep:")
     return text
 
 
-def test_accumulation_is_the_number_of_micro_steps(tmp_path: Path) -> None:
+def test_accumulation_is_the_number_of_micro_steps(tmp_path):
     text = "\n".join([*[micro(STEP)] * 4, STEP] * 3) + "\n"
     (run,), problems = imported(tmp_path, "a_2gpu.log", text.encode())
     assert problems == []
@@ -119,7 +119,7 @@ def test_accumulation_is_the_number_of_micro_steps(tmp_path: Path) -> None:
         (STEP.replace(" bwd_inner", " selective_optimizer_update: 1.00 | bwd_inner"), 0),
     ],
 )
-def test_marks_of_launchers_and_terminals_change_nothing(line: str, rank: int) -> None:
+def test_marks_of_launchers_and_terminals_change_nothing(line, rank):
     steps, problems = parse_deepspeed_log(f"noise\n{line}\nnoise\n", Path("x"))
     assert problems == []
     (step,) = steps
@@ -127,7 +127,7 @@ def test_marks_of_launchers_and_terminals_change_nothing(line: str, rank: int) -
     assert (step.forward_s, step.step_s) == (pytest.approx(0.0601), pytest.approx(0.2093))
 
 
-def test_thousands_are_told_from_decimals() -> None:
+def test_thousands_are_told_from_decimals():
     text = STEP.replace("fwd: 60.10", "fwd: 1,060.10").replace("bwd: 140.20", "bwd: 1.140,20")
     (step,), _ = parse_deepspeed_log(text + "\n", Path("x"))
     assert (step.forward_s, step.step_s) == (pytest.approx(1.0601), pytest.approx(2.2093))
@@ -148,12 +148,12 @@ def test_thousands_are_told_from_decimals() -> None:
         "time (ms) | fwd: 1.00",
     ],
 )
-def test_a_line_that_could_mean_another_time_is_skipped(line: str) -> None:
+def test_a_line_that_could_mean_another_time_is_skipped(line):
     steps, problems = parse_deepspeed_log(f"{STEP}\n{line}\n", Path("x"))
     assert (len(steps), problems) == (1, ["line 2: not fwd, bwd and step in milliseconds"])
 
 
-def test_lines_of_throughput_are_no_steps_and_said_so(tmp_path: Path) -> None:
+def test_lines_of_throughput_are_no_steps_and_said_so(tmp_path):
     text = (
         "[Rank 0] step=10, skipped=0, lr=[0.001], mom=[(0.9, 0.999)]\n"
         "steps: 10 loss: 2.3026 iter time (s): 0.207 samples/sec: 618.4\n"
@@ -168,7 +168,7 @@ def test_lines_of_throughput_are_no_steps_and_said_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
-def test_both_kinds_are_read_in_the_encodings_of_windows(encoding: str, tmp_path: Path) -> None:
+def test_both_kinds_are_read_in_the_encodings_of_windows(encoding, tmp_path):
     csv = f"{HEADER}\r\n2024-03-01 10:00:00,0,1,5,0,G,97%,5000\r\n"
     rows, _ = parse_epoch_csv(decode(csv.encode(encoding)), tmp_path)
     assert [row.duration_s for row in rows] == [5.0]
@@ -176,7 +176,7 @@ def test_both_kinds_are_read_in_the_encodings_of_windows(encoding: str, tmp_path
     assert (len(steps), problems) == (1, [])
 
 
-def rows_of(*lines: str, header: str = "Rank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB"):
+def rows_of(*lines, header="Rank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB"):
     return parse_epoch_csv("\n".join([header, *lines]) + "\n", Path("x.csv"))
 
 
@@ -203,7 +203,7 @@ def rows_of(*lines: str, header: str = "Rank,Epoch,Computation_Time,GPU_ID,GPU_U
         ("# Rank,Epoch,Epoch_Time,GPU_ID,GPU_Used_Mem_MB", "1.0e+00,2e0,1.015e+02,3.,5E3"),
     ],
 )
-def test_the_same_row_in_many_spellings(header: str, line: str) -> None:
+def test_the_same_row_in_many_spellings(header, line):
     (row,), problems = rows_of(line, header=header)
     assert problems == []
     assert (row.rank, row.epoch, row.duration_s, row.device_id) == (1, 2, 101.5, 3)
@@ -211,14 +211,12 @@ def test_the_same_row_in_many_spellings(header: str, line: str) -> None:
 
 
 @pytest.mark.parametrize("lines", [("0,1,1,5", "1,1,1,6"), ("1,1,1,5", "0,1,1,6")])
-def test_a_time_that_a_decimal_comma_divides_is_left_out(
-    lines: tuple[str, ...],
-) -> None:
+def test_a_time_that_a_decimal_comma_divides_is_left_out(lines):
     with pytest.raises(ResultsError, match="2 lines: 4 of 3 columns"):
         rows_of(*lines, header="Rank,Epoch,Epoch_Time")
 
 
-def test_a_restart_in_the_middle_is_a_repeat(tmp_path: Path) -> None:
+def test_a_restart_in_the_middle_is_a_repeat(tmp_path):
     lines = [f"{r},{e},{d},{r},5000" for e, d in ((1, 11), (2, 12), (3, 13)) for r in (0, 1)]
     again = [f"{r},{e},{d},{r},5000" for e, d in ((2, 22), (3, 23), (4, 24)) for r in (0, 1)]
     rows, problems = rows_of(*lines, *again)
@@ -229,7 +227,7 @@ def test_a_restart_in_the_middle_is_a_repeat(tmp_path: Path) -> None:
     assert [r.occurrence for r in rows if r.rank == 1] == [0, 0, 0, 1, 1, 1]
 
 
-def test_a_row_for_each_gpu_of_a_rank_is_one_epoch(tmp_path: Path) -> None:
+def test_a_row_for_each_gpu_of_a_rank_is_one_epoch(tmp_path):
     header = "Rank,Epoch,Computation_Time,GPU_ID,GPU_Name,GPU_Used_Mem_MB,GPU_Total_Mem_MB"
     lines = [f"0,{e},{10 + e},{g},G,{100 + g},8192" for e in (1, 2) for g in (0, 1, 2)]
     (run,), problems = imported(tmp_path, "a.csv", "\n".join([header, *lines, ""]).encode())
@@ -238,13 +236,13 @@ def test_a_row_for_each_gpu_of_a_rank_is_one_epoch(tmp_path: Path) -> None:
     assert values(run, "memory_used_bytes") == [n * 2**20 for n in (100, 101, 102)] * 2
 
 
-def test_two_times_of_one_epoch_are_refused_by_line() -> None:
+def test_two_times_of_one_epoch_are_refused_by_line():
     rows, problems = rows_of("0,1,10,0,1", "0,1,11,1,1", "0,2,12,0,1")
     assert [row.duration_s for row in rows] == [10, 12]
     assert problems == ["line 3: a second time for the same rank, epoch and GPU"]
 
 
-def test_rows_of_validation_are_no_second_training() -> None:
+def test_rows_of_validation_are_no_second_training():
     lines = [f"0,{e},{phase},{d}" for e in (1, 2) for phase, d in (("train", 10), ("val", 3))]
     rows, problems = rows_of(*lines, header="Rank,Epoch,Phase,Epoch_Time")
     assert [(row.occurrence, row.epoch, row.duration_s) for row in rows] == [(0, 1, 10), (0, 2, 10)]
@@ -262,12 +260,12 @@ def test_rows_of_validation_are_no_second_training() -> None:
         ("\n", "is empty"),
     ],
 )
-def test_a_table_of_another_kind_says_what_it_lacks(text: str, reason: str, tmp_path: Path) -> None:
+def test_a_table_of_another_kind_says_what_it_lacks(text, reason, tmp_path):
     runs, (problem,) = imported(tmp_path, "a.csv", text.encode())
     assert (runs, problem.startswith(reason)) == ([], True), problem
 
 
-def test_parts_of_an_epoch_are_not_taken_for_the_whole() -> None:
+def test_parts_of_an_epoch_are_not_taken_for_the_whole():
     with pytest.raises(
         ResultsError, match="computation time and communicationtime, but no column Epoch_"
     ):
@@ -292,7 +290,7 @@ def test_parts_of_an_epoch_are_not_taken_for_the_whole() -> None:
         ("0,1," + "9" * 5000 + ",0,1", NO_NUMBER),
     ],
 )
-def test_a_row_that_says_nothing_is_skipped_with_its_reason(line: str, reason: str) -> None:
+def test_a_row_that_says_nothing_is_skipped_with_its_reason(line, reason):
     rows, problems = rows_of("0,1,10,0,1", line)
     assert (len(rows), problems) == (1, [f"line 3: {reason}"])
 
@@ -300,7 +298,7 @@ def test_a_row_that_says_nothing_is_skipped_with_its_reason(line: str, reason: s
 @pytest.mark.parametrize(
     "blank", [" ", "\t", "|", "[", "\x1b[", ",", "(", ":", "time (ms) |", "1,"]
 )
-def test_a_million_of_anything_is_read_at_once(blank: str) -> None:
+def test_a_million_of_anything_is_read_at_once(blank):
     junk = blank * (10**6 // len(blank))
     texts = (
         junk,

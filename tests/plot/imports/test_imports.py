@@ -1,7 +1,6 @@
 """Foreign logs: variants of both kinds, and the published ones where they are at hand."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from harness.domain.record import Sample, Span
 from harness.errors import ResultsError
 from harness.measure.derive.training import training_summary
-from harness.measure.store import Run, find_runs, read_results
+from harness.measure.store import find_runs, read_results
 from harness.plot.catalog import read_catalog
 from harness.plot.figures import load_figure
 from harness.plot.imports import ImportFacts, import_logs
@@ -29,15 +28,15 @@ STEP = (
 )
 
 
-def row(rank: int, epoch: int, duration_s: float, at: str = "2024-11-17 20:00:00") -> str:
+def row(rank, epoch, duration_s, at="2024-11-17 20:00:00"):
     return f"{at},{rank},{epoch},{duration_s},0,{GPU},99.0%,4096.0,4096.0,8192.0,61.0"
 
 
-def csv_text(*rows: str) -> str:
+def csv_text(*rows):
     return "\n".join([HEADER, *rows]) + "\n"
 
 
-def imported(tmp_path: Path, name: str, text: str, **facts: Any) -> list[Run]:
+def imported(tmp_path, name, text, **facts):
     path = tmp_path / name
     path.write_text(text)
     _, problems = import_logs([path], tmp_path / "results", ImportFacts(**facts))
@@ -45,12 +44,12 @@ def imported(tmp_path: Path, name: str, text: str, **facts: Any) -> list[Run]:
     return read_results(tmp_path / "results").runs
 
 
-def epoch_values(run: Run, rank: int) -> list[float]:
+def epoch_values(run, rank):
     records = run.ranks[rank]
     return [r.value for r in records if isinstance(r, Sample) and r.metric == "epoch_s"]
 
 
-def test_epochs_become_samples_and_the_header_says_what_is_known(tmp_path: Path) -> None:
+def test_epochs_become_samples_and_the_header_says_what_is_known(tmp_path):
     text = csv_text(row(1, 1, 100.5), row(0, 1, 100.0), row(0, 2, 99.0), row(1, 2, 99.5))
     (run,) = imported(tmp_path, "vit_b16_strong_2gpu.csv", text)
     header = run.header
@@ -68,7 +67,7 @@ def test_epochs_become_samples_and_the_header_says_what_is_known(tmp_path: Path)
     assert summary.memory_bytes == {"used": 4 * 2**30}
 
 
-def test_weak_scaling_logs_train_a_share_on_each_device(tmp_path: Path) -> None:
+def test_weak_scaling_logs_train_a_share_on_each_device(tmp_path):
     text = csv_text(row(0, 1, 71.0), row(1, 1, 72.0))
     (run,) = imported(tmp_path, "vit_b16_weak_2gpu.csv", text)
     assert training_summary(run).n_samples == 10_000
@@ -79,13 +78,13 @@ def test_weak_scaling_logs_train_a_share_on_each_device(tmp_path: Path) -> None:
     ["2024-11-17T20:00:00", "2024-11-17T20:00:00.000", "2024-11-17T20:00:00Z",
      "2024-11-17T21:00:00+01:00"],
 )  # fmt: skip
-def test_iso_times_are_read(tmp_path: Path, at: str) -> None:
+def test_iso_times_are_read(tmp_path, at):
     (run,) = imported(tmp_path, "a_1gpu.csv", csv_text(row(0, 1, 60.0, at=at)))
     assert run.header.start_utc == "2024-11-17T19:59:00"
     assert run.header.duration_s == 60.0
 
 
-def test_a_truncated_last_line_loses_itself_and_nothing_else(tmp_path: Path) -> None:
+def test_a_truncated_last_line_loses_itself_and_nothing_else(tmp_path):
     whole = csv_text(row(0, 1, 5.0), row(0, 2, 712.5)).rstrip("\n")
     start = whole.rindex("\n") + 1
     for cut in range(start + 1, len(whole) + 1):
@@ -98,7 +97,7 @@ def test_a_truncated_last_line_loses_itself_and_nothing_else(tmp_path: Path) -> 
             assert problems[0].startswith("line 3: ")
 
 
-def test_importing_again_replaces_what_was_there(tmp_path: Path) -> None:
+def test_importing_again_replaces_what_was_there(tmp_path):
     two = csv_text(row(0, 1, 5.0), row(1, 1, 5.0))
     imported(tmp_path, "log.csv", two)
     files = {p: p.read_bytes() for p in (tmp_path / "results").rglob("*") if p.is_file()}
@@ -108,7 +107,7 @@ def test_importing_again_replaces_what_was_there(tmp_path: Path) -> None:
     assert sorted(run.ranks) == [0]
 
 
-def test_files_of_other_kinds_are_named_and_do_not_stop_the_rest(tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_named_and_do_not_stop_the_rest(tmp_path):
     (tmp_path / "a.csv").write_text("time,value\n1,2\n")
     (tmp_path / "b.csv").write_text(csv_text(row(0, 1, 5.0)))
     (tmp_path / "c.log").write_bytes(b"\xff\xfe\x00 nothing")
@@ -118,13 +117,13 @@ def test_files_of_other_kinds_are_named_and_do_not_stop_the_rest(tmp_path: Path)
     assert [path.name for path, _ in problems] == ["a.csv", "c.log", "d.csv"]
 
 
-def deepspeed_text(n: int) -> str:
+def deepspeed_text(n):
     lines = [STEP.format(second=second) for second in range(n)]
     noise = "[2024-11-17 16:35:03,846] [INFO] [Rank 0] step=10, skipped=0, lr=[0.001]"
     return "\n".join([noise, *lines[:1], "", noise, *lines[1:]]) + "\n"
 
 
-def test_deepspeed_lines_become_spans_without_a_data_phase(tmp_path: Path) -> None:
+def test_deepspeed_lines_become_spans_without_a_data_phase(tmp_path):
     facts = {"device_kind": GPU, "device_memory": "8GiB"}
     (run,) = imported(tmp_path, "x_3gpu_steps.log", deepspeed_text(3), **facts)
     spans = [r for r in run.ranks[0] if isinstance(r, Span)]
@@ -144,7 +143,7 @@ def test_deepspeed_lines_become_spans_without_a_data_phase(tmp_path: Path) -> No
     assert np.diff(starts) == pytest.approx([1.0, 1.0])
 
 
-def test_deepspeed_log_takes_its_gpu_from_the_csv_beside_it(tmp_path: Path) -> None:
+def test_deepspeed_log_takes_its_gpu_from_the_csv_beside_it(tmp_path):
     (tmp_path / "y_1gpu.csv").write_text(csv_text(row(0, 1, 5.0)))
     (tmp_path / "y_1gpu_steps.log").write_text(deepspeed_text(2))
     written, problems = import_logs([tmp_path], tmp_path / "r", ImportFacts())
@@ -154,7 +153,7 @@ def test_deepspeed_log_takes_its_gpu_from_the_csv_beside_it(tmp_path: Path) -> N
     assert "give --device-kind and --device-memory" in problems[0][1]
 
 
-def test_a_cut_deepspeed_line_is_named(tmp_path: Path) -> None:
+def test_a_cut_deepspeed_line_is_named(tmp_path):
     text = deepspeed_text(3).rstrip("\n")
     for cut in (1, 5, 12, 40):
         steps, problems = parse_deepspeed_log(text[:-cut], tmp_path)
@@ -162,7 +161,7 @@ def test_a_cut_deepspeed_line_is_named(tmp_path: Path) -> None:
         assert len(problems) == 1
 
 
-def test_kinds_are_told_by_content() -> None:
+def test_kinds_are_told_by_content():
     assert is_epoch_csv(csv_text())
     assert not is_epoch_csv("")
     assert is_deepspeed_log(deepspeed_text(1))
@@ -172,7 +171,7 @@ def test_kinds_are_told_by_content() -> None:
 
 
 @pytest.mark.skipif(not LOGS.is_dir(), reason="the published logs are not at hand")
-def test_published_logs_stand_in_the_scaling_figure(tmp_path: Path) -> None:
+def test_published_logs_stand_in_the_scaling_figure(tmp_path):
     written, problems = import_logs([LOGS], tmp_path, ImportFacts())
     assert (len(written), problems) == (7, [])
     catalog = read_catalog(*find_runs(tmp_path))
@@ -197,17 +196,17 @@ def test_published_logs_stand_in_the_scaling_figure(tmp_path: Path) -> None:
     ("heading", "duration_s"),
     [("Epoch_Time (ms)", 0.25), ("Epoch Time [hrs]", 900_000.0), ("Duration (ns)", 2.5e-7)],
 )
-def test_a_time_is_read_in_its_headings_unit(heading: str, duration_s: float) -> None:
+def test_a_time_is_read_in_its_headings_unit(heading, duration_s):
     (row,), _ = parse_epoch_csv(f"Rank,Epoch,{heading}\n0,1,250\n", Path("epochs.csv"))
     assert row.duration_s == pytest.approx(duration_s)
 
 
-def test_a_time_of_an_unknown_unit_is_refused() -> None:
+def test_a_time_of_an_unknown_unit_is_refused():
     with pytest.raises(ResultsError, match=r"'Epoch_Time \(days\)', whose unit is unknown"):
         parse_epoch_csv("Rank,Epoch,Epoch_Time (days)\n0,1,250\n", Path("epochs.csv"))
 
 
-def test_a_column_that_is_there_twice_is_refused() -> None:
+def test_a_column_that_is_there_twice_is_refused():
     with pytest.raises(ResultsError, match="has the column 'Epoch_Time' twice: leave one out"):
         parse_epoch_csv("Rank,Epoch,Epoch_Time,epoch time\n0,1,2,3\n", Path("epochs.csv"))
 
@@ -221,7 +220,7 @@ def test_a_column_that_is_there_twice_is_refused() -> None:
          "fwd: 0.00 | bwd: 0.00 | step: 0.00", "its step takes no time"),
     ],
 )  # fmt: skip
-def test_lines_that_contradict_themselves_are_left_out(good: str, bad: str, why: str) -> None:
+def test_lines_that_contradict_themselves_are_left_out(good, bad, why):
     line = STEP.format(second=4)
     steps, problems = parse_deepspeed_log(f"{line.replace(good, bad)}\n{line}\n", Path("ds.log"))
     assert len(steps) == 1

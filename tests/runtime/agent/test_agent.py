@@ -1,7 +1,5 @@
 """An agent passes everything through, ends what its program leaves, and closes the row."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which silence, end or stop of a rank ends a launch, by a clock that the test moves."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

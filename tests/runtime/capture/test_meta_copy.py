@@ -1,7 +1,5 @@
 """Copies without memory keep shapes and what is shared, and copy no tensor on the way."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

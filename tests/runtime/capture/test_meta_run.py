@@ -1,7 +1,5 @@
 """Counted FLOPs against counts by hand, and against the same model run for real."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +16,7 @@ from harness.runtime.models import (
 
 
 def test_counting_without_memory_equals_counting_a_real_step():
-    def build() -> Task:
+    def build():
         return build_task("lenet", fit_options("lenet", ModelOptions()))
 
     task = build()
@@ -28,7 +26,7 @@ def test_counting_without_memory_equals_counting_a_real_step():
 
 
 def test_a_vit_step_counts_about_three_forwards():
-    def build() -> Task:
+    def build():
         return build_task("vit_b_16", fit_options("vit_b_16", ModelOptions()))
 
     with torch.device("meta"):
@@ -44,7 +42,7 @@ def test_a_decoder_counts_six_flops_a_parameter_and_token_beside_its_scores():
         sequence_length=16, vocabulary_size=50, n_layers=2, width=32, n_heads=4, mlp_width=64
     )
 
-    def build() -> Task:
+    def build():
         return build_task("llama", fit_options("llama", ModelOptions(text=sizes)))
 
     task, tokens = build(), 3 * 16
@@ -58,14 +56,14 @@ def test_a_decoder_counts_six_flops_a_parameter_and_token_beside_its_scores():
 
 def test_a_model_that_needs_values_is_not_counted():
     class Looks(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.Linear(8, 4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.layer(x) if float(x.sum()) > 0 else self.layer(-x)
 
-    def build() -> Task:
+    def build():
         return Task(model=Looks(), inputs=(InputSpec(name="x", shape=(8,)),), n_classes=4)
 
     assert step_flops(build(), 2) is None

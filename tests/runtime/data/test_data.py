@@ -102,11 +102,11 @@ def test_a_rank_that_needs_no_data_loads_none(tmp_path, monkeypatch):
         assert batch.targets.shape == (0,)
 
 
-def options(data_dir: Path, **others) -> DataOptions:
+def options(data_dir, **others):
     return DataOptions(data_dir=data_dir, **{"dlrm": DlrmOptions(), **others})
 
 
-def first_batch(name: str, data_dir: Path, task: Task, n_workers: int = 0, **others):
+def first_batch(name, data_dir, task, n_workers=0, **others):
     data = open_data(name, options(data_dir, **others), task, 4)
     plan = BatchPlan(n_samples=len(data), shares=(4,))
     return len(data), next(load_batches(data, plan, 0, n_workers=n_workers, device=CPU))
@@ -135,7 +135,7 @@ def test_workers_read_the_same_batches(tmp_path):
     assert torch.equal(here.inputs[0], there.inputs[0])
 
 
-def write_cifar10(root: Path) -> None:
+def write_cifar10(root):
     """Five training files of two images each, in the layout of the authors' archive."""
     base = root / "cifar-10-batches-py"
     base.mkdir()
@@ -190,7 +190,7 @@ def test_an_empty_folder_says_what_it_should_hold(tmp_path):
 SMALL_DLRM = DlrmOptions(bottom_mlp=(3, 2), top_mlp=(6, 1), table_rows=(4, 5))
 
 
-def write_hdf5(path: Path, **changes) -> Path:
+def write_hdf5(path, **changes):
     arrays = {
         "X_int": np.arange(18, dtype=np.float32).reshape(6, 3),
         "X_cat": np.array([[0, 4], [1, 3], [2, 2], [3, 1], [0, 0], [1, 4]]),

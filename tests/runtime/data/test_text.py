@@ -1,16 +1,13 @@
 """Data sets of text: tokens and targets that files give, and files that are refused."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from harness.errors import DataError
 from harness.runtime.data import DataOptions, count_targets, fit_to_data, open_data
-from harness.runtime.models import DlrmOptions, ModelOptions, Task, TextOptions, build_task
+from harness.runtime.models import DlrmOptions, ModelOptions, TextOptions, build_task
 from harness.runtime.models.task import IGNORED
 
 pytest.importorskip("tokenizers")
@@ -19,25 +16,25 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "##s", ".", "w
 NUMBER = {word: number for number, word in enumerate(WORDS)}
 
 
-def options(tmp_path: Path) -> DataOptions:
+def options(tmp_path):
     vocabulary = tmp_path / "vocab.txt"
     if not vocabulary.exists():
         vocabulary.write_text("\n".join(WORDS) + "\n")
     return DataOptions(data_dir=tmp_path, dlrm=DlrmOptions(), vocabulary=vocabulary)
 
 
-def task_of(model: str, data: str, tmp_path: Path, length: int = 6, **sizes) -> Task:
+def task_of(model, data, tmp_path, length=6, **sizes):
     text = TextOptions(sequence_length=length, n_layers=1, width=8, n_heads=2, **sizes)
     fitted = fit_to_data(model, ModelOptions(text=text), data, options(tmp_path))
     return build_task(model, fitted)
 
 
-def opened(model: str, data: str, tmp_path: Path, length: int = 6):
+def opened(model, data, tmp_path, length=6):
     task = task_of(model, data, tmp_path, length)
     return open_data(data, options(tmp_path), task, 2), task
 
 
-def numbers(text: str) -> list[int]:
+def numbers(text):
     return [NUMBER[word] for word in text.split()]
 
 
@@ -53,7 +50,7 @@ def test_sst2_gives_classes_of_sentences(tmp_path):
     assert count_targets(data, task, [0, 1]) == (1, 1)
 
 
-def squad(**question) -> str:
+def squad(**question):
     asked = {"id": "q1", "question": "Who sat?", **question}
     paragraph = {"context": "the mat . the mat . the cats sat.", "qas": [asked]}
     return json.dumps({"data": [{"paragraphs": [paragraph]}]})

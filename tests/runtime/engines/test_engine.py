@@ -1,6 +1,7 @@
 """Shares and checksums; engines on several ranks are tested with the train workload."""
 
-from __future__ import annotations
+import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from harness.errors import ConfigError
 from harness.measure.recorder import Recorder
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.deepspeed_engine import TimedBackend
-from harness.runtime.engines.engine import Share
+from harness.runtime.engines.engine import CompletionStream, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.engines.replicas import digest, fingerprint
 
@@ -59,21 +60,21 @@ def test_an_unknown_optimizer_is_refused():
 class SlowBackend:
     """A backend whose collective takes two seconds, of its caller or while that waits."""
 
-    def __init__(self, clock: FakeClock) -> None:
+    def __init__(self, clock):
         self._clock = clock
 
-    def all_reduce(self, tensor: torch.Tensor) -> str:
+    def all_reduce(self, tensor):
         self._clock.advance(2.0)
         return "done"
 
-    def all_gather(self, tensor: torch.Tensor, *, async_op: bool) -> SlowBackend:
+    def all_gather(self, tensor, *, async_op):
         assert async_op
         return self
 
-    def wait(self) -> None:
+    def wait(self):
         self._clock.advance(2.0)
 
-    def get_rank(self) -> int:
+    def get_rank(self):
         return 7
 
 
@@ -110,3 +111,43 @@ def test_of_a_collective_in_the_background_only_the_wait_is_not_compute():
         ("forward", "", 0.0, 1.0),
         ("forward", "", 3.0, 3.0),
     ]
+
+
+class Machine:
+    """Stands in for CUDA: which stream is current, and in what order it is told something."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.told = "computing", []
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: (device, priority))
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def synchronize(self):
+        self.told.append(("wait", self.current))
+
+    def mark(self):
+        self.told.append(("mark", self.current))
+        return "end"
+
+
+@pytest.mark.parametrize(("backend", "priority"), [("nccl", -1), ("gloo", 0)])
+def test_the_end_is_marked_behind_the_sum_and_not_behind_what_computes(
+    backend, priority, monkeypatch
+):
+    machine, device = Machine(monkeypatch), torch.device("cuda", 1)
+    aside = CompletionStream(SimpleNamespace(device=device, backend=backend))
+    assert aside.mark(machine, machine) == "end"
+    assert machine.told == [("wait", (device, priority)), ("mark", (device, priority))]
+    assert machine.current == "computing"
+
+
+def test_a_cpu_has_one_queue():
+    clock = FakeClock()
+    clock.advance(3.0)
+    aside = CompletionStream(SimpleNamespace(device=torch.device("cpu"), backend="gloo"))
+    assert aside.mark(None, clock) == 3.0

@@ -19,8 +19,7 @@ from harness.domain.strategy import Strategy
 from harness.errors import VerificationError
 from harness.measure.recorder import HostClock, Recorder
 from harness.runtime.engines.engine import Share
-from harness.runtime.executor.change.change import ChangeCost
-from harness.runtime.executor.change.elastic import ElasticExecutor
+from harness.runtime.executor.change.elastic import ChangeCost, ElasticExecutor
 from harness.runtime.executor.change.transfer import StateTransfer
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.state.state import gather_objects
@@ -86,7 +85,7 @@ def train_and_change(changing: ChangingCase, world: World) -> RankTrace:
         loss, samples = training.step()
         losses.append(loss)
         fed.append(samples)
-    training.elastic.engine.verify_replicas()
+    training.elastic.engine.verify()
     state = training.elastic.engine.full_state()
     return RankTrace(losses, fed, {} if world.rank else state, costs)
 

@@ -1,7 +1,5 @@
 """Fixtures of the executor's tests on several ranks."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

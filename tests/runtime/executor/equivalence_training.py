@@ -282,7 +282,7 @@ def _train_by_strategy(case: Case, world: World) -> Trace:
     for step in range(case.n_steps):
         losses.append(train_step(engine, case, task, step))
         gradients.append(_copied(kept()))
-    engine.verify_replicas()
+    engine.verify()
     state = _copied(engine.full_state()["model"])
     if world.rank:
         return Trace(losses=losses, gradients=[], state={})
@@ -351,7 +351,7 @@ def _train_after(move: Move, state: dict[str, Any], world: World) -> Trace:
     task = case.make_task()
     losses = [train_step(moved, case, task, s) for s in range(move.n_before, case.n_steps)]
     gradients = _copied(kept())
-    moved.verify_replicas()
+    moved.verify()
     return Trace(losses=losses, gradients=[gradients], state=_copied(moved.full_state()["model"]))
 
 

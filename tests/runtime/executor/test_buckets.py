@@ -1,7 +1,5 @@
 """Which gradients are summed together: as DistributedDataParallel does by itself."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A training that changes its strategy between steps equals one device."""
 
-from __future__ import annotations
-
 import pytest
 from change_cases import ChangingCase, random_changing_case, train_alone
 from change_check import check_change
@@ -18,9 +16,12 @@ from equivalence_strategies import named_strategies
 
 from harness.domain.cluster import Cluster
 from harness.domain.freezing import frozen_operators
+from harness.errors import StrategyError
 from harness.plan.again import SearchAgain, search_again
 from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
+from harness.runtime.executor.change.transfer import find_migrations
+from harness.runtime.executor.geometry.slices import WeightSlice
 
 MIB = 1 << 20
 
@@ -165,3 +166,43 @@ def test_gradient_norms_of_layers_are_those_of_one_device(name, ranks):
     assert min(wanted) > 0
     for found in ranks.run(3, layer_norms, cut):
         assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def piece(start, stop, name="w"):
+    return WeightSlice(name, ((start, stop), (0, 2)))
+
+
+def moved(before, after):
+    """(start, stop, source, target) of each migration."""
+    found = find_migrations(before, after)
+    return [(*m.region.intervals[0], m.source, m.target) for m in found]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "wanted"),
+    [
+        # replicas: a rank keeps its own
+        ({piece(0, 8): (0, 1)}, {piece(0, 8): (1,)}, [(0, 8, 1, 1)]),
+        # a new replica
+        ({piece(0, 8): (0,)}, {piece(0, 8): (0, 1)}, [(0, 8, 0, 0), (0, 8, 0, 1)]),
+        # a cut that moves
+        (
+            {piece(0, 4): (0,), piece(4, 8): (1,)},
+            {piece(0, 2): (0,), piece(2, 8): (1,)},
+            [(0, 2, 0, 0), (2, 4, 0, 1), (4, 8, 1, 1)],
+        ),
+        # two holders share the sending
+        (
+            {piece(0, 8): (0, 1)},
+            {piece(0, 4): (2,), piece(4, 8): (3,)},
+            [(0, 4, 0, 2), (4, 8, 1, 3)],
+        ),
+    ],
+)
+def test_a_rank_gets_only_regions_that_it_lacks(before, after, wanted):
+    assert moved(before, after) == wanted
+
+
+def test_a_slice_that_nobody_holds_is_refused():
+    with pytest.raises(StrategyError, match="needs 16 elements of w, the ranks hold 8 of them"):
+        find_migrations({piece(0, 4): (0,)}, {piece(0, 8): (1,)})

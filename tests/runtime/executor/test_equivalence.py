@@ -1,7 +1,5 @@
 """Whatever the strategy, training is that of one device: on ranks over gloo, in float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -7,7 +7,7 @@ from harness.runtime.executor.run.flight import Flight
 from harness.runtime.executor.shards.regions import Relative
 
 
-def test_an_addition_to_one_gradient_changes_no_other() -> None:
+def test_an_addition_to_one_gradient_changes_no_other():
     flight = Flight(batch=None, samples=(0, 1), input_names=())
     one, other = PartKey("one", "one", 0), PartKey("other", "other", 0)
     for key in (one, other):

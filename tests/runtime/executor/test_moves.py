@@ -1,7 +1,5 @@
 """What the simulator says travels is what the executor sends, copies of operators included."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from functools import cache

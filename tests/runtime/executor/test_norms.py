@@ -1,7 +1,5 @@
 """Batch norms over all samples, beside what their devices do not have in common."""
 
-from __future__ import annotations
-
 import pytest
 from equivalence_check import check
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond

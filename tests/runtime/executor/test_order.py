@@ -1,7 +1,5 @@
 """Messages are received in the order of sending, and kept for as long as anybody reads them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Sharded state: memory that each rank keeps, and refusals."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from equivalence_cases import Case

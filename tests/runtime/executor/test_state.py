@@ -1,7 +1,5 @@
 """A training goes on from its whole state, gathered or in files, under another strategy."""
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The random strategies of the executor's tests: valid, repeatable, and of every kind."""
 
-from __future__ import annotations
-
 import pytest
 from equivalence_cases import random_case
 from equivalence_models import min_microbatch, small_graph

@@ -1,7 +1,5 @@
 """Partial sums that all holders want whole are one all_reduce, and train the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from equivalence_cases import Case

@@ -108,11 +108,11 @@ def test_a_cut_cross_entropy_is_the_whole_one(dtype):
     cuts = [(0, 3), (3, 4), (4, 10)]
     rows: list[torch.Tensor] = []
 
-    def note(x: torch.Tensor) -> torch.Tensor:
+    def note(x):
         rows.append(x.clone())
         return x
 
-    def compute(reduce) -> list[tuple[float, torch.Tensor]]:
+    def compute(reduce):
         parts = []
         for index, (first, last) in enumerate(cuts):
             own = logits.detach()[..., first:last].clone().requires_grad_()

@@ -4,8 +4,6 @@ Each lie is captured of a model without the construct that the truth has, so tha
 depend on what the tracer keeps.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import sys

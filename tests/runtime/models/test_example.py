@@ -33,7 +33,7 @@ TOKENS = torch.tensor([[4, 1, 2], [0, 3, 1]])
 class Tagger(nn.Module):
     """Reads tokens and, nested in a dict, a table; gives classes for each token."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words, self.last = nn.Embedding(5, 6), nn.Linear(6, 9)
 
@@ -73,7 +73,7 @@ def test_a_wrong_example_is_refused_in_one_line(example, message):
     assert "\n" not in str(caught.value)
 
 
-def documented(page: str, file: str) -> dict:
+def documented(page, file):
     """The names that a page's Python block of a file defines."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     (block,) = [block for block in blocks if block.startswith(f"# {file}")]
@@ -106,7 +106,7 @@ def test_documented_factories_are_captured(file, factory, shapes, target_shape, 
 class Scorer(nn.Module):
     """Computes a loss from labels; `form` says which."""
 
-    def __init__(self, form: str) -> None:
+    def __init__(self, form):
         super().__init__()
         self.form, self.last = form, nn.Linear(4, 6)
 
@@ -132,7 +132,7 @@ class Scorer(nn.Module):
 class Heads(nn.Module):
     """Two losses, of labels of two dtypes, that are always computed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.classes, self.level = nn.Linear(4, 6), nn.Linear(4, 1)
 
@@ -157,7 +157,7 @@ def test_a_cross_entropy_beside_another_loss_is_a_mean_over_samples():
 class Pixels(nn.Module):
     """Reads images; `form` says which output is returned."""
 
-    def __init__(self, form: str = "pixels") -> None:
+    def __init__(self, form="pixels"):
         super().__init__()
         self.form, self.conv, self.last = form, nn.Conv2d(3, 32, 1), nn.Linear(32, 1)
 
@@ -255,7 +255,7 @@ def test_a_loss_that_parts_cannot_compute_stays_in_the_model(form):
 class Cached(nn.Module):
     """Reads a table that a cached function makes of its inputs' device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words, self.last = nn.Embedding(5, 6), nn.Linear(6, 9)
 

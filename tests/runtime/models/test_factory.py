@@ -1,17 +1,16 @@
 """A user's own model, also where it imports torchvision by itself, in a process of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from harness.errors import ModelError
 from harness.runtime.models import ModelOptions
-from harness.runtime.models.factory import task_from_factory
+from harness.runtime.models.factory import task_from_factory, weights_on_meta
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = ModelOptions(n_classes=10, n_channels=3, image_size=32)
@@ -133,3 +132,23 @@ def test_an_error_of_the_users_own_is_handed_on(user):
     user("users_wrong", "def net(n_classes):\n    return len(n_classes)")
     with pytest.raises(TypeError, match="object of type 'int' has no len"):
         task_from_factory("users_wrong:net", OPTIONS)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.last.weight = self.embedding.weight
+        self.token = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.rates = [x.item() for x in torch.linspace(0, 1, 3)]
+        self.register_buffer("positions", torch.arange(3))
+
+
+def test_parameters_are_on_meta_and_all_else_is_real():
+    with weights_on_meta():
+        net = Net()
+    assert {p.device.type for p in net.parameters()} == {"meta"}
+    assert net.last.weight is net.embedding.weight
+    assert not net.token.requires_grad
+    assert (net.rates, net.positions.tolist()) == ([0.0, 0.5, 1.0], [0, 1, 2])
+    assert nn.Linear(2, 2).weight.device.type == "cpu"

@@ -1,7 +1,5 @@
 """The MODELS table: published sizes, image sizes, DLRM's shapes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -11,7 +9,6 @@ from harness.errors import ModelError
 from harness.runtime.models import (
     DlrmOptions,
     ModelOptions,
-    Task,
     TextOptions,
     build_task,
     fit_options,
@@ -20,7 +17,7 @@ from harness.runtime.models.attention import GroupedAttention
 from harness.runtime.models.task import IGNORED
 
 
-def on_meta(name: str, **options) -> Task:
+def on_meta(name, **options):
     with torch.device("meta"):
         return build_task(name, fit_options(name, ModelOptions(**options)))
 

@@ -1,7 +1,5 @@
 """Ranks agree by a store on rank 0, and say so where that is gone."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest
@@ -11,7 +9,7 @@ from harness.errors import PeerError
 from harness.runtime.ranks.control import Control
 
 
-def test_a_rank_whose_store_is_gone_names_rank_0_in_one_line() -> None:
+def test_a_rank_whose_store_is_gone_names_rank_0_in_one_line():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
     control = Control(store, 1, 2)

@@ -1,7 +1,5 @@
 """What an exception of one rank says of itself, and of other ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,11 +1,8 @@
 """What limits an interface."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import psutil
-import pytest
 
 from harness.runtime.ranks.host import processor_seconds
 from harness.runtime.ranks.interfaces import shaped_rates
@@ -23,6 +20,6 @@ def test_a_shaper_at_the_root_limits_its_interface():
 _Times = namedtuple("_Times", "user system idle steal guest guest_nice")
 
 
-def test_guests_of_this_host_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guests_of_this_host_are_not_counted_twice(monkeypatch):
     monkeypatch.setattr(psutil, "cpu_times", lambda: _Times(40.0, 5.0, 50.0, 5.0, 30.0, 2.0))
     assert processor_seconds() == (5.0, 100.0)

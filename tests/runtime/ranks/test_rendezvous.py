@@ -1,7 +1,5 @@
 """What ranks make of each other's hosts, and what a run's process group is told."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

@@ -2,8 +2,6 @@
 
 import io
 
-import pytest
-
 from harness.runtime.ranks.world import Progress
 
 
@@ -12,15 +10,15 @@ class Gone(io.StringIO):
 
     n_writes = 0
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         self.n_writes += 1
         raise OSError(5, "Input/output error")
 
 
-def test_a_run_goes_on_where_nobody_reads_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_where_nobody_reads_its_progress(monkeypatch):
     stream = Gone()
     progress = Progress(is_shown=True, stream=stream)
     for done in (1, 2):

@@ -1,7 +1,5 @@
 """Attentions of transformers become operators that are cut by groups of heads."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

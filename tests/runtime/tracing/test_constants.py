@@ -1,7 +1,5 @@
 """Operators that read no input become constants; those of each sample, repeated ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,7 @@ from harness.runtime.models import InputSpec, Task
 
 
 class Net(nn.Module):
-    def __init__(self, middle) -> None:
+    def __init__(self, middle):
         super().__init__()
         self.last, self.middle = nn.Linear(4, 3), middle
         self.register_buffer("table", torch.arange(4.0))

@@ -13,12 +13,12 @@ from harness.workloads.links.operations import OPERATIONS, make_trial, time_tria
 class Board:
     """Where ranks that are threads meet: everybody's data by rank."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size = size
         self.data: dict[int, torch.Tensor] = {}
         self._barrier = Barrier(size)
 
-    def exchange(self, rank: int, data: torch.Tensor) -> list[torch.Tensor]:
+    def exchange(self, rank, data):
         self.data[rank] = data.clone()
         self._barrier.wait()
         everyone = [self.data[r] for r in range(self.size)]
@@ -31,7 +31,7 @@ class ThreadTransport:
 
     name = "threads"
 
-    def __init__(self, board: Board, rank: int) -> None:
+    def __init__(self, board, rank):
         self.board, self.rank, self.size = board, rank, board.size
         self.device, self.clock = torch.device("cpu"), FakeClock()
 

@@ -15,7 +15,7 @@ from harness.workloads.matmul.product import (
 CPU = torch.device("cpu")
 
 
-def product_of(size: int, dtype: str) -> torch.Tensor:
+def product_of(size, dtype):
     a, b = (block(s, (0, size), (0, size), CPU).to(torch_dtype(dtype)) for s in (SEED_A, SEED_B))
     return a @ b
 

@@ -10,8 +10,6 @@ from harness.domain.cluster import CLUSTER_FILE
 from harness.domain.fingerprint import fingerprint
 from harness.domain.prediction import Prediction
 from harness.domain.profile import Profile
-from harness.domain.run import RunHeader
-from harness.domain.strategy import Strategy
 from harness.errors import ConfigError
 from harness.measure.store import read_header, write_header
 from harness.plan import builders
@@ -135,7 +133,7 @@ def test_a_profile_counts_where_it_is_of_the_same_model_and_devices(results, tmp
     assert known(parts=[8])
 
 
-def write_run(results, path, workload: str, **told) -> RunHeader:
+def write_run(results, path, workload, **told):
     header = header_of(
         [], cluster=results.launched_cluster(2), run_id=path.name, workload=workload,
         **{"key": "", "start_utc": "2026", "status": "ok", **told},
@@ -145,7 +143,7 @@ def write_run(results, path, workload: str, **told) -> RunHeader:
 
 
 @pytest.fixture(scope="session")
-def planned(results) -> tuple[Strategy, Prediction]:
+def planned(results):
     graph, cluster = capture_graph(QUESTION), results.measured_cluster(2)
     made_for = fingerprint(graph, cluster, Profile(model="lenet", measurements=[]))
     strategy = msgspec.structs.replace(builders.ddp(graph, cluster, 8), made_for=made_for)

@@ -10,7 +10,7 @@ from harness.plan.simulate.simulator import Simulator
 from harness.workloads.planning.inputs import predict
 
 
-def predicted(sizes: list[int], n_microbatches: int):
+def predicted(sizes, n_microbatches):
     """Of one operator on one of two devices, measured at some numbers of samples of eight."""
     graph = Graph(
         name="one",

@@ -1,7 +1,6 @@
 """A training run changes its strategy by --change or by a controller's request."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,8 +8,6 @@ from made_runs import local_header
 
 from harness.domain.cluster import Cluster
 from harness.domain.freezing import frozen_operators
-from harness.domain.graph import Graph
-from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, ResultsError, StrategyError
 from harness.measure.store import write_header
 from harness.plan import builders
@@ -80,7 +77,7 @@ CASES = {
 N_PARAMETERS = 61706
 
 
-def strategies_of(graph: Graph) -> dict[str, Strategy]:
+def strategies_of(graph):
     cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
     names = [op.name for op in graph.operators if op.kind != "input"]
     stages = [names[: len(names) // 2], names[len(names) // 2 :]]
@@ -96,7 +93,7 @@ def strategies_of(graph: Graph) -> dict[str, Strategy]:
     }
 
 
-def write_strategies(directory: Path) -> None:
+def write_strategies(directory):
     for name, strategy in strategies_of(capture_graph(search_config_of(CASE))).items():
         (directory / f"{name}.json").write_bytes(strategy.to_json())
 
@@ -107,7 +104,7 @@ def trained(run_on_ranks):
     import planned_results
     import train_on_ranks
 
-    def beside(directory: Path) -> None:
+    def beside(directory):
         planned_results.write_links(directory, 2)
         planned_results.write_profile(directory, search_config_of(CASE), 2)
         write_strategies(directory)
@@ -276,7 +273,7 @@ def test_bytes_are_predicted_exactly(trained):
     assert 0 < estimated_bytes("pipeline", "single", n_frozen=3)[1, 0] < moved[4, 1, 0]
 
 
-def estimated_bytes(before: str, after: str, n_frozen: int = 0) -> dict[tuple[int, int], int]:
+def estimated_bytes(before, after, n_frozen=0):
     """Without engines, by the strategies alone; the optimizer has one state."""
     graph = capture_graph(search_config_of(CASE))
     rates = {"device": DeviceRates(flops_per_s=1e9, memory_bytes_per_s=1e9)}

@@ -1,7 +1,5 @@
 """Flags of training: the sweep they make, and what is refused."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

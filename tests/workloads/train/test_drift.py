@@ -1,7 +1,6 @@
 """Devices that become slower are noticed, and the strategy changes where that pays."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ CASES = {
 }
 
 
-def step(number: int, *parts: tuple[str, float]) -> list[Span]:
+def step(number, *parts):
     """A step's spans in a recorder's order: the step's own is first, because it starts first."""
     spans = [Span(kind=kind, step=number, start_s=0.0, duration_s=s) for kind, s in parts]
     return [Span(kind="step", step=number, start_s=0.0, duration_s=9.0), *spans]
@@ -74,7 +73,7 @@ def trained(run_on_ranks):
     import planned_results
     import train_on_ranks
 
-    def beside(directory: Path) -> None:
+    def beside(directory):
         planned_results.write_links(directory, 2)
         rates = DeviceRates(flops_per_s=2e8, memory_bytes_per_s=5e9)
         planned_results.write_profile(directory, search_config_of(CASE), 2, rates)
@@ -82,7 +81,7 @@ def trained(run_on_ranks):
     return run_on_ranks(train_on_ranks.drifting_trainings, CASES, 2, beside)[0]
 
 
-def samples(trained, name: str, metric: str):
+def samples(trained, name, metric):
     return [(at, value, labels) for m, at, value, labels in trained[0][name] if m == metric]
 
 

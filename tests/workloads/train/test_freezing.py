@@ -34,7 +34,7 @@ def changes_of(case, first=0, **changes):
     elastic = SimpleNamespace(layers=LAYERS, watch_gradients=Norms)
     rates = LearningRates(case.learning_rate, case.lr_schedule, case.lr_step_size or 50, 0.1)
     training = SimpleNamespace(
-        trainer=SimpleNamespace(elastic=elastic), n_steps=case.steps, rates=rates,
+        elastic=elastic, n_steps=case.steps, rates=rates,
         plan=SimpleNamespace(n_steps_per_epoch=5),
     )  # fmt: skip
     inputs = SimpleNamespace(case=case, training=training, current=SimpleNamespace(planned="start"))

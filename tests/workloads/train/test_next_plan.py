@@ -13,7 +13,7 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.workloads.train.next_plan import BesideSearch
 
 
-def request(memory_bytes: int = 10**9) -> SearchAgain:
+def request(memory_bytes=10**9):
     """Four equal layers on two devices, the second of which is four times slower."""
     operators = [Operator(name="x", kind="input", shape={"sample": 8, "feature": 8})]
     for i in range(4):
@@ -42,7 +42,7 @@ def request(memory_bytes: int = 10**9) -> SearchAgain:
     )
 
 
-def answer_of(search: BesideSearch):
+def answer_of(search):
     deadline_s = time.monotonic() + 300
     while time.monotonic() < deadline_s:
         if (found := search.poll()) is not None:

@@ -83,7 +83,7 @@ def trained(run_on_ranks, ranks):
     """By rank: the losses of each case, or the error it ended with."""
     train, results = ranks
 
-    def beside(directory: Path) -> None:
+    def beside(directory):
         results.write_links(directory, 2)
         results.write_profile(directory, search_config_of(CASE), 2)
 
@@ -172,7 +172,7 @@ def test_what_rank_0_refuses_all_refuse(trained):
 def test_flops_of_the_ranks_sum_to_those_of_one(run_on_ranks, ranks):
     _, results = ranks
 
-    def beside(directory: Path) -> None:
+    def beside(directory):
         results.write_links(directory, 2)
         results.write_profile(directory, search_config_of(CASE), 2)
 
@@ -291,7 +291,7 @@ def searched(run_on_ranks, ranks, body=run_search, **changes):
     _, results = ranks
     search_config = replace(search_config_of(CASE), search_budget=40, **changes)
 
-    def beside(directory: Path) -> None:
+    def beside(directory):
         results.write_links(directory, 2)
         results.write_profile(directory, search_config, 2)
 
@@ -333,7 +333,7 @@ def test_without_trials_the_prediction_decides(run_on_ranks, ranks):
 def test_a_plan_is_kept_and_predicted_by_the_present_calibration(run_on_ranks, ranks, name):
     train, results = ranks
 
-    def beside(directory: Path) -> None:
+    def beside(directory):
         results.write_links(directory, 2)
         results.write_profile(directory, search_config_of(CASE), 2)
 
@@ -354,7 +354,7 @@ def test_a_plan_is_kept_and_predicted_by_the_present_calibration(run_on_ranks, r
 def test_a_repeat_is_predicted_by_the_speeds_that_it_measured(run_on_ranks, ranks):
     train, results = ranks
 
-    def beside(directory: Path) -> None:
+    def beside(directory):
         results.write_links(directory, 2)
         results.write_profile(directory, search_config_of(CASE), 2)
 

@@ -8,7 +8,7 @@ from launching import NEEDS_MPIRUN, PROGRAM, launch
 from safetensors.torch import load_file
 
 from harness.domain.record import Span
-from harness.measure.store import Run, read_results
+from harness.measure.store import read_results
 
 HERE = Path(__file__).parents[1]
 
@@ -25,7 +25,7 @@ IN_CHANGES = [
 ]
 
 
-def train(results: Path, n_ranks: int, *words: str) -> list[Run]:
+def train(results, n_ranks, *words):
     """Train on so many ranks, of which the third is killed; the training runs, in order."""
     program = (*PROGRAM, HERE / "faulty_training.py", results, *words)
     done = launch(n_ranks, *program, path=(HERE.parent, HERE), timeout_s=880)
@@ -34,12 +34,12 @@ def train(results: Path, n_ranks: int, *words: str) -> list[Run]:
     return sorted(runs, key=lambda run: run.header.start_utc)
 
 
-def steps_of(run: Run) -> list[int]:
+def steps_of(run):
     return [r.step for r in run.ranks[0] if isinstance(r, Span) and r.kind == "step"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> list[Run]:
+def runs(tmp_path_factory):
     """One device; then pairs of a run that lost a rank and the one that goes on: of replicas, of
     stages, and of IN_CHANGES."""
     words = "single:killed", "replicas:killed", "stages:killed"
@@ -53,7 +53,7 @@ def one_device(runs):
     return load_file(runs[0].path / "model.safetensors")
 
 
-def assert_goes_on(lost: Run, then: Run, state: str, one_device) -> None:
+def assert_goes_on(lost, then, state, one_device):
     first = int(state.partition("-")[2])
     assert lost.header.status == "crash"
     assert Path(then.header.config["load_state"]).name == state

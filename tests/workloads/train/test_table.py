@@ -11,7 +11,7 @@ from harness.measure.store import Run
 from harness.workloads.train.table import compared_text, train_text
 
 
-def passes(step: int, stage: int, start_s: float) -> list[Span]:
+def passes(step, stage, start_s):
     """A step of 4 s: a stage's forward and backward of 1 s each, idle otherwise."""
     first, fields = 4.0 * step + start_s, {"stage": stage, "microbatch": 0, "step": step}
     return [
@@ -21,7 +21,7 @@ def passes(step: int, stage: int, start_s: float) -> list[Span]:
     ]
 
 
-def make_run(strategy: str, repeat: int, *, n_ranks: int = 2, step_s: float = 4.0, **config) -> Run:
+def make_run(strategy, repeat, *, n_ranks=2, step_s=4.0, **config):
     """Ten equal steps, 8 samples each, and 1 GiB of memory."""
     header = local_header(
         [f"node{i}" for i in range(n_ranks)],
@@ -48,7 +48,7 @@ def make_run(strategy: str, repeat: int, *, n_ranks: int = 2, step_s: float = 4.
     return Run(path=Path(header.run_id), header=header, ranks=ranks)
 
 
-def rows(runs: list[Run]) -> list[list[str]]:
+def rows(runs):
     """Cells by column; columns are two spaces apart at least."""
     lines = compared_text(runs, [training_summary(run) for run in runs]).splitlines()
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]

@@ -1,7 +1,5 @@
 """The train workload on local ranks: what is learned, what is recorded, what is refused."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

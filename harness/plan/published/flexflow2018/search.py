@@ -103,11 +103,7 @@ def plan(request: PlanRequest) -> PlanResult:
 
 
 def problem_of(request: PlanRequest) -> LayerProblem:
-    """The cost model's problem for a request.
-
-    Raises:
-        PlanError: see `plan`.
-    """
+    """The cost model's problem for a request."""
     if request.graph is not None:
         raise PlanError(
             f"flexflow2018 plans its own AlexNet, not {request.graph.name!r}: leave out the model "

@@ -60,11 +60,7 @@ def plan(request: PlanRequest) -> PlanResult:
 
 
 def check_devices(cluster: Cluster, workload: OperatorDag, cost: str) -> None:
-    """Refuse devices that a published cost cannot tell apart, and times that say nothing.
-
-    Raises:
-        PlanError: devices of several kinds or speeds, or no operator takes time.
-    """
+    """Refuse devices that a published cost cannot tell apart, and times that say nothing."""
     kinds = {(device.kind, device.speed) for device in cluster.devices}
     if len(kinds) > 1:
         raise PlanError(
@@ -85,9 +81,6 @@ def levels_for(cluster: Cluster, limit_bytes: int | None, workload: OperatorDag)
 
     Args:
         limit_bytes: of memory, that replaces the devices' own.
-
-    Raises:
-        PlanError: several devices but a missing link.
     """
     memory = float(limit_bytes or min(device.memory_bytes for device in cluster.devices))
     # No plan needs more on any device; a limit above it is none.
@@ -113,11 +106,7 @@ def levels_for(cluster: Cluster, limit_bytes: int | None, workload: OperatorDag)
 
 
 def link_bandwidths(cluster: Cluster) -> Floats:
-    """Bytes/s from device to device, infinite on the diagonal.
-
-    Raises:
-        PlanError: a link is missing.
-    """
+    """Bytes/s from device to device, infinite on the diagonal."""
     position = {device.name: i for i, device in enumerate(cluster.devices)}
     n = cluster.n_devices
     bandwidth = np.zeros((n, n))

@@ -113,21 +113,13 @@ def padded(rows: Sequence[Sequence[int]], length: int, fill: int = PADDING) -> T
 
 
 def read_text(path: Path, kind: str) -> str:
-    """Read a file of text.
-
-    Raises:
-        DataError: it is missing, or no UTF-8.
-    """
+    """Read a file of text."""
     data = read_file(path, kind, DataError, _LARGEST_FILE_BYTES)
     return decode_text(data, f"{kind} {path}", DataError)
 
 
 def find_file(data_dir: Path, names: Sequence[str], kind: str) -> Path:
-    """The file itself if a flag names one, else the first of `names` in the directory.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The file itself if a flag names one, else the first of `names` in the directory."""
     if data_dir.is_file():
         return data_dir
     for name in names:
@@ -137,11 +129,7 @@ def find_file(data_dir: Path, names: Sequence[str], kind: str) -> Path:
 
 
 def find_files(data_dir: Path, suffix: str, kind: str) -> list[Path]:
-    """The file itself if a flag names one, else all of a suffix in the directory, sorted.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The file itself if a flag names one, else all of a suffix in the directory, sorted."""
     found = [data_dir] if data_dir.is_file() else sorted(data_dir.glob(f"*{suffix}"))
     if not found:
         raise DataError(f"--data-dir {data_dir} holds no *{suffix}: it should hold {kind}")
@@ -154,9 +142,6 @@ def check_inputs(name: str, task: Task, inputs: Sequence[Sequence[str]], targets
     Args:
         inputs: the possible names.
         targets: what a target is, for the error.
-
-    Raises:
-        DataError: it takes others.
     """
     found = tuple(spec.name for spec in task.inputs)
     if found not in [tuple(each) for each in inputs] or len(task.inputs[0].shape) != 1:
@@ -176,11 +161,7 @@ def check_inputs(name: str, task: Task, inputs: Sequence[Sequence[str]], targets
 
 
 def check_vocabulary(size: int, task: Task, path: Path) -> None:
-    """Check that a model has a row for every token.
-
-    Raises:
-        DataError: it has not.
-    """
+    """Check that a model has a row for every token."""
     rows = task.inputs[0].n_values or 0
     if size > rows:
         raise DataError(

@@ -1,17 +1,23 @@
-"""The cached values of one rank, and the rows that ranks exchange before they train on them."""
+"""The cached values of one rank: recording them, exchanging their rows, and training on them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import Dataset
 
+from harness.measure.recorder import Clock
+from harness.runtime.data.batch import Batch
+from harness.runtime.executor.cache.boundary import Rest
 from harness.runtime.executor.cache.store import Rows
+from harness.runtime.executor.program.program import Recorded
 from harness.runtime.executor.state.state import gather_objects
 from harness.runtime.ranks.world import World
 
@@ -157,3 +163,83 @@ def _send_and_receive(
     for samples, flat in received:
         like = rows.like(len(samples))
         rows.write(samples, flat.to("cpu").view(like.dtype).view(like.shape))
+
+
+class CachedData(Dataset[Batch]):
+    """A data set for an engine that skips frozen layers.
+
+    Args:
+        data: the data set of the whole model.
+        is_read: whether this rank computes on cached values; other ranks read targets only.
+    """
+
+    def __init__(self, data: Any, activations: Activations, rest: Rest, *, is_read: bool) -> None:
+        self.data = data
+        self._activations, self._rest, self._is_read = activations, rest, is_read
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        batch: Batch = self.data.__getitems__(indices)
+        values = self._rest.values
+        if self._is_read:
+            cached = tuple(self._activations.read(value, indices) for value in values)
+        else:
+            cached = tuple(torch.empty(0) for _ in values)
+        return Batch((*cached, *(batch.inputs[k] for k in self._rest.kept)), batch.targets)
+
+
+# Frozen segments that are timed: enough for a mean, few enough for events of a GPU.
+_MOST_TIMED = 512
+
+
+@dataclass
+class Tap:
+    """Takes the values of one engine's microbatches.
+
+    Attributes:
+        samples: the samples of the step's global batch, in order; empty: nothing is recorded.
+    """
+
+    activations: Activations
+    clock: Clock
+    samples: Sequence[int] = ()
+    n_steps: int = 0  # that were timed
+    _marks: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def begin(self, samples: Sequence[int]) -> None:
+        """Begin a step."""
+        self.samples = samples
+        self.n_steps += self.is_timing
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether frozen segments are still timed."""
+        return len(self._marks) < _MOST_TIMED
+
+    def take(self, rows: Recorded, tensor: Tensor, first: int) -> None:
+        """Record rows of a value.
+
+        Args:
+            first: the microbatch's first sample within the batch.
+        """
+        if self.samples:
+            start, stop = rows.samples
+            self.activations.write(rows.value, self.samples[first + start : first + stop], tensor)
+
+    def timed(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Compute a frozen segment, and time it."""
+        start = self.clock.mark()
+        found = compute()
+        self._marks.append((start, self.clock.mark()))
+        return found
+
+    def step_s(self) -> float:
+        """Seconds of this rank's frozen segments in a step; waits for the device."""
+        self.clock.settle()
+        at = self.clock.seconds_at
+        return sum(at(end) - at(start) for start, end in self._marks) / max(1, self.n_steps)

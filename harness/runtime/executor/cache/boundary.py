@@ -2,7 +2,8 @@
 
     input -> a -> b -> c -> d -> loss      with a and b frozen:      b -> c -> d -> loss
 
-The rest is a model like any other, so every strategy trains it.
+The rest is a model like any other, so every strategy trains it. A tap records the tensors of a
+device that hold rows of the prefix's outputs.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from torch import fx
 
 from harness.domain.freezing import FreezableLayer
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import SAMPLE
+from harness.domain.partition import SAMPLE, Block
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Stage, Strategy
 from harness.errors import StrategyError
 from harness.runtime.capture.capture import Captured
 from harness.runtime.capture.operators import draws_random, is_frozen_norm
-from harness.runtime.executor.geometry.layout import owners
+from harness.runtime.executor.geometry.layout import Layout, Want, owners
 from harness.runtime.executor.geometry.values import MetaModel
+from harness.runtime.executor.program.program import InputKey, PartKey, Recorded, WantKey
 from harness.runtime.models.task import InputSpec, Task
 
 
@@ -209,3 +211,56 @@ def rest_of_strategy(strategy: Strategy, graph: Graph) -> Strategy:
     }
     stages: list[Stage] = [strategy.stages[stage] for stage in used]
     return msgspec.structs.replace(strategy, operators=operators, stages=stages)
+
+
+def recorded_keys(layout: Layout, device: int) -> dict[InputKey, Recorded]:
+    """The tensors of a device with outputs of the frozen prefix that its trained tasks read.
+
+    Raises:
+        UncachedError: a task reads a part of a sample's row.
+    """
+    captured, found = layout.captured, dict[InputKey, Recorded]()
+    if not captured.apart:
+        return found
+    values = set(boundary_values(captured, captured.apart))
+    for name, parts in layout.parts.items():
+        if name in captured.apart:
+            continue
+        for part in (part for part in parts if part.device == device):
+            for _, want in layout.reads(part):
+                if want.value in values:
+                    found |= _keys(layout, want)
+    return found
+
+
+def check_rows(layout: Layout) -> None:
+    """Check that every device reads whole rows at the frozen boundary; before groups are made.
+
+    Raises:
+        UncachedError: a device does not.
+    """
+    for device in range(
+        max(d for parts in layout.parts.values() for d in (p.device for p in parts)) + 1
+    ):
+        recorded_keys(layout, device)
+
+
+def _keys(layout: Layout, want: Want) -> dict[InputKey, Recorded]:
+    regions: dict[InputKey, Block] = {WantKey(want.number): want.block}
+    if not want.is_exchanged:
+        node = layout.node(want.value)
+        regions = {
+            PartKey.of(want.value, part): layout.region(node, part)
+            for part in (piece.part for piece in want.pieces)
+        }
+    sizes = layout.tensor(want.value).shape[1:]
+    found: dict[InputKey, Recorded] = {}
+    for key, (samples, *rest) in regions.items():
+        is_whole = all(cut == (0, n) for cut, n in zip(rest, sizes, strict=False))
+        if not is_whole or (want.is_sum and not want.is_exchanged):
+            raise UncachedError(
+                f"device {want.device} reads a part of {want.value!r}, the value at the frozen "
+                "boundary, and the cache keeps whole rows"
+            )
+        found[key] = Recorded(want.value, samples)
+    return found

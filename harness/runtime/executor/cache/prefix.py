@@ -12,8 +12,8 @@ from torch import Tensor
 from harness.domain.schedule import Action
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import Share
+from harness.runtime.executor.cache.activations import Tap
 from harness.runtime.executor.cache.boundary import Rest
-from harness.runtime.executor.cache.tap import Tap
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.run.feed import Feed

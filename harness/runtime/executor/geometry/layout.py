@@ -332,11 +332,7 @@ def owners(captured: Captured) -> dict[fx.Node, str]:
 
 
 def check_samples(layout: Layout, meta: MetaModel) -> None:
-    """Check that outputs of operators that are cut by samples grow with the batch.
-
-    Raises:
-        ModelError: names an operator whose output does not.
-    """
+    """Check that outputs of operators that are cut by samples grow with the batch."""
     more = meta.at_twice(layout.samples)
     for node, name in layout.owner.items():
         if name not in layout.strategy.operators or node not in layout.values.tensors:

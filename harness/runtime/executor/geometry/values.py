@@ -98,12 +98,6 @@ class MetaModel:
             self._known[samples] = self._run(samples)
         return self._known[samples]
 
-    def _inputs_of(self, samples: int) -> list[Tensor]:
-        return [
-            torch.empty(samples, *spec.shape, dtype=spec.dtype, device="meta")
-            for spec in self._inputs
-        ]
-
     def at_twice(self, samples: int) -> Values | None:
         """The values for twice as many samples; None if the model does not support that."""
         try:
@@ -116,7 +110,11 @@ class MetaModel:
         recording = _Recording(self.module)
         try:
             with torch.device("meta"):  # for tensors that modules create
-                recording.run(*self._inputs_of(samples))
+                inputs = [
+                    torch.empty(samples, *spec.shape, dtype=spec.dtype, device="meta")
+                    for spec in self._inputs
+                ]
+                recording.run(*inputs)
         except Exception as error:
             raise ModelError(
                 f"operator {recording.last} does not take a batch of {samples} samples, as its "

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from harness.domain.sharding import first_bucket_bytes
 from harness.errors import PeerError
 from harness.measure.recorder import Recorder
-from harness.runtime.engines.completion_stream import CompletionStream
+from harness.runtime.engines.engine import CompletionStream
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.ranks.failures import gist

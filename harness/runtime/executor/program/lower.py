@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.runtime.executor.cache.recorded import recorded_keys
+from harness.runtime.executor.cache.boundary import recorded_keys
 from harness.runtime.executor.program.emit import DeviceTasks, SegmentBuilder
 from harness.runtime.executor.program.program import (
     Draft,

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.domain.schedule import Action
 from harness.domain.strategy import Strategy
 from harness.runtime.devices.precision import Precision, has_gradients
-from harness.runtime.executor.cache.tap import Tap
+from harness.runtime.executor.cache.activations import Tap
 from harness.runtime.executor.gradients.counts import backward_calls
 from harness.runtime.executor.gradients.deferred import WeightGradients
 from harness.runtime.executor.program.program import (
@@ -36,9 +36,8 @@ from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.messages import Message, Place
-from harness.runtime.executor.transport.moves import Fetch, Moves
+from harness.runtime.executor.transport.moves import Fetch, Moves, Receives
 from harness.runtime.executor.transport.partial_sums import Sums
-from harness.runtime.executor.transport.receives import Receives
 
 
 class Runner:

@@ -249,9 +249,6 @@ def check_shared_norms(captured: Captured, strategy: Strategy) -> None:
 
     Operators on different devices would update separate statistics, and a stage updates statistics
     of several microbatches before the next stage starts.
-
-    Raises:
-        StrategyError: names the module and two of its operators.
     """
     callers: dict[int, list[str]] = defaultdict(list)
     for name, node in captured.nodes.items():
@@ -281,9 +278,6 @@ def check_writers(captured: Captured, meta: MetaModel, strategy: Strategy) -> No
     """Check that modules that change buffers in forward, such as spectral norm, run once per step.
 
     Batch norms are exempt, because the executor updates their statistics correctly.
-
-    Raises:
-        StrategyError: names the operator and the buffer.
     """
     writes = meta.at(max(strategy.microbatch_sizes())).writes
     for name, node in captured.nodes.items():

@@ -115,9 +115,6 @@ def choose_forms(
     """Choose forms by microbatch size; log a warning for each gathered operator.
 
     An operator that is gathered at one size is gathered at all, so that weight slices are equal.
-
-    Raises:
-        ModelError, StrategyError: the executor cannot compute a cut.
     """
     check_shared_norms(captured, plan.strategy)
     check_writers(captured, meta, plan.strategy)
@@ -236,7 +233,7 @@ class _Chooser:
         for name, form in forms.items():
             if name not in self._captured.nodes:
                 continue
-            whole = whole_sources(layout, name, self._meta.module)
+            whole = list(node_sources(layout.captured.nodes[name], self._meta.module).values())
             shards: list[Shard | None] = [None] * len(layout.parts[name])
             if name not in unable and self._is_made(name, form):
                 shards = self._shards(layout, name)
@@ -347,11 +344,6 @@ def spec_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> Shard
         ],
         has_own_keys=layout.plan(part.operator).keys != "input",
     )
-
-
-def whole_sources(layout: Layout, name: str, root: nn.Module) -> list[WeightSlice]:
-    """All tensors that an operator's node uses, whole."""
-    return list(node_sources(layout.captured.nodes[name], root).values())
 
 
 def node_sources(node: fx.Node, root: nn.Module) -> dict[str, WeightSlice]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from harness.runtime.executor.shards.attention import make_attention, make_grouped_attention
-from harness.runtime.executor.shards.attention_region import make_attention_region
+from harness.runtime.executor.shards.attention import (
+    make_attention,
+    make_attention_region,
+    make_grouped_attention,
+)
 from harness.runtime.executor.shards.base import Make, Shard, ShardSpec, has_plain_weights
 from harness.runtime.executor.shards.batch_norm import make_batch_norm_shard
 from harness.runtime.executor.shards.conv import make_conv2d, make_pool
-from harness.runtime.executor.shards.dense import make_embedding, make_layer_norm, make_linear
-from harness.runtime.executor.shards.einsum import make_einsum
+from harness.runtime.executor.shards.dense import (
+    make_einsum,
+    make_embedding,
+    make_layer_norm,
+    make_linear,
+)
 from harness.runtime.executor.shards.pointwise import make_pointwise
 
 _MAKERS: dict[str, Make] = {

@@ -5,7 +5,13 @@ NAME`. INTERVALS is such as `0:4,2:6`, or `-` for state without the parameter's 
 have the same `StateMetadata`.
 
 Shards of survivors are those of ranks that have lost another: each holds all slices of its rank,
-and together they are a state if they cover every tensor.
+and together they are a state if they cover every tensor. The state of a step that was cut off is
+that before or after it, because the forward changes buffers, the optimizer weights, and the step
+counter the rest:
+
+    step 7 | forward          | optimizer | finish   | step 8
+             weights of step 7, torn        weights of step 8
+             buffers remembered             buffers of step 8
 """
 
 from __future__ import annotations
@@ -15,13 +21,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.domain.files import Count, decode
@@ -31,6 +37,9 @@ from harness.measure.store import replacing
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.state.state import RankParts, StateGatherer
 from harness.runtime.ranks.world import World
+
+if TYPE_CHECKING:
+    from harness.runtime.executor.engine import ExecutorEngine
 
 _FORMAT = "state shards 2"
 _UNCUT = "-"
@@ -94,11 +103,7 @@ def save_sharded(
 
 
 def load_sharded(directory: Path) -> dict[str, Any]:
-    """Read the state that all ranks wrote with `save_sharded`, as `ExecutorEngine.full_state`.
-
-    Raises:
-        ResultsError: a shard or a part of a tensor is missing, or shards are of different saves.
-    """
+    """Read the state that all ranks wrote with `save_sharded`, as `ExecutorEngine.full_state`."""
     paths, metadata = check_sharded(directory)
     model, cut, single = _read(paths)
     has_copies = metadata.is_survivors
@@ -130,11 +135,7 @@ def _known(found: dict[str, T], name: str, kind: str, directory: Path) -> T:
 
 
 def check_sharded(directory: Path) -> tuple[list[Path], StateMetadata]:
-    """Check the files of a state; return their paths and metadata. Tensors are not read.
-
-    Raises:
-        ResultsError: a shard is missing or malformed, or shards are of different saves.
-    """
+    """Check the files of a state; return their paths and metadata. Tensors are not read."""
     paths = sorted(directory.glob(_file_name("*")))
     if not paths:
         raise ResultsError(f"{directory} holds no {_file_name('*')}: give the directory of a state")
@@ -157,11 +158,7 @@ def check_sharded(directory: Path) -> tuple[list[Path], StateMetadata]:
 
 
 def _check_covered(paths: list[Path], metadata: StateMetadata, directory: Path) -> None:
-    """Check that the shards of survivors cover the model and the optimizer's state.
-
-    Raises:
-        ResultsError: names a tensor of which only the lost rank held a part.
-    """
+    """Check that the shards of survivors cover the model and the optimizer's state."""
     held: dict[tuple[str, str], list[WeightSlice]] = defaultdict(list)
     for path in paths:
         with _opened(path) as file:
@@ -334,3 +331,58 @@ def _piece(name: str, text: str, tensor: Tensor, path: Path) -> WeightSlice:
         f"{path} holds {shorten(text)} of {shorten(name)} with shape {tuple(tensor.shape)}: save "
         "the state again"
     )
+
+
+class Survivor:
+    """Follows the steps of one engine, and saves this rank's slices of its last whole state.
+
+    Args:
+        engine: trains synchronously.
+    """
+
+    def __init__(self, engine: ExecutorEngine, world: World) -> None:
+        self._held, self._world = engine.held_state(), world
+        optimizer = self._held.optimizer
+        optimizer.register_step_pre_hook(lambda *_: self._note(begun=True))
+        optimizer.register_step_post_hook(lambda *_: self._note(done=True))
+        held = self._held.weights.held.values()
+        self._buffers = [tensor for tensor in held if not isinstance(tensor, nn.Parameter)]
+        self.begin_step()
+
+    def _note(self, *, begun: bool = False, done: bool = False) -> None:
+        self._has_begun |= begun
+        self._is_done |= done
+
+    def begin_step(self) -> None:
+        """Remember the start of a step."""
+        self._has_begun = self._is_done = False
+        self._step = self._held.random.step
+        self._before: list[Tensor] = [tensor.detach().clone() for tensor in self._buffers]
+
+    def n_more_steps(self) -> int:
+        """Steps since the last `begin_step` whose update the state contains: 0 or 1.
+
+        Raises:
+            ResultsError: the update was cut off.
+        """
+        if self._held.random.step > self._step:
+            return 1
+        is_spread = not self._held.owners.is_sharded  # else others' weights may be missing
+        if self._has_begun and not (self._is_done and is_spread):
+            raise ResultsError("the update of the weights was cut off")
+        return int(self._is_done)
+
+    def save(self, directory: Path) -> None:
+        """Write all slices that this rank holds; no other rank takes part.
+
+        Raises:
+            ResultsError: the update was cut off, or the file cannot be written.
+        """
+        n_more = self.n_more_steps()
+        if n_more == 0:
+            for tensor, before in zip(self._buffers, self._before, strict=True):
+                tensor.detach().copy_(before)
+        save_sharded(
+            self._held.gatherer, self._held.optimizer, self._step + n_more, self._world, directory,
+            is_survivor=True,
+        )  # fmt: skip

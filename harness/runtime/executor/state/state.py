@@ -131,7 +131,7 @@ class StateGatherer:
         """The `Optimizer.state_dict` of an optimizer over all parameters of the model."""
         numbers = {name: index for index, name in enumerate(self.parameters)}
         by_key, single = self._optimizer_parts(optimizer)
-        keys = _union(self._world, list(by_key))
+        keys = sorted({key for keys in gather_objects(self._world, list(by_key)) for key in keys})
         state: dict[int, dict[str, Any]] = {}
         for key in keys:
             for name, tensor in self.whole(by_key.get(key, {})).items():
@@ -200,11 +200,7 @@ class StateGatherer:
         self._unused = dict(other._unused)
 
     def load(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Load this rank's slices of a whole state.
-
-        Raises:
-            ResultsError: the state is of another model.
-        """
+        """Load this rank's slices of a whole state."""
         model = {self.names.get(name, name): tensor for name, tensor in state["model"].items()}
         for piece, part in self._model_parts().items():
             whole = _tensor_of(model, self._model_name(piece), self._shapes[piece.name])
@@ -251,10 +247,6 @@ def gather_objects(world: World, value: Any) -> list[Any]:
     found: list[Any] = [None] * world.size
     dist.all_gather_object(found, value)
     return found
-
-
-def _union(world: World, value: list[str]) -> list[str]:
-    return sorted({key for keys in gather_objects(world, value) for key in keys})
 
 
 def _merged(world: World, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -30,12 +30,12 @@ from harness.plan.published.flexflow2018.simulation import (
     ("n_nodes", "n_devices", "printed"),
     [(1, 2, "102.147"), (1, 4, "218.664"), (2, 4, "451.692"), (4, 4, "917.718")],
 )
-def test_data_parallel_costs_the_published_step(n_nodes: int, n_devices: int, printed: str) -> None:
+def test_data_parallel_costs_the_published_step(n_nodes, n_devices, printed):
     problem = LayerProblem(Machine(n_nodes, n_devices))
     assert f"{step_ms(problem, problem.data_parallel()):.3f}" == printed
 
 
-def test_alexnet_has_the_sizes_of_the_text() -> None:
+def test_alexnet_has_the_sizes_of_the_text():
     sizes = {layer.name: (layer.n_in, layer.n_out) for layer in alexnet()}
     assert sizes["conv1"] == (3 * 224**2, 64 * 55**2)
     assert sizes["pool2"] == (64 * 55**2, 64 * 27**2)
@@ -45,7 +45,7 @@ def test_alexnet_has_the_sizes_of_the_text() -> None:
     assert alexnet()[-1].has_softmax
 
 
-def test_costs_of_parts_by_hand() -> None:
+def test_costs_of_parts_by_hand():
     pool = Layer(name="p", kind=POOL, n_in=1_000_000, n_out=250_000)
     assert part_ms(pool, 100, 0) == pytest.approx(1.0 + 0.01 + 2.0 + 0.01)  # 5e8 bytes, then 1e9
     linear = Layer(name="l", kind=LINEAR, n_in=1000, n_out=3200)
@@ -54,15 +54,15 @@ def test_costs_of_parts_by_hand() -> None:
     assert part_ms(Layer(name="f", kind=FLATTEN, n_in=9, n_out=9), 64, 9) == 0.0
 
 
-def flat(n: int) -> Layer:
+def flat(n):
     return Layer(name="flat", kind=FLATTEN, n_in=n, n_out=n)
 
 
-def linear(n_in: int, n_out: int) -> Layer:
+def linear(n_in, n_out):
     return Layer(name="linear", kind=LINEAR, n_in=n_in, n_out=n_out, n_weights=n_in * n_out)
 
 
-def test_a_device_of_another_node_waits_for_its_samples() -> None:
+def test_a_device_of_another_node_waits_for_its_samples():
     """128 samples of 4 * 2^20 / 64 bytes leave device 0: 8 ms. Two slices give time back."""
     problem = LayerProblem(Machine(2, 1), [flat(2**14), linear(2**14, 64)])
     plan = (LayerCut(1, 1, (0,)), LayerCut(1, 2, (0, 1)))
@@ -70,7 +70,7 @@ def test_a_device_of_another_node_waits_for_its_samples() -> None:
     assert step_ms(problem, plan) == pytest.approx(8 + own_ms - 2e-4)
 
 
-def test_transfers_of_different_layers_wait_for_their_common_channel() -> None:
+def test_transfers_of_different_layers_wait_for_their_common_channel():
     """Part 1 sends 4 ms to part 2 and to part 3, into the second layer and then into the third,
     whose parts 2 and 3 so start at 8 ms, and parts 0 and 1 at 4 ms."""
     layers = [flat(2**14), flat(2**14), linear(2**14, 4)]
@@ -81,7 +81,7 @@ def test_transfers_of_different_layers_wait_for_their_common_channel() -> None:
     assert step_ms(problem, plan) == pytest.approx(8 + 2 * own_ms - 4e-4)
 
 
-def test_synchronisation_of_slices_by_hand() -> None:
+def test_synchronisation_of_slices_by_hand():
     """2 nodes x 2; a 4 x 1 linear layer on devices 0, 0, 1, 2: every slice is on all three."""
     layer = linear(2**10, 2**10)
     problem = LayerProblem(Machine(2, 2), [layer])
@@ -96,7 +96,7 @@ def test_synchronisation_of_slices_by_hand() -> None:
     assert found_ms == pytest.approx(own_ms + 2 * 1.0 - (2 * 2**2 + 2 * (1 + 1)) * 1e-4)
 
 
-def test_a_limit_refuses_slower_plans_only() -> None:
+def test_a_limit_refuses_slower_plans_only():
     problem = LayerProblem(Machine(2, 4))
     chain = new_chain(build_tables(problem), encode(problem.data_parallel(), 8), seed=8)
     found = set()

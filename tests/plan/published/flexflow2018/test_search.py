@@ -9,12 +9,11 @@ import pytest
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.errors import PlanError
-from harness.plan.costs import PlanRequest, SearchProgress
+from harness.plan.costs import PlanRequest
 from harness.plan.published.flexflow2018.chain import (
     BEST,
     CURRENT,
     N_BOUNDED,
-    MarkovChain,
     new_chain,
     restart,
     walk,
@@ -26,7 +25,6 @@ from harness.plan.published.flexflow2018.model import (
     LayerCut,
     LayerProblem,
     Machine,
-    Plan,
 )
 from harness.plan.published.flexflow2018.search import (
     format_plan,
@@ -41,12 +39,12 @@ TOPOLOGIES = [(1, 2), (1, 4), (2, 4), (4, 4)]
 BARS_MS = {(1, 2): 47.304, (1, 4): 52.012, (2, 4): 64.615, (4, 4): 86.035}
 
 
-def request(n_nodes: int, n_devices: int, **changes: object) -> PlanRequest:
+def request(n_nodes, n_devices, **changes):
     cluster = Cluster.uniform(n_nodes, n_devices, inside_bytes_per_s=4e9, memory_bytes=16 * 10**9)
     return PlanRequest(**{"cluster": cluster, **changes})  # type: ignore[arg-type]
 
 
-def chain_at(problem: LayerProblem, plan: Plan, seed: int) -> MarkovChain:
+def chain_at(problem, plan, seed):
     chain = new_chain(build_tables(problem), encode(plan, problem.machine.n_devices), seed)
     restart(chain, chain.best.copy())
     return chain
@@ -54,7 +52,7 @@ def chain_at(problem: LayerProblem, plan: Plan, seed: int) -> MarkovChain:
 
 @pytest.mark.parametrize("shape", [*TOPOLOGIES, (8, 4)])
 @pytest.mark.parametrize("seed", range(2))
-def test_the_bound_changes_no_decision(shape: tuple[int, int], seed: int) -> None:
+def test_the_bound_changes_no_decision(shape, seed):
     problem = LayerProblem(Machine(*shape))
     chains = [chain_at(problem, problem.data_parallel(), seed) for _ in range(2)]
     for temperature_ms in (20.0, 5.0, 0.5, 0.05):
@@ -70,16 +68,16 @@ def test_the_bound_changes_no_decision(shape: tuple[int, int], seed: int) -> Non
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shape", TOPOLOGIES)
-def test_every_seed_finds_the_best_listed_step(shape: tuple[int, int], seed: int) -> None:
+def test_every_seed_finds_the_best_listed_step(shape, seed):
     problem = LayerProblem(Machine(*shape))
     found = search(problem, request(*shape, seed=seed, budget=50_000))
     assert round(step_ms(problem, found.plan), 3) <= BARS_MS[shape]
 
 
-def small_problems() -> list[LayerProblem]:
+def small_problems():
     """Three layers with time and traffic in balance, so that the best plan is not obvious."""
 
-    def layers(n_weights: int, n_out: int) -> list[Layer]:
+    def layers(n_weights, n_out):
         conv = Layer(
             name="conv1", kind=CONV, n_in=40_000, n_out=n_out, n_weights=n_weights, macs=10**6
         )
@@ -98,7 +96,7 @@ def small_problems() -> list[LayerProblem]:
 
 
 @pytest.mark.parametrize("problem", small_problems())
-def test_search_equals_exhaustive_search_on_small_problems(problem: LayerProblem) -> None:
+def test_search_equals_exhaustive_search_on_small_problems(problem):
     options = [
         [
             LayerCut(n_samples, n_features, devices)
@@ -115,13 +113,13 @@ def test_search_equals_exhaustive_search_on_small_problems(problem: LayerProblem
 
 
 @pytest.mark.parametrize("budget", [0, 1, 999, 12_500, 30_001])
-def test_the_budget_is_spent_exactly(budget: int) -> None:
+def test_the_budget_is_spent_exactly(budget):
     assert sum(size for _, size, _ in schedule(budget)) == budget
     found = search(LayerProblem(Machine(1, 2)), request(1, 2, budget=budget))
     assert found.n_proposals == budget
 
 
-def test_a_result_has_the_plan_and_its_step() -> None:
+def test_a_result_has_the_plan_and_its_step():
     problem = LayerProblem(Machine(2, 4))
     result = plan_request(request(2, 4, budget=20_000, seed=1))
     found = tuple(
@@ -145,8 +143,8 @@ def test_a_result_has_the_plan_and_its_step() -> None:
     msgspec.json.encode(result)
 
 
-def test_an_interrupt_returns_the_best_so_far() -> None:
-    def interrupt(progress: SearchProgress) -> None:
+def test_an_interrupt_returns_the_best_so_far():
+    def interrupt(progress):
         if progress.n_proposals > 0:
             raise KeyboardInterrupt
 
@@ -156,13 +154,13 @@ def test_an_interrupt_returns_the_best_so_far() -> None:
     assert result.predicted_step_s <= 0.0520117  # the standard plans are still in the comparison
 
 
-def test_seconds_end_the_search() -> None:
+def test_seconds_end_the_search():
     found = search(LayerProblem(Machine(1, 2)), request(1, 2, seconds=0.2))
     assert found.n_proposals > 0
     assert found.cpu_s < 5.0
 
 
-def test_a_plan_is_written_samples_first() -> None:
+def test_a_plan_is_written_samples_first():
     problem = LayerProblem(Machine(1, 4))
     lines = format_plan(problem, problem.linear_by_feature())
     assert lines[0] == "op[0] conv1:\tdim(4 ) gpu(0 1 2 3 )"
@@ -178,14 +176,12 @@ def test_a_plan_is_written_samples_first() -> None:
         (1, 2, {"graph": Graph(name="g", operators=[Operator(name="a", kind="other")])}, "not 'g'"),
     ],
 )
-def test_bad_requests_are_named(
-    n_nodes: int, n_devices: int, changes: dict[str, object], message: str
-) -> None:
+def test_bad_requests_are_named(n_nodes, n_devices, changes, message):
     with pytest.raises(PlanError, match=message):
         plan_request(request(n_nodes, n_devices, budget=10, **changes))
 
 
-def test_unequal_nodes_are_refused() -> None:
+def test_unequal_nodes_are_refused():
     nodes = Cluster.uniform(2, 2, inside_bytes_per_s=1e9, memory_bytes=10**9).nodes
     small = msgspec.structs.replace(nodes[1], devices=nodes[1].devices[:1])
     with pytest.raises(PlanError, match="these have 1 to 2 devices"):

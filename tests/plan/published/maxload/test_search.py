@@ -20,7 +20,7 @@ RELATIVE = 1e-9  # prefix sums and single sums round differently
 FEW_MOVES = 0.02
 
 
-def random_problem(rng: random.Random, n: int, n_devices: int) -> LoadProblem:
+def random_problem(rng, n, n_devices):
     """A DAG with branches; values with several readers, some of which lie before the producer, as
     gradients have them; some operators cost nothing."""
     producers = [
@@ -41,7 +41,7 @@ def random_problem(rng: random.Random, n: int, n_devices: int) -> LoadProblem:
     )
 
 
-def load(problem: LoadProblem, placement: tuple[int, ...]) -> float:
+def load(problem, placement):
     """Greatest load: each device sends what others read, and receives what it lacks."""
     loads = [0.0] * problem.n_devices
     for i, device in enumerate(placement):
@@ -53,7 +53,7 @@ def load(problem: LoadProblem, placement: tuple[int, ...]) -> float:
     return max(loads)
 
 
-def placements(problem: LoadProblem, *, contiguous: bool) -> list[tuple[int, ...]]:
+def placements(problem, *, contiguous):
     """That fit the memory; contiguous ones go from device 0 to the last along every edge."""
     found = []
     for placement in itertools.product(range(problem.n_devices), repeat=problem.n_operators):
@@ -68,13 +68,13 @@ def placements(problem: LoadProblem, *, contiguous: bool) -> list[tuple[int, ...
     return found
 
 
-def least(problem: LoadProblem, *, contiguous: bool) -> float:
+def least(problem, *, contiguous):
     found = placements(problem, contiguous=contiguous)
     return min((load(problem, each) for each in found), default=math.inf)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_contiguous_stages_are_optimal_and_free_ones_between_their_bounds(seed: int) -> None:
+def test_contiguous_stages_are_optimal_and_free_ones_between_their_bounds(seed):
     rng = random.Random(seed)
     problem = random_problem(rng, rng.randint(3, 7), rng.randint(1, 3))
     best = least(merge_free(problem).problem, contiguous=True)
@@ -92,7 +92,7 @@ def test_contiguous_stages_are_optimal_and_free_ones_between_their_bounds(seed: 
     assert found.free.load_s == pytest.approx(least_s, rel=RELATIVE)
 
 
-def test_a_sample_of_the_cuts_gives_a_plan_and_a_bound_below_the_optimum() -> None:
+def test_a_sample_of_the_cuts_gives_a_plan_and_a_bound_below_the_optimum():
     rng = random.Random(3)
     values = [Value(0.5, (i, 11)) for i in range(11)]
     branches = LoadProblem(
@@ -114,7 +114,7 @@ def test_a_sample_of_the_cuts_gives_a_plan_and_a_bound_below_the_optimum() -> No
     assert sample.contiguous_bound_s <= exact.contiguous.load_s <= sample.contiguous.load_s
 
 
-def request(n_devices: int, memory_bytes: float = 1e9) -> PlanRequest:
+def request(n_devices, memory_bytes=1e9):
     """Four operators in a row of 1, 3, 3 and 1 ms, each with 1 kB out at 2 MB/s."""
     names = ["a", "b", "c", "d"]
     operators = [
@@ -138,7 +138,7 @@ def request(n_devices: int, memory_bytes: float = 1e9) -> PlanRequest:
     )
 
 
-def test_the_plan_is_a_pipeline_with_its_bound() -> None:
+def test_the_plan_is_a_pipeline_with_its_bound():
     asked = request(2)
     result = run("maxload", asked)
     assert result.predicted_step_s == pytest.approx(12e-3 + 1e-3)  # and one value there and back
@@ -151,6 +151,6 @@ def test_the_plan_is_a_pipeline_with_its_bound() -> None:
     validate(result.strategy, asked.graph, asked.cluster)
 
 
-def test_too_little_memory_is_refused_with_the_amounts() -> None:
+def test_too_little_memory_is_refused_with_the_amounts():
     with pytest.raises(PlanError, match=r"contiguous stages fits .* on each of 2 devices"):
         run("maxload", request(2, memory_bytes=3000))

@@ -3,16 +3,14 @@
 import itertools
 import math
 import random
-from collections.abc import Iterator
 
 import pytest
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
-from harness.plan.published.pipedream.cost import Level, levels_of
+from harness.plan.published.pipedream.cost import levels_of
 from harness.plan.published.pipedream.problem import OperatorDag, workload_from
 from harness.plan.published.pipedream.search import (
-    FoundPipeline,
     PipelineProblem,
     device_stages,
     search,
@@ -21,7 +19,7 @@ from harness.plan.published.pipedream.search import (
 RELATIVE = 1e-9  # prefix sums and single sums round differently
 
 
-def random_workload(rng: random.Random, n: int) -> OperatorDag:
+def random_workload(rng, n):
     """A DAG with branches; times in ms, sizes in kB; some operators cost nothing."""
     operators, points = [], []
     for i in range(n):
@@ -50,7 +48,7 @@ def random_workload(rng: random.Random, n: int) -> OperatorDag:
 class Oracle:
     """Costs and enumerates plans over sets of operator positions."""
 
-    def __init__(self, work: OperatorDag) -> None:
+    def __init__(self, work):
         self.work = work
         n = work.n_operators
         self.below = [set() for _ in range(n)]
@@ -65,7 +63,7 @@ class Oracle:
         ]
         self.all = frozenset(range(n))
 
-    def crossing(self, cut: frozenset[int]) -> int:
+    def crossing(self, cut):
         """Bytes of PipeDream's augmented antichain."""
         if cut == self.all:
             return 0
@@ -77,19 +75,19 @@ class Oracle:
                     sent.add(p)
         return sum(self.work.output_bytes[i] for i in sent)
 
-    def compute_s(self, a: frozenset[int], b: frozenset[int]) -> float:
+    def compute_s(self, a, b):
         return sum(self.work.compute_ticks[i] for i in b - a) * 1e-13
 
-    def parameters(self, a: frozenset[int], b: frozenset[int]) -> int:
+    def parameters(self, a, b):
         return sum(self.work.parameter_bytes[i] for i in b - a)
 
-    def fits(self, a: frozenset[int], b: frozenset[int], r: int, after: int, limit: float) -> bool:
+    def fits(self, a, b, r, after, limit):
         """Parameters, gradients, momentum, a stashed copy per extra minibatch, activations."""
         in_flight = math.ceil(after / r) + 1
         kept = sum(self.work.activation_bytes[i] for i in b - a) + self.crossing(a)
         return (2 + in_flight) * self.parameters(a, b) + in_flight * kept <= limit
 
-    def chains(self, a: frozenset[int], b: frozenset[int], most: int) -> Iterator[list[frozenset]]:
+    def chains(self, a, b, most):
         """All chains of at most `most` stages from cut a to cut b."""
         yield [a, b]
         if most > 1:
@@ -99,22 +97,14 @@ class Oracle:
                         yield [a, *rest]
 
 
-def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+def compositions(total, parts):
     """Ordered positive counts that sum to at most `total`."""
     for counts in itertools.product(range(1, total + 1), repeat=parts):
         if sum(counts) <= total:
             yield counts
 
 
-def best_uniform(
-    oracle: Oracle,
-    levels: list[Level],
-    limit: float,
-    a: frozenset[int],
-    b: frozenset[int],
-    copies: int = 1,
-    after: int = 0,
-) -> float:
+def best_uniform(oracle, levels, limit, a, b, copies=1, after=0):
     """Least bottleneck by trying everything; levels innermost first."""
     level, inner = levels[-1], levels[:-1]
     width = math.prod(each.n_workers for each in inner)
@@ -143,11 +133,11 @@ def best_uniform(
     return best
 
 
-def solve(work: OperatorDag, levels: list[Level]) -> FoundPipeline | None:
+def solve(work, levels):
     return search(PipelineProblem(work, levels))
 
 
-def check(found: FoundPipeline | None, expected_s: float) -> None:
+def check(found, expected_s):
     if expected_s == math.inf:
         assert found is None
     else:
@@ -157,7 +147,7 @@ def check(found: FoundPipeline | None, expected_s: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_flat_search_equals_exhaustive_search(seed: int) -> None:
+def test_flat_search_equals_exhaustive_search(seed):
     rng = random.Random(seed)
     work = random_workload(rng, rng.randint(1, 6))
     counts, bandwidths = [rng.randint(1, 4)], [rng.choice([1e6, 1e7, 1e8])]
@@ -169,7 +159,7 @@ def test_flat_search_equals_exhaustive_search(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100, 160))
-def test_hierarchical_search_equals_exhaustive_search(seed: int) -> None:
+def test_hierarchical_search_equals_exhaustive_search(seed):
     rng = random.Random(seed)
     work = random_workload(rng, rng.randint(2, 4))
     counts = rng.choice([[2, 2], [3, 2], [2, 3]])
@@ -182,7 +172,7 @@ def test_hierarchical_search_equals_exhaustive_search(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(300, 330))
-def test_stages_of_the_plan_take_the_searched_time(seed: int) -> None:
+def test_stages_of_the_plan_take_the_searched_time(seed):
     rng = random.Random(seed)
     work = random_workload(rng, rng.randint(3, 8))
     limit = rng.choice([math.inf, 3e6])
@@ -202,9 +192,7 @@ def test_stages_of_the_plan_take_the_searched_time(seed: int) -> None:
     assert set(devices) <= set(range(6))
 
 
-def chain_workload(
-    compute_s: list[float], parameters: list[int], outputs: list[int]
-) -> OperatorDag:
+def chain_workload(compute_s, parameters, outputs):
     n = len(compute_s)
     return OperatorDag(
         names=[f"op{i}" for i in range(n)],
@@ -216,7 +204,7 @@ def chain_workload(
     )
 
 
-def test_balanced_chain_is_split_in_the_middle() -> None:
+def test_balanced_chain_is_split_in_the_middle():
     work = chain_workload([1.0, 1.0, 1.0, 1.0], [10**9] * 4, [0] * 4)
     found = solve(work, levels_of([2], [1e6]))
     assert found is not None
@@ -226,7 +214,7 @@ def test_balanced_chain_is_split_in_the_middle() -> None:
     assert stages == [(0, 3, 1), (3, 15, 1)]
 
 
-def test_model_without_parameters_is_replicated() -> None:
+def test_model_without_parameters_is_replicated():
     work = chain_workload([3.0, 1.0], [0, 0], [10**9, 10**9])
     found = solve(work, levels_of([4], [1e6]))
     assert found is not None
@@ -234,7 +222,7 @@ def test_model_without_parameters_is_replicated() -> None:
     assert [s.n_replicas for s in found.stages] == [4]
 
 
-def test_replicas_pay_for_gradients() -> None:
+def test_replicas_pay_for_gradients():
     # (c + 4 (r - 1) P / (B r)) / r with c = 4, P = 8e6, B = 1e6, r = 2: (4 + 16) / 2
     work = chain_workload([4.0], [8 * 10**6], [0])
     levels = levels_of([2], [1e6])
@@ -244,7 +232,7 @@ def test_replicas_pay_for_gradients() -> None:
     assert levels[0].sync_s_per_byte(2) * 8e6 == 8.0
 
 
-def test_device_with_too_little_memory_for_everything_makes_a_pipeline() -> None:
+def test_device_with_too_little_memory_for_everything_makes_a_pipeline():
     work = chain_workload([1.0, 1.0], [10**6, 10**6], [1000, 1000])
     # Replicated: 3 x 2e6 of state and 2000 of activations. As a pipeline the first stage has two
     # minibatches in flight: 4 x 1e6 + 2 x 1000, the second one: 3 x 1e6 + 1000 + 1000 received.
@@ -255,7 +243,7 @@ def test_device_with_too_little_memory_for_everything_makes_a_pipeline() -> None
     assert solve(work, levels_of([2], [1e9], enough - 1)) is None
 
 
-def test_many_parallel_branches_are_planned_without_listing_every_cut() -> None:
+def test_many_parallel_branches_are_planned_without_listing_every_cut():
     """40 branches of 3 operators have 4**40 cuts; 4 devices can share them evenly."""
     producers: list[list[int]] = [[]]
     for _ in range(40):

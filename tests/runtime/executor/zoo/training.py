@@ -236,7 +236,7 @@ def _train(case: ZooCase, world: World) -> Trace:
         losses.append(float(engine.step(lambda part=part: part, share)))  # type: ignore[misc]
         durations.append(time.perf_counter() - start_s)
         gradients.append({n: g.detach().clone() for n, g in kept().items()})
-    engine.verify_replicas()
+    engine.verify()
     state = {n: t.detach().clone() for n, t in engine.full_state()["model"].items()}
     step_s = min(durations[1:])
     if world.rank:

@@ -1,4 +1,5 @@
-"""SQuAD 1.1 and 2.0 as their authors lay them out: train-v1.1.json or train-v2.0.json.
+"""SQuAD as its authors lay it out, train-v1.1.json or train-v2.0.json, and SST-2 as GLUE does,
+train.tsv with a line `sentence<TAB>label` first and labels 0 and 1.
 
 A paragraph that is longer than the model's sequence gives several samples, whose windows overlap.
 The target is the first and last token of the answer, or twice the first token of the sequence
@@ -23,6 +24,7 @@ from harness.runtime.data.text.sequences import (
     check_inputs,
     find_file,
     padded,
+    read_text,
 )
 from harness.runtime.models.task import Task
 
@@ -58,11 +60,7 @@ class _Squad(msgspec.Struct):
 
 
 def squad_file(data_dir: Path) -> Path:
-    """The file of training questions.
-
-    Raises:
-        DataError: it is missing.
-    """
+    """The file of training questions."""
     return find_file(data_dir, ("train-v1.1.json", "train-v2.0.json"), _KIND)
 
 
@@ -107,11 +105,7 @@ def _span(window: Any, place: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def open_squad(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
-    """Open the training questions.
-
-    Raises:
-        DataError: the file is missing or malformed, or the model takes other inputs.
-    """
+    """Open the training questions."""
     length = check_inputs("squad", task, (("tokens", "segments"), ("tokens",)), "span")
     if length < 16:
         raise DataError(
@@ -134,3 +128,40 @@ def open_squad(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
             spans.append(_span(window, place))
     inputs = (padded(rows, length), padded(segments, length))[: len(task.inputs)]
     return TextData(inputs, torch.tensor(spans, dtype=torch.int64).reshape(-1, 2))
+
+
+_HEADER = "sentence\tlabel"
+_SST2 = "train.tsv of SST-2"
+
+
+def sst2_file(data_dir: Path) -> Path:
+    """The file of training sentences."""
+    return find_file(data_dir, ("train.tsv", "SST-2/train.tsv"), _SST2)
+
+
+def _read_sentences(path: Path) -> tuple[list[str], list[int]]:
+    header, *lines = read_text(path, _SST2).rstrip("\n").split("\n")
+    if header != _HEADER:
+        raise DataError(f"{path} begins with {shorten(header)}, not {_HEADER!r}: give {_SST2}")
+    sentences: list[str] = []
+    labels: list[int] = []
+    for number, line in enumerate(lines, start=2):
+        sentence, _, label = line.rpartition("\t")
+        if label not in ("0", "1") or not sentence.strip():
+            raise DataError(
+                f"{path}: line {number} is {shorten(line)}, not a sentence, a tab and 0 or 1"
+            )
+        sentences.append(sentence.strip())
+        labels.append(int(label))
+    return sentences, labels
+
+
+def open_sst2(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
+    """Open the training sentences; longer ones than the model's sequence are cut."""
+    length = check_inputs("sst2", task, (("tokens", "segments"), ("tokens",)), "class")
+    sentences, labels = _read_sentences(sst2_file(data_dir))
+    tokenizer = vocabulary.tokenizer()
+    tokenizer.enable_truncation(length)
+    tokens = padded([found.ids for found in tokenizer.encode_batch(sentences)], length)
+    inputs = (tokens, torch.zeros_like(tokens))[: len(task.inputs)]
+    return TextData(inputs, torch.tensor(labels))
