@@ -225,11 +225,8 @@ def _reset(element: ElementTree.Element) -> str:
 def _fabric(element: ElementTree.Element) -> str:
     """State of the NVSwitch fabric; empty if it is ready, or if the GPU has none."""
     state, status = (_word(element.findtext(f"fabric/{name}")) for name in ("state", "status"))
-    return (
-        ""
-        if state in ("", "Completed") and status in ("", "Success")
-        else f"{state} {status}".strip()
-    )
+    is_ready = state in ("", "Completed") and status in ("", "Success")
+    return "" if is_ready else f"{state} {status}".strip()
 
 
 def _remap(element: ElementTree.Element) -> str:
