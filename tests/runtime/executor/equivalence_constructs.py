@@ -134,6 +134,7 @@ class WeightViews(_Steps):
             nn.Parameter(torch.randn(1, 1, _WIDTH)), nn.Parameter(torch.randn(9, _WIDTH)),
         )  # fmt: skip
         self.left, self.right = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
+        self.second.weight = nn.Parameter(torch.randn(_WIDTH, _WIDTH).t())
 
     def between(self, y: Tensor) -> Tensor:
         y = torch.cat([self.token.expand(y.shape[0], -1, -1), y], dim=1) + self.positions[:8]
