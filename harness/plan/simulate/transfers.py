@@ -222,6 +222,8 @@ def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tup
                 return ()
     if not all(are_read_together(shared[k].devices, first) for k, first in found.items()):
         return ()
+    if len({one.devices for one in shared.values()}) < len(shared):
+        return ()  # devices may want two regions in unlike orders
     return tuple(
         Sum(
             operator=producer,

@@ -33,7 +33,6 @@ from harness.runtime.executor.run.flight import (
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.sharded.gathers import WeightGathers
 from harness.runtime.executor.shards.pointwise import RandomState
-from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.messages import Message, Place
 from harness.runtime.executor.transport.moves import Fetch, Moves, Receives
@@ -242,9 +241,11 @@ class Runner:
 
     def _start_sums(self, flight: Flight, moves: Moves, segment: Segment, microbatch: int) -> None:
         for key in segment.outputs:
-            for fetch in (fetch for fetch in moves.sums.get(key, ()) if fetch.sum.goes):
+            for fetch, held in moves.sums.get(key, ()):
+                if not fetch.sum.goes:
+                    continue
                 whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch))
-                whole.copy_(flight.leaves[key].detach())
+                whole.copy_(held.of_tensor(flight.leaves[key].detach()))
                 self._sums.start(whole, fetch, self._number(microbatch), is_backward=False)
 
     def _assemble(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
@@ -313,12 +314,12 @@ class Runner:
     ) -> None:
         """Add gradients from other devices to the gradients of the outputs."""
         for key in segment.outputs:  # a partial sum has the gradients of all readers of the sum
-            for fetch in moves.sums.get(key, ()):
+            for fetch, held in moves.sums.get(key, ()):
                 if not (fetch.sum.returns and fetch.is_differentiable):
                     continue
                 number = self._number(microbatch)
                 gradient = self._sums.take(fetch, number, is_backward=True)
-                flight.add_gradient(key, Relative.of(fetch.want.block, fetch.want.block), gradient)
+                flight.add_gradient(key, held, gradient)
         for route in moves.collected[place]:
             gradient = self._receives.take(microbatch, route, is_backward=True)
             leaf = flight.leaves[route.source]

@@ -10,7 +10,7 @@ computes all their gradients together, which also share a message.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -193,12 +193,20 @@ class SharedSum(NamedTuple):
 
 
 def shared_sums(layout: Layout) -> dict[int, SharedSum]:
-    """The all-reduces by the number of each want that they serve."""
+    """The all-reduces by the number of each want that they serve; none of two regions of one value
+    on the same devices, which may want them in unlike orders."""
     by_region: dict[tuple[object, ...], list[Want]] = defaultdict(list)
     for want in layout.wants:
         by_region[want.value, want.block, want.copies].append(want)
-    found = ((wants, _shared_sum(wants)) for wants in by_region.values())
-    return {want.number: one for wants, one in found if one is not None for want in wants}
+    pairs = ((wants, _shared_sum(wants)) for wants in by_region.values())
+    found = [(wants, one) for wants, one in pairs if one is not None]
+    n_regions = Counter((wants[0].value, one.devices) for wants, one in found)
+    return {
+        want.number: one
+        for wants, one in found
+        if n_regions[wants[0].value, one.devices] == 1
+        for want in wants
+    }
 
 
 def _shared_sum(wants: list[Want]) -> SharedSum | None:

@@ -25,6 +25,7 @@ from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST, Action
 from harness.runtime.executor.geometry.layout import Layout, Want
 from harness.runtime.executor.program.program import PartKey, Program, Route, Segment, WantKey
 from harness.runtime.executor.run.phases import Phases
+from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.transport.channels import Channels, Transfer
 from harness.runtime.executor.transport.messages import (
     End,
@@ -81,7 +82,8 @@ class Moves:
         collected: values that it sent whose gradients to wait for before its backward, in the order
             of sending.
         returning: messages with gradients of its fetches, to send after its backward.
-        sums: the all-reduces, forward or backward, that each part contributes to.
+        sums: the all-reduces, forward or backward, that each part contributes to, each with its
+            region in the part's tensor.
 
     Args:
         messages: messages of the layout, of all devices.
@@ -105,12 +107,13 @@ class Moves:
             for position, segment in enumerate(segments):
                 self.fetches[stage, position] = tuple(map(self._fetch, segment.fetches))
                 self.collected[stage, position] = self._collected(segment)
-        self.sums: dict[PartKey, list[Fetch]] = defaultdict(list)
+        self.sums: dict[PartKey, list[tuple[Fetch, Relative]]] = defaultdict(list)
         for fetch in (fetch for each in self.fetches.values() for fetch in each):
             if fetch.sum.devices:
                 both = dict.fromkeys((*fetch.want.pieces, *fetch.want.returns))
-                for part in (piece.part for piece in both if piece.part.device == device):
-                    self.sums[PartKey.of(fetch.want.value, part)].append(fetch)
+                for piece in (piece for piece in both if piece.part.device == device):
+                    route = Route.of(layout, fetch.want, piece)
+                    self.sums[route.source].append((fetch, route.held))
         self.leaving: dict[Place, list[Message]] = defaultdict(list)
         self.returning: dict[Place, list[Message]] = defaultdict(list)
         for message in self._messages:
