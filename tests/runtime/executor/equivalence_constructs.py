@@ -278,6 +278,18 @@ class Convolutions(nn.Module):
         return self.head(self.along(F.interpolate(y, scale_factor=2.0).flatten(2)).amax(2))
 
 
+class UnreadBlock(nn.Module):
+    """Of 7 rows of a convolution the pool reads 6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.pool, self.head = nn.MaxPool2d(2), nn.Linear(36, _N_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.pool(self.two(torch.tanh(self.one(x)))).flatten(1))
+
+
 class Double(torch.autograd.Function):
     """Twice the value; three times the gradient."""
 
@@ -367,6 +379,7 @@ CONSTRUCTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "recurrent": (Recurrent, _STEPS),
     "own_function": (OwnFunction, _STEPS),
     "as_many_as_samples": (AsManyAsSamples, (2, 5)),
+    "unread_block": (UnreadBlock, (3, 7, 7)),
     "norms": (Norms, _SMALL_IMAGE),
     "convolutions": (Convolutions, _SMALL_IMAGE),
     "filled": (Filled, _TOKENS),

@@ -137,6 +137,18 @@ class Layout:
             if has_tasks(operator):
                 self._add_wants(operator)
 
+    @cached_property
+    def unread(self) -> frozenset[tuple[str, int]]:
+        """Operators and indices of parts that nobody reads, such as rows beyond a pool's windows,
+        though other parts are read. Their backward runs too, because other devices sum gradients of
+        the same weights."""
+        read = {
+            (p.part.operator, p.part.index) for w in self.wants for p in (*w.pieces, *w.returns)
+        }
+        parts = (part for name in {name for name, _ in read} for part in self.parts[name])
+        alone = {(part.operator, part.index) for part in parts if not part.copies}
+        return frozenset(alone - read)
+
     def plan(self, operator: str) -> OperatorPlan:
         return self.strategy.operators[operator]
 

@@ -61,11 +61,12 @@ class Lowering:
         inside = {(part.operator, part.index) for part in draft.parts}
         # The only task, if there is one.
         is_collective = self._tasks.forms.of[draft.parts[0].operator] == "collective"
+        always = inside if is_collective else inside & self._layout.unread
         outputs = sorted(key for key in needed if (key.operator, key.part) in inside)
         outputs += [
             key
             for key in builder.values
-            if key.value == "loss" or (is_collective and key not in needed)
+            if key.value == "loss" or (key not in needed and (key.operator, key.part) in always)
         ]
         return Segment(
             module=builder.finish(outputs, stage),
@@ -73,7 +74,7 @@ class Lowering:
             outputs=tuple(outputs),
             fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),
             sends=tuple(draft.sends),
-            is_collective=is_collective,
+            runs_always=bool(always),
             units=draft.units,
             is_differentiable=any(
                 key.value == "loss" or key.value in self._layout.differentiable for key in outputs

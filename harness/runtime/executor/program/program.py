@@ -130,8 +130,8 @@ class Segment:
         module: called with the inputs in order; returns the outputs as a tuple.
         fetches: wants that must arrive before it, first used by this segment.
         sends: pieces of its outputs that other devices read, in order.
-        is_collective: other devices wait for it within its task, forward and backward, even if its
-            output is unused.
+        runs_always: other devices wait for its backward, within its task or for gradients of its
+            weights, even if its output is unused.
         is_differentiable: whether a gradient flows back through it.
         units: numbers of the units of freed weights that it uses.
         is_apart: whether its tasks are of `Captured.apart`.
@@ -142,7 +142,7 @@ class Segment:
     outputs: tuple[PartKey, ...]
     fetches: tuple[Want, ...]
     sends: tuple[Route, ...]
-    is_collective: bool
+    runs_always: bool
     is_differentiable: bool
     units: frozenset[int] = frozenset()
     is_apart: bool = False

@@ -349,7 +349,7 @@ class Runner:
             if key.value == "loss":
                 outputs.append(output)
                 gradients.append(None)
-            elif flight.leaves[key].grad is not None or segment.is_collective:
+            elif flight.leaves[key].grad is not None or segment.runs_always:
                 outputs.append(output)
                 gradients.append(flight.gradient(key))
         if not outputs:
