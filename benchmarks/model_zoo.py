@@ -39,12 +39,12 @@ from typing import Any
 import torch
 import tyro
 from comparison import machine
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, first_line
 from harness.runtime.capture.capture import capture
+from harness.runtime.devices.precision import Float32Watch
 from harness.runtime.ranks.host import code_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -132,7 +132,7 @@ def _judged(case: ZooCase, found: Trace, sizes: list[int]) -> Row:
     beyond = first_beyond(found, wanted, FLOAT64_TOLERANCES["sgd"])
     if beyond is None:
         return {**row, "status": "ok"}
-    with _Float32Watch() as watch:
+    with Float32Watch() as watch:
         shifted = train_single(case, sizes, offset=_ROUNDING)
     row["rounding"] = worst(shifted, wanted).difference
     if watch.is_seen:
@@ -140,19 +140,6 @@ def _judged(case: ZooCase, found: Trace, sizes: list[int]) -> Row:
     if row["difference"] <= _FACTOR * row["rounding"]:
         return {**row, "status": "ok"}
     return {**row, "status": "wrong", "reason": f"{beyond.of} differs by {beyond.difference:.3g}"}
-
-
-class _Float32Watch(TorchDispatchMode):
-    """Whether any operator makes a float32 tensor."""
-
-    is_seen = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.is_seen |= isinstance(made, torch.Tensor) and made.dtype == torch.float32
-        return made
 
 
 def _with_nil_gradients(wanted: Trace, found: Trace) -> Trace:

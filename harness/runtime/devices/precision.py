@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Data types of autocast; parameters and optimizer state stay fp32.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,6 +37,21 @@ class Precision:
 def has_gradients(tensor: Tensor) -> bool:
     """Whether a tensor is real or complex, so that it may require a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+class Float32Watch(TorchDispatchMode):
+    """Whether any operator in the block makes a float32 tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.is_seen |= isinstance(made, Tensor) and made.dtype == torch.float32
+        return made
 
 
 def wire_bytes_per_fp32_byte(dtype: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -29,6 +29,7 @@ from harness.runtime.tracing.constructs import (
 )
 from harness.runtime.tracing.exported_functions import ExportedFunctions
 from harness.runtime.tracing.known_values import KnownValues
+from harness.runtime.tracing.loops import loops_found
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
 from harness.runtime.tracing.regions import AutocastRegion
 
@@ -40,14 +41,20 @@ _ASSERTIONS = (
 )  # fmt: skip
 
 
-def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
+def export(
+    model: nn.Module, examples: tuple[Tensor, ...], whole: Collection[type[nn.Module]] = ()
+) -> fx.GraphModule:
     """Export a model for batches of any size; the graph holds the model's own tensors.
 
     The export runs on fake tensors, so that it takes no memory, and tensors that forward makes on
     the CPU meet weights on the CPU although the model is on the meta device.
 
+    Args:
+        whole: kinds of modules that are one operator each.
+
     Raises:
         ModelError: the export is for one batch size only, or loses a construct.
+        LoopError: another kind of module loops over a sequence.
         Exception: any error of torch.export.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes half a second
@@ -55,17 +62,19 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     sizes = _open_sizes(model, len(examples))
     _refuse_hooks(model)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    functions = ExportedFunctions()
+    functions, copied = ExportedFunctions(), fake_copy(model, mode)
+    functions.keep_whole(model, copied, whole)
     with (
         _no_dropped_constructs(functions),
         patches.grad_mode_kept(),
         patches.masks_unread(),
         patches.users_code(model),
         KnownValues(len(examples[0])),
+        loops_found(copied, whole),
     ):
         # torch.export always specializes a size of 1.
         given = tuple(fake(x if len(x) > 1 else torch.cat((x, x)), mode) for x in examples)
-        exported = torch.export.export(fake_copy(model, mode), given, dynamic_shapes=sizes)
+        exported = torch.export.export(copied, given, dynamic_shapes=sizes)
     module: fx.GraphModule = exported.module(check_guards=False)
     functions.insert(module.graph)
     _remove_idle(module)

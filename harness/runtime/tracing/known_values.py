@@ -90,7 +90,7 @@ class KnownValues(TorchFunctionMode):
     def _is_large(self, made: Any) -> bool:
         sizes = [x.shape for x in tree_leaves(made) if isinstance(x, Tensor)]
         try:
-            return any(math.prod(_size(n, self._sizes[-1]) for n in s) > _LARGEST for s in sizes)
+            return any(math.prod(size_of(n, self._sizes[-1]) for n in s) > _LARGEST for s in sizes)
         except _UnknownError:
             return False
 
@@ -127,7 +127,7 @@ class KnownValues(TorchFunctionMode):
         with _disable_current_modes():
             blanks = [
                 torch.empty(
-                    [_size(n, self._sizes[k]) for n in x.shape], dtype=x.dtype, device=x.device
+                    [size_of(n, self._sizes[k]) for n in x.shape], dtype=x.dtype, device=x.device
                 )
                 for x in args[:n_blank]
             ]
@@ -139,7 +139,7 @@ class KnownValues(TorchFunctionMode):
             if id(x) not in self._known:
                 raise _UnknownError
             return self._known[id(x)].values[k]
-        return _size(x, self._sizes[k])
+        return size_of(x, self._sizes[k])
 
     def _lose(self, name: str, args: Any, kwargs: Any) -> None:
         """Forget the values that an operator without a known result may change, or views of which
@@ -161,7 +161,7 @@ def _place(known: _Known) -> int:
     return known.values[0].untyped_storage().data_ptr()
 
 
-def _size(x: Any, n_samples: int) -> Any:
+def size_of(x: Any, n_samples: int) -> Any:
     """A size for a number of samples."""
     if not isinstance(x, SymInt):
         return x

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dis
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -27,13 +28,14 @@ from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import parameters_of, tensors_in_order
 from harness.runtime.capture.operators import draws_random, function_name, is_known, is_opaque
 from harness.runtime.capture.sample_dims import Values, batch_sizes, is_uneven
-from harness.runtime.devices.precision import has_gradients
+from harness.runtime.devices.precision import Float32Watch, has_gradients
 from harness.runtime.tracing.constructs import ConstructError
 from harness.runtime.tracing.functions import GradientHooks
 
 _log = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-9
+_FLOAT32_TOLERANCE = 1e-5  # of user code that computes in float32, whatever its inputs
 # Larger operators are not run; those of unknown kind then count as mixing.
 _MOST_ELEMENTS = 1 << 24
 # Kinds that are sample-wise if dim 0 is the batch.
@@ -275,7 +277,9 @@ class _MixingTest:
             is_strict: NaN, which hides its inputs, and a written buffer give UNKNOWN.
         """
         before = self._buffers()
-        whole, *parts = (self._run(k) for k in range(3))
+        with Float32Watch() if is_strict else nullcontext() as watch:
+            whole, *parts = (self._run(k) for k in range(3))
+        tolerance = _FLOAT32_TOLERANCE if watch and watch.is_seen else _TOLERANCE
         has_nan = any(bool(x.isnan().any()) for x in (*whole[0], *whole[1]))
         if is_strict and (has_nan or self._buffers() != before):
             return _Mixing.UNKNOWN
@@ -283,8 +287,8 @@ class _MixingTest:
         gradients = zip(whole[1], *(part[1] for part in parts), strict=True)
         # A weight's gradient is a sum over samples, unless the output has no batch dim.
         is_fixed = all(a.shape == b.shape for a, b, *_ in outputs)
-        is_sample_wise = all(_is_joined(a, b) for a, *b in outputs) and all(
-            _is_joined(a, b) if is_fixed or a.shape != b[0].shape else _is_sum(a, b)
+        is_sample_wise = all(_is_joined(a, b, tolerance) for a, *b in outputs) and all(
+            (_is_joined if is_fixed or a.shape != b[0].shape else _is_sum)(a, b, tolerance)
             for a, *b in gradients
         )
         return _Mixing.SAMPLE_WISE if is_sample_wise else _Mixing.MIXES
@@ -353,28 +357,28 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _is_joined(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+def _is_joined(whole: Tensor, parts: Sequence[Tensor], tolerance: float) -> bool:
     """Whether the whole is the concatenation of its parts; if no dim grows, whether all equal."""
     if any(part.dim() != whole.dim() for part in parts):
         return False
     sizes = [(whole.shape[d], *(p.shape[d] for p in parts)) for d in range(whole.dim())]
     dims = [dim for dim, of in enumerate(sizes) if len(set(of)) > 1]
     if not dims:
-        return all(_is_near(whole, part) for part in parts)
+        return all(_is_near(whole, part, tolerance) for part in parts)
     if len(dims) > 1 or sum(part.shape[dims[0]] for part in parts) != whole.shape[dims[0]]:
         return False
-    return _is_near(whole, torch.cat(list(parts), dims[0]))
+    return _is_near(whole, torch.cat(list(parts), dims[0]), tolerance)
 
 
-def _is_sum(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+def _is_sum(whole: Tensor, parts: Sequence[Tensor], tolerance: float) -> bool:
     has_one_shape = all(part.shape == whole.shape for part in parts)
-    return has_one_shape and _is_near(whole, torch.stack(list(parts)).sum(0))
+    return has_one_shape and _is_near(whole, torch.stack(list(parts)).sum(0), tolerance)
 
 
-def _is_near(one: Tensor, other: Tensor) -> bool:
+def _is_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
     wide = torch.complex128 if one.is_complex() else torch.float64
     return one.shape == other.shape and torch.allclose(
-        one.to(wide), other.to(wide), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True
+        one.to(wide), other.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True
     )
 
 

@@ -38,6 +38,7 @@ from harness.runtime.tracing.constructs import (
 )
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.functions import GradientHooks, OpaqueFunction, detach
+from harness.runtime.tracing.loops import LoopError, has_large_share
 from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
 from harness.runtime.tracing.projections import join_projections, keep_dims
 from harness.runtime.tracing.refusals import refusal
@@ -188,9 +189,6 @@ def _states() -> dict[str, object]:
 
 _log = logging.getLogger(__name__)
 
-# A module with a larger share of the model's parameters is not kept whole for a written buffer.
-_LARGEST_SHARE = 0.5
-
 
 def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     """Trace a model that takes `examples`."""
@@ -216,16 +214,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
             raise reason
         if exported is None and not isinstance(reason, ConstructError):
             try:
-                with no_random_draws(), forgotten_stand_ins():
-                    module = export(model, examples)
-                finish(module.graph, module)
-                fold_constants(module, examples)
-                join_projections(module)
-                keep_dims(module)
-                join_attentions(module)
-                keep_regions(module)
-                _values_of(module, examples)
-                return module
+                return _exported(model, examples)
             except Exception as error:
                 exported = error
         path = tracer.module_path
@@ -236,6 +225,27 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
             "module %s is kept whole: torch.fx cannot trace it (%s)", path, first_line(reason)
         )
         whole.add(path)
+
+
+def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
+    """Trace a model by torch.export; modules that loop over a sequence are one operator each."""
+    whole: set[type[nn.Module]] = set()
+    while True:
+        try:
+            with no_random_draws(), forgotten_stand_ins():
+                module = export(model, examples, whole)
+            break
+        except LoopError as found:
+            _log.info("%s, and is one operator", found)
+            whole.add(found.kind)
+    finish(module.graph, module)
+    fold_constants(module, examples)
+    join_projections(module)
+    keep_dims(module)
+    join_attentions(module)
+    keep_regions(module)
+    _values_of(module, examples)
+    return module
 
 
 def _module(
@@ -276,5 +286,4 @@ def _place(model: nn.Module, buffer: str, writer: str) -> str:
     too large a part of the model, so that the graph passes the buffer's values on."""
     steps = zip(buffer.split(".")[:-1], writer.split("."), strict=False)
     place = ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], steps))
-    n_inside = sum(p.numel() for p in model.get_submodule(place).parameters())
-    return place if n_inside < _LARGEST_SHARE * sum(p.numel() for p in model.parameters()) else ""
+    return "" if has_large_share(model.get_submodule(place), model) else place

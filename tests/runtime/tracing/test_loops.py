@@ -1,0 +1,60 @@
+"""A module that loops over a long sequence is one operator of an exported graph."""
+
+import torch
+from torch import nn
+
+from harness.runtime.capture.capture import capture
+from harness.runtime.faithfulness.comparison import hold_to_model
+from harness.runtime.models.factory import task_of
+from harness.runtime.models.task import ModelOptions
+from harness.runtime.tracing.loops import LONGEST, WholeModule
+
+
+class Decay(nn.Module):
+    """A scan; its state is in float32, whatever its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate, self.out = nn.Parameter(torch.ones(6)), nn.Linear(6, 6)
+
+    def forward(self, x, *, state=None):
+        state = torch.zeros_like(x[:, 0]).float() if state is None else state
+        seen = []
+        for k in range(x.shape[1]):
+            state = state * torch.sigmoid(self.rate).float() + x[:, k].float()
+            seen.append(state)
+        return self.out(torch.stack(seen, 1).to(x.dtype)), state
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scans = nn.ModuleList(Decay() for _ in range(3))
+
+    def forward(self, x):
+        for scan in self.scans:
+            x = torch.tanh(scan(x, state=None)[0])
+        return x.mean(1)
+
+
+def captured(n_steps):
+    task = task_of("scan", (Net(), {"x": torch.randn(2, n_steps, 6)}), ModelOptions())
+    found = capture(task, 8, "scan")
+    hold_to_model(task, found, "scan")
+    return found
+
+
+def test_a_long_loop_is_one_operator_that_is_cut_by_samples():
+    found = captured(n_steps=LONGEST // 4)
+    whole = [k for k, n in found.nodes.items() if isinstance(n.target, WholeModule)]
+    operators = [op for op in found.graph.operators if op.name in whole]
+    assert len(operators) == 3
+    assert len(found.graph.operators) == 9  # input, three scans and tanh, mean, loss
+    assert not any({"mixes_samples", "is_cut_by_samples"} & op.attrs.keys() for op in operators)
+    assert operators[0].attrs["parameters"] == [
+        "scans.0.rate", "scans.0.out.weight", "scans.0.out.bias",
+    ]  # fmt: skip
+
+
+def test_a_short_loop_is_unrolled():
+    assert not any(isinstance(n.target, WholeModule) for n in captured(n_steps=4).nodes.values())
