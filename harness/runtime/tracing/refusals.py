@@ -115,7 +115,8 @@ def refusal(name: str, *reasons: Exception) -> ModelError:
             if re.search(pattern, str(error)):
                 return _error(name, construct, error, remedy)
     messages = "; ".join(dict.fromkeys(map(_message, reasons)))
-    return _error(name, messages, reasons[0], "rewrite that part")
+    placed = next(filter(_place, reasons), reasons[0])
+    return _error(name, messages, placed, "rewrite that part")
 
 
 def _error(name: str, construct: str, error: Exception, remedy: str) -> ModelError:
