@@ -12,6 +12,7 @@ graph stays as it is.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from typing import Any
@@ -23,7 +24,7 @@ from harness.domain.partition import Interval
 from harness.runtime.capture.operators import draws_random, function_name
 from harness.runtime.executor.shards.base import has_plain_weights
 from harness.runtime.tracing.attention_joining import JoinedGraph, is_size
-from harness.runtime.tracing.constructs import AUTOCAST, HOOKS, NO_GRAD
+from harness.runtime.tracing.constructs import AUTOCAST, CALLS, HOOKS, NO_GRAD
 from harness.runtime.tracing.projections import transposed_linear
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -31,40 +32,58 @@ _PRODUCTS = ("matmul", "bmm")
 _VIEWS = ("view", "reshape", "_unsafe_view")
 _POINTWISE = (
     "mul", "add", "sub", "div", "neg", "to", "contiguous", "clone", "pow", "rsqrt", "mean", "alias",
-    "softmax", "dropout", "masked_fill", "where", "tanh", "type_as",
+    "softmax", "dropout", "masked_fill", "where", "tanh", "type_as", "gather",
 )  # fmt: skip
 _AFTER_SOFTMAX = ("dropout", "to", "type_as", "contiguous", "clone")
 _SAME_RANK = ("cat", "slice", "split", "split_with_sizes", "chunk", "expand", "repeat_interleave")
-_MOVES = ("transpose", "permute", "unsqueeze")
+_MOVES = ("transpose", "permute", "unsqueeze", "select", "unbind")
 _PASSED = {*_VIEWS, *_POINTWISE, *_SAME_RANK, *_MOVES, *_PRODUCTS, "getitem"}
 
 
 def join_attentions(module: fx.GraphModule) -> None:
     """Join every attention that can be cut by heads."""
     for node in list(filter(_is_attention, module.graph.nodes)):
-        try:
-            found = _Region(module, node)
-            found.propagate()
-        except _NotCuttableError:
-            continue
-        found.join()
+        for is_stacked in (False, True):
+            try:
+                found = _Region(module, node, is_stacked=is_stacked)
+                found.propagate()
+            except _NotCuttableError:
+                continue
+            found.join()
+            break
     module.graph.lint()
     module.recompile()
 
 
 def _is_attention(node: fx.Node) -> bool:
     """Whether a node is PyTorch's function, or the product of a softmax with the values."""
-    if node.op not in ("call_function", "call_method") or node.target is _ATTENTION:
-        return node.target is _ATTENTION
-    source: Any = node.args[0] if _name(node) in _PRODUCTS else None
-    while isinstance(source, fx.Node) and _name(source) in _AFTER_SOFTMAX:
+    if node.target is _ATTENTION:
+        return True
+    source: Any = node.args[0] if operator_name(node) in _PRODUCTS else None
+    while isinstance(source, fx.Node) and operator_name(source) in _AFTER_SOFTMAX:
         source = source.args[0]
-    return isinstance(source, fx.Node) and _name(source) == "softmax"
+    return isinstance(source, fx.Node) and operator_name(source) == "softmax"
 
 
-def _name(node: fx.Node) -> str:
-    """The name of a node's function, without the underscore of in-place functions."""
-    return function_name(node.target).removesuffix("_")
+def is_softmax(node: fx.Node) -> bool:
+    """Whether a node is a softmax, or PyTorch's function of an attention."""
+    if node.op == "call_module":
+        return isinstance(_module_of(node), nn.Softmax)
+    return function_name(node.target) in ("softmax", "scaled_dot_product_attention")
+
+
+def operator_name(node: fx.Node) -> str:
+    """The name of a node's function, without the underscore of in-place functions; `dropout` for
+    a module of it, empty for others."""
+    if node.op == "call_module":
+        return "dropout" if type(_module_of(node)) is nn.Dropout else ""
+    return function_name(node.target).removesuffix("_") if node.op in CALLS else ""
+
+
+def _module_of(node: fx.Node) -> nn.Module:
+    owner = node.graph.owning_module
+    assert owner is not None
+    return owner.get_submodule(str(node.target))
 
 
 class _NotCuttableError(Exception):
@@ -79,14 +98,19 @@ def _require(condition: object) -> None:
 class _Region:
     """The operators from an attention's projections to the one of its output.
 
+    Args:
+        is_stacked: a view of a projection stacks queries, keys and values before the heads.
+
     Attributes:
         heads: position of the dim of heads of each node's value.
         sections: of the output of each projection, where operators divide it.
         slices: operators that read values from elsewhere, those values, and their dim of heads.
     """
 
-    def __init__(self, module: fx.GraphModule, attention: fx.Node) -> None:
-        self._module, self._attention = module, attention
+    def __init__(
+        self, module: fx.GraphModule, attention: fx.Node, *, is_stacked: bool = False
+    ) -> None:
+        self._module, self._attention, self._is_stacked = module, attention, is_stacked
         self._last = self._find_last()
         self._projections: set[fx.Node] = set()
         self._leads: dict[fx.Node, bool] = {}
@@ -128,11 +152,10 @@ class _Region:
         """Whether known operators lead from a projection to a value; remember all on the way."""
         if node in self._leads:
             return self._leads[node]
-        is_passed = node.op in ("call_function", "call_method") and _name(node) in _PASSED
         if self._is_projection(node):
             self._projections.add(node)
             self._leads[node] = True
-        elif is_size(node) or not is_passed:
+        elif is_size(node) or operator_name(node) not in _PASSED:
             is_tensor = node.op == "get_attr" or isinstance(node.meta.get("val"), Tensor)
             _require(is_tensor or is_size(node))
             self._leads[node] = False
@@ -142,7 +165,7 @@ class _Region:
 
     def _is_projection(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            part = self._module.get_submodule(str(node.target))
+            part = _module_of(node)
             return type(part) is nn.Linear and has_plain_weights(part)
         return node.target is transposed_linear
 
@@ -165,7 +188,7 @@ class _Region:
             elif node.target is _ATTENTION:
                 position = self._of_attention()
             else:
-                position = self._of(node, _name(node))
+                position = self._of(node, operator_name(node))
             self.heads[node] = position
             if function_name(node.target) not in ("split", "split_with_sizes", "chunk"):
                 self._extents.add(_size(node, position))
@@ -215,6 +238,10 @@ class _Region:
             return {a: b, b: a}.get(position, position)
         if name == "permute":
             return [_natural(x, rank) for x in node.args[1]].index(position)  # type: ignore[union-attr]
+        if name in ("select", "unbind"):
+            dim = _natural(node.args[1] if len(node.args) > 1 else 0, rank)
+            _require(dim != position)
+            return position - (dim < position)
         if name == "unsqueeze":
             return position + (_natural(node.args[1], rank + 1) <= position)
         if name == "expand":
@@ -229,8 +256,13 @@ class _Region:
         before = _volume(given[:position])
         places = [k for k, size in enumerate(made) if _volume(made[:k]) == before and size != 1]
         _require(places)
-        self._scale(node, 1, places[0])
-        return places[0]
+        place = places[0]
+        if self._is_stacked and source in self._projections:
+            size, n_stacked, place = _size(source, -1), _size(node, place), place + 1
+            edges = [size * k // n_stacked for k in range(n_stacked + 1)]
+            self.sections[source] = {*itertools.pairwise(edges)}
+        self._scale(node, 1, place)
+        return place
 
     def _of_product(self, node: fx.Node) -> int:
         """A product of matrices, whose batch dims include the heads."""
@@ -251,7 +283,7 @@ class _Region:
         for other in tensors:
             self._broadcast(node, other, offset)
         rank = len(_shape(node))
-        has_dims = name in ("cat", "mean", "softmax")
+        has_dims = name in ("cat", "mean", "softmax", "gather")
         dims: Any = node.args[1] if has_dims and len(node.args) > 1 else ()
         dims = [dims] if isinstance(dims, int) else dims
         _require(name not in ("mean", "softmax") or dims)
@@ -264,6 +296,8 @@ class _Region:
         return rank - offset
 
     def _of_element(self, node: fx.Node, source: fx.Node, position: int) -> int:
+        if operator_name(source) == "unbind":
+            return position
         _require(function_name(source.target) in ("split", "split_with_sizes", "chunk"))
         whole = source.all_input_nodes[0]
         if whole in self._spans and _shape(node)[position] != _shape(whole)[position]:
@@ -317,9 +351,7 @@ class _Region:
         projections = {node: self._spans_of(node) for node in self._projections}
         projections[self._last] = ((0, _size(self._last.all_input_nodes[0], -1)),)
         joined = JoinedGraph(self._module, self._order, projections, self.slices)
-        draws = any(
-            node.op != "call_module" and draws_random(node, self._module) for node in self._order
-        )
+        draws = any(draws_random(node, self._module) for node in self._order)
         region = joined.region(self._numbers, self.n_groups, draws=draws)
         with self._module.graph.inserting_before(self._last):
             call = self._module.graph.call_function(region, (*joined.inputs, *joined.held))

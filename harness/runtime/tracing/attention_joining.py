@@ -128,6 +128,11 @@ class JoinedGraph:
         return self._graph.placeholder(f"weight_{len(self.held)}")
 
     def _copy(self, node: fx.Node, size: fx.Node) -> None:
+        if node not in self._projections and node.op == "call_module":
+            dropout: Any = self._module.get_submodule(str(node.target))
+            arguments = (self._copies[node.all_input_nodes[0]], dropout.p, dropout.training)
+            self._copies[node] = self._graph.call_function(F.dropout, arguments)
+            return
         if node not in self._projections:
             self._copies[node] = self._graph.node_copy(
                 node, lambda n: size if is_size(n) else self._given(node, n)

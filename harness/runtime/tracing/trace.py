@@ -1,7 +1,8 @@
 """Trace a model into a graph with the same outputs and gradients.
 
 torch.fx comes first, because it keeps modules (a convolution, an attention) as single operators.
-If it fails, torch.export follows, whose operators are smaller. If both fail in a module, that
+If it fails, torch.export follows, whose operators are smaller, and also if that finds attentions
+that can be cut by heads. If both fail in a module, that
 module is kept as one operator.
 """
 
@@ -24,8 +25,10 @@ from harness.runtime.capture.meta_copy import forgotten_stand_ins, meta_copy
 from harness.runtime.capture.operators import draws_random
 from harness.runtime.capture.sample_dims import values_at
 from harness.runtime.executor.shards.inplace import works_in_place
+from harness.runtime.models.mixture import is_single_operator
 from harness.runtime.models.task import choose_logits, named_outputs
-from harness.runtime.tracing.attention_finding import join_attentions
+from harness.runtime.tracing.attention_finding import is_softmax, join_attentions
+from harness.runtime.tracing.attention_region import AttentionRegion
 from harness.runtime.tracing.autocast import keep_regions
 from harness.runtime.tracing.constants import fold_constants
 from harness.runtime.tracing.constructs import (
@@ -42,6 +45,7 @@ from harness.runtime.tracing.loops import LoopError, has_large_share
 from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
 from harness.runtime.tracing.projections import join_projections, keep_dims
 from harness.runtime.tracing.refusals import refusal
+from harness.runtime.tracing.stacked_products import keep_heads
 from harness.runtime.tracing.tracer import ModelTracer
 from harness.runtime.tracing.tuples import index_fields
 
@@ -202,7 +206,10 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                 graph = tracer.trace(model)
             if not tracer.states.writes:
                 finish(graph, model, tracer.has_gradient)
-                return _module(model, graph, states, whole, examples)
+                module = _module(model, graph, states, whole, examples)
+                if whole or states:
+                    return module
+                return _with_heads(model, module, examples) or module
         except Exception as error:
             reason = error
         if tracer.states.writes:
@@ -242,10 +249,33 @@ def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     fold_constants(module, examples)
     join_projections(module)
     keep_dims(module)
+    keep_heads(module)
     join_attentions(module)
     keep_regions(module)
     _values_of(module, examples)
     return module
+
+
+def _with_heads(
+    model: nn.Module, traced: fx.GraphModule, examples: tuple[Tensor, ...]
+) -> fx.GraphModule | None:
+    """The export of a traced model, if that has attentions that can be cut by heads."""
+    if any(map(_is_cut_otherwise, model.modules())):
+        return None
+    if not any(map(is_softmax, traced.graph.nodes)):
+        return None
+    try:
+        exported = _exported(model, examples)
+    except Exception as error:
+        _log.info("attentions are not cut by heads: %s", first_line(error))
+        return None
+    is_cut = any(isinstance(node.target, AttentionRegion) for node in exported.graph.nodes)
+    return exported if is_cut else None
+
+
+def _is_cut_otherwise(part: nn.Module) -> bool:
+    """Whether a module is one operator of a kind that an export would take apart."""
+    return isinstance(part, nn.RNNBase | nn.MultiheadAttention) or is_single_operator(part)
 
 
 def _module(

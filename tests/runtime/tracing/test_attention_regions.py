@@ -43,32 +43,43 @@ def part_of(region, arguments, groups):
 
 # Queries, keys and values of GPT-2 are one product; two heads of Llama's queries share a group.
 # Scores of T5 get relative positions of each head; eager attentions are products of their own.
+# Bloom and DeBERTa merge samples and heads; each head of Bloom has its queries, keys and values
+# beside each other. Models of timm stack queries, keys and values.
 @pytest.mark.parametrize(
     ("name", "n_regions", "n_groups", "sections"),
     [
-        ("bert", 2, 4, ((0, 16),)),
-        ("gpt2", 2, 4, ((0, 16), (16, 32), (32, 48))),
-        ("llama", 2, 2, ((0, 16),)),
-        ("llama_eager", 2, 2, ((0, 16),)),
-        ("t5", 3, 4, ((0, 16),)),
-        ("bart", 3, 4, ((0, 16),)),
+        ("transformers_bert", 2, 4, ((0, 16),)),
+        ("transformers_gpt2", 2, 4, ((0, 16), (16, 32), (32, 48))),
+        ("transformers_llama", 2, 2, ((0, 16),)),
+        ("transformers_llama_eager", 2, 2, ((0, 16),)),
+        ("transformers_t5", 3, 4, ((0, 16),)),
+        ("transformers_bart", 3, 4, ((0, 16),)),
+        ("transformers_bloom", 2, 4, ((0, 48),)),
+        ("transformers_deberta_v2", 2, 4, ((0, 16),)),
+        ("timm_vit_tiny_patch16_224", 2, 4, ((0, 16), (16, 32), (32, 48))),
     ],
 )
 def test_the_parts_of_an_attention_add_up(name, n_regions, n_groups, sections):
-    task = ZOO[f"transformers_{name}"].task()
+    task = ZOO[name].task()
     captured = capture(task, 4, name)
     regions = {k: n for k, n in captured.nodes.items() if isinstance(n.target, AttentionRegion)}
     assert len(regions) == n_regions
     operator, node = next(iter(regions.items()))
     region = node.target
     assert (region.n_groups, region.weights[0].sections) == (n_groups, sections)
-    tokens = [torch.randint(spec.n_values, (3, *spec.shape)) for spec in task.inputs]
+    inputs = [
+        torch.randint(spec.n_values, (3, *spec.shape))
+        if spec.n_values
+        else torch.randn(3, *spec.shape, dtype=spec.dtype)
+        for spec in task.inputs
+    ]
     run = _ArgumentsOf(captured.module, node)
-    run.run(*tokens)
+    run.run(*inputs)
     parts = [part_of(region, run.found, groups) for groups in ((0, 1), (1, n_groups))]
     torch.testing.assert_close(sum(parts), region(*run.found), rtol=1e-12, atol=1e-14)
     plans = tensor_parallel(captured.graph, small_cluster(2), 4).operators
     assert plans[operator].partition == {"heads": 2}
-    # Of a linear layer's two, the first is cut by features and the second by its contraction.
+    # Of a linear layer's two, the first is cut by features and the second by its contraction, but
+    # for Bloom's, whose activation is an autograd function.
     cuts = [set(plan.partition) - {REPLICA} for plan in plans.values()]
-    assert cuts.count({"contraction"}) >= 2
+    assert cuts.count({"contraction"}) >= 1 + (name != "transformers_bloom")

@@ -1,0 +1,157 @@
+"""Keep samples and heads apart in products of stacks of matrices, so that they can be cut by heads.
+
+    (samples, heads, rows, width) -> view (samples * heads, rows, width) --+
+                                                                           bmm -> view (samples,
+    (samples, heads, width, rows) -> view (samples * heads, width, rows) --+      heads, rows, rows)
+
+becomes one matmul of four dims. Softmax, dropout and scaling between such views follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from harness.runtime.tracing.attention_finding import operator_name
+
+_VIEWS = ("view", "reshape", "_unsafe_view")
+_POINTWISE = ("mul", "div", "add", "sub", "to", "contiguous", "clone", "dropout", "type_as", "neg")
+_WITH_DIMS = {"softmax": 1, "transpose": 2, "gather": 1}  # number of dims among the arguments
+_PRODUCTS = ("bmm", "baddbmm")
+_ATEN = torch.ops.aten
+
+
+def keep_heads(module: fx.GraphModule) -> None:
+    """Replace each product whose stack of matrices is split into samples and heads afterwards."""
+    for view in list(module.graph.nodes):
+        if not _divides(view):
+            continue
+        source = view.args[0]
+        assert isinstance(source, fx.Node)
+        stack = _Stack(view, source)
+        if not stack.has_products:
+            continue
+        view.replace_all_uses_with(stack.apart(source))
+        for node in (view, *reversed(stack.inside)):
+            module.graph.erase_node(node)
+    for node in reversed(module.graph.nodes):
+        is_size = isinstance(node.meta.get("val"), torch.SymInt)
+        if not node.users and (is_size or operator_name(node) in (*_VIEWS, "repeat")):
+            module.graph.erase_node(node)
+    module.graph.lint()
+    module.recompile()
+
+
+def _shape(node: Any) -> list[str]:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return list(map(str, value.shape)) if isinstance(value, Tensor) else []
+
+
+def _divides(node: fx.Node) -> bool:
+    """Whether a view splits the first of three dims into samples and heads."""
+    if operator_name(node) not in _VIEWS:
+        return False
+    merged, apart = _shape(node.args[0]), _shape(node)
+    if len(merged) != 3 or len(apart) != 4 or not apart[1].isdigit() or apart[2:] != merged[1:]:
+        return False
+    sizes = node.meta["val"].shape
+    return str(sizes[0] * sizes[1]) == merged[0]
+
+
+class _Stack:
+    """The operators before a view that keep the stack of matrices, which nothing else reads.
+
+    Attributes:
+        inside: those whose values have samples and heads in one dim, in order.
+    """
+
+    def __init__(self, view: fx.Node, source: fx.Node) -> None:
+        self._n_samples, self._n_heads = view.meta["val"].shape[:2]
+        found: set[fx.Node] = set()
+        waiting = [source]
+        while waiting:
+            node = waiting.pop()
+            if node not in found and self._keeps_stack(node):
+                found.add(node)
+                waiting += node.all_input_nodes
+        while shared := {n for n in found if not {*found, view}.issuperset(n.users)}:
+            found -= shared
+        self.inside = [node for node in view.graph.nodes if node in found]
+        self._apart: dict[fx.Node, fx.Node] = {}
+
+    @property
+    def has_products(self) -> bool:
+        return any(operator_name(node) in _PRODUCTS for node in self.inside)
+
+    def _keeps_stack(self, node: fx.Node) -> bool:
+        shape, name = _shape(node), operator_name(node)
+        if len(shape) != 3 or shape[0] != str(self._n_samples * self._n_heads):
+            return False
+        if name in _WITH_DIMS:
+            dims: Any = node.args[1 : 1 + _WITH_DIMS[name]]
+            return all(isinstance(dim, int) and dim % 3 for dim in dims)
+        return name in _PRODUCTS or name in _POINTWISE
+
+    def apart(self, node: fx.Node) -> fx.Node:
+        """The value with a dim of samples and one of heads."""
+        if node not in self._apart:
+            self._apart[node] = self._split(node)
+        return self._apart[node]
+
+    def _split(self, node: fx.Node) -> fx.Node:
+        if node in self.inside:
+            return self._call(node)
+        source: Any = node.args[0] if node.args else None
+        name, n_stacked = operator_name(node), _shape(node)[0]
+        if name in _VIEWS and _shape(source) == list(map(str, self._sizes(node))):
+            return source  # type: ignore[no-any-return]
+        first = next(each for each in self.inside if node in each.all_input_nodes)
+        stack = [1, 1] if n_stacked == "1" else [-1, self._n_heads]
+        if name == "repeat" and _shape(source)[0] == str(self._n_heads):
+            node, stack = source, [1, self._n_heads]  # the same for each sample
+        value = node.meta["val"]
+        sizes = [*stack, *value.shape[1:]]
+        made = self._insert(node, _ATEN.reshape.default, node, sizes, before=first)
+        made.meta["val"] = value.new_empty([self._n_samples if n == -1 else n for n in sizes])
+        return made
+
+    def _call(self, node: fx.Node) -> fx.Node:
+        name = operator_name(node)
+        given: list[Any] = [
+            self.apart(x) if isinstance(x, fx.Node) and len(_shape(x)) == 3 else x
+            for x in node.args
+        ]
+        if name == "bmm":
+            return self._insert(node, _ATEN.matmul.default, *given)
+        if name == "baddbmm":
+            product = self._insert(node, _ATEN.matmul.default, *given[1:])
+            scales = (node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1))
+            terms = (
+                x if scale == 1 else self._insert(x, _ATEN.mul.Tensor, x, scale, before=node)
+                for x, scale in zip((given[0], product), scales, strict=True)
+            )
+            return self._insert(node, _ATEN.add.Tensor, *terms)
+        n_dims = _WITH_DIMS.get(name, 0)
+        dims = [dim % 3 + 1 for dim in given[1 : 1 + n_dims]]
+        kwargs: dict[str, Any] = node.kwargs
+        return self._insert(node, node.target, given[0], *dims, *given[1 + n_dims :], **kwargs)
+
+    def _insert(
+        self, like: fx.Node, target: Any, *args: Any, before: fx.Node | None = None, **kwargs: Any
+    ) -> fx.Node:
+        """A call in the place of a node, with its marks."""
+        operation = "call_module" if isinstance(target, str) else "call_function"
+        with like.graph.inserting_before(before or like):
+            made = like.graph.create_node(operation, target, args, kwargs)
+        value = like.meta["val"]
+        made.meta = {**like.meta, "val": value.new_empty(self._sizes(like))}
+        return made
+
+    def _sizes(self, node: fx.Node) -> list[Any]:
+        n_stacked, *others = node.meta["val"].shape
+        if len(others) == 3:
+            return [n_stacked, *others]
+        samples = [1, 1] if n_stacked == 1 else [self._n_samples, self._n_heads]
+        return [*samples, *others]
