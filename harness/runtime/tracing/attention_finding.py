@@ -29,14 +29,14 @@ from harness.runtime.tracing.projections import transposed_linear
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _PRODUCTS = ("matmul", "bmm")
-_VIEWS = ("view", "reshape", "_unsafe_view")
+_VIEWS = ("view", "reshape", "_unsafe_view", "reshape_as", "flatten")
 _POINTWISE = (
     "mul", "add", "sub", "div", "neg", "to", "contiguous", "clone", "pow", "rsqrt", "mean", "alias",
     "softmax", "dropout", "masked_fill", "where", "tanh", "type_as", "gather",
 )  # fmt: skip
 _AFTER_SOFTMAX = ("dropout", "to", "type_as", "contiguous", "clone")
 _SAME_RANK = ("cat", "slice", "split", "split_with_sizes", "chunk", "expand", "repeat_interleave")
-_MOVES = ("transpose", "permute", "unsqueeze", "select", "unbind")
+_MOVES = ("transpose", "permute", "unsqueeze", "select", "unbind", "stack")
 _PASSED = {*_VIEWS, *_POINTWISE, *_SAME_RANK, *_MOVES, *_PRODUCTS, "getitem"}
 
 
@@ -242,8 +242,10 @@ class _Region:
             dim = _natural(node.args[1] if len(node.args) > 1 else 0, rank)
             _require(dim != position)
             return position - (dim < position)
-        if name == "unsqueeze":
-            return position + (_natural(node.args[1], rank + 1) <= position)
+        if name in ("unsqueeze", "stack"):
+            _require(all(self.heads.get(n) == position for n in node.all_input_nodes))
+            new = node.args[1] if len(node.args) > 1 else 0
+            return position + (_natural(new, rank + 1) <= position)
         if name == "expand":
             position += len(_shape(node)) - rank
             self._scale(node, 1, position)
@@ -261,7 +263,10 @@ class _Region:
             size, n_stacked, place = _size(source, -1), _size(node, place), place + 1
             edges = [size * k // n_stacked for k in range(n_stacked + 1)]
             self.sections[source] = {*itertools.pairwise(edges)}
-        self._scale(node, 1, place)
+        if operator_name(node) == "reshape_as":
+            _require(node.args[1] in self.heads)
+        elif operator_name(node) != "flatten":
+            self._scale(node, 1, place)
         return place
 
     def _of_product(self, node: fx.Node) -> int:

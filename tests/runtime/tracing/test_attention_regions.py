@@ -44,7 +44,7 @@ def part_of(region, arguments, groups):
 # Queries, keys and values of GPT-2 are one product; two heads of Llama's queries share a group.
 # Scores of T5 get relative positions of each head; eager attentions are products of their own.
 # Bloom and DeBERTa merge samples and heads; each head of Bloom has its queries, keys and values
-# beside each other. Models of timm stack queries, keys and values.
+# beside each other. Models of timm stack queries, keys and values. GPT-J rotates pairs.
 @pytest.mark.parametrize(
     ("name", "n_regions", "n_groups", "sections"),
     [
@@ -55,6 +55,7 @@ def part_of(region, arguments, groups):
         ("transformers_t5", 3, 4, ((0, 16),)),
         ("transformers_bart", 3, 4, ((0, 16),)),
         ("transformers_bloom", 2, 4, ((0, 48),)),
+        ("transformers_gptj", 2, 4, ((0, 16),)),
         ("transformers_deberta_v2", 2, 4, ((0, 16),)),
         ("timm_vit_tiny_patch16_224", 2, 4, ((0, 16), (16, 32), (32, 48))),
     ],
