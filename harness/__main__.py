@@ -384,14 +384,15 @@ def _run() -> int:
 
 def _exit(code: int) -> NoReturn:
     """End this process; after success without freeing its modules, which takes torch a second."""
-    if code:
-        sys.exit(code)  # by which mpi4py aborts the other ranks
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(0)
+    with contextlib.suppress(OSError):  # the interpreter's own end reports it
+        sys.stdout.flush()
+        if code == 0:
+            mpi = sys.modules.get("mpi4py.MPI")
+            if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+                mpi.Finalize()
+            atexit._run_exitfuncs()
+            os._exit(0)
+    sys.exit(code)  # by which mpi4py aborts the other ranks
 
 
 if __name__ == "__main__":
