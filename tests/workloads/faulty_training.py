@@ -40,7 +40,7 @@ from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.workload import WORKLOAD
 
 # Long enough for ranks that share a busy machine to start.
-TIMEOUT_S = 20.0
+TIMEOUT_S = 15.0
 _fault = ""  # of the model that this process has made
 
 

@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
     [
         ("killed", ["rank 2 (", "killed by SIGKILL", WAITED]),
         ("error", ["rank 2 (", "RuntimeError: rank 2 has a bug (faulty_training.py:"]),
-        ("hang", ["did not answer within 20 s", "rank 2 (", ", in forward of step 2; ", WAITED]),
+        ("hang", ["did not answer within 15 s", "rank 2 (", ", in forward of step 2; ", WAITED]),
     ],
 )
 def test_the_reason_names_rank_and_operator(runs, fault, words):
