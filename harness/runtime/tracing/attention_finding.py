@@ -263,6 +263,7 @@ class _Region:
             size, n_stacked, place = _size(source, -1), _size(node, place), place + 1
             edges = [size * k // n_stacked for k in range(n_stacked + 1)]
             self.sections[source] = {*itertools.pairwise(edges)}
+        _require(place < len(made))
         if operator_name(node) == "reshape_as":
             _require(node.args[1] in self.heads)
         elif operator_name(node) != "flatten":

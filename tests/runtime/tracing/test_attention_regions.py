@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
 from equivalence_strategies import small_cluster
@@ -15,6 +15,7 @@ from harness.domain.partition import REPLICA
 from harness.plan.builders import tensor_parallel
 from harness.runtime.capture.capture import capture
 from harness.runtime.tracing.attention_region import AttentionRegion
+from harness.runtime.tracing.trace import trace
 
 
 class _ArgumentsOf(fx.Interpreter):
@@ -84,3 +85,23 @@ def test_the_parts_of_an_attention_add_up(name, n_regions, n_groups, sections):
     # for Bloom's, whose activation is an autograd function.
     cuts = [set(plan.partition) - {REPLICA} for plan in plans.values()]
     assert cuts.count({"contraction"}) >= 1 + (name != "transformers_bloom")
+
+
+class OneHead(nn.Module):
+    """An exported attention whose heads are a dim of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        if x.sum(1).shape[0] < 0:  # torch.fx cannot follow it
+            return x
+        q, k, v = (part(x).view(-1, 4, 1, 8).transpose(1, 2) for part in (self.q, self.k, self.v))
+        made = torch.softmax(q @ k.transpose(2, 3), dim=-1) @ v
+        return self.out(made.transpose(1, 2).reshape(-1, 4, 8))
+
+
+def test_an_attention_of_one_head_stays_in_pieces():
+    module = trace(OneHead(), (torch.zeros(2, 4, 8),))
+    assert not any(isinstance(node.target, AttentionRegion) for node in module.graph.nodes)
