@@ -193,7 +193,7 @@ class Runner:
             for fetch in moves.fetches[place]:
                 self._assemble(flight, fetch, microbatch)
             self._gathers.before((self._at_action, position))
-            outputs = self._gathers.kept(self._compute(flight, segment, place))
+            outputs = self._gathers.kept(segment.units, self._compute(flight, segment, place))
             self._gathers.after((self._at_action, position))
             flight.outputs[place] = outputs
             for key, output in zip(segment.outputs, outputs, strict=True):

@@ -17,7 +17,7 @@ they gather in one order. A unit that is the last of one action and the first of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -344,9 +344,10 @@ class WeightGathers:
                     self._freed[visit.unit].finish(self._phases)
                     self._start(devices, k + 2, is_ahead=True)
 
-    def kept(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """A segment's outputs, copied where they are views of weights that will be freed."""
-        freed = {one._cdata for unit in self._freed.values() for one in unit.storages()}
+    def kept(self, units: Iterable[int], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The outputs of a segment with some units, copied where they are views of weights that
+        will be freed."""
+        freed = {one._cdata for number in units for one in self._freed[number].storages()}
         return tuple(x.clone() if x.untyped_storage()._cdata in freed else x for x in outputs)
 
     def after(self, moment: Moment) -> None:
