@@ -13,6 +13,7 @@ from change_training import (
 from equivalence_cases import Case
 from equivalence_models import small_graph
 from equivalence_strategies import named_strategies
+from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster
 from harness.domain.freezing import frozen_operators
@@ -58,6 +59,13 @@ def test_a_change_equals_one_device(model, named, more, ranks):
 @pytest.mark.parametrize("index", [1, 7, 11])
 def test_changes_between_random_strategies_equal_one_device(index, ranks):
     finding = check_change(random_changing_case(0, index), ranks)
+    assert finding.is_equal, finding.text()
+
+
+def test_a_slice_that_a_rank_keeps_gets_the_layout_that_the_others_receive(ranks):
+    changing = changing_case("weight_views", (1, "single"), (2, "ddp"))  # has a transposed weight
+    changes = [(at, replace(after, shard_state="gradients")) for at, after in changing.changes]
+    finding = check_change(replace(changing, changes=changes), ranks)
     assert finding.is_equal, finding.text()
 
 

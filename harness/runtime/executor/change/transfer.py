@@ -295,10 +295,11 @@ class StateTransfer:
 
     def _keep(self, block: _Block) -> None:
         before, after = block.migration.before, block.migration.after
-        if before != after:
+        old, new = self._before.tensor(before, block.key), self._after.tensor(after, block.key)
+        # All holders of a slice have its elements in one order, which the new strategy may change.
+        if before != after or old.stride() != new.stride():
             self._new_region(block).copy_(self._old_region(block))
             return
-        old = self._before.tensor(before, block.key)
         if block.key == MODEL:
             self._after.model(after).data = old
         else:
