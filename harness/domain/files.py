@@ -93,6 +93,9 @@ class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
         Args:
             is_given: a flag names it, so that it may be a pipe.
+
+        Raises:
+            HarnessError: of the kind's type; missing or malformed; names the path.
         """
         data = read_file(path, cls.FILE.name, cls.FILE.error, is_given=is_given)
         return cls.from_json(data, source=str(path))

@@ -239,7 +239,11 @@ def check_references(graph: str, operators: list[Operator]) -> None:
 
 
 def sort_operators(graph: str, operators: list[Operator]) -> list[Operator]:
-    """Sort topologically, and keep the listed order where possible."""
+    """Sort topologically, and keep the listed order where possible.
+
+    Raises:
+        GraphError: cyclic; names the operators of one cycle.
+    """
     position = {operator.name: i for i, operator in enumerate(operators)}
     sorter = TopologicalSorter(
         {i: [position[name] for name in operator.inputs] for i, operator in enumerate(operators)}

@@ -195,7 +195,11 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> list[Host]:
 
 
 def load_hostfile(path: Path) -> list[Host]:
-    """Read a hostfile."""
+    """Read a hostfile.
+
+    Raises:
+        HostfileError: missing or malformed.
+    """
     data = read_file(path, "hostfile", HostfileError, _MOST_BYTES, is_given=True)
     if b"\0" in data or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         file = shlex.quote(str(path))

@@ -48,6 +48,9 @@ def cut_dim(size: int, cut: Cut) -> list[Interval]:
 
     Interval i of shares s ends at floor(size * (s_0 + ... + s_i) / sum(s)); an integer n means n
     equal shares. So cuts into n and 2n parts share their bounds for any size.
+
+    Raises:
+        StrategyError: no parts, a share below 1, or more parts than elements.
     """
     if isinstance(cut, int) and cut > size:
         raise _empty_part(size, cut)
@@ -73,7 +76,11 @@ def _empty_part(size: int, cut: Cut) -> StrategyError:
 
 
 def blocks(dims: Sequence[str], shape: Sequence[int], cuts: Mapping[str, Cut]) -> list[Block]:
-    """All blocks of a tensor, row-major over `dims`, with copies; dims without a cut stay whole."""
+    """All blocks of a tensor, row-major over `dims`, with copies; dims without a cut stay whole.
+
+    Raises:
+        StrategyError: a cut names an unknown dim, or leaves a part empty.
+    """
     n_copies = cuts.get(REPLICA, 1)
     if not isinstance(n_copies, int) or n_copies < 1:
         raise StrategyError(

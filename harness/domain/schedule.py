@@ -47,7 +47,11 @@ class Action(NamedTuple):
 def rank_actions(
     schedule: ScheduleName, *, n_stages: int, n_microbatches: int, n_ranks: int, rank: int
 ) -> Iterator[Action]:
-    """The actions of one rank, in order."""
+    """The actions of one rank, in order.
+
+    Raises:
+        StrategyError: the schedule cannot be made for these numbers (see `check_schedule`).
+    """
     check_schedule(schedule, n_stages=n_stages, n_microbatches=n_microbatches, n_ranks=n_ranks)
     if schedule == "gpipe":
         yield from _gpipe(n_stages, n_microbatches, n_ranks, rank)

@@ -113,7 +113,11 @@ def full_units(operator: Operator, *, batch: int, graph_batch: int | None) -> di
 def full_blocks(
     operator: Operator, cuts: Mapping[str, Cut], *, batch: int, graph_batch: int | None
 ) -> list[Block]:
-    """The blocks of an operator (`partition.blocks`) over its `full_shape`, in whole samples."""
+    """The blocks of an operator (`partition.blocks`) over its `full_shape`, in whole samples.
+
+    Raises:
+        StrategyError: as `partition.blocks`.
+    """
     shape = full_shape(operator, batch=batch, graph_batch=graph_batch)
     units = full_units(operator, batch=batch, graph_batch=graph_batch)
     each = [size // units[dim] for dim, size in shape.items()]

@@ -67,7 +67,11 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file, which then replaces `path`; if writing fails, it is removed."""
+    """Yield a temporary file, which then replaces `path`; if writing fails, it is removed.
+
+    Raises:
+        ResultsError: it cannot be written; names file and host.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +85,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file atomically: readers see the old bytes or the new ones, never a mixture."""
+    """Replace a file atomically: readers see the old bytes or the new ones, never a mixture.
+
+    Raises:
+        ResultsError: it cannot be written; names file and host.
+    """
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
@@ -325,7 +333,11 @@ def _run_directories(root: Path, skipped: list[Problem]) -> Iterator[Path]:
 
 def find_runs(root: Path) -> tuple[list[tuple[Path, RunHeader]], list[Problem]]:
     """The directory and header of every run below `root` (or of `root` itself, if it is a run),
-    oldest first, and the entries that are not runs."""
+    oldest first, and the entries that are not runs.
+
+    Raises:
+        ResultsError: `root` is not a directory, or may not be read.
+    """
     if not root.is_dir():
         raise ResultsError(f"{root} is not a directory: give the results directory of a run")
     found: list[tuple[Path, RunHeader]] = []
@@ -360,7 +372,11 @@ def _without_copies(
 
 
 def read_results(root: Path) -> Results:
-    """Read every run that `find_runs` finds."""
+    """Read every run that `find_runs` finds.
+
+    Raises:
+        ResultsError: `root` is not a directory, or may not be read.
+    """
     found, skipped = find_runs(root)
     results = Results(skipped=skipped)
     for run_dir, header in found:

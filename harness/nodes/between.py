@@ -126,7 +126,11 @@ class Ready:
 async def get_ready(
     session: Session, turn: asyncio.Semaphore, *, python: str, limit_s: int
 ) -> Ready:
-    """Wait for a turn, start a rank's program, and wait until it has imported torch."""
+    """Wait for a turn, start a rank's program, and wait until it has imported torch.
+
+    Raises:
+        AgentError: the program failed before that.
+    """
     async with turn:
         agent = await session.start("allreduce.py", pythons=[python], limit_s=limit_s)
         message = await agent.receive()

@@ -66,7 +66,11 @@ CHECKS: dict[str, Check] = {
 
 
 def select(only: Sequence[str], skip: Sequence[str]) -> list[str]:
-    """The checks to show, in the table's order."""
+    """The checks to show, in the table's order.
+
+    Raises:
+        ConfigError: unknown name, or no check is left.
+    """
     wrong = [name for name in (*only, *skip) if name not in CHECKS]
     if wrong:
         raise ConfigError(f"there is no check {wrong[0]!r}: choose from {', '.join(CHECKS)}")

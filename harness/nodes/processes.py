@@ -110,7 +110,11 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 async def start(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, grace_s: float = 0.0
 ) -> AsyncIterator[Child]:
-    """Run a command (a list: no shell reads it) and end its process group on leaving."""
+    """Run a command (a list: no shell reads it) and end its process group on leaving.
+
+    Raises:
+        EnvironmentSetupError: the program is not installed.
+    """
     try:
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -64,7 +64,11 @@ class AutoPipe:
             )
 
     def next_strategy(self, simulator: Simulator) -> Strategy:
-        """The pipeline for the model of a simulator, with its frozen operators."""
+        """The pipeline for the model of a simulator, with its frozen operators.
+
+        Raises:
+            StrategyError: the batch does not allow any number of microbatches.
+        """
         graph, frozen = simulator.graph, simulator.options.frozen
         most = max(_sizes(balance_by_size(_units(graph, frozenset()), self._n_stages)))
         units, n_stages = _units(graph, frozen), self._n_stages

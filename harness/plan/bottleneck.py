@@ -212,6 +212,9 @@ def balance(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanced:
 
     Args:
         seconds: by device, of each operator.
+
+    Raises:
+        StrategyError: more stages than operators or devices.
     """
     n_devices, n_ops = np.shape(seconds)
     most = min(n_ops, n_devices)
@@ -244,6 +247,9 @@ def balance_in_turn(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanc
     The slowest stage is as fast as possible (exact). Where devices have several stages, ends are
     then moved one at a time for as long as the busiest device gets less to do, because all its
     stages take its time in each microbatch.
+
+    Raises:
+        StrategyError: more stages than operators.
     """
     n_devices, n_ops = np.shape(seconds)
     if not 1 <= n_stages <= n_ops:

@@ -68,6 +68,9 @@ def ddp(
 
     Args:
         shares: samples in proportion, for unlike devices; equal when None.
+
+    Raises:
+        StrategyError: fewer samples than devices.
     """
     used = list(range(cluster.n_devices))
     if batch < len(used):

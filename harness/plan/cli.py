@@ -47,7 +47,12 @@ _ESTIMATES = (FROM_FLOPS, ROOFLINE)
 def request_from(
     args: argparse.Namespace, progress: Callable[[SearchProgress], None] = ignore_progress
 ) -> PlanRequest:
-    """Read the files that the flags name; print on stderr where times come from if no flag says."""
+    """Read the files that the flags name; print on stderr where times come from if no flag says.
+
+    Raises:
+        ConfigError: flags contradict each other.
+        HarnessError: a file is missing or malformed.
+    """
     _check_numbers(args)
     _check_read(args)
     cluster = cluster_from(args)
@@ -138,7 +143,11 @@ def _start(args: argparse.Namespace, graph: Graph | None, batch: int | None) -> 
 
 
 def parse_topology(text: str, most_devices: int) -> tuple[int, int]:
-    """Nodes and devices per node of `4x4`; a single number is one node."""
+    """Nodes and devices per node of `4x4`; a single number is one node.
+
+    Raises:
+        ConfigError: anything else.
+    """
     nodes, _, devices = text.lower().rpartition("x")
     n_nodes, n_devices = find_int(nodes or "1", at_least=1), find_int(devices, at_least=1)
     if n_nodes is None or n_devices is None or text[:1] in "xX":

@@ -72,7 +72,11 @@ class PlanRequest:
     progress: Callable[[SearchProgress], None] = ignore_progress
 
     def model(self) -> tuple[Graph, Profile]:
-        """The model to plan and its times."""
+        """The model to plan and its times.
+
+        Raises:
+            PlanError: there is none.
+        """
         if self.graph is None or self.profile is None:
             raise PlanError("there is no model to plan: give a graph and its profile")
         return self.graph, self.profile
@@ -210,6 +214,10 @@ def run(cost: str, request: PlanRequest) -> PlanResult:
 
     `search_cpu_s` is the CPU time of this process, all threads, from the request to the result:
     loading or compiling kernels counts, importing modules and reading files do not.
+
+    Raises:
+        ConfigError: unknown cost.
+        PlanError: no plan exists.
     """
     if cost not in COSTS:
         raise ConfigError(f"--cost {cost!r} is unknown: use {', '.join(COSTS)}")

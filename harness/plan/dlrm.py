@@ -58,7 +58,12 @@ def _whole_numbers(text: str, separator: str, flag: str, example: str) -> tuple[
 
 
 def parse_dlrm(tables: str, bottom: str, top: str, batch: int) -> DlrmSizes:
-    """Read sizes as DLRM's own command line writes them, the tables as NUMBERxROWSxCOLUMNS."""
+    """Read sizes as DLRM's own command line writes them, the tables as NUMBERxROWSxCOLUMNS.
+
+    Raises:
+        ConfigError: not of that form.
+        GraphError: sizes that do not fit one another.
+    """
     form = "8x1000000x64"
     sizes = _whole_numbers(tables.lower(), "x", "--dlrm-tables", form)
     if len(sizes) != 3:

@@ -242,6 +242,9 @@ class OperatorTimes:
         Args:
             shape: of the shard's output; the operator's whole output when None.
             dtype: profiled dtype; if None, the profile's only one, else the operator's.
+
+        Raises:
+            PlanError: the profile lacks the operator on that kind of device.
         """
         if operator.kind == "input":
             return OperatorTime(0.0, 0.0)

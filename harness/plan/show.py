@@ -51,6 +51,10 @@ def show_file(path: Path, *, dot: bool = False, graph_path: Path | None = None) 
     Args:
         dot: Graphviz source of a graph, or of a strategy over its graph.
         graph_path: the graph of a strategy that is drawn.
+
+    Raises:
+        ConfigError: missing, dot asked for something that cannot be drawn, or a graph without dot.
+        HarnessError: malformed.
     """
     if graph_path is not None and not dot:
         raise ConfigError(f"--graph {graph_path} is for drawing a strategy: give --dot too")
@@ -138,7 +142,11 @@ def graph_lines(graph: Graph, profile: Profile | None = None) -> list[str]:
 
 
 def strategy_dot(strategy: Strategy, graph: Graph) -> list[str]:
-    """Graphviz source of the graph, coloured by stage, with each operator's cuts and devices."""
+    """Graphviz source of the graph, coloured by stage, with each operator's cuts and devices.
+
+    Raises:
+        ConfigError: the strategy places an operator that the graph does not have.
+    """
     foreign = set(strategy.operators) - set(graph.index())
     if foreign:
         raise ConfigError(
@@ -272,7 +280,11 @@ def _cuts(plan: OperatorPlan) -> str:
 
 
 def load_graph(path: Path) -> Graph:
-    """A graph file, ours or PipeDream's."""
+    """A graph file, ours or PipeDream's.
+
+    Raises:
+        GraphError: missing or malformed.
+    """
     data = read_file(path, "graph file", GraphError, is_given=True)
     if _is_graph_txt(data):
         return _parse_graph_txt(data, path)[0]

@@ -115,7 +115,11 @@ class Rendered:
 def render(
     catalog: Catalog, names: Iterable[str], out_dir: Path, file_format: str, timings: Timings
 ) -> Rendered:
-    """Draw the named figures into `out_dir`."""
+    """Draw the named figures into `out_dir`.
+
+    Raises:
+        ResultsError: a file cannot be written.
+    """
     out_dir.mkdir(parents=True, exist_ok=True)
     rendered = Rendered()
     drawings: list[tuple[Figure, pd.DataFrame, Future[list[bytes]]]] = []

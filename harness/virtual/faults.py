@@ -35,6 +35,9 @@ def inject(place: State, name: str, kind: Kind) -> None:
     not know. hang: the sshd is stopped, so TCP connects without an answer. cut: link down,
     processes go on. freeze: all processes stopped, as if the kernel hangs. slow: a third of the CPU
     quota. heal: as built; after cut, freeze and slow the processes continue.
+
+    Raises:
+        ConfigError: the node is to become slow and has no CPU quota.
     """
     _heal(place, name)
     match kind:

@@ -20,7 +20,12 @@ _SSHD_DIRECTORY = Path("/run/sshd")  # compiled into Debian's sshd, which does n
 
 
 def up(place: State, saved: Saved) -> None:
-    """Build a cluster, or remove all of it if a step fails. The caller holds the lock."""
+    """Build a cluster, or remove all of it if a step fails. The caller holds the lock.
+
+    Raises:
+        ConfigError: a cluster of that name exists.
+        EnvironmentSetupError: a step failed; has the tool's message.
+    """
     if place.directory.exists():
         raise ConfigError(
             f"virtual cluster {place.name} is up already: take it down with `bash "
@@ -144,7 +149,11 @@ def _remove_files(hostfile: Path) -> None:
 
 
 def status(place: State) -> list[dict[str, object]]:
-    """One row per node: plan, condition, and number of processes killed for lack of memory."""
+    """One row per node: plan, condition, and number of processes killed for lack of memory.
+
+    Raises:
+        ConfigError: no such cluster.
+    """
     return [
         {
             **asdict(one),

@@ -110,7 +110,11 @@ def _controllers() -> dict[str, Controller]:
 
 
 def create(cluster: str, node: NodePlan) -> list[Path]:
-    """Make the node's cgroups with their limits; returns the files for the pids of members."""
+    """Make the node's cgroups with their limits; returns the files for the pids of members.
+
+    Raises:
+        EnvironmentSetupError: a wanted controller is missing or cannot be written.
+    """
     available = _controllers()
     joined = []
     for kind in settings(1, node):
@@ -130,7 +134,11 @@ def create(cluster: str, node: NodePlan) -> list[Path]:
 
 
 def change_cpu(cluster: str, node: NodePlan, cpu: float) -> None:
-    """Change the CPU quota of a node while its processes run."""
+    """Change the CPU quota of a node while its processes run.
+
+    Raises:
+        EnvironmentSetupError: the quota cannot be written.
+    """
     controller = _controllers()["cpu"]
     group = controller.root / group_name(cluster, node.name)
     wanted = settings(controller.version, replace(node, cpu=cpu))["cpu"]
@@ -158,7 +166,11 @@ def members(cluster: str) -> set[int]:
 
 
 def remove(cluster: str) -> None:
-    """Remove all cgroups of a cluster, whose processes must have ended."""
+    """Remove all cgroups of a cluster, whose processes must have ended.
+
+    Raises:
+        EnvironmentSetupError: a cgroup still has processes after a few seconds.
+    """
     for group in _groups(cluster, "*"):
         _remove_group(group)
 

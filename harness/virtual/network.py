@@ -78,7 +78,11 @@ def node_commands(subnet_index: int, index: int, node: NodePlan) -> list[str]:
 
 
 def batch(tool: str, namespace: Path, lines: list[str]) -> None:
-    """Run `ip` or `tc` lines in a network namespace."""
+    """Run `ip` or `tc` lines in a network namespace.
+
+    Raises:
+        EnvironmentSetupError: a line failed; has the tool's message.
+    """
     if lines:
         run([*in_network(namespace), tool, "-batch", "-"], stdin="\n".join(lines) + "\n")
 

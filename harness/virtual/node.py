@@ -175,7 +175,11 @@ def _listens_in(namespace: Path, pid: int) -> bool:
 
 
 def wait_until_ready(state: State, name: str) -> None:
-    """Block until the node accepts logins."""
+    """Block until the node accepts logins.
+
+    Raises:
+        EnvironmentSetupError: its sshd ended or did not start in time; has the log's last line.
+    """
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         pid = system.read_alive(state.pid_file(name))
@@ -191,7 +195,11 @@ def wait_until_ready(state: State, name: str) -> None:
 
 
 def command_on(state: State, name: str, argv: Sequence[str], directory: Path) -> list[str]:
-    """The command line for this machine that runs `argv` on a node."""
+    """The command line for this machine that runs `argv` on a node.
+
+    Raises:
+        ConfigError: the node is powered off.
+    """
     pid = system.read_alive(state.pid_file(name))
     if pid is None:
         raise ConfigError(

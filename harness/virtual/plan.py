@@ -70,7 +70,11 @@ class ClusterPlan:
         return any(node.latency_s > 0 for node in self.nodes)
 
     def node(self, name_or_index: str) -> NodePlan:
-        """Find a node by name or by position."""
+        """Find a node by name or by position.
+
+        Raises:
+            ConfigError: no such node; lists the existing ones.
+        """
         for index, node in enumerate(self.nodes):
             if name_or_index in (node.name, str(index)):
                 return node
@@ -84,7 +88,11 @@ class ClusterPlan:
 
     @classmethod
     def from_dict(cls, data: object) -> ClusterPlan:
-        """Inverse of `to_dict`."""
+        """Inverse of `to_dict`.
+
+        Raises:
+            ConfigError: malformed data; names the field.
+        """
         values = _checked(data, _OF_CLUSTER)
         nodes = tuple(NodePlan(**_checked(node, _OF_NODE)) for node in values["nodes"])
         return cls(name=values["name"], subnet_index=values["subnet_index"], nodes=nodes)
@@ -139,7 +147,11 @@ def check_name(name: str) -> str:
 
 
 def spread(flag: str, text: str | None, n_nodes: int) -> list[str | None]:
-    """Assign a flag's comma-separated values to the nodes: one for all, or one per node."""
+    """Assign a flag's comma-separated values to the nodes: one for all, or one per node.
+
+    Raises:
+        ConfigError: the numbers of values and nodes differ.
+    """
     if text is None:
         return [None] * n_nodes
     values: list[str | None] = [value.strip() for value in text.split(",")]
@@ -221,6 +233,9 @@ def make_plan(
     Args:
         n_cores: of this machine, the maximum for a node.
         taken_subnets: subnet indices of existing clusters.
+
+    Raises:
+        ConfigError: a flag is malformed, out of range, or has the wrong number of values.
     """
     if not 1 <= n_nodes <= MAX_NODES:
         raise ConfigError(f"--nodes {n_nodes} is outside 1 to {MAX_NODES}")

@@ -133,7 +133,11 @@ def _open_links(links: list[dict[str, object]], switch: str) -> list[Direction]:
 
 
 def start(place: State, plan: ClusterPlan) -> None:
-    """Start the relay for the nodes with latency and wait until their interfaces exist."""
+    """Start the relay for the nodes with latency and wait until their interfaces exist.
+
+    Raises:
+        EnvironmentSetupError: the relay could not make its taps; has its message.
+    """
     links = [
         {
             "namespace": str(place.namespace(node.name)),

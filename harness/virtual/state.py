@@ -97,7 +97,12 @@ def save(state: State, saved: Saved) -> None:
 
 
 def load(state: State) -> Saved:
-    """Read cluster.json."""
+    """Read cluster.json.
+
+    Raises:
+        ConfigError: no such cluster.
+        EnvironmentSetupError: the file is damaged.
+    """
     if not state.plan_file.exists():
         raise ConfigError(
             f"no virtual cluster named {state.name} is up: "

@@ -32,7 +32,11 @@ def find(tool: str) -> str | None:
 
 
 def run(argv: Sequence[str], *, stdin: str = "") -> str:
-    """Run a tool and return its output."""
+    """Run a tool and return its output.
+
+    Raises:
+        EnvironmentSetupError: it failed, is missing, or timed out.
+    """
     try:
         done = subprocess.run(
             argv, input=stdin, capture_output=True, text=True, check=False, timeout=TOOL_TIMEOUT_S
@@ -134,6 +138,9 @@ def end_all(find: Callable[[], set[int]]) -> int:
 
     Waits until they have ended, because a killed process leaves its namespaces, and thereby the
     result of `find`, before it closes its sockets and frees its port.
+
+    Raises:
+        EnvironmentSetupError: a process does not end.
     """
     killed: dict[int, int] = {}
     deadline = time.monotonic() + END_TIMEOUT_S

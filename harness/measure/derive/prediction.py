@@ -98,7 +98,11 @@ class PredictedRun:
 
 
 def read_prediction(run_dir: Path) -> Prediction | None:
-    """The prediction of a run; None when there is none."""
+    """The prediction of a run; None when there is none.
+
+    Raises:
+        ResultsError: malformed; names the file.
+    """
     path = run_dir / PREDICTION_FILE
     if not _exists(path):
         return None
@@ -117,7 +121,11 @@ def read_prediction(run_dir: Path) -> Prediction | None:
 
 
 def read_strategy(run_dir: Path) -> Strategy | None:
-    """The strategy that a run trained; None when there is none."""
+    """The strategy that a run trained; None when there is none.
+
+    Raises:
+        HarnessError: malformed; names the file.
+    """
     path = run_dir / STRATEGY_FILE
     return Strategy.load(path) if _exists(path) else None
 

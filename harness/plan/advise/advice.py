@@ -137,7 +137,11 @@ class Adviser:
         return 1 - (time.process_time() - self.start_s) / self.seconds
 
     def advise(self) -> Advice:
-        """The whole answer."""
+        """The whole answer.
+
+        Raises:
+            PlanError: the model fits on no set of the machines.
+        """
         sets, n_unpriced = self._price_sets()
         sets = self._search(sets)
         if not sets:

@@ -114,7 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print which machines to use."""
+    """Print which machines to use.
+
+    Raises:
+        HarnessError: a file is missing or malformed, flags contradict each other, or the model fits
+            nowhere.
+    """
     check_output(args.output)
     _find_files(args)
     _check(args)

@@ -61,7 +61,11 @@ class Prices:
 
 
 def load_prices(path: Path) -> Prices:
-    """Read a file of prices."""
+    """Read a file of prices.
+
+    Raises:
+        ConfigError: missing, no TOML, an unknown key, or a number below 0.
+    """
     data = read_file(path, "file of prices", ConfigError, is_given=True)
     text = decode_text(data, str(path))
     dotted = next((line for line in text.split("\n") if line.count(".") > _MOST_DOTS), None)
@@ -97,7 +101,11 @@ def _number(value: Any, name: str, path: Path) -> float | None:
 
 
 def find_prices(names: Iterable[str], hosts: Path = HOSTS) -> Prices | None:
-    """The first file beside the hostfiles that has all these nodes; None without one."""
+    """The first file beside the hostfiles that has all these nodes; None without one.
+
+    Raises:
+        ConfigError: a file is malformed.
+    """
     wanted = set(names)
     for path in sorted(hosts.glob("*.toml")):
         found = load_prices(path)

@@ -32,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the converted file, and print a description of the input."""
+    """Write the converted file, and print a description of the input.
+
+    Raises:
+        HarnessError: a file is missing or malformed, or the format cannot hold the strategy.
+    """
     check_output(args.output)
     imported = read_strategy_file(args.file)
     graph = None if args.graph is None else load_graph(args.graph)

@@ -65,12 +65,20 @@ _INNERMOST = "dims taken innermost first, samples last, as FlexFlow writes them"
 
 
 def read_strategy_file(path: Path) -> Imported:
-    """Read a strategy of any format."""
+    """Read a strategy of any format.
+
+    Raises:
+        StrategyError: missing, or of no known format; names the path.
+    """
     return detect(read_file(path, "strategy file", StrategyError, is_given=True), source=str(path))
 
 
 def detect(data: bytes, *, source: str) -> Imported:
-    """Tell the format by content, not by the file's name."""
+    """Tell the format by content, not by the file's name.
+
+    Raises:
+        StrategyError: of no known format, or broken; names `source`.
+    """
     if data.lstrip().startswith(b"{"):
         return _detect_json(data, source)
     text = _text(data, source)
@@ -145,6 +153,10 @@ def convert(
         graph: needed from or to harness; for a PipeDream plan it says each operator's stage.
         batch: of a strategy of another project; the graph's when None.
         order: of the dims of a FlexFlow file that is read.
+
+    Raises:
+        ConfigError: the graph or the batch is needed and missing, or the strategy has another.
+        StrategyError: the format cannot hold the strategy, or it is for another graph.
     """
     content = imported.content
     if to in _FLEXFLOW and isinstance(content, list):

@@ -82,6 +82,9 @@ class Entry(msgspec.Struct, frozen=True):
 
         Args:
             own_dims: of the operator's output; they name what is cut where there are as many.
+
+        Raises:
+            StrategyError: more dims than tensors of FlexFlow have.
         """
         if len(self.dims) not in _NAMED_DIMS:
             raise StrategyError(
@@ -131,7 +134,11 @@ def check_names(entries: Sequence[Entry], source: str) -> None:
 
 
 def parse_console(text: str, *, source: str = "FlexFlow console output") -> list[Entry]:
-    """Read console lines; lines that are not of this form are other output and are skipped."""
+    """Read console lines; lines that are not of this form are other output and are skipped.
+
+    Raises:
+        StrategyError: no such line at all, or one whose numbers contradict each other.
+    """
     entries = []
     for number, line in enumerate(text.removeprefix(_MARK).splitlines(), start=1):
         match = _CONSOLE.fullmatch(line.strip())
@@ -160,7 +167,11 @@ def print_console(entries: Sequence[Entry]) -> str:
 
 
 def parse_text(text: str, *, source: str = "FlexFlow strategy file") -> TextEntries:
-    """Read the text file."""
+    """Read the text file.
+
+    Raises:
+        StrategyError: cut short, too long, or a count that disagrees; names the operator.
+    """
     lines = iter(text.removeprefix(_MARK).splitlines())
 
     def take(what: str) -> str:
@@ -255,6 +266,9 @@ def strategy_from_entries(
 
     Names are matched; if none is known, operators of equal kind are matched in order. Operators
     that FlexFlow fuses into others (activations, losses, ...) follow their first producer.
+
+    Raises:
+        StrategyError: an entry without an operator, or an operator that nothing places.
     """
     entry_of = _match(entries, graph)
     plans: dict[str, OperatorPlan] = {}

@@ -38,7 +38,11 @@ _FIELDS: dict[Generation, tuple[int, int, int, int, int]] = {
 def parse_protobuf(
     data: bytes, *, source: str = "protobuf strategy"
 ) -> tuple[Generation, list[Entry]]:
-    """Read a strategy; and find out its generation."""
+    """Read a strategy; and find out its generation.
+
+    Raises:
+        StrategyError: not such a message, or of neither generation.
+    """
     operators = []
     for field, value in _fields(data, source):
         if field != 1 or not isinstance(value, bytes):

@@ -83,7 +83,11 @@ class PipeDreamPlan(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def from_json(cls, data: bytes, *, source: str = "PipeDream plan") -> PipeDreamPlan:
-        """Parse and validate."""
+        """Parse and validate.
+
+        Raises:
+            StrategyError: malformed or inconsistent; names `source`.
+        """
         return decode(data, cls, source=source, error=StrategyError)
 
 
@@ -92,6 +96,9 @@ def stages_by_modules(plan: PipeDreamPlan, graph: Graph) -> dict[str, int]:
 
     These are its children (`layer1`), or theirs (`features.3`), in order of use; the loss may
     follow them. An operator that is no module belongs to the module before it.
+
+    Raises:
+        StrategyError: the model has another number of modules.
     """
     names = [op.name for op in graph.operators if has_tasks(op)]
     paths = {op.name: str(op.attrs.get("module", "")).split(".") for op in graph.operators}
@@ -121,6 +128,9 @@ def to_strategy(
 
     Args:
         stage_of: stage of each operator by name.
+
+    Raises:
+        StrategyError: an operator without a stage.
     """
     ranks = plan.ranks()
     operators = {}
@@ -237,6 +247,9 @@ def parse_graph_txt(
     Args:
         batch: samples in the minibatch that was profiled; None when unknown.
         device_kind: of the profile; `Cluster.uniform` uses the same default.
+
+    Raises:
+        GraphError: names the line or the operators, and the error.
     """
     nodes: dict[str, _Node] = {}
     edges: list[tuple[str, str, str]] = []

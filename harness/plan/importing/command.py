@@ -28,7 +28,11 @@ from harness.plan.simulate.network import Network
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the files, and say what was assumed."""
+    """Write the files, and say what was assumed.
+
+    Raises:
+        HarnessError: a file is missing or malformed, or flags contradict each other.
+    """
     if not args.output.is_dir():
         raise ConfigError(f"--output {args.output} is not a directory: make it first")
     for flag, least, most in (

@@ -36,6 +36,9 @@ def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectiveP
 
     Args:
         n_ranks: that took part; None if the file, or its name (`AR_GPU8_...`), says so.
+
+    Raises:
+        DataError: it holds no curve, or nothing says how many ranks took part or in what.
     """
     text = decode_text(read_file(path, "curve", DataError, is_given=True), str(path), DataError)
     text = _without_prefix(text)
@@ -128,7 +131,11 @@ def _named_operation(path: Path) -> str | None:
 
 def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
     """A curve of a CSV file: columns `size` and `time` with their units in brackets. It is of
-    all-reduce, if the file's name has no other collective."""
+    all-reduce, if the file's name has no other collective.
+
+    Raises:
+        DataError: as `read_collectives`.
+    """
     rows = read_table(path, [])
     size, unit_bytes = _size_column(rows[0], path)
     time, unit_s = _time_column(rows[0], path)

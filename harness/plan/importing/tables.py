@@ -42,7 +42,11 @@ class Row:
         return self._cells[column].strip()
 
     def count(self, column: str, at_least: int = 1, at_most: int = MOST_COUNT) -> int:
-        """A whole number."""
+        """A whole number.
+
+        Raises:
+            DataError: it is none, or out of bounds.
+        """
         name, text = f"{self.where}: {column}", self._cells[column]
         return parse_int(text, name, at_least=at_least, at_most=at_most, error=DataError)
 
@@ -127,6 +131,10 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
     Args:
         columns, optional: that must and may be there, in small or capital letters, and if they
             are times, in any unit.
+
+    Raises:
+        DataError: missing, not text, without a column or with one twice, or a row of another
+            length.
     """
     text = decode_text(read_file(path, "table", DataError), str(path), DataError)
     if text.lstrip()[:1] in ("{", "["):

@@ -48,6 +48,10 @@ def read_layer_times(
 
     Args:
         device_kind: of rows that name none.
+
+    Raises:
+        DataError: it is no such table, has another column, or a layer has no time at some degree
+            and microbatch.
     """
     rows = read_table(path, _COLUMNS, _OPTIONAL)
     unknown = [name for name in rows[0].columns if name not in (*_COLUMNS, *_OPTIONAL, "")]
@@ -124,6 +128,10 @@ def read_operators(
     Args:
         n_layers: layers of the model. If the table holds one of them (operators whose module is
             numbered, such as `encoder.layer.0.dense`), it stands for all.
+
+    Raises:
+        DataError: it is no such table.
+        GraphError: the operators are inconsistent.
     """
     rows = read_table(path, (_NAME, _FORWARD, _BACKWARD), (_INPUTS, _META))
     numbers = [_layer_of(row) for row in rows]
@@ -294,7 +302,11 @@ def _attrs(layer: PlannedLayer, batch: int, n_parts: int) -> dict[str, Attribute
 
 
 def layer_profile(graph: Graph, times: LayerTimes, *, source: str = "") -> Profile:
-    """Measurements of all layers of a chain."""
+    """Measurements of all layers of a chain.
+
+    Raises:
+        GraphError: a list of times has another length than the chain.
+    """
     points = []
     for key, row in times.items():
         if len(row) != len(graph.operators):

@@ -73,7 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predict the step of one layout, without a search."""
+    """Predict the step of one layout, without a search.
+
+    Raises:
+        HarnessError: a file is missing or malformed, or the layout suits neither model nor cluster.
+    """
     check_output(args.output)
     layout = parse_layout(args.layout)
     request = request_from(args)

@@ -69,7 +69,11 @@ class ParallelLayout:
 def parse_layout(text: str) -> ParallelLayout:
     """Degrees of `tp=2,dp=4,pp=2`; each is 1 if it is not named. `cuts=6-12` begins the second and
     third stage with operators 6 and 12, `shares=2-1` gives the first replica two thirds of the
-    samples, and `devices=0-1-4-5` names devices."""
+    samples, and `devices=0-1-4-5` names devices.
+
+    Raises:
+        StrategyError: anything else.
+    """
     found: dict[str, str] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
@@ -130,6 +134,9 @@ def layout_strategy(
     Args:
         seconds: by device, of each operator that is placed: stages are balanced by their slowest
             device. By FLOPs when None.
+
+    Raises:
+        StrategyError: the degrees do not fit the cluster, the batch or the graph.
     """
     _check(layout, cluster, batch, n_microbatches)
     names = [op.name for op in graph.operators if has_tasks(op)]
@@ -164,7 +171,11 @@ def profiled_layout(
     schedule: ScheduleName = "1f1b",
     recompute: bool = False,
 ) -> Strategy:
-    """The strategy of a layout whose stages are balanced by the profile."""
+    """The strategy of a layout whose stages are balanced by the profile.
+
+    Raises:
+        StrategyError: as `layout_strategy`.
+    """
     seconds = None
     if layout.pp > 1 and layout.cuts is None:
         _check(layout, simulator.cluster, batch, n_microbatches)
@@ -294,7 +305,11 @@ class Group:
         self._known: dict[int, GroupCosts] = {}
 
     def costs(self, samples: int) -> GroupCosts:
-        """For a microbatch of so many samples."""
+        """For a microbatch of so many samples.
+
+        Raises:
+            StrategyError: the group cannot share the operators.
+        """
         if samples not in self._known:
             self._known[samples] = self._simulate(samples)
         return self._known[samples]

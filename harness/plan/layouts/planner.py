@@ -76,6 +76,9 @@ class LayoutSearch:
     Args:
         limit_bytes: of a device. A layout that needs more shards state too.
         shard_state: of all layouts; None: what memory needs.
+
+    Raises:
+        PlanError: unlike nodes.
     """
 
     def __init__(

@@ -89,9 +89,9 @@ def stage_state(
         again_s: by operator, of the forward that its backward repeats.
     """
     stages = list(pairwise((0, *ends.tolist())))
-    n_rounds = 1
+    ratio, n_rounds = options.gradient_bytes_per_weight_byte, 1
     weights = np.array([costs.weight_bytes[a:b].sum() for a, b in stages])
-    kept, gradients, wait_s = weights, weights, np.zeros(len(stages))
+    kept, gradients, wait_s = weights, weights * ratio, np.zeros(len(stages))
     owned = weights if shard_state == "none" else weights / n_replicas
     sync_s = all_reduce_s(gradients)
     last_share = np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
@@ -100,7 +100,7 @@ def stage_state(
         n_rounds = n_microbatches
         sync_s, last_share = n_rounds * sync_s / 2, last_share / n_rounds
         passing = [_passing_bytes(costs, a, b, n_microbatches, options) for a, b in stages]
-        gradients = owned + passing
+        gradients = owned * ratio + passing
     if shard_state == "parameters":
         units = [_sizes(costs.weight_bytes[a:b], options) for a, b in stages]
         kept = owned + [unit_memory(sizes) for sizes in units]
@@ -147,7 +147,7 @@ def _passing_bytes(
 ) -> float:
     """Bytes of a stage's buckets of gradients at its peak of memory, beside all activations: when a
     bucket is filled, backward has freed those of the operators after it."""
-    weights = costs.weight_bytes[begin:end][::-1]
+    weights = costs.weight_bytes[begin:end][::-1] * options.gradient_bytes_per_weight_byte
     ends = fill(weights.tolist(), options.bucket_bytes)
     freed = np.concatenate([[0.0], costs.kept_bytes[begin:end][::-1].cumsum()])
     sizes = [float(weights[a:b].sum()) for a, b in pairwise((0, *ends))]
@@ -159,7 +159,7 @@ def _passing_bytes(
 
 def _first_bucket_s(costs: GroupCosts, begin: int, end: int, options: SimulatorOptions) -> float:
     """Seconds of a stage's backward until its first bucket is full."""
-    n_bytes = costs.weight_bytes[begin:end][::-1].cumsum()
+    n_bytes = costs.weight_bytes[begin:end][::-1].cumsum() * options.gradient_bytes_per_weight_byte
     n = np.searchsorted(n_bytes, first_bucket_bytes(options.bucket_bytes)) + 1
     return float(costs.backward_s[begin:end][::-1][:n].sum())
 
@@ -185,7 +185,8 @@ def _waits(
         starts = np.array([0, *fill(weights.tolist(), options.bucket_bytes)[:-1]])
         n_bytes = np.add.reduceat(weights, starts)
         gather_s = all_reduce_s(n_bytes) / 2
-        sum_s = gather_s * options.overlap
+        gradients = n_bytes * options.gradient_bytes_per_weight_byte
+        sum_s = all_reduce_s(gradients) / 2 * options.overlap
         forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
         backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)
         wait_s = _wait_s(forward_s, backward_s, gather_s, sum_s) if len(starts) > 1 else 0.0

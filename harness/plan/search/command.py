@@ -64,7 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the best plan that a search finds; a KeyboardInterrupt ends the search."""
+    """Print the best plan that a search finds; a KeyboardInterrupt ends the search.
+
+    Raises:
+        HarnessError: a file is missing or malformed, flags contradict each other, or no plan
+            exists.
+    """
     check_output(args.output)
     progress = ProgressLine()
     try:

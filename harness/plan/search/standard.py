@@ -38,6 +38,9 @@ def balanced_pipeline(
     Args:
         n_stages: 0 is one for each device, or two under `interleaved`, which devices take in turn.
             Fewer have replicas.
+
+    Raises:
+        StrategyError: more stages than the model or the devices allow.
     """
     graph, n_devices = simulator.graph, simulator.cluster.n_devices
     names = [graph.operators[op].name for op in simulator.placed]

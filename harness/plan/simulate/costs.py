@@ -82,6 +82,9 @@ class Costs:
         shapes: shapes of the operators for a microbatch.
         wire_share: (n_ops,) bytes sent per byte of an operator's output.
         times: seconds of their blocks.
+
+    Raises:
+        PlanError: the profile lacks an operator or a kind of device.
     """
 
     def __init__(

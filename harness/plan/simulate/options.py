@@ -29,6 +29,8 @@ class SimulatorOptions:
         stream_s_per_byte: seconds per byte of memory traffic, on a device of speed 1 or by device:
             the cost of accumulating gradients of microbatches, and of copying those that several
             devices hold into buckets.
+        gradient_bytes_per_weight_byte: size of gradients and of what is all-reduced: 2 for FP16
+            weights with FP32 gradients.
         wire_bytes_per_fp32_byte: bytes sent within a microbatch per FP32 byte of a value that
             depends on weights; below 1 under autocast, whose dtype is smaller.
         batch_norm: `local` normalises each block by its statistics, as DDP does; `global` by those
@@ -55,6 +57,7 @@ class SimulatorOptions:
     n_optimizer_states: int = 1
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
     stream_s_per_byte: float | tuple[float, ...] = 0.0
+    gradient_bytes_per_weight_byte: float = 1.0
     wire_bytes_per_fp32_byte: float = 1.0
     batch_norm: Literal["local", "global"] = "local"
     activation_share: float = 1.0
@@ -75,8 +78,11 @@ class SimulatorOptions:
                 f"bucket of {self.bucket_bytes} B, {self.n_optimizer_states} optimizer states, "
                 f"{self.optimizer_s_per_byte} s/B: a bucket needs a byte, the others must be >= 0"
             )
-        if self.reserved_bytes < 0:
-            raise PlanError(f"{self.reserved_bytes} B reserved: that must be >= 0")
+        if not self.gradient_bytes_per_weight_byte > 0 or self.reserved_bytes < 0:
+            raise PlanError(
+                f"{self.gradient_bytes_per_weight_byte} B of gradient per byte of weights, "
+                f"{self.reserved_bytes} B reserved: the first must be above 0, the second >= 0"
+            )
         if not 0 < self.wire_bytes_per_fp32_byte <= 1:
             raise PlanError(
                 f"a byte of fp32 travels as {self.wire_bytes_per_fp32_byte} B: that must be > 0 "

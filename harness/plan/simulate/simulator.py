@@ -128,7 +128,11 @@ class Simulator:
         return self._costs[samples]
 
     def simulate(self, strategy: Strategy) -> Simulation:
-        """Price one strategy."""
+        """Price one strategy.
+
+        Raises:
+            StrategyError: it does not fit the graph or the cluster.
+        """
         validate(strategy, self.graph, self.cluster)
         return Simulation(self, strategy, Trial.from_strategy(self, strategy).outcome())
 
@@ -264,10 +268,11 @@ class Trial:
             begin = np.where(works, done - done[works].min(), 0.0)
             found = _run(lowered, begin)
         options = simulator.options
+        summed = owned if shards_gradients(self.shard_state) else weights
         static = (
             weights
             - lowered.saved
-            + (owned if shards_gradients(self.shard_state) else weights)
+            + summed * options.gradient_bytes_per_weight_byte
             + owned * options.n_optimizer_states
             + tables.frozen_bytes.sum(axis=0)
             + options.reserved_bytes

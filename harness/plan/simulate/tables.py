@@ -310,18 +310,19 @@ class Tables:
         """Bytes of each slice of gradients with the devices that add them up; of tied weights all
         devices that have one of their operators, with the last one."""
         own, operators = self._slices[op], self.costs.graph.operators
+        share = self.options.gradient_bytes_per_weight_byte
         if self.last_user.get(op, op) != op:
             own_bytes = operators[op].weight_bytes - operators[self.last_user[op]].tied_bytes
-            share = max(0.0, own_bytes / operators[op].weight_bytes)
+            share *= max(0.0, own_bytes / operators[op].weight_bytes)
             return [(round(share * n), group) for n, group in own] if share else []
         users = [self._slices[user] for user in self.tied.get(op, (op,))]
         if any(len(slices) != len(own) for slices in users):
             every = tuple(
                 sorted({device for slices in users for _, group in slices for device in group})
             )
-            return [(round(sum(n_bytes for n_bytes, _ in own)), every)]
+            return [(round(share * sum(n_bytes for n_bytes, _ in own)), every)]
         return [
-            (round(n_bytes), tuple(sorted({d for slices in users for d in slices[k][1]})))
+            (round(share * n_bytes), tuple(sorted({d for slices in users for d in slices[k][1]})))
             for k, (n_bytes, _) in enumerate(own)
         ]
 

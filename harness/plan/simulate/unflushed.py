@@ -39,7 +39,11 @@ class Unflushed:
 
 
 def simulate_unflushed(simulator: Simulator, strategy: Strategy) -> Unflushed:
-    """Price one strategy by 1F1B."""
+    """Price one strategy by 1F1B.
+
+    Raises:
+        StrategyError: it does not fit the graph or the cluster.
+    """
     simulator = Simulator(
         simulator.graph,
         simulator.profile,

@@ -43,7 +43,11 @@ READERS: dict[str, SetReader] = {
 
 
 def find_sets(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Sets in a directory, or in the directories in it, with the names of their readers."""
+    """Sets in a directory, or in the directories in it, with the names of their readers.
+
+    Raises:
+        DataError: it is no directory, or holds none.
+    """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a directory: name one that holds a data set")
     own = [(name, folder) for name in _matching(folder)]
@@ -70,7 +74,11 @@ _ONLY_IN_FILE = ("points", "schema", "version")
 
 
 def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
-    """Each set of the directories, when it is done."""
+    """Each set of the directories, when it is done.
+
+    Raises:
+        HarnessError: a directory holds no set, or a file is malformed.
+    """
     if args.output is not None and not args.output.is_dir():
         raise ConfigError(f"--output {args.output} is not a directory: make it first")
     for name, folder in [found for path in args.folders for found in find_sets(path)]:

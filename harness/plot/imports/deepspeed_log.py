@@ -170,7 +170,11 @@ class _Reader:
 
 
 def parse_deepspeed_log(text: str, path: Path) -> tuple[list[StepLine], list[str]]:
-    """Read a log's text; ignores lines of other kinds, and names and counts unusable ones."""
+    """Read a log's text; ignores lines of other kinds, and names and counts unusable ones.
+
+    Raises:
+        ResultsError: no step line is usable; names the path.
+    """
     reader = _Reader()
     whole = text.split("\n")
     is_cut = not text.endswith(("\n", "\r"))

@@ -109,7 +109,12 @@ def _scale(quantity: str, unit: str) -> float | None:
 
 
 def check_columns(headings: list[str], source: str) -> dict[str, Column]:
-    """As `find_columns`."""
+    """As `find_columns`.
+
+    Raises:
+        ResultsError: rank, epoch or time is missing, the time's unit is unknown, or the time covers
+            only a part of the epoch.
+    """
     columns = find_columns(headings)
     missing = [name for quantity, name in _NEEDED.items() if quantity not in columns]
     if missing:
@@ -307,7 +312,11 @@ def _number_repeats(rows: Iterable[tuple[int, EpochRow]]) -> tuple[list[EpochRow
 
 
 def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
-    """Read a file's text; returns its rows and a reason for each line that was skipped."""
+    """Read a file's text; returns its rows and a reason for each line that was skipped.
+
+    Raises:
+        ResultsError: a required column is missing, or no line is usable; names the path.
+    """
     lines = list(lines_of(text))
     if not lines:
         raise ResultsError(f"{path} is empty")

@@ -301,7 +301,11 @@ def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
 
 
 def capture(task: Task, batch: int, name: str) -> Captured:
-    """Trace a task's model for a global batch of `batch` samples; allocates no activations."""
+    """Trace a task's model for a global batch of `batch` samples; allocates no activations.
+
+    Raises:
+        ModelError: the model cannot be traced or run on the meta device.
+    """
     try:
         return _capture(task, batch, name)
     except HarnessError:
@@ -345,7 +349,11 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
 
 
 def capture_model(name: str, batch: int, options: ModelOptions | None = None) -> Graph:
-    """Capture a named model or a user's factory without allocating its weights."""
+    """Capture a named model or a user's factory without allocating its weights.
+
+    Raises:
+        ModelError: no such model, or it cannot be captured.
+    """
     with weights_on_meta():
         task = build_task(name, fit_options(name, options or ModelOptions()))
     return capture(task, batch, name).graph

@@ -54,7 +54,11 @@ class DataOptions:
     vocabulary: Path | None = None
 
     def read_vocabulary(self) -> Vocabulary:
-        """Read the vocabulary file."""
+        """Read the vocabulary file.
+
+        Raises:
+            DataError: there is none, or it has another layout.
+        """
         if self.vocabulary is None:
             raise DataError("text is cut into tokens by a vocabulary: give --vocabulary vocab.txt")
         return Vocabulary(self.vocabulary)
@@ -177,7 +181,11 @@ DATA: dict[str, DataEntry] = {
 
 
 def entry_for(data: str, model: str) -> DataEntry:
-    """Look up a data set and check that it fits the model."""
+    """Look up a data set and check that it fits the model.
+
+    Raises:
+        ConfigError: the data set is unknown or does not fit the model.
+    """
     if data not in DATA:
         raise ConfigError(f"there is no data {data!r}: choose one of {', '.join(DATA)}")
     entry = DATA[data]
@@ -189,7 +197,12 @@ def entry_for(data: str, model: str) -> DataEntry:
 
 
 def fit_to_data(model: str, options: ModelOptions, data: str, given: DataOptions) -> ModelOptions:
-    """Fill in a model's missing options from the data, else from the model."""
+    """Fill in a model's missing options from the data, else from the model.
+
+    Raises:
+        ConfigError, ModelError, DataError: data and model do not fit each other, or the data are
+            missing.
+    """
     entry = entry_for(data, model)
     if not options.n_classes:
         options = replace(options, n_classes=entry.n_classes(given.data_dir))
@@ -202,7 +215,12 @@ def fit_to_data(model: str, options: ModelOptions, data: str, given: DataOptions
 
 
 def open_data(name: str, options: DataOptions, task: Task, global_batch: int) -> Any:
-    """Open a data set; its length is its number of samples."""
+    """Open a data set; its length is its number of samples.
+
+    Raises:
+        DataError: the data set is missing, empty, or has another layout, or its classes are no
+            targets of the task.
+    """
     data: Any = DATA[name].open(options, task, global_batch)
     _check_classes(name, options, task)
     if len(data) < 1:

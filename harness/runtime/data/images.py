@@ -60,7 +60,11 @@ def _to_tensor(transforms: Any) -> list[Any]:
 
 
 def open_cifar(name: str, data_dir: Path, image_size: int) -> ImageData:
-    """Open the training set of CIFAR-10 or CIFAR-100, resized unless `image_size` is 32."""
+    """Open the training set of CIFAR-10 or CIFAR-100, resized unless `image_size` is 32.
+
+    Raises:
+        DataError: the files are missing or damaged.
+    """
     transforms = import_torchvision("transforms")
     resize = [transforms.Resize((image_size, image_size))] if image_size != 32 else []
     steps = transforms.Compose([*resize, *_to_tensor(transforms)])
@@ -111,7 +115,11 @@ class DigitData(Dataset[Batch]):
 
 
 def class_names(data_dir: Path) -> list[str]:
-    """List the classes of a folder of images."""
+    """List the classes of a folder of images.
+
+    Raises:
+        DataError: the directory is missing or holds no class.
+    """
     names = sorted(e.name for e in data_dir.iterdir() if e.is_dir()) if data_dir.is_dir() else []
     if not names:
         raise DataError(f"--data-dir {data_dir} holds no classes: it should hold {FOLDER_LAYOUT}")
@@ -119,7 +127,11 @@ def class_names(data_dir: Path) -> list[str]:
 
 
 def open_folder(data_dir: Path, image_size: int) -> ImageData:
-    """Open a folder of images by class, resized and center-cropped to squares."""
+    """Open a folder of images by class, resized and center-cropped to squares.
+
+    Raises:
+        DataError: the directory does not have this layout.
+    """
     class_names(data_dir)
     transforms = import_torchvision("transforms")
     steps = transforms.Compose(

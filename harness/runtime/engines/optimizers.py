@@ -67,7 +67,11 @@ def check_optimizer(name: str) -> None:
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions, device: torch.device) -> Optimizer:
-    """Make an optimizer; on a GPU a fused one, which unscales fp16 gradients without waiting."""
+    """Make an optimizer; on a GPU a fused one, which unscales fp16 gradients without waiting.
+
+    Raises:
+        ConfigError: there is no such optimizer.
+    """
     check_optimizer(options.name)
     return OPTIMIZERS[options.name](model, options, device.type == "cuda")
 

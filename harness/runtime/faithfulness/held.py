@@ -54,6 +54,9 @@ def hold_once(
 
     Args:
         make: makes task and graph with weights, if the given ones are on the meta device.
+
+    Raises:
+        ModelError: as `hold_to_model`.
     """
     path, key = directory / HELD_FILE, key_of(task, captured, dtype)
     known = _read(path)

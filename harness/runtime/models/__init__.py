@@ -153,7 +153,11 @@ MODELS: dict[str, ModelEntry] = {
 
 
 def entry_of(name: str) -> ModelEntry | None:
-    """Look up a model in the table; None for a user's factory."""
+    """Look up a model in the table; None for a user's factory.
+
+    Raises:
+        ModelError: the name is in neither form.
+    """
     if name in MODELS or ":" in name:
         return MODELS.get(name)
     raise ModelError(
@@ -163,7 +167,11 @@ def entry_of(name: str) -> ModelEntry | None:
 
 
 def input_kind(name: str) -> Literal["images", "dlrm", "text"]:
-    """The inputs of a model; a user's factory takes images unless it returns a Task."""
+    """The inputs of a model; a user's factory takes images unless it returns a Task.
+
+    Raises:
+        ModelError: there is no such model.
+    """
     if name == "dlrm":
         return "dlrm"
     entry = entry_of(name)
@@ -178,7 +186,11 @@ def may_import_torchvision(name: str) -> bool:
 def fit_options(
     name: str, options: ModelOptions, data_image_size: int = 0, data_channels: int = 0
 ) -> ModelOptions:
-    """Fill in missing classes, channels and image size from the data, else from the model."""
+    """Fill in missing classes, channels and image size from the data, else from the model.
+
+    Raises:
+        ModelError: the model is unknown or does not accept the image size.
+    """
     entry = entry_of(name) or ModelEntry(build=_no_build, min_image_size=1)
     if name == "dlrm":
         check_dlrm(options.dlrm)
@@ -290,6 +302,9 @@ def build_task(name: str, options: ModelOptions, seed: int = 0) -> Task:
 
     Args:
         options: as `fit_options` returns them.
+
+    Raises:
+        ModelError: the model is unknown or does not accept the options.
     """
     torch.manual_seed(seed)
     entry = entry_of(name)

@@ -25,6 +25,9 @@ class Example:
 
     Attributes:
         specs: of the tensors; integers are drawn from 0 to the largest in the example.
+
+    Raises:
+        ModelError: it has no tensors, or one without samples.
     """
 
     def __init__(self, name: str, example: Any) -> None:

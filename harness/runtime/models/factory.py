@@ -49,6 +49,9 @@ def task_from_example(name: str, model: nn.Module, example: Any) -> Task:
 
     If the model computes a loss, that is the task's and its labels are the targets; else targets
     are classes of the logits. A loss that parts of a batch cannot compute stays in the model.
+
+    Raises:
+        ModelError: the example has no tensors, or the model does not take it.
     """
     given = Example(name, example)
     _prepare(name, model)
@@ -300,6 +303,10 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
 
     The factory returns a module over images (n, n_channels, image_size, image_size), a model of
     transformers, a pair of a module and example inputs, or a Task.
+
+    Raises:
+        ModelError: the factory is missing, fails or returns another type, or its model has
+            weights without a shape.
     """
     with _contained(name):
         factory = _load(name)
@@ -320,7 +327,11 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
 
 
 def task_of(name: str, built: Any, options: ModelOptions) -> Task:
-    """The task of a factory's result."""
+    """The task of a factory's result.
+
+    Raises:
+        ModelError: it has another type, or its model has weights without a shape.
+    """
     if isinstance(built, Task):
         check_weights(built.model)
         return built

@@ -39,6 +39,9 @@ def choose_logits(outputs: Mapping[str, Any], kind: str) -> Any:
 
     Args:
         kind: type of the model's return value, for the error.
+
+    Raises:
+        ModelError: there are several, and none has a name of logits.
     """
     for name in _NAMES:
         if name in outputs:
@@ -96,7 +99,11 @@ LOSSES: dict[LossName, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def logits_of(output: Any) -> Tensor:
-    """Select the logits from a model's return value."""
+    """Select the logits from a model's return value.
+
+    Raises:
+        ModelError: it is not a tensor, and no output has a name of logits.
+    """
     if isinstance(output, Tensor):
         return output
     chosen = choose_logits(named_outputs(output), type(output).__name__)
@@ -181,6 +188,9 @@ class Task:
 
         Args:
             outputs: the logits, or outputs that hold them by name.
+
+        Raises:
+            ModelError: no output has a name of logits.
         """
         return LOSSES[self.loss](logits_of(outputs), targets)
 

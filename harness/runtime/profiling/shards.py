@@ -115,6 +115,9 @@ def verify(
 
     Returns:
         Bytes of the tensors kept for its backward pass, with inputs, without parameters.
+
+    Raises:
+        VerificationError: an output or a gradient is not finite, nor is the loss.
     """
     parameters = {parameter.data_ptr() for parameter in call.parameters}
     saved: dict[int, int] = {}

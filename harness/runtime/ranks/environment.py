@@ -118,7 +118,11 @@ def _check_incomplete_launcher(environ: Mapping[str, str]) -> None:
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
-    """Find the innermost launcher and read its variables."""
+    """Find the innermost launcher and read its variables.
+
+    Raises:
+        LaunchError: a launcher's variables are incomplete or contradict each other.
+    """
     if "TORCHELASTIC_RUN_ID" in environ:
         launch = _torchrun(environ)
     elif "OMPI_COMM_WORLD_RANK" in environ:

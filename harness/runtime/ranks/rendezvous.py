@@ -222,6 +222,9 @@ def meet(
         heartbeat_timeout_s: the agents end the launch if a rank is silent for this time.
         channel: to this rank's agent; None to take it from the environment.
         comm: of `introduce`, which is called without one.
+
+    Raises:
+        LaunchError: the ranks cannot connect.
     """
     channel = channel or Channel.from_environment()
     if comm is None:

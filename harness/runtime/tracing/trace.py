@@ -195,7 +195,11 @@ _log = logging.getLogger(__name__)
 
 
 def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
-    """Trace a model that takes `examples`."""
+    """Trace a model that takes `examples`.
+
+    Raises:
+        ModelError: the model cannot be traced, or a graph cannot represent one of its constructs.
+    """
     whole: set[str] = set()
     states: dict[str, str] = {}
     exported: Exception | None = None

@@ -141,7 +141,11 @@ class CollectiveTrial:
             self.out.fill_(-1.0)
 
     def check(self) -> None:
-        """Compare every element."""
+        """Compare every element.
+
+        Raises:
+            VerificationError: names the first element that is wrong.
+        """
         wrong = self.out != self.expected
         if not bool(wrong.any()):
             return

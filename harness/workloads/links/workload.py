@@ -136,6 +136,9 @@ def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
     """Measure pairs, then collectives, over each transport, then the overhead on computing.
 
     Rank 0 writes the cluster file.
+
+    Raises:
+        VerificationError: data arrived wrong.
     """
     world = context.world
     pairs: dict[str, dict[Pair, PairTimes]] = {}

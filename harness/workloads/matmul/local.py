@@ -174,7 +174,11 @@ def check_peak(flops: float, durations: list[float], dtype: str, device_kind: st
 
 
 def measure_product(size: int, dtype: str, context: Context, budget: Budget) -> float:
-    """Time, verify and record one product; returns its FLOP/s from the median time."""
+    """Time, verify and record one product; returns its FLOP/s from the median time.
+
+    Raises:
+        VerificationError: the result is wrong, or the rate is above the device's peak.
+    """
     with precision_of(dtype):
         clock, device = context.recorder.clock, context.world.device
         durations, operands = time_product(size, dtype, device, clock, budget)

@@ -30,7 +30,11 @@ _TORCH_DTYPE = {
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """Storage type of a named dtype; tf32 is fp32 that a GPU rounds when it reads."""
+    """Storage type of a named dtype; tf32 is fp32 that a GPU rounds when it reads.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
     if dtype not in _TORCH_DTYPE:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(_TORCH_DTYPE)}: choose one")
     return _TORCH_DTYPE[dtype]

@@ -44,6 +44,9 @@ def split_square(speeds: Sequence[float], size: int) -> list[Block]:
 
     Returns:
         (rows, columns) of each rank.
+
+    Raises:
+        StrategyError: the matrix is too small to give each rank a row and a column.
     """
     order = sorted(range(len(speeds)), key=lambda rank: (speeds[rank], rank))
     columns = _best_columns([speeds[rank] / sum(speeds) for rank in order])

@@ -152,7 +152,11 @@ class ProfileConfig(ModelFlags):
     """Executions of each operator before its samples, in each round; they are discarded."""
 
     def model_options(self) -> ModelOptions:
-        """Options that the model is built with."""
+        """Options that the model is built with.
+
+        Raises:
+            ModelError: the model is unknown or does not accept the options.
+        """
         return fit_options(
             self.model, replace(self.given_options(), n_channels=self.n_channels or 0)
         )
@@ -237,7 +241,11 @@ class SearchConfig(SearchFlags, ModelFlags):
     """Seed of the search. Equal seeds find equal plans, unless --search-seconds ends the search."""
 
     def model_options(self) -> ModelOptions:
-        """Options that the model is built with."""
+        """Options that the model is built with.
+
+        Raises:
+            ModelError: the model is unknown or does not accept the options.
+        """
         return self.profile_config().model_options()
 
     def optimizer_options(self) -> OptimizerOptions:

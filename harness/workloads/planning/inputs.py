@@ -126,6 +126,9 @@ def capture_graph(search_config: SearchConfig, results: Path | None = None) -> G
     Args:
         results: directory that remembers graphs which passed the faithfulness check; a graph
             that is not among them is compared with its model on the CPU. None skips the check.
+
+    Raises:
+        ModelError: there is no such model, it cannot be captured, or its graph trains differently.
     """
     try:
         with weights_on_meta():
@@ -215,6 +218,9 @@ def predict(
 
     Args:
         method: how the strategy was found, such as `search` or `builder`.
+
+    Raises:
+        StrategyError: the strategy does not fit the graph or the cluster.
     """
     simulation = simulator.simulate(strategy)
     return Prediction(
@@ -232,7 +238,11 @@ def predict(
 
 
 def predict_asynchronous(simulator: Simulator, strategy: Strategy, *, method: str) -> Prediction:
-    """Simulate one step of asynchronous training; see `predict`."""
+    """Simulate one step of asynchronous training; see `predict`.
+
+    Raises:
+        StrategyError: the strategy does not fit the graph or the cluster.
+    """
     found = simulate_unflushed(simulator, strategy)
     return Prediction(
         strategy=strategy.name,

@@ -22,7 +22,12 @@ from harness.workloads.planning.config import Point
 
 
 def read_profile(path: Path, model: str, dtype: str) -> Profile:
-    """Load the profile; an empty one if there is no file."""
+    """Load the profile; an empty one if there is no file.
+
+    Raises:
+        GraphError: the file is malformed.
+        ConfigError: the file is of another model or dtype.
+    """
     if not path.exists():
         return Profile(model=model, measurements=[])
     profile = Profile.load(path)

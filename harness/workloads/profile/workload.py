@@ -242,7 +242,13 @@ def _check_graph(task: Task, captured: Captured, config: ProfileConfig, context:
 
 
 def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:
-    """Measure every operator that the profile file lacks; rank 0 writes file and graph."""
+    """Measure every operator that the profile file lacks; rank 0 writes file and graph.
+
+    Raises:
+        VerificationError: an operator's result is not finite.
+        ModelError: the captured graph trains differently from the model.
+        ConfigError: the file is of another model or dtype.
+    """
     reset_peak(context.world.device)
     try:
         return _Profiler(config, context).run()

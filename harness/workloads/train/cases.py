@@ -49,12 +49,21 @@ def data_options(case: TrainCase) -> DataOptions:
 
 
 def fitted_options(case: TrainCase) -> ModelOptions:
-    """A run's model options, with missing ones filled in from the data and the model."""
+    """A run's model options, with missing ones filled in from the data and the model.
+
+    Raises:
+        ConfigError, ModelError, DataError: data and model do not fit each other, or the data are
+            missing.
+    """
     return fit_to_data(case.model, case.given_options(), case.data, data_options(case))
 
 
 def load_for(case: TrainCase) -> Strategy:
-    """Load the strategy's file of a run and check its batch."""
+    """Load the strategy's file of a run and check its batch.
+
+    Raises:
+        StrategyError: the file is missing, malformed, or for another batch.
+    """
     path = Path(case.strategy)
     found = read_strategy_file(path)
     strategy = found.content
@@ -131,6 +140,9 @@ def engine_of(strategy: str, engine: str, *, needs_executor: bool = False) -> En
     Args:
         engine: value of --engine.
         needs_executor: a flag is set that only the executor supports.
+
+    Raises:
+        ConfigError: there is no such strategy, or the engine does not support it.
     """
     known = [name for name, strategies in STRATEGIES.items() if strategy in strategies]
     if is_layout(strategy):

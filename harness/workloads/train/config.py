@@ -44,7 +44,11 @@ def is_shardable(strategy: str) -> bool:
 
 
 def parse_change(text: str) -> tuple[int, Path]:
-    """The step and the file of a value of --change."""
+    """The step and the file of a value of --change.
+
+    Raises:
+        ConfigError: it is not STEP:FILE.
+    """
     step, _, file = text.partition(":")
     if not (step.isascii() and step.isdigit() and file):
         raise ConfigError(f"--change {text} is not STEP:FILE, such as 100:next.json")

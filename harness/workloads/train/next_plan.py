@@ -114,7 +114,11 @@ class NextPlanner:
         return self.planned(strategy)
 
     def planned(self, strategy: Strategy, n_frozen: int = 0) -> Planned:
-        """The plan of a valid strategy of this run."""
+        """The plan of a valid strategy of this run.
+
+        Raises:
+            PlanError: it needs more memory than a device has.
+        """
         simulation = self.simulator(n_frozen).simulate(strategy)
         simulation.check_memory()
         return Planned(

@@ -48,7 +48,12 @@ from harness.workloads.train.config import TrainCase, is_file, is_layout
 
 
 def load_strategy(case: TrainCase, graph: Graph, cluster: Cluster) -> Strategy:
-    """Load the strategy's file of a run and check that it fits the run."""
+    """Load the strategy's file of a run and check that it fits the run.
+
+    Raises:
+        StrategyError: the file is missing, malformed, stale, or for another model, batch or
+            cluster.
+    """
     strategy = load_for(case)
     check_fresh(strategy, graph, cluster)
     validate(strategy, graph, cluster)
@@ -60,6 +65,9 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
 
     Args:
         shares: samples of each rank under `ddp`.
+
+    Raises:
+        StrategyError: the flags do not fit the model or the ranks.
     """
     graph, cluster, batch = simulator.graph, simulator.cluster, case.batch
     if case.strategy == "single":
@@ -146,7 +154,11 @@ def _by_degrees(case: TrainCase, simulator: Simulator, n_microbatches: int) -> S
 
 
 def search_config_of(case: TrainCase) -> SearchConfig:
-    """Select the flags of a training run that its plan depends on, and no others."""
+    """Select the flags of a training run that its plan depends on, and no others.
+
+    Raises:
+        ModelError, DataError: the model does not accept the data, or the data are missing.
+    """
     return replace(
         SearchConfig(**shared_flags(case, SearchConfig)),
         batch_size=case.batch,

@@ -89,6 +89,9 @@ class FreezingPolicy(Policy):
     frozen 0              F(1)         F(2)         0            F(1)
 
     The gradient rule decides LEAD_STEPS before the end of an interval, by the steps since it did.
+
+    Raises:
+        ConfigError: the model has no layers that can be frozen.
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:

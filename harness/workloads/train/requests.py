@@ -81,7 +81,11 @@ def write_request(run_dir: Path, source: Path) -> Request:
 
 
 def read_request(run_dir: Path) -> Request | None:
-    """The request that waits; None if there is none."""
+    """The request that waits; None if there is none.
+
+    Raises:
+        ConfigError: the file is no request.
+    """
     path = run_dir / REQUEST_FILE
     if not path.exists():
         return None
@@ -121,7 +125,11 @@ class ControlOptions:
 
 
 def control(options: ControlOptions) -> str:
-    """Send the request and wait; returns the run's answer in one line."""
+    """Send the request and wait; returns the run's answer in one line.
+
+    Raises:
+        ConfigError: there is no such run, it does not listen, or it keeps its strategy.
+    """
     check_listens(options.run)
     request = write_request(options.run, options.strategy)
     answer = _wait(options, request)

@@ -165,7 +165,11 @@ class Training:
 
 
 def set_norm_scope(model: nn.Module, scope: str, device: torch.device) -> nn.Module:
-    """Convert batch norm to SyncBatchNorm if `scope` is `global`; `local` keeps the model."""
+    """Convert batch norm to SyncBatchNorm if `scope` is `global`; `local` keeps the model.
+
+    Raises:
+        ConfigError: the device is a CPU, for which PyTorch has no SyncBatchNorm.
+    """
     if scope == "global":
         if device.type != "cuda":
             raise ConfigError(
@@ -295,6 +299,10 @@ def prepare(
     Args:
         planned: the plan for the executor; other engines ignore it.
         timeout_s: how long the executor waits for another rank.
+
+    Raises:
+        ConfigError, ModelError, DataError, StrategyError: flags, model, data and strategy
+            contradict each other.
     """
     set_tensor_cores(case.dtype)
     task = _place(case, make_task(case), world.device)

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """Measures accuracies of one run; all ranks construct it, each with a copy of the model."""
+    """Measures accuracies of one run; all ranks construct it, each with a copy of the model.
+
+    Raises:
+        ConfigError: the data have no samples that are held out, or classify nothing.
+    """
 
     def __init__(self, case: TrainCase, context: Context) -> None:
         self._world = context.world
@@ -163,7 +167,11 @@ class TrainLoop:
             self.training = self._changes.before_step(index + 1, self.training)
 
     def record_losses(self) -> list[float]:
-        """Sum the losses over all ranks and record the global loss of every measured step."""
+        """Sum the losses over all ranks and record the global loss of every measured step.
+
+        Raises:
+            VerificationError: a loss is not finite.
+        """
         losses = torch.stack(self._losses).float()
         if self._context.world.size > 1:
             dist.all_reduce(losses)

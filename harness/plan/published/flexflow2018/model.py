@@ -117,7 +117,11 @@ def alexnet() -> list[Layer]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Equal nodes of equal devices; device d stands in node d // devices_per_node."""
+    """Equal nodes of equal devices; device d stands in node d // devices_per_node.
+
+    Raises:
+        PlanError: the number of devices is not a power of two.
+    """
 
     n_nodes: int
     devices_per_node: int

@@ -103,7 +103,11 @@ def plan(request: PlanRequest) -> PlanResult:
 
 
 def problem_of(request: PlanRequest) -> LayerProblem:
-    """The cost model's problem for a request."""
+    """The cost model's problem for a request.
+
+    Raises:
+        PlanError: see `plan`.
+    """
     if request.graph is not None:
         raise PlanError(
             f"flexflow2018 plans its own AlexNet, not {request.graph.name!r}: leave out the model "

@@ -81,6 +81,9 @@ def levels_for(cluster: Cluster, limit_bytes: int | None, workload: OperatorDag)
 
     Args:
         limit_bytes: of memory, that replaces the devices' own.
+
+    Raises:
+        PlanError: several devices but a missing link.
     """
     memory = float(limit_bytes or min(device.memory_bytes for device in cluster.devices))
     # No plan needs more on any device; a limit above it is none.
@@ -106,7 +109,11 @@ def levels_for(cluster: Cluster, limit_bytes: int | None, workload: OperatorDag)
 
 
 def link_bandwidths(cluster: Cluster) -> Floats:
-    """Bytes/s from device to device, infinite on the diagonal."""
+    """Bytes/s from device to device, infinite on the diagonal.
+
+    Raises:
+        PlanError: a link is missing.
+    """
     position = {device.name: i for i, device in enumerate(cluster.devices)}
     n = cluster.n_devices
     bandwidth = np.zeros((n, n))

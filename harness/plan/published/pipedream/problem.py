@@ -62,7 +62,12 @@ class OperatorDag:
 
 
 def workload_from(graph: Graph, profile: Profile, device_kind: str) -> OperatorDag:
-    """Join a graph with its times on one kind of device."""
+    """Join a graph with its times on one kind of device.
+
+    Raises:
+        GraphError: nothing but inputs is left.
+        PlanError: the profile does not know an operator on that kind of device.
+    """
     read = {name for operator in graph.operators for name in operator.inputs}
     kept = [op for op in graph.operators if op.kind != "input" and not _is_unread_item(op, read)]
     if not kept:

@@ -60,7 +60,11 @@ class _Squad(msgspec.Struct):
 
 
 def squad_file(data_dir: Path) -> Path:
-    """The file of training questions."""
+    """The file of training questions.
+
+    Raises:
+        DataError: it is missing.
+    """
     return find_file(data_dir, ("train-v1.1.json", "train-v2.0.json"), _KIND)
 
 
@@ -105,7 +109,11 @@ def _span(window: Any, place: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def open_squad(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
-    """Open the training questions."""
+    """Open the training questions.
+
+    Raises:
+        DataError: the file is missing or malformed, or the model takes other inputs.
+    """
     length = check_inputs("squad", task, (("tokens", "segments"), ("tokens",)), "span")
     if length < 16:
         raise DataError(
@@ -135,7 +143,11 @@ _SST2 = "train.tsv of SST-2"
 
 
 def sst2_file(data_dir: Path) -> Path:
-    """The file of training sentences."""
+    """The file of training sentences.
+
+    Raises:
+        DataError: it is missing.
+    """
     return find_file(data_dir, ("train.tsv", "SST-2/train.tsv"), _SST2)
 
 
@@ -157,7 +169,11 @@ def _read_sentences(path: Path) -> tuple[list[str], list[int]]:
 
 
 def open_sst2(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
-    """Open the training sentences; longer ones than the model's sequence are cut."""
+    """Open the training sentences; longer ones than the model's sequence are cut.
+
+    Raises:
+        DataError: the file is missing or malformed, or the model takes other inputs.
+    """
     length = check_inputs("sst2", task, (("tokens", "segments"), ("tokens",)), "class")
     sentences, labels = _read_sentences(sst2_file(data_dir))
     tokenizer = vocabulary.tokenizer()

@@ -27,17 +27,29 @@ _PAIR = "*.tsv with a source, a tab and a target on each line"
 
 
 def text_files(data_dir: Path) -> list[Path]:
-    """The files of plain text."""
+    """The files of plain text.
+
+    Raises:
+        DataError: there are none.
+    """
     return find_files(data_dir, ".txt", "plain text in UTF-8")
 
 
 def pair_files(data_dir: Path) -> list[Path]:
-    """The files of pairs."""
+    """The files of pairs.
+
+    Raises:
+        DataError: there are none.
+    """
     return find_files(data_dir, ".tsv", _PAIR)
 
 
 def open_text(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
-    """Open plain text for a model that predicts the next token."""
+    """Open plain text for a model that predicts the next token.
+
+    Raises:
+        DataError: the files are missing or no text, or the model takes other inputs.
+    """
     length = check_inputs("text", task, (("tokens",),), "tokens")
     tokenizer = vocabulary.tokenizer()
     row: list[int] = []
@@ -56,7 +68,11 @@ def open_text(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
 
 def open_pairs(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
     """Open pairs for a model that predicts target tokens from source tokens; longer sentences than
-    the model's sequence are cut."""
+    the model's sequence are cut.
+
+    Raises:
+        DataError: the files are missing or malformed, or the model takes other inputs.
+    """
     length = check_inputs("pairs", task, (("source", "target"),), "tokens")
     sources: list[str] = []
     targets: list[str] = []

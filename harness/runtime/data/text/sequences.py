@@ -113,13 +113,21 @@ def padded(rows: Sequence[Sequence[int]], length: int, fill: int = PADDING) -> T
 
 
 def read_text(path: Path, kind: str) -> str:
-    """Read a file of text."""
+    """Read a file of text.
+
+    Raises:
+        DataError: it is missing, or no UTF-8.
+    """
     data = read_file(path, kind, DataError, _LARGEST_FILE_BYTES)
     return decode_text(data, f"{kind} {path}", DataError)
 
 
 def find_file(data_dir: Path, names: Sequence[str], kind: str) -> Path:
-    """The file itself if a flag names one, else the first of `names` in the directory."""
+    """The file itself if a flag names one, else the first of `names` in the directory.
+
+    Raises:
+        DataError: there is none.
+    """
     if data_dir.is_file():
         return data_dir
     for name in names:
@@ -129,7 +137,11 @@ def find_file(data_dir: Path, names: Sequence[str], kind: str) -> Path:
 
 
 def find_files(data_dir: Path, suffix: str, kind: str) -> list[Path]:
-    """The file itself if a flag names one, else all of a suffix in the directory, sorted."""
+    """The file itself if a flag names one, else all of a suffix in the directory, sorted.
+
+    Raises:
+        DataError: there is none.
+    """
     found = [data_dir] if data_dir.is_file() else sorted(data_dir.glob(f"*{suffix}"))
     if not found:
         raise DataError(f"--data-dir {data_dir} holds no *{suffix}: it should hold {kind}")

@@ -63,6 +63,9 @@ def find_migrations(before: Placement, after: Placement) -> list[Migration]:
     """All migrations of a change, in the same order on every rank; kept regions included.
 
     Of several holders, the one that sends least so far sends a region.
+
+    Raises:
+        StrategyError: a region that the new strategy needs is held by no rank.
     """
     old: dict[str, list[WeightSlice]] = defaultdict(list)
     for piece in sorted(before, key=_in_order):

@@ -115,6 +115,9 @@ def choose_forms(
     """Choose forms by microbatch size; log a warning for each gathered operator.
 
     An operator that is gathered at one size is gathered at all, so that weight slices are equal.
+
+    Raises:
+        ModelError, StrategyError: the executor cannot compute a cut.
     """
     check_shared_norms(captured, plan.strategy)
     check_writers(captured, meta, plan.strategy)

@@ -103,7 +103,11 @@ def save_sharded(
 
 
 def load_sharded(directory: Path) -> dict[str, Any]:
-    """Read the state that all ranks wrote with `save_sharded`, as `ExecutorEngine.full_state`."""
+    """Read the state that all ranks wrote with `save_sharded`, as `ExecutorEngine.full_state`.
+
+    Raises:
+        ResultsError: a shard or a part of a tensor is missing, or shards are of different saves.
+    """
     paths, metadata = check_sharded(directory)
     model, cut, single = _read(paths)
     has_copies = metadata.is_survivors

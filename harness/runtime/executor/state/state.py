@@ -200,7 +200,11 @@ class StateGatherer:
         self._unused = dict(other._unused)
 
     def load(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Load this rank's slices of a whole state."""
+        """Load this rank's slices of a whole state.
+
+        Raises:
+            ResultsError: the state is of another model.
+        """
         model = {self.names.get(name, name): tensor for name, tensor in state["model"].items()}
         for piece, part in self._model_parts().items():
             whole = _tensor_of(model, self._model_name(piece), self._shapes[piece.name])

@@ -172,6 +172,9 @@ class Channels:
 
         Returns:
             A function that waits for it, and raises the same error.
+
+        Raises:
+            PeerError: as for `wait`.
         """
         work: Any = None
 
@@ -197,6 +200,9 @@ class Channels:
 
         Returns:
             A function that waits for both, and returns the received tensor.
+
+        Raises:
+            PeerError: as for `wait`.
         """
         at = devices.index(self._world.rank)
         target, source = devices[(at + 1) % len(devices)], devices[at - 1]
@@ -238,7 +244,11 @@ class Channels:
             ) from error
 
     def send(self, tensor: Tensor, message: Message, microbatch: int, *, is_backward: bool) -> None:
-        """Start sending; the tensor must not change until the step ends."""
+        """Start sending; the tensor must not change until the step ends.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
         if self.is_muted:
             return
         # The memory of a conjugate or of a negated view is that of its source.
@@ -255,7 +265,11 @@ class Channels:
     def receive(
         self, message: Message, dtype: torch.dtype, microbatch: int, *, is_backward: bool
     ) -> Transfer:
-        """Post a receive."""
+        """Post a receive.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
         sender, _ = message.ends(is_backward=is_backward)
         buffer = self._arriving.take(message.shape(is_backward=is_backward), dtype)
         work: Any = None
@@ -292,7 +306,11 @@ class Channels:
         return found
 
     def finish_sends(self, before: float = math.inf) -> None:
-        """Wait for all sends of microbatches before `before`."""
+        """Wait for all sends of microbatches before `before`.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
         for target in self._sending:
             self._finish_sends(target, lambda sent: sent.microbatch < before)
 

@@ -61,7 +61,11 @@ class Sums:
         self._under_way: dict[tuple[int, int, bool], tuple[Tensor, Callable[[], None]]] = {}
 
     def start(self, tensor: Tensor, fetch: Fetch, microbatch: int, *, is_backward: bool) -> None:
-        """Start an all-reduce in place; the caller must not use the tensor afterwards."""
+        """Start an all-reduce in place; the caller must not use the tensor afterwards.
+
+        Raises:
+            PeerError: as for `take`.
+        """
         operator = fetch.want.pieces[0].part.operator
         label = f"gradient of {operator}" if is_backward else operator
         wait = self._channels.start_sum(tensor, label, fetch.sum.devices)
