@@ -150,8 +150,6 @@ class RankAgent:
                 state["stopped_s"] = now_s - self._stopped_at_s
             self._peers.beat(state)
 
-    # Messages from the program.
-
     def _take_messages(self, now_s: float) -> None:
         while self._channel is not None:
             try:
@@ -348,11 +346,9 @@ class RankAgent:
     def _close_interrupted(self, now_s: float) -> None:
         """Close the row; the reason is a rank's reported fault, if there is one that does not
         follow from the interruption of other ranks."""
-        fault = self._failure
-        if (fault is None or fault.is_secondary) and isinstance(self._peers, Hub):
-            fault = self._peers.primary()
-        if fault is None:
-            fault = Fault("crash", "interrupted" if self._has_begun else _NOT_BEGUN)
+        own = None if self._failure and self._failure.is_secondary else self._failure
+        reported = own or (self._peers.primary() if isinstance(self._peers, Hub) else None)
+        fault = reported or Fault("crash", "interrupted" if self._has_begun else _NOT_BEGUN)
         if not (self._has_begun or self._has_left or self._rank or self._size == 1):
             self._begin_start(now_s)
         if self._run is not None:
