@@ -21,6 +21,7 @@ from harness.runtime.capture.capture import Captured
 from harness.runtime.executor.shards.base import ShardSpec, Wanted
 from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.profiling.subgraph import OperatorCall, as_leaves, tensors_in, written
+from harness.runtime.tracing.attention_region import AttentionRegion
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class OperatorShard:
 
     def call(self, call: OperatorCall) -> OperatorCall:
         """Convert a call of the operator to a call of the shard."""
-        inputs = tensors_in((call.args, call.kwargs))
+        inputs = tensors_in((call.args, call.kwargs))[: len(self.wants)]  # weights follow
         parameters = tuple(self.module.parameters())
         return OperatorCall(self.module, _regions(inputs, self.wants), {}, parameters)
 
@@ -53,7 +54,7 @@ def operator_shard(
         captured: the model, on the device of the call's tensors.
         call: the whole operator's call, with the batch that the graph was captured for.
     """
-    if not isinstance(call.function, nn.Module):
+    if not isinstance(call.function, nn.Module | AttentionRegion):
         return None
     graph = captured.graph
     operators = {operator.name: operator for operator in graph.operators}
@@ -67,6 +68,8 @@ def operator_shard(
         for argument, producer in enumerate(operator.inputs)
     ]
     inputs = tensors_in((call.args, call.kwargs))
+    if isinstance(call.function, AttentionRegion):
+        inputs = inputs[: call.function.n_inputs]
     if [tuple(x.shape) for x in inputs] != [tuple(each.shape.values()) for each in wants]:
         return None
     shard = make_shard(

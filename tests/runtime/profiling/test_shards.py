@@ -1,6 +1,7 @@
 """What an operator gives must be finite, or on the way to a loss that is."""
 
 from contextlib import nullcontext
+from operator import attrgetter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.models import InputSpec, Task
 from harness.runtime.profiling.shards import operator_shard, verify
 from harness.runtime.profiling.subgraph import OperatorCall
+from harness.runtime.tracing.attention_region import AttentionRegion
 
 
 class Call(nn.Module):
@@ -29,6 +31,17 @@ class SelfAttention(nn.Module):
 
     def forward(self, x):
         return self.called(x, x, x, need_weights=False)[0]
+
+
+class FourHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (part(x).view(-1, 5, 4, 2).transpose(1, 2) for part in (self.q, self.k, self.v))
+        made = torch.softmax(q @ k.transpose(2, 3), dim=-1) @ v
+        return self.out(made.transpose(1, 2).reshape(-1, 5, 8))
 
 
 def call_part(model, x, dim, size, n_arguments=1):
@@ -107,3 +120,17 @@ def test_other_values_are_wrong_unless_the_loss_is_finite(function, value, kind)
     with pytest.raises(VerificationError, match=f"operator 'f' gives {kind}s that are not finite"):
         verify(call(function, x), "operator 'f'", nullcontext, lambda: False)
     verify(call(function, x), "operator 'f'", nullcontext, lambda: True)
+
+
+def test_two_heads_of_an_exported_attention_have_half_of_its_weights():
+    spec = InputSpec(name="x", shape=(5, 8))
+    found = capture(Task(model=FourHeads(), inputs=(spec,)), 2, "one")
+    ((name, node),) = (
+        (k, n) for k, n in found.nodes.items() if isinstance(n.target, AttentionRegion)
+    )
+    weights = [attrgetter(str(held.target))(found.module) for held in node.args[1:]]
+    call = OperatorCall(node.target, (torch.randn(2, 5, 8), *weights), {}, ())
+    whole, half = (operator_shard(found, name, "heads", n, call).call(call) for n in (4, 2))
+    torch.testing.assert_close(whole(), call())
+    n_each = [sum(p.numel() for p in part.parameters if p.dim() == 2) for part in (whole, half)]
+    assert n_each == [4 * 64, 2 * 64]
