@@ -149,7 +149,8 @@ def _rows_of_repeats(
 
 
 def _medians(repeats: Sequence[TrainingSummary]) -> TrainingSummary:
-    """Return the first summary with each number replaced by its median over the repeats."""
+    """Return the first summary with each number replaced by its median over the repeats; the
+    throughput is that of the median step."""
     steps = [s.duration.median for s in repeats if s.duration is not None]
     found: dict[str, Any] = {"duration": summarize(steps) if steps else None}
     for name in (field.name for field in fields(TrainingSummary)):
@@ -158,6 +159,8 @@ def _medians(repeats: Sequence[TrainingSummary]) -> TrainingSummary:
             found[name] = {k: known_median(v.get(k) for v in values) for k in values[0]}
         elif any(isinstance(value, float) for value in values):
             found[name] = known_median(values)
+    if steps and found["n_samples"]:
+        found["throughput"] = found["n_samples"] / found["duration"].median
     return replace(repeats[0], **found)
 
 
