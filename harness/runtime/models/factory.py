@@ -25,7 +25,7 @@ from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_i
 from harness.runtime.models.example import Example
 from harness.runtime.models.loss_split import CallRecorder, SplitLoss, split_loss
 from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, Call, LabelledTask
-from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_weights, logits_of
+from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_model, logits_of
 from harness.runtime.models.torchvision_import import allow_torchvision
 from harness.runtime.ranks.failures import users_line
 from harness.runtime.tracing.patches import replaced
@@ -330,10 +330,10 @@ def task_of(name: str, built: Any, options: ModelOptions) -> Task:
     """The task of a factory's result.
 
     Raises:
-        ModelError: it has another type, or its model has weights without a shape.
+        ModelError: it has another type, or its model has weights without a shape or trains none.
     """
     if isinstance(built, Task):
-        check_weights(built.model)
+        check_model(built.model)
         return built
     example: Any = None
     if isinstance(built, tuple) and len(built) == 2:
@@ -343,7 +343,7 @@ def task_of(name: str, built: Any, options: ModelOptions) -> Task:
             f"--model {name!r} returned a {type(built).__name__}, not an nn.Module: return the "
             "model, or the pair (model, example inputs)"
         )
-    check_weights(built)
+    check_model(built)
     if example is None:
         example = example_of(name, built, options)
     return task_from_example(name, built, example)

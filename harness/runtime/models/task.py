@@ -280,15 +280,19 @@ class ModelOptions:
     text: TextOptions = field(default_factory=TextOptions)
 
 
-def check_weights(model: nn.Module) -> None:
-    """Refuse weights that have no shape yet, modules without Python code, and a model of which
-    nothing is trained."""
-    if not any(is_lazy(p) or p.requires_grad for p in model.parameters()):
+def check_model(model: nn.Module) -> None:
+    """Refuse a model of which nothing is trained, and what `check_weights` refuses."""
+    check_weights(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         n_parameters = sum(1 for _ in model.parameters())
         raise ModelError(
             f"none of the model's {n_parameters} parameters is trained: set requires_grad of the "
             "last layer at least"
         )
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse weights that have no shape yet, and modules without Python code."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
