@@ -13,6 +13,7 @@ from typing import Any
 
 from harness.domain.cluster import Cluster
 from harness.errors import HarnessError
+from harness.inputs import one_line
 from harness.measure.derive.prediction import read_prediction
 from harness.measure.derive.training import step_times
 from harness.measure.store import find_runs, read_run
@@ -23,6 +24,7 @@ from harness.plan.advise.pricing import Priced, memory_words
 from harness.units import format_bandwidth, format_duration
 
 _MOST_ROWS = 12
+_LONGEST_LABEL = 50  # of a strategy, so that a row fits a terminal; --json has all of it
 _MILLION = 1e6
 _J_PER_KWH = 3.6e6
 _GPU = re.compile(r"NVIDIA|Tesla|GeForce|Quadro|TITAN|Instinct|Radeon|\b[RG]TX\b")
@@ -181,7 +183,7 @@ def _set_table(advice: Advice, shown: Presentation) -> list[str]:
     for one in advice.sets[:_MOST_ROWS]:
         row = [
             _machines(one, advice),
-            one.label,
+            one_line(one.label, _LONGEST_LABEL),
             format_duration(one.step_s),
             f"{format_duration(one.step_s * shown.uncertainty.low)} to "
             f"{format_duration(one.step_s * shown.uncertainty.high)}",
