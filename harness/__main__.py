@@ -257,8 +257,9 @@ def _work(
     except SweepEnded as error:
         ended, headers = error, error.headers
     if world.is_first:
+        runs = launcher.read(headers)
         try:
-            _print_tables(launcher.read(headers))
+            _print_tables(runs)
         except OSError:  # its reader has gone (`| head`), or its disk is full
             errors.drop_output()
         if not name:
@@ -385,7 +386,7 @@ def _run() -> int:
 def _exit(code: int) -> NoReturn:
     """End this process; after success without freeing its modules, which takes torch a second."""
     with contextlib.suppress(OSError):  # the interpreter's own end reports it
-        sys.stdout.flush()
+        errors.flush_output()
         if code == 0:
             mpi = sys.modules.get("mpi4py.MPI")
             if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():

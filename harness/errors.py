@@ -107,8 +107,7 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
     replace_unprintable()
     try:
         code = command()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        flush_output()
         return code
     except HarnessError as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -129,6 +128,12 @@ def replace_unprintable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def flush_output() -> None:
+    """Flush the output, unless the program was started without one (`>&-`)."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 def drop_output() -> None:

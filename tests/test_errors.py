@@ -49,3 +49,12 @@ def test_output_without_a_reader_ends_silently():
     child.stdout.close()
     _, stderr = child.communicate()
     assert (child.returncode, stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("words", [["harness", "matmul", "--dry-run"], ["harness.plan", "--help"]])
+def test_a_program_that_was_started_without_output_ends_well(words):
+    done = subprocess.run(
+        ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", *words],
+        stderr=subprocess.PIPE, check=False,
+    )  # fmt: skip
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)

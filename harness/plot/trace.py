@@ -178,7 +178,11 @@ def _flows(
 
 
 def build_trace(run: Run, plan: Plan) -> dict[str, Any]:
-    """The run's spans on rank 0's clock, and the predicted step beside the measured median step."""
+    """The run's spans on rank 0's clock, and the predicted step beside the measured median step.
+
+    Raises:
+        ResultsError: the run holds no finished step.
+    """
     times = step_times(run)
     median = median_step(times)
     if median is None:

@@ -11,7 +11,6 @@ import ctypes
 import multiprocessing
 import multiprocessing.forkserver
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from harness.errors import flush_output
 from harness.measure.reached import ReachedReader, Standstill
 from harness.runtime.ranks.cgroup import n_oom_kills
 
@@ -125,9 +125,8 @@ def _child(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Conne
     with contextlib.suppress(BrokenPipeError):  # the first process was killed
         pipe.send(value)
     pipe.close()
-    if sys.stdout is not None:
-        with contextlib.suppress(OSError):  # its reader has gone
-            sys.stdout.flush()
+    with contextlib.suppress(OSError):  # its reader has gone
+        flush_output()
 
 
 def _failed_ending(exit_code: int | None, oom_kills_before: int) -> Ending:
