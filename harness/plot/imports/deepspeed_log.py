@@ -45,6 +45,10 @@ NO_TIME = "its step takes no time"
 LONG_PARTS = "bwd_inner and bwd_allreduce take longer than bwd"
 MICRO_ONLY = "a micro-step without the line of its step (fwd, bwd, step)"
 
+_TRACEBACK = "Traceback (most recent call last):"
+_EXIT = re.compile(r"exits with return code = (-?[1-9]\d{0,9})\b", re.ASCII)  # its launcher
+_MOST_TRACEBACK_LINES, _MOST_ERROR = 200, 160
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepLine:
@@ -189,6 +193,20 @@ def parse_deepspeed_log(text: str, path: Path) -> tuple[list[StepLine], list[str
         why = f": {most_common(reader.skipped)}" if reader.skipped else ""
         raise ResultsError(f"{path} holds no usable DeepSpeed step line{why}")
     return reader.steps, group(reader.skipped)
+
+
+def ending(text: str) -> str:
+    """The error that ended the training after its last step; empty if the log names none."""
+    _, _, rest = text.rpartition(MARK)
+    head, traceback, tail = rest.partition(_TRACEBACK)
+    if traceback:
+        prefix = plain(head.rpartition("\n")[2])  # torchrun writes `[rank0]: ` before each line
+        for line in tail.splitlines()[1:_MOST_TRACEBACK_LINES]:
+            told = plain(line).removeprefix(prefix)
+            if told and not told[0].isspace():
+                return told[:_MOST_ERROR]
+    code = _EXIT.search(rest)
+    return f"its launcher reports exit code {code[1]}" if code else ""
 
 
 def accumulation(steps: list[StepLine]) -> int:

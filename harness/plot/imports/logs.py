@@ -19,6 +19,7 @@ from harness.measure.store import write_atomically, write_header
 from harness.plot.imports.deepspeed_log import (
     StepLine,
     accumulation,
+    ending,
     is_deepspeed_log,
     parse_deepspeed_log,
 )
@@ -348,6 +349,8 @@ def _import_deepspeed(
 ) -> list[Path]:
     steps, skipped = parse_deepspeed_log(text, path)
     problems += [(path, reason) for reason in skipped]
+    if error := ending(text):
+        problems.append((path, f"training ended with an error ({error}): its steps are kept"))
     by_rank: dict[int, list[StepLine]] = defaultdict(list)
     for line in steps:
         by_rank[line.rank].append(line)

@@ -58,8 +58,8 @@ class ExecutorEngine:
     """Trains a task by a strategy; device k is rank k. All ranks must construct it.
 
     Args:
-        task: the whole model, with equal weights on every rank; the engine keeps this rank's
-            slices and frees the rest.
+        task: the whole model, with equal weights on every rank, on the device or the host; the
+            engine keeps this rank's slices, on the device, and frees the rest.
         captured: the model's graph; captured here if None. Both may come from a Blueprint, for an
             engine that gets its state by `change_engine`.
         prefix: of an engine that uses cached activations.
@@ -96,7 +96,7 @@ class ExecutorEngine:
         self._hooks = ParameterHooks(task.model)
         self._feed = Feed(captured, strategy, world.rank)
         self.samples = self._feed.samples
-        self.weights = Weights(captured.module)
+        self.weights = Weights(captured.module, world.device)
         self.holders = Holders(captured.module)
         self._groups = Groups(world, plan.timeout_s)
         self._gradients = WeightGradients(

@@ -36,7 +36,7 @@ from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.models import Task, build_task, fit_options
+from harness.runtime.models import build_task, fit_options
 from harness.runtime.ranks.gather import broadcast_result, maximum_over_ranks, wait_for_all
 from harness.runtime.ranks.world import Context
 from harness.units import format_duration
@@ -273,7 +273,8 @@ class _Trial:
         from harness.runtime.executor.engine import ExecutorEngine
 
         self._recorder = Recorder(clock_for(context.world.device), context.recorder.reached)
-        task = _task(search_config, context)
+        fitted = fit_options(search_config.model, search_config.model_options())
+        task = build_task(search_config.model, fitted, search_config.seed)
         self._engine = ExecutorEngine(
             task, context.world, self._recorder, _options(search_config),
             ExecutorPlan(
@@ -310,12 +311,6 @@ class _Trial:
         for _ in range(n_steps):
             self._engine.step(lambda: self._batch, self._share)
         self._recorder.discard()  # waits for the device
-
-
-def _task(search_config: SearchConfig, context: Context) -> Task:
-    fitted = fit_options(search_config.model, search_config.model_options())
-    task = build_task(search_config.model, fitted, search_config.seed)
-    return replace(task, model=task.model.to(context.world.device))
 
 
 def _options(search_config: SearchConfig) -> EngineOptions:

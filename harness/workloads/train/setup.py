@@ -193,7 +193,9 @@ def _place(case: TrainCase, task: Task, device: torch.device) -> Task:
     # The executor reads the scope from its plan.
     if case.engine != "executor":
         model = set_norm_scope(model, case.norm_scope, device)
-    return replace(task, model=model.to(device, memory_format=order))  # type: ignore[call-overload]
+    # The executor moves the slices that a device keeps: the whole model may not fit there.
+    place = torch.device("cpu") if case.engine == "executor" else device
+    return replace(task, model=model.to(place, memory_format=order))  # type: ignore[call-overload]
 
 
 def _shares(case: TrainCase, task: Task, world: World) -> tuple[int, ...]:

@@ -153,6 +153,30 @@ def test_deepspeed_log_takes_its_gpu_from_the_csv_beside_it(tmp_path):
     assert "give --device-kind and --device-memory" in problems[0][1]
 
 
+@pytest.mark.parametrize(
+    ("after", "error"),
+    [
+        ("", None),
+        ("Traceback (most recent call last):\n  File x\nOSError: full\nmore\n", "OSError: full"),
+        (
+            "[rank1]: Traceback (most recent call last):\n[rank1]:   at y\n[rank1]: Lost: one\n",
+            "Lost: one",
+        ),
+        ("[ERROR] Process 12 exits with return code = -9\n", "its launcher reports exit code -9"),
+        ("[INFO] Process 12 exits successfully.\n", None),
+    ],
+)
+def test_an_error_after_the_last_deepspeed_step_is_told(after, error, tmp_path):
+    (tmp_path / "log.log").write_text(
+        "Traceback (most recent call last):\n" + deepspeed_text(2) + after
+    )
+    facts = ImportFacts(device_kind="GPU", device_memory="8GiB")
+    written, problems = import_logs([tmp_path / "log.log"], tmp_path, facts)
+    assert len(written) == 1
+    told = [why for _, why in problems]
+    assert told == [f"training ended with an error ({error}): its steps are kept"] * bool(error)
+
+
 def test_a_cut_deepspeed_line_is_named(tmp_path):
     text = deepspeed_text(3).rstrip("\n")
     for cut in (1, 5, 12, 40):

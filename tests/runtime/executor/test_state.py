@@ -193,7 +193,7 @@ def test_a_buffer_that_repeats_its_rows_keeps_its_values():
     """As position numbers of a text model do; only a blueprint's tensors have no values yet."""
     model = torch.nn.Module()
     model.register_buffer("rows", torch.arange(3).expand(2, 3))
-    weights = Weights(model)
+    weights = Weights(model, torch.device("cpu"))
     weights.hold(WeightSlice.whole("rows", model.rows), model.rows)
     weights.allocate()
     assert model.rows.tolist() == [[0, 1, 2], [0, 1, 2]]

@@ -173,12 +173,14 @@ class Blueprint:
 
     Args:
         task, captured: the model and its graph, before an engine has taken weights and hooks.
+        device: of the repeated elements.
     """
 
-    def __init__(self, task: Task, captured: Captured) -> None:
+    def __init__(self, task: Task, captured: Captured, device: torch.device) -> None:
         last = {n for n, p in captured.module.named_parameters() if _is_channels_last(p)}
         captured.module.meta[CHANNELS_LAST] = frozenset(last)
-        self._task, self._captured = _copied(task, captured)
+        self._device = device
+        self._task, self._captured = self._copied(task, captured)
 
     def make(self, frozen: Sequence[FreezableLayer] = ()) -> tuple[Task, Captured]:
         """A task and its graph for one engine, which allocates the slices that it keeps.
@@ -186,29 +188,27 @@ class Blueprint:
         Args:
             frozen: layers that are no longer trained; their modules are in evaluation mode.
         """
-        task, captured = _copied(self._task, self._captured)
+        task, captured = self._copied(self._task, self._captured)
         captured.module.meta[IS_REPEATED] = True
         for module in {name for layer in frozen for name in layer.modules}:
             captured.module.get_submodule(module).eval()
         names = captured.untrained.union(*(layer.parameters for layer in frozen))
         return task, replace(captured, untrained=names)
 
+    def _copied(self, task: Task, captured: Captured) -> tuple[Task, Captured]:
+        # Model and graph share tensors, so both are copied by one memo.
+        memo = stand_ins(nn.ModuleList([task.model, captured.module]), self._repeated)
+        model: nn.Module = copy.deepcopy(task.model, memo)
+        module: fx.GraphModule = copy.deepcopy(captured.module, memo)
+        for parameter in (*task.model.parameters(), *captured.module.parameters()):
+            _copy_hooks(parameter, memo[id(parameter)])
+        twins = dict(zip(captured.module.graph.nodes, module.graph.nodes, strict=True))
+        nodes = {name: twins[node] for name, node in captured.nodes.items()}
+        return replace(task, model=model), replace(captured, module=module, nodes=nodes)
 
-def _copied(task: Task, captured: Captured) -> tuple[Task, Captured]:
-    # Model and graph share tensors, so both are copied by one memo.
-    memo = stand_ins(nn.ModuleList([task.model, captured.module]), _repeated)
-    model: nn.Module = copy.deepcopy(task.model, memo)
-    module: fx.GraphModule = copy.deepcopy(captured.module, memo)
-    for parameter in (*task.model.parameters(), *captured.module.parameters()):
-        _copy_hooks(parameter, memo[id(parameter)])
-    twins = dict(zip(captured.module.graph.nodes, module.graph.nodes, strict=True))
-    nodes = {name: twins[node] for name, node in captured.nodes.items()}
-    return replace(task, model=model), replace(captured, module=module, nodes=nodes)
-
-
-def _repeated(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and dtype with the memory of one element."""
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    def _repeated(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same shape and dtype with the memory of one element."""
+        return torch.zeros((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
 
 
 def _copy_hooks(source: nn.Parameter, target: object) -> None:
@@ -253,7 +253,7 @@ class ElasticExecutor:
             for tensors in (module.named_parameters(), module.named_buffers())
             for name, tensor in tensors
         }
-        self._blueprint = Blueprint(task, captured)
+        self._blueprint = Blueprint(task, captured, world.device)
         self._boundaries: dict[int, tuple[list[str], str]] = {}
         self.engine = ExecutorEngine(task, world, recorder, options, plan, captured)
 

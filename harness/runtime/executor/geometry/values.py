@@ -89,7 +89,7 @@ class MetaModel:
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.eval()  # because in training it refuses single values
         self._inputs = inputs
-        self._device = device
+        self.device = device
         self._known: dict[int, Values] = {}
 
     def at(self, samples: int) -> Values:
@@ -129,7 +129,7 @@ class MetaModel:
             if isinstance(value, TensorMeta):
                 tensors[node] = value
             elif isinstance(value, torch.device):
-                constants[node] = self._device
+                constants[node] = self.device
             elif not _has_tensors(value):
                 constants[node] = value
         twins = zip(self._nodes, self.module.graph.nodes, strict=True)

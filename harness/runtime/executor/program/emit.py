@@ -41,7 +41,7 @@ from harness.runtime.executor.shards.loss import CutCrossEntropy, LossPart
 from harness.runtime.executor.shards.pointwise import RandomState, make_dropout
 from harness.runtime.executor.shards.regions import Crop, RegionMap, Relative, assembled
 from harness.runtime.executor.shards.ring import KeyRing, Pass, make_mix
-from harness.runtime.executor.state.weights import Weights
+from harness.runtime.executor.state.weights import Weights, move
 from harness.runtime.models.task import Task
 
 # Kinds of operators whose gradient of a weight may be a view of that of their output.
@@ -377,4 +377,10 @@ class SegmentBuilder:
             if isinstance(module, nn.Module):
                 operator, of_model = self._operator_of.get(path, (None, path))
                 self._owned[path] = self._device.gradients.wrap(module, stage, operator, of_model)
-        return fx.GraphModule(self._owned, self._graph, class_name="Segment")
+        segment = fx.GraphModule(self._owned, self._graph, class_name="Segment")
+        for tensor in segment.buffers():  # such as counts in a shard of average pooling
+            move(tensor, self._device.meta.device)
+        for module in segment.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()  # cuDNN wants them in one block of a GPU's memory
+        return segment

@@ -16,15 +16,22 @@ CHANNELS_LAST = "channels_last"
 IS_REPEATED = "is_repeated"
 
 
+def move(tensor: Tensor, device: torch.device) -> None:
+    """Move a tensor to a device in place."""
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)
+
+
 class Weights(nn.Module):
     """One Parameter or buffer for each distinct slice on this device.
 
     Args:
-        model: the captured model.
+        model: the captured model, which may be on the host.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         # Every name with the first name of the same tensor.
         self.names = canonical_names(model)
         self._order = {name: i for i, name in enumerate(self.names)}
@@ -34,8 +41,12 @@ class Weights(nn.Module):
         self.held: dict[WeightSlice, Tensor] = {}
 
     def hold(self, piece: WeightSlice, tensor: Tensor) -> Tensor:
-        """The tensor of a slice; `tensor` if there is none yet."""
-        return self.held.setdefault(piece.renamed(self.names), tensor)
+        """The tensor of a slice; `tensor`, moved to the device, if there is none yet."""
+        piece = piece.renamed(self.names)
+        if piece not in self.held:
+            move(tensor, self._device)
+            self.held[piece] = tensor
+        return self.held[piece]
 
     def share(self, module: nn.Module, sources: Mapping[str, WeightSlice]) -> None:
         """Replace a module's tensors by the tensors held for their slices, and hold the others.
