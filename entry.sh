@@ -126,10 +126,5 @@ if [[ -v PMIX_INSTALL_PREFIX ]]; then
     export OPAL_PREFIX=${OPAL_PREFIX:-$PMIX_INSTALL_PREFIX}
 fi
 
-# The agent starts the rank's program and watches over it. `-m mpi4py` aborts all ranks if this one
-# ends with an uncaught error.
-program=(-m harness)
-if "$python" -c 'import mpi4py' 2>/dev/null; then
-    program=(-m mpi4py -m harness)
-fi
-exec "$python" -SP "$root/harness/runtime/agent/__main__.py" "$python" "${program[@]}" "$@"
+# The agent starts the rank's program and watches over it.
+exec "$python" -SP "$root/harness/runtime/agent/__main__.py" "$python" -m harness "$@"

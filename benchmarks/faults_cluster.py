@@ -17,7 +17,7 @@ from harness.virtual.state import State
 
 ROOT = Path(__file__).resolve().parents[1]
 N_NODES = 3
-_OURS = ("mpi4py", "harness")
+_OURS = ("-m", "harness")
 _AGENT = "harness/runtime/agent"
 
 

@@ -5,117 +5,48 @@ entry.sh starts it once per rank; without a launcher it is the only rank.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import dataclasses
-import logging
 import os
 import signal
+
+if __name__ == "__main__":  # the imports below take seconds, and Ctrl-C would show a traceback
+
+    def _leave(number: int, frame: object) -> None:
+        try:
+            os.write(2, b"interrupted\n")
+        finally:
+            os._exit(130)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
+        signal.signal(signal.SIGINT, _leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by the agent
+
+import atexit
+import contextlib
+import logging
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
 from harness import errors
+from harness.command_line import parse_all, print_dry_run
 from harness.errors import EXIT_CODE, ConfigError, HarnessError, PeerError, first_line
-from harness.inputs import refuse_old_spelling
 from harness.runtime.agent import SEE_OUTPUT
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.environment import Launch, read_launch
 from harness.runtime.ranks.introduction import introduce, read_limit_s
-from harness.runtime.ranks.isolate import start_fork_server
+from harness.runtime.ranks.isolate import start_fork_server, wait_for_fork_server
 
 _log = logging.getLogger("harness")
 
+_NVIDIA = Path("/dev/nvidiactl")
 # Signals within this time of each other count as one.
 _ONE_SIGNAL_S = 1.0
 
 # Imported when first used, which would cost each run seconds.
 _LAZY = ["torch._dynamo", "harness.plan.simulate.lowering", "harness.runtime.executor.engine"]
-
-_USAGE = """\
-usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun, srun or torchrun
-
-  mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh            all workloads, then a report
-  mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh matmul     one workload
-  ./entry.sh train --model resnet18 --steps 20                  one rank, on this machine
-  ./entry.sh links + train --strategy ddp + train --freeze schedule    one after another
-
-workloads:
-{workloads}
-
-`entry.sh control RUN --strategy FILE` moves a run of `train --controlled` to another strategy.
-`entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload, the
-comparison of training strategies runs; it accepts the flags that all workloads share: --results,
---resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
-Draw figures and the report from results with: python -m harness.plot results/
-
-exit codes: 0 every run is ok or out of memory, 1 a run failed, 2 bad input, 130 interrupted
-"""
-
-
-def _usage() -> str:
-    from harness.workloads import WORKLOADS
-
-    lines = [f"  {name:<10}{summary}" for name, summary in WORKLOADS.items()]
-    return _USAGE.format(workloads="\n".join(lines))
-
-
-def _parse(argv: list[str]) -> tuple[str, Any, Any]:
-    """Return the workload's name (empty: the comparison), its configuration and RunOptions."""
-    from harness.workloads import WORKLOADS, load_workload
-
-    is_named = bool(argv) and not argv[0].startswith("-")
-    if argv[:1] in (["-h"], ["--help"]):
-        print(_usage())
-        raise SystemExit(0)
-    if is_named and argv[0] not in WORKLOADS:
-        print(f"there is no workload {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
-        raise SystemExit(EXIT_CODE)
-
-    import tyro
-
-    from harness.workloads.common.flags import RunOptions  # imports torch, which takes seconds
-    from harness.workloads.common.help import prepare_help
-
-    prepare_help(RunOptions)
-    if not is_named:
-        options = tyro.cli(
-            RunOptions, args=argv, prog="entry.sh", config=(tyro.conf.FlagCreatePairsOff,)
-        )
-        return "", None, options
-    name, *rest = argv
-    workload = load_workload(name)
-    refuse_old_spelling(rest, workload.renamed)
-    prepare_help(workload.config)
-    command = dataclasses.make_dataclass(
-        "Command", [("workload", workload.config), ("run", RunOptions)], frozen=True
-    )
-    flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)(command)
-    parsed: Any = tyro.cli(flat, args=rest, prog=f"entry.sh {name}", description=WORKLOADS[name])
-    return name, parsed.workload, parsed.run
-
-
-def _parse_all(argv: list[str]) -> list[tuple[str, Any, Any]]:
-    """Parse workloads that are separated by `+`; they share their RunOptions."""
-    words = [list(part) for is_plus, part in groupby(argv, "+".__eq__) if not is_plus] or [[]]
-    parsed = [_parse(part) for part in words]
-
-    from harness.workloads.common.flags import flag
-
-    for other in parsed[1:]:
-        for field in dataclasses.fields(other[2]):
-            one, two = (getattr(options, field.name) for options in (parsed[0][2], other[2]))
-            if one != two:
-                first, second = (name or "the comparison" for name in (parsed[0][0], other[0]))
-                raise ConfigError(
-                    f"{flag(field.name)} is {one} for {first} and {two} for {second}, which run in "
-                    "one launch: give both the same"
-                )
-    return parsed
 
 
 def _cases(name: str, config: Any, launch: Launch, *, has_gpu: bool) -> list[Any]:
@@ -134,32 +65,6 @@ def _cases(name: str, config: Any, launch: Launch, *, has_gpu: bool) -> list[Any
         for one, part in comparison(has_gpu=has_gpu, n_ranks=launch.size)
         for case in load_workload(one).cases(part, launch.size)
     ]
-
-
-def _changed_flags(config: Any) -> str:
-    """The flags that differ from their defaults, as text."""
-    defaults = type(config)()
-    names = [field.name for field in dataclasses.fields(config)]
-    changed = [n for n in names if getattr(config, n) != getattr(defaults, n)]
-    return " ".join(f"{name}={getattr(config, name)}" for name in changed) or "(defaults)"
-
-
-def _print_dry_run(cases: list[Any]) -> None:
-    """Print every run in order, each after the needs that no earlier run meets."""
-    from harness.cases import adjacent_cases, case_of, needs_of
-
-    made = {case.name for case in cases if case.name != "train"}
-    for adjacent in adjacent_cases(cases):
-        for need in needs_of([cases[at] for at in adjacent]):
-            if need.name not in made:
-                made.add(need.name)
-                place = f"[{adjacent[0] + 1}/{len(cases)}]"
-                needed = case_of(need.name, need.config)
-                print(
-                    f"{place} before it, where missing: {need.name} {_changed_flags(needed.config)}"
-                )
-        for at in adjacent:
-            print(f"[{at + 1}/{len(cases)}] {cases[at].name} {_changed_flags(cases[at].config)}")
 
 
 def _print_tables(runs: list[Any]) -> None:
@@ -205,7 +110,7 @@ def _preloaded(cases: list[Any]) -> list[str]:
     from harness.runtime.models import may_import_torchvision
     from harness.workloads import workload_module
 
-    modules = ["torch", "torch.distributed", "harness.run"]
+    modules = []
     names = {case.name for case in cases}
     if names & {"search", "train"}:  # they may need runs of these
         names |= {"profile", "search"}
@@ -218,6 +123,18 @@ def _preloaded(cases: list[Any]) -> list[str]:
     return modules
 
 
+def _has_children(cases: list[Any]) -> bool:
+    return any(case.workload.is_isolated for case in cases)
+
+
+def _start_children(cases: list[Any]) -> None:
+    """Fork the server of runs, with all modules that this process needs as well."""
+    import harness.launch  # noqa: F401
+
+    if _has_children(cases):
+        start_fork_server(_preloaded(cases))
+
+
 def _work(
     name: str,
     options: Any,
@@ -227,12 +144,10 @@ def _work(
     channel: Channel,
     comm: Any,
 ) -> int:
-    if any(case.workload.is_isolated for case in cases):
-        start_fork_server(_preloaded(cases))
-
     from harness.launch import Launcher, SweepEnded
     from harness.runtime.ranks.rendezvous import meet
 
+    _handle_signals()
     limit_s = min(options.heartbeat_timeout_s, options.run_timeout_s)
     meeting = meet(launch, os.environ, heartbeat_timeout_s=limit_s, channel=channel, comm=comm)
     world = meeting.world
@@ -241,6 +156,8 @@ def _work(
         world.size, len(set(world.hostnames)), launch.launcher, world.device_kind,
         world.interface, world.backend, world.backend_reason,
     )  # fmt: skip
+    if _has_children(cases) and not all(case.workload.is_isolated for case in cases):
+        wait_for_fork_server()
     launcher = Launcher(meeting, options, ["./entry.sh", *argv])
     if not name:  # all ranks must choose the same model, so it depends on the devices of all
         has_gpus = all(info.device.startswith("cuda") for info in launcher.ranks)
@@ -289,6 +206,13 @@ def _silent(is_silent: bool) -> Iterator[None]:
         yield
 
 
+def _is_refusal(failure: BaseException) -> bool:
+    """Whether the command line is refused or explained; other errors are of a module's import."""
+    if isinstance(failure, SystemExit):
+        return failure.code in (0, EXIT_CODE)
+    return isinstance(failure, HarnessError)
+
+
 def _agree(failure: BaseException | None, comm: Any, channel: Channel, launch: Launch) -> bool:
     """Whether every rank has parsed the command line; if not, end the launch on all ranks.
 
@@ -328,35 +252,38 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
-    _handle_signals()
-    comm = None
-    if channel.has_agent:
-        comm = introduce(launch, os.environ, channel, read_limit_s(argv))
+    cases: list[Any] = []
     failure: BaseException | None = None
     try:
         with _silent(launch.rank != 0):
-            parsed = _parse_all(argv)
+            parsed = parse_all(argv)
             name, _, options = parsed[0]
 
             import torch
 
             from harness.cases import check_files
 
-            cases = []
+            # CUDA must not be initialized before the fork; `_work` makes the comparison's cases.
+            has_gpu = torch.cuda.is_available() if options.dry_run else _NVIDIA.exists()
             for workload, config, _ in parsed:
                 options.check(config)
-                cases += _cases(workload, config, launch, has_gpu=torch.cuda.is_available())
+                cases += _cases(workload, config, launch, has_gpu=has_gpu)
             if options.dry_run and launch.rank == 0:  # a launch checks them when the ranks have met
                 check_files(cases)
-    except (SystemExit, HarnessError) as error:
-        if isinstance(error, SystemExit) and error.code not in (0, EXIT_CODE):
-            raise  # not the parser's, but of a module that was imported
+        if not options.dry_run:
+            _start_children(cases)
+    except BaseException as error:
         failure = error
+    comm = None
+    if channel.has_agent:  # after a failure too, so that rank 0's agent hears of it
+        comm = introduce(launch, os.environ, channel, read_limit_s(argv))
+    if failure is not None and not _is_refusal(failure):
+        raise failure
     if not _agree(failure, comm, channel, launch):
         return 0
     if options.dry_run:
         if launch.rank == 0:
-            _print_dry_run(cases)
+            print_dry_run(cases)
         return 0
     return _work(name, options, cases, launch, argv, channel, comm)
 
@@ -393,8 +320,15 @@ def _exit(code: int) -> NoReturn:
                 mpi.Finalize()
             atexit._run_exitfuncs()
             os._exit(0)
-    sys.exit(code)  # by which mpi4py aborts the other ranks
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    _exit(_run())
+    try:
+        _exit(_run())
+    except BaseException as error:
+        if "mpi4py.MPI" in sys.modules:
+            from mpi4py.run import set_abort_status
+
+            set_abort_status(error)  # aborts the other ranks when this process exits
+        raise

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ def entry(*arguments, **environ):
     """The real script, as mpirun starts it."""
     return subprocess.run(
         [str(ROOT / "entry.sh"), *map(str, arguments)],
+        # Shells ignore SIGINT in their background jobs.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env={**os.environ, "HARNESS_VENV": sys.prefix, **environ},
         capture_output=True,
         text=True,
@@ -61,6 +64,12 @@ def test_help_does_not_wait_for_torch():
         "try: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_ctrl_c_before_anything_runs_ends_in_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, time\nos.kill(os.getppid(), 2)\ntime.sleep(60)")
+    done = entry("matmul", "--results", tmp_path, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "")
 
 
 def test_help_begins_with_the_flags_of_the_workload_itself_in_whole_paragraphs(capsys):
@@ -365,7 +374,7 @@ def test_torchvision_is_imported_once_for_the_models_that_may_need_it(model, is_
     config = SimpleNamespace(model=model) if model else SimpleNamespace()
     found = _preloaded([SimpleNamespace(name="train", config=config)])
     assert ("harness.runtime.models.preload_torchvision" in found) == is_needed
-    assert "torch" in found
+    assert "harness.workloads.train.workload" in found
 
 
 def test_later_runs_have_the_memory_that_links_had_of_a_gpu(tmp_path, monkeypatch):

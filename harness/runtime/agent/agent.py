@@ -11,14 +11,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from harness.errors import EXIT_CODE, LaunchError
-from harness.runtime.agent import CHECK, SEE_OUTPUT, family
+from harness.runtime.agent import CHECK, family
+from harness.runtime.agent.ended import exit_fault, fault_of, start_stand_in
 from harness.runtime.agent.peers import GRACE_S, Fault, Hub, Peers, Spoke, stopped_reason
-from harness.runtime.agent.row import OpenRun, begin_start
+from harness.runtime.agent.row import Deadline, OpenRun, begin_start
 from harness.runtime.agent.wire import Message, decode
-from harness.runtime.ranks.cgroup import UNLIMITED_BYTES, cgroup_memory_bytes, n_oom_kills
+from harness.runtime.ranks.cgroup import n_oom_kills
 from harness.runtime.ranks.environment import Launch, read_launch
 
 _LARGEST_MESSAGE = 1 << 17
@@ -30,6 +31,8 @@ _TIME_TO_CLOSE_S = 5.0
 # Longest end of a program that has said why, such as the output of a traceback.
 _TIME_TO_FAIL_S = 1.0
 _TIME_TO_END_ALL_S = 5.0
+# Longest wait for the other ranks to initialize MPI, which they do after importing torch.
+_TIME_TO_JOIN_S = 60.0
 _TIME_TO_GIVE_UP_S = 2.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _NOT_BEGUN = (
@@ -56,13 +59,6 @@ def _read_launch() -> Launch | None:
         return None
 
 
-class _Deadline(NamedTuple):
-    at_s: float
-    run: str
-    is_isolated: bool
-    timeout_s: float
-
-
 class RankAgent:
     """The state of one agent; only `loop` changes it, on one thread."""
 
@@ -76,6 +72,7 @@ class RankAgent:
         self._rank, self._size = (launch.rank, launch.size) if launch else (0, 1)
         self._label = f"rank {self._rank} ({os.uname().nodename})"
         self._is_openmpi = launch is not None and launch.launcher == "openmpi"
+        self._is_joining = launch is None or not launch.has_mpi
         self._parent = os.getppid()
         self._has_daemon = family.is_daemon(self._parent)
         self._oom_kills = n_oom_kills()
@@ -90,7 +87,7 @@ class RankAgent:
         self._failure: Fault | None = None
         self._start_s = time.time()
         self._run: OpenRun | None = None
-        self._deadline: _Deadline | None = None
+        self._deadline: Deadline | None = None
         self._end_by_s: float | None = None
         self._status: int | None = None
         self._signals: list[int] = []
@@ -166,6 +163,8 @@ class RankAgent:
 
     def _take(self, message: Message, fds: Sequence[int], now_s: float) -> None:
         match message.get("kind"):
+            case "joins":
+                self._is_joining = True
             case "met":
                 self._meet(message, socket.socket(fileno=fds[0]), now_s)
             case "run":
@@ -182,7 +181,7 @@ class RankAgent:
                 self._run.stop()
                 self._run = None
             case "failed" if not self._has_left:
-                fault = self._exit_fault(message["code"], message["reason"])
+                fault = exit_fault(self._label, message["code"], message["reason"])
                 is_secondary = message["is_secondary"] and self._peers is not None
                 self._failure = fault._replace(status="skipped") if is_secondary else fault
                 self._report(self._failure, _TIME_TO_FAIL_S, now_s)
@@ -215,9 +214,8 @@ class RankAgent:
             # If rank 0's agent did not end the launch first, mpirun would interrupt rank 0 and
             # its row would name no timeout.
             spare_s = GRACE_S
-        self._deadline = _Deadline(
-            now_s + timeout_s + spare_s, message["name"], is_isolated, timeout_s
-        )
+        at_s = now_s + timeout_s + spare_s
+        self._deadline = Deadline(at_s, message["name"], is_isolated, timeout_s)
 
     def _report(self, fault: Fault, grace_s: float, now_s: float) -> None:
         if isinstance(self._peers, Hub):
@@ -262,13 +260,27 @@ class RankAgent:
             else:
                 self._status = os.waitstatus_to_exitcode(status)
 
+    def _join_instead(self, code: int) -> None:
+        """Connect to the other agents in the place of a program that died before it could."""
+        self._failure = fault_of(self._label, code, self._oom_kills)
+        self._channel = start_stand_in(sys.argv)
+        now_s = time.monotonic()
+        deadline_s = now_s + _TIME_TO_JOIN_S
+        while not self._peers and self._channel and not self._end_by_s and now_s < deadline_s:
+            self._wait(0.1)
+            self._take_signals(now_s := time.monotonic())
+            self._take_messages(now_s)
+
     def _program_ended(self, code: int) -> int:
+        self._take_messages(time.monotonic())
+        if not (self._is_joining or self._end_by_s or self._failure or self._size == 1):
+            self._join_instead(code)
         now_s = time.monotonic()
         if self._end_by_s is not None:
             self._close_interrupted(now_s)
         if self._end_by_s is not None or self._has_left or (code == 0 and self._size == 1):
             return self._leave(code, "crash", "its first process ended before the run did")
-        fault = self._failure or self._fault_of(code)
+        fault = self._failure or fault_of(self._label, code, self._oom_kills)
         if isinstance(self._peers, Spoke):
             self._report(fault, 0.0, now_s)
             self._await_end(now_s + _TIME_TO_CLOSE_S)
@@ -295,23 +307,6 @@ class RankAgent:
         if code != 0:
             family.kill_descendants(os.getpid())
         return code
-
-    def _exit_fault(self, code: int, why: str) -> Fault:
-        reason = f"{self._label}: its first process ended with exit code {code}: {why}"
-        return Fault("crash", reason, exit_code=code or 1)
-
-    def _fault_of(self, code: int) -> Fault:
-        """The fault for a program's exit code."""
-        if code >= 0:
-            return self._exit_fault(code, SEE_OUTPUT)
-        exit_code = 128 - code  # the convention of shells and mpirun
-        if -code == signal.SIGKILL and n_oom_kills() > self._oom_kills:
-            n_bytes = cgroup_memory_bytes()
-            limit = f" of {n_bytes / 2**20:.0f} MiB" if n_bytes < UNLIMITED_BYTES else ""
-            reason = f"the kernel killed its first process: the memory limit{limit} was reached"
-            return Fault("oom", f"{self._label}: {reason}", exit_code=exit_code)
-        reason = f"its first process was killed by {signal.Signals(-code).name}"
-        return Fault("crash", f"{self._label}: {reason}", exit_code=exit_code)
 
     def _await_end(self, deadline_s: float) -> None:
         """Wait until rank 0 has closed the row."""

@@ -9,13 +9,22 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.measure.heartbeat import HEADER_FILE, RESERVE_FILE, Heartbeat
 from harness.runtime.ranks.cgroup import cgroup_memory_bytes
 
 # A hanging file server must not keep the launch from ending.
 _WRITE_TIMEOUT_S = 10.0
+
+
+class Deadline(NamedTuple):
+    """When this rank's part of a run must be over."""
+
+    at_s: float
+    run: str
+    is_isolated: bool
+    timeout_s: float
 
 
 class OpenRun:

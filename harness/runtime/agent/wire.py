@@ -126,6 +126,10 @@ class Channel:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._connection, [data], [] if fd is None else [fd])
 
+    def join(self) -> None:
+        """Report that this process initializes MPI, which no other can then do for this rank."""
+        self._send("joins")
+
     def meet(
         self, connection: socket.socket, rank: int, hostnames: list[str], token: str, limit_s: float
     ) -> None:

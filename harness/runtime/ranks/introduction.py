@@ -1,14 +1,17 @@
-"""Connect the agents over MPI before torch is imported and the command line is parsed.
+"""Connect the agents over MPI; rank 0's agent then hears of a rank that ends, and writes the row.
 
-Rank 0's agent then hears of a rank that ends later, and writes the row. Imports no torch, because
-the import is the longest part of a rank's start.
+A rank's agent runs this module as a program if the rank's own died before it could; so it imports
+no torch, the usual cause: `python -m harness.runtime.ranks.introduction FLAGS...`
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import secrets
+import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +22,7 @@ from harness.errors import LaunchError
 from harness.inputs import find_number
 from harness.runtime.agent.row import flags_in
 from harness.runtime.agent.wire import Channel
-from harness.runtime.ranks.environment import Launch
+from harness.runtime.ranks.environment import Launch, read_launch
 from harness.runtime.ranks.interfaces import list_interfaces
 
 # Defaults of flags, of which the shorter bounds the agents' heartbeats.
@@ -54,6 +57,7 @@ def introduce(
     """
     if not launch.has_mpi:
         return None
+    channel.join()
     comm = _mpi_world(launch)
     if launch.size > 1:
         mine = msgspec.json.encode(_Host(platform.node(), list_interfaces()))
@@ -132,3 +136,10 @@ def _mpi_world(launch: Launch) -> Any:
             "mpirun of the environment that setup/install.sh made"
         )
     return comm
+
+
+if __name__ == "__main__":
+    introduce(
+        read_launch(os.environ), os.environ, Channel.from_environment(), read_limit_s(sys.argv[1:])
+    )
+    signal.pause()  # until the agent kills it: an end would abort the other ranks too early

@@ -1,7 +1,7 @@
 """Run a function in a child process and report how it ended.
 
 A run that is killed (for memory, say) or hangs must cost its own row only, so each run is a child
-of a fork server, which imports torch once and never initializes MPI or CUDA.
+of a fork server, a fork of the rank's first process that never initializes MPI or CUDA.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
+import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -98,15 +101,42 @@ def _short_directory() -> Iterator[None]:
 
 
 def start_fork_server(preload: list[str]) -> None:
-    """Start the fork server; call before MPI and CUDA are initialized, which do not survive a fork.
+    """Fork the server; call before MPI and CUDA are initialized, which do not survive a fork.
 
-    Waits for the server's imports, because they would disturb the first measurement.
+    Server and runs share the modules that this process has imported. The server imports the others
+    of `preload` before it makes the first child (`wait_for_fork_server`).
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["harness.runtime.ranks.quick_exit", *preload])
-    with _short_directory():
-        multiprocessing.forkserver.ensure_running()
-    first = context.Process(target=int, daemon=True)
+    flush_output()  # what is buffered would be written by each process
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    multiprocessing.resource_tracker.ensure_running()
+    util: Any = multiprocessing.util
+    start_interpreter, util.spawnv_passfds = util.spawnv_passfds, _fork
+    try:
+        with _short_directory():
+            multiprocessing.forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = start_interpreter
+
+
+def _fork(path: str, argv: Sequence[str], passed_fds: Sequence[int]) -> int:
+    """Run an interpreter's command (`python -c COMMAND`) in a fork; returns the fork's pid."""
+    if pid := os.fork():
+        return pid
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        kept = {0, 1, 2, *passed_fds}
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if fd not in kept:
+                with contextlib.suppress(OSError):  # of the list itself
+                    os.close(fd)
+        exec(argv[-1], {})
+    finally:
+        os._exit(0)
+
+
+def wait_for_fork_server() -> None:
+    """Wait for the server's imports, which would disturb a measurement in this process."""
+    first = multiprocessing.get_context("forkserver").Process(target=int, daemon=True)
     first.start()
     first.join()
 

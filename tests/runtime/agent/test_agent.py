@@ -11,9 +11,7 @@ import pytest
 from waiting import is_alive, wait_until
 
 from harness.measure.store import find_runs
-from harness.runtime.agent import agent as agent_module
-from harness.runtime.agent import family
-from harness.runtime.agent.agent import RankAgent
+from harness.runtime.agent import ended, family
 from harness.runtime.agent.row import OpenRun
 
 ROOT = Path(__file__).parents[3]
@@ -195,15 +193,13 @@ def test_an_interrupted_run_is_closed_before_the_launcher_kills(run_dir, number)
 
 
 def test_a_first_process_that_the_kernel_killed_for_memory_is_told_with_its_limit(monkeypatch):
-    agent = RankAgent.__new__(RankAgent)
-    agent._label, agent._oom_kills = "rank 1 (b)", 2
-    monkeypatch.setattr(agent_module, "n_oom_kills", lambda: 3)
-    monkeypatch.setattr(agent_module, "cgroup_memory_bytes", lambda: 150 << 20)
+    monkeypatch.setattr(ended, "n_oom_kills", lambda: 3)
+    monkeypatch.setattr(ended, "cgroup_memory_bytes", lambda: 150 << 20)
     killed = "the kernel killed its first process: the memory limit of 150 MiB was reached"
-    assert agent._fault_of(-9) == ("oom", f"rank 1 (b): {killed}", (), 137)
-    assert agent._fault_of(-11).status == "crash"
-    monkeypatch.setattr(agent_module, "n_oom_kills", lambda: 2)
-    assert agent._fault_of(-9).reason == "rank 1 (b): its first process was killed by SIGKILL"
+    assert ended.fault_of("rank 1 (b)", -9, 2) == ("oom", f"rank 1 (b): {killed}", (), 137)
+    assert ended.fault_of("rank 1 (b)", -11, 2).status == "crash"
+    reason = "rank 1 (b): its first process was killed by SIGKILL"
+    assert ended.fault_of("rank 1 (b)", -9, 3).reason == reason
 
 
 def test_the_connections_of_a_launcher_are_found_and_seen_to_end():

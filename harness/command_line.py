@@ -1,0 +1,118 @@
+"""The command line of a rank's program: workloads with their flags, and what a dry run prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from itertools import groupby
+from typing import Any
+
+from harness.errors import EXIT_CODE, ConfigError
+from harness.inputs import refuse_old_spelling
+
+_USAGE = """\
+usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun, srun or torchrun
+
+  mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh            all workloads, then a report
+  mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh matmul     one workload
+  ./entry.sh train --model resnet18 --steps 20                  one rank, on this machine
+  ./entry.sh links + train --strategy ddp + train --freeze schedule    one after another
+
+workloads:
+{workloads}
+
+`entry.sh control RUN --strategy FILE` moves a run of `train --controlled` to another strategy.
+`entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload, the
+comparison of training strategies runs; it accepts the flags that all workloads share: --results,
+--resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
+Draw figures and the report from results with: python -m harness.plot results/
+
+exit codes: 0 every run is ok or out of memory, 1 a run failed, 2 bad input, 130 interrupted
+"""
+
+
+def _usage() -> str:
+    from harness.workloads import WORKLOADS
+
+    lines = [f"  {name:<10}{summary}" for name, summary in WORKLOADS.items()]
+    return _USAGE.format(workloads="\n".join(lines))
+
+
+def _parse(argv: list[str]) -> tuple[str, Any, Any]:
+    """Return the workload's name (empty: the comparison), its configuration and RunOptions."""
+    from harness.workloads import WORKLOADS, load_workload
+
+    is_named = bool(argv) and not argv[0].startswith("-")
+    if argv[:1] in (["-h"], ["--help"]):
+        print(_usage())
+        raise SystemExit(0)
+    if is_named and argv[0] not in WORKLOADS:
+        print(f"there is no workload {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
+        raise SystemExit(EXIT_CODE)
+
+    import tyro
+
+    from harness.workloads.common.flags import RunOptions  # imports torch, which takes seconds
+    from harness.workloads.common.help import prepare_help
+
+    prepare_help(RunOptions)
+    if not is_named:
+        options = tyro.cli(
+            RunOptions, args=argv, prog="entry.sh", config=(tyro.conf.FlagCreatePairsOff,)
+        )
+        return "", None, options
+    name, *rest = argv
+    workload = load_workload(name)
+    refuse_old_spelling(rest, workload.renamed)
+    prepare_help(workload.config)
+    command = dataclasses.make_dataclass(
+        "Command", [("workload", workload.config), ("run", RunOptions)], frozen=True
+    )
+    flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)(command)
+    parsed: Any = tyro.cli(flat, args=rest, prog=f"entry.sh {name}", description=WORKLOADS[name])
+    return name, parsed.workload, parsed.run
+
+
+def parse_all(argv: list[str]) -> list[tuple[str, Any, Any]]:
+    """Parse workloads that are separated by `+`; they share their RunOptions."""
+    words = [list(part) for is_plus, part in groupby(argv, "+".__eq__) if not is_plus] or [[]]
+    parsed = [_parse(part) for part in words]
+
+    from harness.workloads.common.flags import flag
+
+    for other in parsed[1:]:
+        for field in dataclasses.fields(other[2]):
+            one, two = (getattr(options, field.name) for options in (parsed[0][2], other[2]))
+            if one != two:
+                first, second = (name or "the comparison" for name in (parsed[0][0], other[0]))
+                raise ConfigError(
+                    f"{flag(field.name)} is {one} for {first} and {two} for {second}, which run in "
+                    "one launch: give both the same"
+                )
+    return parsed
+
+
+def _changed_flags(config: Any) -> str:
+    """The flags that differ from their defaults, as text."""
+    defaults = type(config)()
+    names = [field.name for field in dataclasses.fields(config)]
+    changed = [n for n in names if getattr(config, n) != getattr(defaults, n)]
+    return " ".join(f"{name}={getattr(config, name)}" for name in changed) or "(defaults)"
+
+
+def print_dry_run(cases: list[Any]) -> None:
+    """Print every run in order, each after the needs that no earlier run meets."""
+    from harness.cases import adjacent_cases, case_of, needs_of
+
+    made = {case.name for case in cases if case.name != "train"}
+    for adjacent in adjacent_cases(cases):
+        for need in needs_of([cases[at] for at in adjacent]):
+            if need.name not in made:
+                made.add(need.name)
+                place = f"[{adjacent[0] + 1}/{len(cases)}]"
+                needed = case_of(need.name, need.config)
+                print(
+                    f"{place} before it, where missing: {need.name} {_changed_flags(needed.config)}"
+                )
+        for at in adjacent:
+            print(f"[{at + 1}/{len(cases)}] {cases[at].name} {_changed_flags(cases[at].config)}")
