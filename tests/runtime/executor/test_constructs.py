@@ -14,7 +14,7 @@ WITH_MICROBATCHES = ("zero_bubble", "interleaved")
 CONSTRUCTS = (
     "pair_function", "straight_through", "no_grad_branch", "hooked_weights", "complex_values",
 )  # fmt: skip
-MIXING = ("hooked_module", "buffer_assigned")
+MIXING = ("hooked_module", "buffer_assigned", "thirds_of_batch")
 
 
 def assert_equal(model, name, ranks):

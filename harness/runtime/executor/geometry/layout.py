@@ -203,7 +203,9 @@ class Layout:
         sizes = self.values.tensors[node].shape
         twice = sizes if self._at_twice is None else self._at_twice.tensors[node].shape
         growing = [k for k, (a, b) in enumerate(zip(sizes, twice, strict=True)) if b > a]
-        is_alike = not growing or growing == [k for k, dim in enumerate(shown) if dim == SAMPLE]
+        known = [k for k, dim in enumerate(shown) if dim == SAMPLE]
+        # Parts of a batch, such as its thirds, grow with it in a dim that is not of samples.
+        is_alike = not growing or not known or growing == known
         if is_alike and sizes == tuple(shown.values()):
             return shown
         return {SAMPLE if growing == [k] else f"dim{k}": size for k, size in enumerate(sizes)}
