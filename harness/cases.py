@@ -15,7 +15,7 @@ from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader, device_names, run_key
 from harness.measure.store import headers_in
 from harness.workloads import load_workload
-from harness.workloads.common.contract import Continuation, Need, Workload, config_json
+from harness.workloads.common.contract import Continuation, Need, Workload, config_json, count_ranks
 
 _FINISHED = ("ok", "oom")
 
@@ -90,7 +90,7 @@ def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[PlannedRun]:
     seen: Counter[str] = Counter()
     planned = []
     for case in cases:
-        n_ranks = case.workload.n_ranks(case.config, len(ranks))
+        n_ranks = count_ranks(case.config, len(ranks))
         cluster = describe_cluster(ranks[:n_ranks])
         key = run_key(case.name, config_json(case.config), cluster)
         used = tuple(info.rank for info in ranks[:n_ranks])
@@ -167,7 +167,7 @@ def find_last(results: Path, case: Case, repeat: int, n_started: int) -> RunHead
             later.add(first.run_id)
         n_ranks = len(first.ranks)
         is_repeat = (first.workload, first.repeat) == (case.name, repeat)
-        has_ranks = n_ranks == workload.n_ranks(case.config, n_started) or n_ranks > n_started
+        has_ranks = n_ranks == count_ranks(case.config, n_started) or n_ranks > n_started
         if is_repeat and has_ranks and workload.is_same(config, first.config):
             found.append(header)
     return max(found, key=lambda header: header.start_utc, default=None)

@@ -6,8 +6,9 @@ may be written by hand; `Cluster.uniform` builds the common case from four numbe
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -127,6 +128,17 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
     def node_of(self) -> list[int]:
         """Index of the node that holds each device, by the device's position."""
         return [i for i, node in enumerate(self.nodes) for _ in node.devices]
+
+    def part(self, devices: Iterable[int]) -> Cluster:
+        """Some of the devices, by position, with the links among them."""
+        kept, place, nodes = set(devices), itertools.count(), []
+        for node in self.nodes:
+            own = [device for device in node.devices if next(place) in kept]
+            if own:
+                nodes.append(msgspec.structs.replace(node, devices=own))
+        names = {device.name for node in nodes for device in node.devices}
+        links = [link for link in self.links if {link.source, link.target} <= names]
+        return msgspec.structs.replace(self, nodes=nodes, links=links)
 
     def scaled(self, factors: Sequence[float]) -> Cluster:
         """The cluster with the speed of each device multiplied; its communication overhead, which

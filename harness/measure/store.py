@@ -107,8 +107,10 @@ def try_directory(directory: Path) -> None:
         pass
 
 
-def check_place(flag: str, path: Path) -> None:
-    """Refuse a path that cannot be written, before its contents are measured."""
+def check_place(flag: str, path: Path | None) -> None:
+    """Refuse a path that cannot be written, before its contents are measured; None is none."""
+    if path is None:
+        return
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -278,19 +280,14 @@ def _is_deeper(value: object, depth: int) -> bool:
     return depth == 0 or any(_is_deeper(part, depth - 1) for part in parts)
 
 
-def _rank_of(path: Path) -> int | None:
-    rank = find_int(path.stem.removeprefix("rank"), at_most=MAX_RANK)
-    return rank if path.name == f"rank{rank}.jsonl" else None
-
-
 def read_run(run_dir: Path, header: RunHeader) -> tuple[Run, list[Problem]]:
     """Read the records of a run, and list its unusable files and lines."""
     ranks: dict[int, Records] = {}
     skipped: list[Problem] = []
     names = {info.rank for info in header.ranks}
     for path in sorted(run_dir.glob("rank*.jsonl")):
-        rank = _rank_of(path)
-        if rank is None:
+        rank = find_int(path.stem.removeprefix("rank"), at_most=MAX_RANK)
+        if rank is None or path.name != f"rank{rank}.jsonl":
             skipped.append((path, "not a rank<k>.jsonl file"))
             continue
         if names and rank not in names:
@@ -318,16 +315,14 @@ def _missing(run_dir: Path, header: RunHeader, ranks: Mapping[int, Records]) -> 
     return [(run_dir / f"rank{rank}.jsonl", reason) for rank in missing]
 
 
-def _is_beside_runs(name: str) -> bool:
-    return name.startswith(".") or any(fnmatch(name, pattern) for pattern in _BESIDE_RUNS)
-
-
 def _run_directories(root: Path, skipped: list[Problem]) -> Iterator[Path]:
     """Directories that may be runs; other entries are added to `skipped`."""
     for entry in sorted(root.iterdir()):
-        if entry.is_dir() and not entry.name.startswith("."):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
             yield entry
-        elif not _is_beside_runs(entry.name):
+        elif not any(fnmatch(entry.name, pattern) for pattern in _BESIDE_RUNS):
             skipped.append((entry, "not a run's directory"))
 
 

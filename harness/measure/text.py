@@ -21,7 +21,9 @@ def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table with a rule under its header; numbers align right, words left."""
-    is_number = [all(_starts_a_number(row[i]) for row in rows) for i in range(len(header))]
+    is_number = [
+        all(row[i][:1].isdigit() or row[i] == "-" for row in rows) for i in range(len(header))
+    ]
     lines = _align([header, *rows], is_number)
     lines.insert(1, "-" * min(_WIDEST_RULE, max(len(line) for line in lines)))
     return lines
@@ -50,10 +52,6 @@ def _align(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]
     ]
 
 
-def _starts_a_number(cell: str) -> bool:
-    return cell[:1].isdigit() or cell == "-"
-
-
 def interval_words(durations: Summary) -> str:
     """The interval of some durations in words; says if it is only their range, or one value."""
     if durations.n == 1:
@@ -67,11 +65,12 @@ def format_shape(shape: Mapping[str, int]) -> str:
     return " x ".join(f"{dim} {size}" for dim, size in shape.items()) or "-"
 
 
-def duration_cell(seconds: float | None) -> str:
-    """A duration, `-` when unknown."""
-    return "-" if seconds is None else format_duration(seconds)
+def cell(value: float | None, show: Callable[[float], str] | str) -> str:
+    """A number as text, `-` when unknown.
 
-
-def percent_cell(share: float | None) -> str:
-    """A share in whole percent, `-` when unknown."""
-    return "-" if share is None else f"{share:.0%}"
+    Args:
+        show: a function, or a format such as `.0%`.
+    """
+    if value is None:
+        return "-"
+    return format(value, show) if isinstance(show, str) else show(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -167,11 +167,12 @@ def parse_interfaces(sections: Sections) -> tuple[InterfaceFacts, ...]:
     for name in names:
         kind, speed, duplex = sys.get(name, ["virtual", "-", "-"])
         link = links.get(name)
+        flags = link[2].split(",") if link else ["UP"]
         interfaces.append(
             InterfaceFacts(
                 name=name,
                 networks=tuple(networks.get(name, ())),
-                is_up=_is_up(link[2].split(",")) if link else True,
+                is_up="UP" in flags and "NO-CARRIER" not in flags,
                 kind=kind,
                 speed_mbit_per_s=_speed(speed) if kind != "virtual" else None,
                 claimed_mbit_per_s=_speed(speed),
@@ -192,10 +193,6 @@ def _is_network(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_up(flags: Collection[str]) -> bool:
-    return "UP" in flags and "NO-CARRIER" not in flags
 
 
 def _speed(text: str) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from harness.domain.einsum import expert_dim
-from harness.domain.graph import Graph, Operator
+from harness.domain.graph import Graph
 from harness.domain.sharding import CONTRACTION, full_shape
 
 
@@ -34,7 +34,9 @@ def linear_pairs(graph: Graph) -> list[Pair]:
     index = graph.index()
     found = []
     for second, operator in enumerate(graph.operators):
-        if not can_contract(operator):
+        if operator.kind != "linear":
+            continue
+        if CONTRACTION not in full_shape(operator, batch=1, graph_batch=None):
             continue
         cone = _cone(graph, index, index[operator.inputs[0]])
         if cone is not None:
@@ -62,15 +64,13 @@ def _cone(graph: Graph, index: dict[str, int], at: int) -> set[int] | None:
 
 
 def _after(graph: Graph, second: int) -> tuple[int, ...]:
-    found: list[int] = []
-    at = second
-    while True:
-        name = graph.operators[at].name
-        readers = [k for k, op in enumerate(graph.operators) if name in op.inputs]
-        if len(readers) != 1 or not _is_between(graph.operators[readers[0]]):
-            return tuple(found)
-        at = readers[0]
-        found.append(at)
+    found, consumers = [second], graph.consumers()
+    while len(readers := consumers[found[-1]]) == 1:
+        reader = graph.operators[readers[0]]
+        if reader.kind != "elementwise" or len(reader.inputs) != 1:
+            break
+        found.append(readers[0])
+    return tuple(found[1:])
 
 
 def contracted(graph: Graph) -> set[int]:
@@ -80,17 +80,6 @@ def contracted(graph: Graph) -> set[int]:
         if second.isdisjoint((pair.first, *pair.between)):
             second.add(pair.second)
     return second
-
-
-def can_contract(operator: Operator) -> bool:
-    """Whether it may be cut along its contraction."""
-    return operator.kind == "linear" and CONTRACTION in full_shape(
-        operator, batch=1, graph_batch=None
-    )
-
-
-def _is_between(operator: Operator) -> bool:
-    return operator.kind == "elementwise" and len(operator.inputs) == 1
 
 
 class Experts(NamedTuple):

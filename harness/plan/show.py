@@ -18,7 +18,7 @@ from harness.domain.profile import Profile
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ConfigError, GraphError
 from harness.inputs import decode_text, read_file
-from harness.measure.text import format_shape, table
+from harness.measure.text import cell, format_shape, table
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
@@ -210,8 +210,8 @@ def profile_lines(profile: Profile) -> list[str]:
             point.dtype,
             format_duration(point.forward_s),
             format_duration(point.backward_s),
-            "-" if point.saved_bytes is None else format_bytes(point.saved_bytes),
-            "-" if point.spread is None else f"{point.spread:.1%}",
+            cell(point.saved_bytes, format_bytes),
+            cell(point.spread, ".1%"),
         ]
         for point in profile.measurements
     ]
@@ -229,7 +229,7 @@ def cluster_lines(cluster: Cluster) -> list[str]:
             format_bytes(device.memory_bytes),
             f"{device.speed:g}",
             ", ".join(f"{k} {format_flops(v)}" for k, v in device.flops_per_s.items()) or "-",
-            "-" if node.nic_bytes_per_s is None else format_bandwidth(node.nic_bytes_per_s),
+            cell(node.nic_bytes_per_s, format_bandwidth),
         ]
         for node in cluster.nodes
         for device in node.devices

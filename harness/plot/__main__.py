@@ -111,7 +111,10 @@ def _plot(args: argparse.Namespace) -> int:
     problems += malformed
     if not found and not validations:
         _complain([f"skipped {path}: {one_line(reason)}" for path, reason in problems])
-        raise ResultsError(_nothing_to_draw(args.results, len(problems)))
+        beside = f", but {len(problems)} other entries" if problems else ""
+        raise ResultsError(
+            f"{args.results} holds no run{beside}: make one with ./entry.sh, or import logs"
+        )
     _make_directory(args.out)
     drawn, left_out = without_samples(found)
     catalog = read_catalog(drawn, [*problems, *left_out], validations)
@@ -159,11 +162,6 @@ def _complain(lines: Sequence[str]) -> None:
         print(one_line(line, 1000), file=sys.stderr)
     if len(lines) > len(shown):
         print(f"... and {len(lines) - len(shown)} more ({len(lines)} in all)", file=sys.stderr)
-
-
-def _nothing_to_draw(root: Path, n_skipped: int) -> str:
-    found = f", but {n_skipped} other entries" if n_skipped else ""
-    return f"{root} holds no run{found}: make one with ./entry.sh, or import logs"
 
 
 def _print_json(**values: Any) -> None:

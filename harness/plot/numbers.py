@@ -56,11 +56,6 @@ class Plan:
     strategy: Strategy | None
     prediction: Prediction | None
 
-    @property
-    def is_pipeline(self) -> bool:
-        """Whether two or more stages were planned."""
-        return self.strategy is not None and len(self.strategy.stages) > 1
-
 
 def read_plan(run_dir: Path) -> tuple[Plan, list[Problem]]:
     """Read both files; one that is malformed is a problem, named with its path, and left out."""
@@ -206,7 +201,8 @@ def _training(run: Run, plan: Plan) -> dict[str, Any]:
 
 
 def _pipeline(run: Run, plan: Plan) -> dict[str, Any]:
-    return {"is_planned_pipeline": plan.is_pipeline, "pipeline": pipeline_summary(as_planned(run))}
+    is_planned = plan.strategy is not None and len(plan.strategy.stages) > 1
+    return {"is_planned_pipeline": is_planned, "pipeline": pipeline_summary(as_planned(run))}
 
 
 def _prediction(run: Run, plan: Plan) -> dict[str, Any]:

@@ -129,23 +129,13 @@ def down(place: State, hostfile: Path | None = None) -> bool:
         pass  # incomplete or absent: remove the rest
     existed |= system.end_all(lambda: _members(place)) > 0
     limits.remove(place.name)
-    if plan is not None:
-        _remove_mpi_sessions(plan)
+    for one in plan.nodes if plan is not None else ():  # sessions of Open MPI's killed daemons
+        shutil.rmtree(Path("/tmp") / f"ompi.{one.name}.{os.geteuid()}", ignore_errors=True)
     state.remove(place)
     if existed and hostfile is not None:
-        _remove_files(hostfile)
+        hostfile.unlink(missing_ok=True)
+        hostfile.with_suffix(".json").unlink(missing_ok=True)
     return existed
-
-
-def _remove_mpi_sessions(plan: ClusterPlan) -> None:
-    """Remove the session directories of Open MPI daemons that were killed."""
-    for one in plan.nodes:
-        shutil.rmtree(Path("/tmp") / f"ompi.{one.name}.{os.geteuid()}", ignore_errors=True)
-
-
-def _remove_files(hostfile: Path) -> None:
-    hostfile.unlink(missing_ok=True)
-    hostfile.with_suffix(".json").unlink(missing_ok=True)
 
 
 def status(place: State) -> list[dict[str, object]]:

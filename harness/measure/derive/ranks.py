@@ -70,19 +70,15 @@ def rank_memory(records: Sequence[Record]) -> dict[str, float]:
     return {**peaks, "used": max(used)} if used and "rss" not in peaks else peaks
 
 
-def _mean_phases(table: PhaseTable) -> dict[str, float]:
-    return {name: float(table.phases[name].mean()) for name in PHASES} if len(table.steps) else {}
-
-
 def rank_summary(run: Run, rank: int, table: PhaseTable) -> RankSummary:
     """Summarise one rank from its records and phases; does not mark stragglers."""
-    records = run.ranks[rank]
+    records, has_steps = run.ranks[rank], len(table.steps) > 0
     return RankSummary(
         rank=rank,
         info=info_of(run, rank),
         n_steps=len(table.steps),
-        phases=_mean_phases(table),
-        busy_s=float(np.median(table.busy_s)) if len(table.steps) else None,
+        phases={name: float(table.phases[name].mean()) for name in PHASES if has_steps},
+        busy_s=float(np.median(table.busy_s)) if has_steps else None,
         flops=median_of(records, "model_flops"),
         stages=Records.of(records).stages,
         memory_bytes=rank_memory(records),
@@ -108,9 +104,9 @@ def _is_straggler(rank: RankSummary, ranks: Sequence[RankSummary]) -> bool:
 
 
 def _has_equal_work(a: RankSummary, b: RankSummary) -> bool:
-    if a.flops is None or b.flops is None:
+    if a.stages != b.stages or a.flops is None or b.flops is None:
         return a.stages == b.stages and a.flops is b.flops
-    return a.stages == b.stages and math.isclose(a.flops, b.flops, rel_tol=_EQUAL_WORK)
+    return math.isclose(a.flops, b.flops, rel_tol=_EQUAL_WORK)
 
 
 def _s_per_work(rank: RankSummary) -> float:

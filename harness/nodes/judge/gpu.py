@@ -119,22 +119,17 @@ def _judge_failure(report: HostReport) -> Judgement:
 
 def describe_gpus(gpu: GpuFacts) -> str:
     """Count of GPUs per model, memory and clock; the driver."""
-    models = Counter(
-        f"{one.name} {_describe_memory(one)}"
-        + (f" at {one.clock_mhz:.0f}/{one.clock_max_mhz:.0f} MHz" if _has_clocks(one) else "")
-        for one in gpu.gpus
-    )
+    models = Counter(map(_describe_model, gpu.gpus))
     names = ", ".join(f"{count}x {name}" for name, count in models.items())
     return f"{names}, driver {gpu.driver}"
 
 
-def _describe_memory(gpu: SmiGpu) -> str:
+def _describe_model(gpu: SmiGpu) -> str:
     n_bytes = gpu.memory_total_bytes
-    return "with the host's memory" if n_bytes is None else format_bytes(n_bytes)
-
-
-def _has_clocks(gpu: SmiGpu) -> bool:
-    return gpu.clock_mhz is not None and gpu.clock_max_mhz is not None
+    memory = "with the host's memory" if n_bytes is None else format_bytes(n_bytes)
+    if gpu.clock_mhz is None or gpu.clock_max_mhz is None:
+        return f"{gpu.name} {memory}"
+    return f"{gpu.name} {memory} at {gpu.clock_mhz:.0f}/{gpu.clock_max_mhz:.0f} MHz"
 
 
 def _judge_absence(report: HostReport, survey: Survey) -> Judgement:

@@ -188,19 +188,15 @@ def judge_nic(report: HostReport, survey: Survey) -> list[Judgement]:
         return [ok("no other host to reach")]
     interface = facts.cluster_interface
     if interface is None:
+        others = " ".join(one.name for one in survey.reports if one.name != report.name)
         return [
             critical(
                 "no route to any of the other hosts by their names",
-                f"ssh {report.name} getent hosts {_others(report, survey)}; add the names to its "
-                "/etc/hosts",
+                f"ssh {report.name} getent hosts {others}; add the names to its /etc/hosts",
             )
         ]
     verdicts = [*_judge_routes(report, interface), *_judge_interface(report, interface, survey)]
     return verdicts or [ok(_describe(interface, facts))]
-
-
-def _others(report: HostReport, survey: Survey) -> str:
-    return " ".join(other.name for other in survey.reports if other.name != report.name)
 
 
 def _describe(interface: InterfaceFacts, facts: Facts) -> str:

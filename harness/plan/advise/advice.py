@@ -125,13 +125,9 @@ class Adviser:
         self.request, self.cluster = request, cluster
         self.seconds, self.progress = seconds, progress
         self.start_s = time.process_time()
-        self.device_s = self._device_seconds()
-
-    def _device_seconds(self) -> list[float]:
-        """Seconds of a whole batch on each device alone."""
-        batch = self.request.batch_on(1)
-        simulator = self.request.simulator(self.cluster)
-        return [float(s) for s in operator_seconds(simulator, batch).sum(axis=1)]
+        # Of a whole batch on each device alone.
+        whole_s = operator_seconds(request.simulator(cluster), request.batch_on(1)).sum(axis=1)
+        self.device_s: list[float] = whole_s.tolist()
 
     def _share_left(self) -> float:
         return 1 - (time.process_time() - self.start_s) / self.seconds

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from harness.domain.cluster import Cluster, Device, Link, Node
+from harness.domain.cluster import Cluster, Device, Link
 from harness.plan.simulate.network import Network
 
 # Payload of TCP over Ethernet with frames of 1,500 B, as a share of the nominal rate.
@@ -23,16 +23,7 @@ _ETHERNET_BITS_PER_S = (1e9, 10e9, 25e9, 50e9, 100e9, 200e9, 400e9)
 
 def part_of(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     """The cluster of some devices, by position, with the links among them and its all-reduce."""
-    kept, start = set(devices), 0
-    nodes: list[Node] = []
-    for node in cluster.nodes:
-        own = [device for k, device in enumerate(node.devices, start) if k in kept]
-        start += len(node.devices)
-        if own:
-            nodes.append(msgspec.structs.replace(node, devices=own))
-    names = {device.name for node in nodes for device in node.devices}
-    links = [link for link in cluster.links if {link.source, link.target} <= names]
-    return _with_curves(cluster, msgspec.structs.replace(cluster, nodes=nodes, links=links))
+    return _with_curves(cluster, cluster.part(devices))
 
 
 def with_rate(cluster: Cluster, node: int, bytes_per_s: float) -> Cluster:

@@ -17,7 +17,7 @@ from harness.inputs import one_line
 from harness.measure.derive.prediction import read_prediction
 from harness.measure.derive.training import step_times
 from harness.measure.store import find_runs, read_run
-from harness.measure.text import table
+from harness.measure.text import cell, table
 from harness.plan.advise.advice import Advice, LeftOut
 from harness.plan.advise.prices import Prices
 from harness.plan.advise.pricing import Priced, memory_words
@@ -176,7 +176,7 @@ def money_of(one: Priced, prices: Prices) -> float | None:
 def _set_table(advice: Advice, shown: Presentation) -> list[str]:
     noun = device_word(advice)
     heads = ["machines", "strategy", "step", "range", "samples/s", f"times one {noun}", "memory"]
-    prices = shown.prices
+    prices, single = shown.prices, advice.single
     if prices is not None:
         heads += ["kWh/million", f"{prices.currency or 'money'}/million"]
     rows = []
@@ -188,11 +188,11 @@ def _set_table(advice: Advice, shown: Presentation) -> list[str]:
             f"{format_duration(one.step_s * shown.uncertainty.low)} to "
             f"{format_duration(one.step_s * shown.uncertainty.high)}",
             f"{one.samples_per_s:.3g}",
-            _ratio(one, advice.single),
+            cell(None if single is None else one.samples_per_s / single.samples_per_s, ".2f"),
             memory_words(one),
         ]
         if prices is not None:
-            row += [_number(energy_kwh(one, prices)), _number(money_of(one, prices))]
+            row += [cell(energy_kwh(one, prices), ".3g"), cell(money_of(one, prices), ".3g")]
         rows.append(row)
     lines = table(heads, rows)
     if len(advice.sets) > _MOST_ROWS:
@@ -205,14 +205,6 @@ def _machines(one: Priced, advice: Advice) -> str:
     whole = {node.name: len(node.devices) for node in advice.cluster.nodes}
     n_all = sum(whole[name] for name in one.node_names)
     return names if n_all == one.cluster.n_devices else f"{one.cluster.n_devices} of {names}"
-
-
-def _ratio(one: Priced, single: Priced | None) -> str:
-    return "-" if single is None else f"{one.samples_per_s / single.samples_per_s:.2f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
 
 
 def _change_table(advice: Advice) -> list[str]:

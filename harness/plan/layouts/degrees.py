@@ -142,7 +142,8 @@ def layout_strategy(
     names = [op.name for op in graph.operators if has_tasks(op)]
     cuts = _cuts(layout, graph, names, seconds)
     samples = max(1, batch // n_microbatches)
-    parts = _group_plans(graph, layout.tp, samples // layout.dp)
+    group = Cluster.uniform(1, layout.tp, inside_bytes_per_s=1.0, memory_bytes=1)
+    parts = builders.tensor_parallel(graph, group, samples // layout.dp).operators
     index, devices = graph.index(), layout.order
     plans = {}
     for stage, (start, end) in enumerate(pairwise((0, *cuts, len(names)))):
@@ -239,12 +240,6 @@ def _cuts(
     return layout.cuts
 
 
-def _group_plans(graph: Graph, tp: int, batch: int) -> dict[str, OperatorPlan]:
-    """Each operator's plan within one tensor-parallel group."""
-    group = Cluster.uniform(1, tp, inside_bytes_per_s=1.0, memory_bytes=1)
-    return builders.tensor_parallel(graph, group, batch).operators
-
-
 def _replicated(
     name: str,
     plan: OperatorPlan,
@@ -282,25 +277,14 @@ class GroupCosts(NamedTuple):
     sent_bytes: Floats
 
 
-def group_cluster(cluster: Cluster, tp: int) -> Cluster:
-    """The first devices of the first node."""
-    node = cluster.nodes[0]
-    devices = node.devices[:tp]
-    names = {device.name for device in devices}
-    return Cluster(
-        nodes=[msgspec.structs.replace(node, devices=devices)],
-        links=[link for link in cluster.links if {link.source, link.target} <= names],
-    )
-
-
 class Group:
-    """Groups of one size."""
+    """Groups of one size, by the first devices of the first node."""
 
     def __init__(
         self, graph: Graph, profile: Profile, cluster: Cluster, tp: int, options: SimulatorOptions
     ) -> None:
         self._graph, self._tp = graph, tp
-        self._cluster = group_cluster(cluster, tp)
+        self._cluster = msgspec.structs.replace(cluster.part(range(tp)), collectives=[])
         self._simulator = Simulator(graph, profile, self._cluster, options=options)
         self._known: dict[int, GroupCosts] = {}
 

@@ -60,7 +60,8 @@ class Space:
         self.menus: dict[int, list[OperatorPlan]] = {}
         shared: dict[object, list[OperatorPlan]] = {}
         for op in placed:
-            key = self._same_menu(op)
+            operator, shape = costs.graph.operators[op], costs.shapes[op]
+            key = operator.kind, tuple(shape.items()), operator.profile_key
             if key not in shared:
                 shared[key] = self._menu(op)
             self.menus[op] = shared[key]
@@ -72,10 +73,6 @@ class Space:
         for menu in self.menus.values():
             size *= len(menu)
         return size
-
-    def _same_menu(self, op: int) -> object:
-        operator, shape = self._costs.graph.operators[op], self._costs.shapes[op]
-        return operator.kind, tuple(shape.items()), operator.profile_key
 
     def _menu(self, op: int) -> list[OperatorPlan]:
         forms = key_forms(self._costs.graph.operators[op], self._costs.graph)

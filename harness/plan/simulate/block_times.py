@@ -19,6 +19,7 @@ from harness.domain.partition import Block, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import full_shape, output_sizes
 from harness.plan.fit import OperatorTimes
+from harness.plan.simulate.options import SimulatorOptions
 
 
 class BlockSeconds(NamedTuple):
@@ -34,8 +35,6 @@ class BlockTimes:
     Args:
         samples: number in the microbatch.
         shapes: shapes of the operators for a microbatch.
-        frozen: names of the operators that are not trained.
-        skipped: those of them that take no time.
     """
 
     def __init__(
@@ -45,15 +44,14 @@ class BlockTimes:
         devices: Sequence[Device],
         samples: int,
         shapes: Sequence[dict[str, int]],
-        frozen: frozenset[str] = frozenset(),
-        skipped: frozenset[str] = frozenset(),
+        options: SimulatorOptions,
     ) -> None:
-        self._skipped = skipped
         self._graph, self._devices, self._shapes = graph, devices, shapes
         self._samples = samples
         self._times = OperatorTimes(profile)
         self._profile, self._graph_hash = profile, graph.content_hash()
-        self._frozen, self._gradients = frozen, gradients_of(graph, frozen)
+        self._frozen, self._skipped = options.frozen, options.skipped
+        self._gradients = gradients_of(graph, options.frozen)
         self._seconds: dict[object, BlockSeconds] = {}
 
     def block_s(self, op: int, block: Block, device: int) -> BlockSeconds:

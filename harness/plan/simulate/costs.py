@@ -6,7 +6,7 @@ on it are computed again.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.key_forms import POSITIONS, KeyForm, flops_ratio, kept_elements, key_features
-from harness.domain.partition import SAMPLE, Block, volume
+from harness.domain.partition import SAMPLE, Block, Interval, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
     CONTRACTION,
@@ -31,6 +31,7 @@ from harness.domain.sharding import (
 from harness.domain.strategy import OperatorPlan, copies_of
 from harness.errors import PlanError
 from harness.plan.simulate.block_times import BlockTimes
+from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.transfers import (
     Edges,
     Floats,
@@ -42,7 +43,7 @@ from harness.plan.simulate.transfers import (
     key_sums,
     loss_sum,
     make_transfers,
-    norm_sums,
+    norm_sum,
     shared_sums,
 )
 
@@ -76,7 +77,6 @@ class Costs:
 
     Args:
         samples: samples of the microbatch to which all shapes are scaled.
-        wire_bytes_per_fp32_byte, frozen, skipped: see SimulatorOptions.
 
     Attributes:
         shapes: shapes of the operators for a microbatch.
@@ -93,25 +93,21 @@ class Costs:
         profile: Profile,
         cluster: Cluster,
         samples: int,
-        *,
-        wire_bytes_per_fp32_byte: float = 1.0,
-        frozen: frozenset[str] = frozenset(),
-        skipped: frozenset[str] = frozenset(),
+        options: SimulatorOptions,
     ) -> None:
-        self.graph, self.samples, self._frozen = graph, samples, frozen
+        self.graph, self.samples, self._frozen = graph, samples, options.frozen
         weighted = graph.made_of_weights()
         is_rounded = np.array(
             [o.dtype == "float32" and o.name in weighted for o in graph.operators]
         )
-        is_sent = np.array([op.name not in skipped for op in graph.operators])
-        self.wire_share: Floats = np.where(is_rounded, wire_bytes_per_fp32_byte, 1.0) * is_sent
+        is_sent = np.array([op.name not in options.skipped for op in graph.operators])
+        share = options.wire_bytes_per_fp32_byte
+        self.wire_share: Floats = np.where(is_rounded, share, 1.0) * is_sent
         self.n_devices = cluster.n_devices
         self.shapes = [
             full_shape(op, batch=samples, graph_batch=graph.batch) for op in graph.operators
         ]
-        self.times = BlockTimes(
-            graph, profile, cluster.devices, samples, self.shapes, frozen, skipped
-        )
+        self.times = BlockTimes(graph, profile, cluster.devices, samples, self.shapes, options)
         self._operators: dict[object, OperatorCosts] = {}
         self._wants: dict[object, Wants] = {}
         self._transfers: dict[object, Edges] = {}
@@ -330,15 +326,14 @@ class Costs:
     def _sums(
         self, op: int, plan: OperatorPlan, readers: Sequence[Reader], *, syncs_norms: bool
     ) -> tuple[Sum, ...]:
-        operator, dims = self.graph.operators[op], list(self.shapes[op])
+        operator = self.graph.operators[op]
         if operator.kind == "loss" and CONTRACTION in plan.partition:
             return self._loss_sums(op, plan)
         if syncs_norms and operator.kind == "batch_norm" and operator.name not in self._frozen:
-            k = dims.index("feature") if "feature" in dims else None
-            groups: dict[tuple[int, int], set[int]] = {}
-            for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
-                groups.setdefault((0, 1) if k is None else block[k], set()).add(device)
-            return norm_sums(op, self.n_devices, groups)
+            return tuple(
+                norm_sum(op, self.n_devices, stop - start, group)
+                for (start, stop), group in self._sharing(op, plan, "feature")
+            )
         summed = shared_sums(op, self.n_devices, readers)
         if plan.keys == "input" or not self.wire_share[op]:
             return summed
@@ -359,15 +354,22 @@ class Costs:
         producer = self.graph.index()[self.graph.operators[op].inputs[0]]
         logits = output_sizes(self.graph.operators[producer], self.shapes[producer])
         per_sample = math.prod(logits.values()) / shape[SAMPLE] / shape[CONTRACTION]
-        at = list(shape).index(SAMPLE)
-        groups: dict[tuple[int, int], set[int]] = {}
-        for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
-            groups.setdefault(block[at], set()).add(device)
         return tuple(
-            loss_sum(op, self.n_devices, round(per_sample * (stop - start)), devices)
-            for (start, stop), devices in groups.items()
-            if len(devices) > 1
+            loss_sum(op, self.n_devices, round(per_sample * (stop - start)), group)
+            for (start, stop), group in self._sharing(op, plan, SAMPLE)
         )
+
+    def _sharing(
+        self, op: int, plan: OperatorPlan, dim: str
+    ) -> Iterator[tuple[Interval, list[int]]]:
+        """Intervals of a dim of which several devices hold blocks, and these devices; the whole
+        operator counts as 0 to 1 of a dim that it lacks."""
+        dims = list(self.shapes[op])
+        holders: dict[Interval, set[int]] = {}
+        for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
+            interval = block[dims.index(dim)] if dim in dims else (0, 1)
+            holders.setdefault(interval, set()).add(device)
+        return ((held, sorted(own)) for held, own in holders.items() if len(own) > 1)
 
 
 def check_profile(graph: Graph, profile: Profile) -> None:

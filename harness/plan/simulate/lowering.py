@@ -63,7 +63,11 @@ def lower(
 ) -> Lowered:
     """Lower a strategy."""
     n_devices, edges, buckets = tables.n_devices, tables.edge_rows(), tables.buckets()
-    rows, row_at = _number_rows(tables.active)
+    rows = np.flatnonzero(tables.active)
+    row_at = np.full(tables.active.size, -1, dtype=np.int64)  # -1: no row
+    row_at[rows] = np.arange(len(rows))
+    crosses = flow.stage_of[edges.source // n_devices] != flow.stage_of[edges.target // n_devices]
+    sent_shares = np.where(crosses, simulator.options.activation_share, 1.0)
     returns = edges.returns & simulator.returns[edges.source // n_devices]
     is_sharded = shards_gradients(shard_state)
     alone = np.zeros(tables.active.shape) if is_sharded else buckets.alone
@@ -97,7 +101,7 @@ def lower(
         gate=gate,
         edge_source=row_at[edges.source],
         edge_target=row_at[edges.target],
-        edge_bytes=edges.n_bytes * tables.mean_size * _sent_shares(simulator, edges, flow),
+        edge_bytes=edges.n_bytes * tables.mean_size * sent_shares,
         edge_goes=edges.goes,
         edge_returns=returns,
         **_bucket_columns(buckets, triggers, gathers),
@@ -181,13 +185,6 @@ def _ordered(
     return found
 
 
-def _sent_shares(simulator: Simulator, edges: Edges, flow: Flow) -> Floats:
-    """(n_edges,) share of a transfer that its sender sends."""
-    n = simulator.network.n_devices
-    crosses = flow.stage_of[edges.source // n] != flow.stage_of[edges.target // n]
-    return np.where(crosses, simulator.options.activation_share, 1.0)
-
-
 def _left_bytes(tables: Tables, flow: Flow, segment_of: Ints) -> Floats:
     """(n_ops, n_devices) bytes of outputs that a later segment of the same stage reads."""
     found = np.zeros_like(tables.output_bytes)
@@ -229,32 +226,20 @@ def _sum_columns(simulator: Simulator, sums: Sequence[Sum], row_at: Ints) -> dic
     }
 
 
-def _number_rows(active: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """Positions of the active entries, and the row of every position (-1: none)."""
-    rows = np.flatnonzero(active)
-    row_at = np.full(active.size, -1, dtype=np.int64)
-    row_at[rows] = np.arange(len(rows))
-    return rows, row_at
-
-
-def _wire_shares(tables: Tables) -> Floats:
-    """(n_edges,) bytes sent per computed byte."""
-    shares: Floats = tables.costs.wire_share[tables.edge_rows().source // tables.n_devices]
-    return shares
-
-
 def _streams(simulator: Simulator, tables: Tables, rows: Ints, row_at: Ints) -> Floats:
     """(4, n_rows) seconds of assembling received outputs (forward) and gradients (backward).
 
     A single gradient that covers a whole block needs no assembling.
     """
-    edges, n_devices, n_rows = tables.edge_rows(), tables.n_devices, len(rows)
+    edges, n_rows = tables.edge_rows(), len(rows)
     from_row, to_row = row_at[edges.source], row_at[edges.target]
+    ops = edges.source // tables.n_devices
     arriving = np.bincount(to_row, weights=edges.n_streamed, minlength=n_rows)
-    is_part = edges.n_bytes < tables.output_bytes.ravel()[edges.source] * _wire_shares(tables)
+    sent = tables.output_bytes.ravel()[edges.source] * tables.costs.wire_share[ops]
+    is_part = edges.n_bytes < sent
     is_part |= np.bincount(from_row, weights=edges.returns, minlength=n_rows)[from_row] > 1
     is_part |= ~edges.goes  # added to the gradient of the same device
-    is_added = is_part & edges.returns & simulator.returns[edges.source // n_devices]
+    is_added = is_part & edges.returns & simulator.returns[ops]
     added = ADDS * np.bincount(from_row, weights=edges.n_bytes * is_added, minlength=n_rows)
     none = np.zeros(n_rows)
     return np.stack([arriving, added, none, none]) * _stream_rates(simulator, rows)

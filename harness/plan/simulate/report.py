@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from harness.domain.record import Pass, Span, SpanFields, SpanKind
 from harness.plan.simulate.sharded_state import shards_gradients
 from harness.plan.simulate.simulator import Simulation
-from harness.plan.simulate.transfers import Sum
 from harness.units import format_bandwidth, format_bytes, format_duration
 
 # Span kind and fields by number of the pass, and then of forward and backward transfers.
@@ -128,19 +127,15 @@ def _sum(simulation: Simulation, number: int) -> _Work:
     microbatch, k = divmod(rest, len(lowered.edges.sums))
     one = lowered.edges.sums[k]
     fields = _fields(simulation, one.operator, microbatch)
-    fields["name"] = f"{_kind_of_sum(one)} of {fields['operator']}"
     fields["n_bytes"] = one.n_bytes[back] * one.n_rounds[back]
     fields["pass_"] = _WAYS[back]
     if one.passes is not None:
-        return _Work("communication", fields, one.group, _group_name(one.group, names, "keys"), 1.0)
-    name, share = _group_name(one.group, names), _ring_share(one.group)
-    return _Work("communication", fields, one.group, name, 2 * share)
-
-
-def _kind_of_sum(one: Sum) -> str:
-    if one.passes is not None:
-        return "keys"
-    return "statistics" if one.is_collective else "sum"
+        kind, where, share = "keys", _group_name(one.group, names, "keys"), 1.0
+    else:
+        kind = "statistics" if one.is_collective else "sum"
+        where, share = _group_name(one.group, names), 2 * _ring_share(one.group)
+    fields["name"] = f"{kind} of {fields['operator']}"
+    return _Work("communication", fields, one.group, where, share)
 
 
 def _bucket(simulation: Simulation, number: int) -> _Work:

@@ -33,7 +33,7 @@ from harness.plan.simulate.sharded_state import (
     shards_gradients,
     shared_bytes,
 )
-from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
+from harness.plan.simulate.tables import Flow, Tables, flow_of
 from harness.plan.simulate.transfers import Floats, Ints
 from harness.units import format_bytes
 
@@ -117,13 +117,7 @@ class Simulator:
         """Prices at one size of microbatch, cached."""
         if samples not in self._costs:
             self._costs[samples] = Costs(
-                self.graph,
-                self.profile,
-                self.cluster,
-                samples,
-                wire_bytes_per_fp32_byte=self.options.wire_bytes_per_fp32_byte,
-                frozen=self.options.frozen,
-                skipped=self.options.skipped,
+                self.graph, self.profile, self.cluster, samples, self.options
             )
         return self._costs[samples]
 
@@ -194,40 +188,26 @@ class Trial:
 
     def _current_flow(self) -> Flow:
         """Recompute the flow if the operators' stages or the stages' devices have changed."""
-        plans = self.tables.plans
-        n_devices = self.tables.n_devices
-        options = self.simulator.options
-        if len(self.stages) == 1:
-            if self._flow is None:
-                stage_of = [0 if op in plans else -1 for op in range(self.tables.n_ops)]
-                self._flow = flow_of(
-                    stage_of,
-                    self.stages,
-                    [tuple(range(n_devices))],
-                    1,
-                    self.schedule,
-                    self.n_microbatches,
-                    n_devices,
-                    options=options,
-                )
+        plans, n_devices = self.tables.plans, self.tables.n_devices
+        if self._flow is not None and len(self.stages) == 1:
             return self._flow
         stage_of = [plans[op].stage if op in plans else -1 for op in range(self.tables.n_ops)]
-        sets: list[set[int]] = [set() for _ in self.stages]
-        for plan in plans.values():
-            sets[plan.stage].update(plan.devices)
-        devices = [tuple(sorted(found)) for found in sets]
+        devices = [tuple(range(n_devices))]
+        if len(self.stages) > 1:
+            sets: list[set[int]] = [set() for _ in self.stages]
+            for plan in plans.values():
+                sets[plan.stage].update(plan.devices)
+            devices = [tuple(sorted(found)) for found in sets]
         key = (tuple(stage_of), tuple(devices))
         if self._flow is None or key != self._stage_key:
-            n_ranks = len(dict.fromkeys(devices))
             self._flow = flow_of(
                 stage_of,
                 self.stages,
                 devices,
-                n_ranks,
                 self.schedule,
                 self.n_microbatches,
                 n_devices,
-                options=options,
+                options=self.simulator.options,
             )
             self._stage_key = key
         return self._flow
@@ -310,16 +290,12 @@ def _run(lowered: Lowered, begin: Floats) -> _EventTimes:
         lowered.work, lowered.links, lowered.waits, begin
     )
     first_bucket = len(finish) - len(lowered.buckets.groups) - len(lowered.gathered)
-    ends = np.maximum(begin, _device_ends(lowered.last, finish, lowered.buckets, first_bucket))
+    buckets = lowered.buckets
+    complete = np.where(lowered.last >= 0, finish[lowered.last], 0.0)  # of each device's gradients
+    np.maximum.at(complete, buckets.end_device, finish[first_bucket + buckets.end_bucket])
+    ends = np.maximum(begin, complete)
     assert not np.isnan(ends).any(), "a device waits for ever: the schedule has a cycle"
     return _EventTimes(start, finish, cause, busy, ends)
-
-
-def _device_ends(last: Ints, finish: Floats, buckets: Buckets, first_bucket: int) -> Floats:
-    """Time at which each device's gradients are complete."""
-    ends = np.where(last >= 0, finish[last], 0.0)
-    np.maximum.at(ends, buckets.end_device, finish[first_bucket + buckets.end_bucket])
-    return ends
 
 
 def compile_events(simulator: Simulator, strategy: Strategy) -> None:

@@ -69,7 +69,6 @@ def flow_of(
     stages_of_ops: Sequence[int],
     stages: Sequence[Stage],
     stage_devices: Sequence[tuple[int, ...]],
-    n_ranks: int,
     schedule: ScheduleName,
     n_microbatches: int,
     n_devices: int,
@@ -79,7 +78,7 @@ def flow_of(
 
     A weight pass follows every backward if each microbatch updates the weights.
     """
-    has_weights = schedule == "zero_bubble"
+    has_weights, n_ranks = schedule == "zero_bubble", len(dict.fromkeys(stage_devices))
     stage_ops = [[i for i, s in enumerate(stages_of_ops) if s == k] for k in range(len(stages))]
     rank_of = np.full(n_devices, -1, dtype=np.int64)
     lists = []

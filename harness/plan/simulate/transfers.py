@@ -238,43 +238,38 @@ def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tup
     )
 
 
-def norm_sums(
-    operator: int, n_devices: int, groups: dict[tuple[int, int], set[int]]
-) -> tuple[Sum, ...]:
-    """All-reduces of a batch norm with the statistics of the whole microbatch.
-
-    Forward, sums and then squares in FP32; backward, the gradients of both in double precision.
-
-    Args:
-        groups: devices that hold blocks of the same interval of features, by interval.
-    """
-    return tuple(
-        Sum(
-            operator=operator,
-            is_collective=True,
-            group=tuple(sorted(devices)),
-            n_bytes=(4 * (stop - start), 16 * (stop - start)),
-            n_rounds=(2, 1),
-            sources=tuple(operator * n_devices + d for d in sorted(devices)),
-            targets=(),
-        )
-        for (start, stop), devices in groups.items()
-        if len(devices) > 1
-    )
-
-
-def loss_sum(operator: int, n_devices: int, n_targets: int, devices: set[int]) -> Sum:
-    """The all-reduce of a loss that is cut by classes: numbers in FP32, for each of its targets one
-    for each device and one more; forward only."""
+def _collective(
+    operator: int,
+    n_devices: int,
+    group: Sequence[int],
+    n_bytes: tuple[int, int],
+    n_rounds: tuple[int, int],
+) -> Sum:
+    """One for which the operator itself waits on each device of a group."""
     return Sum(
         operator=operator,
         is_collective=True,
-        group=tuple(sorted(devices)),
-        n_bytes=(4 * n_targets * (len(devices) + 1), 1),
-        n_rounds=(1, 0),
-        sources=tuple(operator * n_devices + d for d in sorted(devices)),
+        group=tuple(group),
+        n_bytes=n_bytes,
+        n_rounds=n_rounds,
+        sources=tuple(operator * n_devices + device for device in group),
         targets=(),
     )
+
+
+def norm_sum(operator: int, n_devices: int, n_features: int, group: Sequence[int]) -> Sum:
+    """The all-reduces of features of a batch norm with the statistics of the whole microbatch.
+
+    Forward, sums and then squares in FP32; backward, the gradients of both in double precision.
+    """
+    return _collective(operator, n_devices, group, (4 * n_features, 16 * n_features), (2, 1))
+
+
+def loss_sum(operator: int, n_devices: int, n_targets: int, group: Sequence[int]) -> Sum:
+    """The all-reduce of a loss that is cut by classes: numbers in FP32, for each of its targets one
+    for each device and one more; forward only."""
+    n_bytes = 4 * n_targets * (len(group) + 1)
+    return _collective(operator, n_devices, group, (n_bytes, 1), (1, 0))
 
 
 def key_sums(
@@ -313,18 +308,9 @@ def key_sums(
             )
             for way, each in enumerate(seconds)
         ]
-        found.append(
-            Sum(
-                operator=position,
-                is_collective=True,
-                group=group,
-                n_bytes=(n_bytes, n_bytes),
-                n_rounds=(ways[0].rounds.n_messages, ways[1].rounds.n_messages),
-                sources=tuple(position * len(seconds[0]) + device for device in group),
-                targets=(),
-                passes=(ways[0], ways[1]),
-            )
-        )
+        n_rounds = (ways[0].rounds.n_messages, ways[1].rounds.n_messages)
+        sums = _collective(position, len(seconds[0]), group, (n_bytes, n_bytes), n_rounds)
+        found.append(sums._replace(passes=(ways[0], ways[1])))
     return tuple(found)
 
 

@@ -15,7 +15,7 @@ import msgspec
 from harness.domain.validation import PartScores, Validation, validation_file
 from harness.errors import ConfigError, DataError
 from harness.measure.store import write_atomically
-from harness.measure.text import percent_cell, table
+from harness.measure.text import cell, table
 from harness.plan.report import ProgressLine
 from harness.plan.validation import (
     amp,
@@ -120,7 +120,9 @@ def lines(validations: Sequence[Validation]) -> list[str]:
     rows = []
     for one in validations:
         others = (one.source_median_error, one.trivial_median_error)
-        rows.append([one.set, str(one.n_points), *_cells(one), *map(percent_cell, others)])
+        rows.append(
+            [one.set, str(one.n_points), *_cells(one), *(cell(error, ".0%") for error in others)]
+        )
         rows += [[f"  {part.part}", "", *_cells(part), "", ""] for part in one.parts]
     found = table(heads, rows)
     for one in validations:
@@ -136,14 +138,11 @@ def lines(validations: Sequence[Validation]) -> list[str]:
 def _cells(scores: Validation | PartScores) -> list[str]:
     return [
         str(scores.n_expressed),
-        *(_percent(value) for value in (scores.median_error, scores.p90_error)),
-        "-" if scores.spearman is None else f"{scores.spearman:.3f}",
-        _percent(scores.regret),
+        cell(scores.median_error, ".1%"),
+        cell(scores.p90_error, ".1%"),
+        cell(scores.spearman, ".3f"),
+        cell(scores.regret, ".1%"),
     ]
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _failures(scores: Validation | PartScores) -> Iterator[str]:

@@ -104,11 +104,12 @@ def _scored(
     ran = [(p, v, p.measured_s) for p, v in judged if p.measured_s is not None and not p.calibrates]
     parts = sorted({point.part for point, _ in judged})
     with_memory = [v for _, v, _ in ran if v.measured_bytes]
+    theirs = [(p.source_s, s) for p, _, s in ran if p.source_s is not None]
     return Validation(
         set=name,
         n_points=len(published.points),
         **_scores([one for _, one in judged]),
-        source_median_error=_other([(p.source_s, s) for p, _, s in ran])
+        source_median_error=percentile_error([a for a, _ in theirs], [s for _, s in theirs], 50)
         or published.source_median_error,
         trivial_median_error=published.trivial_median_error,
         not_expressed=reasons,
@@ -188,8 +189,3 @@ def _missing_memory(points: Sequence[ValidatedPoint]) -> list[str]:
         f"predicted to leave {format_bytes(min(own))} to {format_bytes(max(own))} of a device free"
         for part, own in spare.items()
     ]
-
-
-def _other(pairs: Sequence[tuple[float | None, float]]) -> float | None:
-    known = [(other, seconds) for other, seconds in pairs if other is not None]
-    return percentile_error([a for a, _ in known], [b for _, b in known], 50)

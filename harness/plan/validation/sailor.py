@@ -102,10 +102,6 @@ class _Plan(NamedTuple):
         return self.tp * self.dp * len(self.stages)
 
     @property
-    def is_one_node(self) -> bool:
-        return self.dp == 1 and len(self.stages) == 1
-
-    @property
     def is_additive(self) -> bool:
         """Whether computing and synchronising can add up to its step."""
         return 2 * self.sync_s <= self.measured_s
@@ -135,8 +131,9 @@ class _SailorPlans:
         self._profiles: dict[tuple[str, str], _Times] = {}
         self.calibrating: dict[_Key, _Plan] = {}
         for plan in sorted(plans, key=lambda plan: (plan.n_devices, plan.n_microbatches)):
+            is_one_node = plan.dp == 1 and len(plan.stages) == 1
             is_other = self._kind_of_times(plan) != plan.kind
-            if plan.is_additive and not plan.unlike and (plan.is_one_node or is_other):
+            if plan.is_additive and not plan.unlike and (is_one_node or is_other):
                 self.calibrating.setdefault(plan.key, plan)
         self._factors: dict[_Key, float] = {}
         self._reserved: dict[tuple[str, str, int], int] = {}

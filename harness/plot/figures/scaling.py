@@ -154,11 +154,6 @@ def _row(result: EfficiencyRow) -> dict[str, Any]:
     }
 
 
-def _failed(case: TrainingCase) -> dict[str, Any]:
-    own = {"label": case.label, "strategy": case.first.strategy}
-    return case.case.identity | own | {"scaling": "", "n_devices": case.case.n_devices}
-
-
 def rows(catalog: Catalog) -> Rows:
     """A row per kind of scaling, series and number of devices; then rows that are not ok."""
     telling = _telling(catalog.training)
@@ -168,7 +163,17 @@ def rows(catalog: Catalog) -> Rows:
     # Series that share a baseline have its row in common.
     found = [_row(r) for r in {(r.scaling, r.point): r for r in results}.values()]
     found.sort(key=lambda row: (row["scaling"], row["label"], row["n_devices"]))
-    failed = [_failed(case) for case in catalog.training if not case.case.is_ok]
+    failed = [
+        {
+            **case.case.identity,
+            "label": case.label,
+            "strategy": case.first.strategy,
+            "scaling": "",
+            "n_devices": case.case.n_devices,
+        }
+        for case in catalog.training
+        if not case.case.is_ok
+    ]
     return found and found + failed
 
 

@@ -12,6 +12,7 @@ import torch
 
 from harness.errors import ConfigError
 from harness.measure.peak_rss import peak_rss_bytes
+from harness.measure.recorder import Recorder
 from harness.units import parse_bytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -69,6 +70,12 @@ def peak_bytes(device: torch.device) -> dict[str, int]:
         peaks["allocated"] = torch.cuda.max_memory_allocated(device)
         peaks["reserved"] = torch.cuda.max_memory_reserved(device)
     return peaks
+
+
+def record_peaks(device: torch.device, recorder: Recorder) -> None:
+    """Record the peaks since `reset_peak`."""
+    for kind, n_bytes in peak_bytes(device).items():
+        recorder.sample("memory_peak_bytes", n_bytes, kind=kind)
 
 
 _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

@@ -14,14 +14,6 @@ from harness.measure.store import Run
 from harness.runtime.ranks.world import Context
 
 
-def _no_needs(config: Any) -> list[Need]:
-    return []
-
-
-def _no_check(config: Any) -> None:
-    """Accept every case."""
-
-
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
     """How a run goes on after a rank, or the whole launch, was lost.
 
@@ -44,9 +36,10 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
         return f"go on from step {self.step}" if self.state else "begin again"
 
 
-def all_ranks(config: Any, n_ranks: int) -> int:
-    """Return the number of all ranks: the default of `Workload.n_ranks`."""
-    return n_ranks
+def count_ranks(config: Any, n_started: int) -> int:
+    """Number of ranks that a case uses: those of its `n_ranks`, or all. They are the first ones,
+    and the others wait, so one launch can sweep over rank counts (scaling)."""
+    return min(getattr(config, "n_ranks", None) or n_started, n_started)
 
 
 def config_json(config: Any) -> dict[str, Any]:
@@ -67,8 +60,6 @@ class Workload:
             kept). Raises VerificationError when a result is wrong (the run becomes `invalid`), and
             lets out-of-memory errors propagate (the run becomes `oom`).
         table: the text that rank 0 prints at the end, from the runs as read back.
-        n_ranks: number of ranks that a case uses, given the number of ranks started; it uses the
-            first ones while the others wait, so one launch can sweep over rank counts (scaling).
         is_isolated: each run gets its own processes, so that its memory and crashes do not affect
             later runs. A workload that needs MPI runs in each rank's first process instead.
         needs: runs that a case builds on, in order; called on rank 0 only, must not raise.
@@ -87,14 +78,13 @@ class Workload:
     cases: Callable[[Any, int], list[Any]]
     body: Callable[[Any, Context], dict[str, Any]]
     table: Callable[[list[Run]], str]
-    n_ranks: Callable[[Any, int], int] = all_ranks
     is_isolated: bool = True
-    needs: Callable[[Any], list[Need]] = _no_needs
+    needs: Callable[[Any], list[Need]] = lambda config: []
     renamed: Mapping[str, str] = field(default_factory=dict)
     find_continuation: Callable[[Any, Path, Sequence[int]], Continuation | None] | None = None
     go_on: Callable[[Any, Continuation, int], Any] | None = None
     is_same: Callable[[dict[str, Any], dict[str, Any]], bool] | None = None
-    check: Callable[[Any], None] = _no_check
+    check: Callable[[Any], None] = lambda config: None
 
 
 @dataclass(frozen=True, kw_only=True)

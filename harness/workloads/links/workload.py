@@ -182,12 +182,6 @@ def _write_cluster(
     write_cluster(cluster, written)
 
 
-def check_links(config: LinksConfig) -> None:
-    """Refuse a cluster file that cannot be written."""
-    if config.cluster_file is not None:
-        check_place("--cluster-file", config.cluster_file)
-
-
 def links_text(runs: list[Run]) -> str:
     """Return the tables of every run, one after another."""
     return run_texts(runs, _parts)
@@ -261,6 +255,6 @@ WORKLOAD = Workload(
     cases=links_cases,
     body=run_links,
     table=links_text,
-    check=check_links,
+    check=lambda config: check_place("--cluster-file", config.cluster_file),
     is_isolated=False,
 )

@@ -16,8 +16,8 @@ from harness.measure.derive.devices import (
     summa_table,
 )
 from harness.measure.store import Run
-from harness.measure.text import columns, run_texts
-from harness.runtime.devices.memory import peak_bytes
+from harness.measure.text import cell, columns, run_texts
+from harness.runtime.devices.memory import record_peaks
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
 from harness.runtime.ranks.world import Context, World
@@ -182,8 +182,7 @@ def run_matmul(config: MatmulConfig, context: Context) -> dict[str, Any]:
             best, skipped, memory = _measure_device(config, context)
         wait_for_all(world)
     rows = [] if config.scaling == "none" else _measure_distributed(config, context, best, skipped)
-    for kind, n_bytes in peak_bytes(world.device).items():
-        context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)
+    record_peaks(world.device, context.recorder)
     return {
         "flops_per_s": best,
         "memory_copy_bytes_per_s": memory["memory_copy_s"],
@@ -225,7 +224,7 @@ def _device_cells(row: MatmulRow) -> list[str]:
         f"{format_flops(row.low)} to {format_flops(row.high)}",
         format_flops(row.max_flops_per_s),
         f"{row.flops_per_s / peak:.0%}" if peak else "-",
-        f"{row.error:.1e}" if row.error is not None else "-",
+        cell(row.error, ".1e"),
     ]
 
 
@@ -269,8 +268,8 @@ def _summa_cells(row: SummaRow) -> list[str]:
         str(row.n_ranks),
         format_duration(row.time.median),
         format_flops(row.flops_per_s),
-        f"{row.efficiency:.0%}" if row.efficiency is not None else "-",
-        *(format_duration(part) if part is not None else "-" for part in parts),
+        cell(row.efficiency, ".0%"),
+        *(cell(part, format_duration) for part in parts),
     ]
 
 

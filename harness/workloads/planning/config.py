@@ -17,7 +17,6 @@ from harness.domain.partition import cut_dim
 from harness.domain.profile import default_profile
 from harness.domain.sharding import full_shape, has_tasks, is_partial, output_sizes, weight_dims
 from harness.errors import ConfigError
-from harness.measure.store import check_place
 from harness.plan.simulate.options import OPTIMIZERS, SimulatorOptions
 from harness.runtime.devices.precision import wire_bytes_per_fp32_byte
 from harness.runtime.devices.sampling import Budget
@@ -186,12 +185,6 @@ class ProfileConfig(ModelFlags):
         if self.profile_file is not None:
             return self.profile_file
         return default_profile(self.model, self.dtype, results)
-
-
-def check_profile(config: ProfileConfig) -> None:
-    """Refuse a profile file that cannot be written."""
-    if config.profile_file is not None:
-        check_place("--profile-file", config.profile_file)
 
 
 def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:

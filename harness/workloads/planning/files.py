@@ -68,21 +68,16 @@ def _runs(results: Path, workload: str) -> Iterator[tuple[RunHeader, Path]]:
 def only_devices(cluster: Cluster, ranks: Sequence[int]) -> Cluster:
     """The cluster of some devices, by ascending position, and the links among them; devices are
     named as a launch on them names them."""
-    kept, nodes, at = set(ranks), [], 0
-    names: dict[str, str] = {}
-    for node in cluster.nodes:
-        devices = [d for k, d in enumerate(node.devices, at) if k in kept]
-        at += len(node.devices)
-        if devices:
-            names |= {device.name: f"{node.name}:{k}" for k, device in enumerate(devices)}
-            devices = [msgspec.structs.replace(d, name=names[d.name]) for d in devices]
-            nodes.append(msgspec.structs.replace(node, devices=devices))
-    links = [
-        msgspec.structs.replace(link, source=names[link.source], target=names[link.target])
-        for link in cluster.links
-        if link.source in names and link.target in names
+    part, replace = cluster.part(ranks), msgspec.structs.replace
+    names = {d.name: f"{node.name}:{k}" for node in part.nodes for k, d in enumerate(node.devices)}
+    nodes = [
+        replace(node, devices=[replace(d, name=names[d.name]) for d in node.devices])
+        for node in part.nodes
     ]
-    return msgspec.structs.replace(cluster, nodes=nodes, links=links)
+    links = [
+        replace(link, source=names[link.source], target=names[link.target]) for link in part.links
+    ]
+    return replace(part, nodes=nodes, links=links)
 
 
 def _positions(measured: Cluster, wanted: Cluster) -> list[int]:

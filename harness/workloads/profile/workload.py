@@ -15,9 +15,9 @@ import torch
 
 from harness.domain.profile import DTYPE_NAMES, Measurement, MeasurementKey, Profile, graph_beside
 from harness.errors import first_line
-from harness.measure.store import write_atomically
+from harness.measure.store import check_place, write_atomically
 from harness.runtime.capture.capture import Captured, capture
-from harness.runtime.devices.memory import is_out_of_memory, peak_bytes, reset_peak
+from harness.runtime.devices.memory import is_out_of_memory, record_peaks, reset_peak
 from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import Task, build_task
@@ -27,7 +27,6 @@ from harness.workloads.common.contract import Workload
 from harness.workloads.planning.config import (
     Point,
     ProfileConfig,
-    check_profile,
     points_of,
     profile_cases,
 )
@@ -79,9 +78,12 @@ class _Profiler:
         self._path = config.path(context.run_dir.parent)
         self._group = _KindGroup.of(context)
         self._kind = context.world.device_kind
-        self._task, self._captured = _prepare(config, context)
-        _check_graph(self._task, self._captured, config, context)
-        self.graph = self._captured.graph
+        self._task, self._captured = task, captured = _prepare(config, context)
+        results = context.run_dir.parent
+        run_on_rank_0(
+            lambda: hold_once(captured, task, config.model, config.dtype, results), context.world
+        )
+        self.graph = captured.graph
         self.profile = self._read()
         self._new: dict[MeasurementKey, Measurement] = {}
         counts = config.counts(context.world.size)
@@ -233,14 +235,6 @@ def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
     return task, captured
 
 
-def _check_graph(task: Task, captured: Captured, config: ProfileConfig, context: Context) -> None:
-    """Compare the graph with the model on rank 0's device."""
-    results = context.run_dir.parent
-    run_on_rank_0(
-        lambda: hold_once(captured, task, config.model, config.dtype, results), context.world
-    )
-
-
 def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:
     """Measure every operator that the profile file lacks; rank 0 writes file and graph.
 
@@ -253,8 +247,7 @@ def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:
     try:
         return _Profiler(config, context).run()
     finally:
-        for kind, n_bytes in peak_bytes(context.world.device).items():
-            context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)
+        record_peaks(context.world.device, context.recorder)
 
 
 WORKLOAD = Workload(
@@ -262,5 +255,5 @@ WORKLOAD = Workload(
     cases=profile_cases,
     body=run_profile,
     table=profile_text,
-    check=check_profile,
+    check=lambda config: check_place("--profile-file", config.profile_file),
 )

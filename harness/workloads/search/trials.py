@@ -223,7 +223,9 @@ def _measure(
         trial.close()
     trials.clear()
     built.clear()
-    _free_memory(context.world.device)
+    gc.collect()  # because engines form reference cycles
+    if context.world.device.type == "cuda":
+        torch.cuda.empty_cache()
     return rounds
 
 
@@ -240,13 +242,6 @@ def _build(
                 _log.warning("%s is not tried: %s", strategy.name, error)
         wait_for_all(context.world)  # because ranks take different times to build their shards
     return built
-
-
-def _free_memory(device: torch.device) -> None:
-    """Free the memory of closed engines."""
-    gc.collect()  # because their objects form reference cycles
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def trial_lines(tried: Sequence[Tried]) -> list[str]:

@@ -125,10 +125,6 @@ def _training_command(run: Run) -> str:
     return shlex.join([*words, "--strategy", str(run.path / STRATEGY_FILE)])
 
 
-def _n_ranks(config: SearchConfig, n_started: int) -> int:
-    return min(config.n_ranks or n_started, n_started)
-
-
 def _needs(config: SearchConfig) -> list[Need]:
     links = [links_need()] if config.n_ranks != 1 else []
     return [*links, profile_need(config)]
@@ -139,6 +135,5 @@ WORKLOAD = Workload(
     cases=search_cases,
     body=run_search,
     table=search_text,
-    n_ranks=_n_ranks,
     needs=_needs,
 )

@@ -29,12 +29,6 @@ _SEARCHED_SHARE, _LEAST_SEARCH_S = 0.05, 2.0
 _POLL_S = 0.05
 
 
-class _Decision(msgspec.Struct, frozen=True):
-    """The decision of rank 0; no change if the strategy of now is as good."""
-
-    due: Due | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
     """Another strategy for the frozen model.
@@ -83,8 +77,7 @@ class ShrinkPolicy(Policy):
         if max(gather_numbers(float(is_done), world)) == 0:
             return None
         self._is_waiting = False
-        decided: _Decision = broadcast_result(lambda: self._answer(step), _Decision, world)
-        return decided.due
+        return broadcast_result(lambda: self._answer(step), Due | None, world)
 
     def close(self) -> None:
         """End a search that still runs."""
@@ -140,16 +133,17 @@ class ShrinkPolicy(Policy):
             time.sleep(_POLL_S)
         return None
 
-    def _answer(self, step: int) -> _Decision:
-        """The decision on rank 0; PipeTransformer's rule does not ask whether a change pays."""
+    def _answer(self, step: int) -> Due | None:
+        """The decision on rank 0; None if the strategy of now is as good. PipeTransformer's rule
+        does not ask whether a change pays."""
         assert self._planning is not None
         try:
             offer = self._planning.result()
         except HarnessError as error:
             _log.warning("the frozen model is not planned again: %s", error)
-            return _Decision()
+            return None
         if offer is None:
-            return _Decision()
+            return None
         n_left, flags = self._inputs.training.n_steps - step, f"--shrink {self._inputs.case.shrink}"
         reason = (
             f"predicted {format_duration(offer.after_s)} instead of "
@@ -161,8 +155,8 @@ class ShrinkPolicy(Policy):
                 "%s does not pay: %s, the change takes %s",
                 offer.planned.strategy.name, reason, format_duration(offer.cost_s),
             )  # fmt: skip
-            return _Decision()
-        return _Decision(Due(planned=offer.planned, why=f"{flags}: {reason}"))
+            return None
+        return Due(planned=offer.planned, why=f"{flags}: {reason}")
 
 
 def has_ended(work: Future[Any]) -> bool:

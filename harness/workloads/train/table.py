@@ -12,7 +12,7 @@ from harness.measure.derive.strategies import StrategyRow, strategy_table
 from harness.measure.derive.training import TrainingSummary, change_times, training_summary
 from harness.measure.statistics import known_median, summarize
 from harness.measure.store import Run, headers_in, read_run
-from harness.measure.text import columns, duration_cell, interval_words, percent_cell
+from harness.measure.text import cell, columns, interval_words
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
 from harness.workloads.train.config import is_file
 
@@ -55,15 +55,15 @@ def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
         str(len(repeats))
         if len(repeats) == row.n_started
         else f"{len(repeats)} of {row.n_started}",
-        "-" if row.throughput is None else f"{row.throughput:.4g}",
-        duration_cell(step_s),
+        cell(row.throughput, ".4g"),
+        cell(step_s, format_duration),
         interval_words(row.interval) if row.interval else "-",
-        duration_cell(known_median(summary.exposed_communication_s for _, summary in repeats)),
-        percent_cell(known_median(_bubble(run) for run, _ in repeats)),
-        _bytes(known_median(_memory(summary) for _, summary in repeats)),
-        duration_cell(predicted_s),
+        cell(known_median(s.exposed_communication_s for _, s in repeats), format_duration),
+        cell(known_median(_bubble(run) for run, _ in repeats), ".0%"),
+        cell(known_median(_memory(summary) for _, summary in repeats), format_bytes),
+        cell(predicted_s, format_duration),
         "-" if not predicted_s or not step_s else f"{predicted_s / step_s - 1:+.0%}",
-        "-" if row.speedup is None else f"{row.speedup:.2f}",
+        cell(row.speedup, ".2f"),
     ]
 
 
@@ -89,10 +89,6 @@ def _stale_text(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
         f"stage s of {n_stages} (from 0) computes gradients with weights that are {n_stages} - 1 - "
         "s updates old"
     )
-
-
-def _bytes(n_bytes: float | None) -> str:
-    return "-" if n_bytes is None else format_bytes(n_bytes)
 
 
 _PHASES = {
@@ -182,7 +178,7 @@ def _throughput(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     if any(summary.tokens_per_s for _, summary in rows):
         heads.insert(5, "tokens/s")
         for row, (_, summary) in zip(cells, rows, strict=True):
-            row.insert(5, _number(summary.tokens_per_s))
+            row.insert(5, cell(summary.tokens_per_s, ".4g"))
     return columns(heads, cells)
 
 
@@ -193,9 +189,9 @@ def _rate(summary: TrainingSummary) -> list[str]:
     return [
         format_duration(step.median),
         f"{format_duration(step.low)} to {format_duration(step.high)}",
-        _number(summary.throughput),
-        _number(summary.throughput_per_device),
-        f"{_number(summary.first_loss)} to {_number(summary.last_loss)}",
+        cell(summary.throughput, ".4g"),
+        cell(summary.throughput_per_device, ".4g"),
+        f"{cell(summary.first_loss, '.4g')} to {cell(summary.last_loss, '.4g')}",
     ]
 
 
@@ -214,14 +210,14 @@ def _communication(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     cells = [
         [
             name,
-            duration_cell(summary.communication_s),
-            percent_cell(summary.overlap),
-            duration_cell(summary.exposed_communication_s),
-            duration_cell(summary.no_sync_exposed_s),
-            duration_cell(summary.slowed_compute_s),
-            _number(summary.synchronisations_per_s),
-            _bandwidth(summary.sent_bytes_per_s),
-            _bandwidth(summary.received_bytes_per_s),
+            cell(summary.communication_s, format_duration),
+            cell(summary.overlap, ".0%"),
+            cell(summary.exposed_communication_s, format_duration),
+            cell(summary.no_sync_exposed_s, format_duration),
+            cell(summary.slowed_compute_s, format_duration),
+            cell(summary.synchronisations_per_s, ".4g"),
+            cell(summary.sent_bytes_per_s, format_bandwidth),
+            cell(summary.received_bytes_per_s, format_bandwidth),
             "-" if summary.ring_bytes is None else f"{format_bytes(summary.ring_bytes)}/step",
         ]
         for name, summary in rows
@@ -234,10 +230,10 @@ def _device(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     cells = [
         [
             name,
-            "-" if summary.flops_per_s is None else format_flops(summary.flops_per_s),
-            percent_cell(summary.mfu),
-            percent_cell(summary.mfu_without_scores),
-            percent_cell(summary.mfu_of_measured_peak),
+            cell(summary.flops_per_s, format_flops),
+            cell(summary.mfu, ".0%"),
+            cell(summary.mfu_without_scores, ".0%"),
+            cell(summary.mfu_of_measured_peak, ".0%"),
             ", ".join(f"{kind} {format_bytes(n)}" for kind, n in summary.memory_bytes.items()),
         ]
         for name, summary in rows
@@ -265,11 +261,3 @@ def _warnings(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
         more = f" and {len(others)} more" if others else ""
         lines.append(f"warning: {first}{more}: {'; '.join(texts)}")
     return "\n".join(lines)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _bandwidth(bytes_per_s: float | None) -> str:
-    return "-" if bytes_per_s is None else format_bandwidth(bytes_per_s)

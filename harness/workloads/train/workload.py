@@ -18,7 +18,7 @@ from harness.measure.derive.spans import rank_phases
 from harness.measure.store import replacing
 from harness.run import measure_steps
 from harness.runtime.data import Batch, entry_for
-from harness.runtime.devices.memory import peak_bytes, reset_peak
+from harness.runtime.devices.memory import record_peaks, reset_peak
 from harness.runtime.devices.telemetry import watched_device
 from harness.runtime.engines.engine import Engine, Share
 from harness.runtime.models.task import logits_of
@@ -225,11 +225,6 @@ def _record_constants(training: Training, context: Context) -> None:
         context.recorder.sample("tokens_per_sample", training.n_tokens)
 
 
-def _record_peaks(context: Context) -> None:
-    for kind, n_bytes in peak_bytes(context.world.device).items():
-        context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)
-
-
 def _save_model(training: Training, context: Context) -> None:
     """Write the model on rank 0; all ranks must call it, because engines may gather it."""
     from safetensors.torch import save_file
@@ -332,11 +327,7 @@ def run_train(case: TrainCase, context: Context) -> dict[str, Any]:
         with watched_device(world.device, world.n_cores, context.recorder):
             return _train(case, context)
     finally:
-        _record_peaks(context)
-
-
-def _n_ranks(case: TrainCase, n_started: int) -> int:
-    return min(case.n_ranks, n_started)
+        record_peaks(world.device, context.recorder)
 
 
 WORKLOAD = Workload(
@@ -345,7 +336,6 @@ WORKLOAD = Workload(
     cases=train_cases,
     body=run_train,
     table=train_text,
-    n_ranks=_n_ranks,
     needs=train_needs,
     find_continuation=find_continuation,
     go_on=go_on,

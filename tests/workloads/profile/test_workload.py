@@ -20,6 +20,7 @@ from harness.plan.__main__ import main as plan
 from harness.plan.builders import ddp, single, tensor_parallel
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.costs import Costs
+from harness.plan.simulate.options import SimulatorOptions
 from harness.runtime.capture.capture import capture, capture_model
 from harness.runtime.profiling.subgraph import is_microbatch
 from harness.workloads.planning.config import points_of
@@ -123,7 +124,7 @@ def test_the_standard_strategies_find_every_time_measured(model, n_microbatches,
         return found
 
     monkeypatch.setattr(OperatorTimes, "lookup", noted)
-    costs = Costs(graph, profile, cluster, 8 // n_microbatches)
+    costs = Costs(graph, profile, cluster, 8 // n_microbatches, SimulatorOptions())
     position = graph.index()
     strategies = [single(graph, 8), ddp(graph, cluster, 8)]
     # Weights are cut at the whole batch; at smaller ones and without weights times are fitted.
@@ -144,7 +145,7 @@ def test_half_the_heads_take_their_measured_time_not_half():
     points = points_of(graph, [1], [2])
     profile = as_profile(graph, points)
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
-    costs = Costs(graph, profile, cluster, 2)
+    costs = Costs(graph, profile, cluster, 2, SimulatorOptions())
     op, name = next((i, op.name) for i, op in enumerate(graph.operators) if op.kind == "attention")
     part = tensor_parallel(graph, cluster, 2).operators[name]
     assert part.partition == {"heads": 2}

@@ -69,10 +69,6 @@ class Level:
         """Gradient synchronisation of r replicas, per byte of parameters."""
         return 4 * (r - 1) / (self.bandwidth * r * r) / self.inner
 
-    def transfer_s_per_byte(self, r: int) -> float:
-        """Each way across a cut of r replicas, per byte of activations."""
-        return 2 / (self.bandwidth * r)
-
 
 def levels_of(
     n_workers: Sequence[int], bandwidths: Sequence[float], memory: float = math.inf
@@ -163,5 +159,5 @@ class Stages:
         return block
 
     def transfers(self, first: int, r: int) -> tuple[Floats, Floats]:
-        seconds = self.level.transfer_s_per_byte(r) * self.cuts.crossing_bytes
+        seconds = 2 / (self.level.bandwidth * r) * self.cuts.crossing_bytes
         return seconds, seconds
