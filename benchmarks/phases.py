@@ -21,7 +21,7 @@ import tyro
 from comparison import compare, show
 
 from harness.errors import ResultsError
-from harness.measure.derive.spans import rank_phases
+from harness.measure.derive.spans import phase_table
 from harness.measure.derive.training import training_summary
 from harness.measure.store import Run, read_results
 
@@ -44,9 +44,12 @@ def place(run: Run) -> str:
 
 def phase_sums(runs: list[Run]) -> tuple[list[float], list[float]]:
     """Sums of the named phases, and the wall times of the same steps, over all ranks."""
-    steps = [s for run in runs for records in run.ranks.values() for s in rank_phases(records)]
-    named = [sum(v for k, v in step.phases.items() if k != "other") for step in steps]
-    return named, [step.step_s for step in steps]
+    named: list[float] = []
+    walls: list[float] = []
+    for table in (phase_table(records) for run in runs for records in run.ranks.values()):
+        named += (table.step_s - table.phases["other"]).tolist()
+        walls += table.step_s.tolist()
+    return named, walls
 
 
 def exposed_readings(runs: list[Run]) -> tuple[list[float], list[float], list[float]]:

@@ -239,18 +239,10 @@ def _summa_labels(run: Run, sample: Sample) -> tuple[object, ...] | None:
     return (*named, sample.labels.get("n_ranks", len(run.header.ranks) or len(run.ranks)))
 
 
-def _slowest_ranks(run: Run, labels: tuple[object, ...]) -> dict[int, int]:
-    """The slowest rank of each iteration."""
-    times = _by_iteration(run, "summa_s", labels)
-    return {
-        iteration: max(by_rank, key=by_rank.__getitem__) for iteration, by_rank in times.items()
-    }
-
-
 def _slowest_s(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]:
     """The slowest rank's value in each iteration, so that the parts sum to its time."""
-    values = _by_iteration(run, metric, labels)
-    slowest = _slowest_ranks(run, labels)
+    values, times = _by_iteration(run, metric, labels), _by_iteration(run, "summa_s", labels)
+    slowest = {i: max(by_rank, key=by_rank.__getitem__) for i, by_rank in times.items()}
     return [values[i][rank] for i, rank in slowest.items() if rank in values.get(i, {})]
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Literal
+from typing import Literal, get_args
 
 from harness.domain.record import Record, Span
 from harness.measure.derive.spans import (
@@ -126,30 +126,18 @@ def stage_seconds(records: Iterable[Record]) -> dict[tuple[int, PassKind], list[
     return dict(by_stage)
 
 
-def _slowest_times(stage: int, by_rank: Mapping[int, Mapping[PassKind, float]]) -> StageTimes:
-    """The stage's times, from its slowest rank."""
-    slowest = max(by_rank.values(), key=lambda times: sum(times.values()))
-    return StageTimes(
-        stage=stage,
-        ranks=tuple(sorted(by_rank)),
-        forward_s=slowest.get("forward", 0.0),
-        recompute_s=slowest.get("recompute", 0.0),
-        backward_s=slowest.get("backward", 0.0),
-    )
-
-
 def stage_times(ranks: Mapping[int, Iterable[Record]]) -> tuple[StageTimes, ...]:
     """The times of every stage, from all ranks' records."""
     stages: dict[int, dict[int, dict[PassKind, float]]] = defaultdict(lambda: defaultdict(dict))
     for rank, records in ranks.items():
         for (stage, kind), seconds in stage_seconds(records).items():
             stages[stage][rank][kind] = median(seconds)
-    return tuple(_slowest_times(stage, by_rank) for stage, by_rank in sorted(stages.items()))
-
-
-def _n_microbatches(run: Run) -> int:
-    every = (Records.of(records).spans for records in run.ranks.values())
-    return 1 + max(span.microbatch or 0 for spans in every for span in spans)
+    found = []
+    for stage, by_rank in sorted(stages.items()):
+        slowest = max(by_rank.values(), key=lambda times: sum(times.values()))
+        seconds_of = {f"{kind}_s": slowest.get(kind, 0.0) for kind in get_args(PassKind)}
+        found.append(StageTimes(stage=stage, ranks=tuple(sorted(by_rank)), **seconds_of))
+    return tuple(found)
 
 
 def pipeline_summary(run: Run) -> PipelineSummary | None:
@@ -162,8 +150,9 @@ def pipeline_summary(run: Run) -> PipelineSummary | None:
     if not finished:
         return None
     means = [sum(shares[s] for shares in idle.values()) / len(idle) for s in sorted(finished)]
+    spans = (span for records in run.ranks.values() for span in Records.of(records).spans)
     return PipelineSummary(
-        n_microbatches=_n_microbatches(run),
+        n_microbatches=1 + max(span.microbatch or 0 for span in spans),
         stages=stages,
         bubble=summarize(means, shortest=0),
         bubble_by_rank={rank: median(shares.values()) for rank, shares in idle.items()},

@@ -177,19 +177,6 @@ def _without_contention(parts: Mapping[str, float]) -> dict[str, float]:
     return joined
 
 
-def _parts(
-    compute_s: float,
-    contention_s: float | None,
-    exposed_s: float,
-    optimizer_s: float,
-    rest_s: float,
-) -> dict[str, float]:
-    """Seconds by the names of PARTS; the argument `compute_s` includes contention."""
-    free_s = compute_s - (contention_s or 0.0)
-    found = dict(zip(PARTS, (free_s, contention_s, exposed_s, optimizer_s, rest_s), strict=True))
-    return {name: seconds for name, seconds in found.items() if seconds is not None}
-
-
 def _predicted_parts_of(
     spans: Sequence[Span], step_s: float, contention_s: float | None
 ) -> dict[str, float]:
@@ -197,8 +184,14 @@ def _predicted_parts_of(
     whole = next((span for span in spans if span.kind == "step"), one_step)
     compute_s = working_s(spans, whole, COMPUTING)
     optimizer_s = working_s(spans, whole, ("optimizer",))
-    exposed_s = step_s - compute_s - optimizer_s
-    return _parts(compute_s, contention_s, exposed_s, optimizer_s, 0.0)
+    known = {} if contention_s is None else {"contention": contention_s}
+    return {
+        "compute": compute_s - (contention_s or 0.0),
+        **known,
+        "exposed_communication": step_s - compute_s - optimizer_s,
+        "optimizer": optimizer_s,
+        "rest": 0.0,
+    }
 
 
 def predicted_parts(prediction: Prediction) -> dict[int, dict[str, float]]:

@@ -141,7 +141,13 @@ class StepWindows:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTable:
-    """The finished steps of one rank as columns of seconds; `StepPhases` is one row."""
+    """The finished steps of one rank, in columns of seconds.
+
+    Attributes:
+        step_s: wall time; the sum of `phases`, unless phases overlap.
+        phases: by the names of PHASES; `other` is time that no span explains.
+        communication_s: union of the communication spans, overlapped or not.
+    """
 
     steps: np.ndarray
     step_s: np.ndarray
@@ -174,27 +180,6 @@ def _sum(columns: Iterable[np.ndarray]) -> np.ndarray:
     return total
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepPhases:
-    """One step of one rank, in seconds.
-
-    Attributes:
-        step_s: wall time; the sum of `phases`, unless phases overlap.
-        phases: by the names of PHASES; `other` is time that no span explains.
-        communication_s: union of the communication spans, overlapped or not.
-    """
-
-    step: int
-    step_s: float
-    phases: dict[str, float]
-    communication_s: float
-
-    @property
-    def compute_s(self) -> float:
-        """Forward, backward and optimizer."""
-        return sum(self.phases[kind] for kind in COMPUTE_KINDS)
-
-
 def spans_by_step(records: Iterable[Record]) -> dict[int, list[Span]]:
     """Group the spans that name a step, in the order of steps."""
     return Records.of(records).by_step
@@ -215,20 +200,6 @@ def phase_table(records: Iterable[Record]) -> PhaseTable:
         phases={name: phases[name] for name in PHASES},
         communication_s=windows.covered_s(communication),
     )
-
-
-def rank_phases(records: Iterable[Record]) -> list[StepPhases]:
-    """The rows of `phase_table`."""
-    table = phase_table(records)
-    return [
-        StepPhases(
-            step=int(step),
-            step_s=float(table.step_s[row]),
-            phases={name: float(column[row]) for name, column in table.phases.items()},
-            communication_s=float(table.communication_s[row]),
-        )
-        for row, step in enumerate(table.steps)
-    ]
 
 
 def spans_of(records: Iterable[Record]) -> list[Span]:

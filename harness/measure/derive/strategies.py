@@ -66,17 +66,6 @@ class StrategyRow:
         return median(self.step_s) if self.step_s else None
 
 
-def strategy_table(
-    runs: Sequence[tuple[Headed, TrainingSummary]], *, at_least: int = 2
-) -> list[StrategyRow]:
-    """The rows of `strategy_tables` in one list.
-
-    Args:
-        at_least: leave out workloads with fewer strategies.
-    """
-    return [row for rows in strategy_tables(runs) if len(rows) >= at_least for row in rows]
-
-
 def strategy_tables(runs: Iterable[tuple[Headed, TrainingSummary]]) -> list[list[StrategyRow]]:
     """For each workload a row per strategy; the baseline is the first with a number.
 

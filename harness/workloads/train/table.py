@@ -4,11 +4,12 @@ warnings; then one row per strategy, measured and predicted. Repeats share a row
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 from harness.measure.derive.devices import matmul_peaks
 from harness.measure.derive.pipeline import pipeline_summary
-from harness.measure.derive.strategies import StrategyRow, strategy_table
+from harness.measure.derive.strategies import StrategyRow, strategy_tables
 from harness.measure.derive.training import TrainingSummary, change_times, training_summary
 from harness.measure.statistics import known_median, summarize
 from harness.measure.store import Run, headers_in, read_run
@@ -27,7 +28,7 @@ Repeat = tuple[Run, TrainingSummary]
 def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> str:
     """Return the table, then each strategy's verdict against the baseline."""
     repeats = {s.run_id: (run, s) for run, s in zip(runs, summaries, strict=True)}
-    rows = strategy_table(list(repeats.values()), at_least=1)
+    rows = list(chain.from_iterable(strategy_tables(repeats.values())))
     compared = [(row, [repeats[run_id] for run_id in row.run_ids]) for row in rows]
     heads, cells = _HEADS, [_cells(row, found) for row, found in compared]
     if len({row[0] for row in cells}) == 1:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.errors import ConfigError, VerificationError
-from harness.measure.derive.spans import rank_phases
+from harness.measure.derive.spans import phase_table
 from harness.measure.store import replacing
 from harness.run import measure_steps
 from harness.runtime.data import Batch, entry_for
@@ -201,10 +201,14 @@ class TrainLoop:
             with recorder.span("step"):
                 engine.step(self._full_batch, share, is_muted=True)
         recorder.step = None
-        for step in rank_phases(recorder.collect()):
-            if step.step >= 0:  # the first one warms up
-                recorder.sample("no_sync_step_s", step.step_s, step=step.step)
-                recorder.sample("no_sync_compute_s", step.compute_s, step=step.step)
+        table = phase_table(recorder.collect())
+        for metric, seconds in (
+            ("no_sync_step_s", table.step_s),
+            ("no_sync_compute_s", table.compute_s),
+        ):
+            for step, step_s in zip(table.steps.tolist(), seconds.tolist(), strict=True):
+                if step >= 0:  # the first one warms up
+                    recorder.sample(metric, step_s, step=step)
 
     def _full_batch(self) -> Batch:
         n_fed = self.training.plan.n_fed(self._context.world.rank)

@@ -7,7 +7,7 @@ from made_runs import run_of
 
 from harness.domain.record import Record, Sample, Span
 from harness.measure.derive.changes import as_planned
-from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_table
+from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_tables
 from harness.measure.derive.training import training_summary
 from harness.measure.statistics import verdict
 
@@ -29,7 +29,8 @@ def trained(strategy, n_ranks, step_s, *, status="ok", **config):
 
 
 def table(*runs):
-    return strategy_table([(run, training_summary(run)) for run in runs])
+    tables = strategy_tables([(run, training_summary(run)) for run in runs])
+    return [row for rows in tables if len(rows) > 1 for row in rows]
 
 
 def test_single_is_the_baseline_in_whatever_order_runs_were_carried_out():

@@ -8,7 +8,7 @@ import torch
 
 from harness.domain.record import Sample, Span
 from harness.errors import ConfigError, DataError, ModelError
-from harness.measure.derive.spans import rank_phases
+from harness.measure.derive.spans import phase_table
 from harness.measure.derive.training import training_summary
 from harness.runtime.capture.capture import capture
 from harness.runtime.data import DataOptions, entry_for, open_data
@@ -130,10 +130,8 @@ def test_every_step_has_its_phases(two_ranks):
 
 def median_rest(run):
     """Of a step, outside of all phases: the median over steps, of the worse rank."""
-    rests = [
-        [one.phases["other"] / one.step_s for one in rank_phases(records)]
-        for records in run.ranks.values()
-    ]
+    tables = [phase_table(records) for records in run.ranks.values()]
+    rests = [(table.phases["other"] / table.step_s).tolist() for table in tables]
     return max(sorted(own)[len(own) // 2] for own in rests)
 
 
@@ -142,8 +140,8 @@ def test_phases_sum_to_the_step_within_2_percent(two_ranks, run_on_ranks):
     Where it does in most steps, the run says nothing, and another one is made."""
     _, run = two_ranks
     for records in run.ranks.values():
-        for one in rank_phases(records):
-            assert sum(one.phases.values()) == pytest.approx(one.step_s)
+        table = phase_table(records)
+        assert sum(table.phases.values()) == pytest.approx(table.step_s)
     rest = median_rest(run)
     for _ in range(4):
         if rest < 0.02:
