@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.errors import ConfigError
 from harness.inputs import find_number, is_positive, shorten
@@ -102,10 +103,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and is_positive(value)
 
 
-def _is_address(value: object) -> bool:
-    return isinstance(value, str) and _ADDRESS.fullmatch(value) is not None
-
-
 _ADDRESS = re.compile(r"10\.199(?:\.[0-9]{1,3}){2}", re.ASCII)
 _HOST = re.compile(r"[a-z][a-z0-9-]{0,30}")
 # Validators of the fields of cluster.json.
@@ -116,7 +113,7 @@ _OF_CLUSTER: dict[str, Callable[[Any], bool]] = {
 }
 _OF_NODE: dict[str, Callable[[Any], bool]] = {
     "name": lambda value: isinstance(value, str) and _HOST.fullmatch(value) is not None,
-    "address": _is_address,
+    "address": lambda value: isinstance(value, str) and _ADDRESS.fullmatch(value) is not None,
     "bandwidth_bytes_per_s": lambda value: value is None or _is_number(value),
     "latency_s": lambda value: value == 0 or _is_number(value),
     "cpu": lambda value: value is None or _is_number(value),
@@ -136,6 +133,9 @@ def _checked(data: object, wanted: dict[str, Callable[[Any], bool]]) -> dict[str
     return {name: data[name] for name in wanted if name in data}
 
 
+T = TypeVar("T")
+
+
 def check_name(name: str) -> str:
     """Validate and return a cluster's name."""
     if not _NAME.fullmatch(name):
@@ -146,28 +146,23 @@ def check_name(name: str) -> str:
     return name
 
 
-def spread(flag: str, text: str | None, n_nodes: int) -> list[str | None]:
-    """Assign a flag's comma-separated values to the nodes: one for all, or one per node.
-
-    Raises:
-        ConfigError: the numbers of values and nodes differ.
-    """
+def _spread(
+    flag: str, text: str | None, n_nodes: int, parse: Callable[[str], T]
+) -> list[T] | list[None]:
+    """Assign a flag's comma-separated values to the nodes: one for all, or one per node."""
     if text is None:
         return [None] * n_nodes
-    values: list[str | None] = [value.strip() for value in text.split(",")]
-    if len(values) == 1:
-        return values * n_nodes
-    if len(values) != n_nodes:
+    values = [value.strip() for value in text.split(",")]
+    if len(values) not in (1, n_nodes):
         raise ConfigError(
             f"{flag} has {len(values)} values and the cluster {n_nodes} nodes: "
             "give one value for all, or one for each"
         )
-    return values
+    found = [parse(value) for value in values]
+    return found if len(found) == n_nodes else found * n_nodes
 
 
-def _bandwidth(text: str | None) -> float | None:
-    if text is None:
-        return None
+def _bandwidth(text: str) -> float:
     value = parse_bandwidth(text)
     if not MIN_BANDWIDTH_BYTES_PER_S <= value <= MAX_BANDWIDTH_BYTES_PER_S:
         raise ConfigError(
@@ -177,9 +172,7 @@ def _bandwidth(text: str | None) -> float | None:
     return value
 
 
-def _cpu(text: str | None, n_cores: int) -> float | None:
-    if text is None:
-        return None
+def _cpu(text: str, n_cores: int) -> float:
     value = find_number(text)
     if value is None:
         raise ConfigError(f"--cpu {shorten(text)} is not a number of cores: write it like 0.4")
@@ -191,9 +184,7 @@ def _cpu(text: str | None, n_cores: int) -> float | None:
     return value
 
 
-def _memory(text: str | None) -> int | None:
-    if text is None:
-        return None
+def _memory(text: str) -> int:
     value = parse_bytes(text)
     if value < MIN_MEMORY_BYTES:
         raise ConfigError(
@@ -203,9 +194,7 @@ def _memory(text: str | None) -> int | None:
     return value
 
 
-def _latency(text: str | None) -> float:
-    if text is None:
-        return 0.0
+def _latency(text: str) -> float:
     value = parse_duration(text)
     if value > 1.0:
         raise ConfigError(f"--latency {text} is over 1 s: write it like 500us")
@@ -243,20 +232,20 @@ def make_plan(
     if subnet_index is None:
         raise ConfigError("256 virtual clusters stand already: take one down first")
     columns = zip(
-        spread("--bandwidth", bandwidth, n_nodes),
-        spread("--latency", latency, n_nodes),
-        spread("--cpu", cpu, n_nodes),
-        spread("--memory", memory, n_nodes),
+        _spread("--bandwidth", bandwidth, n_nodes, _bandwidth),
+        _spread("--latency", latency, n_nodes, _latency),
+        _spread("--cpu", cpu, n_nodes, partial(_cpu, n_cores=n_cores)),
+        _spread("--memory", memory, n_nodes, _memory),
         strict=True,
     )
     nodes = tuple(
         NodePlan(
             name=host_name(name, index),
             address=f"10.199.{subnet_index}.{index + 1}",
-            bandwidth_bytes_per_s=_bandwidth(node_bandwidth),
-            latency_s=_latency(node_latency),
-            cpu=_cpu(node_cpu, n_cores),
-            memory_bytes=_memory(node_memory),
+            bandwidth_bytes_per_s=node_bandwidth,
+            latency_s=node_latency or 0.0,
+            cpu=node_cpu,
+            memory_bytes=node_memory,
         )
         for index, (node_bandwidth, node_latency, node_cpu, node_memory) in enumerate(columns)
     )

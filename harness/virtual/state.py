@@ -74,13 +74,11 @@ class Saved:
     Attributes:
         hostfile: path of the Open MPI hostfile; the JSON file is beside it.
         project: root of the checkout, whose .venv/bin is in the nodes' PATH.
-        netem: the kernel delays packets; else the relay does.
     """
 
     plan: ClusterPlan
     hostfile: Path
     project: Path
-    netem: bool = True
 
 
 def save(state: State, saved: Saved) -> None:
@@ -89,7 +87,6 @@ def save(state: State, saved: Saved) -> None:
         "plan": saved.plan.to_dict(),
         "hostfile": str(saved.hostfile),
         "project": str(saved.project),
-        "netem": saved.netem,
     }
     temporary = state.plan_file.with_suffix(".tmp")
     temporary.write_text(json.dumps(data, indent=1) + "\n")
@@ -112,14 +109,13 @@ def load(state: State) -> Saved:
         data = parse_json(read_file(state.plan_file, "plan"), "the plan")
         if not isinstance(data, dict):
             raise ConfigError("it is no object")
-        for name, kind in (("hostfile", str), ("project", str), ("netem", bool)):
-            if type(data.get(name)) is not kind:
+        for name in ("hostfile", "project"):
+            if type(data.get(name)) is not str:
                 raise ConfigError(f"its {name} is {shorten(data.get(name))}")
         return Saved(
             plan=ClusterPlan.from_dict(data.get("plan")),
             hostfile=Path(data["hostfile"]),
             project=Path(data["project"]),
-            netem=data["netem"],
         )
     except ConfigError as error:
         raise EnvironmentSetupError(

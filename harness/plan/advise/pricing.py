@@ -15,7 +15,7 @@ from harness.plan import builders
 from harness.plan.costs import FAMILIES, PlanRequest, family_of
 from harness.plan.portfolio import options_of, search_portfolio
 from harness.plan.search.standard import standard_strategies
-from harness.plan.simulate.options import OPTIMIZERS, SimulatorOptions
+from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulation, Simulator
 from harness.units import format_bytes
 
@@ -61,18 +61,8 @@ class AdviceRequest:
         )
 
     def options(self, cluster: Cluster) -> SimulatorOptions:
-        n_states, n_streams = OPTIMIZERS[self.optimizer]
-        rates = tuple(
-            self.profile.optimizer_s_per_byte(device.kind, self.optimizer) or 0.0
-            for device in cluster.devices
-        )
-        return replace(
-            options_of(self.profile),
-            overlap=self.overlap,
-            n_optimizer_states=n_states,
-            optimizer_s_per_byte=rates,
-            stream_s_per_byte=tuple(rate / n_streams for rate in rates),
-        )
+        options = options_of(self.profile).with_optimizer(self.optimizer, self.profile, cluster)
+        return replace(options, overlap=self.overlap)
 
 
 @dataclass(frozen=True, kw_only=True)

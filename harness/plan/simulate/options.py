@@ -1,10 +1,14 @@
 """Assumptions of the simulator about the engine."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from harness.domain.cluster import Cluster
+from harness.domain.profile import Profile
 from harness.domain.sharding import BUCKET_BYTES
 from harness.errors import PlanError
 
@@ -90,3 +94,14 @@ class SimulatorOptions:
             )
         if not np.all(np.asarray(self.stream_s_per_byte) >= 0):
             raise PlanError(f"a byte of memory takes {self.stream_s_per_byte} s: that must be >= 0")
+
+    def with_optimizer(self, name: str, profile: Profile, cluster: Cluster) -> SimulatorOptions:
+        """With the state of one of OPTIMIZERS, and its measured speed on each device."""
+        n_states, n_accesses = OPTIMIZERS[name]
+        rates = [profile.optimizer_s_per_byte(one.kind, name) or 0.0 for one in cluster.devices]
+        return replace(
+            self,
+            n_optimizer_states=n_states,
+            optimizer_s_per_byte=tuple(rates),
+            stream_s_per_byte=tuple(rate / n_accesses for rate in rates),
+        )

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.domain.cluster import Cluster, Device, Link, Node
+from harness.domain.cluster import Cluster
 from harness.errors import DataError
 from harness.inputs import shorten
 from harness.plan.importing.tables import Row, find_tables, has_columns, read_table
@@ -136,27 +136,17 @@ def _calibrating(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:
 
 
 def _cluster(placement: tuple[int, ...], bandwidth: float) -> Cluster:
-    nodes = [
-        Node(
-            name=f"node{i}",
-            devices=[Device(name=f"node{i}:{j}", kind=_KIND, memory_bytes=2**50) for j in range(n)],
-            nic_bytes_per_s=bandwidth,
-        )
-        for i, n in enumerate(placement)
-    ]
-    names = [(i, device.name) for i, node in enumerate(nodes) for device in node.devices]
-    links = [
-        Link(
-            source=a,
-            target=b,
-            latency_s=_LATENCY_S,
-            bandwidth_bytes_per_s=_INSIDE_BYTES_PER_S if i == j else bandwidth,
-        )
-        for i, a in names
-        for j, b in names
-        if a != b
-    ]
-    return Cluster(nodes=nodes, links=links)
+    n_each = max(placement)
+    full = Cluster.uniform(
+        len(placement),
+        n_each,
+        inside_bytes_per_s=_INSIDE_BYTES_PER_S,
+        between_bytes_per_s=bandwidth,
+        memory_bytes=2**50,
+        kind=_KIND,
+        latency_s=_LATENCY_S,
+    )
+    return full.part(i * n_each + j for i, n in enumerate(placement) for j in range(n))
 
 
 def _spread(row: Row) -> tuple[int, ...]:

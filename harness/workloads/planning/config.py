@@ -17,7 +17,7 @@ from harness.domain.partition import cut_dim
 from harness.domain.profile import default_profile
 from harness.domain.sharding import full_shape, has_tasks, is_partial, output_sizes, weight_dims
 from harness.errors import ConfigError
-from harness.plan.simulate.options import OPTIMIZERS, SimulatorOptions
+from harness.plan.simulate.options import SimulatorOptions
 from harness.runtime.devices.precision import wire_bytes_per_fp32_byte
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.engines.optimizers import OptimizerOptions, check_optimizer
@@ -257,24 +257,13 @@ class SearchConfig(SearchFlags, ModelFlags):
         )
         return config.with_local_norms()
 
-    def simulator_options(
-        self,
-        *,
-        optimizer_s_per_byte: tuple[float, ...],
-    ) -> SimulatorOptions:
-        """Options of the simulator; buckets overlap with backward, as in DDP.
-
-        Args:
-            optimizer_s_per_byte: seconds per byte of parameters in an optimizer's step, by device.
-        """
-        n_states, n_streams = OPTIMIZERS[self.optimizer_options().variant]
+    def simulator_options(self) -> SimulatorOptions:
+        """Options of the simulator without an optimizer's speed; buckets overlap with backward, as
+        in DDP."""
         return SimulatorOptions(
             overlap=True,
             batch_norm=self.norm_scope,
             bucket_bytes=round(self.bucket_mib * (1 << 20)),
-            n_optimizer_states=n_states,
-            optimizer_s_per_byte=optimizer_s_per_byte,
-            stream_s_per_byte=tuple(rate / n_streams for rate in optimizer_s_per_byte),
             wire_bytes_per_fp32_byte=wire_bytes_per_fp32_byte(self.dtype),
         )
 

@@ -106,11 +106,8 @@ class Inputs:
             skipped: those of them whose outputs are cached.
         """
         variant = search_config.optimizer_options().variant
-        rates = [
-            self.profile.optimizer_s_per_byte(one.kind, variant) or 0.0
-            for one in self.cluster.devices
-        ]
-        options = search_config.simulator_options(optimizer_s_per_byte=tuple(rates))
+        options = search_config.simulator_options()
+        options = options.with_optimizer(variant, self.profile, self.cluster)
         return Simulator(
             self.graph,
             self.profile,

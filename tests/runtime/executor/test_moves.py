@@ -70,7 +70,7 @@ def simulated(graph, strategy, n_ranks, dtype):
             for op in {op.profile_key: op for op in graph.operators if has_tasks(op)}.values()
         ],
     )
-    options = SearchConfig(dtype=dtype).simulator_options(optimizer_s_per_byte=(0.0,))
+    options = SearchConfig(dtype=dtype).simulator_options()
     simulator = Simulator(graph, profile, cluster, options=options)
     trial = Trial.from_strategy(simulator, strategy)
     edges, n = trial.tables.edge_rows(), simulator.cluster.n_devices
