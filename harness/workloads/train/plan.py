@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
@@ -219,130 +220,118 @@ def plan_training(case: TrainCase, context: Context, shares: Sequence[int] = ())
     """
     if case.engine == "deepspeed" or (case.engine == "torch" and not is_predictable(case)):
         return None
-    planner = _Planner(case, context, shares)
-    return broadcast_result(planner.plan, Planned | None, context.world)
+    return broadcast_result(lambda: _plan(case, context, shares), Planned | None, context.world)
 
 
-class _Planner:
-    """Plans a run on rank 0."""
+def _plan(case: TrainCase, context: Context, shares: Sequence[int]) -> Planned | None:
+    """Plan a run on rank 0; None if the engine needs no strategy and its step cannot be
+    predicted."""
+    search_config, n_ranks = search_config_of(case), context.world.size
+    try:
+        inputs = read_inputs(search_config, context.run_dir)
+    except HarnessError as error:
+        _report_unpredicted(case, error)
+        return None
+    check_samples_apart(case, inputs.graph, n_ranks)
+    planner = _Planner(case, context.run_dir, shares or [1] * n_ranks, search_config, inputs)
+    try:
+        strategy, prediction = planner.plan()
+    except HarnessError as error:
+        _report_unpredicted(case, error)
+        return None
+    # A run that changes its strategy has no single step to compare with a prediction.
+    write_plan(context.run_dir, strategy, None if case.is_elastic else prediction)
+    return Planned(
+        strategy=strategy,
+        predicted_step_s=None if prediction is None else prediction.step_s,
+        flops=tuple(device_flops(inputs.graph, strategy, n_ranks)),
+    )
 
-    def __init__(self, case: TrainCase, context: Context, shares: Sequence[int]) -> None:
-        self._case = case
-        self._context = context
-        self._shares = shares or [1] * context.world.size
-        self.inputs: Inputs | None = None
 
-    def plan(self) -> Planned | None:
-        """Load an earlier repeat's plan or a search's, or build one; None if the engine needs no
-        strategy and its step cannot be predicted."""
-        search_config = search_config_of(self._case)
-        try:
-            self.inputs = read_inputs(search_config, self._context.run_dir)
-        except HarnessError as error:
-            self._report_unpredicted(error)
-            return None
-        self._check_samples_apart(self.inputs.graph)
-        try:
-            found = self._load_earlier(search_config)
-            if found is None or not self._is_current(*found):
-                strategy, prediction = self._predicted(search_config, found)
-            else:
-                strategy, prediction = found
-        except HarnessError as error:
-            self._report_unpredicted(error)
-            return None
-        # A run that changes its strategy has no single step to compare with a prediction.
-        kept = None if self._case.is_elastic else prediction
-        write_plan(self._context.run_dir, strategy, kept)
-        flops = device_flops(self.inputs.graph, strategy, self._context.world.size)
-        return Planned(
-            strategy=strategy,
-            predicted_step_s=None if prediction is None else prediction.step_s,
-            flops=tuple(flops),
+def _report_unpredicted(case: TrainCase, error: HarnessError) -> None:
+    """Raise the error if the engine cannot train without a strategy, else log that the step is not
+    predicted."""
+    if case.engine == "executor":
+        raise error
+    if case.predict or isinstance(error, ModelError):
+        _log.warning("the step is not predicted: %s", error)
+
+
+def check_samples_apart(case: TrainCase, graph: Graph, n_ranks: int) -> None:
+    """Refuse engines other than the executor if an operator needs all samples of the batch, because
+    they compute each rank's samples separately."""
+    mixing = graph.mixing_operator()
+    if mixing is not None and n_ranks > 1 and case.engine != "executor":
+        raise StrategyError(
+            f"operator {mixing.name!r} needs all samples of a batch at once, {case.strategy} "
+            f"shares them out over {n_ranks} ranks: add --engine executor"
         )
 
-    def _report_unpredicted(self, error: HarnessError) -> None:
-        """Raise the error if the engine cannot train without a strategy, else log that the step is
-        not predicted."""
-        if self._case.engine == "executor":
-            raise error
-        if self._case.predict or isinstance(error, ModelError):
-            _log.warning("the step is not predicted: %s", error)
 
-    def _is_current(self, strategy: Strategy, prediction: Prediction) -> bool:
-        """Whether the prediction used the profile in its current state, calibration included."""
-        assert self.inputs is not None
-        known = self.inputs.profile.calibrations(self.inputs.graph.content_hash())
-        return strategy.made_for == self.inputs.made_for and prediction.calibrations == known
+@dataclass(frozen=True)
+class _Planner:
+    """Plans a run by its inputs."""
 
-    def _load_earlier(self, search_config: SearchConfig) -> tuple[Strategy, Prediction] | None:
-        """Load the plan of a search or of an earlier repeat with the same inputs."""
-        assert self.inputs is not None
-        run_dir, case = self._context.run_dir, self._case
-        header, made_for = read_header(run_dir), self.inputs.made_for
-        if case.strategy == "searched":
-            # All repeats train one plan, even if a run between them has added to the profile.
-            repeated = header.repeat > 0 and find_plan(
-                run_dir.parent, header, made_for, any_profile=True
-            )
-            return repeated or self._found_by_search(search_config, header)
-        if case.balance == "speed":
-            return None  # each repeat measures its own shares
-        found = find_plan(run_dir.parent, header, made_for)
-        if found is not None and is_file(case.strategy):
-            return found if self._load() == found[0] else None
-        return found
+    case: TrainCase
+    run_dir: Path
+    shares: Sequence[int]
+    search_config: SearchConfig
+    inputs: Inputs
 
-    def _found_by_search(
-        self, search_config: SearchConfig, header: RunHeader
-    ) -> tuple[Strategy, Prediction]:
-        assert self.inputs is not None
-        results, config = self._context.run_dir.parent, config_json(search_config)
-        made_for = self.inputs.made_for
-        found = find_search(results, config, header.cluster, made_for, header.commit)
-        if found is None:
-            failure = find_failure(results, "search", config, header.cluster)
-            raise PlanError(
-                failure
-                or f"no search in {results} has planned {search_config.model} for these devices by "
-                "their newest measurements: run ./entry.sh search"
-            )
-        return found
-
-    def _check_samples_apart(self, graph: Graph) -> None:
-        """Refuse engines other than the executor if an operator needs all samples of the batch,
-        because they compute each rank's samples separately."""
-        mixing, n_ranks = graph.mixing_operator(), self._context.world.size
-        if mixing is not None and n_ranks > 1 and self._case.engine != "executor":
-            raise StrategyError(
-                f"operator {mixing.name!r} needs all samples of a batch at once, "
-                f"{self._case.strategy} shares them out over {n_ranks} ranks: add --engine executor"
-            )
-
-    def _predicted(
-        self, search_config: SearchConfig, kept: tuple[Strategy, Prediction] | None
-    ) -> tuple[Strategy, Prediction | None]:
-        """Predict the step of the earlier plan `kept`, of the user's file, or of a built plan."""
-        assert self.inputs is not None
-        case, search_s = self._case, None
-        simulator = self.inputs.simulator(search_config)
+    def plan(self) -> tuple[Strategy, Prediction | None]:
+        """Load the plan of an earlier repeat, of a search or of the user's file, or build one, and
+        predict its step by the profile in its current state, calibration included."""
+        kept, inputs, case = self._load_earlier(), self.inputs, self.case
         if kept is not None:
             strategy, before = kept
+            known = inputs.profile.calibrations(inputs.graph.content_hash())
+            if strategy.made_for == inputs.made_for and before.calibrations == known:
+                return kept
+        simulator = inputs.simulator(self.search_config)
+        search_s = None
+        if kept is not None:
             method, search_s = before.method, before.search_s
         elif is_file(case.strategy):
             strategy, method = self._load(), "file"
         else:
-            strategy, method = build_strategy(case, simulator, self._shares), "builder"
+            strategy, method = build_strategy(case, simulator, self.shares), "builder"
         if not is_predictable(case):
             return strategy, None
         if case.is_asynchronous:
             return strategy, predict_asynchronous(simulator, strategy, method=method)
         return strategy, predict(simulator, strategy, method=method, search_s=search_s)
 
+    def _load_earlier(self) -> tuple[Strategy, Prediction] | None:
+        """Load the plan of a search or of an earlier repeat with the same inputs."""
+        case, results, made_for = self.case, self.run_dir.parent, self.inputs.made_for
+        header = read_header(self.run_dir)
+        if case.strategy == "searched":
+            # All repeats train one plan, even if a run between them has added to the profile.
+            repeated = header.repeat > 0 and find_plan(results, header, made_for, any_profile=True)
+            return repeated or self._found_by_search(header)
+        if case.balance == "speed":
+            return None  # each repeat measures its own shares
+        found = find_plan(results, header, made_for)
+        if found is not None and is_file(case.strategy):
+            return found if self._load() == found[0] else None
+        return found
+
+    def _found_by_search(self, header: RunHeader) -> tuple[Strategy, Prediction]:
+        results, config = self.run_dir.parent, config_json(self.search_config)
+        made_for = self.inputs.made_for
+        found = find_search(results, config, header.cluster, made_for, header.commit)
+        if found is None:
+            failure = find_failure(results, "search", config, header.cluster)
+            raise PlanError(
+                failure
+                or f"no search in {results} has planned {self.search_config.model} for these "
+                "devices by their newest measurements: run ./entry.sh search"
+            )
+        return found
+
     def _load(self) -> Strategy:
         """Load the user's file and give it the fingerprint of these inputs."""
-        assert self.inputs is not None
-        strategy = load_strategy(self._case, self.inputs.graph, self.inputs.cluster)
+        strategy = load_strategy(self.case, self.inputs.graph, self.inputs.cluster)
         return msgspec.structs.replace(strategy, made_for=self.inputs.made_for)
 
 

@@ -4,7 +4,6 @@ import shlex
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -26,10 +25,9 @@ from harness.workloads.planning.config import (
 )
 from harness.workloads.planning.inputs import read_inputs
 from harness.workloads.search.workload import WORKLOAD, run_search, search_text
-from harness.workloads.train import plan as train_plan
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
-from harness.workloads.train.plan import search_config_of, train_needs
+from harness.workloads.train.plan import check_samples_apart, search_config_of, train_needs
 from harness.workloads.train.workload import run_train
 
 CASE = TrainCase(
@@ -387,8 +385,6 @@ MIXED = Graph(
 )
 def test_ddp_by_torch_is_refused_where_samples_depend_on_each_other(engine, n_ranks, is_refused):
     case = replace(CASE, strategy="ddp", engine=engine)
-    context = SimpleNamespace(world=SimpleNamespace(size=n_ranks))
-    planner = train_plan._Planner(case, context, [])
     refused = pytest.raises(StrategyError, match="operator 'roll' needs all samples of a batch")
     with refused if is_refused else nullcontext():
-        planner._check_samples_apart(MIXED)
+        check_samples_apart(case, MIXED, n_ranks)
