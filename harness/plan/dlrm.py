@@ -85,99 +85,78 @@ def parse_dlrm(tables: str, bottom: str, top: str, batch: int) -> DlrmSizes:
 
 def dlrm_graph(flags: DlrmSizes) -> Graph:
     """The operators, with FLOPs and bytes of the whole batch."""
-    operators = [_tensor("dense", "input", [], flags.bottom[0], flags.batch)]
-    operators += _mlp("bottom", "dense", flags.bottom, flags.batch, last="relu")
+    made = _Operators(flags.batch)
+    made.add("dense", "input", [], flags.bottom[0])
+    dense = made.add_mlp("bottom", "dense", flags.bottom, last="relu")
     tables = []
     for k in range(flags.n_tables):
-        operators.append(_tensor(f"indices{k}", "input", [], 1, flags.batch))
+        made.add(f"indices{k}", "input", [], 1)
         tables.append(f"table{k}")
-        operators.append(
-            _tensor(
-                f"table{k}",
-                "embedding",
-                [f"indices{k}"],
-                flags.dim,
-                flags.batch,
-                parameters=flags.rows * flags.dim,
-                signature=f"embedding {flags.rows}x{flags.dim}",
-                attrs={"n_rows": flags.rows},
+        made.add(
+            f"table{k}",
+            "embedding",
+            [f"indices{k}"],
+            flags.dim,
+            parameters=flags.rows * flags.dim,
+            signature=f"embedding {flags.rows}x{flags.dim}",
+            attrs={"n_rows": flags.rows},
+        )
+    made.add("concat", "cat", [dense, *tables], flags.top[0])
+    logit = made.add_mlp("top", "concat", flags.top, last="sigmoid")
+    made.add("loss", "loss", [logit], 1)
+    return Graph(name="dlrm", operators=made.found, batch=flags.batch)
+
+
+class _Operators:
+    """Operators in order, of equal numbers of samples."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch, self.found = batch, list[Operator]()
+
+    def add(
+        self,
+        name: str,
+        kind: str,
+        inputs: list[str],
+        features: int,
+        *,
+        parameters: int = 0,
+        flops: float | None = None,
+        signature: str = "",
+        attrs: dict[str, Attribute] | None = None,
+    ) -> None:
+        """Add one; without FLOPs it has as many as elements, each way, and inputs have none."""
+        elements = self.batch * features
+        forward, backward = (elements, elements) if flops is None else (flops, 2 * flops)
+        computes = kind != "input"
+        self.found.append(
+            Operator(
+                name=name,
+                kind=kind,
+                inputs=inputs,
+                shape={"sample": self.batch, "feature": features},
+                forward_flops=float(forward * computes),
+                backward_flops=float(backward * computes),
+                parameter_bytes=FLOAT_BYTES * parameters,
+                activation_bytes=FLOAT_BYTES * elements,
+                signature=signature,
+                attrs=attrs or {},
             )
         )
-    operators.append(
-        _tensor(
-            "concat",
-            "cat",
-            [_last_name(operators, "bottom"), *tables],
-            flags.top[0],
-            flags.batch,
-        )
-    )
-    operators += _mlp("top", "concat", flags.top, flags.batch, last="sigmoid")
-    operators.append(_tensor("loss", "loss", [operators[-1].name], 1, flags.batch))
-    return Graph(name="dlrm", operators=operators, batch=flags.batch)
 
-
-def _last_name(operators: list[Operator], prefix: str) -> str:
-    """Name of the last operator whose name begins so."""
-    return next(op.name for op in reversed(operators) if op.name.startswith(prefix))
-
-
-def _tensor(
-    name: str,
-    kind: str,
-    inputs: list[str],
-    features: int,
-    batch: int,
-    *,
-    parameters: int = 0,
-    flops: float | None = None,
-    signature: str = "",
-    attrs: dict[str, Attribute] | None = None,
-) -> Operator:
-    elements = batch * features
-    forward = float(elements) if flops is None else flops
-    return Operator(
-        name=name,
-        kind=kind,
-        inputs=inputs,
-        shape={"sample": batch, "feature": features},
-        forward_flops=0.0 if kind == "input" else forward,
-        backward_flops=0.0 if kind == "input" else (forward if flops is None else 2 * flops),
-        parameter_bytes=FLOAT_BYTES * parameters,
-        activation_bytes=FLOAT_BYTES * elements,
-        signature=signature,
-        attrs=attrs or {},
-    )
-
-
-def _mlp(
-    name: str, source: str, widths: tuple[int, ...], batch: int, *, last: str
-) -> list[Operator]:
-    """Linear layers, each followed by its activation."""
-    operators: list[Operator] = []
-    for k, (i, o) in enumerate(pairwise(widths)):
-        before = operators[-1].name if operators else source
-        function = last if k == len(widths) - 2 else "relu"
-        operators.append(
-            _tensor(
-                f"{name}{k}",
+    def add_mlp(self, name: str, source: str, widths: tuple[int, ...], *, last: str) -> str:
+        """Add linear layers, each followed by its activation; returns the last one's name."""
+        for k, (i, o) in enumerate(pairwise(widths)):
+            linear, function = f"{name}{k}", last if k == len(widths) - 2 else "relu"
+            self.add(
+                linear,
                 "linear",
-                [before],
+                [source],
                 o,
-                batch,
                 parameters=(i + 1) * o,
-                flops=2.0 * batch * i * o,
+                flops=2.0 * self.batch * i * o,
                 attrs={"in_features": i, "out_features": o},
             )
-        )
-        operators.append(
-            _tensor(
-                f"{name}{k}.{function}",
-                "elementwise",
-                [f"{name}{k}"],
-                o,
-                batch,
-                attrs={"function": function},
-            )
-        )
-    return operators
+            source = f"{linear}.{function}"
+            self.add(source, "elementwise", [linear], o, attrs={"function": function})
+        return source
