@@ -106,7 +106,7 @@ def message_bytes_per_s(transport: Transport, n_bytes: int, budget: Budget) -> f
     """Goodput from rank 0 to rank 1 by the code of the links workload; 0 on other ranks."""
     if transport.rank > 1:
         return 0.0
-    times = time_pair((0, 1), [n_bytes], transport, budget).transfers
+    _, times = time_pair((0, 1), [n_bytes], transport, budget)
     return n_bytes / median(times[n_bytes]) if transport.rank == 0 else 0.0
 
 

@@ -6,7 +6,7 @@ that are still trained: F(T) = F(T-1) + alpha (L - F(T-1)), so F(T) = ceil(L (1 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.sharding import has_tasks
@@ -56,11 +56,12 @@ def freezable_layers(graph: Graph) -> list[FreezableLayer]:
     """
     names: list[str] = []
     members: list[list[Operator]] = []
-    for operator in filter(has_tasks, graph.operators):
+    operators = list(filter(has_tasks, graph.operators))
+    for at, operator in enumerate(operators):
         name = _layer_name(operator)
         if name is not None and name not in names:
             names.append(name)
-            members.append([] if members else _unnamed(graph, operator))
+            members.append([] if members else operators[:at])  # such as an embedding
         if members:
             members[-1 if name is None else names.index(name)].append(operator)
     if not members:
@@ -70,7 +71,9 @@ def freezable_layers(graph: Graph) -> list[FreezableLayer]:
     later = [op for op in last[end:] if _parameters(op) and _layer_name(op) is None]
     kept = last[: last.index(later[0])] if later else []
     trained = _layer(last[len(kept) :]).parameters
-    return [_without(_layer(own), trained) for own in (*others, kept) if own]
+    layers = [_layer(own) for own in (*others, kept) if own]
+    # Parameters that the head uses too are trained to the end.
+    return [replace(layer, parameters=layer.parameters - trained) for layer in layers]
 
 
 def frozen_operators(graph: Graph, n_frozen: int) -> frozenset[str]:
@@ -87,12 +90,6 @@ def frozen_operators(graph: Graph, n_frozen: int) -> frozenset[str]:
         for name in layer.operators
         if names.issuperset(_parameters(operators[name]))
     )
-
-
-def _unnamed(graph: Graph, until: Operator) -> list[Operator]:
-    """The operators before the first layer, such as an embedding."""
-    operators = [operator for operator in graph.operators if has_tasks(operator)]
-    return operators[: operators.index(until)]
 
 
 def _layer_name(operator: Operator) -> str | None:
@@ -115,8 +112,3 @@ def _layer(operators: list[Operator]) -> FreezableLayer:
         modules=frozenset(str(op.attrs["module"]) for op in operators if "module" in op.attrs),
         parameters=frozenset(name for op in operators for name in _parameters(op)),
     )
-
-
-def _without(layer: FreezableLayer, head: frozenset[str]) -> FreezableLayer:
-    """A layer less the parameters that the head uses too, which are trained to the end."""
-    return FreezableLayer(layer.operators, layer.modules, layer.parameters - head)

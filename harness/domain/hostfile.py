@@ -228,10 +228,9 @@ def explain_name(name: str, options: str) -> str:
     """Explain why mpirun refuses the first word of a line, and give the line to write."""
     if (text := _ipv6(name, "")) is not None:
         return text
-    for explain in (_marked, _list, _colon, _user, _bracket, _dot, _underscore, _quoted):
-        if (text := explain(name, _slots(options))) is not None:
-            return f"{shorten(name)} is not a host name or address; {text}"
-    if (text := _swapped(name, options)) is not None:
+    explains = (_marked, _list, _colon, _user, _bracket, _dot, _underscore, _quoted)
+    texts = [*(explain(name, _slots(options)) for explain in explains), _swapped(name, options)]
+    if text := next(filter(None, texts), None):
         return f"{shorten(name)} is not a host name or address; {text}"
     return (
         f"{shorten(name)} is not a host name or address of letters, digits, `-` and `.`: write one "

@@ -1,4 +1,4 @@
-"""Facts about a host, parsed from the probe's text, and the findings of its checks.
+"""The probe's text, the facts about a host in it, and the findings of its checks.
 
 None: the host did not report the value.
 """
@@ -7,6 +7,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the probe's text, with its command's exit status if reported."""
+
+    lines: tuple[str, ...] = ()
+    returncode: int | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def first(self) -> str:
+        return self.lines[0] if self.lines else ""
 
 
 @dataclass(frozen=True, kw_only=True)

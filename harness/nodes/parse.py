@@ -6,11 +6,10 @@ import ipaddress
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 
 from harness.inputs import find_int, find_number
-from harness.nodes.facts import Disk, Facts, InterfaceFacts, PeerRoute, PythonFacts
+from harness.nodes.facts import Disk, Facts, InterfaceFacts, PeerRoute, PythonFacts, Section
 from harness.nodes.parse_gpu import parse_gpus
 
 _SECTION = re.compile(r"^@harness:(\w+)$")
@@ -19,22 +18,6 @@ _RC = re.compile(r"^@rc=([0-9]{1,9})$")
 _NO_LIMIT_BYTES = 2**60
 # The output of `mpirun --version` is short, and the regular expressions below are not linear.
 _LONGEST_VERSION = 4000
-
-
-@dataclass(frozen=True)
-class Section:
-    """A section of the probe's text, with its command's exit status if reported."""
-
-    lines: tuple[str, ...] = ()
-    returncode: int | None = None
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
-
-    @property
-    def first(self) -> str:
-        return self.lines[0] if self.lines else ""
 
 
 class Sections(dict[str, Section]):
@@ -78,7 +61,7 @@ def parse_facts(text: str) -> Facts:
         cpu_model=sections["cpu_model"].first.partition(":")[2].strip(),
         n_cores=parse_cpu_list(sections["cpus_allowed"].first.partition(":")[2].strip()),
         quota_cores=quota_cores,
-        load_1min=_number(sections["load"].first.split(" ")[0]),
+        load_1min=find_number(sections["load"].first.split(" ")[0]),
         memory_total_bytes=memory.get("MemTotal"),
         memory_available_bytes=memory.get("MemAvailable", memory.get("MemFree")),
         memory_limit_bytes=memory_limit_bytes,
@@ -94,10 +77,6 @@ def parse_facts(text: str) -> Facts:
         mpi=parse_mpi(sections["mpirun"]),
         gpu=parse_gpus(sections),
     )
-
-
-def _number(text: str) -> float | None:
-    return find_number(text)
 
 
 def _os_name(lines: Iterable[str]) -> str:
@@ -124,7 +103,7 @@ def parse_limits(lines: Iterable[str]) -> tuple[float | None, int | None]:
     for line in lines:
         name, *values = line.split()
         if name == "cpu.max" and len(values) == 2 and values[0] not in ("max", "-1"):
-            quota, period = _number(values[0]), _number(values[1])
+            quota, period = find_number(values[0]), find_number(values[1])
             if quota and period:
                 cores.append(quota / period)
         elif name.startswith("memory.") and values:

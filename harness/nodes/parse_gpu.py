@@ -10,12 +10,11 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Protocol
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from harness.inputs import find_int, find_number
-from harness.nodes.facts import GpuFacts, GpuProcess, SmiGpu, TorchCuda
+from harness.nodes.facts import GpuFacts, GpuProcess, Section, SmiGpu, TorchCuda
 
 _MOST_MIB = 10**9
 BROKEN = "broken XML"
@@ -29,18 +28,7 @@ _ERRORS = (
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
 
 
-class SectionLike(Protocol):
-    """A section of the probe's text."""
-
-    @property
-    def lines(self) -> tuple[str, ...]: ...
-    @property
-    def returncode(self) -> int | None: ...
-    @property
-    def text(self) -> str: ...
-
-
-def parse_gpus(sections: Mapping[str, SectionLike]) -> GpuFacts:
+def parse_gpus(sections: Mapping[str, Section]) -> GpuFacts:
     """Parse cards, driver, GPUs, their processes, and torch's support for them."""
     n_cards = len(sections["nvidia_cards"].lines)
     smi = sections["nvidia_smi"]
@@ -70,7 +58,7 @@ def parse_gpus(sections: Mapping[str, SectionLike]) -> GpuFacts:
     )
 
 
-def _failure(smi: SectionLike, remarks: tuple[str, ...]) -> str:
+def _failure(smi: Section, remarks: tuple[str, ...]) -> str:
     """nvidia-smi's message, or its exit status if it printed none."""
     if smi.returncode in (124, 137):
         return "nvidia-smi did not answer in time"
@@ -274,7 +262,7 @@ def _capabilities(lines: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     return {match[1]: (int(match[2]), int(match[3])) for match in found if match}
 
 
-def _torch(section: SectionLike) -> tuple[TorchCuda | None, str]:
+def _torch(section: Section) -> tuple[TorchCuda | None, str]:
     if not section.lines:
         return None, ""
     try:

@@ -80,7 +80,6 @@ _BAD_THROTTLES = {
     "sw_thermal_slowdown": "too hot (driver)",
     "hw_power_brake_slowdown": "power supply brake",
 }
-_DRIVER_REMEDY = "sudo apt-get install --reinstall nvidia-driver && sudo reboot"
 # An error in any other field loses only that value.
 _VITAL = re.compile(
     "memory|total|used|free|clock|ecc|error|uncorr|dram|sram|util|name|uuid|gpu_temp|pstate"
@@ -137,7 +136,7 @@ def _judge_absence(report: HostReport, survey: Survey) -> Judgement:
     if gpu.n_cards:
         return critical(
             f"{gpu.n_cards} NVIDIA card(s) on the bus, but no driver that sees one",
-            f"ssh {report.name} {_DRIVER_REMEDY}",
+            _REINSTALL.format(host=report.name),
         )
     with_gpus = [other.name for other in survey.answered if other.facts.gpu.gpus]
     if not with_gpus:

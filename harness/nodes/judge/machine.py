@@ -6,7 +6,7 @@ from harness.nodes.facts import Facts, InterfaceFacts, Judgement, critical, ok, 
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes
 
-_REQUIRED = {"torch": "torch", "mpi4py": "mpi4py"}
+_REQUIRED = ("torch", "mpi4py")
 
 
 def judge_environment(report: HostReport, survey: Survey) -> list[Judgement]:
@@ -105,7 +105,8 @@ def judge_os(report: HostReport, survey: Survey) -> list[Judgement]:
             )
         )
     machine = facts.kernel.split(" ")[-1]
-    usual = _majority(survey, lambda other: other.kernel.split(" ")[-1])
+    machines = Counter(other.facts.kernel.split(" ")[-1] for other in survey.answered)
+    usual = machines.most_common(1)[0][0] if machines else ""
     if machine != usual:
         verdicts.append(
             critical(
@@ -114,12 +115,6 @@ def judge_os(report: HostReport, survey: Survey) -> list[Judgement]:
             )
         )
     return verdicts or [ok(f"{facts.os_name or 'Linux'}, {rest}")]
-
-
-def _majority(survey: Survey, value: object) -> str:
-    assert callable(value)
-    counts = Counter(str(value(other.facts)) for other in survey.answered)
-    return counts.most_common(1)[0][0] if counts else ""
 
 
 def judge_cpu(report: HostReport, survey: Survey) -> list[Judgement]:
@@ -195,8 +190,7 @@ def judge_nic(report: HostReport, survey: Survey) -> list[Judgement]:
                 f"ssh {report.name} getent hosts {others}; add the names to its /etc/hosts",
             )
         ]
-    verdicts = [*_judge_routes(report, interface), *_judge_interface(report, interface, survey)]
-    return verdicts or [ok(_describe(interface, facts))]
+    return _judge_interface(report, interface, survey) or [ok(_describe(interface, facts))]
 
 
 def _describe(interface: InterfaceFacts, facts: Facts) -> str:
@@ -222,10 +216,11 @@ def _own_name(facts: Facts) -> str:
     )
 
 
-def _judge_routes(report: HostReport, interface: InterfaceFacts) -> list[Judgement]:
-    facts = report.facts
+def _judge_interface(
+    report: HostReport, interface: InterfaceFacts, survey: Survey
+) -> list[Judgement]:
     verdicts = []
-    names = sorted({route.interface for route in facts.peer_routes})
+    names = sorted({route.interface for route in report.facts.peer_routes})
     if len(names) > 1:
         verdicts.append(
             warn(
@@ -234,13 +229,6 @@ def _judge_routes(report: HostReport, interface: InterfaceFacts) -> list[Judgeme
                 "set the interface per host",
             )
         )
-    return verdicts
-
-
-def _judge_interface(
-    report: HostReport, interface: InterfaceFacts, survey: Survey
-) -> list[Judgement]:
-    verdicts = []
     speed = interface.speed_mbit_per_s
     all_nics = [other.facts.cluster_interface for other in survey.answered]
     fastest = max((nic.speed_mbit_per_s or 0 for nic in all_nics if nic), default=0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,34 +26,25 @@ ELEMENT_BYTES = 4
 _PERIOD = 251
 
 
-class Transport(Protocol):
-    """Point-to-point and collective communication of one-dimensional float32 tensors.
+def post_ring(out: torch.Tensor, data: torch.Tensor) -> list[Any]:
+    """Post a send to the next rank and a receive from the previous one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    moves = [
+        dist.P2POp(dist.isend, data, (rank + 1) % size),
+        dist.P2POp(dist.irecv, out, (rank - 1) % size),
+    ]
+    return list(dist.batch_isend_irecv(moves))
 
-    Calls block, except NCCL's, which are queued on the device; `clock` is the matching clock.
+
+class TorchTransport:
+    """torch.distributed's default group: gloo on host memory, NCCL on GPU memory.
+
+    Point-to-point and collective communication of one-dimensional float32 tensors. Calls block,
+    except NCCL's, which are queued on the device; `clock` is the matching clock.
 
     Attributes:
         device: device that buffers must be on.
     """
-
-    name: str
-    rank: int
-    size: int
-    device: torch.device
-    clock: Clock
-
-    def barrier(self) -> None: ...
-    def send(self, data: torch.Tensor, target: int) -> None: ...
-    def receive(self, data: torch.Tensor, source: int) -> None: ...
-    def all_reduce(self, data: torch.Tensor) -> None: ...
-    def all_gather(self, out: torch.Tensor, data: torch.Tensor) -> None: ...
-    def reduce_scatter(self, out: torch.Tensor, data: torch.Tensor) -> None: ...
-    def broadcast(self, data: torch.Tensor) -> None: ...
-    def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> None: ...
-    def ring(self, out: torch.Tensor, data: torch.Tensor) -> None: ...
-
-
-class TorchTransport:
-    """torch.distributed's default group: gloo on host memory, NCCL on GPU memory."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self.name: str = dist.get_backend()
@@ -93,12 +84,7 @@ class TorchTransport:
         dist.all_to_all_single(out, data)
 
     def ring(self, out: torch.Tensor, data: torch.Tensor) -> None:
-        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        moves = [
-            dist.P2POp(dist.isend, data, following),
-            dist.P2POp(dist.irecv, out, previous),
-        ]
-        for work in dist.batch_isend_irecv(moves):
+        for work in post_ring(out, data):
             work.wait()
 
 
@@ -245,7 +231,7 @@ def time_trial(trial: CollectiveTrial, transport: Transport, n: int) -> list[flo
 
 
 class MpiTransport:
-    """COMM_WORLD on host memory.
+    """As TorchTransport: COMM_WORLD on host memory.
 
     The MPI from PyPI has no CUDA support, so times exclude copies from and to a GPU.
     """
@@ -293,3 +279,6 @@ class MpiTransport:
             recvbuf=out.numpy(),
             source=(self.rank - 1) % self.size,
         )
+
+
+Transport = TorchTransport | MpiTransport

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from harness.runtime.devices.sampling import shortest_sample_s
 from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks
 from harness.runtime.ranks.world import Context, World
+from harness.workloads.links.operations import post_ring
 
 _N_SAMPLES = 5
 _SAMPLE_S = 0.3
@@ -98,23 +98,10 @@ def _measure(chunks: _Chunks, context: Context) -> float:
     return median(costs)
 
 
-def _start(message: torch.Tensor, world: World) -> list[Any]:
-    """Post a send to the next rank and a receive from the previous one."""
-    rank, n = world.rank, world.size
-    return list(
-        dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, message, (rank + 1) % n),
-                dist.P2POp(dist.irecv, torch.empty_like(message), (rank - 1) % n),
-            ]
-        )
-    )
-
-
 def _during(chunks: _Chunks, message: torch.Tensor, world: World) -> tuple[int, float]:
     """Compute until the messages have arrived; returns chunks and seconds (CPU: with posting)."""
     start_s = time.perf_counter()
-    work = _start(message, world)
+    work = post_ring(torch.empty_like(message), message)
     if world.backend == "nccl":
         return chunks.until(work[-1].is_completed)  # NCCL completes work in posting order
     posting_s = time.perf_counter() - start_s if world.device.type == "cpu" else 0.0
@@ -152,7 +139,7 @@ def _idle_s(message: torch.Tensor, world: World) -> float:
     """Time this rank's communication without computing."""
     dist.barrier()
     start_s = time.perf_counter()
-    for work in _start(message, world):
+    for work in post_ring(torch.empty_like(message), message):
         work.wait()
     if world.backend == "nccl":
         torch.cuda.synchronize()

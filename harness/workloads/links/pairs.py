@@ -116,25 +116,20 @@ class _PingPong:
             )
 
 
-@dataclass(frozen=True)
-class PairSamples:
-    """Samples in seconds from one rank to another; empty on the target."""
-
-    latencies: list[float]
-    transfers: dict[int, list[float]]
-
-
 def time_pair(
     pair: Pair,
     sizes: list[int],
     transport: Transport,
     budget: Budget,
     longest_s: float = float("inf"),
-) -> PairSamples:
+) -> tuple[list[float], dict[int, list[float]]]:
     """Time messages from pair[0] to pair[1]; only these two ranks must call it.
 
     Stops after the first size that takes longer than `longest_s` and keeps its warm-up, so that a
     slow link has at least one time.
+
+    Returns:
+        Seconds of latencies, and of transfers by size; empty on the target.
 
     Raises:
         VerificationError: a message arrived wrong; raised on both ranks.
@@ -149,25 +144,24 @@ def time_pair(
         transfers[n_bytes] = [trip_s - ack_s for trip_s in trips]
         if not is_short:
             break
-    return PairSamples(latencies, transfers)
+    return latencies, transfers
 
 
 def _measure_pair(
     pair: Pair, sizes: list[int], transport: Transport, context: Context, limits: Limits
 ) -> PairTimes | None:
     """Time and record one ordered pair; returns medians on the source, None on the target."""
-    samples = time_pair(pair, sizes, transport, limits.budget, limits.longest_s)
+    latencies, transfers = time_pair(pair, sizes, transport, limits.budget, limits.longest_s)
     if transport.rank != pair[0]:
         return None
     record, (source, target), name = context.recorder.sample, pair, transport.name
-    for step, time_s in enumerate(samples.latencies):
+    for step, time_s in enumerate(latencies):
         record("link_latency_s", time_s, step=step, source=source, target=target, transport=name)
-    for n_bytes, times in samples.transfers.items():
+    for n_bytes, times in transfers.items():
         for step, time_s in enumerate(times):
             record("link_transfer_s", time_s, step=step, source=source, target=target,
                    transport=name, n_bytes=n_bytes)  # fmt: skip
-    transfers = {n_bytes: median(times) for n_bytes, times in samples.transfers.items()}
-    return PairTimes(median(samples.latencies), transfers)
+    return PairTimes(median(latencies), {n: median(times) for n, times in transfers.items()})
 
 
 def measure_pairs(

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -137,18 +137,6 @@ class _Slot:
         }
 
 
-class _Feed(Protocol):
-    """Transfers panels in order, while earlier ones are multiplied."""
-
-    marks: Marks
-
-    def start(self, index: int) -> None: ...
-
-    def wait(self, index: int) -> dict[int, torch.Tensor]: ...
-
-    def close(self) -> None: ...
-
-
 class Summa:
     """One rank's part of C = A B over the ranks 0 to len(blocks) - 1 of `group`.
 
@@ -212,7 +200,8 @@ class Summa:
         The marks can be read after the clock has settled. If gloo transfers a GPU's data, each
         local product is waited for, and the clock must be the host's.
         """
-        feed: _Feed = StreamFeed(self) if self.wire.type == "cuda" else ThreadFeed(self)
+        is_cuda = self.wire.type == "cuda"
+        feed: StreamFeed | ThreadFeed = StreamFeed(self) if is_cuda else ThreadFeed(self)
         compute: Marks = []
         self.c.zero_()
         try:
@@ -258,7 +247,7 @@ class Summa:
 
 
 class ThreadFeed:
-    """Transfers in threads, so that start and end of each are marked when they happen.
+    """Transfers panels in threads, so that start and end of each are marked when they happen.
 
     Panels may overtake each other, so the panel's index is the tag of its messages.
     """
@@ -287,7 +276,7 @@ class ThreadFeed:
 
 
 class StreamFeed:
-    """Transfers on a CUDA stream beside the one that computes."""
+    """Transfers panels on a CUDA stream beside the one that computes."""
 
     def __init__(self, summa: Summa) -> None:
         self.marks: Marks = []

@@ -172,11 +172,11 @@ def test_computing_waits_for_itself_and_not_for_transfers(monkeypatch):
 def test_opening_a_connection_does_not_make_a_message_long(monkeypatch):
     clock, connecting_s = FakeClock(), iter([10.0])  # of the first message; then 100 MB/s
 
-    def start(message, world):
+    def start(out, message):
         clock.advance(next(connecting_s, 0.0) + message.nbytes / (100 * MB))
         return []
 
-    monkeypatch.setattr(links_overhead, "_start", start)
+    monkeypatch.setattr(links_overhead, "post_ring", start)
     monkeypatch.setattr(links_overhead.dist, "barrier", lambda: None)
     monkeypatch.setattr(links_overhead, "maximum_over_ranks", lambda values, world: values)
     monkeypatch.setattr(links_overhead.time, "perf_counter", clock.mark)
