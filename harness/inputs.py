@@ -31,7 +31,8 @@ _LONGEST_NUMBER = 40
 _LONGEST_SHOWN = 60
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", re.ASCII)
-_CODECS = (
+# Of byte-order marks.
+CODECS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
@@ -225,7 +226,7 @@ def decode_text(data: bytes, source: str, error: type[HarnessError] = ConfigErro
     Raises:
         HarnessError: `error`; it is not text.
     """
-    codec = next((codec for mark, codec in _CODECS if data.startswith(mark)), "utf-8")
+    codec = next((codec for mark, codec in CODECS if data.startswith(mark)), "utf-8")
     try:
         text = data.decode(codec)
     except UnicodeDecodeError as problem:

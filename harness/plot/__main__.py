@@ -133,17 +133,18 @@ def _plot(args: argparse.Namespace) -> int:
     _complain([f"skipped {path}: {one_line(reason)}" for path, reason in skipped])
     _complain([f"failed: {name}: {one_line(reason)}" for name, reason in rendered.failed])
     if args.json:
-        _print_json(
-            report=str(report),
-            answers=[{"cell": a.cell, "sentence": a.sentence} for a in answered],
-            files=[str(file) for d in rendered.drawn for file in d.files],
-            missing=rendered.missing,
-            failed=rendered.failed,
-            skipped=skipped,
-            tables={
+        document = {
+            "report": str(report),
+            "answers": [{"cell": a.cell, "sentence": a.sentence} for a in answered],
+            "files": [str(file) for d in rendered.drawn for file in d.files],
+            "missing": rendered.missing,
+            "failed": rendered.failed,
+            "skipped": skipped,
+            "tables": {
                 d.figure.name: json.loads(d.table.to_json(orient="records")) for d in rendered.drawn
             },
-        )
+        }
+        print(json.dumps(document, indent=1))
     else:
         for name, reason in rendered.missing:
             print(f"not drawn: {name}: {reason}")
@@ -162,10 +163,6 @@ def _complain(lines: Sequence[str]) -> None:
         print(one_line(line, 1000), file=sys.stderr)
     if len(lines) > len(shown):
         print(f"... and {len(lines) - len(shown)} more ({len(lines)} in all)", file=sys.stderr)
-
-
-def _print_json(**values: Any) -> None:
-    print(json.dumps(values, indent=1))
 
 
 def _import(words: Sequence[str]) -> None:

@@ -305,8 +305,8 @@ class Catalog:
     ) -> None:
         self.runs, self.validations = list(runs), list(validations)
         self.skipped = list(skipped)
-        self._identities = {id(run): cluster_identity(run) for run in self.runs}
-        self._labels = cluster_labels(self.runs)
+        labels = cluster_labels(self.runs)
+        self._clusters = {id(run): labels[cluster_identity(run)] for run in self.runs}
 
     def is_failed_pipeline(self, case: RepeatGroup) -> bool:
         """Whether pipelines were planned of a case that is not ok."""
@@ -326,7 +326,7 @@ class Catalog:
         groups: dict[tuple[str, str, str], list[RunNumbers]] = defaultdict(list)
         for run in self.runs:
             if run.header.workload == workload:
-                cluster, key = self._labels[self._identities[id(run)]], run.header.key
+                cluster, key = self._clusters[id(run)], run.header.key
                 if workload in ROWS_NAME_ALL:
                     key = ""
                     cluster += ", in turn" * bool(run.header.config.get("in_turn"))

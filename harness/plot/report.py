@@ -8,22 +8,15 @@ Numbers and column names as a reader wants them: units from the names, SI prefix
 
 from __future__ import annotations
 
+import base64
 import math
 import numbers
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-from harness.plot.style import status_words
-from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
-
-if TYPE_CHECKING:
-    import pandas as pd
-import base64
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from harness.domain.run import RunHeader
 from harness.measure.derive.strategies import MOST_REPEATS, StrategyRow
@@ -32,6 +25,11 @@ from harness.plot.catalog import Catalog
 from harness.plot.headlines import Answer, library_versions, warnings
 from harness.plot.numbers import RunNumbers
 from harness.plot.render import Drawn, Rendered
+from harness.plot.style import status_words
+from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FRACTIONS = {
     *("cv", "efficiency", "low", "high", "overlap", "mfu", "mfu_of_measured_peak"),

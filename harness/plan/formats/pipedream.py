@@ -300,7 +300,10 @@ def _parse_node(line: str, where: str) -> _Node:
         )
     values = _values(parts[2], parts[0], where)
     numbers = {
-        key: [_parse_number(item, key, parts[0], where) for item in _items(values[key])]
+        key: [
+            _parse_number(item, key, parts[0], where)
+            for item in values[key].strip().strip("[]").split(";")
+        ]
         for key in _FIELDS
     }
     forward_ms, backward_ms, activation_bytes, parameter_bytes = (
@@ -333,10 +336,6 @@ def _values(text: str, node: str, where: str) -> dict[str, str]:
             f"{', '.join(_FIELDS)}: keep one of each, and no other"
         )
     return dict(pairs)
-
-
-def _items(value: str) -> list[str]:
-    return value.strip().strip("[]").split(";")
 
 
 def _parse_number(text: str, key: str, node: str, where: str) -> float:

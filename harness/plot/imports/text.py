@@ -1,16 +1,10 @@
 """Text and numbers of foreign logs: encodings, colours, decimal commas."""
 
-import codecs
 import re
 from collections import Counter
 
-from harness.inputs import find_number
+from harness.inputs import CODECS, find_number
 
-_MARKS = (
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
 # Terminal colours and cursor movements; their parameters are short.
 _ESCAPE = re.compile("\x1b(?:\\[[0-?]{0,32}[ -/]{0,4}[@-~]|[@-Z\\\\^_])")
 _N_NAMED = 3
@@ -22,7 +16,7 @@ _THOUSAND_POINTS = re.compile(r"[+-]?[0-9]{1,3}(?:\.[0-9]{3}){1,6},[0-9]{1,9}")
 
 def decode(data: bytes) -> str:
     """Decode UTF-8, or UTF-16 by its mark or zero bytes; a wrong byte affects only its line."""
-    for mark, codec in _MARKS:
+    for mark, codec in CODECS:
         if data.startswith(mark):
             return data.decode(codec, errors="replace")
     head = data[:4096]
