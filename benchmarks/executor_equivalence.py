@@ -31,7 +31,7 @@ from harness.runtime.ranks.host import code_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
-from equivalence_cases import Case, any_case, attention_case, copied_case, random_case
+from equivalence_cases import Case, any_case, attention_case, copied_case, program_case, random_case
 from equivalence_check import Finding, RanksBySize, check
 from equivalence_shrink import shrink
 
@@ -40,14 +40,15 @@ SERIES = {
     "copies": copied_case,
     "attention": attention_case,
     "any": any_case,
+    "programs": program_case,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    series: Literal["random", "copies", "attention", "any"] = "random"
+    series: Literal["random", "copies", "attention", "any", "programs"] = "random"
     """Any strategies; with copies of operators; attentions that are cut by positions; all of them,
-    of models with all kinds of operators."""
+    of models with all kinds of operators; of models that are drawn too."""
     cases: int = 300
     """Number of random cases."""
     seed: int = 0
@@ -110,14 +111,15 @@ def table(findings: list[Finding]) -> str:
     sizes = sorted({finding.case.n_ranks for finding in findings})
     rows: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        rows.setdefault((finding.case.model, finding.case.strategy.schedule), []).append(finding)
-        rows.setdefault((finding.case.model, "all"), []).append(finding)
+        model = finding.case.model.partition(" ")[0]  # of a drawn program, its first word
+        rows.setdefault((model, finding.case.strategy.schedule), []).append(finding)
+        rows.setdefault((model, "all"), []).append(finding)
         rows.setdefault(("all", finding.case.strategy.schedule), []).append(finding)
     rows["all", "all"] = findings
-    lines = [f"{'model':16} {'schedule':12}" + "".join(f"{f'{n} ranks':>16}" for n in sizes)]
+    lines = [f"{'model':24} {'schedule':12}" + "".join(f"{f'{n} ranks':>16}" for n in sizes)]
     for (model, schedule), found in sorted(rows.items()):
         cells = (_cell([f for f in found if f.case.n_ranks == n]) for n in sizes)
-        lines.append(f"{model:16} {schedule:12}" + "".join(f"{cell:>16}" for cell in cells))
+        lines.append(f"{model:24} {schedule:12}" + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)
 
 

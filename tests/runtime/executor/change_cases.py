@@ -15,6 +15,7 @@ from equivalence_cases import (
     any_case,
     any_strategy,
     draw_batch,
+    program_case,
     random_case,
     shard_state,
 )
@@ -151,10 +152,11 @@ def random_changing_case(
     Args:
         is_freezing: each change freezes more layers, or in half of the cases the second trains some
             again.
-        is_any: draw models and strategies as `any_case` does.
+        is_any: draw models and strategies as `any_case` and `program_case` do in turn.
     """
     rng = Random(f"changes {seed}/{index}")
-    case = any_case(seed, index) if is_any else random_case(seed, index)
+    make = (any_case, program_case)[index % 2] if is_any else random_case
+    case = make(seed, index)
     smallest = min_microbatch(case.model)
 
     n_drawn = itertools.count(index)

@@ -16,6 +16,7 @@ from equivalence_models import (
     small_graph,
     small_task,
 )
+from equivalence_programs import draw_program
 from equivalence_strategies import (
     random_strategy,
     with_attention_by_positions,
@@ -210,4 +211,20 @@ def any_case(seed: int, index: int) -> Case:
         optimizer="adamw" if kind < 0.25 else "sgd",
         dropout="exact" if has_dropout(model) and rng.random() < 0.4 else "off",
         dtype="bfloat16" if 0.25 < kind < 0.33 else "float64",
+    )
+
+
+def program_case(seed: int, index: int) -> Case:
+    """Case `index` of a series of models that are drawn too."""
+    rng = Random(f"programs {seed}/{index}")
+    model = draw_program(f"{seed}/{index}")
+    n_ranks = rng.choice((1, 2, 2, 3, 3, 4, 4, 5, 6))
+    return Case(
+        name=f"programs, seed {seed} case {index}",
+        model=model,
+        n_ranks=n_ranks,
+        strategy=any_strategy(rng, model, n_ranks, rng.randint(4, 9)),
+        seed=rng.randrange(1 << 16),
+        optimizer="adamw" if min_microbatch(model) == 1 and rng.random() < 0.25 else "sgd",
+        dropout="exact" if has_dropout(model) and rng.random() < 0.6 else "off",
     )

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from equivalence_constructs import CONSTRUCTS, N_TOKENS
 from equivalence_mixtures import MIXTURES, SHAPE
 from equivalence_operators import OPERATORS, SHAPED
+from equivalence_programs import is_dropping, is_normed, is_program, program_task
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -441,7 +442,10 @@ def small_task(
 ) -> Task:
     """Build a task, its weights drawn from `seed`; equal in every process."""
     torch.manual_seed(seed)
-    task = _ALL[name].build() if name in _ALL else _of_zoo(name)
+    if is_program(name):
+        task = program_task(name)
+    else:
+        task = _ALL[name].build() if name in _ALL else _of_zoo(name)
     with torch.no_grad():
         _draw_weights(task.model)
     if not has_dropout:
@@ -457,12 +461,14 @@ def _of_zoo(name: str) -> Task:
 
 def min_microbatch(name: str) -> int:
     """Fewest samples of a microbatch."""
+    if is_program(name):
+        return 2 if is_normed(name) else 1
     return _ALL[name].min_microbatch
 
 
 def has_dropout(name: str) -> bool:
     """Whether a model draws masks."""
-    return _ALL[name].has_dropout
+    return is_dropping(name) if is_program(name) else _ALL[name].has_dropout
 
 
 @cache

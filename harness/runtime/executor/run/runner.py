@@ -370,7 +370,7 @@ class Runner:
         for fetch in moves.fetches[place]:
             leaf = flight.leaves.pop(fetch.key)
             if not (fetch.is_borrowed or self._keeps_inputs):
-                self._channels.buffers.give_back(leaf.detach())
+                self._channels.give_back(leaf.detach())
 
     def _return_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
         """Pass a gradient to an all-reduce, or to the parts of this device."""

@@ -305,6 +305,15 @@ class Channels:
         self._arriving.give_back(buffer)
         return found
 
+    def give_back(self, buffer: Tensor) -> None:
+        """Make the buffer of a received value available again, unless a view of it is on its way to
+        another rank: if that sends no gradient back, this rank may be done with the value before it
+        has been read."""
+        memory = buffer.untyped_storage().data_ptr()
+        sends = (sent for each in self._sending.values() for sent in each)
+        if all(sent.tensor.untyped_storage().data_ptr() != memory for sent in sends):
+            self.buffers.give_back(buffer)
+
     def finish_sends(self, before: float = math.inf) -> None:
         """Wait for all sends of microbatches before `before`.
 

@@ -194,6 +194,18 @@ def test_a_sum_that_cannot_start_says_of_what(monkeypatch):
         channels.start_sum(torch.zeros(2), "add", (0, 1))
 
 
+def test_no_message_is_received_into_what_is_being_sent(monkeypatch):
+    monkeypatch.setattr(dist, "isend", mock.Mock())
+    channels = channels_of(FakeWorld(), [message()])
+    buffer = channels.buffers.take((2,), torch.float32)
+    channels.send(buffer.view(2), message(), 0, is_backward=False)
+    channels.give_back(buffer)
+    assert channels.buffers.take((2,), torch.float32) is not buffer
+    channels.finish_sends()
+    channels.give_back(buffer)
+    assert channels.buffers.take((2,), torch.float32) is buffer
+
+
 def sync_of(world, parameter, recorder):
     """Sums one weight over ranks 0 and 1."""
     queues = {(0, 1): [SumBucket("bucket0", "weight", [parameter])]}
