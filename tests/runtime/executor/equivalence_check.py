@@ -15,7 +15,7 @@ from equivalence_compare import (
     worst,
 )
 from equivalence_ranks import Ranks, RanksFailedError
-from equivalence_reference import Trace, train_alone
+from equivalence_reference import Trace, train_alone, train_alone_asynchronously
 from equivalence_training import merged, train_by_strategy
 
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
@@ -78,6 +78,8 @@ def on_one_device(strategy: Strategy) -> Strategy:
 def reference(case: Case, ranks: RanksBySize) -> Trace:
     """What the case must equal: plain PyTorch, or, to draw the same dropout masks, the executor on
     one device, which without dropout is compared with plain PyTorch as every strategy is."""
+    if case.is_asynchronous:
+        return train_alone_asynchronously(case)
     if case.dropout == "off":
         return train_alone(case)
     alone = msgspec.structs.replace(case, n_ranks=1, strategy=on_one_device(case.strategy))

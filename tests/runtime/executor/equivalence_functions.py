@@ -162,7 +162,7 @@ def frames(m: Any, y: Tensor) -> Tensor:
 
 
 def counted(m: Any, y: Tensor) -> Tensor:
-    return torch.tanh(y) * m.scale
+    return torch.tanh(y) * m.scale / m.divisor
 
 
 def normed_weight(m: Any, p: Tensor) -> Tensor:

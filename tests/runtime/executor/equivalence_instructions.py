@@ -133,7 +133,8 @@ INSTRUCTIONS: dict[str, Instruction] = {
         lambda m, y: y + m.w.detach() * m.w.tanh(), _parameter(8)),
     "tripled": Instruction("s", "s", lambda m, y: 0.4 * Tripled.apply(y)),
     "no_grad": Instruction("s", "s", lambda m, y: y * y.detach().sigmoid()),
-    "counted": Instruction("s", "s", counted, lambda: {"scale": torch.tensor(0.7)}),
+    "counted": Instruction("s", "s", counted, lambda: {
+        "scale": torch.tensor(0.7), "divisor": torch.tensor([2], dtype=torch.int16)}),
     "add": Instruction("ss", "s", lambda m, x, y: x + 0.5 * y),
     "multiply": Instruction("ss", "s", lambda m, x, y: torch.tanh(x) * y),
     "subtract": Instruction("ss", "s", lambda m, x, y: torch.sub(x, y, alpha=0.5)),

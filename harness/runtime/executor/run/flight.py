@@ -73,9 +73,13 @@ def call_with(
     module: fx.GraphModule, version: Version, inputs: Iterable[Tensor]
 ) -> tuple[Tensor, ...]:
     """Run a segment with a version of its weights."""
+    # By the table of parameters, which a module shares with its shallow copies: of two names of one
+    # entry, torch would restore the second to the stand-in of the first.
+    tables = {id(owner._parameters): (path, owner) for path, owner in module.named_modules()}
     stand_ins = {
-        name: version[parameter]
-        for name, parameter in module.named_parameters(remove_duplicate=False)
+        f"{path}.{name}" if path else name: version[parameter]
+        for path, owner in tables.values()
+        for name, parameter in owner._parameters.items()
         if parameter in version
     }
     found: tuple[Tensor, ...] = functional_call(module, stand_ins, tuple(inputs), tie_weights=False)

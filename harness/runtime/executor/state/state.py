@@ -93,7 +93,8 @@ class StateGatherer:
             if source == self._world.rank:
                 buffer.copy_(parts[piece])
             if self._world.size > 1:
-                dist.broadcast(buffer, source)
+                # As bytes, because gloo does not know 16-bit integers.
+                dist.broadcast(buffer.view(-1).view(torch.uint8), source)
             name = self._model_name(piece)
             if name not in found:
                 found[name] = torch.zeros(self._shapes[piece.name], dtype=buffer.dtype)
