@@ -13,7 +13,8 @@ The part of a model that is run at a time while its operators are timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ class Step:
         node: identifies its output in the arguments of later steps.
         name: name of its operator; empty if the node is no operator.
         args, kwargs: nested, with nodes in place of values.
+        tensors: the operator's parameters and buffers; the attribute.
         is_attribute: the node is a parameter or buffer that the model reads directly.
         is_carrying: its output depends on parameters.
         is_in_place: the step writes into its input.
@@ -73,6 +75,7 @@ class Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     parameters: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
     is_attribute: bool
     is_carrying: bool
     is_in_place: bool
@@ -115,6 +118,7 @@ def steps_of(captured: Captured, loss: Callable[[Tensor], Tensor]) -> list[Step]
                 args=(node.all_input_nodes[0],) if is_loss else node.args,
                 kwargs={} if is_loss else node.kwargs,
                 parameters=parameters,
+                tensors=_tensors(node, modules, function),
                 is_attribute=is_attribute,
                 is_carrying=node in carrying,
                 is_in_place=not is_loss and works_in_place(node, modules),
@@ -144,14 +148,40 @@ def _parameters(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[Tensor
     return tuple(p for p in modules[str(node.target)].parameters() if p.requires_grad)
 
 
+def _tensors(
+    node: fx.Node, modules: Mapping[str, nn.Module], function: Callable[..., Any]
+) -> tuple[Tensor, ...]:
+    if node.op == "get_attr":
+        return tuple(tensors_in(function()))
+    if node.op != "call_module":
+        return ()
+    module = modules[str(node.target)]
+    return (*module.parameters(), *module.buffers())
+
+
+@contextmanager
+def resident(steps: Iterable[Step], device: torch.device) -> Iterator[None]:
+    """Have the tensors of steps on the device within the context; those that are on the host, as of
+    a model that does not fit on the device, return there."""
+    away = {id(t): (t, t.data) for step in steps for t in step.tensors if t.device != device}
+    try:
+        for tensor, data in away.values():
+            tensor.data = data.to(device)
+        yield
+    finally:
+        for tensor, data in away.values():
+            tensor.data, tensor.grad = data, None
+
+
 Values = dict[fx.Node, Any]
 
 
-def values_at(steps: Sequence[Step], start: int, fed: Values) -> Values:
+def values_at(steps: Sequence[Step], start: int, fed: Values, device: torch.device) -> Values:
     """Run the steps before `start` without gradients; returns the values that later steps read.
 
     Args:
         fed: the model's inputs, by node.
+        device: where they run.
 
     Returns:
         Leaves; `requires_grad` marks those that depend on parameters.
@@ -161,7 +191,8 @@ def values_at(steps: Sequence[Step], start: int, fed: Values) -> Values:
     values = dict(fed)
     with torch.no_grad():
         for k, step in enumerate(steps[:start]):
-            output = step.called_on(values)()
+            with resident([step], device):
+                output = step.called_on(values)()
             values[step.node] = as_leaves(output, has_gradient=step.is_carrying)
             for node in step.reads:
                 if last[node] == k and node not in read:
@@ -324,6 +355,7 @@ class ModelPart:
     """Consecutive steps of a model, with the model's inputs.
 
     Attributes:
+        device: where they run.
         n_in_flight: number of microbatches between forward and backward at a time.
         is_added: whether gradients of weights are added to those of earlier microbatches.
     """
@@ -332,6 +364,7 @@ class ModelPart:
     fed: dict[fx.Node, Tensor]
     begin: int
     end: int
+    device: torch.device
     n_in_flight: int
     is_added: bool
 
@@ -350,8 +383,12 @@ class ModelPart:
         middle = (self.begin + self.end) // 2
         return self.cut(self.begin, middle), self.cut(middle, self.end)
 
+    def resident(self) -> AbstractContextManager[None]:
+        """The context in which these steps can run; see `resident`."""
+        return resident(self.steps[self.begin : self.end], self.device)
+
     def subgraph(self) -> Subgraph:
         """Make the subgraph of these steps, with inputs computed by the steps before them."""
-        inputs = values_at(self.steps, self.begin, self.fed)
+        inputs = values_at(self.steps, self.begin, self.fed, self.device)
         later = {node for step in self.steps[self.end :] for node in step.reads}
         return Subgraph(self.steps[self.begin : self.end], inputs, later)

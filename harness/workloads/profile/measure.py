@@ -93,8 +93,8 @@ class PointMeasurer:
     """Measures points of one model on this rank.
 
     Args:
-        task: the model, on the device.
-        captured: its graph, with the module on the device.
+        task: the model, on the device, or on the host if it does not fit there.
+        captured: its graph, with the module where the model is.
         between: called after each pass over points of the whole batch.
     """
 
@@ -159,7 +159,7 @@ class PointMeasurer:
         )
         inputs = self._captured.module.graph.find_nodes(op="placeholder")
         fed = dict(zip(inputs, drawn, strict=True))
-        whole = ModelPart(steps, fed, 0, len(steps), n_stages, is_micro)
+        whole = ModelPart(steps, fed, 0, len(steps), device, n_stages, is_micro)
         try:
             for begin, end in stage_bounds(steps, graph, n_stages):
                 self._measure_part(whole.cut(begin, end), points)
@@ -176,7 +176,8 @@ class PointMeasurer:
             return
         reason = ""
         try:
-            self._measure_subgraph(part, pending)
+            with part.resident():
+                self._measure_subgraph(part, pending)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -80,9 +81,7 @@ class _Profiler:
         self._kind = context.world.device_kind
         self._task, self._captured = task, captured = _prepare(config, context)
         results = context.run_dir.parent
-        run_on_rank_0(
-            lambda: hold_once(captured, task, config.model, config.dtype, results), context.world
-        )
+        run_on_rank_0(lambda: _hold(captured, task, config, results), context.world)
         self.graph = captured.graph
         self.profile = self._read()
         self._new: dict[MeasurementKey, Measurement] = {}
@@ -166,8 +165,12 @@ class _Profiler:
         """Make and warm up the sampler of whole steps; None if they need too much memory."""
         self._context.progress.update("whole step", 0, 1, self._config.model)
         task, config = self._task, self._config
+        device, recorder = self._context.world.device, self._context.recorder
+        if _is_on_host(task) and device.type != "cpu":
+            reason = "the model does not fit on the device"
+            recorder.sample("model_step_skipped", 1, reason=reason)
+            return None
         try:
-            device, recorder = self._context.world.device, self._context.recorder
             sampler = StepSampler(task, config.batch_size, config.dtype, device, recorder)
             for _ in range(config.warm_up):
                 sampler.take()
@@ -175,8 +178,7 @@ class _Profiler:
             if not is_out_of_memory(error):
                 raise
             task.model.zero_grad(set_to_none=True)
-            reason = first_line(error)
-            self._context.recorder.sample("model_step_skipped", 1, reason=reason)
+            recorder.sample("model_step_skipped", 1, reason=first_line(error))
             return None
         sampler.restart()
         return sampler
@@ -225,14 +227,38 @@ def _with_provenance(profile: Profile, hostnames: list[str]) -> Profile:
 
 
 def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
-    """Build the model on this rank's device and capture its graph."""
+    """Build the model on this rank's device, or on the host if it does not fit there, and capture
+    its graph."""
     set_tensor_cores(config.dtype)
     task = build_task(config.model, config.model_options())
-    device = context.world.device
-    task.model.to(device)  # before capture, which fixes the devices of new tensors
+    place = context.world.device
+    try:
+        task.model.to(place)  # before capture, which fixes the devices of new tensors
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        place = torch.device("cpu")
+        task.model.to(place)
     captured = capture(task, config.batch_size, config.model)
-    captured.module.to(device)  # moves constants, too
+    captured.module.to(place)  # moves constants, too
     return task, captured
+
+
+def _hold(captured: Captured, task: Task, config: ProfileConfig, results: Path) -> None:
+    """Compare the graph with the model, on the host if its gradients do not fit on the device."""
+    try:
+        hold_once(captured, task, config.model, config.dtype, results)
+    except Exception as error:
+        if not is_out_of_memory(error) or _is_on_host(task):
+            raise
+        for model in (task.model, captured.module):
+            model.zero_grad(set_to_none=True)
+            model.to("cpu")
+        hold_once(captured, task, config.model, config.dtype, results)
+
+
+def _is_on_host(task: Task) -> bool:
+    return next(task.model.parameters()).device.type == "cpu"
 
 
 def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:

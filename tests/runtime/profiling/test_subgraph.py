@@ -15,10 +15,15 @@ from harness.runtime.profiling.shards import verify
 from harness.runtime.profiling.subgraph import (
     OperatorCall,
     Subgraph,
+    resident,
     steps_of,
     tensors_in,
     values_at,
 )
+
+CPU = torch.device("cpu")
+# Unlike that of tensors, so that they are copied there, as to a GPU.
+OTHER = torch.device("cpu", 0)
 
 
 def run(step, call):
@@ -51,8 +56,9 @@ def fed_of(captured, *inputs):
     return dict(zip(nodes, inputs, strict=True))
 
 
+@pytest.mark.parametrize("device", [CPU, OTHER])
 @pytest.mark.parametrize("bounds", [[0, None], [0, 5, None], [0, 1, 2, 7, None]])
-def test_subgraphs_in_a_row_give_the_gradients_of_the_model(bounds):
+def test_subgraphs_in_a_row_give_the_gradients_of_the_model(bounds, device):
     task, captured = captured_lenet()
     images, targets = torch.randn(4, 1, 28, 28), torch.tensor([0, 1, 2, 3])
     steps = steps_of(captured, lambda output: task.sum_loss(output, targets))
@@ -60,11 +66,12 @@ def test_subgraphs_in_a_row_give_the_gradients_of_the_model(bounds):
     losses, last = [], Collecting()
     for begin, end in itertools.pairwise(bounds):
         later = {node for step in steps[end or len(steps) :] for node in step.reads}
-        subgraph = Subgraph(steps[begin:end], values_at(steps, begin, fed), later)
-        flight = subgraph.forward(run)
-        losses = tensors_in(flight.outputs.get(steps[-1].node))
-        last = Collecting()
-        subgraph.backward(flight, last)
+        subgraph = Subgraph(steps[begin:end], values_at(steps, begin, fed, device), later)
+        with resident(steps[begin:end], device):
+            flight = subgraph.forward(run)
+            losses = tensors_in(flight.outputs.get(steps[-1].node))
+            last = Collecting()
+            subgraph.backward(flight, last)
         assert last.order == [step.name for step in reversed(steps[begin:end])]
     expected = task.sum_loss(task.model(images), targets)
     assert torch.equal(losses[0], expected)
@@ -110,11 +117,24 @@ def test_branches_operators_in_place_and_parameters_read_directly_have_their_gra
 
 def test_values_are_those_that_are_read_later_and_carry_gradients_as_in_the_model():
     first, steps = steps_in_line([lambda x: x * 2, lambda x: x + 1, lambda x: x * 3])
-    found = values_at(steps, 2, {first: torch.ones(2)})
+    found = values_at(steps, 2, {first: torch.ones(2)}, CPU)
     (value,) = found.values()
     assert value.tolist() == [3.0, 3.0]
     assert value.requires_grad
-    assert list(values_at(steps, 0, {first: torch.ones(2)})) == [first]
+    assert list(values_at(steps, 0, {first: torch.ones(2)}, CPU)) == [first]
+
+
+def test_tensors_of_the_host_return_there_after_steps_have_run_on_a_device():
+    _, captured = captured_lenet()
+    steps = steps_of(captured, lambda output: output.sum())[:3]
+    tensors = [tensor for step in steps for tensor in step.tensors]
+    places = [tensor.data_ptr() for tensor in tensors]
+    assert places
+    with resident(steps, OTHER):
+        assert not {tensor.data_ptr() for tensor in tensors} & set(places)
+    assert [tensor.data_ptr() for tensor in tensors] == places
+    with resident(steps, CPU):
+        assert [tensor.data_ptr() for tensor in tensors] == places
 
 
 def test_saved_bytes_are_the_inputs_and_not_the_parameters():

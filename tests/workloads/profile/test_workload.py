@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from made_runs import local_header
+from torch import nn
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
@@ -67,6 +68,32 @@ def test_a_model_is_captured_where_it_is_measured(monkeypatch):
     assert set(captured_on) == {device}
     for model in (task.model, captured.module):
         assert {parameter.device for parameter in model.parameters()} == {device}
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_model_too_large_for_the_device_is_captured_and_compared_on_the_host(
+    fits, monkeypatch, tmp_path
+):
+    """`fits`: its weights, but not its gradients."""
+    move, held = nn.Module.to, []
+
+    def to(module, device):
+        if torch.device(device).type == "meta" and not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return module.to_empty(device=device) if fits else move(module, device)
+
+    def hold(captured, task, *_):
+        held.append({p.device.type for m in (task.model, captured.module) for p in m.parameters()})
+        if held[-1] != {"cpu"}:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(nn.Module, "to", to)
+    monkeypatch.setattr(profile, "hold_once", hold)
+    world = SimpleNamespace(device=torch.device("meta"))
+    task, captured = profile._prepare(QUICK, SimpleNamespace(world=world))
+    profile._hold(captured, task, QUICK, tmp_path)
+    assert held == ([{"meta"}] if fits else []) + [{"cpu"}]
+    assert profile._is_on_host(task)
 
 
 def test_a_part_of_a_batch_that_each_device_holds_less_of_is_a_microbatch():
