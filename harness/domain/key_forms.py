@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import SAMPLE, Cut, Interval, n_parts
-from harness.domain.sharding import HEADS
+from harness.domain.sharding import HEADS, reads_of
 from harness.errors import StrategyError
 
 KeyForm = Literal["input", "gathered", "ring"]
@@ -62,8 +62,14 @@ def key_forms(operator: Operator, graph: Graph) -> tuple[KeyForm, ...]:
     """The forms that an attention can have if it is cut by positions."""
     n_positions = operator.shape.get(POSITIONS)
     by_name = {op.name: op for op in graph.operators}
-    lengths = {by_name[name].shape.get(POSITIONS, n_positions) for name in operator.inputs}
-    return KEY_FORMS if key_features(operator) and lengths == {n_positions} else KEY_FORMS[:1]
+    lengths = {
+        by_name[name].shape.get(POSITIONS, n_positions)
+        for argument, name in enumerate(operator.inputs)
+        if reads_of(operator, argument) != "whole"
+    }
+    if not key_features(operator) or lengths != {n_positions}:
+        return KEY_FORMS[:1]
+    return KEY_FORMS[:2] if operator.attrs.get("has_dropout") is True else KEY_FORMS
 
 
 def check_keys(
@@ -79,8 +85,9 @@ def check_keys(
     subject = f"operator {operator.name!r} ({operator.kind}) has keys {keys!r}"
     if keys not in key_forms(operator, graph):
         raise StrategyError(
-            f"{subject}, which suits an attention without dropout of its probabilities over as "
-            "many keys as queries, captured as one operator: use keys 'input'"
+            f"{subject}, which suits an attention over as many keys as queries, captured as one "
+            "operator, and of these a ring one without dropout of its probabilities: use keys "
+            f"{' or '.join(map(repr, key_forms(operator, graph)))}"
         )
     if n_parts(partition.get(POSITIONS, 1)) == 1:
         raise StrategyError(

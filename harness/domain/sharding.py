@@ -186,7 +186,7 @@ def _fixed_dims(operator: Operator) -> set[str]:
     if operator.kind in _WINDOWED and not _has_windows(operator):
         fixed.update(_SPATIAL)
     has_mask = operator.kind == "attention" and len(operator.inputs) > 3
-    if has_mask or attrs.get("is_cut_by_positions") is False:
+    if (has_mask and "reads" not in attrs) or attrs.get("is_cut_by_positions") is False:
         fixed.add("seq")
     if operator.kind == "layer_norm":
         n_last = attrs.get("n_normalized")
@@ -318,9 +318,7 @@ def input_block(
             needed.append(_window(operator, dim, intervals[name], size))
         elif operator.kind == "conv2d" and dim == "feature":
             needed.append(_channels(operator, intervals[name], shape[name], size))
-        elif shape[name] == size and (
-            _reads_matching(operator, name, argument) or (has_own_keys and name == "seq")
-        ):
+        elif shape[name] == size and _reads_matching(operator, name, argument, has_own_keys):
             needed.append(intervals[name])
         else:
             needed.append((0, size))
@@ -361,7 +359,7 @@ def _matching_dims(
     return found
 
 
-def _reads_matching(operator: Operator, dim: str, argument: int) -> bool:
+def _reads_matching(operator: Operator, dim: str, argument: int, has_own_keys: bool) -> bool:
     """Whether a block reads only its interval along a dim that the input has too."""
     if operator.kind in (*_POINTWISE, "einsum") or dim == CONTRACTION:
         return True
@@ -371,6 +369,16 @@ def _reads_matching(operator: Operator, dim: str, argument: int) -> bool:
         return dim != "feature"
     if operator.kind != "attention":
         return False
+    reads = reads_of(operator, argument)
+    is_own = reads == "rows" or (reads == "keys" and has_own_keys)
+    return dim == HEADS or (dim == "seq" and is_own)
+
+
+def reads_of(operator: Operator, argument: int) -> str:
+    """Which positions of an input an attention that is cut by positions reads: `rows`, its own;
+    `keys`, all, or its own if devices give each other keys; `whole`, all."""
+    reads = operator.attrs.get("reads")
+    if isinstance(reads, list | tuple):
+        return str(reads[argument]) if argument < len(reads) else "whole"
     # Only the query is read in part, and only if keys and values are separate inputs.
-    is_query = argument == 0 and len(operator.inputs) != 1
-    return dim == HEADS or (dim == "seq" and is_query)
+    return "rows" if argument == 0 and len(operator.inputs) != 1 else "keys"

@@ -87,7 +87,7 @@ def test_flops_of_a_quarter_beside_those_of_the_whole(
     [
         (graph_of(), {"seq": 2}, [1, 1], "several blocks on one device of"),
         (graph_of(), {"heads": 2}, [0, 1], "cut it along 'seq'"),
-        (graph_of(key_features=0), {"seq": 2}, [0, 1], "without dropout of its probabilities"),
+        (graph_of(key_features=0), {"seq": 2}, [0, 1], "captured as one operator"),
         (graph_of(length=6), {"seq": 2}, [0, 1], "as many keys as queries"),
     ],
 )

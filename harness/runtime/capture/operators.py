@@ -88,7 +88,8 @@ def _attention(module: nn.MultiheadAttention) -> Attributes:
     return {
         "n_heads": module.num_heads,
         "in_features": module.embed_dim,
-        "key_features": 0 if has_more or drops else 2 * module.embed_dim,
+        "key_features": 0 if has_more else 2 * module.embed_dim,
+        "has_dropout": drops,
     }
 
 
@@ -103,6 +104,18 @@ def _grouped_attention(module: GroupedAttention) -> Attributes:
         "has_rotary": form.rotary_base is not None,
         "n_buckets": 0 if relative is None else relative.num_embeddings,
     }
+
+
+def _attention_region(region: AttentionRegion) -> Attributes:
+    found: Attributes = {"n_heads": region.n_groups}
+    if region.positions is None:
+        return {**found, "is_cut_by_positions": False}
+    found["reads"], mixing = list(region.positions.reads), region.positions.mixing
+    if mixing is None:
+        return found
+    is_causal, has_dropout = mixing.form.is_causal, mixing.form.dropout > 0
+    found |= {"key_features": mixing.key_features, "is_causal": is_causal}
+    return {**found, "has_dropout": has_dropout}
 
 
 def _router(module: Router) -> Attributes:
@@ -273,8 +286,7 @@ def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple
     if node.target is transposed_linear:
         return _transposed_linear(node)
     if isinstance(node.target, AttentionRegion):
-        groups = {"n_heads": node.target.n_groups, "is_cut_by_positions": False}
-        return "attention", {"function": name, **groups}
+        return "attention", {"function": name, **_attention_region(node.target)}
     if isinstance(node.target, AutocastFunction):
         return "other", {"function": name, "autocast": str(node.target.region)}
     if isinstance(node.target, OpaqueFunction):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ class AttentionForm:
 
     Attributes:
         queries_per_group: query heads that share a head of keys and values.
+        scale: of scores; None: head_dim ** -0.5.
+        dropout: probability of dropping a weight of a value.
         rotary_base: base of the rotary positions' wavelengths; None without them.
     """
 
@@ -35,6 +38,8 @@ class AttentionForm:
     queries_per_group: int = 1
     is_causal: bool = False
     rotary_base: float | None = None
+    scale: float | None = None
+    dropout: float = 0.0
 
 
 class Projections(NamedTuple):
@@ -57,7 +62,9 @@ class Projections(NamedTuple):
 
 # Mixes the values of one block of queries: called with the form, queries (samples, heads, queries,
 # features of a head), keys and values (samples, groups, positions, features), the table of relative
-# positions, the mask and the position of the first query; returns the shape of the queries.
+# positions, the mask and the position of the first query; returns the shape of the queries. The
+# mask is (samples or 1, heads or 1, queries or 1, positions or 1): added to the scores, or true
+# where they count.
 Mix = Callable[[AttentionForm, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int], Tensor]
 
 
@@ -91,6 +98,7 @@ def attend(
     if form.rotary_base is not None:
         q = _rotated(q, form.rotary_base, first)
         k = _rotated(k, form.rotary_base, first_key)
+    mask = None if mask is None else mask[:, None, None, :]
     mixed = (mix or mix_values)(form, q, k, v, weights.bias_table, mask, first)
     return F.linear(mixed.transpose(1, 2).flatten(2), weights.out, weights.out_bias)
 
@@ -108,11 +116,13 @@ def mix_values(
     if form.queries_per_group > 1:
         k = k.repeat_interleave(form.queries_per_group, dim=1)
         v = v.repeat_interleave(form.queries_per_group, dim=1)
+    attention = partial(
+        F.scaled_dot_product_attention, q, k, v, dropout_p=form.dropout, scale=form.scale
+    )
     is_plain = mask is None and table is None
     if is_plain and (not form.is_causal or (first == 0 and q.shape[2] == k.shape[2])):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=form.is_causal)
-    scores = score_bias(form, table, q, k, mask, first)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=scores)
+        return attention(is_causal=form.is_causal)
+    return attention(attn_mask=score_bias(form, table, q, k, mask, first))
 
 
 def split_heads(x: Tensor, weight: Tensor, bias: Tensor | None, head_dim: int) -> Tensor:
@@ -143,8 +153,11 @@ def score_bias(
 ) -> Tensor:
     """The mask that is added to the scores: (samples or 1, heads or 1, queries, positions).
 
-    Masked scores are finite, so that a sample of padding alone has no undefined values.
+    Scores that a boolean mask hides are finite, so that a sample of padding alone has no undefined
+    values.
     """
+    if table is None and not form.is_causal and mask is not None and mask.is_floating_point():
+        return mask.to(q.dtype)
     places = torch.arange(first, first + q.shape[2], device=q.device)
     distance = torch.arange(k.shape[2], device=q.device) - places[:, None]
     found = q.new_zeros(1, 1, *distance.shape)
@@ -154,8 +167,10 @@ def score_bias(
     hidden = torch.zeros_like(distance, dtype=torch.bool)[None, None]
     if form.is_causal:
         hidden = hidden | (distance > 0)
-    if mask is not None:
-        hidden = hidden | ~mask[:, None, None, :]
+    if mask is not None and mask.is_floating_point():
+        found = found + mask.to(q.dtype)
+    elif mask is not None:
+        hidden = hidden | ~mask
     return found.masked_fill(hidden, torch.finfo(q.dtype).min)
 
 

@@ -10,18 +10,21 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from harness.domain.partition import Interval
-from harness.runtime.tracing.attention_region import AttentionRegion, RegionWeight, ScaledNumber
+from harness.runtime.tracing.attention_core import Core
+from harness.runtime.tracing.attention_positions import FoundPositions
+from harness.runtime.tracing.attention_region import (
+    AttentionRegion,
+    Mixing,
+    RegionPositions,
+    RegionWeight,
+    ScaledNumber,
+    SlicedRows,
+)
+from harness.runtime.tracing.dim_rules import is_size
 from harness.runtime.tracing.projections import transposed_linear
 
 _SIZE = torch.ops.aten.sym_size.int
 _SLICE = torch.ops.aten.slice.Tensor
-
-
-def is_size(node: fx.Node) -> bool:
-    """Whether a node is the number of samples of the model's input."""
-    source = node.args[0] if node.args else None
-    is_input = isinstance(source, fx.Node) and source.op == "placeholder"
-    return node.target is _SIZE and is_input and node.args[1:] == (0,)
 
 
 class JoinedGraph:
@@ -32,6 +35,7 @@ class JoinedGraph:
         projections: by operator, the intervals that are each divided among the groups: of its
             output, of the last one's input.
         slices: by operator and a value from elsewhere that it reads, that value's dim of heads.
+        positions: how it is cut by positions; None if it is not.
 
     Attributes:
         inputs, held: nodes of the model's graph that are the region's arguments.
@@ -43,9 +47,12 @@ class JoinedGraph:
         order: Sequence[fx.Node],
         projections: Mapping[fx.Node, tuple[Interval, ...]],
         slices: Mapping[tuple[fx.Node, fx.Node], int],
+        positions: FoundPositions | None,
     ) -> None:
         self._module, self._order, self._projections = module, order, projections
-        self._slices, self._sliced = slices, list[str]()
+        self._slices, self._sliced, self._positions = slices, list[str](), positions
+        self._rows: list[SlicedRows] = []
+        self._taken: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._weights: list[RegionWeight] = []
@@ -81,13 +88,41 @@ class JoinedGraph:
             graph=self._graph,
             n_inputs=len(self.inputs),
             weights=tuple(self._weights),
-            numbers=tuple(
-                ScaledNumber(self._copies[node].name, position, index)
-                for node, position, index in numbers
-            ),
+            numbers=self._named(numbers),
             slices=tuple(self._sliced),
             n_groups=n_groups,
             draws=draws,
+            positions=None if self._positions is None else self._of_copies(self._positions),
+        )
+
+    def _named(
+        self, numbers: Sequence[tuple[fx.Node, int, int | None]]
+    ) -> tuple[ScaledNumber, ...]:
+        return tuple(
+            ScaledNumber(self._copies[node].name, position, index)
+            for node, position, index in numbers
+        )
+
+    def _of_copies(self, found: FoundPositions) -> RegionPositions:
+        return RegionPositions(
+            n=found.n,
+            reads=tuple(found.of_inputs.get(source, "whole") for source in self.inputs),
+            keys=frozenset(self._copies[node].name for node in found.keys),
+            numbers=self._named(found.numbers),
+            slices=tuple(self._rows),
+            mixing=None if found.core is None else self._mixing(found.core),
+        )
+
+    def _mixing(self, core: Core) -> Mixing:
+        query: Any = core.scores.args[0]
+        return Mixing(
+            query=self._taken[core.scores, query].name,
+            key=self._copies[core.key].name,
+            value=self._copies[core.value].name,
+            mask=None if core.mask is None else self._taken[core.mask].name,
+            output=self._copies[core.output].name,
+            key_features=2 * core.n_groups * core.form.head_dim,
+            form=core.form,
         )
 
     def _from_elsewhere(self) -> Iterator[fx.Node]:
@@ -130,7 +165,8 @@ class JoinedGraph:
     def _copy(self, node: fx.Node, size: fx.Node) -> None:
         if node not in self._projections and node.op == "call_module":
             dropout: Any = self._module.get_submodule(str(node.target))
-            arguments = (self._copies[node.all_input_nodes[0]], dropout.p, dropout.training)
+            source = self._given(node, node.all_input_nodes[0])
+            arguments = (source, dropout.p, dropout.training)
             self._copies[node] = self._graph.call_function(F.dropout, arguments)
             return
         if node not in self._projections:
@@ -139,15 +175,22 @@ class JoinedGraph:
             )
             return
         function: Any = transposed_linear if node.target is transposed_linear else F.linear
-        source = self._copies[node.all_input_nodes[0]]
+        source = self._given(node, node.all_input_nodes[0])
         self._copies[node] = self._graph.call_function(function, (source, *self._factors[node]))
 
     def _given(self, node: fx.Node, source: fx.Node) -> fx.Node:
-        """The copy of an operator's argument, or its heads if it comes from elsewhere."""
-        dim, given = self._slices.get((node, source)), self._copies[source]
-        if dim is None:
-            return given
-        n_heads = source.meta["val"].shape[dim]
-        sliced = self._graph.call_function(_SLICE, (given, dim, 0, n_heads))
-        self._sliced.append(sliced.name)
-        return sliced
+        """The copy of an operator's argument, or where that is cut, a slice of all of it."""
+        if (node, source) in self._taken:
+            return self._taken[node, source]
+        found, dim = self._copies[source], self._slices.get((node, source))
+        if dim is not None:
+            n_heads = source.meta["val"].shape[dim]
+            found = self._graph.call_function(_SLICE, (found, dim, 0, n_heads))
+            self._sliced.append(found.name)
+        rows = None if self._positions is None else self._positions.slices.get((node, source))
+        if rows is not None:
+            size = source.meta["val"].shape[rows.dim]
+            found = self._graph.call_function(_SLICE, (found, rows.dim, 0, size))
+            self._rows.append(SlicedRows(found.name, rows.with_input, rows.with_own))
+        self._taken[node, source] = found
+        return found

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from harness.runtime.tracing.attention_finding import operator_name
+from harness.runtime.tracing.dim_rules import operator_name
 
 _VIEWS = ("view", "reshape", "_unsafe_view")
 _POINTWISE = ("mul", "div", "add", "sub", "to", "contiguous", "clone", "dropout", "type_as", "neg")

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 import torch
+from equivalence_attentions import ATTENTIONS
 from equivalence_models import (
     OTHER_MODELS,
     SMALL_MODELS,
@@ -39,7 +40,7 @@ DTYPES = {
 # By optimizers that decay weights, or by most strategies.
 _REFUSED = ("sparse_rows", "shared_norm", "spectral_norm", "fixed_batch")
 _COMPLEX = ("complex_layers", "conjugates", "spectral")  # which autocast does not know
-_ATTENTIVE = ("vit", "gpt2", "llama", "bert_span", "t5")
+_ATTENTIVE = ("vit", "gpt2", "llama", "bert_span", "t5", *ATTENTIONS)
 _OPTIMIZERS = {
     "sgd": OptimizerOptions(name="sgd", learning_rate=0.01, momentum=0.9, weight_decay=1e-3),
     # For the real depths, which steps of the usual length drive into chaos.

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from equivalence_attentions import ATTENTIONS
+from equivalence_attentions import SHAPE as TOKENS_SHAPE
 from equivalence_constructs import CONSTRUCTS, N_TOKENS
 from equivalence_mixtures import MIXTURES, SHAPE
 from equivalence_operators import OPERATORS, SHAPED
@@ -376,6 +378,10 @@ TEXT_MODELS: dict[str, SmallModel] = {
     "nmt": SmallModel(build=lambda: _text("nmt"), has_dropout=True),
 }
 OTHER_MODELS |= TEXT_MODELS
+OTHER_MODELS |= {
+    name: SmallModel(build=lambda make=make: _reader(make(), *TOKENS_SHAPE))
+    for name, make in ATTENTIONS.items()
+}
 OTHER_MODELS |= {
     name: SmallModel(build=lambda make=make: _classifier(make(), *SHAPE))
     for name, make in MIXTURES.items()

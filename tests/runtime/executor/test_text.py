@@ -12,6 +12,7 @@ from equivalence_reference import train_alone
 from equivalence_training import train_in_fp16
 from msgspec.structs import replace
 
+from harness.domain.key_forms import key_forms
 from harness.domain.partition import count_parts
 from harness.domain.strategy import OperatorPlan
 from harness.runtime.capture.capture import capture
@@ -59,6 +60,24 @@ def test_attention_by_positions_trains_what_one_device_trains(model, cuts, keys,
     assert forms == {"shard" if keys == "input" else "collective"}
     found = ranks.train(case)
     assert first_beyond(found, trained_alone(model), FLOAT64_TOLERANCES["sgd"]) is None
+
+
+@pytest.mark.parametrize(("cuts", "first"), [({"seq": [1, 2]}, 0), ({"seq": 3}, 1)])
+def test_attentions_as_transformers_and_timm_write_them_train_by_positions(cuts, first, ranks):
+    case = make_case("attentions", "ddp")
+    graph, n_ranks = small_graph("attentions"), count_parts(cuts)
+    attentions = [op for op in graph.operators if op.kind == "attention"]
+    plans = {name: OperatorPlan({}, [0]) for name in case.strategy.operators}
+    for k, op in enumerate(attentions):
+        keys = key_forms(op, graph)
+        plans[op.name] = OperatorPlan(
+            cuts, list(range(n_ranks)), keys=keys[-1 - (first + k) % len(keys)]
+        )
+    case = replace(case, n_ranks=n_ranks, strategy=replace(case.strategy, operators=plans))
+    forms = forms_of(case).of
+    assert {forms[op.name] for op in attentions} == {"shard", "collective"}
+    found = ranks.train(case)
+    assert first_beyond(found, trained_alone("attentions"), FLOAT64_TOLERANCES["sgd"]) is None
 
 
 def forms_of(case):

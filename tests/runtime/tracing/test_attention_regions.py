@@ -1,6 +1,7 @@
-"""Attentions of transformers become operators that are cut by groups of heads."""
+"""Attentions of transformers become operators that are cut by heads and by positions."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from zoo import ZOO
 from harness.domain.partition import REPLICA
 from harness.plan.builders import tensor_parallel
 from harness.runtime.capture.capture import capture
-from harness.runtime.tracing.attention_region import AttentionRegion
+from harness.runtime.models.attention import mix_values
+from harness.runtime.tracing.attention_region import AttentionRegion, Rows
 from harness.runtime.tracing.trace import trace
 
 
@@ -31,37 +33,76 @@ class _ArgumentsOf(fx.Interpreter):
         return super().run_node(n)
 
 
-def part_of(region, arguments, groups):
-    """The partial sum of some groups, from slices of the weights."""
-    weights = []
+def part_of(region, arguments, groups, rows=None, mix=None):
+    """The partial sum of some groups, from slices of the weights, at some positions."""
+    weights, inputs = [], arguments[: region.n_inputs]
+    if rows is not None:
+        owned = ("rows", "keys") if rows.has_own_keys else ("rows",)
+        inputs = [
+            x[:, slice(*rows.interval)] if reads in owned else x
+            for x, reads in zip(inputs, region.positions.reads, strict=True)
+        ]
     for rule, weight in zip(region.weights, arguments[region.n_inputs :], strict=True):
         intervals = rule.intervals(groups, region.n_groups)
         pieces = [weight.narrow(rule.dim, a, b - a) for a, b in intervals]
         whole = None if rule.is_last_bias and groups[0] else weight
         weights.append(torch.cat(pieces, dim=rule.dim) if pieces else whole)
-    return region.part(groups)(*arguments[: region.n_inputs], *weights)
+    mixes = [] if rows is None else [mix]
+    return region.part(groups, rows)(*inputs, *weights, *mixes)
+
+
+def wholes_by_positions(region, arguments):
+    """The parts of all positions together: devices compute all keys, or give each other theirs."""
+    blocks = [(0, 3), (3, 4), (4, region.positions.n)]
+    mixing, known = region.positions.mixing, []
+
+    def mix(start, q, k, v, mask):
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
+        return mix_values(mixing.form, q, k, v, None, mask, start)
+
+    def note(start, q, k, v, mask):
+        known.append((k, v))
+        return q
+
+    def gather(start, q, k, v, mask):
+        return mix(start, q, *(torch.cat(parts, 2) for parts in zip(*known, strict=True)), mask)
+
+    def whole(has_own_keys, function):
+        return torch.cat([
+            part_of(region, arguments, (0, region.n_groups), Rows(block, has_own_keys),
+                    partial(function, block[0]))
+            for block in blocks
+        ], 1)  # fmt: skip
+
+    yield whole(False, mix)
+    if mixing is not None:
+        whole(True, note)
+        yield whole(True, gather)
 
 
 # Queries, keys and values of GPT-2 are one product; two heads of Llama's queries share a group.
 # Scores of T5 get relative positions of each head; eager attentions are products of their own.
 # Bloom and DeBERTa merge samples and heads; each head of Bloom has its queries, keys and values
 # beside each other. Models of timm stack queries, keys and values. GPT-J rotates pairs.
+# All but DeBERTa's are cut by positions; where scores are more than scaled and masked, and where a
+# softmax rounds float64, each device has all keys.
 @pytest.mark.parametrize(
-    ("name", "n_regions", "n_groups", "sections"),
+    ("name", "n_regions", "n_groups", "sections", "keys"),
     [
-        ("transformers_bert", 2, 4, ((0, 16),)),
-        ("transformers_gpt2", 2, 4, ((0, 16), (16, 32), (32, 48))),
-        ("transformers_llama", 2, 2, ((0, 16),)),
-        ("transformers_llama_eager", 2, 2, ((0, 16),)),
-        ("transformers_t5", 3, 4, ((0, 16),)),
-        ("transformers_bart", 3, 4, ((0, 16),)),
-        ("transformers_bloom", 2, 4, ((0, 48),)),
-        ("transformers_gptj", 2, 4, ((0, 16),)),
-        ("transformers_deberta_v2", 2, 4, ((0, 16),)),
-        ("timm_vit_tiny_patch16_224", 2, 4, ((0, 16), (16, 32), (32, 48))),
+        ("transformers_bert", 2, 4, ((0, 16),), "any"),
+        ("transformers_gpt2", 2, 4, ((0, 16), (16, 32), (32, 48)), "any"),
+        ("transformers_llama", 2, 2, ((0, 16),), "any"),
+        ("transformers_llama_eager", 2, 2, ((0, 16),), "input"),
+        ("transformers_t5", 3, 4, ((0, 16),), "any"),
+        ("transformers_bart", 3, 4, ((0, 16),), "any"),
+        ("transformers_bloom", 2, 4, ((0, 48),), "input"),
+        ("transformers_gptj", 2, 4, ((0, 16),), "any"),
+        ("transformers_deberta_v2", 2, 4, ((0, 16),), None),
+        ("timm_vit_tiny_patch16_224", 2, 4, ((0, 16), (16, 32), (32, 48)), "any"),
     ],
 )
-def test_the_parts_of_an_attention_add_up(name, n_regions, n_groups, sections):
+def test_the_parts_of_an_attention_add_up(name, n_regions, n_groups, sections, keys):
     task = ZOO[name].task()
     captured = capture(task, 4, name)
     regions = {k: n for k, n in captured.nodes.items() if isinstance(n.target, AttentionRegion)}
@@ -78,7 +119,11 @@ def test_the_parts_of_an_attention_add_up(name, n_regions, n_groups, sections):
     run = _ArgumentsOf(captured.module, node)
     run.run(*inputs)
     parts = [part_of(region, run.found, groups) for groups in ((0, 1), (1, n_groups))]
-    torch.testing.assert_close(sum(parts), region(*run.found), rtol=1e-12, atol=1e-14)
+    whole = region(*run.found)
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-14)
+    assert keys == (region.positions and ("any" if region.positions.mixing else "input"))
+    for made in wholes_by_positions(region, run.found) if keys else ():
+        torch.testing.assert_close(made, whole, rtol=1e-12, atol=1e-14)
     plans = tensor_parallel(captured.graph, small_cluster(2), 4).operators
     assert plans[operator].partition == {"heads": 2}
     # Of a linear layer's two, the first is cut by features and the second by its contraction, but

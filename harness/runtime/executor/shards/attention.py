@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from harness.domain.key_forms import POSITIONS
 from harness.domain.partition import SAMPLE, Block, Interval
 from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
 from harness.runtime.executor.shards.regions import Region, regions
@@ -21,7 +22,7 @@ from harness.runtime.models.attention import (
     mix_values,
     split_heads,
 )
-from harness.runtime.tracing.attention_region import AttentionRegion, RegionWeight
+from harness.runtime.tracing.attention_region import AttentionRegion, RegionWeight, Rows
 
 
 class MixingShard(Shard):
@@ -166,11 +167,8 @@ class AttentionShard(MixingShard):
             for role, source in zip(_ROLES, self._roles, strict=True)
         )
         dropout = self._dropout if self.training else 0.0
-        if dropout:
-            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
-        else:
-            form = AttentionForm(head_dim=self._head_dim)
-            mixed = self.mix(form, query, key, value, None, None, 0)
+        form = AttentionForm(head_dim=self._head_dim, dropout=dropout)
+        mixed = self.mix(form, query, key, value, None, None, 0)
         return F.linear(mixed.transpose(1, 2).flatten(2), self.out_weight, self.out_bias)
 
 
@@ -225,11 +223,12 @@ def _has_unread_weights(node: fx.Node) -> bool:
     )
 
 
-class RegionShard(Shard):
-    """Some groups of heads over whole sequences.
+class RegionShard(MixingShard):
+    """Some groups of heads for some queries.
 
     Args:
         groups: the block's groups; the part with group 0 adds the output's bias.
+        rows: the block's positions; None if it has all.
         inward: one region per input.
     """
 
@@ -239,10 +238,14 @@ class RegionShard(Shard):
         joined: AttentionRegion,
         held: list[Held],
         groups: Interval,
+        rows: Rows | None,
         inward: list[Region],
     ) -> None:
         super().__init__()
-        self._compute, self._inward = joined.part(groups), inward
+        self._compute, self._inward = joined.part(groups, rows), inward
+        self._first = None if rows is None else rows.interval[0]
+        mixing = joined.positions and joined.positions.mixing
+        self._form = AttentionForm(head_dim=0) if mixing is None else mixing.form
         self._dims = [rule.dim for rule in joined.weights]
         self._names: list[list[str]] = []
         for number, (rule, tensor) in enumerate(zip(joined.weights, held, strict=True)):
@@ -279,8 +282,17 @@ class RegionShard(Shard):
     def forward(self, *inputs: Tensor) -> Tensor:
         taken = [each.take(x) for each, x in zip(self._inward, inputs, strict=True)]
         weights = map(self._weight, self._names, self._dims)
-        found: Tensor = self._compute(*taken, *weights)
+        mix = () if self._first is None else (self._mix,)
+        found: Tensor = self._compute(*taken, *weights, *mix)
         return found
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None and mask.dtype == torch.bool:  # what it hides does not count at all
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.dim())]
+        assert self._first is not None
+        return self.mix(self._form, q, k, v, None, mask, self._first)
 
     def _weight(self, names: list[str], dim: int | None) -> Tensor | None:
         pieces = [getattr(self, name) for name in names]
@@ -290,21 +302,27 @@ class RegionShard(Shard):
 
 
 def make_attention_region(part: ShardSpec) -> RegionShard | None:
-    """An AttentionRegion, cut along groups of heads."""
+    """An AttentionRegion, cut along groups of heads and queries."""
     joined, groups, read = part.node.target, part.partial("heads"), part.arguments()
     if not isinstance(joined, AttentionRegion) or groups is None or read is None:
         return None
-    if len(part.output) != 3 or not (part.is_whole(1) and part.is_whole(2)):
+    if len(part.output) != 3 or not part.is_whole(2):
+        return None
+    rows = None if part.is_whole(1) else Rows(part.output[1], part.has_own_keys)
+    positions = joined.positions
+    if rows is not None and (positions is None or (rows.has_own_keys and not positions.mixing)):
         return None
     held = [each for each in read[0] if isinstance(each, Held)]
     given = [each.index for each in read[0] if isinstance(each, Given)]
     if given != list(range(joined.n_inputs)) or len(held) != len(joined.weights):
         return None
-    needed = [
-        [part.output[0] if dim == SAMPLE else (0, size) for dim, size in wanted.shape.items()]
-        for wanted in part.wanted
-    ]
+    needed: list[list[Interval]] = []
+    for index, wanted in enumerate(part.wanted):
+        reads = positions.reads[index] if rows is not None and positions else "whole"
+        is_own = reads == "rows" or (reads == "keys" and part.has_own_keys)
+        cut = {SAMPLE: part.output[0], **({POSITIONS: part.output[1]} if is_own else {})}
+        needed.append([cut.get(dim, (0, size)) for dim, size in wanted.shape.items()])
     inward = regions(part, needed)
     if inward is None:
         return None
-    return RegionShard(part, joined, held, groups, inward)
+    return RegionShard(part, joined, held, groups, rows, inward)

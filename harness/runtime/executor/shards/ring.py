@@ -140,7 +140,8 @@ class _MixAround(torch.autograd.Function):
         ring: KeyRing,
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        top = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=wide)
+        lowest = torch.finfo(wide).min  # of a query from which a mask hides all keys so far
+        top = q.new_full((*q.shape[:3], 1), lowest, dtype=wide)
         total, mixed = torch.zeros_like(top), torch.zeros_like(q, dtype=wide)
         for place, (keys, values) in ring.around(own):
             for part in _parts(form, q, keys, table, mask, ring, place):
@@ -153,6 +154,7 @@ class _MixAround(torch.autograd.Function):
                 total[:, :, rows] = total[:, :, rows] * kept + weights.sum(-1, keepdim=True)
                 added = part.times(weights, part.seen(values))
                 mixed[:, :, rows] = mixed[:, :, rows] * kept + added
+        total.clamp_(min=torch.finfo(wide).tiny)
         found = mixed.div_(total).to(q.dtype)
         ctx.save_for_backward(q, own, table, mask, found, top, total)
         ctx.form, ctx.ring = form, ring
@@ -166,6 +168,7 @@ class _MixAround(torch.autograd.Function):
         along = (gradient.to(top.dtype) * found).sum(-1, keepdim=True)
         to_q = torch.zeros_like(q, dtype=top.dtype)
         to_table = None if table is None else torch.zeros_like(table)
+        to_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         to_own, waiting = own, None
         for place, block in ring.around(own):
             to_block = torch.zeros_like(block, dtype=top.dtype)
@@ -177,6 +180,9 @@ class _MixAround(torch.autograd.Function):
                 s = part.times(g, part.seen(block[1]).mT).sub_(along[:, :, rows]).mul_(p)
                 if to_table is not None:
                     to_table += part.to_table(s)
+                if to_mask is not None:
+                    shown = part.of_mask(to_mask)
+                    shown += s.sum_to_size(shown.shape)
                 s.mul_(part.scale)
                 to_q[:, :, rows] += part.times(s, part.seen(block[0]))
                 to_block[0, :, :, :n] += part.summed(s, q[:, :, rows])
@@ -187,7 +193,7 @@ class _MixAround(torch.autograd.Function):
             to_block = to_block if waiting is None else to_block + waiting()
             waiting = ring.start(to_block, ring.shape(own, (place - 1) % len(ring.blocks)))
         to_own = to_own if waiting is None else to_own + waiting()
-        return to_q.to(q.dtype), to_own, to_table, None, None, None
+        return to_q.to(q.dtype), to_own, to_table, to_mask, None, None
 
 
 @dataclass(frozen=True)
@@ -197,7 +203,8 @@ class _Part:
     Attributes:
         q: all queries, (samples, heads, queries, n).
         keys: of the block, (samples, groups, positions, n).
-        mask: of the block.
+        mask: of all keys.
+        block: positions of the block.
         first: position of the first of these queries after the block's first key.
     """
 
@@ -206,13 +213,14 @@ class _Part:
     keys: Tensor
     table: Tensor | None
     mask: Tensor | None
+    block: Interval
     rows: slice
     n_keys: int
     first: int
 
     @property
     def scale(self) -> float:
-        return float(self.form.head_dim**-0.5)
+        return float(self.form.scale or self.form.head_dim**-0.5)
 
     def seen(self, x: Tensor) -> Tensor:
         """The keys or values that these queries may see."""
@@ -229,8 +237,15 @@ class _Part:
 
     def _bias(self, table: Tensor | None) -> Tensor:
         q, keys = self.q[:, :, self.rows], self.seen(self.keys)
-        mask = None if self.mask is None else self.mask[:, : self.n_keys]
+        mask = None if self.mask is None else self.of_mask(self.mask)
         return score_bias(self.form, table, q, keys, mask, self.first)
+
+    def of_mask(self, mask: Tensor) -> Tensor:
+        """A mask, or its gradient, of these queries and keys."""
+        if mask.shape[2] > 1:
+            mask = mask[:, :, self.rows]
+        start, stop = self.block
+        return mask[..., start:stop] if mask.shape[3] > 1 else mask
 
     def to_table(self, gradient: Tensor) -> Tensor:
         """The gradient of the table of relative positions."""
@@ -274,11 +289,11 @@ def _parts(
     start, stop = ring.blocks[place]
     first, n_queries = ring.blocks[ring.at][0], q.shape[2]
     n_rows = max(1, _N_SCORES[q.device.type] // (q.shape[0] * q.shape[1] * (stop - start)))
-    own_mask = None if mask is None else mask[:, start:stop]
     for low in range(0, n_queries, n_rows):
         high = min(n_queries, low + n_rows)
         is_cut = form.is_causal and mask is None
         n_keys = min(stop, first + high) - start if is_cut else stop - start
         if n_keys > 0:
             after = first + low - start
-            yield _Part(form, q, keys, table, own_mask, slice(low, high), n_keys, after)
+            rows = slice(low, high)
+            yield _Part(form, q, keys, table, mask, (start, stop), rows, n_keys, after)

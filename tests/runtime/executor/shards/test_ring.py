@@ -49,9 +49,13 @@ def rings(parts):
 
 
 def trained(mix, form, q, k, v, table, mask, first, gradient):
-    """Output, and gradients of queries, keys, values and table."""
+    """Output, and gradients of queries, keys, values, table and a mask of numbers."""
     leaves = [None if x is None else x.clone().requires_grad_() for x in (q, k, v, table)]
-    found = mix(form, *leaves, mask, first)
+    if mask is not None and mask.is_floating_point():
+        leaves.append(mask.clone().requires_grad_())
+        found = mix(form, *leaves, first)
+    else:
+        found = mix(form, *leaves, mask, first)
     found.backward(gradient)
     return [found.detach(), *(None if x is None else x.grad for x in leaves)]
 
@@ -71,18 +75,25 @@ def assert_equal(found, wanted):
         (True, False, False, 3, 1),  # grouped queries, one query at a time
         (False, True, False, 2, 200),
         (True, True, True, 2, 100),
+        (False, "of numbers", False, 2, 200),
     ],
 )
 def test_it_is_that_of_one_device(
     keys, shares, is_causal, has_mask, has_table, n_queries_each, n_scores
 ):
-    form = AttentionForm(head_dim=HEAD_DIM, queries_per_group=n_queries_each, is_causal=is_causal)
+    form = AttentionForm(
+        head_dim=HEAD_DIM, queries_per_group=n_queries_each, is_causal=is_causal, scale=0.4
+    )
     q, k, v, table = draw(n_queries_each, has_table=has_table)
     mask = None
     if has_mask:
         # Of a sample of padding alone, PyTorch's fused kernel has wrong gradients; with a table it
         # is not used.
         mask = torch.arange(LENGTH)[None] < torch.tensor([[4], [0 if has_table else 1]])
+        mask = mask[:, None, None]
+    if has_mask == "of numbers":  # of each head, query and key; the last query sees nothing
+        mask = torch.randn(1, q.shape[1], LENGTH, LENGTH, dtype=q.dtype)
+        mask[..., 5] = mask[:, :, -1] = -torch.inf
     gradient = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1))
     wanted = trained(mix_values, form, q, k, v, table, mask, 0, gradient)
 
@@ -91,8 +102,9 @@ def test_it_is_that_of_one_device(
     def run(one):
         start, stop = one.blocks[one.at]
         own = [x[:, :, start:stop] for x in (q, k, v)]
+        rows = mask if mask is None or mask.shape[2] == 1 else mask[:, :, start:stop]
         mix = ring.make_mix(keys, one)
-        return trained(mix, form, *own, table, mask, start, gradient[:, :, start:stop])
+        return trained(mix, form, *own, table, rows, start, gradient[:, :, start:stop])
 
     with mock.patch.dict(ring._N_SCORES, cpu=n_scores), ThreadPoolExecutor(len(parts)) as pool:
         found = list(pool.map(run, rings(parts)))
@@ -100,6 +112,8 @@ def test_it_is_that_of_one_device(
         assert_equal(torch.cat([each[at] for each in found], dim=2), wanted[at])
     if has_table:
         assert_equal(sum(each[4] for each in found), wanted[4])
+    for each in wanted[5:]:
+        assert_equal(torch.cat([own[5] for own in found], dim=2), each)
 
 
 def test_half_precision_loses_no_more_than_its_own_rounding():

@@ -1,0 +1,226 @@
+"""Follow one dim of values, such as the heads or positions of an attention, through operators."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from harness.runtime.capture.operators import function_name
+from harness.runtime.tracing.constructs import CALLS
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+PRODUCTS = ("matmul", "bmm")
+VIEWS = ("view", "reshape", "_unsafe_view", "reshape_as", "flatten")
+MOVES = ("transpose", "permute", "unsqueeze", "select", "unbind", "stack")
+_POINTWISE = (
+    "mul", "add", "sub", "div", "neg", "to", "contiguous", "clone", "pow", "rsqrt", "mean", "alias",
+    "softmax", "dropout", "masked_fill", "where", "tanh", "type_as", "gather",
+)  # fmt: skip
+_SAME_RANK = ("cat", "slice", "split", "split_with_sizes", "chunk", "expand", "repeat_interleave")
+_SPLITS = ("split", "split_with_sizes", "chunk")
+PASSED = {*VIEWS, *_POINTWISE, *_SAME_RANK, *MOVES, *PRODUCTS, "getitem"}
+
+
+class NotCuttableError(Exception):
+    """The attention cannot be cut along a dim, or it is not known that it can."""
+
+
+def require(condition: object) -> None:
+    """Refuse a cut unless a condition holds.
+
+    Raises:
+        NotCuttableError: it does not.
+    """
+    if not condition:
+        raise NotCuttableError
+
+
+class DimRules:
+    """The rules of one dim; each kind of dim has its own for views, products and divisions.
+
+    Attributes:
+        dims: position of the dim in each node's value, of nodes so far.
+        numbers: sizes among nodes' arguments that are in proportion to the dim: node, argument, and
+            place if that is a list.
+        slices: operators that read values from elsewhere, those values, and their position of the
+            dim.
+    """
+
+    def __init__(self) -> None:
+        self.dims: dict[fx.Node, int] = {}
+        self.numbers: list[tuple[fx.Node, int, int | None]] = []
+        self.slices: dict[tuple[fx.Node, fx.Node], int] = {}
+
+    def of_view(self, node: fx.Node, source: fx.Node, place: int) -> int:
+        """The position after a view that keeps what is before the dim, found at a place."""
+        raise NotImplementedError
+
+    def of_product(self, node: fx.Node) -> int:
+        """The position in a product of matrices."""
+        raise NotImplementedError
+
+    def of_element(self, node: fx.Node, source: fx.Node, position: int) -> int:
+        """The position in an element of a division."""
+        raise NotImplementedError
+
+    def of_cut(self, node: fx.Node, name: str, position: int) -> int:
+        """The position in a part along the dim, or in a repetition."""
+        raise NotImplementedError
+
+    def follow(self, node: fx.Node) -> int:
+        """The position of the dim in a node's value, by its sources' positions.
+
+        Raises:
+            NotCuttableError: the operator mixes what is along the dim, or is not known.
+        """
+        name, source = operator_name(node), node.all_input_nodes[0]
+        if name in VIEWS:
+            return self._of_view(node, source)
+        if name in PRODUCTS:
+            return self.of_product(node)
+        if name in _POINTWISE or name == "cat":
+            return self._of_aligned(node, name)
+        require(source in self.dims)
+        position = self.dims[source]
+        if name == "getitem":
+            is_division = function_name(source.target) in _SPLITS
+            require(is_division or operator_name(source) == "unbind")
+            return self.of_element(node, source, position) if is_division else position
+        rank = len(shape_of(source))
+        if name == "transpose":
+            a, b = (natural(x, rank) for x in node.args[1:3])
+            return {a: b, b: a}.get(position, position)
+        if name == "permute":
+            return [natural(x, rank) for x in node.args[1]].index(position)  # type: ignore[union-attr]
+        if name in ("select", "unbind"):
+            dim = natural(node.args[1] if len(node.args) > 1 else 0, rank)
+            require(dim != position)
+            return position - (dim < position)
+        if name in ("unsqueeze", "stack"):
+            require(all(self.dims.get(n) == position for n in node.all_input_nodes))
+            new = node.args[1] if len(node.args) > 1 else 0
+            return position + (natural(new, rank + 1) <= position)
+        if name == "expand":
+            position += len(shape_of(node)) - rank
+            self._scale(node, position)
+            return position
+        return self._of_part(node, name, position, rank)
+
+    def _of_view(self, node: fx.Node, source: fx.Node) -> int:
+        require(source in self.dims)
+        made, before = shape_of(node), volume(shape_of(source)[: self.dims[source]])
+        places = [k for k, size in enumerate(made) if volume(made[:k]) == before and size != 1]
+        require(places)
+        place = self.of_view(node, source, places[0])
+        require(place < len(made))
+        if operator_name(node) == "reshape_as":
+            require(node.args[1] in self.dims)
+        elif operator_name(node) != "flatten":
+            self._scale(node, place)
+        return place
+
+    def _of_aligned(self, node: fx.Node, name: str) -> int:
+        """Elementwise with broadcasting, over other dims (softmax, mean), or a concatenation."""
+        tensors = [n for n in node.all_input_nodes if not is_size(n)]
+        from_last = {len(shape_of(n)) - self.dims[n] for n in tensors if n in self.dims}
+        require(len(from_last) == 1)
+        (offset,) = from_last
+        require(function_name(node.target) == name or node.args[0] in self.dims)
+        for other in tensors:
+            self.broadcast(node, other, offset)
+        rank = len(shape_of(node))
+        has_dims = name in ("cat", "mean", "softmax", "gather")
+        dims: Any = node.args[1] if has_dims and len(node.args) > 1 else ()
+        dims = [dims] if isinstance(dims, int) else dims
+        require(name not in ("mean", "softmax") or dims)
+        if name == "mean":
+            require(len(node.args) > 2 and node.args[2] is True)
+        if name == "cat":
+            require(all(n in self.dims for n in tensors))
+            dims = dims or [node.kwargs.get("dim", 0)]
+        require(all(natural(dim, rank) != rank - offset for dim in dims))
+        return rank - offset
+
+    def broadcast(self, node: fx.Node, other: fx.Node, from_last: int) -> None:
+        """Slice the dim of a value from elsewhere, if it has it."""
+        shape = shape_of(other)
+        if other in self.dims or len(shape) < from_last or shape[-from_last] == 1:
+            return
+        require(size_of(other, -from_last) == size_of(node, -from_last))
+        self.slices[node, other] = len(shape) - from_last
+
+    def _of_part(self, node: fx.Node, name: str, position: int, rank: int) -> int:
+        """A slice, a split or a repetition."""
+        place = {"slice": 1}.get(name, 2)
+        dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
+        require(name != "repeat_interleave" or isinstance(node.args[1], int))
+        return position if natural(dim, rank) != position else self.of_cut(node, name, position)
+
+    def _scale(self, node: fx.Node, index: int) -> None:
+        sizes: Any = node.args[1] if isinstance(node.args[1], list | tuple) else None
+        require(sizes is not None)
+        size = sizes[index]
+        require(isinstance(size, int))
+        if size > 0:
+            self.numbers.append((node, 1, index))
+
+
+def slice_bounds(node: fx.Node, size: int) -> tuple[int, int]:
+    """The interval that a slice without a step takes of a dim."""
+    bounds: list[Any] = [*node.args[2:4], sys.maxsize][:2]
+    require(all(isinstance(x, int) and x >= 0 for x in bounds) and len(node.args) < 5)
+    return min(bounds[0], size), min(bounds[1], size)
+
+
+def operator_name(node: fx.Node) -> str:
+    """The name of a node's function, without the underscore of in-place functions; `dropout` for
+    a module of it, empty for others."""
+    if node.op == "call_module":
+        return "dropout" if type(module_of(node)) is nn.Dropout else ""
+    return function_name(node.target).removesuffix("_") if node.op in CALLS else ""
+
+
+def module_of(node: fx.Node) -> nn.Module:
+    """The module that a node calls."""
+    owner = node.graph.owning_module
+    assert owner is not None
+    return owner.get_submodule(str(node.target))
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node is the number of samples of the model's input."""
+    source = node.args[0] if node.args else None
+    is_input = isinstance(source, fx.Node) and source.op == "placeholder"
+    return node.target is torch.ops.aten.sym_size.int and is_input and node.args[1:] == (0,)
+
+
+def shape_of(node: fx.Node) -> list[Any]:
+    """Sizes of a node's (first) value; the number of samples is a symbol."""
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, tuple | list) else value
+    require(isinstance(value, Tensor))
+    assert isinstance(value, Tensor)
+    return [size if isinstance(size, int) else str(size) for size in value.shape]
+
+
+def size_of(node: fx.Node, position: int) -> int:
+    """A size that is a number."""
+    size = shape_of(node)[position]
+    require(isinstance(size, int))
+    return int(size)
+
+
+def volume(sizes: list[Any]) -> tuple[int, list[str]]:
+    """The product of sizes: of the numbers, and all symbols."""
+    numbers = [size for size in sizes if isinstance(size, int)]
+    return math.prod(numbers), sorted(size for size in sizes if isinstance(size, str))
+
+
+def natural(dim: Any, rank: int) -> int:
+    """A dim as a number that is not negative."""
+    require(isinstance(dim, int))
+    return int(dim) % rank
