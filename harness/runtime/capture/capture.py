@@ -226,7 +226,7 @@ class _Builder:
         kind, attrs, product = self._described(node)
         is_opaque_node = is_opaque(node, self._modules)
         is_unknown = not is_opaque_node and not is_known(kind, str(attrs["function"]))
-        is_named = is_unknown and "autocast" not in attrs
+        is_named = is_unknown and "autocast" not in attrs and bool(sources)  # not a made tensor
         parameters = self._parameters_used(node)
         is_hooked = any(map(has_gradient_hooks, parameters.values()))
         if is_hooked:  # its hook must see the whole gradient
