@@ -104,12 +104,14 @@ def trained_parameters_of(cases: dict[str, TrainCase], context: Context) -> dict
     return {name: trained_parameters(case, context) for name, case in cases.items()}
 
 
-def model_states(case: TrainCase, context: Context) -> dict[str, Tensor]:
-    """The model's state after training, as the engine gives it back."""
-    training = prepare(case, context.world, context.recorder)
-    loop = TrainLoop(training, context, case.warm_up)
-    loop.measure(case.steps)
-    return training.engine.model_state()
+def model_states(cases: dict[str, TrainCase], context: Context) -> dict[str, dict[str, Tensor]]:
+    """The model's state after each of several trainings, as the engine gives it back."""
+    found = {}
+    for name, case in cases.items():
+        training = prepare(case, context.world, context.recorder)
+        TrainLoop(training, context, case.warm_up).measure(case.steps)
+        found[name] = training.engine.model_state()
+    return found
 
 
 def train_with_a_changed_replica(case: TrainCase, context: Context) -> str:
