@@ -8,7 +8,6 @@ Hodges and Lehmann's shift, on logarithms, so that the shift is a ratio.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -20,8 +19,6 @@ _FEWEST_CORRELATED = 3
 TOO_SHORT_S = 1e-3
 # Up to this many samples an exact binomial coefficient takes microseconds.
 _EXACT = 1000
-# If the smaller side has more, the distribution of U is taken as normal.
-_LARGEST_EXACT_U = 8
 
 Outcome = Literal["faster", "slower", "same", "inconclusive"]
 
@@ -204,52 +201,13 @@ def _shift_interval(log_a: np.ndarray, log_b: np.ndarray) -> tuple[float, float,
 
     Source: Hollander and Wolfe, Nonparametric Statistical Methods, section 4.3 (normal form).
     """
+    from scipy.stats import norm
+
     shifts = np.sort(np.subtract.outer(log_a, log_b).ravel())
     n_a, n_b = log_a.size, log_b.size
     spread = math.sqrt(n_a * n_b * (n_a + n_b + 1) / 12)
-    k = max(0, math.floor(n_a * n_b / 2 - NormalDist().inv_cdf(1 - MAX_P / 2) * spread))
+    k = max(0, math.floor(n_a * n_b / 2 - float(norm.ppf(1 - MAX_P / 2)) * spread))
     return float(np.median(shifts)), float(shifts[k]), float(shifts[-1 - k])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """The ranks of values, from 1; equal values share the mean of theirs."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: np.ndarray = (np.cumsum(counts) - (counts - 1) / 2)[places]
-    return ranks
-
-
-def _mann_whitney_p(a: np.ndarray, b: np.ndarray) -> float:
-    """Two-sided p of Mann and Whitney's U: exact if a side is small and no values are equal, else
-    normal with corrections for ties and continuity, as SciPy has it (whose import takes a second).
-
-    Source: Hollander and Wolfe, Nonparametric Statistical Methods, section 4.1.
-    """
-    n_a, n_b = a.size, b.size
-    both = np.concatenate([a, b])
-    u = float(_ranks(both)[:n_a].sum()) - n_a * (n_a + 1) / 2
-    u = max(u, n_a * n_b - u)
-    _, counts = np.unique(both, return_counts=True)
-    if min(n_a, n_b) <= _LARGEST_EXACT_U and counts.max() == 1:
-        ways = _ways_of_u(n_a, n_b)
-        return min(1.0, 2 * sum(ways[round(u) :]) / sum(ways))
-    n = n_a + n_b
-    ties = float((counts**3 - counts).sum()) / (n * (n - 1))
-    spread = math.sqrt(n_a * n_b / 12 * (n + 1 - ties))
-    if spread == 0:  # all values are equal
-        return 1.0
-    return min(1.0, math.erfc((u - n_a * n_b / 2 - 0.5) / spread / math.sqrt(2)))
-
-
-def _ways_of_u(n_a: int, n_b: int) -> list[int]:
-    """The number of orders of n_a and n_b values for each U: the coefficients of a Gaussian
-    binomial coefficient, the product of (1 - q^(n_b + i)) / (1 - q^i) for i from 1 to n_a."""
-    ways = [1] + [0] * (n_a * n_b)
-    for i in range(1, n_a + 1):
-        for u in range(len(ways) - 1, n_b + i - 1, -1):
-            ways[u] -= ways[u - n_b - i]
-        for u in range(i, len(ways)):
-            ways[u] += ways[u - i]
-    return ways
 
 
 def _repeats_for_p() -> int:
@@ -278,11 +236,13 @@ def verdict(a: Sequence[float], b: Sequence[float], minimum_effect: float = 1.1)
     Raises:
         ValueError: empty, not finite, not above 0, or a minimum effect of 1 or less.
     """
+    from scipy.stats import mannwhitneyu
+
     if minimum_effect <= 1:
         raise ValueError(f"minimum_effect is a factor above 1, not {minimum_effect}")
     log_a, log_b = _logs(a), _logs(b)
     shift, low, high = _shift_interval(log_a, log_b)
-    p = _mann_whitney_p(log_a, log_b)
+    p = float(mannwhitneyu(log_a, log_b, alternative="two-sided").pvalue)
     effect = math.log(minimum_effect)
     outcome: Outcome = "inconclusive"
     if log_a.size + log_b.size >= MIN_REPEATS:
@@ -314,6 +274,8 @@ def _logs(values: Sequence[float]) -> np.ndarray:
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Spearman's coefficient, ties by their mean rank; None below three pairs, or where all values
     of a side are equal."""
+    from scipy.stats import rankdata
+
     if len(a) < _FEWEST_CORRELATED or len(set(a)) == 1 or len(set(b)) == 1:
         return None
-    return float(np.corrcoef(_ranks(np.asarray(a)), _ranks(np.asarray(b)))[0, 1])
+    return float(np.corrcoef(rankdata(a), rankdata(b))[0, 1])

@@ -4,13 +4,11 @@ import math
 import random
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.measure.statistics import (
-    _mann_whitney_p,
     median_interval_ranks,
     paired_ratio,
     summarize,
@@ -126,14 +124,3 @@ def test_noisy_repeats_are_inconclusive_rather_than_the_same():
     judged = verdict(_repeats(1.0, 10, 3, spread=0.5), _repeats(1.0, 10, 4, spread=0.5))
     assert judged.outcome == "inconclusive"
     assert judged.n_more > 0
-
-
-_WHOLE = st.lists(st.integers(0, 30), min_size=1, max_size=10)
-
-
-@given(_WHOLE, _WHOLE)
-def test_p_is_scipys(a, b):
-    from scipy.stats import mannwhitneyu  # takes a second
-
-    expected = mannwhitneyu(a, b, alternative="two-sided").pvalue
-    assert _mann_whitney_p(np.array(a), np.array(b)) == pytest.approx(expected, rel=1e-9)

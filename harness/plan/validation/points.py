@@ -10,6 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from scipy import optimize
 
 from harness.domain.strategy import Strategy
 from harness.errors import DataError
@@ -24,8 +25,6 @@ def fit_amounts(rows: Sequence[Sequence[float]], values: Sequence[float]) -> lis
         rows: terms of each value.
         values: above 0.
     """
-    from scipy import optimize  # takes a second
-
     terms = np.asarray(rows, dtype=np.float64) / np.asarray(values, dtype=np.float64)[:, None]
     return [float(one) for one in optimize.nnls(terms, np.ones(len(values)))[0]]
 
