@@ -14,15 +14,16 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing import get_context
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.domain.run import RunHeader
 from harness.domain.validation import Validation, validation_file
@@ -39,6 +40,7 @@ from harness.plot.numbers import RunNumbers, derive_numbers
 from harness.plot.style import shorten
 
 MOST = 2
+Row = TypeVar("Row")
 
 
 @contextmanager
@@ -101,6 +103,16 @@ class RepeatGroup:
     def reason(self) -> str:
         """First line of why it is not ok."""
         return self.header.reason.strip().partition("\n")[0]
+
+    def repeats_of(
+        self, rows_of: Callable[[RunNumbers], Iterable[Row]], *names: str
+    ) -> dict[Any, list[Row]]:
+        """The rows of all runs, together where these attributes are equal."""
+        key, groups = attrgetter(*names), defaultdict[Any, list[Row]](list)
+        for run in self.runs:
+            for row in rows_of(run):
+                groups[key(row)].append(row)
+        return groups
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,10 +33,8 @@ def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
     base["nic_limit_bytes_per_s"] = nic_limit_bytes_per_s(case.runs[0])
     links = [run.best_link_bytes_per_s for run in case.runs if run.best_link_bytes_per_s]
     base["best_link_bytes_per_s"] = max(links, default=None)
-    groups: dict[tuple[str, str, int], list[Any]] = {}
-    for run in case.runs:
-        for row in run.collectives:
-            groups.setdefault((row.transport, row.operation, row.n_bytes), []).append(row)
+    names = ("transport", "operation", "n_bytes")
+    groups = case.repeats_of(lambda run: run.collectives, *names)
     return [base | _numbers(rows, case.cluster) for _, rows in sorted(groups.items())]
 
 

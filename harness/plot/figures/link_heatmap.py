@@ -34,13 +34,10 @@ MAX_TICKS = 20
 def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
     if not case.is_ok:
         return [case.identity]
-    by_transport: dict[str, list[Any]] = {}
-    for run in case.runs:
-        for matrix in run.links:
-            by_transport.setdefault(matrix.transport, []).append(matrix)
+    groups = case.repeats_of(lambda run: run.links, "transport")
     return [
         row
-        for transport, matrices in sorted(by_transport.items())
+        for transport, matrices in sorted(groups.items())
         for row in _pairs(case, transport, matrices)
     ]
 

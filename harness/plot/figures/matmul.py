@@ -28,10 +28,7 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64", "tf32")
 def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
     if not case.is_ok:
         return [case.identity]
-    groups: dict[tuple[Any, ...], list[Any]] = {}
-    for run in case.runs:
-        for row in run.products:
-            groups.setdefault((row.rank, row.dtype, row.m, row.n, row.k), []).append(row)
+    groups = case.repeats_of(lambda run: run.products, "rank", "dtype", "m", "n", "k")
     return [case.identity | _numbers(rows) for rows in groups.values()] + skipped_products(case)
 
 

@@ -28,10 +28,7 @@ COLOURS = {"copy": SERIES[0], "triad": SERIES[4]}
 def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
     if not case.is_ok:
         return [case.identity]
-    groups: dict[tuple[int, str], list[MemoryRow]] = {}
-    for run in case.runs:
-        for row in run.memory:
-            groups.setdefault((row.rank, row.kernel), []).append(row)
+    groups = case.repeats_of(lambda run: run.memory, "rank", "kernel")
     return [case.identity | _numbers(rows) for rows in groups.values()]
 
 

@@ -31,12 +31,8 @@ def _rows(case: RepeatGroup, catalog: Catalog) -> list[dict[str, Any]]:
     base = case.identity | {"cluster": case.cluster}
     if not case.is_ok:
         return [base]
-    groups: dict[tuple[Any, ...], list[Any]] = {}
-    for run in case.runs:
-        for row in catalog.distributed(run):
-            groups.setdefault(
-                (row.scaling, row.dtype, row.m, row.n, row.k, row.n_ranks), []
-            ).append(row)
+    names = ("scaling", "dtype", "m", "n", "k", "n_ranks")
+    groups = case.repeats_of(catalog.distributed, *names)
     return [base | _numbers(rows, case.cluster) for rows in groups.values()]
 
 

@@ -22,7 +22,7 @@ from harness.domain.record import SpanKind
 from harness.errors import ConfigError
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
-from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.engine import EngineOptions, Share, fetch_batch
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
@@ -206,19 +206,10 @@ class DeepSpeedEngine:
         return False
 
     def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
-        mark, add = self._recorder.clock.mark, self._recorder.add_marks
         self._timer.n_collectives = 0
         self._timer.intervals.clear()
-        begin = self._recorder.reached.begin
-        begin("data")
-        at_start = mark()
-        batch = fetch()
-        at_data = mark()
-        n_bytes = batch.n_bytes
-        add("data", at_start, at_data, n_bytes=n_bytes)
-        batch = batch.to(self._world.device)
-        at_copy = mark()
-        add("host_to_device", at_data, at_copy, n_bytes=n_bytes)
+        batch, at_copy = fetch_batch(fetch, self._recorder, self._world.device)
+        mark, begin = self._recorder.clock.mark, self._recorder.reached.begin
         begin("forward")
         loss = self._forward(batch, share)
         at_forward = mark()

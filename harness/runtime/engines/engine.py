@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.domain.sharding import BUCKET_BYTES
-from harness.measure.recorder import Clock
+from harness.measure.recorder import Clock, Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.optimizers import OptimizerOptions
 from harness.runtime.ranks.world import World
@@ -112,6 +112,23 @@ class Engine(Protocol):
             VerificationError: replicas differ.
         """
         ...
+
+
+def fetch_batch(
+    fetch: Callable[[], Batch], recorder: Recorder, device: torch.device
+) -> tuple[Batch, Any]:
+    """Begin a step by its phases of data; returns the batch on the device, and the mark then."""
+    mark, add = recorder.clock.mark, recorder.add_marks
+    recorder.reached.begin("data")
+    at_start = mark()
+    batch = fetch()
+    at_data = mark()
+    n_bytes = batch.n_bytes
+    add("data", at_start, at_data, n_bytes=n_bytes)
+    batch = batch.to(device)
+    at_copy = mark()
+    add("host_to_device", at_data, at_copy, n_bytes=n_bytes)
+    return batch, at_copy
 
 
 # NCCL uses PyTorch's pool of normal-priority streams, gloo that of high-priority streams.

@@ -24,7 +24,7 @@ from harness.domain.sharding import BUCKET_BYTES
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
-from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share
+from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share, fetch_batch
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
@@ -123,16 +123,8 @@ class TorchEngine:
 
     def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
         mark, add = self._recorder.clock.mark, self._recorder.add_marks
+        batch, at_copy = fetch_batch(fetch, self._recorder, self._world.device)
         begin = self._recorder.reached.begin
-        begin("data")
-        at_start = mark()
-        batch = fetch()
-        at_data = mark()
-        n_bytes = batch.n_bytes
-        add("data", at_start, at_data, n_bytes=n_bytes)
-        batch = batch.to(self._world.device)
-        at_copy = mark()
-        add("host_to_device", at_data, at_copy, n_bytes=n_bytes)
         begin("forward")
         with self._synchronising(is_muted=is_muted):
             loss = self._forward(batch, share)
