@@ -21,17 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from harness.domain.cluster import Cluster
-from harness.domain.graph import Graph
 from harness.errors import DataError
 from harness.inputs import find_int, find_number, read_file, shorten
 from harness.plan.importing.tables import Row, read_tables
-from harness.plan.importing.times import (
-    LayerTime,
-    PlannedLayer,
-    TimeKey,
-    chain_graph,
-    layer_profile,
-)
+from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
@@ -41,6 +34,7 @@ from harness.plan.validation.points import (
     Published,
     SetReader,
     SimulatedRun,
+    chain_simulator,
     fit_amounts,
 )
 
@@ -194,7 +188,7 @@ class _AmpExperiment:
         inside = _TRIED_BYTES_PER_S / share if share else _FAST_BYTES_PER_S
         return none._replace(fixed_s=fixed_s, inside_bytes_per_s=inside)
 
-    def _make_graph(self, parameters_each: float, tp: int) -> Graph:
+    def _layers(self, parameters_each: float, tp: int) -> list[PlannedLayer]:
         """Each layer as two blocks, because it has two all-reduces each way."""
         known, ends = self.known, self.known.ends_parameters * _BYTES
         n, layers = len(self._times), []
@@ -215,7 +209,7 @@ class _AmpExperiment:
                 layers[-4].name, ends, known.output_bytes, known.logits_bytes, layers[0].name
             )
         layers[-1] = PlannedLayer(layers[-1].name, 0, 4)
-        return chain_graph(known.model, layers, 1, _MOST_PARTS)
+        return layers
 
     def case(self, trial: _AmpTrial) -> SimulatedRun:
         """At the calibrated amounts."""
@@ -262,9 +256,8 @@ class _AmpExperiment:
             optimizer_s_per_byte=_UPDATE_TRAFFIC / known.memory_bytes_per_s,
             reserved_bytes=_RESERVED_BYTES,
         )
-        graph = self._make_graph(fit.parameters, tp)
-        profile = layer_profile(graph, {TimeKey(known.gpu, samples, tp): row})
-        return Simulator(graph, profile, cluster, options=options)
+        layers, times = self._layers(fit.parameters, tp), {TimeKey(known.gpu, samples, tp): row}
+        return chain_simulator(known.model, layers, times, cluster, options, n_parts=_MOST_PARTS)
 
 
 def _calibrating(trials: Sequence[_AmpTrial]) -> list[_AmpTrial]:

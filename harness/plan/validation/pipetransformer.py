@@ -12,21 +12,15 @@ from typing import NamedTuple
 
 from harness.domain.cluster import Cluster
 from harness.plan.importing.tables import Row, read_tables
-from harness.plan.importing.times import (
-    LayerTime,
-    PlannedLayer,
-    TimeKey,
-    chain_graph,
-    layer_profile,
-)
+from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
-from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
     MeasuredStep,
     NotExpressedError,
     Published,
     SetReader,
     SimulatedRun,
+    chain_simulator,
 )
 
 _COLUMNS = ("global_batch", "pipe_length", "chunks_over_pipe_length", "images_per_s")
@@ -51,10 +45,10 @@ class _PipelineRates:
         if run.length * n != self.n_devices or run.batch % n:
             raise NotExpressedError(f"pipelines of {run.length} on {self.n_devices} devices")
         each_s = self.n_devices // known.length / known.images_per_s
-        graph = chain_graph("vit_b_16", [PlannedLayer("pipeline", 4, 4)], 1)
         row = [LayerTime(each_s / 3, 2 * each_s / 3)]
         cluster = Cluster.uniform(1, n, inside_bytes_per_s=1e10, memory_bytes=2**50, kind=_KIND)
-        simulator = Simulator(graph, layer_profile(graph, {TimeKey(_KIND, 1): row}), cluster)
+        layers = [PlannedLayer("pipeline", 4, 4)]
+        simulator = chain_simulator("vit_b_16", layers, {TimeKey(_KIND, 1): row}, cluster)
         return SimulatedRun(simulator, profiled_layout(ParallelLayout(dp=n), simulator, run.batch))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -12,9 +12,18 @@ from typing import NamedTuple
 import numpy as np
 from scipy import optimize
 
+from harness.domain.cluster import Cluster
 from harness.domain.strategy import Strategy
 from harness.errors import DataError
 from harness.plan.importing.tables import find_tables
+from harness.plan.importing.times import (
+    LayerTime,
+    PlannedLayer,
+    TimeKey,
+    chain_graph,
+    layer_profile,
+)
+from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 
 
@@ -58,6 +67,20 @@ class SimulatedRun(NamedTuple):
     def step_s(self) -> float:
         """The predicted step."""
         return self.simulator.simulate(self.strategy).step_s
+
+
+def chain_simulator(
+    name: str,
+    layers: Sequence[PlannedLayer],
+    times: Mapping[TimeKey, Sequence[LayerTime]],
+    cluster: Cluster,
+    options: SimulatorOptions | None = None,
+    *,
+    n_parts: int = 1,
+) -> Simulator:
+    """Of a model whose layers follow one another (`chain_graph`), by their times."""
+    graph = chain_graph(name, layers, 1, n_parts)
+    return Simulator(graph, layer_profile(graph, times), cluster, options=options)
 
 
 class NotExpressedError(DataError):

@@ -16,22 +16,16 @@ from harness.domain.cluster import Cluster
 from harness.errors import DataError
 from harness.inputs import find_int, shorten
 from harness.plan.importing.tables import Row, read_tables
-from harness.plan.importing.times import (
-    LayerTime,
-    PlannedLayer,
-    TimeKey,
-    chain_graph,
-    layer_profile,
-)
+from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
     MeasuredStep,
     NotExpressedError,
     Published,
     SetReader,
     SimulatedRun,
+    chain_simulator,
 )
 
 _COLUMNS = ("model", "experiment", "batch", "chunks", "layers_per_partition", "samples_per_s")
@@ -73,13 +67,10 @@ class _Model:
         sample_s = given.n_stages * given.chunks / slots / given.samples_per_s / _PASSES
         n = run.n_stages
         layers = [PlannedLayer(f"stage{k}", 4, 4) for k in range(n)]
-        graph = chain_graph(run.model, layers, 1)
         row = [LayerTime(_FORWARD * sample_s / n, _BACKWARD * sample_s / n)] * n
-        profile = layer_profile(graph, {TimeKey(_KIND, 1): row})
         cluster = Cluster.uniform(1, n, inside_bytes_per_s=1e10, memory_bytes=2**50, kind=_KIND)
-        simulator = Simulator(
-            graph, profile, cluster, options=SimulatorOptions(recomputes_ahead=False)
-        )
+        options = SimulatorOptions(recomputes_ahead=False)
+        simulator = chain_simulator(run.model, layers, {TimeKey(_KIND, 1): row}, cluster, options)
         strategy = profiled_layout(
             ParallelLayout(pp=n, cuts=tuple(range(1, n))),
             simulator,

@@ -22,22 +22,16 @@ from harness.domain.cluster import Cluster
 from harness.errors import DataError
 from harness.inputs import find_number
 from harness.plan.importing.tables import Row, has_columns, read_table
-from harness.plan.importing.times import (
-    LayerTime,
-    PlannedLayer,
-    TimeKey,
-    chain_graph,
-    layer_profile,
-)
+from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
     MeasuredStep,
     NotExpressedError,
     Published,
     SetReader,
     SimulatedRun,
+    chain_simulator,
     solve_all,
 )
 
@@ -113,17 +107,14 @@ class _Group:
     def _case(self, run: _DeepSpeedRun, bandwidth: float) -> SimulatedRun:
         n = run.n_devices
         each = _PARAMETERS * 4 // _N_LAYERS
-        graph = chain_graph(
-            "vit_b_16", [PlannedLayer(f"layer{k}", each, 4) for k in range(_N_LAYERS)], 1
-        )
+        layers = [PlannedLayer(f"layer{k}", each, 4) for k in range(_N_LAYERS)]
         layer_s = {kind: self.alone[kind].step_s / _N_LAYERS for kind in run.kinds}
         times = {
             TimeKey(kind, run.local): [LayerTime(s * _FORWARD, s * (1 - _FORWARD))] * _N_LAYERS
             for kind, s in layer_s.items()
         }
-        profile = layer_profile(graph, times)
         options = SimulatorOptions(overlap=False, bucket_bytes=2**50)
-        simulator = Simulator(graph, profile, _cluster(run, bandwidth), options=options)
+        simulator = chain_simulator("vit_b_16", layers, times, _cluster(run, bandwidth), options)
         strategy = profiled_layout(ParallelLayout(dp=n), simulator, n * run.local)
         return SimulatedRun(simulator, strategy)
 
