@@ -105,7 +105,8 @@ def flops_ratio(
     operator: Operator, keys: KeyForm, whole: Mapping[str, int], positions: Interval
 ) -> float:
     """FLOPs of a block over its share of the operator's FLOPs, by positions: `input` projects all
-    keys, and under a causal mask only a whole operator and a ring leave out scores.
+    keys. Under a causal mask a whole operator and a ring leave out scores, the others leave out keys
+    after the last query.
 
     Args:
         whole: sizes of the operator's dims.
@@ -117,7 +118,9 @@ def flops_ratio(
     each = 2 * key_features(operator) * width
     is_causal = operator.attrs.get("is_causal") is True
     shown = n_keys / 2 if is_causal else n_keys  # keys that a query sees, in the mean
-    scored = (start + stop) / 2 if is_causal and keys == "ring" else n_keys
+    scored = float(stop if is_causal else n_keys)
+    if is_causal and keys == "ring":
+        scored = (start + stop) / 2
     n_projected = n_keys if keys == "input" else stop - start
     found = 4 * width * (scored + width) + each * n_projected / (stop - start)
     return found / (4 * width * (shown + width) + each)

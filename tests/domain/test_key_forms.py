@@ -63,7 +63,7 @@ def test_a_block_that_has_its_own_keys_reads_and_computes_and_keeps_less():
         ("input", False, (2, 4), 8, 8),
         ("gathered", False, (2, 4), 8, 2),
         ("ring", False, (2, 4), 8, 2),
-        ("gathered", True, (2, 4), 8, 2),  # masks what it has computed
+        ("gathered", True, (2, 4), 4, 2),  # masks what it has computed of the keys up to 4
         ("ring", True, (2, 4), 3, 2),
         ("ring", True, (6, 8), 7, 2),
     ],

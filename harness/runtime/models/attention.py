@@ -112,7 +112,9 @@ def mix_values(
     mask: Tensor | None,
     first: int,
 ) -> Tensor:
-    """Mix values of all positions; see `Mix`."""
+    """Mix values of all positions; see `Mix`. Later ones are left out where no query sees them."""
+    if form.is_causal and mask is None:
+        k, v = (x[:, :, : first + q.shape[2]] for x in (k, v))
     if form.queries_per_group > 1:
         k = k.repeat_interleave(form.queries_per_group, dim=1)
         v = v.repeat_interleave(form.queries_per_group, dim=1)
