@@ -55,7 +55,8 @@ class Operator(
             measurements; an empty signature is shared with no operator.
         attrs: attributes for partitioning: kernel, stride, padding, groups, in_features,
             out_features, n_heads, key_features (`domain.key_forms`), reads (`sharding.reads_of`),
-            has_dropout (of an attention's probabilities), n_rows,
+            has_dropout (of an attention's probabilities), scores_all (of an attention whose causal
+            mask is a tensor), n_rows,
             n_normalized (last dims that a layer norm runs over),
             is_cut_by_samples (false if a part of the samples cannot be computed separately),
             mixes_samples (true if a microbatch cannot either: the batch stays in one piece),

@@ -105,8 +105,8 @@ def flops_ratio(
     operator: Operator, keys: KeyForm, whole: Mapping[str, int], positions: Interval
 ) -> float:
     """FLOPs of a block over its share of the operator's FLOPs, by positions: `input` projects all
-    keys. Under a causal mask a whole operator and a ring leave out scores, the others leave out keys
-    after the last query.
+    keys. Under a causal mask a ring leaves out scores, as a whole operator does unless it
+    `scores_all`; the other forms leave out keys after the last query.
 
     Args:
         whole: sizes of the operator's dims.
@@ -117,7 +117,8 @@ def flops_ratio(
         return 1.0
     each = 2 * key_features(operator) * width
     is_causal = operator.attrs.get("is_causal") is True
-    shown = n_keys / 2 if is_causal else n_keys  # keys that a query sees, in the mean
+    is_skipping = is_causal and operator.attrs.get("scores_all") is not True
+    shown = n_keys / 2 if is_skipping else n_keys  # keys that a query is scored with, in the mean
     scored = float(stop if is_causal else n_keys)
     if is_causal and keys == "ring":
         scored = (start + stop) / 2

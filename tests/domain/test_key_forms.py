@@ -80,6 +80,9 @@ def test_flops_of_a_quarter_beside_those_of_the_whole(
     whole = 8 * (4 * 4 * ((4 if is_causal else 8) + 4) + 4 * 4)
     found = flops_ratio(operator, keys, shape, positions)
     assert found == pytest.approx(quarter / (whole / 4))
+    operator.attrs["scores_all"] = True
+    found = flops_ratio(operator, keys, shape, positions)
+    assert found == pytest.approx(quarter / (2 * (4 * 4 * (8 + 4) + 4 * 4)))
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def _attention_region(region: AttentionRegion) -> Attributes:
         return found
     is_causal, has_dropout = mixing.form.is_causal, mixing.form.dropout > 0
     found |= {"key_features": mixing.key_features, "is_causal": is_causal}
-    return {**found, "has_dropout": has_dropout}
+    return {**found, "has_dropout": has_dropout, "scores_all": mixing.scores_all}
 
 
 def _router(module: Router) -> Attributes:

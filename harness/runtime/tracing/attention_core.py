@@ -40,6 +40,7 @@ class Core(NamedTuple):
         scores, output: the operators that read queries and give mixed values.
         key, value: (samples, groups, positions, features), before they are repeated.
         mask: its reader, and itself; added to the scores, or true where they count.
+        scores_all: there are scores of hidden positions, too.
     """
 
     scores: fx.Node
@@ -48,6 +49,7 @@ class Core(NamedTuple):
     mask: tuple[fx.Node, fx.Node] | None
     output: fx.Node
     n_groups: int
+    scores_all: bool
     form: AttentionForm
 
 
@@ -94,8 +96,16 @@ def find_core(
         scale=steps.scale,
         dropout=steps.dropout,
     )
-    mask = steps.mask if hidden == "any" else None
-    return Core(steps.scores, key, value, mask, attention, n_groups, form)
+    return Core(
+        scores=steps.scores,
+        key=key,
+        value=value,
+        mask=steps.mask if hidden == "any" else None,
+        output=attention,
+        n_groups=n_groups,
+        scores_all=not is_causal,
+        form=form,
+    )
 
 
 def _of_function(node: fx.Node) -> _Steps:

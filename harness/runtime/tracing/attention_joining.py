@@ -122,6 +122,7 @@ class JoinedGraph:
             mask=None if core.mask is None else self._taken[core.mask].name,
             output=self._copies[core.output].name,
             key_features=2 * core.n_groups * core.form.head_dim,
+            scores_all=core.scores_all,
             form=core.form,
         )
 

@@ -70,6 +70,7 @@ class Mixing(NamedTuple):
         key, value: (samples, groups, positions, features of a head).
         mask: added to the scores, or true where they count.
         key_features: of the keys and values of a position.
+        scores_all: the whole attention has scores of hidden positions too.
     """
 
     query: str
@@ -78,6 +79,7 @@ class Mixing(NamedTuple):
     mask: str | None
     output: str
     key_features: int
+    scores_all: bool
     form: AttentionForm
 
 
