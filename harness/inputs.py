@@ -131,17 +131,15 @@ def parse_number(
     text: str,
     name: str,
     *,
-    at_least: float = 0.0,
     at_most: float = MOST_NUMBER,
-    least: float = LEAST_NUMBER,
     error: type[HarnessError] = ConfigError,
     remedy: str = "",
 ) -> float:
-    """As `parse_int`, for a decimal number with the bounds of `find_number`."""
-    value = find_number(text, at_least, at_most, least)
+    """As `parse_int`, for a decimal number from 0."""
+    value = find_number(text, at_most=at_most)
     if value is None:
         raise error(
-            f"{name} is {shorten(text)}: write a number from {at_least:g} to {at_most:g}"
+            f"{name} is {shorten(text)}: write a number from 0 to {at_most:g}"
             + (f"; {remedy}" if remedy else "")
         )
     return value

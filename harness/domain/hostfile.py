@@ -226,8 +226,12 @@ def _slots(options: str, default: str = "slots=1") -> str:
 
 def explain_name(name: str, options: str) -> str:
     """Explain why mpirun refuses the first word of a line, and give the line to write."""
-    if (text := _ipv6(name, "")) is not None:
-        return text
+    if name.count(":") > 1 and "," not in name:
+        return (
+            f"{shorten(name)[1:-1]} is an IPv6 address, of which mpirun takes the last part for "
+            "slots: give it a name in /etc/hosts or ~/.ssh/config, and write that name, like "
+            "`node1 slots=1`"
+        )
     explains = (_marked, _list, _colon, _user, _bracket, _dot, _underscore, _quoted)
     texts = [*(explain(name, _slots(options)) for explain in explains), _swapped(name, options)]
     if text := next(filter(None, texts), None):
@@ -235,15 +239,6 @@ def explain_name(name: str, options: str) -> str:
     return (
         f"{shorten(name)} is not a host name or address of letters, digits, `-` and `.`: write one "
         "host a line, like `ecetesla0 slots=1`"
-    )
-
-
-def _ipv6(name: str, _: str) -> str | None:
-    if name.count(":") < 2 or "," in name:
-        return None
-    return (
-        f"{shorten(name)[1:-1]} is an IPv6 address, of which mpirun takes the last part for slots: "
-        "give it a name in /etc/hosts or ~/.ssh/config, and write that name, like `node1 slots=1`"
     )
 
 

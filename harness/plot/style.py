@@ -274,11 +274,9 @@ def mark_bar(axes: Axes, x: float, y: float, words: str = "", *, half: float = 0
     axes.plot([x] * 2, [y - half, y + half], color=LIMIT, linewidth=2, label=words or None)
 
 
-def grid_panels(
-    canvas: Canvas, n: int, *, n_columns: int = 2, height_in: float = 3.2
-) -> list[Axes]:
-    """`n` equal panels in rows; the rest of the last row stays empty."""
-    columns = min(n, n_columns)
+def grid_panels(canvas: Canvas, n: int, *, height_in: float) -> list[Axes]:
+    """`n` equal panels in rows of two; the rest of the last row stays empty."""
+    columns = min(n, 2)
     rows = math.ceil(n / columns)
     canvas.set_size_inches(WIDTH_IN, rows * height_in + 0.4)
     panels = list(canvas.subplots(rows, columns, squeeze=False).flat)

@@ -1,10 +1,10 @@
 """The changes of strategy of a training run, predicted and measured."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from harness.domain.record import Sample
+from harness.domain.record import Record, Sample
 from harness.measure.derive.spans import samples_of
 from harness.measure.derive.training import change_times, step_times
 from harness.measure.rank_records import Records
@@ -71,14 +71,6 @@ def change_rows(run: Run) -> tuple[ChangeRow, ...]:
     for number, one in enumerate(changes):
         step = one.step or 0
 
-        def number_of(metric: str, at: int = step, **labels: str) -> float | None:
-            values = [
-                s.value
-                for s in samples_of(records, metric)
-                if s.step == at and labels.items() <= s.labels.items()
-            ]
-            return values[0] if values else None
-
         found.append(
             ChangeRow(
                 step=step,
@@ -86,18 +78,27 @@ def change_rows(run: Run) -> tuple[ChangeRow, ...]:
                 after=str(one.labels["after"]),
                 why=str(one.labels["why"]),
                 still_s=one.value,
-                predicted_still_s=number_of("change_predicted_s"),
-                build_s=number_of("change_build_s"),
+                predicted_still_s=_number(records, "change_predicted_s", step),
+                build_s=_number(records, "change_build_s", step),
                 moved_bytes=_pairs(samples_of(records, "change_bytes"), step),
                 predicted_bytes=_pairs(samples_of(records, "change_predicted_bytes"), step),
                 cached_bytes=_cached_bytes(run, step),
                 step_before_s=_median(times, bounds[number], step),
                 step_after_s=_median(times, step, bounds[number + 2]),
-                predicted_before_s=number_of("change_step_predicted_s", side="before"),
-                predicted_after_s=number_of("change_step_predicted_s", side="after"),
+                predicted_before_s=_number(records, "change_step_predicted_s", step, side="before"),
+                predicted_after_s=_number(records, "change_step_predicted_s", step, side="after"),
             )
         )
     return tuple(found)
+
+
+def _number(records: Iterable[Record], metric: str, step: int, **labels: str) -> float | None:
+    values = (
+        sample.value
+        for sample in samples_of(records, metric)
+        if sample.step == step and labels.items() <= sample.labels.items()
+    )
+    return next(values, None)
 
 
 def _pairs(samples: Sequence[Sample], step: int) -> dict[tuple[int, int], int]:

@@ -17,6 +17,7 @@ SEED_A, SEED_B = 1, 2
 _MASK = 0xFFFFFFFF
 _ROW, _COLUMN, _SEED = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _CHUNK_ELEMENTS = 1 << 24
+_N_SAMPLED = 4
 # Eight standard deviations of a sum of zero-mean rounding errors, so no false alarms.
 _SAFETY = 8.0
 # Significand bits: unit roundoff is 2**-bits. tf32 rounds its operands, not its result.
@@ -120,12 +121,12 @@ class ProductDeviation:
             )
 
 
-def _sampled(size: int, n: int) -> torch.Tensor:
-    """Draw up to n distinct indices below `size`, with both ends; equal on every rank."""
-    if size <= n:
+def _sampled(size: int) -> torch.Tensor:
+    """Draw up to _N_SAMPLED distinct indices below `size`, with both ends; equal on every rank."""
+    if size <= _N_SAMPLED:
         return torch.arange(size)
     generator = torch.Generator().manual_seed(size)
-    inner = torch.randperm(size - 2, generator=generator)[: n - 2] + 1
+    inner = torch.randperm(size - 2, generator=generator)[: _N_SAMPLED - 2] + 1
     return torch.cat([torch.tensor([0]), inner.sort().values, torch.tensor([size - 1])])
 
 
@@ -136,18 +137,17 @@ def check_block(
     k: int,
     dtype: str,
     *,
-    n_sampled: int = 4,
     n_accumulations: int = 1,
 ) -> ProductDeviation:
-    """Compare `n_sampled` rows and columns of a block of C = A B with float64.
+    """Compare _N_SAMPLED rows and columns of a block of C = A B with float64.
 
-    Costs (rows + columns) x k x n_sampled products instead of rows x columns x k. The operands are
+    Costs (rows + columns) x k x _N_SAMPLED products instead of rows x columns x k. The operands are
     those of `block` with SEED_A and SEED_B, rounded to the dtype (except tf32, to which the device
     rounds).
     """
     all_rows, all_columns = torch.arange(len(product)), torch.arange(product.shape[1])
-    parts = [(_sampled(len(all_rows), n_sampled), strip) for strip in _strips(all_columns, k)]
-    parts += [(strip, _sampled(len(all_columns), n_sampled)) for strip in _strips(all_rows, k)]
+    parts = [(_sampled(len(all_rows)), strip) for strip in _strips(all_columns, k)]
+    parts += [(strip, _sampled(len(all_columns))) for strip in _strips(all_rows, k)]
     origin = (rows[0], columns[0])
     errors = [_error(product, r, c, origin, k, dtype) for r, c in parts if len(r) and len(c)]
     # max() would drop a NaN, which must fail the check.
