@@ -74,6 +74,7 @@ _SPLITS = ([BATCH // 2] * 2, [BATCH // 4] * 4)
 # off by their rounding shows how far; a multiple of that is still equal.
 _ROUNDING, _FACTOR = 2.0**-52, 10.0
 _FLOAT32_ROUNDING = 2.0**-23
+_BF16_ROUNDING = 2.0**-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,9 @@ def _judged(case: ZooCase, found: Trace, sizes: list[int]) -> Row:
         return {**row, "status": "random"}
     if model.without is not None:
         row["difference"] = _loss_distance(found, wanted)
-        rounding = max(_loss_distance(train_single(case, s), wanted) for s in _SPLITS)
+        others = [train_single(case, s) for s in _SPLITS]
+        others.append(train_single(case, sizes, offset=_BF16_ROUNDING))  # as in a sum of parts
+        rounding = max(_loss_distance(one, wanted) for one in others)
         return {**row, "status": "ok" if row["difference"] <= _ROUNDINGS * rounding else "wrong"}
     wanted = _with_nil_gradients(wanted, found)
     row["difference"] = worst(found, wanted).difference
