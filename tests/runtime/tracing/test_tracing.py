@@ -2,26 +2,14 @@
 
 import pytest
 import torch
+from nets import Net, Scaled, by_closure, hooked
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.domain.strategy import OperatorPlan, Stage, Strategy, check_buffers
-from harness.errors import ModelError, StrategyError
-from harness.plan.builders import pipeline
+from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.models import InputSpec, Task
 from harness.runtime.tracing.trace import trace
-
-
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.factor(grad), None
 
 
 class Doubled(torch.autograd.Function):
@@ -33,15 +21,6 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return 3 * grad
-
-
-class Net(nn.Module):
-    def __init__(self, middle):
-        super().__init__()
-        self.first, self.last, self.middle = nn.Linear(4, 4), nn.Linear(4, 3), middle
-
-    def forward(self, x):
-        return self.last(self.middle(self, self.first(x)))
 
 
 def assert_same_gradients(middle, kind=Net):
@@ -79,25 +58,8 @@ def grad_mode_that_is_left_on(net, x):
     return x * y
 
 
-def hooked(net, x):
-    y = torch.tanh(x)
-    a = y * 2
-    if y.requires_grad:
-        y.register_hook(lambda grad: grad * 3)
-    y.retain_grad()
-    handle = y.register_hook(lambda grad: grad + 100)
-    y.register_hook(lambda grad: None)
-    handle.remove()
-    y.register_hook(lambda grad: grad + 1)
-    return a + y.sin()
-
-
 def data(net, x):
     return x * x.data + x.detach()
-
-
-def by_closure(net, x):
-    return Scaled.apply(x, lambda grad: 2 * grad)
 
 
 def in_place_function(net, x):
@@ -205,255 +167,6 @@ def test_autograd_functions_are_themselves_again_after_tracing():
     assert x.grad.tolist() == [5, 5]
 
 
-def graph_of(middle, batch=4):
-    task = Task(model=Net(middle), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
-    return capture(task, batch, "net").graph
-
-
-class Flipped(torch.autograd.Function):
-    """The gradient of a sample is that of another."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.flip(0)
-
-
-def counted(net, x):
-    calls = []
-    x.register_hook(lambda grad: calls.append(1) or grad * len(calls))
-    return x
-
-
-@pytest.mark.parametrize(
-    ("middle", "name", "is_mixing"),
-    [
-        (by_closure, "scaled", False),
-        (lambda net, x: Flipped.apply(x), "flipped", True),
-        (hooked, "register_hook", False),
-        (lambda net, x: x.register_hook(lambda g: g / g.norm()) and x, "register_hook", True),
-        (counted, "register_hook", True),
-    ],
-)
-def test_what_mixes_samples_is_found_out(middle, name, is_mixing):
-    (operator,) = (op for op in graph_of(middle).operators if op.name == name)
-    assert operator.attrs.get("mixes_samples", False) == is_mixing
-    assert operator.attrs.get("is_cut_by_samples", True) != is_mixing
-
-
-def test_what_mixes_samples_refuses_microbatches():
-    graph = graph_of(lambda net, x: Flipped.apply(x))
-    names = [op.name for op in graph.operators if op.kind != "input"]
-    strategy = pipeline(graph, 4, [names[:2], names[2:]], [[0], [1]], n_microbatches=2)
-    from harness.domain.strategy import check_microbatches
-
-    with pytest.raises(StrategyError, match=r"'flipped' \(Flipped\) needs all samples .* 2 micro"):
-        check_microbatches(strategy, graph)
-
-
-def autocast(net, x):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = net.first(x)
-        y = torch.softmax(y @ net.last.weight.t() @ net.last.weight, dim=1) * net.first(y).tanh()
-        with torch.autocast("cpu", enabled=False):
-            y = net.first(y.float())
-        a, b = y.exp().chunk(2, dim=1)
-    return torch.cat([b, a], dim=1).float() + x
-
-
-def autocast_off_on_its_device(net, x):
-    """As the rotary embeddings of language models do."""
-    with torch.autocast(device_type=x.device.type, enabled=False):
-        return net.first(x.float()).sin()
-
-
-def autocast_in_a_loop(net, x):
-    x = torch.stack([2 * column for column in x.unbind(1)], dim=1)
-    return autocast(net, x)
-
-
-@pytest.mark.parametrize("middle", [autocast, autocast_in_a_loop, autocast_off_on_its_device])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])  # of the rest of the model
-def test_a_part_under_autocast_computes_in_its_own_dtypes(middle, dtype):
-    torch.manual_seed(0)
-    model, x = Net(middle), torch.randn(6, 4)
-    captured = capture(Task(model=model, inputs=(InputSpec(name="x", shape=(4,)),)), 6, "net")
-
-    def gradients_of(each):
-        each.zero_grad()
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            each(x).float().square().sum().backward()
-        return {name: each.get_parameter(name).grad.clone() for name, _ in model.named_parameters()}
-
-    wanted, found = gradients_of(model), gradients_of(captured.module)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_dtypes_under_autocast_are_known_before_anything_is_computed():
-    task = Task(model=Net(autocast), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
-    captured = capture(task, 4, "net")
-    graph = captured.graph
-    known = {op.name: op.dtype for op in graph.operators}
-    run = torch.fx.Interpreter(captured.module, garbage_collect_values=False)
-    run.run(torch.randn(4, 4))
-    real = {name: run.env[node] for name, node in captured.nodes.items()}
-    dtypes = {n: str(x.dtype).split(".")[1] for n, x in real.items() if isinstance(x, torch.Tensor)}
-    assert dtypes == {name: known[name] for name in dtypes}
-    assert {"bfloat16", "float32"} <= set(dtypes.values())
-    regions = {op.name: op.attrs.get("autocast") for op in graph.operators}
-    assert regions["first_autocast_off"] == "off"
-    (mixing,) = {op.attrs.get("mixes_samples", False) for op in graph.operators}
-    assert not mixing
-
-
-class Relu(torch.autograd.Function):
-    """Named as an operator that can be cut in any way, which it cannot."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x - x.mean(1, keepdim=True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad - grad.mean(1, keepdim=True)
-
-
-@pytest.mark.parametrize("name", ["relu", "dropout", "view", "add"])
-def test_a_function_of_a_users_is_what_it_does_whatever_its_name(name):
-    own = type(name, (Relu,), {})
-    (operator,) = (
-        op for op in graph_of(lambda net, x: own.apply(x)).operators if op.name not in
-        ("x", "first", "last", "loss")
-    )  # fmt: skip
-    assert operator.kind == "other"
-    assert operator.attrs["is_repeatable"] is False
-
-
-class Writer(nn.Module):
-    """Writes a buffer of a child, which is small beside it."""
-
-    def __init__(self, write):
-        super().__init__()
-        self.first, self.child, self.last = nn.Linear(4, 4), nn.Linear(1, 1), nn.Linear(4, 3)
-        self.child.register_buffer("seen", torch.ones(4))
-        self.register_buffer("n_steps", torch.zeros(()))
-        self.write = write
-
-    def forward(self, x):
-        x = self.first(x)
-        self.write(self, x)
-        return self.last(x * self.child.seen)
-
-
-def assign(net, x):
-    net.child.seen = net.child.seen + x.detach().mean(0)
-
-
-def items(net, x):
-    net.child.seen[:2] = x.detach().mean(0)[:2]
-
-
-def zero(net, x):
-    net.child.seen.zero_().add_(x.detach().mean(0))
-
-
-@pytest.mark.parametrize("write", [assign, items, zero])
-def test_a_written_buffer_is_passed_on_and_written_once(write):
-    torch.manual_seed(0)
-    model, twin = Writer(write), Writer(write)
-    twin.load_state_dict(model.state_dict())
-    traced = trace(twin, (torch.ones(5, 4),))
-    assert torch.equal(twin.child.seen, torch.ones(4))
-    for seed in (1, 2):
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(model(x), traced(x))
-        assert torch.equal(model.child.seen, traced.child.seen)
-
-
-def count(net, x):
-    net.n_steps += 1
-
-
-def test_a_buffer_that_depends_on_nothing_is_counted_by_the_graph():
-    model = Writer(count)
-    traced = trace(model, (torch.ones(5, 4),))
-    assert traced.n_steps == 0
-    traced(torch.ones(5, 4))
-    traced(torch.ones(5, 4))
-    assert traced.n_steps == 2
-
-
-def part(net, x):
-    net.child.seen[:2].add_(1)
-
-
-def weight(net, x):
-    net.first.weight.data.clamp_(-1, 1)
-
-
-@pytest.mark.parametrize(
-    ("write", "reason"),
-    [
-        (part, "changes a view of the buffer 'child.seen' in place"),
-        (weight, "changes the data of first_weight in place"),
-        (lambda net, x: setattr(net.first, "weight", x), "assigns 'first.weight'"),
-    ],
-)
-def test_writes_that_no_graph_can_keep_are_refused(write, reason):
-    with pytest.raises(ModelError, match=reason):
-        trace(Writer(write), (torch.ones(2, 4),))
-
-
-class Running(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x):
-        self.mean = self.mean.lerp(x.detach().mean(0), 0.1)
-        return x - self.mean
-
-
-class WithRunning(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 4), Running(), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)))
-
-
-def strategy_of(graph, devices, **changes):
-    plans = {
-        op.name: OperatorPlan({}, [devices.get(op.name, 0)])
-        for op in graph.operators
-        if op.kind != "input"
-    }
-    return Strategy(name="own", batch=4, operators=plans, **changes)
-
-
-def test_a_small_module_that_writes_a_buffer_is_kept_whole():
-    graph = capture(
-        Task(model=WithRunning(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3), 4, "r"
-    ).graph
-    norm = next(op for op in graph.operators if op.name == "norm")
-    assert norm.attrs["writes_buffers"] == ["norm.mean"]
-    check_buffers(strategy_of(graph, {}), graph)
-    with pytest.raises(StrategyError, match=r"'norm' writes the buffer .*its recompute"):
-        check_buffers(strategy_of(graph, {}, stages=[Stage(recompute=True)]), graph)
-
-
-def test_a_buffer_is_written_where_it_is_read():
-    task = Task(model=Writer(assign), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
-    graph = capture(task, 4, "w").graph
-    check_buffers(strategy_of(graph, {}), graph)
-    with pytest.raises(StrategyError, match=r"'child.seen', which operator 'read_child_seen' has"):
-        check_buffers(strategy_of(graph, {"write_child_seen": 1}), graph)
-
-
 class Named(nn.Module):
     """Modules named as the harness names operators, and as torch.fx names nodes."""
 
@@ -509,93 +222,6 @@ class Optional(nn.Module):
 def test_arguments_that_are_not_fed_keep_their_defaults():
     task = Task(model=Optional(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
     assert [op.name for op in capture(task, 4, "o").graph.operators if op.kind == "input"] == ["x"]
-
-
-class Multiplied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x * factor
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.factor, None
-
-
-class UnlikeAlone(Multiplied):
-    """Another function of one sample than of several."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor if len(x) > 1 else 1
-        return x * ctx.factor
-
-
-class SignedWeight(torch.autograd.Function):
-    """A weight's gradient that does not add up over samples."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        (weight,) = ctx.saved_tensors
-        return grad * weight, weight.sign()
-
-
-class Logarithm(torch.autograd.Function):
-    """NaN of random values, whatever they are divided by."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return (x / x.abs().mean() - 9).log()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-@pytest.mark.parametrize(
-    ("middle", "is_mixing"),
-    [
-        (lambda net, x: Multiplied.apply(x, x.shape[1]), False),
-        (lambda net, x: Multiplied.apply(x, x.shape[0]), True),
-        (lambda net, x: UnlikeAlone.apply(x, 2), True),
-        (lambda net, x: SignedWeight.apply(x, net.last.bias[0]), True),
-        (lambda net, x: Logarithm.apply(x), True),
-    ],
-)
-def test_a_users_function_keeps_samples_apart_for_any_number_of_them(middle, is_mixing):
-    (operator,) = (
-        op for op in graph_of(middle).operators if op.attrs.get("is_repeatable") is False
-    )
-    assert operator.attrs.get("mixes_samples", False) == is_mixing
-
-
-class Attending(nn.Module):
-    """PyTorch's attention and decoder under masks that forward makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.attend = nn.MultiheadAttention(6, 3, batch_first=True)
-        layer = nn.TransformerDecoderLayer(6, 3, 8, dropout=0.0, batch_first=True)
-        self.decode = nn.TransformerDecoder(layer, 1)
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, x):
-        mask = torch.full((x.size(1), x.size(1)), float("-inf"), device=x.device).triu(1)
-        y, _ = self.attend(x, x, x, attn_mask=mask.to(x.dtype), key_padding_mask=x[..., 0] > 2)
-        return self.last(self.decode(y, x, tgt_mask=mask))
-
-
-def test_attentions_under_masks_mix_no_samples():
-    spec = InputSpec(name="x", shape=(5, 6))
-    task = Task(model=Attending(), inputs=(spec,), n_classes=3, target_shape=(5,))
-    operators = capture(task, 4, "attending").graph.operators
-    assert len(operators) > 30
-    assert not [op.name for op in operators if op.attrs.get("mixes_samples")]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""Parts of a model under autocast keep their dtypes."""
+
+import pytest
+import torch
+from nets import Net
+
+from harness.runtime.capture.capture import capture
+from harness.runtime.models import InputSpec, Task
+
+
+def autocast(net, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = net.first(x)
+        y = torch.softmax(y @ net.last.weight.t() @ net.last.weight, dim=1) * net.first(y).tanh()
+        with torch.autocast("cpu", enabled=False):
+            y = net.first(y.float())
+        a, b = y.exp().chunk(2, dim=1)
+    return torch.cat([b, a], dim=1).float() + x
+
+
+def autocast_off_on_its_device(net, x):
+    """As the rotary embeddings of language models do."""
+    with torch.autocast(device_type=x.device.type, enabled=False):
+        return net.first(x.float()).sin()
+
+
+def autocast_in_a_loop(net, x):
+    x = torch.stack([2 * column for column in x.unbind(1)], dim=1)
+    return autocast(net, x)
+
+
+@pytest.mark.parametrize("middle", [autocast, autocast_in_a_loop, autocast_off_on_its_device])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])  # of the rest of the model
+def test_a_part_under_autocast_computes_in_its_own_dtypes(middle, dtype):
+    torch.manual_seed(0)
+    model, x = Net(middle), torch.randn(6, 4)
+    captured = capture(Task(model=model, inputs=(InputSpec(name="x", shape=(4,)),)), 6, "net")
+
+    def gradients_of(each):
+        each.zero_grad()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            each(x).float().square().sum().backward()
+        return {name: each.get_parameter(name).grad.clone() for name, _ in model.named_parameters()}
+
+    wanted, found = gradients_of(model), gradients_of(captured.module)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_dtypes_under_autocast_are_known_before_anything_is_computed():
+    task = Task(model=Net(autocast), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
+    captured = capture(task, 4, "net")
+    graph = captured.graph
+    known = {op.name: op.dtype for op in graph.operators}
+    run = torch.fx.Interpreter(captured.module, garbage_collect_values=False)
+    run.run(torch.randn(4, 4))
+    real = {name: run.env[node] for name, node in captured.nodes.items()}
+    dtypes = {n: str(x.dtype).split(".")[1] for n, x in real.items() if isinstance(x, torch.Tensor)}
+    assert dtypes == {name: known[name] for name in dtypes}
+    assert {"bfloat16", "float32"} <= set(dtypes.values())
+    regions = {op.name: op.attrs.get("autocast") for op in graph.operators}
+    assert regions["first_autocast_off"] == "off"
+    (mixing,) = {op.attrs.get("mixes_samples", False) for op in graph.operators}
+    assert not mixing
