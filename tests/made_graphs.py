@@ -1,12 +1,16 @@
-"""Profiles of graphs by hand, for tests of several packages."""
+"""Graphs, profiles and requests by hand, for tests of several packages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from harness.domain.graph import Graph
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
+from harness.plan.costs import PlanRequest
 
+GB = 10**9
 Seconds = tuple[float, float]
 
 
@@ -26,3 +30,31 @@ def profile_of(
         for name, (f, b) in seconds.items()
     ]
     return Profile(model=graph.name, measurements=points)
+
+
+def layers(
+    n: int = 4, *, batch: int = 8, parameters: int = 1000, seconds: float = 1.0
+) -> tuple[Graph, Profile]:
+    """So many equal linear layers, one after the other."""
+    operators = [Operator(name="x", kind="input", shape={"sample": batch, "feature": 8})]
+    for i in range(n):
+        operators.append(
+            Operator(
+                name=f"fc{i}",
+                kind="linear",
+                inputs=[operators[-1].name],
+                shape={"sample": batch, "feature": 8},
+                parameter_bytes=parameters,
+                activation_bytes=32 * batch,
+            )
+        )
+    graph = Graph(name="layers", operators=operators, batch=batch)
+    return graph, profile_of(graph, (seconds, 2 * seconds))
+
+
+def request_of(
+    graph: Graph, profile: Profile, cluster: Cluster | None = None, **changes: Any
+) -> PlanRequest:
+    """A short search, by default on four equal devices of one node."""
+    cluster = cluster or Cluster.uniform(1, 4, inside_bytes_per_s=1e6, memory_bytes=GB)
+    return PlanRequest(graph=graph, profile=profile, cluster=cluster, budget=600, **changes)
