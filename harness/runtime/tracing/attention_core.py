@@ -24,6 +24,7 @@ from harness.runtime.tracing.dim_rules import (
     natural,
     operator_name,
     shape_of,
+    softmax_dim,
 )
 
 _REPEATS = (
@@ -129,7 +130,7 @@ def _of_products(node: fx.Node) -> _Steps | None:
         elif operator_name(at) not in _CASTS:
             return None
         at = at.args[0]
-    if natural(at.args[1], len(shape_of(at))) != len(shape_of(at)) - 1:
+    if natural(softmax_dim(at), len(shape_of(at))) != len(shape_of(at)) - 1:
         return None
     accurate = [at]
     at = at.args[0]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -21,15 +22,14 @@ from torch import Tensor, fx, nn
 from harness.domain.partition import Interval
 from harness.runtime.capture.operators import draws_random, function_name
 from harness.runtime.executor.shards.base import has_plain_weights
-from harness.runtime.tracing.attention_joining import JoinedGraph
+from harness.runtime.tracing.attention_joining import JoinedGraph, computed_bias, share_of
 from harness.runtime.tracing.attention_positions import find_positions
 from harness.runtime.tracing.constructs import AUTOCAST, HOOKS, NO_GRAD
 from harness.runtime.tracing.dim_rules import (
     ATTENTION,
-    MOVES,
+    LINEAR,
     PASSED,
     PRODUCTS,
-    VIEWS,
     DimRules,
     NotCuttableError,
     is_size,
@@ -43,7 +43,7 @@ from harness.runtime.tracing.dim_rules import (
 )
 from harness.runtime.tracing.projections import transposed_linear
 
-_AFTER_SOFTMAX = ("dropout", "to", "type_as", "contiguous", "clone")
+_AFTER_SOFTMAX = ("dropout", "to", "type_as", "contiguous", "clone", "slice")
 
 
 def join_attentions(module: fx.GraphModule) -> None:
@@ -100,7 +100,7 @@ class _HeadRules(DimRules):
         self._spans[projection] = projection, (0, size_of(projection, -1))
 
     def of_view(self, node: fx.Node, source: fx.Node, place: int) -> int:
-        if source not in self._stacked:
+        if source not in self._stacked or len(shape_of(node)) - place < 3:
             return place
         size, n_stacked = size_of(source, -1), size_of(node, place)
         edges = [size * k // n_stacked for k in range(n_stacked + 1)]
@@ -108,8 +108,11 @@ class _HeadRules(DimRules):
         return place + 1
 
     def of_product(self, node: fx.Node) -> int:
-        """Heads are among the batch dims."""
-        places = {(len(shape_of(n)), self.dims.get(n)) for n in node.all_input_nodes}
+        return self.of_stacks(node.all_input_nodes)
+
+    def of_stacks(self, factors: Sequence[fx.Node]) -> int:
+        """Heads are among the first dims of stacks of matrices."""
+        places = {(len(shape_of(n)), self.dims.get(n)) for n in factors}
         require(len(places) == 1)
         ((rank, position),) = places
         require(position is not None and position < rank - 2)
@@ -153,6 +156,7 @@ class _HeadRules(DimRules):
         spans = tuple(sorted(self.sections.get(projection, {(0, size)})))
         ends = [0, *(stop for _, stop in spans)]
         require([start for start, _ in spans] == ends[:-1] and ends[-1] == size)
+        require(computed_bias(projection) is None or len({b - a for a, b in spans}) == 1)
         return spans
 
 
@@ -167,7 +171,8 @@ class _Region:
         self, module: fx.GraphModule, attention: fx.Node, *, is_stacked: bool = False
     ) -> None:
         self._module, self._attention = module, attention
-        self._last = self._find_last()
+        self._after = self._find_after()
+        self._last = self._after[-1]
         self._projections: set[fx.Node] = set()
         self._leads: dict[fx.Node, bool] = {}
         self._inside = self._find_inside()
@@ -181,24 +186,25 @@ class _Region:
 
     # Finding
 
-    def _find_last(self) -> fx.Node:
-        node = self._attention
+    def _find_after(self) -> list[fx.Node]:
+        """The operators from the attention to the projection of its output."""
+        node, found = self._attention, list[fx.Node]()
         while True:
             require(len(node.users) == 1)
             (node,) = node.users
+            found.append(node)
             if self._is_projection(node):
-                return node
-            require(function_name(node.target) in (*VIEWS, *MOVES, "contiguous", "clone"))
+                require(computed_bias(node) is None)
+                return found
+            require(operator_name(node) in PASSED)
 
     def _find_inside(self) -> set[fx.Node]:
         given = self._attention.args[: 3 if self._attention.target is ATTENTION else 2]
         require(all(isinstance(n, fx.Node) and self._find_leading(n) for n in given))
-        inside = {node for node, leads in self._leads.items() if leads}
-        node = self._last
-        while node is not self._attention:
-            inside.add(node)
-            node = node.all_input_nodes[0]
-        return {*inside, self._attention}
+        self._leads |= dict.fromkeys((self._attention, *self._after), True)
+        for node in self._after[:-1]:  # such as a gate
+            list(map(self._find_leading, node.all_input_nodes))
+        return {node for node, leads in self._leads.items() if leads}
 
     def _find_leading(self, node: fx.Node) -> bool:
         """Whether known operators lead from a projection to a value; remember all on the way."""
@@ -207,9 +213,10 @@ class _Region:
         if self._is_projection(node):
             self._projections.add(node)
             self._leads[node] = True
-        elif is_size(node) or operator_name(node) not in PASSED:
-            is_tensor = node.op == "get_attr" or isinstance(node.meta.get("val"), Tensor)
-            require(is_tensor or is_size(node))
+        elif is_size(node):
+            self._leads[node] = False
+        elif operator_name(node) not in PASSED:
+            require(node.op == "get_attr" or isinstance(node.meta.get("val"), Tensor))
             self._leads[node] = False
         else:
             self._leads[node] = any(list(map(self._find_leading, node.all_input_nodes)))
@@ -219,6 +226,9 @@ class _Region:
         if node.op == "call_module":
             part = module_of(node)
             return type(part) is nn.Linear and has_plain_weights(part)
+        if node.target is LINEAR:
+            weight: Any = node.args[1]
+            return bool(weight.op == "get_attr")
         return node.target is transposed_linear
 
     # Propagating
@@ -244,6 +254,9 @@ class _Region:
             if function_name(node.target) not in ("split", "split_with_sizes", "chunk"):
                 self._extents.add(size_of(node, heads[node]))
         require(len(shape_of(self._last)) == 3 and self.n_groups > 1)
+        first = next(n for n in self._order if n in self._projections).all_input_nodes[0]
+        sizes = {n for node in self._order for n in node.all_input_nodes if is_size(n)}
+        require(all(share_of(size, first) is not None for size in sizes))
         spans = itertools.chain(*self._heads.sections.values())
         require(all(edge % self.n_groups == 0 for edge in itertools.chain(*spans)))
         for projection in self._projections:
@@ -255,13 +268,13 @@ class _Region:
 
     def _of_attention(self) -> int:
         queries: Any = self._attention.args[:3]
-        require(all(self._heads.dims.get(n) == 1 for n in queries))
-        require(len(shape_of(self._attention)) == 4)
+        position = self._heads.of_stacks(queries)
         mask = self._attention.kwargs.get("attn_mask")
         mask = self._attention.args[3] if len(self._attention.args) > 3 else mask
         if isinstance(mask, fx.Node):
-            self._heads.broadcast(self._attention, mask, 3)
-        return 1
+            rank = len(shape_of(self._attention))
+            self._heads.broadcast(self._attention, mask, rank - position)
+        return position
 
     # Joining
 

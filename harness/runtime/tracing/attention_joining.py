@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -20,11 +22,30 @@ from harness.runtime.tracing.attention_region import (
     ScaledNumber,
     SlicedRows,
 )
-from harness.runtime.tracing.dim_rules import is_size
+from harness.runtime.tracing.dim_rules import NORMS, is_size, operator_name
 from harness.runtime.tracing.projections import transposed_linear
 
 _SIZE = torch.ops.aten.sym_size.int
 _SLICE = torch.ops.aten.slice.Tensor
+_VIEW = torch.ops.aten.reshape.default
+_ONE = Fraction(1)
+
+
+def share_of(size: fx.Node, source: fx.Node) -> Fraction | None:
+    """A size as a multiple of a value's first one, such as of the number of all windows; None if
+    there is no such number."""
+    first = source.meta["val"].shape[0]
+    if not isinstance(first, torch.SymInt):
+        return None
+    ratio = size.meta["val"].node.expr / first.node.expr
+    return Fraction(int(ratio.p), int(ratio.q)) if ratio.is_Rational else None
+
+
+def computed_bias(projection: fx.Node) -> fx.Node | None:
+    """The bias of a linear layer if operators make it, such as by joining those of queries and
+    values."""
+    bias: Any = projection.args[2] if len(projection.args) > 2 else None
+    return bias if isinstance(bias, fx.Node) and bias.op != "get_attr" else None
 
 
 class JoinedGraph:
@@ -57,6 +78,7 @@ class JoinedGraph:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._weights: list[RegionWeight] = []
         self._factors: dict[fx.Node, list[fx.Node | None]] = {}
+        self._sizes: dict[Fraction, fx.Node] = {}
         self.inputs: list[fx.Node] = []
         self.held: list[fx.Node] = []
 
@@ -78,12 +100,9 @@ class JoinedGraph:
             self._copies[source] = self._graph.placeholder(f"input_{len(self.inputs)}")
         for node in self._order:  # all placeholders come first
             self._hold_weights(node)
-        size = self._graph.call_function(_SIZE, (self._copies[self.inputs[0]], 0))
         for node in self._order:
-            self._copy(node, size)
+            self._copy(node)
         self._graph.output(self._copies[self._order[-1]])
-        if not size.users:
-            self._graph.erase_node(size)
         return AttentionRegion(
             graph=self._graph,
             n_inputs=len(self.inputs),
@@ -130,11 +149,19 @@ class JoinedGraph:
         """Activations that are read beside the projections' inputs, such as masks."""
         inside = set(self._order)
         for node in self._order:
+            if node in self._projections and (bias := computed_bias(node)) is not None:
+                yield bias
             for source in node.all_input_nodes if node not in self._projections else ():
                 if source not in inside and source.op != "get_attr" and not is_size(source):
                     yield source
 
     def _hold_weights(self, node: fx.Node) -> None:
+        if node.op == "call_module" and operator_name(node) in NORMS:
+            self._factors[node] = [
+                self._hold(source, RegionWeight()) if source is not None else None
+                for source in self._of_module(str(node.target))
+            ]
+            return
         if node not in self._projections:
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source not in self._copies:
@@ -144,43 +171,89 @@ class JoinedGraph:
         is_transposed = node.target is transposed_linear
         weight = RegionWeight(dim=int(is_transposed != is_last), sections=spans)
         bias = RegionWeight(is_last_bias=True) if is_last else RegionWeight(dim=0, sections=spans)
-        sources = node.args[1:3] if is_transposed else self._of_module(str(node.target))
+        weights: Any = [*node.args[1:], None][:2]
+        if computed_bias(node) is not None:
+            weights[1] = None
+        sources = self._of_module(str(node.target)) if node.op == "call_module" else weights
         self._factors[node] = [
             self._hold(source, rule) if isinstance(source, fx.Node) else None
             for source, rule in zip(sources, (weight, bias), strict=True)
         ]
 
     def _of_module(self, path: str) -> list[fx.Node | None]:
+        """Nodes of the weight and bias of a linear layer or a norm."""
         part, graph = self._module.get_submodule(path), self._module.graph
-        assert isinstance(part, nn.Linear)
         with graph.inserting_before(self._order[0]):
-            weight = graph.create_node("get_attr", f"{path}.weight")
-            bias = None if part.bias is None else graph.create_node("get_attr", f"{path}.bias")
-        return [weight, bias]
+            return [
+                None
+                if getattr(part, name, None) is None
+                else graph.create_node("get_attr", f"{path}.{name}")
+                for name in ("weight", "bias")
+            ]
 
     def _hold(self, source: fx.Node, rule: RegionWeight) -> fx.Node:
         self.held.append(source)
         self._weights.append(rule)
         return self._graph.placeholder(f"weight_{len(self.held)}")
 
-    def _copy(self, node: fx.Node, size: fx.Node) -> None:
-        if node not in self._projections and node.op == "call_module":
-            dropout: Any = self._module.get_submodule(str(node.target))
-            source = self._given(node, node.all_input_nodes[0])
-            arguments = (source, dropout.p, dropout.training)
-            self._copies[node] = self._graph.call_function(F.dropout, arguments)
+    def _copy(self, node: fx.Node) -> None:
+        function: Any
+        arguments: tuple[Any, ...]
+        if node not in self._projections and node.op != "call_module":
+            self._copies[node] = self._graph.node_copy(node, lambda n: self._given(node, n))
             return
-        if node not in self._projections:
-            self._copies[node] = self._graph.node_copy(
-                node, lambda n: size if is_size(n) else self._given(node, n)
-            )
-            return
-        function: Any = transposed_linear if node.target is transposed_linear else F.linear
         source = self._given(node, node.all_input_nodes[0])
-        self._copies[node] = self._graph.call_function(function, (source, *self._factors[node]))
+        if node in self._projections:
+            function = transposed_linear if node.target is transposed_linear else F.linear
+            weight, bias = self._factors[node]
+            arguments = (source, weight, self._sliced_bias(node) or bias)
+        else:
+            part: Any = self._module.get_submodule(str(node.target))
+            if isinstance(part, nn.RMSNorm):
+                weights = self._factors[node][:1]
+                function = F.rms_norm
+                arguments = (source, list(part.normalized_shape), *weights, part.eps)
+            elif isinstance(part, nn.LayerNorm):
+                weights = self._factors[node]
+                function = F.layer_norm
+                arguments = (source, list(part.normalized_shape), *weights, part.eps)
+            elif isinstance(part, nn.Softmax):
+                function, arguments = F.softmax, (source, part.dim)
+            else:
+                function, arguments = F.dropout, (source, part.p, part.training)
+        self._copies[node] = self._graph.call_function(function, arguments)
+
+    def _sliced_bias(self, projection: fx.Node) -> fx.Node | None:
+        """The bias of a projection, of which each section is sliced, if operators make it."""
+        bias = computed_bias(projection)
+        if bias is None:
+            return None
+        call, spans = self._graph.call_function, self._projections[projection]
+        size = spans[0][1] - spans[0][0]
+        apart = call(_VIEW, (self._copies[bias], [len(spans), size]))
+        sliced = call(_SLICE, (apart, 1, 0, size))
+        self._sliced.append(sliced.name)
+        return call(_VIEW, (sliced, [-1]))
+
+    def _size(self, size: fx.Node) -> fx.Node:
+        """A number that depends on the number of samples, of the first input's."""
+        share = share_of(size, self.inputs[0])
+        assert share is not None
+        if share not in self._sizes:
+            call = self._graph.call_function
+            made = self._sizes.get(_ONE) or call(_SIZE, (self._copies[self.inputs[0]], 0))
+            self._sizes[_ONE] = made
+            made = made if share.numerator == 1 else call(operator.mul, (made, share.numerator))
+            whole = share.denominator == 1
+            self._sizes[share] = (
+                made if whole else call(operator.floordiv, (made, share.denominator))
+            )
+        return self._sizes[share]
 
     def _given(self, node: fx.Node, source: fx.Node) -> fx.Node:
         """The copy of an operator's argument, or where that is cut, a slice of all of it."""
+        if is_size(source):
+            return self._size(source)
         if (node, source) in self._taken:
             return self._taken[node, source]
         found, dim = self._copies[source], self._slices.get((node, source))

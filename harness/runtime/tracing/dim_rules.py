@@ -10,19 +10,31 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.runtime.capture.operators import function_name
+from harness.runtime.executor.shards.base import has_plain_weights
 from harness.runtime.tracing.constructs import CALLS
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+LINEAR = torch.ops.aten.linear.default
 PRODUCTS = ("matmul", "bmm")
 VIEWS = ("view", "reshape", "_unsafe_view", "reshape_as", "flatten")
 MOVES = ("transpose", "permute", "unsqueeze", "select", "unbind", "stack")
 _POINTWISE = (
-    "mul", "add", "sub", "div", "neg", "to", "contiguous", "clone", "pow", "rsqrt", "mean", "alias",
-    "softmax", "dropout", "masked_fill", "where", "tanh", "type_as", "gather",
+    "mul", "add", "sub", "div", "neg", "to", "contiguous", "clone", "pow", "rsqrt", "alias", "exp",
+    "softmax", "dropout", "masked_fill", "where", "tanh", "type_as", "gather", "clamp_min", "relu",
+    "elu", "sigmoid", "expand_as",
 )  # fmt: skip
+# Position of the dims over which an operator reduces; the flag that keeps them comes after it.
+_REDUCTIONS = {"mean": 1, "sum": 1, "amax": 1, "max": 1, "linalg_vector_norm": 2, "norm": 2}
+NORMS = ("layer_norm", "rms_norm")
 _SAME_RANK = ("cat", "slice", "split", "split_with_sizes", "chunk", "expand", "repeat_interleave")
 _SPLITS = ("split", "split_with_sizes", "chunk")
-PASSED = {*VIEWS, *_POINTWISE, *_SAME_RANK, *MOVES, *PRODUCTS, "getitem"}
+PASSED = {
+    *VIEWS, *_POINTWISE, *_REDUCTIONS, *NORMS, *_SAME_RANK, *MOVES, *PRODUCTS, "getitem",
+}  # fmt: skip
+_MODULES: dict[type[nn.Module], str] = {
+    nn.Dropout: "dropout", nn.Softmax: "softmax", nn.LayerNorm: "layer_norm",
+    nn.RMSNorm: "rms_norm",
+}  # fmt: skip
 
 
 class NotCuttableError(Exception):
@@ -82,15 +94,17 @@ class DimRules:
             return self._of_view(node, source)
         if name in PRODUCTS:
             return self.of_product(node)
-        if name in _POINTWISE or name == "cat":
+        if name in (*_POINTWISE, *NORMS, "cat"):
             return self._of_aligned(node, name)
         require(source in self.dims)
         position = self.dims[source]
         if name == "getitem":
             is_division = function_name(source.target) in _SPLITS
-            require(is_division or operator_name(source) == "unbind")
+            require(is_division or operator_name(source) in ("unbind", "max"))
             return self.of_element(node, source, position) if is_division else position
         rank = len(shape_of(source))
+        if name in _REDUCTIONS:
+            return _after_reduction(node, position, rank, _REDUCTIONS[name])
         if name == "transpose":
             a, b = (natural(x, rank) for x in node.args[1:3])
             return {a: b, b: a}.get(position, position)
@@ -133,14 +147,14 @@ class DimRules:
         for other in tensors:
             self.broadcast(node, other, offset)
         rank = len(shape_of(node))
-        has_dims = name in ("cat", "mean", "softmax", "gather")
-        dims: Any = node.args[1] if has_dims and len(node.args) > 1 else ()
+        dims: Any = node.args[1] if name in ("cat", "gather") and len(node.args) > 1 else ()
         dims = [dims] if isinstance(dims, int) else dims
-        require(name not in ("mean", "softmax") or dims)
-        if name == "mean":
-            require(len(node.args) > 2 and node.args[2] is True)
+        if name == "softmax":
+            dims = [softmax_dim(node)]
+        if name in NORMS:
+            dims = range(rank - _n_normalized(node), rank)
         if name == "cat":
-            require(all(n in self.dims for n in tensors))
+            require(all(n in self.dims or (node, n) in self.slices for n in tensors))
             dims = dims or [node.kwargs.get("dim", 0)]
         require(all(natural(dim, rank) != rank - offset for dim in dims))
         return rank - offset
@@ -176,11 +190,35 @@ def slice_bounds(node: fx.Node, size: int) -> tuple[int, int]:
     return min(bounds[0], size), min(bounds[1], size)
 
 
-def operator_name(node: fx.Node) -> str:
-    """The name of a node's function, without the underscore of in-place functions; `dropout` for
-    a module of it, empty for others."""
+def _after_reduction(node: fx.Node, position: int, rank: int, place: int) -> int:
+    given: list[Any] = [*node.args[place : place + 2], False]
+    require(len(given) > 1 and isinstance(given[0], list | tuple | int))
+    dims = [given[0]] if isinstance(given[0], int) else given[0]
+    reduced = {natural(dim, rank) for dim in dims}
+    require(reduced and position not in reduced)
+    return position if given[1] else position - sum(dim < position for dim in reduced)
+
+
+def _n_normalized(node: fx.Node) -> int:
+    """The last dims that a norm takes together."""
     if node.op == "call_module":
-        return "dropout" if type(module_of(node)) is nn.Dropout else ""
+        part: Any = module_of(node)
+        require(has_plain_weights(part))
+        return len(part.normalized_shape)
+    sizes: Any = node.args[1]
+    return len(sizes)
+
+
+def softmax_dim(node: fx.Node) -> Any:
+    """The dim that a softmax is given."""
+    return module_of(node).dim if node.op == "call_module" else [*node.args, None][1]
+
+
+def operator_name(node: fx.Node) -> str:
+    """The name of a node's function, without the underscore of in-place functions; that of the
+    function of some modules, empty for others."""
+    if node.op == "call_module":
+        return _MODULES.get(type(module_of(node)), "")
     return function_name(node.target).removesuffix("_") if node.op in CALLS else ""
 
 
@@ -192,14 +230,12 @@ def module_of(node: fx.Node) -> nn.Module:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node is the number of samples of the model's input."""
-    source = node.args[0] if node.args else None
-    is_input = isinstance(source, fx.Node) and source.op == "placeholder"
-    return node.target is torch.ops.aten.sym_size.int and is_input and node.args[1:] == (0,)
+    """Whether a node is a number that depends on the number of samples."""
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def shape_of(node: fx.Node) -> list[Any]:
-    """Sizes of a node's (first) value; the number of samples is a symbol."""
+    """Sizes of a node's (first) value; those that depend on the number of samples are text."""
     value = node.meta.get("val")
     value = value[0] if isinstance(value, tuple | list) else value
     require(isinstance(value, Tensor))
@@ -216,8 +252,9 @@ def size_of(node: fx.Node, position: int) -> int:
 
 def volume(sizes: list[Any]) -> tuple[int, list[str]]:
     """The product of sizes: of the numbers, and all symbols."""
-    numbers = [size for size in sizes if isinstance(size, int)]
-    return math.prod(numbers), sorted(size for size in sizes if isinstance(size, str))
+    factors = [factor for size in sizes for factor in str(size).split("*")]
+    numbers = [int(factor) for factor in factors if factor.isdigit()]
+    return math.prod(numbers), sorted(factor for factor in factors if not factor.isdigit())
 
 
 def natural(dim: Any, rank: int) -> int:

@@ -32,6 +32,7 @@ from harness.runtime.tracing.known_values import KnownValues
 from harness.runtime.tracing.loops import loops_found
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
 from harness.runtime.tracing.regions import AutocastRegion
+from harness.runtime.tracing.writes import read_written
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _AUTOCAST_REGION = "wrap_with_autocast"
@@ -77,6 +78,7 @@ def export(
         exported = torch.export.export(copied, given, dynamic_shapes=sizes)
     module: fx.GraphModule = exported.module(check_guards=False)
     functions.insert(module.graph)
+    read_written(module.graph)
     _remove_idle(module)
     _copy_attentions(module.graph)
     _keep_layouts(module.graph)
@@ -99,17 +101,29 @@ def _open_sizes(model: nn.Module, n_inputs: int) -> tuple[Any, ...]:
 
 
 def _remove_idle(module: fx.GraphModule) -> None:
-    """Remove slices that take everything, and assertions with the values that only they read."""
+    """Remove slices that take everything, concatenations with nothing (an empty cache), and
+    assertions with the values that only they read."""
     slices = torch.ops.aten.slice.Tensor
     for node in module.graph.find_nodes(op="call_function", target=slices):
         if node.args[2:] == (0, sys.maxsize):
             node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
+        parts: Any = node.args[0]
+        kept = [part for part in parts if not _is_empty(part)]
+        if len(kept) == 1 < len(parts):
+            node.replace_all_uses_with(kept[0])
             module.graph.erase_node(node)
     for node in reversed(list(module.graph.nodes)):
         is_assertion = function_name(node.target) in _ASSERTIONS
         is_number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
         if not node.users and (is_assertion or is_number):
             module.graph.erase_node(node)
+
+
+def _is_empty(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and any(n == 0 for n in value.shape if isinstance(n, int))
 
 
 def _copy_attentions(graph: fx.Graph) -> None:

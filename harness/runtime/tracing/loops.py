@@ -58,7 +58,14 @@ class WholeModule(OpaqueFunction):
             leaves[position] = tensor
         inputs, keywords = pytree.tree_unflatten(leaves, self._structure)
         named = dict(zip(self._names, weights, strict=True))
-        return functional_call(self._module, named, inputs, keywords)
+        # The model makes anew what the module keeps, or the comparison with it fails.
+        before = [(vars(part), dict(vars(part))) for part in self._module.modules()]
+        try:
+            return functional_call(self._module, named, inputs, keywords)
+        finally:
+            for attributes, kept in before:
+                attributes.clear()
+                attributes.update(kept)
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from harness.runtime.tracing.constructs import ConstructError
 
 _REMEDY = "or train it by --engine torch, which needs no plan"
 _LONGEST = 100  # characters quoted from PyTorch's message
+_REWRITE = "rewrite that part"
 _AT_ONCE = "compute on all samples at once"
 _VALUES = "use torch.where or a mask"
 # Pattern in a message of torch.fx, torch.export or meta tensors; the construct; its remedy.
@@ -102,11 +103,13 @@ def refusal(name: str, *reasons: Exception) -> ModelError:
     """The error for a model that cannot be captured.
 
     Args:
-        reasons: the error of each way to capture it; the last that names a construct counts.
+        reasons: the error of each way to capture it; the last that names a construct counts, or
+            a line of the user's code.
     """
     for error in reversed(reasons):
         if isinstance(error, ConstructError):
             return _error(name, first_line(error), error, "")
+    for error in reversed(reasons):
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.name in _FUNCTIONS:
                 construct, remedy = _FUNCTIONS[frame.name]
@@ -114,9 +117,11 @@ def refusal(name: str, *reasons: Exception) -> ModelError:
         for pattern, construct, remedy in _CONSTRUCTS:
             if re.search(pattern, str(error)):
                 return _error(name, construct, error, remedy)
+        if users_line(error):  # errors of other ways would name what this one can follow
+            return _error(name, _message(error), error, _REWRITE)
     messages = "; ".join(dict.fromkeys(map(_message, reasons)))
     placed = next(filter(_place, reasons), reasons[0])
-    return _error(name, messages, placed, "rewrite that part")
+    return _error(name, messages, placed, _REWRITE)
 
 
 def _error(name: str, construct: str, error: Exception, remedy: str) -> ModelError:

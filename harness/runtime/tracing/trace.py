@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.capture.meta_copy import forgotten_stand_ins, meta_copy
-from harness.runtime.capture.operators import draws_random
+from harness.runtime.capture.operators import draws_random, function_name
 from harness.runtime.capture.sample_dims import values_at
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.models.mixture import is_single_operator
@@ -39,6 +39,7 @@ from harness.runtime.tracing.constructs import (
     WRITTEN,
     ConstructError,
 )
+from harness.runtime.tracing.dim_rules import module_of, operator_name
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.functions import GradientHooks, OpaqueFunction, detach
 from harness.runtime.tracing.loops import LoopError, has_large_share
@@ -266,7 +267,7 @@ def _with_heads(
     """The export of a traced model, if that has attentions that can be cut by heads."""
     if any(map(_is_cut_otherwise, model.modules())):
         return None
-    if not any(map(is_softmax, traced.graph.nodes)):
+    if not any(map(_may_be_cut, traced.graph.nodes)):
         return None
     try:
         exported = _exported(model, examples)
@@ -275,6 +276,37 @@ def _with_heads(
         return None
     is_cut = any(isinstance(node.target, AttentionRegion) for node in exported.graph.nodes)
     return exported if is_cut else None
+
+
+def _may_be_cut(node: fx.Node) -> bool:
+    """Whether a traced softmax lies between linear layers, as that of an attention that is cut by
+    heads; a function that torch.fx keeps whole may call one."""
+    code = getattr(node.target, "__code__", None) if node.op == "call_function" else None
+    if code is not None and "softmax" in code.co_names:
+        return not str(getattr(node.target, "__module__", "")).startswith("torch.")
+    return is_softmax(node) and all(
+        _leads_to_linear(node, attribute) for attribute in ("all_input_nodes", "users")
+    )
+
+
+def _leads_to_linear(softmax: fx.Node, attribute: str) -> bool:
+    """Whether functions, and no other layers, lead from a softmax to a linear layer.
+
+    Args:
+        attribute: of a node, with the nodes in the direction of the search.
+    """
+    seen: set[fx.Node] = set()
+    waiting = [softmax]
+    while waiting:
+        for node in getattr(waiting.pop(), attribute):
+            part = module_of(node) if node.op == "call_module" else None
+            if isinstance(part, nn.Linear) or function_name(node.target) in ("linear", "addmm"):
+                return True
+            is_passed = part is None or isinstance(part, nn.Identity) or operator_name(node)
+            if is_passed and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return False
 
 
 def _is_cut_otherwise(part: nn.Module) -> bool:

@@ -19,12 +19,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from harness.errors import ModelError
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.operators import function_name
-from harness.runtime.executor.shards.inplace import COPIES, copying_call, works_in_place
+from harness.runtime.executor.shards.inplace import (
+    COPIES,
+    changes_first,
+    copying_call,
+    works_in_place,
+)
 from harness.runtime.tracing.functions import OpaqueFunction
 from harness.runtime.tracing.tuples import check_sizes, drop_empty_parts, split_tuples
 
@@ -295,3 +301,28 @@ def _replay(module: fx.GraphModule, memory: _Memory, alias: fx.Node, base: fx.No
             copy_of.args = (source, *step.args[1:])
             found = copy_of
     return found
+
+
+def read_written(graph: fx.Graph) -> None:
+    """Let later readers of a value that an exported operator changes in place read its result,
+    where no view of the value exists. This shows which operators an attention has."""
+    place = {node: k for k, node in enumerate(graph.nodes)}
+    alone: set[fx.Node] = set()
+    for node in graph.nodes:
+        source: Any = node.args[0] if node.args else None
+        if not _shares_memory(node):
+            alone.add(node)
+            continue
+        if source not in alone or not changes_first(node.target):
+            continue
+        later = {user for user in source.users if place[user] > place[node]}
+        if not any(_shares_memory(user) for user in source.users if user not in {node, *later}):
+            source.replace_all_uses_with(node, later.__contains__)
+            alone.add(node)
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    """Whether a node's value may share memory with another."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    return any(result.alias_info is not None for result in node.target._schema.returns)

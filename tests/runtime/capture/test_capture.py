@@ -241,6 +241,33 @@ def test_a_refusal_is_one_short_line_with_construct_place_and_remedy(after, word
     assert message.endswith("or train it by --engine torch, which needs no plan")
 
 
+class Unmasked(nn.Module):
+    """Fails while it is exported, beside a construct that an export can follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if torch.zeros(len(x), 1).any():
+            return x
+        return self.linear(x).reshape(-1, 4 + torch.compiler.is_exporting())
+
+
+def test_a_refusal_names_the_error_of_a_module_that_would_be_kept_whole():
+    model = nn.Sequential(nn.Linear(4, 4), Unmasked())
+    words = r"RuntimeError: .*\(test_capture.py:\d+ in forward\)"
+    with pytest.raises(ModelError, match=f"Sequential cannot be captured: {words}"):
+        capture(task_of(model), 6, "unmasked")
+
+
+def test_detection_of_anomalies_is_off_during_capture():
+    with torch.autograd.set_detect_anomaly(True):
+        captured = capture(task_of(nn.Linear(4, 4)), 6, "linear")
+        assert torch.is_anomaly_enabled()
+    assert len(captured.graph.operators) == 3
+
+
 def test_weights_without_a_shape_are_refused_by_their_module():
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
     with pytest.raises(ModelError, match=r"^module '1' \(LazyLinear\) has no weights before"):

@@ -81,10 +81,23 @@ def wholes_by_positions(region, arguments):
         yield whole(True, gather)
 
 
+def check_parts(module, node, inputs):
+    """Compare the sum of a region's parts, and those of its positions, with the region."""
+    run, region = _ArgumentsOf(module, node), node.target
+    run.run(*inputs)
+    parts = [part_of(region, run.found, groups) for groups in ((0, 1), (1, region.n_groups))]
+    whole = region(*run.found)
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-14)
+    for made in wholes_by_positions(region, run.found) if region.positions else ():
+        torch.testing.assert_close(made, whole, rtol=1e-12, atol=1e-14)
+
+
 # Queries, keys and values of GPT-2 are one product; two heads of Llama's queries share a group.
 # Scores of T5 get relative positions of each head; eager attentions are products of their own.
 # Bloom and DeBERTa merge samples and heads; each head of Bloom has its queries, keys and values
-# beside each other. Models of timm stack queries, keys and values. GPT-J rotates pairs.
+# beside each other. Models of timm stack queries, keys and values. GPT-J rotates pairs. XLM masks
+# scores in place and has an empty cache. Swin merges windows with the samples, and its second
+# version divides by norms and joins biases.
 # All but DeBERTa's are cut by positions; where scores are more than scaled and masked, and where a
 # softmax rounds float64, each device has all keys.
 @pytest.mark.parametrize(
@@ -100,6 +113,8 @@ def wholes_by_positions(region, arguments):
         ("transformers_gptj", 2, 4, ((0, 16),), "any"),
         ("transformers_deberta_v2", 2, 4, ((0, 16),), None),
         ("timm_vit_tiny_patch16_224", 2, 4, ((0, 16), (16, 32), (32, 48)), "any"),
+        ("transformers_xlm", 2, 4, ((0, 16),), "input"),
+        ("timm_swinv2_tiny_window8_256", 2, 2, ((0, 8), (8, 16), (16, 24)), "input"),
     ],
 )
 def test_the_parts_of_an_attention_add_up(name, n_regions, n_groups, sections, keys):
@@ -116,14 +131,8 @@ def test_the_parts_of_an_attention_add_up(name, n_regions, n_groups, sections, k
         else torch.randn(3, *spec.shape, dtype=spec.dtype)
         for spec in task.inputs
     ]
-    run = _ArgumentsOf(captured.module, node)
-    run.run(*inputs)
-    parts = [part_of(region, run.found, groups) for groups in ((0, 1), (1, n_groups))]
-    whole = region(*run.found)
-    torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-14)
     assert keys == (region.positions and ("any" if region.positions.mixing else "input"))
-    for made in wholes_by_positions(region, run.found) if keys else ():
-        torch.testing.assert_close(made, whole, rtol=1e-12, atol=1e-14)
+    check_parts(captured.module, node, inputs)
     plans = tensor_parallel(captured.graph, small_cluster(2), 4).operators
     assert plans[operator].partition == {"heads": 2}
     # Of a linear layer's two, the first is cut by features and the second by its contraction, but
@@ -150,3 +159,48 @@ class OneHead(nn.Module):
 def test_an_attention_of_one_head_stays_in_pieces():
     module = trace(OneHead(), (torch.zeros(2, 4, 8),))
     assert not any(isinstance(node.target, AttentionRegion) for node in module.graph.nodes)
+
+
+class Mixed(nn.Module):
+    """Stacked keys and values beside queries, norms of them, sinks beside the scores, a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.gate, self.out = (nn.Linear(8, 8) for _ in range(3))
+        self.kv = nn.Linear(8, 16)
+        self.q_norm, self.k_norm = nn.LayerNorm(4), nn.RMSNorm(4)
+        self.sinks = nn.Parameter(torch.randn(2))
+        self.softmax, self.drop = nn.Softmax(dim=-1), nn.Dropout(0.0)
+
+    def forward(self, x):
+        q = self.q(x).view(len(x), 6, 2, 4).transpose(1, 2)
+        kv = nn.functional.linear(x, self.kv.weight, self.kv.bias).view(len(x), 6, 2, 2, 4)
+        k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
+        scores = self.q_norm(q) @ self.k_norm(k).transpose(2, 3)
+        scores = torch.cat((scores, self.sinks.view(1, 2, 1, 1).expand(len(x), 2, 6, 1)), dim=-1)
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+        made = self.drop(self.softmax(scores)[..., :-1]) @ v
+        return self.out(self.gate(x).sigmoid() * made.transpose(1, 2).reshape(len(x), 6, 8))
+
+
+def test_norms_sinks_and_gates_are_part_of_an_attention():
+    module = trace(Mixed().double(), (torch.zeros(2, 6, 8, dtype=torch.float64),))
+    (node,) = [n for n in module.graph.nodes if isinstance(n.target, AttentionRegion)]
+    assert sorted(w.sections for w in node.target.weights)[-1] == ((0, 8), (8, 16))
+    check_parts(module, node, [torch.randn(5, 6, 8, dtype=torch.float64)])
+
+
+class Gated(nn.Module):
+    """A softmax that no linear layer follows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Conv1d(1, 1, 1)
+
+    def forward(self, x):
+        return self.last(self.first(x).softmax(-1)[:, None]).flatten(1)
+
+
+def test_a_softmax_that_is_no_attention_costs_no_export(monkeypatch):
+    monkeypatch.setattr("harness.runtime.tracing.trace._exported", lambda *_: pytest.fail("export"))
+    trace(Gated(), (torch.zeros(2, 8),))

@@ -11,18 +11,21 @@ from harness.runtime.tracing.loops import LONGEST, WholeModule
 
 
 class Decay(nn.Module):
-    """A scan; its state is in float32, whatever its input."""
+    """A scan from the state that it keeps, which is in float32, whatever its input."""
+
+    kept = None
 
     def __init__(self):
         super().__init__()
         self.rate, self.out = nn.Parameter(torch.ones(6)), nn.Linear(6, 6)
 
     def forward(self, x, *, state=None):
-        state = torch.zeros_like(x[:, 0]).float() if state is None else state
+        state = torch.zeros_like(x[:, 0]).float() if self.kept is None else self.kept
         seen = []
         for k in range(x.shape[1]):
             state = state * torch.sigmoid(self.rate).float() + x[:, k].float()
             seen.append(state)
+        self.kept = state
         return self.out(torch.stack(seen, 1).to(x.dtype)), state
 
 
@@ -33,6 +36,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         for scan in self.scans:
+            scan.kept = None
             x = torch.tanh(scan(x, state=None)[0])
         return x.mean(1)
 

@@ -46,10 +46,10 @@ def works_in_place(node: fx.Node, owned: dict[str, Any]) -> bool:
         return bool(getattr(owned[str(node.target)], "inplace", False))
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    return bool(node.kwargs.get("inplace")) or _changes_first(node.target)
+    return bool(node.kwargs.get("inplace")) or changes_first(node.target)
 
 
-def _changes_first(target: Any) -> bool:
+def changes_first(target: Any) -> bool:
     """Whether a function always changes its first argument."""
     if isinstance(target, torch._ops.OpOverload):
         first = next(iter(target._schema.arguments), None)
@@ -72,7 +72,7 @@ def copying_function(target: Any) -> Any:
     Returns:
         None if there is no such function.
     """
-    if not _changes_first(target):
+    if not changes_first(target):
         return target
     name = function_name(target).removesuffix("_")
     if isinstance(target, torch._ops.OpOverload):

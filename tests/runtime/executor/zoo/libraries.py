@@ -135,6 +135,10 @@ _TIMM: dict[str, dict[str, Any]] = {
         "img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (1, 2),
         "num_heads": (2, 4), "drop_path_rate": 0.0,
     },
+    "swinv2_tiny_window8_256": {
+        "img_size": 16, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (2,),
+        "num_heads": (2,), "drop_path_rate": 0.0,
+    },
     "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)},
     "mnasnet_small": {},
     "mobilenetv3_small_050": {},
