@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import pytest
-from matplotlib.figure import Figure
 
 from harness.plot.style import bar_panels, label_bars
 
@@ -12,6 +11,8 @@ LONG = " · ".join("a setting that differs" for _ in range(10))
 
 @pytest.mark.parametrize(("label", "is_taller"), [("ddp", False), (LONG, True)])
 def test_a_panel_grows_where_its_labels_have_many_lines(label, is_taller):
+    from matplotlib.figure import Figure  # not in every worker, which collects all tests
+
     canvas = Figure(layout="constrained")
     _, second = bar_panels(canvas, [6, 6])
     before = canvas.get_figheight()
