@@ -104,6 +104,18 @@ def test_keys_that_cannot_travel_are_refused(graph, cuts, devices, why):
             validate(strategy, graph, CLUSTER)
 
 
+def test_a_ring_drops_no_probabilities():
+    graph = graph_of()
+    graph.operators[-1].attrs["has_dropout"] = True
+    gathered, ring = (
+        Strategy(name="s", batch=2, operators={"a": OperatorPlan({"seq": 2}, [0, 1], keys=keys)})
+        for keys in ("gathered", "ring")
+    )
+    validate(gathered, graph, CLUSTER)
+    with pytest.raises(StrategyError, match=r"without dropout .*: use keys 'input' or 'gathered'"):
+        validate(ring, graph, CLUSTER)
+
+
 def test_keys_are_part_of_a_strategy_file():
     plans = {"a": OperatorPlan({"seq": 2}, [0, 1], keys="ring")}
     strategy = Strategy(name="s", batch=2, operators=plans)

@@ -285,7 +285,7 @@ def with_attention_by_positions(rng: Random, strategy: Strategy, graph: Graph) -
             continue
         cuts: dict[str, Cut] = {POSITIONS: len(devices)}
         second = rng.choice([HEADS, SAMPLE])
-        if len(devices) == 4 and shape[second] > 1 and rng.random() < 0.5:
+        if len(devices) == 4 and shape.get(second, 1) > 1 and rng.random() < 0.5:
             cuts = {POSITIONS: 2, second: 2}
         elif rng.random() < 0.4:
             cuts = {POSITIONS: [rng.randint(1, 2) for _ in devices]}

@@ -9,15 +9,20 @@ import torch
 from torch import fx, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
+from equivalence_attentions import N_TOKENS, SHAPE, Reader, Relative
 from equivalence_strategies import small_cluster
 from zoo import ZOO
 
+from harness.domain.key_forms import key_forms
 from harness.domain.partition import REPLICA
 from harness.plan.builders import tensor_parallel
 from harness.runtime.capture.capture import capture
 from harness.runtime.models.attention import mix_values
+from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.tracing.attention_region import AttentionRegion, Rows
 from harness.runtime.tracing.trace import trace
+
+TOKENS = (InputSpec(name="x", shape=SHAPE, dtype=torch.int64, n_values=N_TOKENS),)
 
 
 class _ArgumentsOf(fx.Interpreter):
@@ -154,6 +159,17 @@ class OneHead(nn.Module):
         q, k, v = (part(x).view(-1, 4, 1, 8).transpose(1, 2) for part in (self.q, self.k, self.v))
         made = torch.softmax(q @ k.transpose(2, 3), dim=-1) @ v
         return self.out(made.transpose(1, 2).reshape(-1, 4, 8))
+
+
+def test_dropped_probabilities_are_part_of_the_form_of_an_attention():
+    model = Reader(Relative)
+    model.attentions[0].dropout.p = 0.3
+    captured = capture(Task(model=model, inputs=TOKENS), 2, "dropped")
+    (node,) = (n for n in captured.nodes.values() if isinstance(n.target, AttentionRegion))
+    form = node.target.positions.mixing.form
+    assert (form.dropout, form.scale, form.queries_per_group) == (0.3, 0.5, 1)
+    (attention,) = (op for op in captured.graph.operators if op.kind == "attention")
+    assert key_forms(attention, captured.graph) == ("input", "gathered")
 
 
 def test_an_attention_of_one_head_stays_in_pieces():

@@ -320,6 +320,8 @@ def make_attention_region(part: ShardSpec) -> RegionShard | None:
     for index, wanted in enumerate(part.wanted):
         reads = positions.reads[index] if rows is not None and positions else "whole"
         is_own = reads == "rows" or (reads == "keys" and part.has_own_keys)
+        if is_own and wanted.shape.get(POSITIONS) != part.sizes[1]:
+            return None
         cut = {SAMPLE: part.output[0], **({POSITIONS: part.output[1]} if is_own else {})}
         needed.append([cut.get(dim, (0, size)) for dim, size in wanted.shape.items()])
     inward = regions(part, needed)

@@ -15,7 +15,12 @@ import numpy as np
 import torch
 from equivalence_cases import draw_batch
 from equivalence_reference import Trace, gradients_of, slices
-from equivalence_strategies import random_strategy, replicated_pipeline, small_cluster
+from equivalence_strategies import (
+    random_strategy,
+    replicated_pipeline,
+    small_cluster,
+    with_attention_by_positions,
+)
 from equivalence_training import CAPTURED
 from torch import Tensor
 from torch.nn import Module
@@ -152,10 +157,8 @@ def strategies_of(
         rng, n = Random(f"zoo {seed}/{graph.name}/{k}"), 2 + k % 3
         schedule = SCHEDULE_NAMES[k % len(SCHEDULE_NAMES)]
         smallest = 2 if ZOO[graph.name].has_norm else 1
-        yield (
-            f"random {k}", n,
-            random_strategy(rng, graph, n, BATCH, schedule=schedule, min_microbatch=smallest),
-        )  # fmt: skip
+        drawn = random_strategy(rng, graph, n, BATCH, schedule=schedule, min_microbatch=smallest)
+        yield f"random {k}", n, with_attention_by_positions(rng, drawn, graph)
 
 
 def _seed_all(seed: int) -> None:
