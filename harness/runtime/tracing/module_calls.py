@@ -74,16 +74,16 @@ def call_modules(graph: fx.Graph, model: nn.Module) -> None:
     """Replace runs of operators by calls of the model's modules that they come from."""
     modules = dict(model.named_modules())
     calls = (node for node in graph.nodes if node.op in CALLS)
-    for path, nodes in groupby(list(calls), _path):
+    for (_, path), nodes in groupby(list(calls), _call):
         if path in modules and _is_layer(modules[path]):
             _replace(graph, path, list(nodes))
 
 
-def _path(node: fx.Node) -> str:
-    """Path of the module in whose forward a node was traced; its calls differ in their keys."""
+def _call(node: fx.Node) -> tuple[str, str]:
+    """The call of a module in which a node was traced, and the module's path."""
     stack = node.meta.get("nn_module_stack") or {}
-    last: Any = next(reversed(stack.values()), ("", None))
-    return str(last[0])
+    key, (path, _) = next(reversed(stack.items()), ("", ("", None)))
+    return str(key), str(path)
 
 
 def _is_layer(part: nn.Module) -> bool:
