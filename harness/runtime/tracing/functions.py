@@ -90,13 +90,6 @@ def copied(target: Tensor, source: Any, *_: Any) -> Tensor:
     return target.clone().copy_(source)
 
 
-def with_items(target: Tensor, index: Any, value: Any) -> Tensor:
-    """Out-of-place `target[index] = value`."""
-    changed = target.clone()
-    changed[index] = value
-    return changed
-
-
 class GradientHooks(OpaqueFunction):
     """The identity in forward; in backward, calls hooks on the gradient in order."""
 

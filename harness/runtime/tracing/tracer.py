@@ -27,9 +27,8 @@ from harness.runtime.tracing.constructs import (
     IS_DATA,
     NO_GRAD,
     ConstructError,
-    is_view,
 )
-from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach, with_items
+from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach
 from harness.runtime.tracing.module_calls import is_own_norm, norm_as_call
 from harness.runtime.tracing.states import States
 
@@ -118,14 +117,11 @@ class ModelProxy(fx.Proxy):
         return HookHandle(hooks, hook)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Continue with a copy in which the elements are replaced."""
-        if self.node.op == "placeholder" or is_view(self.node):
-            self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
-            return
-        changed = self.tracer.create_proxy("call_function", with_items, (self, index, value), {})
-        tracer: ModelTracer = self.tracer  # type: ignore[assignment]
-        tracer.states.replace(self.node, changed.node)
-        self.node = changed.node
+        """Record the change in place; the value of a written buffer continues as a copy."""
+        arguments = self, index, value
+        changed = self.tracer.create_proxy("call_function", operator.setitem, arguments, {})
+        if changed.node.target is not operator.setitem:
+            self.node = changed.node
 
     def retain_grad(self) -> None:
         """Do nothing, because a retained gradient could only be read after the step."""

@@ -139,7 +139,8 @@ class _Memory:
         ]
 
     def _reads_elements(self, user: fx.Node) -> bool:
-        return user.op == "output" or bool(_tensors(self.values.get(user)))
+        is_writer = user in self.changed  # which may return nothing
+        return user.op == "output" or is_writer or bool(_tensors(self.values.get(user)))
 
     def chain(self, node: fx.Node) -> list[fx.Node]:
         """The chain of views from a base tensor, or a writer's output, to a node."""

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from harness.errors import ModelError
 from harness.runtime.executor.shards.inplace import COPIES
+from harness.runtime.tracing.tracer import ModelTracer
 from harness.runtime.tracing.writes import replace_in_place_writes
 
 
@@ -20,7 +21,8 @@ def traced(function, *modules):
         def forward(self, x):
             return function(self, x)
 
-    return fx.symbolic_trace(Model())
+    model = Model()
+    return fx.GraphModule(model, ModelTracer((), (), 1).trace(model))
 
 
 def chained(model, x):
@@ -64,6 +66,15 @@ def several_times(model, x):
     return y.exp_() + y
 
 
+def items_changed(model, x):
+    y = x * 1
+    v, turned = y[:, 2], y.movedim(0, 1)
+    y[:, 1:3] = 5
+    y[:, 2] *= 2
+    turned[3] = 7
+    return y + v.unsqueeze(1)
+
+
 def out_of(model, x):
     y = torch.empty_like(x)
     torch.mul(x, 2, out=y)
@@ -72,7 +83,16 @@ def out_of(model, x):
 
 @pytest.mark.parametrize(
     "function",
-    [chained, read_again, view_changed, base_changed, module_on_a_view, several_times, out_of],
+    [
+        chained,
+        read_again,
+        view_changed,
+        base_changed,
+        module_on_a_view,
+        several_times,
+        items_changed,
+        out_of,
+    ],
 )
 def test_the_values_are_those_of_the_model(function):
     module = traced(function)
@@ -99,7 +119,16 @@ def run_on_copies(module, x):
 
 @pytest.mark.parametrize(
     "function",
-    [chained, read_again, view_changed, base_changed, module_on_a_view, several_times, out_of],
+    [
+        chained,
+        read_again,
+        view_changed,
+        base_changed,
+        module_on_a_view,
+        several_times,
+        items_changed,
+        out_of,
+    ],
 )
 def test_operators_may_run_anywhere_once_each_has_copies_of_its_own(function):
     module = traced(function)
