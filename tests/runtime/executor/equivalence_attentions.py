@@ -143,7 +143,7 @@ class Reader(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(_WIDTH) for _ in attentions)
         self.attentions = nn.ModuleList(make() for make in attentions)
         self.wide, self.narrow = nn.Linear(_WIDTH, 24), nn.Linear(24, _WIDTH)
-        self.head = nn.Linear(_WIDTH, N_CLASSES)
+        self.final, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, N_CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
         is_shown = tokens < N_TOKENS - 1
@@ -152,7 +152,7 @@ class Reader(nn.Module):
         for norm, attention in zip(self.norms, self.attentions, strict=True):
             x = x + attention(norm(x), is_shown)
             x = x + self.narrow(F.gelu(self.wide(x)))
-        return self.head(x.mean(dim=1))
+        return self.head(self.final(x).mean(dim=1))  # without a norm, training diverges
 
 
 _KINDS: dict[str, Callable[[], nn.Module]] = {
