@@ -98,15 +98,20 @@ def cells() -> Iterator[list[str]]:
 
 def counts() -> Iterator[list[str]]:
     """One row for each program that counts cases."""
-    for sharded in ("", " with sharded parameters"):
+    kinds = {
+        "": "",
+        "--shard-state parameters": " with sharded parameters",
+        "--series programs": " of drawn models",
+    }
+    for words, kind in kinds.items():
         equivalence = [
             row
             for row in read("executor_equivalence")
-            if ("--shard-state parameters" in row["command"]) == bool(sharded)
+            if words == next((known for known in kinds if known and known in row["command"]), "")
         ]
         last = [row for row in equivalence if row["commit"] == equivalence[-1]["commit"]]
         n_equal, n_cases = (sum(row[key] for row in last) for key in ("n_equal", "n_cases"))
-        counted = f"random strategies{sharded} equal to one device"
+        counted = f"random strategies{kind} equal to one device"
         yield ["executor_equivalence", counted, f"{n_equal} of {n_cases}"]
     for row in latest(read("change_equivalence"), "command"):
         frozen = ", with frozen layers," if row["n_freezing"] else ""
