@@ -101,7 +101,7 @@ class RegionPositions(NamedTuple):
     mixing: Mixing | None
 
 
-class Rows(NamedTuple):
+class OwnPositions(NamedTuple):
     """A device's positions of an attention, and whether it computes keys of these alone."""
 
     interval: Interval
@@ -141,7 +141,7 @@ class AttentionRegion:
     def __call__(self, *args: torch.Tensor) -> Any:
         return self._whole(*args)  # type: ignore[attr-defined]
 
-    def part(self, groups: Interval, rows: Rows | None = None) -> fx.GraphModule:
+    def part(self, groups: Interval, rows: OwnPositions | None = None) -> fx.GraphModule:
         """The computation of some groups, of slices of the weights; for some positions it is called
         with a function, too, that mixes the values of `positions.mixing`."""
         graph = copy.deepcopy(self.graph)
@@ -171,7 +171,7 @@ def _scale(nodes: Mapping[str, fx.Node], number: ScaledNumber, n: int, of: int) 
 
 
 def _cut_rows(
-    graph: fx.Graph, nodes: Mapping[str, fx.Node], positions: RegionPositions, rows: Rows
+    graph: fx.Graph, nodes: Mapping[str, fx.Node], positions: RegionPositions, rows: OwnPositions
 ) -> None:
     (start, stop), has_own_keys = rows
     for number in positions.numbers:

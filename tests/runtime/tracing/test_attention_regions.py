@@ -19,7 +19,7 @@ from harness.plan.builders import tensor_parallel
 from harness.runtime.capture.capture import capture
 from harness.runtime.models.attention import mix_values
 from harness.runtime.models.task import InputSpec, Task
-from harness.runtime.tracing.attention_region import AttentionRegion, Rows
+from harness.runtime.tracing.attention_region import AttentionRegion, OwnPositions
 from harness.runtime.tracing.trace import trace
 
 TOKENS = (InputSpec(name="x", shape=SHAPE, dtype=torch.int64, n_values=N_TOKENS),)
@@ -75,7 +75,7 @@ def wholes_by_positions(region, arguments):
 
     def whole(has_own_keys, function):
         return torch.cat([
-            part_of(region, arguments, (0, region.n_groups), Rows(block, has_own_keys),
+            part_of(region, arguments, (0, region.n_groups), OwnPositions(block, has_own_keys),
                     partial(function, block[0]))
             for block in blocks
         ], 1)  # fmt: skip

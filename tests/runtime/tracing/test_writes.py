@@ -81,19 +81,13 @@ def out_of(model, x):
     return y + x
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        chained,
-        read_again,
-        view_changed,
-        base_changed,
-        module_on_a_view,
-        several_times,
-        items_changed,
-        out_of,
-    ],
-)
+FUNCTIONS = (
+    chained, read_again, view_changed, base_changed, module_on_a_view, several_times, items_changed,
+    out_of,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_values_are_those_of_the_model(function):
     module = traced(function)
     x = torch.randn(6, 8)
@@ -117,19 +111,7 @@ def run_on_copies(module, x):
     return Copying(alone).run(x)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        chained,
-        read_again,
-        view_changed,
-        base_changed,
-        module_on_a_view,
-        several_times,
-        items_changed,
-        out_of,
-    ],
-)
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_operators_may_run_anywhere_once_each_has_copies_of_its_own(function):
     module = traced(function)
     x = torch.randn(6, 8)

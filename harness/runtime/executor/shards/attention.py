@@ -22,7 +22,7 @@ from harness.runtime.models.attention import (
     mix_values,
     split_heads,
 )
-from harness.runtime.tracing.attention_region import AttentionRegion, RegionWeight, Rows
+from harness.runtime.tracing.attention_region import AttentionRegion, OwnPositions, RegionWeight
 
 
 class MixingShard(Shard):
@@ -238,7 +238,7 @@ class RegionShard(MixingShard):
         joined: AttentionRegion,
         held: list[Held],
         groups: Interval,
-        rows: Rows | None,
+        rows: OwnPositions | None,
         inward: list[Region],
     ) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def make_attention_region(part: ShardSpec) -> RegionShard | None:
         return None
     if len(part.output) != 3 or not part.is_whole(2):
         return None
-    rows = None if part.is_whole(1) else Rows(part.output[1], part.has_own_keys)
+    rows = None if part.is_whole(1) else OwnPositions(part.output[1], part.has_own_keys)
     positions = joined.positions
     if rows is not None and (positions is None or (rows.has_own_keys and not positions.mixing)):
         return None
