@@ -272,6 +272,9 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
                 check_files(cases)
         if not options.dry_run:
             _start_children(cases)
+    except BrokenPipeError:  # nobody reads `--help` to its end
+        errors.drop_output()
+        failure = SystemExit(errors.UNREAD)
     except BaseException as error:
         failure = error
     comm = None

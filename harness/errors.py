@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 EXIT_CODE = 2
-_INTERRUPTED, _UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
+_INTERRUPTED, UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
 _LONGEST = 2000
 
 
@@ -97,8 +97,8 @@ class PeerError(HarnessError):
 def run_command(name: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:
     """Run a command line's program; returns its exit code.
 
-    A HarnessError and Ctrl-C end in one line on stderr; a reader of its output that has gone
-    (`| head`) ends it silently.
+    A HarnessError, a package that this Python lacks, and Ctrl-C end in one line on stderr; a reader
+    of its output that has gone (`| head`) ends it silently.
 
     Args:
         name: of the program, which begins the line.
@@ -112,12 +112,16 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
     except HarnessError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_CODE
+    except ModuleNotFoundError as error:
+        remedy = "run `source .venv/bin/activate`, or `bash setup/install.sh` first"
+        print(f"{name}: {sys.executable} has no module {error.name}: {remedy}", file=sys.stderr)
+        return EXIT_CODE
     except KeyboardInterrupt:
         print(f"{name}: {interrupted}", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
         drop_output()
-        return _UNREAD
+        return UNREAD
     except OSError as error:  # a disk is full, or files are not permitted or too many
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_CODE

@@ -18,6 +18,12 @@ def fail(error):
     [
         (ConfigError("--x is 1"), 2, "plan: --x is 1\n"),
         (KeyboardInterrupt(), 130, "plan: interrupted\n"),
+        (
+            ModuleNotFoundError("No module named 'a'", name="a"),
+            2,
+            f"plan: {sys.executable} has no module a: run `source .venv/bin/activate`, or "
+            "`bash setup/install.sh` first\n",
+        ),
     ],
 )
 def test_errors_and_interrupts_are_one_line(error, code, line, capsys):
@@ -37,13 +43,16 @@ def test_characters_that_a_terminal_lacks_are_escaped():
     assert done.stdout == "2 \\xd7 b\\udcff\n"
 
 
-def test_output_without_a_reader_ends_silently():
-    program = (
-        "from harness.errors import run_command\n"
-        "raise SystemExit(run_command('plan', lambda: print('x' * 10**6) or 0))"
-    )
+_PRINTS = (
+    "from harness.errors import run_command\n"
+    "raise SystemExit(run_command('plan', lambda: print('x' * 10**6) or 0))"
+)
+
+
+@pytest.mark.parametrize("words", [["-c", _PRINTS], ["-m", "harness", "matmul", "--help"]])
+def test_output_without_a_reader_ends_silently(words):
     child = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert child.stdout is not None
     child.stdout.close()

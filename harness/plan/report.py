@@ -163,9 +163,9 @@ def memory_lines(memory_bytes: Mapping[str, int]) -> list[str]:
 class ProgressLine:
     """Rewrites one line of a terminal; silent elsewhere."""
 
-    def __init__(self, stream: TextIO = sys.stderr) -> None:
-        self._stream = stream
-        self._is_live = stream.isatty()
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._is_live = self._stream.isatty()
         self._last_s = float("-inf")
         self._width = 0
 

@@ -11,32 +11,27 @@ from typing import Any
 
 from harness.errors import ConfigError, ResultsError, run_command
 from harness.inputs import one_line
-from harness.plot.figures import FIGURES
 
-EPILOG = "\n".join(
-    [
-        "figures:",
-        *(f"  {name:17} {title}" for name, title in FIGURES.items()),
-        "",
-        "exit codes:",
-        "  0  every figure that has data is drawn; stderr names unusable runs, files and lines",
-        "  1  a figure could not be drawn from its data",
-        "  2  no figure could be drawn",
-    ]
-)
+EXIT_CODES = """exit codes:
+  0  every figure that has data is drawn; stderr names unusable runs, files and lines
+  1  a figure could not be drawn from its data
+  2  no figure could be drawn"""
 MAX_LISTED = 20
 MAX_ANSWERS = 3
 FAILED = 1
 
 
 def _parser() -> argparse.ArgumentParser:
+    from harness.plot.figures import FIGURES
+
+    figures = "".join(f"  {name:17} {title}\n" for name, title in FIGURES.items())
     parser = argparse.ArgumentParser(
         prog="python -m harness.plot",
         description="Draw figures and one self-contained HTML report from a results directory.\n"
         "The report begins with the fastest strategy, the verdicts and the warnings.\n\n"
         "python -m harness.plot import --help   logs of other programs\n"
         "python -m harness.plot trace --help    a trace of one run for Perfetto",
-        epilog=EPILOG,
+        epilog=f"figures:\n{figures}\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("results", type=Path, help="results directory, or one run's directory")
@@ -77,6 +72,8 @@ def _trace_parser() -> argparse.ArgumentParser:
 
 
 def _chosen(names: Sequence[str]) -> list[str]:
+    from harness.plot.figures import FIGURES
+
     unknown = [name for name in names if name not in FIGURES]
     if unknown:
         raise ConfigError(f"no figure is called {unknown[0]!r}: choose from {', '.join(FIGURES)}")

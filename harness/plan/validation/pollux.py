@@ -1,7 +1,8 @@
 """Pollux: data-parallel steps on nodes of 4 T4, by placement and local batch.
 
 A placement such as `14` is one GPU on one node and four on another. Rows with one GPU give the time
-of computing; the bandwidth between nodes comes from one placement.
+of computing. One placement on a node gives how much slower its GPUs compute beside each other,
+communication among them included, and one over nodes gives the bandwidth between them.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from harness.domain.cluster import Cluster
+from harness.domain.profile import Profile
 from harness.errors import DataError
 from harness.inputs import shorten
 from harness.plan.importing.tables import Row, find_tables, has_columns, read_table
@@ -53,9 +56,7 @@ _MOST_NODES = 1024
 # Of max(0, ring / B - o t1) fitted to all points: mean of 8.9 % (ResNet18) and 6.6 % (ResNet50).
 _TRIVIAL = 0.078
 
-_KIND = "Tesla T4"
-# PCIe 3.0 x16 through host memory, as NCCL reaches between GPUs without peer access.
-_INSIDE_BYTES_PER_S, _LATENCY_S = 6e9, 20e-6
+_KIND, _LATENCY_S = "Tesla T4", 20e-6
 _LEAST_BYTES_PER_S, _MOST_BYTES_PER_S = 1e7, 1e11
 # Forward takes a third of forward and backward.
 _FORWARD = 1 / 3
@@ -76,7 +77,7 @@ class _PolluxRun(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{'+'.join(map(str, self.placement))} GPUs, {self.local} samples each"
+        return f"{_gpus([self])}, {self.local} samples each"
 
 
 class _Job:
@@ -86,23 +87,21 @@ class _Job:
         self.model, self._parts = _MODELS.get(name, _UNKNOWN)
         self._alone = {run.local: run.measured_s for run in runs if run.placement == (1,)}
         self._simulators: dict[tuple[tuple[int, ...], float], Simulator] = {}
+        self._profiles: dict[int, Profile] = {}
         layers = [
             PlannedLayer(f"part{k}", round(m * 4e6), 4) for k, (m, _) in enumerate(self._parts)
         ]
         self._graph = chain_graph(self.model, layers, 1)
         total = sum(flops for _, flops in self._parts)
-        shares = [flops / total for _, flops in self._parts]
-        times = {
-            TimeKey(_KIND, local): [
-                LayerTime(s * t * _FORWARD, s * t * (1 - _FORWARD)) for s in shares
-            ]
-            for local, t in self._alone.items()
+        self._shares = [flops / total for _, flops in self._parts]
+        self.inside, self.between = _within_a_node(runs), _between_nodes(runs)
+        self._slowdown = {
+            run.local: max(0.0, run.measured_s / self._alone[run.local] - 1)
+            for run in self.inside
+            if run.local in self._alone
         }
-        self._profile = layer_profile(self._graph, times)
-        self.calibrating = _calibrating(runs)
-        known = [run for run in self.calibrating if run.local in self._alone]
-        self.bandwidth = _INSIDE_BYTES_PER_S
-        if known:
+        self.bandwidth = _MOST_BYTES_PER_S
+        if known := [run for run in self.between if run.local in self._alone]:
             self.bandwidth = solve_all(
                 lambda k, rate: self._case(known[k], rate).step_s(),
                 [run.measured_s for run in known],
@@ -110,8 +109,13 @@ class _Job:
                 _MOST_BYTES_PER_S,
             )
 
+    @property
+    def slowdown(self) -> float:
+        """Relative; median over the local batches of the calibrating placement."""
+        return median(self._slowdown.values()) if self._slowdown else 0.0
+
     def case(self, run: _PolluxRun) -> SimulatedRun:
-        """At the calibrated bandwidth."""
+        """At the calibrated bandwidth and slowdown."""
         if run.local not in self._alone:
             raise NotExpressedError("no row with one GPU has its local batch")
         return self._case(run, self.bandwidth)
@@ -119,19 +123,41 @@ class _Job:
     def _case(self, run: _PolluxRun, bandwidth: float) -> SimulatedRun:
         key = run.placement, bandwidth
         if key not in self._simulators:
-            cluster = _cluster(run.placement, bandwidth)
-            self._simulators[key] = Simulator(self._graph, self._profile, cluster)
+            cluster, profile = _cluster(run.placement, bandwidth), self._profile(max(run.placement))
+            self._simulators[key] = Simulator(self._graph, profile, cluster)
         simulator, n = self._simulators[key], sum(run.placement)
         strategy = profiled_layout(ParallelLayout(dp=n), simulator, n * run.local)
         return SimulatedRun(simulator, strategy)
 
+    def _profile(self, n_beside: int) -> Profile:
+        """Times of the layers where so many GPUs of a node compute; each adds to the slowdown."""
+        if n_beside not in self._profiles:
+            n_measured = sum(self.inside[0].placement) if self.inside else 2
+            part, times = (n_beside - 1) / (n_measured - 1), {}
+            for local, alone_s in self._alone.items():
+                t = alone_s * (1 + part * self._slowdown.get(local, self.slowdown))
+                times[TimeKey(_KIND, local)] = [
+                    LayerTime(s * t * _FORWARD, s * t * (1 - _FORWARD)) for s in self._shares
+                ]
+            self._profiles[n_beside] = layer_profile(self._graph, times)
+        return self._profiles[n_beside]
 
-def _calibrating(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:
+
+def _within_a_node(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:
+    """Of placements on one node, the one with most GPUs: nothing but the node slows it."""
+    return _most([run for run in runs if len(run.placement) == 1 < sum(run.placement)])
+
+
+def _between_nodes(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:
     """Of placements with one GPU on each of several nodes, the one with most nodes: nothing but the
     links between nodes slows it."""
-    single = [run for run in runs if set(run.placement) == {1} and len(run.placement) > 1]
-    placed = [run for run in single if run.is_placed] or single
-    most = max((run.placement for run in placed), key=len, default=())
+    return _most([run for run in runs if set(run.placement) == {1} and len(run.placement) > 1])
+
+
+def _most(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:
+    """The runs on most GPUs; of placed ones, if there are any."""
+    placed = [run for run in runs if run.is_placed] or runs
+    most = max((run.placement for run in placed), key=sum, default=())
     return [run for run in placed if run.placement == most]
 
 
@@ -140,7 +166,7 @@ def _cluster(placement: tuple[int, ...], bandwidth: float) -> Cluster:
     full = Cluster.uniform(
         len(placement),
         n_each,
-        inside_bytes_per_s=_INSIDE_BYTES_PER_S,
+        inside_bytes_per_s=_MOST_BYTES_PER_S,  # what these links cost is in the slowdown
         between_bytes_per_s=bandwidth,
         memory_bytes=2**50,
         kind=_KIND,
@@ -197,7 +223,7 @@ def read(folder: Path) -> Published:
         points,
         notes,
         trivial_median_error=_TRIVIAL,
-        lacks="a bandwidth that depends on the nodes, and work that GPUs of a node share",
+        lacks="a bandwidth that depends on the nodes, and waiting for the slowest of many GPUs",
     )
 
 
@@ -205,7 +231,9 @@ def _point(name: str, job: _Job, run: _PolluxRun) -> MeasuredStep:
     calibrates = ""
     if run.placement == (1,):
         calibrates = "the time of computing is that of this row"
-    elif run in job.calibrating:
+    elif run in job.inside:
+        calibrates = "the slowdown within a node is from this placement"
+    elif run in job.between:
         calibrates = "the bandwidth between nodes is from this placement"
     return MeasuredStep(
         name=run.name,
@@ -220,14 +248,17 @@ def _point(name: str, job: _Job, run: _PolluxRun) -> MeasuredStep:
 
 
 def _notes(job: _Job) -> list[str]:
-    placements = {run.placement for run in job.calibrating}
-    where = "+".join(map(str, placements.pop())) if placements else "no"
     return [
-        f"{job.model}: one GPU's rows give the time of computing; {where} GPUs give "
+        f"{job.model}: one GPU's rows give the time of computing; {_gpus(job.inside)} of a node "
+        f"compute {job.slowdown:.0%} slower; {_gpus(job.between)} give "
         f"{job.bandwidth / 1e9:.3g} GB/s between nodes",
-        f"{job.model}: assumed: PyTorch's buckets overlap backward, rings, "
-        f"{_INSIDE_BYTES_PER_S / 1e9:.3g} GB/s within a node",
+        f"{job.model}: assumed: PyTorch's buckets overlap backward, rings",
     ]
+
+
+def _gpus(runs: Sequence[_PolluxRun]) -> str:
+    """The GPUs of a calibrating placement, in words."""
+    return f"{'+'.join(map(str, runs[0].placement)) if runs else 'no'} GPUs"
 
 
 def matches(folder: Path) -> bool:
