@@ -170,7 +170,7 @@ class ExecutorEngine:
         groups = self.holders.groups()
         self._gradient_groups = {devices: self._groups.for_gradients(devices) for devices in groups}
         exchanging = sorted({unit.devices for unit in self._units})
-        self._unit_groups = {devices: self._groups.for_sums(devices) for devices in exchanging}
+        self._unit_groups = {devices: self._groups.for_exchanges(devices) for devices in exchanging}
         messages = {size: find_messages(form, world.size) for size, form in forms.items()}
         self._channels = Channels(
             world,

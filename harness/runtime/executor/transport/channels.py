@@ -129,12 +129,10 @@ class Channels:
         self._n_messages = 1 + max((message.number for message in messages), default=0)
         self._pairs = self._make_pairs(messages) if self._is_nccl else {}
         self._sending: dict[int, list[_Sent]] = defaultdict(list)
-        self._sum_groups = self._make_groups(sums)
-        self._inner_groups = self._make_groups(one for one in collectives if len(one) > 1)
+        self._sum_groups = {one: groups.for_sums(one) for one in sorted(set(sums))}
+        inner = sorted({one for one in collectives if len(one) > 1})
+        self._inner_groups = {one: groups.for_exchanges(one) for one in inner}
         self.is_muted = False
-
-    def _make_groups(self, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        return {devices: self._groups.for_sums(devices) for devices in sorted(set(sets))}
 
     def _make_pairs(self, messages: Iterable[Message]) -> dict[_Pair, Any]:
         pairs = {

@@ -21,8 +21,8 @@ class Groups:
 
     NCCL connects the ranks of a group at its first use and blocks the host until all ranks use it:
     a receive posted ahead could wait for a rank that waits for this rank. So every group is used
-    once when it is made. Each group has a CUDA stream, which runs work in order; two groups with
-    the same stream could deadlock.
+    once when it is made, as it will be used. Each group has a CUDA stream, which runs work in
+    order; two groups with the same stream could deadlock.
     """
 
     def __init__(self, world: World, timeout_s: float) -> None:
@@ -41,6 +41,22 @@ class Groups:
         group = self._make(devices)
         if self._is_nccl and self._world.rank in devices:
             dist.all_reduce(self._probe(), group=group)
+        return group
+
+    def for_exchanges(self, devices: tuple[int, ...]) -> Any:
+        """A group for messages among devices, and for sums.
+
+        Raises:
+            StrategyError: under NCCL, a rank has too many groups.
+        """
+        group = self.for_sums(devices)
+        if self._is_nccl and self._world.rank in devices:
+            # A sum connects some ranks only, and not for messages.
+            others = [device for device in devices if device != self._world.rank]
+            ways = [(way, device) for device in others for way in (dist.isend, dist.irecv)]
+            messages = [dist.P2POp(way, self._probe(), device, group) for way, device in ways]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
         return group
 
     def for_gradients(self, devices: tuple[int, ...]) -> Any:

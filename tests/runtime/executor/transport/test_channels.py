@@ -58,8 +58,11 @@ class Fabric:
 
     def __init__(self, monkeypatch):
         self.made, self.used, self.destroyed = [], [], []
-        for name in ("new_group", "send", "recv", "all_reduce", "destroy_process_group"):
+        for name in (
+            "new_group", "send", "recv", "all_reduce", "destroy_process_group", "batch_isend_irecv",
+        ):  # fmt: skip
             monkeypatch.setattr(dist, name, getattr(self, name))
+        monkeypatch.setattr(dist, "P2POp", lambda way, _, peer, group: (way.__name__, peer, group))
 
     def new_group(self, ranks, timeout):
         self.made.append((ranks, timeout))
@@ -73,6 +76,10 @@ class Fabric:
 
     def all_reduce(self, tensor, group):
         self.used.append(("sum", None, group))
+
+    def batch_isend_irecv(self, messages):
+        self.used.extend(messages)
+        return [mock.Mock()]
 
     def destroy_process_group(self, group):
         self.destroyed.append(group)
@@ -100,6 +107,17 @@ def test_ranks_meet_in_each_group_as_it_is_made(monkeypatch):
     # Each group is met in by both of its ranks, and by all in the order of its making.
     assert [group for *_, group in used[1]] == [0, 2, 3, 5, 6]
     assert used[2] == [("recv", 0, 1), ("recv", 1, 3), ("send", 0, 4), ("send", 1, 5)]
+
+
+def test_devices_that_pass_keys_or_weights_on_are_connected_in_pairs(monkeypatch):
+    # NCCL connects two ranks for messages at their first message, not at a sum.
+    fabric = Fabric(monkeypatch)
+    channels_of(FakeWorld("nccl", 1), collectives={(0, 1, 2)})
+    ways = ("isend", "irecv")
+    assert fabric.used == [("sum", None, 0), *((way, peer, 0) for peer in (0, 2) for way in ways)]
+    fabric = Fabric(monkeypatch)
+    channels_of(FakeWorld("gloo", 1), collectives={(0, 1, 2)})
+    assert fabric.used == []
 
 
 def test_more_groups_than_streams_are_refused_on_every_rank(monkeypatch):
