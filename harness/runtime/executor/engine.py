@@ -225,6 +225,7 @@ class ExecutorEngine:
     def compute_forward(self, batch: Batch | None) -> None:
         """Run the forward of this rank's samples of a batch, which alters no state; all ranks must
         call it."""
+        batch = batch and batch.to(self._world.device)
         with kept_alike(self._runner.buffers(), self._world.device):
             n_samples = self.plan.strategy.batch
             run_forward(self._runner, self._feed, self._timetable.step(), batch, n_samples)

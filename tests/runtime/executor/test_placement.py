@@ -80,6 +80,7 @@ def test_slices_of_a_model_on_the_host_train_on_the_device(kind):
     engine = ExecutorEngine(task, WORLD, Recorder(HostClock()), options, plan, captured)
     held = engine.weights.held.values()
     assert {tensor.device for tensor in held} == {META}
-    batch = draw_batch(task, BATCH, 0).to(META)
+    batch = draw_batch(task, BATCH, 0)
+    engine.compute_forward(batch)
     share = Share(n_local=BATCH, n_global=BATCH)
     assert engine.step(lambda: batch, share).device == META
