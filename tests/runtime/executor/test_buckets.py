@@ -1,6 +1,9 @@
 """Which gradients are summed together: as DistributedDataParallel does by itself."""
 
+import gc
 import random
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.domain.sharding import BUCKET_BYTES, first_bucket_bytes
+from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.sums import SumBucket, bucketed
+from harness.runtime.executor.sharded.owners import ScatterBucket, SharedSlice
 
 
 @pytest.mark.parametrize("cap", [BUCKET_BYTES, 4 << 20, 1 << 16])
@@ -37,3 +42,32 @@ def test_gradients_lie_in_a_bucket_as_their_parameters_do_in_memory():
     bucket.collect()
     assert bucket.flat.tolist() == [1.0] * 4 + [2.0] * 48
     assert all(parameter.grad is bucket.views[parameter] for parameter in parameters)
+
+
+@pytest.mark.parametrize(("n_rows", "dtype"), [(4, torch.float32), (3, torch.complex64)])
+def test_gradients_on_their_way_by_nccl_are_kept_until_they_have_arrived(
+    n_rows, dtype, monkeypatch
+):
+    # A bucket's end is marked on another stream, upon which NCCL's work forgets its tensors.
+    def scatter(received, sent, **_):
+        assert received.dtype == torch.float32
+        received.copy_(2 * sent[0] if isinstance(sent, list) else 2 * sent.chunk(2)[0])
+
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor", "reduce_scatter"):
+        monkeypatch.setattr(dist, name, scatter, raising=False)
+    parameter = nn.Parameter(torch.zeros(n_rows, 2, dtype=dtype))
+    piece = WeightSlice.whole("w", parameter)
+    parts = tuple(piece.part(k, 2) for k in range(2))
+    own = nn.Parameter(parts[0].take(parameter.detach()))
+    slices = [SharedSlice(piece, parameter, (0, 1), parts, own, 0)]
+    bucket = ScatterBucket("bucket0", slices, 0, SimpleNamespace(backend="nccl"))
+    parameter.grad = torch.ones(n_rows, 2, dtype=dtype)
+    bucket.collect()
+    packed = weakref.ref(bucket.flat)
+    bucket.start(None)
+    gc.collect()
+    assert packed() is not None
+    bucket.finish()
+    assert packed() is None
+    bucket.assign()
+    assert own.grad.tolist() == [[2, 2]] * (n_rows // 2)

@@ -235,6 +235,7 @@ class ScatterBucket(Bucket):
         self._slices = {one.parameter: one for one in slices}
         self._taken: set[nn.Parameter] = set()
         self.flat: Tensor | None = None
+        self._sent: Tensor | None = None
         self._received: Tensor | None = None
 
     def reset(self) -> None:
@@ -268,12 +269,18 @@ class ScatterBucket(Bucket):
 
     def start(self, group: Any) -> Any:
         assert self.flat is not None, "a bucket has parameters"
-        packed, self.flat = self.flat, None
+        # Kept until `finish`: the mark at its end makes NCCL's work forget its tensors.
+        packed, self._sent, self.flat = self.flat, self.flat, None
         n = self.sizes[self.here]
         if self._is_nccl:
             self._received = packed.new_empty(n)
-            parts = list(packed.split(self.sizes))
-            return dist.reduce_scatter(self._received, parts, group=group, async_op=True)
+            received, sent = map(_real_of, (self._received, packed))
+            if len(set(self.sizes)) == 1:  # a list would be copied into memory that nobody keeps
+                # Newer torch warns about the old name.
+                scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+                return scatter(received, sent, group=group, async_op=True)
+            parts = list(sent.split(self.sizes))
+            return dist.reduce_scatter(received, parts, group=group, async_op=True)
         self._received = packed.new_empty(len(self.sizes) * n)
         counts = [n] * len(self.sizes)
         return dist.all_to_all_single(
@@ -285,7 +292,7 @@ class ScatterBucket(Bucket):
         assert self._received is not None, "its exchange has begun"
         for part in self._received.view(-1, len(self.sums)) if len(self.sums) else ():
             self.sums += part
-        self._received = None
+        self._sent = self._received = None
 
     def assign(self) -> None:
         first = self._places[self.slices[0].parameter][self.here]
@@ -293,6 +300,11 @@ class ScatterBucket(Bucket):
             if one.own is not None:
                 at = self._places[one.parameter][self.here] - first
                 one.own.grad = view_like(one.own, self.sums, at)
+
+
+def _real_of(tensor: Tensor) -> Tensor:
+    """A view with real numbers, because NCCL knows no complex ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _in_order(part: Tensor, parameter: nn.Parameter) -> Tensor:
