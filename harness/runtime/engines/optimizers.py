@@ -67,13 +67,15 @@ def check_optimizer(name: str) -> None:
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions, device: torch.device) -> Optimizer:
-    """Make an optimizer; on a GPU a fused one, which unscales fp16 gradients without waiting.
+    """Make an optimizer; on a GPU a fused one, which unscales fp16 gradients without waiting, but
+    updates no complex parameters.
 
     Raises:
         ConfigError: there is no such optimizer.
     """
     check_optimizer(options.name)
-    return OPTIMIZERS[options.name](model, options, device.type == "cuda")
+    is_fused = device.type == "cuda" and all(p.is_floating_point() for p in model.parameters())
+    return OPTIMIZERS[options.name](model, options, is_fused)
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:

@@ -1,8 +1,15 @@
-"""Learning rates by step, as a user of torch's schedulers has them."""
+"""Learning rates by step, as a user of torch's schedulers has them, and fused optimizers."""
 
 import pytest
+import torch
+from torch import nn
 
-from harness.runtime.engines.optimizers import LearningRates
+from harness.runtime.engines.optimizers import (
+    OPTIMIZERS,
+    LearningRates,
+    OptimizerOptions,
+    make_optimizer,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,3 +33,15 @@ def test_the_first_step_of_a_drop_is_found():
     assert rates.first_drop(10, start=10, stop=50) == 20
     assert rates.first_drop(100, start=0, stop=50) == 20
     assert rates.first_drop(100, start=0, stop=20) is None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("dtype", "is_fused"), [(torch.float32, True), (torch.complex64, None)])
+def test_on_a_gpu_an_optimizer_is_fused_unless_a_parameter_is_complex(name, dtype, is_fused):
+    model = nn.ParameterList([torch.ones(2), torch.ones(2, dtype=dtype)])
+    optimizer = make_optimizer(model, OptimizerOptions(name=name), torch.device("cuda"))
+    assert optimizer.defaults["fused"] is is_fused
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all((parameter < 1).all() for parameter in torch.view_as_real(model[1].detach() + 0j))
