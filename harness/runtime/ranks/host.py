@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -29,11 +30,13 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         uuid: the same in every process, unlike the CUDA index.
+        board: UUID of the GPU that a slice is part of.
         memory_bytes: total memory.
     """
 
     name: str
     uuid: str
+    board: str
     memory_bytes: int
 
 
@@ -147,16 +150,27 @@ def _gpus_by_nvml(n_gpus: int) -> list[Gpu]:
     return [
         Gpu(
             name=str(pynvml.nvmlDeviceGetName(handle)),
-            uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+            uuid=(uuid := str(pynvml.nvmlDeviceGetUUID(handle))),
+            board=_board_of(uuid, handle),
             memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
         )
         for handle in handles
     ]
 
 
+def _board_of(uuid: str, handle: Any) -> str:
+    import pynvml
+
+    if not uuid.startswith("MIG"):
+        return uuid
+    board = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+    return str(pynvml.nvmlDeviceGetUUID(board))
+
+
 def _gpu_by_cuda(index: int) -> Gpu:
     found = torch.cuda.get_device_properties(index)
-    return Gpu(name=found.name, uuid=str(found.uuid), memory_bytes=int(found.total_memory))
+    uuid = str(found.uuid)
+    return Gpu(name=found.name, uuid=uuid, board=uuid, memory_bytes=int(found.total_memory))
 
 
 def describe_host() -> HostFacts:

@@ -150,15 +150,15 @@ def _n_sharing(driven: list[Gpu | None]) -> Counter[str]:
 
 def _choose_backend(facts: list[HostFacts], driven: list[Gpu | None]) -> tuple[str, str]:
     """The backend and the reason: nccl if every rank has its own GPU, else gloo."""
-    n_sharing = _n_sharing(driven)
+    n_sharing = Counter(gpu.board for gpu in driven if gpu is not None)
     for rank, (fact, gpu) in enumerate(zip(facts, driven, strict=True)):
         if gpu is None:
             return "gloo", f"rank {rank} on {fact.hostname} has no GPU"
         if not fact.has_nccl:
             return "gloo", f"the torch of rank {rank} on {fact.hostname} has no NCCL"
-        if n_sharing[gpu.uuid] > 1:
+        if n_sharing[gpu.board] > 1:
             return "gloo", (
-                f"{n_sharing[gpu.uuid]} ranks share a GPU ({gpu.name}) on {fact.hostname}, and "
+                f"{n_sharing[gpu.board]} ranks share a GPU ({gpu.name}) on {fact.hostname}, and "
                 "NCCL takes one rank a GPU"
             )
     return "nccl", "every rank has a GPU of its own"

@@ -17,8 +17,8 @@ from harness.runtime.ranks.host import Gpu, HostFacts, _list_gpus
 LOOPBACK = Interface(name="lo", address="127.0.0.1", prefix_length=8)
 
 
-def gpu(uuid, memory_bytes=80):
-    return Gpu(name="a card", uuid=uuid, memory_bytes=memory_bytes)
+def gpu(uuid, memory_bytes=80, board=""):
+    return Gpu(name="a card", uuid=uuid, board=board or uuid, memory_bytes=memory_bytes)
 
 
 def facts(*gpus, has_nccl=True):
@@ -62,6 +62,16 @@ def test_ranks_that_share_a_gpu_share_its_memory_and_use_gloo():
     assert [world.n_sharing for world in everyone] == [2, 2, 1]
 
 
+def test_slices_of_one_gpu_have_memory_of_their_own_and_use_gloo():
+    # NCCL refuses ranks on one board ("Duplicate GPU"), also if each has a slice.
+    first, second = worlds([facts(gpu("MIG-a", 20, "x")), facts(gpu("MIG-b", 40, "x"))])
+    assert (first.backend, first.n_sharing) == ("gloo", 1)
+    assert first.backend_reason.startswith("2 ranks share a GPU")
+    assert (first.memory_bytes, second.memory_bytes) == (20, 40)
+    apart, _ = worlds([facts(gpu("MIG-a", 20, "x")), facts(gpu("MIG-b", 40, "y"))])
+    assert apart.backend == "nccl"
+
+
 def test_a_rank_without_a_gpu_has_its_share_of_the_host():
     first, second = worlds([facts(gpu("a", 80)), facts()])
     assert first.backend_reason == "rank 1 on host has no GPU"
@@ -91,15 +101,16 @@ def test_gpus_are_those_that_are_visible_in_their_order(monkeypatch):
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlDeviceGetName=lambda handle: f"card {handle}",
         nvmlDeviceGetUUID=lambda handle: handle,
+        nvmlDeviceGetDeviceHandleFromMigDeviceHandle=lambda handle: f"board of {handle}",
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 << 30, free=1),
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-x")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,MIG-x")
     assert _list_gpus() == [
-        Gpu(name="card GPU-3", uuid="GPU-3", memory_bytes=80 << 30),
-        Gpu(name="card GPU-x", uuid="GPU-x", memory_bytes=80 << 30),
+        Gpu(name="card GPU-3", uuid="GPU-3", board="GPU-3", memory_bytes=80 << 30),
+        Gpu(name="card MIG-x", uuid="MIG-x", board="board of MIG-x", memory_bytes=80 << 30),
     ]
 
 
@@ -122,7 +133,7 @@ def test_what_nvml_does_not_tell_cuda_does(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-ab")
-    assert _list_gpus() == [Gpu(name="card", uuid="abc", memory_bytes=80 << 30)]
+    assert _list_gpus() == [Gpu(name="card", uuid="abc", board="abc", memory_bytes=80 << 30)]
 
 
 def test_a_card_that_torch_cannot_start_is_none(monkeypatch):
