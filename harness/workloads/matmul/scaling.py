@@ -91,6 +91,7 @@ def measure_point(
             if repeat >= 0:
                 times.append(max(gather_numbers(duration_s, world)))
     raise_on_all_ranks(part.check if part else lambda: None, world)
+    dist.destroy_process_group(group)  # a communicator of NCCL's holds memory of the GPU
     context.flush()
     rate = point.flops / median(times)
     return {
