@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+from harness.domain.gpu_code import kernel_support
 from harness.nodes.facts import GpuFacts, PythonFacts, Status, TorchCuda
-from harness.nodes.judge.gpu import kernel_support
 from harness.nodes.parse import split_sections
 from harness.nodes.parse_gpu import parse_gpus
 from harness.nodes.session import remote_text

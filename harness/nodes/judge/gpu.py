@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
+from harness.domain.gpu_code import kernel_support
 from harness.nodes.facts import GpuFacts, Judgement, SmiGpu, Status, critical, ok, unknown, warn
 from harness.nodes.parse_gpu import BROKEN
 from harness.nodes.survey import HostReport, Survey
@@ -336,24 +337,3 @@ def _capabilities(gpu: GpuFacts) -> Iterable[tuple[int, int]]:
     if len(capabilities) == len(gpu.gpus):
         return capabilities
     return gpu.torch.capabilities if gpu.torch else ()
-
-
-def kernel_support(capability: tuple[int, int], arch_list: Iterable[str]) -> str:
-    """Whether a build's code runs on a device: `binary`, `jit` (from PTX) or `none`.
-
-    By the CUDA C++ Programming Guide, 5.8.1 and 5.8.2: machine code for sm_XY runs on X.Z with
-    Z >= Y; PTX of compute_XY compiles for anything not older. Code for sm_XYa runs on X.Y alone,
-    for sm_XYf on the same X from Y on.
-    """
-    has_ptx = False
-    for arch in arch_list:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
-        if match is None:
-            continue
-        built = (int(match[2]), int(match[3]))
-        is_exact = match[4] == "a"
-        fits = built == capability if is_exact else built <= capability
-        if match[1] == "sm" and fits and built[0] == capability[0]:
-            return "binary"
-        has_ptx |= match[1] == "compute" and fits and not match[4]
-    return "jit" if has_ptx else "none"

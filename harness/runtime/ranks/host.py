@@ -15,7 +15,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from harness.domain.gpu_code import kernel_support
 from harness.domain.interface import Interface
+from harness.errors import LaunchError
 from harness.inputs import find_int
 from harness.runtime.ranks.cgroup import cgroup_memory_bytes, cpu_quota_s
 from harness.runtime.ranks.interfaces import list_interfaces
@@ -134,7 +136,7 @@ def _list_gpus() -> list[Gpu]:
 
 
 def _gpus_by_nvml(n_gpus: int) -> list[Gpu]:
-    """Read names and memory sizes without a CUDA context."""
+    """Describe the visible GPUs without a CUDA context."""
     import pynvml
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -147,24 +149,33 @@ def _gpus_by_nvml(n_gpus: int) -> list[Gpu]:
         else pynvml.nvmlDeviceGetHandleByUUID(i)
         for i in indices[:n_gpus]
     ]
-    return [
-        Gpu(
-            name=str(pynvml.nvmlDeviceGetName(handle)),
-            uuid=(uuid := str(pynvml.nvmlDeviceGetUUID(handle))),
-            board=_board_of(uuid, handle),
-            memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-        )
-        for handle in handles
-    ]
+    return list(map(_gpu_by_nvml, handles))
 
 
-def _board_of(uuid: str, handle: Any) -> str:
+def _gpu_by_nvml(handle: Any) -> Gpu:
+    """Read the name and memory size of a GPU or slice.
+
+    Raises:
+        LaunchError: this torch has no code for it.
+    """
     import pynvml
 
-    if not uuid.startswith("MIG"):
-        return uuid
-    board = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    return str(pynvml.nvmlDeviceGetUUID(board))
+    name, uuid = str(pynvml.nvmlDeviceGetName(handle)), str(pynvml.nvmlDeviceGetUUID(handle))
+    is_slice = uuid.startswith("MIG")
+    board = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if is_slice else handle
+    capability, built = pynvml.nvmlDeviceGetCudaComputeCapability(board), torch.cuda.get_arch_list()
+    if built and kernel_support(capability, built) == "none":
+        raise LaunchError(
+            f"torch {torch.__version__} has code for {' '.join(built)}, and {name} on "
+            f"{platform.node()} needs sm_{capability[0]}{capability[1]}: install a torch with that "
+            "(setup/install.sh --torch VERSION), or train on CPUs (mpirun -x CUDA_VISIBLE_DEVICES=)"
+        )
+    return Gpu(
+        name=name,
+        uuid=uuid,
+        board=str(pynvml.nvmlDeviceGetUUID(board)),
+        memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+    )
 
 
 def _gpu_by_cuda(index: int) -> Gpu:
@@ -174,7 +185,11 @@ def _gpu_by_cuda(index: int) -> Gpu:
 
 
 def describe_host() -> HostFacts:
-    """Collect the facts of this host; opens no CUDA context."""
+    """Collect the facts of this host; opens no CUDA context.
+
+    Raises:
+        LaunchError: this torch has no code for a GPU.
+    """
     affinity = len(os.sched_getaffinity(0))
     return HostFacts(
         hostname=platform.node(),

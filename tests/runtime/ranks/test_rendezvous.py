@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.interface import Interface
+from harness.errors import LaunchError
 from harness.runtime.ranks import rendezvous
 from harness.runtime.ranks.environment import Launch
 from harness.runtime.ranks.host import Gpu, HostFacts, _list_gpus
@@ -93,8 +94,11 @@ def test_gloo_moves_the_hosts_memory_and_nccl_the_gpus():
     assert replace(driven, backend="nccl").wire == torch.device("cuda", 1)
 
 
-def test_gpus_are_those_that_are_visible_in_their_order(monkeypatch):
-    nvml = SimpleNamespace(
+@pytest.fixture
+def nvml(monkeypatch):
+    """Two GPUs, or slices, of compute capability 9.0, as NVML and torch have them."""
+    fake = SimpleNamespace(
+        NVMLError=ConnectionError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetHandleByIndex=lambda index: f"GPU-{index}",
@@ -103,10 +107,22 @@ def test_gpus_are_those_that_are_visible_in_their_order(monkeypatch):
         nvmlDeviceGetUUID=lambda handle: handle,
         nvmlDeviceGetDeviceHandleFromMigDeviceHandle=lambda handle: f"board of {handle}",
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 << 30, free=1),
+        nvmlDeviceGetCudaComputeCapability=lambda handle: (9, 0),
     )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+    return fake
+
+
+def test_a_gpu_without_code_in_this_torch_is_refused_with_the_remedy(nvml):
+    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: (7, 0)
+    with pytest.raises(LaunchError, match=r"code for sm_80 sm_90, and card GPU-0 on .* sm_70"):
+        _list_gpus()
+
+
+def test_gpus_are_those_that_are_visible_in_their_order(nvml, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,MIG-x")
     assert _list_gpus() == [
         Gpu(name="card GPU-3", uuid="GPU-3", board="GPU-3", memory_bytes=80 << 30),
@@ -114,22 +130,12 @@ def test_gpus_are_those_that_are_visible_in_their_order(monkeypatch):
     ]
 
 
-def test_what_nvml_does_not_tell_cuda_does(monkeypatch):
-    class NVMLError(Exception):
-        pass
-
+def test_what_nvml_does_not_tell_cuda_does(nvml, monkeypatch):
     def refuse(uuid):
-        raise NVMLError("Not Found")
+        raise nvml.NVMLError("Not Found")
 
-    nvml = SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByUUID=refuse,
-    )
+    nvml.nvmlDeviceGetHandleByUUID = refuse
     found = SimpleNamespace(name="card", uuid="abc", total_memory=80 << 30)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-ab")
