@@ -274,7 +274,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
             _start_children(cases)
     except BrokenPipeError:  # nobody reads `--help` to its end
         errors.drop_output()
-        failure = SystemExit(errors.UNREAD)
+        failure = SystemExit(0)
     except BaseException as error:
         failure = error
     comm = None

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 EXIT_CODE = 2
-_INTERRUPTED, UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
+_INTERRUPTED, _UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
 _LONGEST = 2000
 
 
@@ -121,7 +121,7 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
         return _INTERRUPTED
     except BrokenPipeError:
         drop_output()
-        return UNREAD
+        return _UNREAD
     except OSError as error:  # a disk is full, or files are not permitted or too many
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_CODE
