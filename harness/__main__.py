@@ -23,6 +23,7 @@ if __name__ == "__main__":  # the imports below take seconds, and Ctrl-C would s
 import atexit
 import contextlib
 import logging
+import shlex
 import subprocess
 import sys
 import time
@@ -179,7 +180,10 @@ def _work(
             _print_tables(runs)
         except OSError:  # its reader has gone (`| head`), or its disk is full
             errors.drop_output()
-        if not name:
+        if name:
+            path = shlex.quote(str(options.results))
+            _log.info("results are in %s; python -m harness.plot %s draws them", path, path)
+        else:
             # In a process of its own, so that a failure costs no results.
             command = [sys.executable, "-m", "harness.plot", str(options.results)]
             subprocess.run(command, check=False, stdin=subprocess.DEVNULL)

@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
 # Write setup/constraints.txt from the packages in .venv: run it after a dependency has changed
-# and the tests pass with the new versions.
+# and the tests pass with the new versions. Usage: bash setup/freeze.sh
 set -euo pipefail
+
+if (($#)); then
+    sed -n '2,3s/^# //p' "${BASH_SOURCE[0]}"
+    [[ $1 == -h || $1 == --help ]] && exit 0
+    exit 2
+fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 target=$root/setup/constraints.txt

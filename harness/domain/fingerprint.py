@@ -4,7 +4,7 @@ import hashlib
 
 import msgspec
 
-from harness.domain.cluster import Cluster, Device
+from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 
@@ -16,7 +16,7 @@ class MadeFor(
 
     Attributes:
         operators: short hash of each operator, by name.
-        devices: each device in words, by name, in rank order.
+        devices: kind and memory of each device, by name, in rank order.
         links_hash: hash of links, interfaces and collective curves.
     """
 
@@ -34,24 +34,17 @@ def _short_hash(*values: object) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 
-def _describe(device: Device) -> str:
-    words = f"{device.kind}, {device.memory_bytes} B, speed {device.speed:g}"
-    if device.host_s_per_byte:
-        words += f", a byte takes {device.host_s_per_byte:g} s"
-    return words
-
-
 def _links_hash(cluster: Cluster) -> str:
     nics = [node.nic_bytes_per_s for node in cluster.nodes]
     return _short_hash(nics, cluster.node_of(), cluster.links, cluster.collectives)
 
 
 def _devices(cluster: Cluster) -> dict[str, str]:
-    return {device.name: _describe(device) for device in cluster.devices}
+    return {device.name: f"{device.kind}, {device.memory_bytes} B" for device in cluster.devices}
 
 
 def _cluster_hash(cluster: Cluster) -> str:
-    return _short_hash(_links_hash(cluster), list(_devices(cluster).items()))
+    return _short_hash(_links_hash(cluster), cluster.devices)
 
 
 def is_by(made_for: MadeFor, cluster: Cluster, profile: Profile) -> bool:
@@ -92,7 +85,8 @@ def _changed(noun: str, old: dict[str, str], new: dict[str, str], *, values: boo
 
 
 def differences(old: MadeFor, new: MadeFor) -> list[str]:
-    """Describe the changes since a strategy was planned; empty when there are none."""
+    """Describe the changes of graph and devices since a strategy was planned; empty when there are
+    none."""
     found: list[str] = []
     if old.graph_hash != new.graph_hash:
         if old.model != new.model:
@@ -100,10 +94,4 @@ def differences(old: MadeFor, new: MadeFor) -> list[str]:
         found += _changed("operator", old.operators, new.operators, values=False)
         if not found:
             found.append("the graph's batch or name changed")
-    if old.cluster_hash != new.cluster_hash:
-        found += _changed("device", old.devices, new.devices, values=True)
-        if old.links_hash != new.links_hash:
-            found.append("links, interfaces or collective curves of the cluster changed")
-    if old.profile_hash and new.profile_hash and old.profile_hash != new.profile_hash:
-        found.append(f"the profile was {old.profile_hash!r} and is {new.profile_hash!r}")
-    return found
+    return found + _changed("device", old.devices, new.devices, values=True)

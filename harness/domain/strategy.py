@@ -31,7 +31,6 @@ from harness.domain.partition import (
     n_parts,
     n_replicas,
 )
-from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName, check_schedule
 from harness.domain.sharding import (
     CONTRACTION,
@@ -58,10 +57,6 @@ _FORMER = {
     rb'"optimizer_state"\s*:\s*"sharded"': b'"shard_state": "optimizer"',
     rb'"optimizer_state"\s*:\s*"replicated"': b'"shard_state": "none"',
 }
-
-
-class StaleStrategyError(StrategyError):
-    """A strategy was made for another graph, profile or cluster."""
 
 
 class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -165,19 +160,17 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
         return [stop - start for start, stop in cut_dim(self.batch, self.n_microbatches)]
 
 
-def check_fresh(
-    strategy: Strategy, graph: Graph, cluster: Cluster, profile: Profile | None = None
-) -> None:
-    """Refuse a strategy that was planned for another graph, cluster or profile.
+def check_fresh(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
+    """Refuse a strategy that was planned for another graph or other devices.
 
-    A strategy without hashes (written by hand, imported) passes; without a profile its hash is
-    not compared.
+    A strategy without hashes (written by hand, imported) passes, and so does one whose links or
+    operators have been measured again since, because no two measurements are equal.
     """
     if not strategy.made_for.graph_hash:
         return
-    found = differences(strategy.made_for, fingerprint(graph, cluster, profile))
+    found = differences(strategy.made_for, fingerprint(graph, cluster))
     if found:
-        raise StaleStrategyError(
+        raise StrategyError(
             f"strategy {strategy.name!r} is stale: {'; '.join(found)}: search again, or remove "
             "its made_for to use it as it is"
         )

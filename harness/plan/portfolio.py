@@ -161,7 +161,7 @@ def _check_start(start: Strategy, simulator: Simulator, batch: int) -> None:
             f"strategy {start.name!r} to start from has a batch of {start.batch}, the search one "
             f"of {batch}: search with its batch, or start from another"
         )
-    check_fresh(start, simulator.graph, simulator.cluster, simulator.profile)
+    check_fresh(start, simulator.graph, simulator.cluster)
     validate(start, simulator.graph, simulator.cluster)
 
 

@@ -18,7 +18,15 @@ def _run(script, *words):
 
 @pytest.mark.parametrize(
     "script",
-    ["install.sh", "change_shell.sh", "sync_env.sh", "virtual_cluster.sh", "demo.sh", "test.sh"],
+    [
+        "install.sh",
+        "change_shell.sh",
+        "sync_env.sh",
+        "virtual_cluster.sh",
+        "demo.sh",
+        "test.sh",
+        "freeze.sh",
+    ],
 )
 def test_help_shows_how_to_use_it(script):
     done = _run(script, "--help")

@@ -51,9 +51,9 @@ class ImportFacts:
     """Samples of one epoch of the whole data set."""
     weak_share: float = 0.1
     """Share of the data set that each device trains in a weak scaling log."""
-    device_kind: str = ""
+    device_kind: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
     """GPU of a log that names none, and has no CSV of as many GPUs in the same directory."""
-    device_memory: str = ""
+    device_memory: Annotated[str, tyro.conf.arg(help_behavior_hint="")] = ""
     """Memory of that GPU, such as 8GiB."""
 
 
@@ -63,7 +63,11 @@ class ImportOptions(ImportFacts):
     runs. Facts that a log lacks come from its name (vit_b16_strong_2gpu.csv) and from these flags.
     """
 
-    paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    paths: Annotated[
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="PATH ...", help_behavior_hint=""),
+    ]
     """Log files, or directories of them."""
     into: Path = Path("results")
     """Directory of the runs."""

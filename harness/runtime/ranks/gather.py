@@ -54,12 +54,17 @@ def raise_on_all_ranks(check: Callable[[], object], world: World) -> None:
     except HarnessError as error:
         mine = error
     if world.size > 1:
-        message = "" if mine is None else f"{type(mine).__name__}:{mine}"
+        message = "" if mine is None else f"{_kind_name(mine)}:{mine}"
         first = next(filter(None, gather_bytes(message.encode(), world)), b"").decode()
         kind, _, text = first.partition(":")
         mine = error_class(kind)(text) if first else None
     if mine is not None:
         raise mine
+
+
+def _kind_name(error: HarnessError) -> str:
+    """The name of an error's class in harness.errors: itself, or the one that it derives from."""
+    return next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__).__name__
 
 
 def error_class(kind: str) -> type[HarnessError]:
@@ -107,7 +112,7 @@ def broadcast_result(make: Callable[[], T], type_: Any, world: World) -> T:
         try:
             result = _Result(data=msgspec.json.encode(make()))
         except HarnessError as error:
-            result = _Result(error=str(error), kind=type(error).__name__)
+            result = _Result(error=str(error), kind=_kind_name(error))
         encoded = msgspec.msgpack.encode(result)
     wait_for_all(world)
     received = msgspec.msgpack.decode(gather_bytes(encoded, world)[0], type=_Result)

@@ -158,7 +158,7 @@ class ModelFlags(DlrmFlags, TextFlags):
     model: str = "resnet18"
     """lenet, alexnet, vgg16, resnet18, resnet50, resnet101, resnet152, inception_v3, densenet121,
     vit_b_16, dlrm, bert_base, gpt2, llama, t5, nmt, or your own as package.module:factory (a
-    function that returns an nn.Module over images)."""
+    function that returns an nn.Module, or it and a batch of example inputs; docs/models.md)."""
     image_size: int | None = None
     """Height and width of the images in pixels. Default: that of the data set if the model accepts
     it, else the model's (224). Small images, such as 64, suit CPUs."""

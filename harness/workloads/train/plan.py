@@ -58,6 +58,11 @@ def load_strategy(case: TrainCase, graph: Graph, cluster: Cluster) -> Strategy:
     strategy = load_for(case)
     check_fresh(strategy, graph, cluster)
     validate(strategy, graph, cluster)
+    if strategy.made_for.cluster_hash not in ("", fingerprint(graph, cluster).cluster_hash):
+        _log.warning(
+            "%s was planned with other measurements of the links: search plans by the newest",
+            case.strategy,
+        )
     return strategy
 
 

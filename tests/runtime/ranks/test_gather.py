@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.errors import StrategyError
 from harness.measure.recorder import HostClock
+from harness.runtime.executor.cache.boundary import UncachedError
+from harness.runtime.ranks import gather
 from harness.runtime.ranks.gather import estimate_offset, measure_clock_offset
 
 
@@ -26,3 +29,14 @@ def test_readings_travel_in_the_memory_that_the_backend_moves(rank, monkeypatch)
     world = SimpleNamespace(rank=rank, size=2, device=torch.device("cuda"), wire=host)
     measure_clock_offset(world, HostClock())
     assert moved == [host] * 24
+
+
+def test_an_error_of_one_module_travels_as_the_class_that_it_derives_from(monkeypatch):
+    world = SimpleNamespace(rank=0, size=1, is_first=True, wire=torch.device("cpu"))
+    monkeypatch.setattr(gather, "gather_bytes", lambda data, world: [data])
+
+    def refuse() -> None:
+        raise UncachedError("features are cut")
+
+    with pytest.raises(StrategyError, match="features are cut"):
+        gather.broadcast_result(refuse, None, world)

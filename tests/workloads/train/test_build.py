@@ -140,6 +140,16 @@ def test_a_stale_file_is_refused_with_what_changed(simulator, load):
         load(msgspec.structs.replace(strategy, made_for=other))
 
 
+def test_a_file_planned_with_older_measurements_is_trained_with_a_warning(simulator, load, caplog):
+    strategy = built(simulator, strategy="ddp")
+    older = msgspec.structs.replace(strategy.made_for, cluster_hash="other")
+    load(msgspec.structs.replace(strategy, made_for=older))
+    assert "was planned with other measurements of the links" in caplog.text
+    caplog.clear()
+    load(strategy)
+    assert not caplog.text
+
+
 def test_a_file_for_more_ranks_is_refused(simulator, load):
     strategy = built(simulator, strategy="single")
     plans = {
