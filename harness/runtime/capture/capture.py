@@ -300,6 +300,22 @@ def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
     )
 
 
+def _tell_unknown(builder: _Builder) -> None:
+    """Name the functions that the planner does not know, those with most FLOPs first."""
+    if not builder.unknown:
+        return
+    flops = {operator.name: operator.forward_flops for operator in builder.operators}
+    costs = {f: sum(flops[name] for name in names) for f, names in builder.unknown.items()}
+    shown = [
+        f"{function} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})"
+        for function, names in sorted(builder.unknown.items(), key=lambda item: -costs[item[0]])
+    ]
+    _log.warning(
+        "the planner does not know %s: operators with %.3g of %.3g FLOPs are planned as cut by "
+        "samples or not at all", ", ".join(shown), sum(costs.values()), sum(flops.values()),
+    )  # fmt: skip
+
+
 def capture(task: Task, batch: int, name: str) -> Captured:
     """Trace a task's model for a global batch of `batch` samples; allocates no activations.
 
@@ -330,13 +346,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
         builder = _Builder(module, measured, values_by_batch(module, examples), batch)
         for node in module.graph.nodes:
             builder.add(node)
-    for function, names in builder.unknown.items():
-        flops = sum(o.forward_flops for o in builder.operators if o.name in names)
-        _log.warning(
-            "the function %s is not known: its %d operators (%s first, %.3g FLOPs in all) are "
-            "planned as cut by samples or not at all",
-            function, len(names), names[0], flops,
-        )  # fmt: skip
+    _tell_unknown(builder)
     if not builder.output:
         raise ModelError(f"{name} returns no tensor that its operators computed")
     last = next(o for o in builder.operators if o.name == builder.output)

@@ -80,13 +80,11 @@ def _independent(module: fx.GraphModule) -> dict[fx.Node, None]:
 
 
 def _is_pure(node: fx.Node, module: fx.GraphModule) -> bool:
-    name = function_name(node.target)
     region = node.meta.get(AUTOCAST)
     return not (
         isinstance(node.target, OpaqueFunction)
         or (region is not None and region.is_enabled)
         or node.meta.get(HOOKS)
-        or name in _UNDEFINED
         or draws_random(node, module)
     )
 
@@ -106,9 +104,15 @@ def _is_folded(node: fx.Node, found: dict[fx.Node, None]) -> bool:
 
 
 class _Evaluation(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, nodes: dict[fx.Node, None]) -> None:
+    """Runs the chosen nodes.
+
+    Args:
+        fill: of tensors that are made without values, so that runs differ where one is read.
+    """
+
+    def __init__(self, module: fx.GraphModule, nodes: dict[fx.Node, None], fill: int) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self._chosen, self._graph_module = nodes, module
+        self._chosen, self._graph_module, self._fill = nodes, module, fill
         self.versions: dict[fx.Node, int] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -119,6 +123,8 @@ class _Evaluation(fx.Interpreter):
         value = super().run_node(n)
         # A later operator may work in place.
         value = value.clone() if n.op == "get_attr" else value
+        if function_name(n.target) in _UNDEFINED:
+            value.fill_(self._fill)
         if isinstance(value, Tensor):
             self.versions[n] = value._version
         return value
@@ -138,7 +144,7 @@ def _evaluate(
     examples: tuple[Tensor, ...],
     n_samples: int,
 ) -> _Evaluation:
-    run = _Evaluation(module, nodes)
+    run = _Evaluation(module, nodes, fill=n_samples % 2)
     with torch.no_grad(), torch.device("cpu"):
         inputs = [
             torch.zeros(

@@ -310,9 +310,13 @@ def test_tensors_that_a_whole_module_makes_are_of_no_device_while_it_is_captured
     hold_to_model(task, capture(task, 6, "on the cpu"), "on the cpu", "fp32")
 
 
-def test_an_unknown_function_is_named_with_its_flops(caplog):
-    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.Flatten(), nn.Linear(256, 5))
+def test_unknown_functions_are_named_in_one_line_with_their_flops(caplog):
+    model = nn.Sequential(
+        nn.LocalResponseNorm(2), nn.ConvTranspose2d(3, 4, 2, 2), nn.Flatten(), nn.Linear(256, 5)
+    )
     task = Task(model=model, inputs=(InputSpec(name="x", shape=(3, 4, 4)),), n_classes=5)
     capture(task, 2, "model")
     n_flops = 2 * 2 * 4 * 4 * 3 * 4 * 2 * 2
-    assert f"ConvTranspose2d is not known: its 1 operators (0 first, {n_flops:.3g}" in caplog.text
+    (record,) = caplog.records
+    names = "ConvTranspose2d (1), LocalResponseNorm (0)"
+    assert f"does not know {names}: operators with {n_flops:.3g} of" in record.getMessage()

@@ -42,6 +42,12 @@ def in_place(net, x):
     return x * mask
 
 
+def made_empty(net, x):
+    sizes = torch.empty(2, 2, device=x.device)
+    sizes[0, 0], sizes[0, 1], sizes[1] = 1, 2, 3
+    return x / sizes.flatten()
+
+
 def of_the_type_of_an_input(net, x):
     return x + torch.ones(x.shape[0], 4).type_as(x).reshape(x.shape[0], 2, 2).flatten(1)
 
@@ -59,6 +65,7 @@ def written_by_inputs(net, x):
         (of_a_buffer, 1),
         (of_each_sample, 2),
         (in_place, 1),
+        (made_empty, 1),
         (of_the_type_of_an_input, 5),
     ],
 )
