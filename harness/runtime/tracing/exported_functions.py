@@ -23,8 +23,7 @@ from harness.runtime.tracing.known_values import size_of
 from harness.runtime.tracing.loops import WholeModule, weights_of
 from harness.runtime.tracing.patches import original_apply
 
-_NAMESPACE = "harness_export"
-_NUMBERS = count()
+_NUMBERS = count()  # of exports, because an earlier one's operators may still be there
 _SIZES = (2, 3)  # numbers of samples
 
 
@@ -33,7 +32,8 @@ class ExportedFunctions:
     operators."""
 
     def __init__(self) -> None:
-        self._library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+        self._namespace = f"harness_export_{next(_NUMBERS)}"
+        self._library = torch.library.Library(self._namespace, "FRAGMENT")
         self._made: dict[Any, OpaqueFunction] = {}
 
     def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -94,7 +94,7 @@ class ExportedFunctions:
         return tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in outputs], made)
 
     def _define(self, call: OpaqueFunction, n_inputs: int, found: Any) -> Any:
-        name = f"function_{next(_NUMBERS)}"
+        name = f"function_{len(self._made)}"
         inputs = ", ".join(f"Tensor x{k}" for k in range(n_inputs))
         outputs = (
             "Tensor" if isinstance(found, Tensor) else f"({', '.join(['Tensor'] * len(found))})"
@@ -106,8 +106,8 @@ class ExportedFunctions:
             return tuple(map(torch.empty_like, found))
 
         self._library.define(f"{name}({inputs}) -> {outputs}")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=self._library)
-        operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
+        torch.library.register_fake(f"{self._namespace}::{name}", fake, lib=self._library)
+        operator = getattr(getattr(torch.ops, self._namespace), name).default
         self._made[operator] = call
         return operator
 

@@ -54,6 +54,16 @@ def test_what_mixes_samples_refuses_microbatches():
         check_microbatches(strategy, graph)
 
 
+def by_export(net, x):
+    return x if x.sum(1).shape[0] < 0 else Flipped.apply(x)  # torch.fx cannot follow it
+
+
+def test_names_do_not_depend_on_earlier_captures():
+    assert [op.name for op in graph_of(by_export).operators] == [
+        op.name for op in graph_of(by_export).operators
+    ]
+
+
 class Relu(torch.autograd.Function):
     """Named as an operator that can be cut in any way, which it cannot."""
 
