@@ -70,8 +70,8 @@ def export(
         patches.grad_mode_kept(),
         patches.masks_unread(),
         patches.users_code(model),
-        KnownValues(len(examples[0])),
         loops_found(copied, whole),
+        KnownValues(len(examples[0])),
     ):
         # torch.export always specializes a size of 1.
         given = tuple(fake(x if len(x) > 1 else torch.cat((x, x)), mode) for x in examples)

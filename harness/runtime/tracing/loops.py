@@ -73,10 +73,10 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def has_large_share(part: nn.Module, model: nn.Module) -> bool:
-    """Whether a module has too many of a model's parameters to be kept whole."""
-    n_inside, n_all = (sum(p.numel() for p in m.parameters()) for m in (part, model))
-    return n_inside >= LARGEST_SHARE * n_all
+def with_large_shares(model: nn.Module) -> list[nn.Module]:
+    """Modules with too many of a model's parameters to be kept whole."""
+    parts = {part: sum(p.numel() for p in part.parameters()) for part in model.modules()}
+    return [part for part, size in parts.items() if size >= LARGEST_SHARE * parts[model]]
 
 
 class _Counter(TorchFunctionMode):
@@ -117,7 +117,7 @@ def loops_found(model: nn.Module, whole: Collection[type[nn.Module]]) -> Iterato
     """
     # An export gives modules another type, and the same `__dict__`.
     kinds = {id(vars(part)): type(part) for part in model.modules()}
-    large = {type(part) for part in model.modules() if has_large_share(part, model)}
+    large = {type(part) for part in with_large_shares(model)}
     counter = _Counter(lambda module: kinds.get(id(vars(module)), type(module)), {*whole, *large})
     hooks = (
         module_hooks.register_module_forward_pre_hook(counter.enter),

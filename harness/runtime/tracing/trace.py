@@ -42,7 +42,7 @@ from harness.runtime.tracing.constructs import (
 from harness.runtime.tracing.dim_rules import module_of, operator_name
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.functions import GradientHooks, OpaqueFunction, detach
-from harness.runtime.tracing.loops import LoopError, has_large_share
+from harness.runtime.tracing.loops import LoopError, with_large_shares
 from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
 from harness.runtime.tracing.projections import join_projections, keep_dims
 from harness.runtime.tracing.refusals import refusal
@@ -352,4 +352,4 @@ def _place(model: nn.Module, buffer: str, writer: str) -> str:
     too large a part of the model, so that the graph passes the buffer's values on."""
     steps = zip(buffer.split(".")[:-1], writer.split("."), strict=False)
     place = ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], steps))
-    return "" if has_large_share(model.get_submodule(place), model) else place
+    return "" if model.get_submodule(place) in with_large_shares(model) else place
