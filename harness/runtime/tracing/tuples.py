@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from harness.errors import ModelError
 from harness.runtime.capture.operators import CONCATENATIONS, function_name
+from harness.runtime.executor.shards.inplace import changes_first
 from harness.runtime.models.task import choose_logits, named_outputs
 
 
@@ -101,13 +102,18 @@ def _parts(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
 
 
 def drop_empty_parts(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:
-    """Leave tensors without elements out of concatenations; return whether there were any.
+    """Leave tensors without elements out of concatenations, and writes of them; return whether
+    there were any.
 
     A rotary embedding of all features concatenates them with the features that it leaves alone.
     """
     found = False
     for node in list(values):
         parts = node.args[0] if node.args else None
+        if changes_first(node.target) and any(_is_empty(values[n]) for n in node.all_input_nodes):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            module.graph.erase_node(node)
+            found = True
         if function_name(node.target) not in CONCATENATIONS or not isinstance(parts, list | tuple):
             continue
         kept = [part for part in parts if not _is_empty(values.get(part))]

@@ -181,6 +181,18 @@ def test_tensors_of_a_tuple_are_handed_on_one_by_one():
             assert all(isinstance(values[n], torch.Tensor) for n in node.all_input_nodes)
 
 
+def test_writes_of_no_elements_are_left_out():
+    def forward(model, x):
+        y = x * 1
+        y[:, 8:] = x[:, 8:]
+        torch.ops.aten.copy_.default(y[:, 9:], x[:, 9:])
+        return y + 1
+
+    module = traced(forward)
+    replace_in_place_writes(module, (torch.randn(6, 8),))
+    assert [n.name for n in module.graph.nodes] == ["x", "mul", "add", "output"]
+
+
 def test_a_tensor_without_elements_is_refused():
     module = traced(lambda model, x: x + x[:, 8:].sum())
     with pytest.raises(ModelError, match=r"getitem gives a tensor without elements, of shape"):
