@@ -296,6 +296,8 @@ def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple
     return kind, {"function": name}
 
 
+# Functions whose result is uninitialized memory.
+UNDEFINED = ("empty", "empty_like", "new_empty", "empty_strided")
 ALWAYS_RANDOM = {
     "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "fractional_max_pool2d",
     "fractional_max_pool2d_with_indices", "fractional_max_pool3d",

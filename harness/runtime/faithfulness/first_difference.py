@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from harness.runtime.capture.capture import Captured
-from harness.runtime.capture.operators import function_name
+from harness.runtime.capture.operators import UNDEFINED, function_name
 from harness.runtime.data.batch import Batch
 from harness.runtime.executor.geometry.layout import owners
 from harness.runtime.executor.geometry.values import MetaModel
@@ -274,7 +274,8 @@ class _OperatorResult(OperatorRun):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if n in self._owner and isinstance(value, Tensor) and n.op != "placeholder":
+        is_defined = n.op != "placeholder" and function_name(n.target) not in UNDEFINED
+        if n in self._owner and isinstance(value, Tensor) and is_defined:
             self._nodes.append((n, *self._results.add(value)))
         return value
 

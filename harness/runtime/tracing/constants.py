@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from harness.runtime.capture.operators import describe_node, draws_random, function_name
+from harness.runtime.capture.operators import (
+    UNDEFINED,
+    describe_node,
+    draws_random,
+    function_name,
+)
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing.constructs import AUTOCAST, CALLS, HOOKS, WRITTEN
 from harness.runtime.tracing.functions import OpaqueFunction
@@ -26,7 +31,6 @@ _LARGEST = 1 << 28  # elements
 _SIZE_READERS = ("sym_size", "size", "dim")
 _SIZE_ATTRIBUTES = ("shape", "device", "dtype", "ndim")
 _BROADCASTING = ("elementwise", "add", "attention")
-_UNDEFINED = ("empty", "empty_like", "new_empty", "empty_strided")
 
 
 def fold_constants(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> None:
@@ -123,7 +127,7 @@ class _Evaluation(fx.Interpreter):
         value = super().run_node(n)
         # A later operator may work in place.
         value = value.clone() if n.op == "get_attr" else value
-        if function_name(n.target) in _UNDEFINED:
+        if function_name(n.target) in UNDEFINED:
             value.fill_(self._fill)
         if isinstance(value, Tensor):
             self.versions[n] = value._version

@@ -287,11 +287,21 @@ def _inline(
                 results = fx.node.map_arg(node.args[0], copies.__getitem__)
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-                copies[node].meta = {**marks, **copies[node].meta}  # inner contexts take precedence
+                inherited = {} if _returns_its_input(node) else marks
+                copies[node].meta = {**inherited, **copies[node].meta}  # inner ones take precedence
     for element in list(call.users):
         element.replace_all_uses_with(results[element.args[1]])
         graph.erase_node(element)
     graph.erase_node(call)
+
+
+def _returns_its_input(node: fx.Node) -> bool:
+    """Whether a cast casts nothing, so that readers outside of a no_grad region that read its
+    result in the export read the tensor itself in the model, with its gradient."""
+    if function_name(node.target) not in ("to", "contiguous") or node.kwargs.get("copy"):
+        return False
+    one, other = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return (one.dtype, one.device, one.stride()) == (other.dtype, other.device, other.stride())
 
 
 def _unflatten_output(module: fx.GraphModule) -> None:

@@ -18,7 +18,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from harness.runtime.capture.operators import ALWAYS_RANDOM, SOMETIMES_RANDOM, function_name
+from harness.runtime.capture.operators import (
+    ALWAYS_RANDOM,
+    SOMETIMES_RANDOM,
+    UNDEFINED,
+    function_name,
+)
 from harness.runtime.tracing.tracer import users_frame
 
 _log = logging.getLogger(__name__)
@@ -33,9 +38,7 @@ _READS: tuple[Any, ...] = (
 _OF_SHAPE = (
     "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor",
 )  # fmt: skip
-_UNKNOWN = {
-    "empty", "empty_like", "new_empty", "empty_strided", *ALWAYS_RANDOM, *SOMETIMES_RANDOM,
-}  # fmt: skip
+_UNKNOWN = {*UNDEFINED, *ALWAYS_RANDOM, *SOMETIMES_RANDOM}
 # Each element's result where all values are finite.
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
 # The result of operators on such checks.

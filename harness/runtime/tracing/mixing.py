@@ -26,7 +26,13 @@ from torch.utils._pytree import tree_leaves
 
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import parameters_of, tensors_in_order
-from harness.runtime.capture.operators import draws_random, function_name, is_known, is_opaque
+from harness.runtime.capture.operators import (
+    UNDEFINED,
+    draws_random,
+    function_name,
+    is_known,
+    is_opaque,
+)
 from harness.runtime.capture.sample_dims import Values, batch_sizes, is_uneven
 from harness.runtime.devices.precision import Float32Watch, has_gradients
 from harness.runtime.tracing.constructs import ConstructError
@@ -42,8 +48,6 @@ _MOST_ELEMENTS = 1 << 24
 _ROW_WISE = ("linear", "pool", "layer_norm", "embedding")
 _BATCHED = ("conv2d", "attention")  # with four dims
 _POINTWISE = ("elementwise", "add")
-# Their output is uninitialized memory.
-_UNDEFINED = ("empty_like", "new_empty")
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 # Bytecode and calls by which a hook keeps state, so that its next call may differ.
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_")
@@ -92,7 +96,7 @@ class SampleMixing:
         if any(len(one.dims) > 1 for one in given):
             return _Mixing.MIXES
         is_fixed = not any(one.dims or self._varies(one.node) for one in given)
-        is_undefined = function_name(node.target) in _UNDEFINED
+        is_undefined = function_name(node.target) in UNDEFINED
         if is_fixed or is_undefined or draws_random(node, self._module):
             return _Mixing.SAMPLE_WISE
         module = self._modules.get(str(node.target)) if node.op == "call_module" else None

@@ -76,11 +76,19 @@ def function_behind_control_flow(net, x):
     return Scaled.apply(torch.stack(list(x.unbind(1)), dim=1), lambda grad: 2 * grad)
 
 
+def cast_of_nothing_without_gradients(net, x):
+    x = torch.stack(list(x.unbind(1)), dim=1)
+    with torch.no_grad():
+        scale = x.to(x.dtype).mean(1, keepdim=True)
+    return x * scale
+
+
 @pytest.mark.parametrize(
     "middle",
     [
         no_grad_tuple, grad_mode_that_is_left_on, hooked, data, by_closure,
         in_place_function, double, function_behind_control_flow,
+        cast_of_nothing_without_gradients,
     ],
 )  # fmt: skip
 def test_gradients_are_the_models_own(middle):
