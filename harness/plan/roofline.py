@@ -168,8 +168,8 @@ def estimate_profile(graph: Graph, cluster: Cluster) -> Profile:
         if rate <= 0:
             raise PlanError(
                 f"nothing says how fast {device.kind!r} runs {graph.name!r}: give --profile "
-                f"(`./entry.sh profile --model {graph.name}` writes one), or write flops_per_s of "
-                f"device {device.name} into the cluster file"
+                f"(`./entry.sh profile --model {graph.name}` writes one), --rates, or write "
+                f"flops_per_s of device {device.name} into the cluster file"
             )
         rates.setdefault(device.kind, rate)
     own = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from harness.errors import ModelError
 from harness.runtime.devices.precision import has_gradients
 from harness.runtime.models.own_loss import join_outputs
-from harness.runtime.models.task import InputSpec
+from harness.runtime.models.task import InputSpec, Wrapper
 
 
 class Example:
@@ -81,7 +81,7 @@ class Example:
         return self._keywords == names[self._n_positional : n_given]
 
 
-class BoundInputs(nn.Module):
+class BoundInputs(Wrapper):
     """Calls a model with tensors at their places among its arguments.
 
     Args:
@@ -101,14 +101,11 @@ class BoundInputs(nn.Module):
         outputs: Sequence[str],
         blanks: Mapping[int, InputSpec],
     ) -> None:
-        super().__init__()
-        self.model, self._leaves = model, tuple(leaves)
+        super().__init__(model)
+        self._leaves = tuple(leaves)
         self._arguments = arguments  # a function, because deepcopy of a structure warns
         self._positions, self._outputs = tuple(positions), tuple(outputs)
         self._blanks = dict(blanks)
-
-    def _get_name(self) -> str:
-        return str(self.model._get_name())
 
     def forward(self, *tensors: Tensor) -> Any:
         leaves = list(self._leaves)

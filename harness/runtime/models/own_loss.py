@@ -8,10 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.errors import first_line
-from harness.runtime.models.task import InputSpec, Task, logits_of, named_outputs, wide
+from harness.runtime.models.task import (
+    InputSpec,
+    Task,
+    Wrapper,
+    logits_of,
+    named_outputs,
+    wide,
+)
 
 # Drawing and comparing more takes seconds on every rank.
 _LARGEST_CHECKED = 1 << 24  # elements
@@ -195,15 +202,8 @@ class LabelledTask(Task):
         return self.own_loss.sum(logits_of(outputs), targets)
 
 
-class BatchLoss(nn.Module):
+class BatchLoss(Wrapper):
     """Returns a model's loss of the whole batch, once for each sample."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def _get_name(self) -> str:
-        return str(self.model._get_name())
 
     def forward(self, *inputs: Tensor) -> Tensor:
         loss: Tensor = self.model(*inputs)

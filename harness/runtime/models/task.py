@@ -139,6 +139,17 @@ class InputSpec:
         return torch.randint(high, shape, dtype=dtype, generator=generator, device=device)
 
 
+class Wrapper(nn.Module):
+    """Calls a user's model, and has its name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def _get_name(self) -> str:
+        return str(self.model._get_name())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A model with its inputs and its loss.
@@ -158,6 +169,14 @@ class Task:
     n_classes: int = 0
     target_shape: tuple[int, ...] = ()
     n_tokens: int = 0
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of the user's own parameters."""
+        model, prefix = self.model, ""
+        while isinstance(model, Wrapper):
+            model, prefix = model.model, f"{prefix}model."
+        return prefix
 
     @property
     def n_targets(self) -> int:

@@ -1,5 +1,6 @@
 """The tables that rank 0 prints after profile: sums, heaviest operators, skipped points."""
 
+import shlex
 from pathlib import Path
 
 from harness.domain.graph import Graph
@@ -141,6 +142,6 @@ def _files(run: Run, graph: Graph) -> str:
     n_measured, n_known = (run.header.summary.get(n, "?") for n in ("n_measured", "n_known"))
     return (
         f"{n_measured} measured, {n_known} taken from {path}\n"
-        f"plan with: python -m harness.plan search --profile {path} "
+        f"plan with: python -m harness.plan search --profile {shlex.quote(str(path))} "
         f"--cluster FILE --batch-size {graph.batch}"
     )

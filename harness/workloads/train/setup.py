@@ -139,6 +139,7 @@ class Training:
         batches: this rank's batches, step by step, without end.
         count_targets: targets that count of each of some samples, by their indices.
         n_tokens: tokens of a sample; 0 if it has none.
+        prefix: what stands before the names of the user's own parameters.
         flops: FLOPs of this rank in a step; None when they cannot be counted.
         n_parameters: number of trained parameters of the whole model.
         gradient_bytes: bytes that data parallelism all-reduces in a step; None for strategies
@@ -154,6 +155,7 @@ class Training:
     batches: Iterator[Batch]
     count_targets: Callable[[Sequence[int]], tuple[int, ...]]
     n_tokens: int
+    prefix: str
     flops: StepFlops | None
     n_parameters: int
     gradient_bytes: int | None
@@ -341,6 +343,7 @@ def prepare(
         batches=batches,
         count_targets=partial(count_targets, data, task),
         n_tokens=task.n_tokens,
+        prefix=task.prefix,
         flops=flops,
         n_parameters=n_parameters,
         gradient_bytes=n_bytes if case.strategy in _DATA_PARALLEL else None,

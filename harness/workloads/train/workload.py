@@ -236,7 +236,10 @@ def _save_model(training: Training, context: Context) -> None:
     state = training.engine.model_state()
     if context.world.is_first:
         # Copy tensors with several names (tied weights): safetensors refuses shared memory.
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        whole = {
+            name.removeprefix(training.prefix): tensor.detach().cpu().contiguous()
+            for name, tensor in state.items()
+        }
         first = {tensor.data_ptr(): name for name, tensor in reversed(whole.items())}
         for name, tensor in whole.items():
             if first[tensor.data_ptr()] != name:

@@ -52,6 +52,7 @@ def test_inputs_and_targets_are_read_off_an_example():
         InputSpec(name="more_table", shape=(3, 6)),
     )
     assert (task.n_classes, task.target_shape, task.loss) == (9, (3,), "cross_entropy")
+    assert task.prefix == "model."
     captured = capture(task, 4, "tagger")
     hold_to_model(task, captured, "tagger")
     # The mask is a constant, so no operator makes it.
@@ -243,6 +244,7 @@ def test_a_loss_that_parts_cannot_compute_stays_in_the_model(form):
     labels = torch.tensor([0.5, -1.0])
     task = scored(form, labels)
     assert isinstance(task, BatchLossTask)
+    assert task.prefix == "model.model."
     x = torch.rand(2, 4)
     found = task.sum_loss(task.model(x, labels), task.draw_targets(2)) / 2
     wanted = task.model.model.model(x, labels)["loss"]
