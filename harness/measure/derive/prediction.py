@@ -263,7 +263,10 @@ def _memory(run: Run, prediction: Prediction) -> tuple[MemoryPeak, ...]:
 
 
 def _sent_bytes(run: Run, prediction: Prediction) -> dict[int, tuple[float, float]]:
-    """Measured by NIC counters, with the headers of packets and all that others send."""
+    """Measured by NIC counters, with the headers of packets and all that others send; empty on one
+    host, whose ranks send each other what no NIC should carry."""
+    if len({info.hostname for info in run.header.ranks}) < 2:
+        return {}
     measured = {rank: median_of(records, "nic_sent_bytes") for rank, records in run.ranks.items()}
     return {
         rank: (prediction.sent_bytes[str(rank)], n_bytes)

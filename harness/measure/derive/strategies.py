@@ -161,7 +161,7 @@ def strategy_finding(rows: Sequence[StrategyRow]) -> str:
     failures = _limited(finding.failures(), "failed")
     if not any(row.step_s for row in rows):
         return f"No strategy has a result: {'; '.join(failures)}."
-    losses = _limited(finding.losses(), "are no gain")
+    losses = _limited(finding.losses(), "no faster")
     return "; ".join([finding.lead(), *losses, *failures]) + "."
 
 

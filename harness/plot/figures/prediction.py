@@ -26,6 +26,7 @@ from harness.plot.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.transforms import BboxBase
 
 BANDS = (0.2, 0.1)
 MISS = 0.2
@@ -133,13 +134,14 @@ def _name_misses(axes: Axes, known: pd.DataFrame, scale: float) -> None:
     worst = known[known["error"].abs() > MISS].drop_duplicates("label")
     worst = worst.reindex(worst["error"].abs().sort_values(ascending=False).index)[:MAX_NAMED]
     low, high = np.log(axes.get_xlim())
+    taken: list[BboxBase] = []
     for _, row in worst.iterrows():
         is_above = row["error"] > 0
         place = (np.log(row["measured_s"] * scale) - low) / (high - low)
         is_inside = place > ROOM if is_above else place < 1 - ROOM
         # Away from the diagonal, or towards it if the name would leave the figure.
         is_left = is_above == is_inside
-        axes.annotate(
+        note = axes.annotate(
             f"{shorten(str(row['model']), 16)} {shorten(str(row['strategy']), 18)} "
             f"{row['error']:+.0%}",
             (row["measured_s"] * scale, row["predicted_s"] * scale),
@@ -152,6 +154,10 @@ def _name_misses(axes: Axes, known: pd.DataFrame, scale: float) -> None:
             bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8},
             zorder=2.5,
         )
+        while any(note.get_window_extent().overlaps(other) for other in taken):
+            x, y = note.xyann
+            note.xyann = (x, y + (NAME_PT if is_above else -NAME_PT))
+        taken.append(note.get_window_extent())
 
 
 def _draw_legend(axes: Axes, known: pd.DataFrame) -> None:

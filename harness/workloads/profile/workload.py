@@ -5,6 +5,7 @@ Ranks with the same kind of device divide the operators among themselves.
 
 from __future__ import annotations
 
+import logging
 import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -52,6 +53,8 @@ from harness.workloads.profile.table import profile_text
 # Minimum number of samples of the whole step on each rank.
 _N_STEPS = 16
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _KindGroup:
@@ -79,6 +82,7 @@ class _Profiler:
         self._path = config.path(context.run_dir.parent)
         self._group = _KindGroup.of(context)
         self._kind = context.world.device_kind
+        _log.info("capturing %s as a graph, and comparing the graph with the model", config.model)
         self._task, self._captured = task, captured = _prepare(config, context)
         results = context.run_dir.parent
         run_on_rank_0(lambda: _hold(captured, task, config, results), context.world)

@@ -298,10 +298,11 @@ def test_a_node_that_sends_more_than_predicted_is_named():
         strategy="ddp", method="builder", step_s=1.0, sent_bytes={"0": 4 << 20, "1": 4 << 20}
     )
 
-    def found(*mib):
+    def found(*mib, **named):
         sent = ([Sample(metric="nic_sent_bytes", value=n * 2**20, step=0)] for n in mib)
-        return unpredicted_traffic(predicted_run(run_of(*sent), prediction))
+        return unpredicted_traffic(predicted_run(run_of(*sent, **named), prediction))
 
+    assert found(5.5, 8.0, hosts=["node0"] * 2) == ""  # the counters are those of its loopback
     assert found(4.9, 0.0) == ""
     assert found(5.5, 8.0) == (
         "rank 1 sends 8 MiB a step instead of 4 MiB: the prediction lacks a transfer, or another "

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure as Canvas
 
 from harness.measure.store import find_runs, read_results
 from harness.plot.catalog import (
@@ -12,6 +13,7 @@ from harness.plot.catalog import (
     without_samples,
 )
 from harness.plot.figures import FIGURES, load_figure
+from harness.plot.figures.prediction import _name_misses
 from harness.plot.render import image_bytes
 from harness.plot.report import format_value, header_of, present
 
@@ -284,3 +286,13 @@ def test_columns_that_say_nothing_are_left_out_of_the_report():
     assert present(none_lost)["headers"] == ["cell", "regret"]
     assert present(pd.DataFrame({"regret": [None]}))["headers"] == []
     assert header_of("exposed_communication_s") == "exposed communication"
+
+
+def test_names_of_neighbouring_points_do_not_cover_each_other():
+    axes = Canvas().add_subplot()
+    axes.set_xlim(0.01, 0.3)
+    points = [("ddp", 0.104, -0.33), ("searched", 0.119, -0.41), ("hybrid", 0.11, -0.37)]
+    known = pd.DataFrame(points, columns=["strategy", "measured_s", "error"])
+    _name_misses(axes, known.assign(label=known["strategy"], model="net", predicted_s=0.07), 1.0)
+    places = [note.get_window_extent() for note in axes.texts]
+    assert [place.count_overlaps(places) for place in places] == [1, 1, 1]  # each its own
