@@ -112,12 +112,13 @@ def configured_number(run: Headed, name: str) -> float | None:
 
 
 def _strategy_name(run: Run) -> str:
-    """The strategy's name, prefixed by the engine if several engines train it, and followed by a
-    pipeline's schedule, microbatches and flags, and by the state that is sharded; a strategy that
-    was read from a file is named after the file."""
+    """The strategy's name, prefixed by the engine if several engines train it, and followed by the
+    schedule, microbatches and flags of a pipeline or of degrees, and by the state that is sharded;
+    a strategy that was read from a file is named after the file."""
     strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
     is_file = strategy.endswith(".json")
-    if strategy == "pipeline" and engine == "executor":
+    has_flow = strategy == "pipeline" or ("=" in strategy and not is_file)  # or degrees
+    if has_flow and engine == "executor":
         strategy += _flow_name(run)
     state = run.header.config.get("shard_state", "auto")
     strategy += "" if state in ("auto", "none") or is_file else f"-sharded-{state}"

@@ -33,8 +33,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         HarnessError: a file is missing or malformed, or flags contradict each other.
     """
-    if not args.output.is_dir():
-        raise ConfigError(f"--output {args.output} is not a directory: make it first")
+    args.output.mkdir(parents=True, exist_ok=True)
     for flag, least, most in (
         ("batch_size", 1, 2**31),
         ("n_layers", 1, 10_000),

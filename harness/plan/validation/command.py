@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from harness.domain.validation import PartScores, Validation, validation_file
-from harness.errors import ConfigError, DataError
+from harness.errors import DataError
 from harness.measure.store import write_atomically
 from harness.measure.text import cell, table
 from harness.plan.report import ProgressLine
@@ -79,8 +79,8 @@ def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
     Raises:
         HarnessError: a directory holds no set, or a file is malformed.
     """
-    if args.output is not None and not args.output.is_dir():
-        raise ConfigError(f"--output {args.output} is not a directory: make it first")
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
     for name, folder in [found for path in args.folders for found in find_sets(path)]:
         line = ProgressLine()
         try:

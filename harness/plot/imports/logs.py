@@ -392,7 +392,9 @@ def import_logs(
             elif is_log:
                 written += _import_deepspeed(path, text, names[path], into, facts, problems)
             else:
-                problems.append((path, "neither a per-epoch CSV nor DeepSpeed step lines"))
+                remedy = ": harness.plan import --collectives reads nccl-tests"
+                remedy = remedy if "busbw" in text else ""
+                problems.append((path, f"neither a per-epoch CSV nor DeepSpeed step lines{remedy}"))
         except (ResultsError, OSError) as error:
             problems.append((path, str(error).removeprefix(f"{path} ")))
     return written, problems

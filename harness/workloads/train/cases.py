@@ -153,7 +153,8 @@ def engine_of(strategy: str, engine: str, *, needs_executor: bool = False) -> En
         every = dict.fromkeys(name for names in STRATEGIES.values() for name in names)
         raise ConfigError(
             f"there is no strategy {strategy!r}: choose from {', '.join(every)} (several: parted "
-            "by blanks), or give degrees (tp=2,dp=2,pp=1) or a strategy's file, FILE.json"
+            "by blanks), or give degrees (tp=2,dp=2,pp=1) or a strategy's file, FILE.json; FSDP is "
+            "ddp with --shard-state parameters"
         )
     if engine not in ("auto", *STRATEGIES):
         raise ConfigError(f"there is no engine {engine!r}: choose auto, {', '.join(STRATEGIES)}")
@@ -311,6 +312,7 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     shared: dict[str, Any] = {name: getattr(config, name) for name in names}
     cases: list[TrainCase] = []
     for strategy in config.strategy:
+        has_flow = strategy == "pipeline" or is_layout(strategy)
         is_sharded = config.asked_state not in (None, "none") and is_shardable(strategy)
         needs_executor = config.needs_executor or is_sharded
         engine = engine_of(strategy, config.engine, needs_executor=needs_executor)
@@ -329,7 +331,7 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
                 )
                 for dtype in config.dtype
                 for batch in _batches(config, strategy, count, max(counts))
-                for flow in (_flows(config) if strategy == "pipeline" else [{}])
+                for flow in (_flows(config) if has_flow else [{}])
             ]
     return cases
 

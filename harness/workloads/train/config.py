@@ -236,7 +236,7 @@ class TrainCase(TrainSettings):
         engine: the engine that trains, never `auto`.
         strategy_digest: hash of the strategy's file on rank 0; empty without a file.
         batch: the global batch.
-        schedule, microbatches: used by `pipeline` only; None: automatic.
+        schedule, microbatches: used by `pipeline` and degrees only; None: automatic.
         first_step: the first measured step; above 0 after the loss of ranks, without warm-up.
         continues: id of the run that this one continues; empty if none.
     """

@@ -216,3 +216,10 @@ def test_a_run_that_changes_is_compared_by_its_mean_step_with_the_time_standing_
 
 
 _CHANGE = {"before": "pipeline", "after": "pipeline, 1 layers frozen", "why": "--freeze schedule"}
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "dp=1,pp=2"])
+def test_pipelines_and_degrees_are_named_after_their_flow(strategy):
+    run = trained(strategy, 2, 1.0, engine="executor", schedule="gpipe", microbatches=4)
+    _, row = table(trained("single", 1, 1.0), run)
+    assert row.strategy == f"{strategy}-gpipe-4-microbatches on 2"
