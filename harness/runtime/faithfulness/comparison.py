@@ -215,7 +215,10 @@ class _Comparison:
         if isinstance(outputs, Tensor) and len(outputs.shape) == 2 and len(outputs) == samples:
             return f"{message}): fix its forward first"
         if outputs is None:
-            return f"{message}): fix its forward first"
+            return (
+                f"{message}): fix its forward first, which gets random numbers, and integers from "
+                "0 to the largest of the factory's example"
+            )
         given = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         return (
             f"{message}): its forward returns {given} for {samples} samples, let it return a "
