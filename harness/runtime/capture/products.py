@@ -6,8 +6,9 @@ of three or more dims. A matmul of activations alone stays as it is, cut by samp
 
 from __future__ import annotations
 
+import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -84,7 +85,7 @@ def _equation(
         text = _of_matmul([len(shape_of(operand)) for operand in operands])
     else:
         return None
-    left, arrow, result = text.partition("->")
+    left, arrow, result = _spelled_out(text, map(len, map(shape_of, operands))).partition("->")
     letters = left.split(",")
     is_plain = arrow and all(len(set(x)) == len(x) and x.isalpha() for x in (*letters, result))
     if not is_plain or len(letters) != len(operands):
@@ -94,6 +95,16 @@ def _equation(
     if name in _MATMULS and widest < _FEWEST_STACKED:
         return None
     return Equation(tuple(letters), held, result), operands
+
+
+def _spelled_out(text: str, ranks: Iterable[int]) -> str:
+    """An equation with letters for the dims that "..." stands for, which end alike."""
+    operands = zip(text.partition("->")[0].split(","), ranks, strict=False)
+    counts = [rank + 3 - len(part) for part, rank in operands if "..." in part]
+    free = "".join(x for x in string.ascii_letters if x not in text)[: max(counts, default=0)]
+    parts = iter(counts)
+    spelled = re.sub(r"\.\.\.(?=.*->)", lambda _: free[len(free) - next(parts) :], text)
+    return spelled.replace("...", free)
 
 
 def _of_matmul(ranks: Sequence[int]) -> str:

@@ -116,7 +116,7 @@ def hold_alike(task: Task, captured: Captured, dtype: str, world: World) -> None
     Raises:
         ModelError: on every rank, if any rank finds a difference.
     """
-    name = type(task.model).__name__
+    name = task.model._get_name()
     raise_on_all_ranks(lambda: hold_to_model(task, captured, name, dtype), world)
 
 

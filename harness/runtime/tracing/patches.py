@@ -79,6 +79,11 @@ def masks_unread() -> AbstractContextManager[None]:
     return replaced(nn.modules.transformer, "_detect_is_causal_mask", is_said_to_be_causal)
 
 
+def seems_eager() -> AbstractContextManager[None]:
+    """Let a model that asks whether it is compiled hear that it is not."""
+    return replaced(torch.compiler, "is_compiling", lambda: False)
+
+
 @contextmanager
 def users_code(model: nn.Module) -> Iterator[None]:
     """Let `len(x)` in the files of a model's modules be `x.shape[0]`, which stays open, and keep

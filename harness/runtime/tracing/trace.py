@@ -13,7 +13,7 @@ import logging
 import operator
 import random
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from harness.runtime.capture.sample_dims import values_at
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.models.mixture import is_single_operator
 from harness.runtime.models.task import choose_logits, named_outputs
+from harness.runtime.tracing import patches
 from harness.runtime.tracing.attention_finding import is_softmax, join_attentions
 from harness.runtime.tracing.attention_region import AttentionRegion
 from harness.runtime.tracing.autocast import keep_regions
@@ -242,14 +243,20 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
 def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     """Trace a model by torch.export; modules that loop over a sequence are one operator each."""
     whole: set[type[nn.Module]] = set()
+    is_eager = False
     while True:
         try:
-            with no_random_draws(), forgotten_stand_ins():
+            mode = patches.seems_eager() if is_eager else nullcontext()
+            with no_random_draws(), forgotten_stand_ins(), mode:
                 module = export(model, examples, whole)
             break
         except LoopError as found:
             _log.info("%s, and is one operator", found)
             whole.add(found.kind)
+        except (AttributeError, TypeError) as error:  # of a mask that it makes if not compiled
+            if "'NoneType'" not in str(error) or is_eager:
+                raise
+            is_eager = True
     finish(module.graph, module)
     fold_constants(module, examples)
     join_projections(module)

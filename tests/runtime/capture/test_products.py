@@ -36,6 +36,10 @@ CASES = {
         lambda x, w: torch.einsum("tdh,ntd->nth", w, x), (T, D, H),
         "*tdh,ntd->nth", "d", "seq", False,
     ),
+    "dots": (
+        lambda x, w: torch.einsum("...d, ...dh -> ...h", x, w), (T, D, H),
+        "abd,*bdh->abh", "d", "seq", False,
+    ),
     "activations": (
         lambda x: torch.einsum("ntd,nsd->nts", x, x), (), "ntd,nsd->nts", "d", None, False,
     ),

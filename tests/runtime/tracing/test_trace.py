@@ -60,3 +60,15 @@ def test_layers_left_out_at_random_are_refused_where_the_model_is_exported():
 def test_noise_of_the_inputs_shape_is_drawn_in_every_step():
     module = trace(Net(lambda x, layer: layer(x + torch.randn_like(x)), is_exported=False), (X,))
     assert not torch.equal(module(X), module(X))
+
+
+def of_a_mask_of_its_own(x, layer):
+    mask = None if torch.compiler.is_compiling() else torch.arange(6) < 4
+    return layer(x * mask.to(x.dtype))
+
+
+def test_a_model_that_asks_whether_it_is_compiled_is_captured_as_it_runs():
+    net = Net(of_a_mask_of_its_own, is_exported=True)
+    module = trace(net, (X,))
+    x = torch.randn(4, 6)
+    assert torch.equal(module(x), net(x))
