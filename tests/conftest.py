@@ -28,7 +28,6 @@ _FIRST = (
     "test_survival.py",
     "test_launch.py",
     "test_start.py",
-    "test_faults.py",
 )
 
 

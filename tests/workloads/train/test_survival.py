@@ -1,5 +1,8 @@
-"""A training goes on after the loss of a rank or of the launch, and trains what one device does."""
+"""A rank that dies or hangs ends its run, and what was measured stays. A training that keeps its
+state goes on without the rank, or after the loss of its launch, and trains what one device does."""
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,12 +11,13 @@ from launching import NEEDS_MPIRUN, PROGRAM, launch
 from safetensors.torch import load_file
 
 from harness.domain.record import Span
-from harness.measure.store import read_results
+from harness.measure.store import Run, read_results
 
 HERE = Path(__file__).parents[1]
 
 pytestmark = [*NEEDS_MPIRUN, pytest.mark.timeout(900)]
 
+WAITED = "rank 1 waited for the gradient of relu (microbatch 0) from rank 2"
 # fp32 sums in another order: six steps of differences of 1e-7 stay far below.
 TOLERANCE = 1e-5
 N_STEPS = 6
@@ -23,10 +27,30 @@ IN_CHANGES = [
     ("to_stages", "commit", "survivors-3"),
     ("to_replicas", "transfer", "step-2"),
 ]
+# Trainings that end with their third rank, or go on without it, in the order of the launch.
+ENDED = ["pipeline:killed", "pipeline:error", "pipeline:hang", "ddp:stopped"]
+LOST = "lasting:killed"
+SURVIVED = ["replicas:killed", "stages:killed", *(f"{case}:{at}" for case, at, _ in IN_CHANGES)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Of one launch on three ranks.
+
+    Attributes:
+        alone: on one device.
+        ended: by case and fault, among them LOST.
+        pairs: a run that lost a rank, and the one that goes on.
+    """
+
+    results: Path
+    alone: Run
+    ended: dict[str, Run]
+    pairs: dict[str, tuple[Run, Run]]
 
 
 def train(results, n_ranks, *words):
-    """Train on so many ranks, of which the third is killed; the training runs, in order."""
+    """Train on so many ranks, of which the third fails; the training runs so far, in order."""
     program = (*PROGRAM, HERE / "faulty_training.py", results, *words)
     done = launch(n_ranks, *program, path=(HERE.parent, HERE), timeout_s=880)
     assert done.returncode == 0, done.stderr
@@ -40,17 +64,21 @@ def steps_of(run):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One device; then pairs of a run that lost a rank and the one that goes on: of replicas, of
-    stages, and of IN_CHANGES."""
-    words = "single:killed", "replicas:killed", "stages:killed"
-    changing = [f"{case}:{fault}" for case, fault, _ in IN_CHANGES]
-    return train(tmp_path_factory.mktemp("lost"), 3, *words, *changing)
+    results = tmp_path_factory.mktemp("lost")
+    alone, *others = train(results, 3, "single:killed", *ENDED, LOST, *SURVIVED)
+    ended = dict(zip((*ENDED, LOST), others, strict=False))
+    assert {run.header.status for run in ended.values()} == {"crash"}
+    following = others[len(ended) :]
+    pairs = zip(following[::2], following[1::2], strict=True)
+    return Runs(
+        results=results, alone=alone, ended=ended, pairs=dict(zip(SURVIVED, pairs, strict=True))
+    )
 
 
 @pytest.fixture(scope="module")
 def one_device(runs):
     """The model after training on one device."""
-    return load_file(runs[0].path / "model.safetensors")
+    return load_file(runs.alone.path / "model.safetensors")
 
 
 def assert_goes_on(lost, then, state, one_device):
@@ -66,8 +94,36 @@ def assert_goes_on(lost, then, state, one_device):
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("killed", ["rank 2 (", "killed by SIGKILL", WAITED]),
+        ("error", ["rank 2 (", "RuntimeError: rank 2 has a bug (faulty_training.py:"]),
+        ("hang", ["did not answer within 15 s", "rank 2 (", ", in forward of step 2; ", WAITED]),
+    ],
+)
+def test_the_reason_names_rank_and_operator(runs, fault, words):
+    run = runs.ended[f"pipeline:{fault}"]
+    for word in words:
+        assert word in run.header.reason
+    assert (WAITED in run.header.reason) == (fault != "error")
+    if fault == "hang":
+        assert run.header.reason.startswith(f"rank 2 ({os.uname().nodename}): no progress for ")
+    assert "gloo/" not in run.header.reason
+    # Two steps were finished before the third, in which it happened.
+    assert steps_of(run) == [0, 1]
+
+
+def test_ddp_names_the_rank_that_stopped_making_progress(runs):
+    reason = runs.ended["ddp:stopped"].header.reason
+    assert reason.startswith(f"rank 2 ({os.uname().nodename}): no progress for ")
+    stopped = "its process is stopped (SIGSTOP or SIGTSTP); "
+    assert f" s, in forward of step 2; {stopped}rank 0 (" in reason
+    assert "gloo/" not in reason.splitlines()[0]
+
+
 def test_replicas_lose_nothing_but_the_step_in_which_a_rank_died(runs, one_device):
-    lost, then = runs[1:3]
+    lost, then = runs.pairs["replicas:killed"]
     first_line = lost.header.reason.splitlines()[0]
     assert first_line.startswith("rank 2 (")
     assert "killed by SIGKILL" in first_line
@@ -77,17 +133,19 @@ def test_replicas_lose_nothing_but_the_step_in_which_a_rank_died(runs, one_devic
 
 def test_a_lost_stage_comes_from_the_last_save(runs, one_device):
     """The survivors hold step 2, but without the last stage."""
-    assert (runs[3].path / "state" / "survivors-2").is_dir()
-    assert_goes_on(*runs[3:5], "step-2", one_device)
-
-
-@pytest.mark.parametrize("index", range(len(IN_CHANGES)))
-def test_a_rank_that_dies_in_a_change_leaves_the_last_common_step(runs, one_device, index):
-    """The change is after three steps, of which replicas hold all, and stages those of a save."""
-    assert_goes_on(*runs[5 + 2 * index : 7 + 2 * index], IN_CHANGES[index][2], one_device)
-
-
-def test_a_launch_that_was_lost_goes_on_with_fewer_ranks(tmp_path, one_device):
-    (lost,) = train(tmp_path, 3, "lasting:killed")
-    _, then = train(tmp_path, 2, "--resume", "lasting:killed")
+    lost, then = runs.pairs["stages:killed"]
+    assert (lost.path / "state" / "survivors-2").is_dir()
     assert_goes_on(lost, then, "step-2", one_device)
+
+
+@pytest.mark.parametrize(("case", "fault", "state"), IN_CHANGES)
+def test_a_rank_that_dies_in_a_change_leaves_the_last_common_step(
+    runs, one_device, case, fault, state
+):
+    """The change is after three steps, of which replicas hold all, and stages those of a save."""
+    assert_goes_on(*runs.pairs[f"{case}:{fault}"], state, one_device)
+
+
+def test_a_launch_that_was_lost_goes_on_with_fewer_ranks(runs, one_device):
+    *_, then = train(runs.results, 2, "--resume", LOST)
+    assert_goes_on(runs.ended[LOST], then, "step-2", one_device)
