@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests. Usage: bash setup/test.sh [PYTEST ARGUMENTS]
 # Installs if needed. Runs all tests that this machine supports: virtual clusters as root, GPU tests
-# with a GPU. Prints which tests are left out and why (slow ones: -m slow). Ends with pytest's
-# summary. Without arguments, tests that need not be alone run in several processes.
+# with a GPU. Prints which tests are left out or skipped and why (slow ones: -m slow). Ends with
+# pytest's summary. Without arguments, tests that need not be alone run in several processes.
 set -euo pipefail
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -37,11 +37,11 @@ status=0
 if [[ $markers != *cluster* ]]; then
     # They bound times of processes and links, so nothing else runs beside them.
     mapfile -t files < <(grep -rl 'mark\.alone' tests)
-    python -m pytest -m "$markers and alone" --durations=10 "${files[@]}" || status=$?
+    python -m pytest -m "$markers and alone" -rs --durations=10 "${files[@]}" || status=$?
 fi
 markers+=' and not alone'
 # One more worker than cores, because many tests wait.
 workers=$(($(nproc) < 8 ? $(nproc) + 1 : 8))
-python -m pytest -m "$markers" --durations=10 -n "$workers" --dist loadfile \
+python -m pytest -m "$markers" -rs --durations=10 -n "$workers" --dist loadfile \
     --no-loadscope-reorder || status=$?
 exit "$status"
