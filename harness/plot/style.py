@@ -26,7 +26,7 @@ LEGEND_ROW_IN = 0.17
 # Of a legend's entry: its marker with the space around, and a letter.
 _ENTRY_IN, _LETTER_IN = 0.5, 0.058
 # Of a bar's label: a line; of a panel: its height beside the bars.
-_LINE_IN, _PANEL_EXTRA_IN = 0.135, 0.9
+_LINE_IN, _PANEL_EXTRA_IN = 0.135, 1.1
 FAILED = "#B00020"
 MUTED = "#6B7280"
 LIMIT = "#111111"
@@ -213,16 +213,6 @@ def note_cut(canvas: Canvas, n_shown: int, n_all: int, things: str) -> None:
         canvas.suptitle(f"{n_shown} of {n_all} {things}; all are in the table")
 
 
-def bar_panels(
-    canvas: Canvas, sizes: Sequence[int], *, row_in: float = 0.42, extra_in: float = 1.1
-) -> list[Axes]:
-    """Stack panels of horizontal bars, each as tall as its number of bars needs."""
-    heights = [max(1, n) * row_in + extra_in for n in sizes]
-    canvas.set_size_inches(WIDTH_IN, sum(heights) + 0.3)
-    grid = canvas.subplots(len(sizes), 1, squeeze=False, height_ratios=heights)
-    return [row[0] for row in grid]
-
-
 def _make_room(axes: Axes, rows_in: float) -> None:
     """Make a panel taller, and its figure with it, where its rows need more height."""
     canvas, place = axes.get_figure(root=True), axes.get_subplotspec()
@@ -248,17 +238,29 @@ def draw_bar_panels(
     row_in: float = 0.42,
     extra_in: float = 1.1,
 ) -> list[Axes]:
-    """Draw each group of a table's rows into a panel of its own.
+    """Draw each group of a table's rows into a panel of its own, as tall as its bars need.
 
     Args:
         bars: column with a bar for each of its values; empty for a bar for each row.
     """
     named = list(groups)
     sizes = [rows[bars].nunique() if bars else len(rows) for _, rows in named]
-    panels = bar_panels(canvas, sizes, row_in=row_in, extra_in=extra_in)
+    heights = [max(1, n) * row_in + extra_in for n in sizes]
+    canvas.set_size_inches(WIDTH_IN, sum(heights) + 0.3)
+    panels = canvas.subplots(len(sizes), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (name, rows) in zip(panels, named, strict=True):
+        axes.set_title(str(name))
         draw(axes, str(name), rows)
-    return panels
+    return list(panels)
+
+
+def draw_bar(
+    axes: Axes, value: float, y: float, interval: tuple[float, float], **looks: Any
+) -> None:
+    """A horizontal bar with a whisker."""
+    axes.barh(y, value, **looks)
+    errors = [[value - interval[0]], [interval[1] - value]]
+    axes.errorbar(value, y, xerr=errors, color=LIMIT, capsize=3, linewidth=1)
 
 
 def write_beside(

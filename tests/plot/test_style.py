@@ -2,9 +2,10 @@
 
 from itertools import pairwise
 
+import pandas as pd
 import pytest
 
-from harness.plot.style import bar_panels, label_bars
+from harness.plot.style import draw_bar_panels, label_bars
 
 LONG = " · ".join("a setting that differs" for _ in range(10))
 
@@ -14,7 +15,8 @@ def test_a_panel_grows_where_its_labels_have_many_lines(label, is_taller):
     from matplotlib.figure import Figure  # not in every worker, which collects all tests
 
     canvas = Figure(layout="constrained")
-    _, second = bar_panels(canvas, [6, 6])
+    groups = [(name, pd.DataFrame(index=range(6))) for name in ("first", "second")]
+    _, second = draw_bar_panels(canvas, groups, lambda axes, name, rows: None)
     before = canvas.get_figheight()
     label_bars(second, [label] * 6)
     assert (canvas.get_figheight() > before) == is_taller

@@ -101,7 +101,6 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
     label_bars(axes, labels)
     axes.set_xlim(left=0)
     axes.set_xlabel("GiB, on the rank with the highest peak")
-    axes.set_title(model)
 
 
 def _draw_limit(axes: Axes, y: float, limit_gib: float, widest_gib: float) -> None:

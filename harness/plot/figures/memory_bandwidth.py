@@ -12,6 +12,7 @@ from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     SERIES,
     draw_bar_panels,
+    joint_legend,
     label_bars,
     note_failures,
     range_words,
@@ -60,8 +61,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     timed = table[table["traffic_bytes_per_s"].notna()]
     groups = timed.groupby("label", sort=False)
     panels = draw_bar_panels(canvas, groups, _draw_cluster, bars="rank")
-    handles, names = panels[0].get_legend_handles_labels()
-    canvas.legend(handles, names, loc="outside upper right", ncols=2)
+    joint_legend(canvas, panels, n_columns=2)
     note_failures(canvas, table)
 
 
@@ -90,7 +90,6 @@ def _draw_cluster(axes: Axes, label: str, rows: pd.DataFrame) -> None:
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
     axes.set_xlabel("GB/s, reads and writes")
-    axes.set_title(label)
 
 
 FIGURE = Figure(

@@ -11,9 +11,9 @@ from harness.measure.derive.pipeline import PipelineSummary
 from harness.plot.catalog import Catalog, TrainingCase, merged
 from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
-    LIMIT,
     MUTED,
     colour_of,
+    draw_bar,
     draw_bar_panels,
     joint_legend,
     label_bars,
@@ -79,9 +79,8 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
     means = rows[rows["rank"].isna()]
     for y, (_, row) in enumerate(means.iterrows()):
         value = row["bubble"] * 100
-        errors = [[value - row["low"] * 100], [row["high"] * 100 - value]]
-        axes.barh(y, value, 0.62, color=colour_of(str(row["strategy"])), alpha=0.85)
-        axes.errorbar(value, y, xerr=errors, color=LIMIT, capsize=3, linewidth=1)
+        interval, colour = (row["low"] * 100, row["high"] * 100), colour_of(str(row["strategy"]))
+        draw_bar(axes, value, y, interval, height=0.62, color=colour, alpha=0.85)
         ranks = rows[(rows["label"] == row["label"]) & rows["rank"].notna()]
         axes.plot(
             ranks["bubble"] * 100, [y] * len(ranks), "o", mfc="white", mec=MUTED, markersize=4.5,
@@ -97,7 +96,6 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
         0, min(112.0, max(5.0, float(rows[["bubble", "predicted_bubble"]].max().max()) * 110))
     )
     axes.set_xlabel("% of a step in which a rank neither computes nor updates")
-    axes.set_title(model)
 
 
 def _label(row: Any) -> str:

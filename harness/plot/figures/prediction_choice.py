@@ -15,6 +15,7 @@ from harness.plot.style import (
     LIMIT,
     colour_of,
     draw_bar_panels,
+    joint_legend,
     label_bars,
     note_failures,
     shorten,
@@ -107,8 +108,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A panel for each cell, its strategies from the fastest predicted down."""
     groups = table.groupby("cell", sort=False)
     panels = draw_bar_panels(canvas, groups, _draw_cell, extra_in=1.35)
-    handles, labels = panels[0].get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside upper center", ncols=3)
+    joint_legend(canvas, panels, n_columns=3)
     note_failures(canvas, table)
 
 

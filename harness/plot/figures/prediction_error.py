@@ -15,6 +15,7 @@ from harness.plot.style import (
     PHASE_COLOURS,
     SERIES,
     draw_bar_panels,
+    joint_legend,
     label_bars,
     mark_failed,
     write_beside,
@@ -69,8 +70,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Bars to the left of zero where less was predicted than measured; a diamond marks the sum."""
     groups = table.groupby("model", sort=True)
     panels = draw_bar_panels(canvas, groups, _draw_model, extra_in=1.15)
-    handles, labels = panels[0].get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8)
+    joint_legend(canvas, panels, n_columns=len(PARTS) + 1)
 
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
@@ -97,7 +97,6 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
     label_bars(axes, list(rows["label"]))
     axes.set_xlim(min(below) - 0.05 * span, max(above) + 0.16 * span)
     axes.set_xlabel("predicted - measured, % of the measured step")
-    axes.set_title(model)
 
 
 FIGURE = Figure(

@@ -14,6 +14,7 @@ from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     PHASE_COLOURS,
     draw_bar_panels,
+    joint_legend,
     label_bars,
     mark_failed,
     write_beside,
@@ -62,10 +63,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     shown = [p for p in PHASES if (table[f"{p}_s"] > 1e-3 * table["step_s"]).any()]
     draw = partial(_draw_model, shown=shown)
     panels = draw_bar_panels(canvas, table.groupby("model", sort=True), draw, extra_in=1.15)
-    handles, labels = panels[0].get_legend_handles_labels()
-    canvas.legend(
-        handles, labels, loc="outside upper center", ncols=min(6, len(labels)), fontsize=8
-    )
+    joint_legend(canvas, panels, n_columns=6)
 
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame, shown: list[str]) -> None:
@@ -94,7 +92,6 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame, shown: list[str]) ->
     label_bars(axes, list(rows["label"]))
     axes.set_xlim(0, widest * 1.3 if widest > 0 else 1)
     axes.set_xlabel("milliseconds of a step")
-    axes.set_title(model)
 
 
 FIGURE = Figure(

@@ -11,6 +11,7 @@ from harness.plot.catalog import Catalog, TrainingCase, batch_of, merged
 from harness.plot.figure import Figure, Rows
 from harness.plot.style import (
     colour_of,
+    draw_bar,
     draw_bar_panels,
     label_bars,
     mark_failed,
@@ -92,15 +93,13 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
             reason = row["reason"] if row["status"] != "ok" else "no samples per second recorded"
             mark_failed(axes, y, row["status"], reason)
             continue
-        errors = [[value - row["low_samples_per_s"]], [row["high_samples_per_s"] - value]]
-        axes.barh(y, value, 0.68, color=colour_of(row["strategy"]))
-        axes.errorbar(value, y, xerr=errors, color="#111111", capsize=3, linewidth=1)
+        interval = row["low_samples_per_s"], row["high_samples_per_s"]
+        draw_bar(axes, value, y, interval, height=0.68, color=colour_of(row["strategy"]))
         words = f"{value:.4g}{range_words(row['n_values'])}"
         write_beside(axes, words, row["high_samples_per_s"], y)
     label_bars(axes, list(rows["label"]))
     axes.set_xlim(0, widest * 1.22 if widest > 0 else 1)
     axes.set_xlabel("samples per second, whole job")
-    axes.set_title(model)
 
 
 FIGURE = Figure(
