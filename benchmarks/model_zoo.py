@@ -230,19 +230,18 @@ def _rows_in(path: Path) -> set[tuple[str, str, int]]:
     return {(row["model"], row["strategy"], row.get("n_ranks", 0)) for row in rows}
 
 
-def rows(options: Options) -> Iterator[Row]:
+def rows(options: Options, ranks: RanksBySize) -> Iterator[Row]:
     """Yield a row for each model, strategy and number of ranks."""
     unknown = set(options.only) - set(ZOO)
     if unknown:
         sys.exit(f"no model {min(unknown)!r} in the zoo: choose of {', '.join(ZOO)}")
     names = options.only or tuple(ZOO)
     done = _rows_in(options.resume) if options.resume else set()
-    with RanksBySize() as ranks:
-        for index, name in enumerate(names):
-            if sys.stderr.isatty():
-                print(f"\r\033[K{index + 1}/{len(names)} {name}", end="", file=sys.stderr)
-            for row in _rows_of(name, ranks, options, done):
-                yield {"model": name, **row}
+    for index, name in enumerate(names):
+        if sys.stderr.isatty():
+            print(f"\r\033[K{index + 1}/{len(names)} {name}", end="", file=sys.stderr)
+        for row in _rows_of(name, ranks, options, done):
+            yield {"model": name, **row}
 
 
 def _text(row: Row) -> str:
@@ -259,9 +258,10 @@ def main(options: Options) -> int:
     warnings.simplefilter("ignore")
     start_s = time.perf_counter()
     counts: Counter[str] = Counter()
-    for row in rows(options):
-        counts[row["status"]] += 1
-        print(json.dumps(row) if options.json else _text(row), flush=True)
+    with RanksBySize() as ranks:
+        for row in rows(options, ranks):
+            counts[row["status"]] += 1
+            print(json.dumps(row) if options.json else _text(row), flush=True)
     total = {
         "name": "model_zoo",
         **counts,

@@ -8,12 +8,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "executor"))
+from equivalence_check import RanksBySize
 from model_zoo import Options, _judged, rows
 from zoo.training import BATCH, ZooCase, train_single
 
 from harness.domain.strategy import Strategy
 
 WHOLE = [BATCH]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RanksBySize() as started:
+        yield started
 
 
 def case_of(model):
@@ -45,18 +52,18 @@ def test_narrow_models_are_judged_by_the_rounding_of_one_device():
     ("model", "strategy", "status"),
     [("plain", "ddp", "ok"), ("plain", "zero_bubble", "ok"), ("sort_batch", "gpipe", "refused")],
 )
-def test_a_model_is_trained_right_or_refused(model, strategy, status):
-    found = list(rows(Options(only=(model,), strategies=(strategy,), random=0)))
+def test_a_model_is_trained_right_or_refused(model, strategy, status, ranks):
+    found = list(rows(Options(only=(model,), strategies=(strategy,), random=0), ranks))
     assert [(row["model"], row["status"]) for row in found] == [(model, status)]
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path):
+def test_a_run_goes_on_where_it_stopped(tmp_path, ranks):
     path = tmp_path / "rows.jsonl"
     options = Options(only=("plain",), strategies=("single", "ddp"), random=0, resume=path)
-    first, *others = found = list(rows(options))
+    first, *others = found = list(rows(options, ranks))
     assert [(row["strategy"], row["status"]) for row in found] == [("single", "ok"), ("ddp", "ok")]
     assert all(
         row[key] > 0 for row in found for key in ("captured_s", "predicted_step_s", "step_s")
     )
     path.write_text(json.dumps(first) + "\n")
-    assert [row["strategy"] for row in rows(options)] == [row["strategy"] for row in others]
+    assert [row["strategy"] for row in rows(options, ranks)] == [row["strategy"] for row in others]
