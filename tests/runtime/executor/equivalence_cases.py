@@ -39,7 +39,7 @@ DTYPES = {
 }
 # By optimizers that decay weights, or by most strategies.
 _REFUSED = ("sparse_rows", "shared_norm", "spectral_norm", "fixed_batch")
-_COMPLEX = ("complex_layers", "conjugates", "spectral")  # which autocast does not know
+_COMPLEX = ("complex_layers", "conjugates")  # which autocast does not know
 _ATTENTIVE = ("vit", "gpt2", "llama", "bert_span", "t5", *ATTENTIONS)
 _OPTIMIZERS = {
     "sgd": OptimizerOptions(name="sgd", learning_rate=0.01, momentum=0.9, weight_decay=1e-3),

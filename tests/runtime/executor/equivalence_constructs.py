@@ -1,10 +1,9 @@
-"""Small models for `equivalence_models`: weights that are viewed, shared, complex or computed,
-values of every dtype, layout and order of dims, and what is read far from where it is made."""
+"""Small models for `equivalence_models`, with constructs that programs do not draw or that once
+trained wrong: weights that are viewed, shared, complex or computed, norms, convolutions, tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,17 +77,6 @@ class Conjugates(_Steps):
         return (turned * z.flip(2)).imag + torch.tanh(negated)
 
 
-class Spectral(_Steps):
-    """A filter of frequencies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(4, _WIDTH, dtype=torch.complex128))
-
-    def between(self, y: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(y, dim=1) * self.filter, n=7, dim=1) + y
-
-
 class CalledByName(_Steps):
     """Arguments by name, among them one that a function changes in place."""
 
@@ -142,87 +130,12 @@ class WeightViews(_Steps):
         return self.second(y) * (self.left.view(-1) + self.right.view(-1))
 
 
-class ReadFar(_Steps):
-    """Values and their views are read at once and at the end."""
-
-    def between(self, y: Tensor) -> Tensor:
-        first, last = y.chunk(2, dim=2)
-        turned, wide = y.transpose(1, 2), y[:, :1].expand(-1, 7, -1)
-        z = self.second(torch.tanh(y))
-        z = z.transpose(1, 2).relu().transpose(1, 2) * wide
-        z = self.second(z) + torch.cat([last, first], dim=2)
-        return z * turned.tanh().transpose(1, 2) + y
-
-
-class Indices(_Steps):
-    """Integers and masks that are read far from where they are made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(_WIDTH, _WIDTH)
-
-    def between(self, y: Tensor) -> Tensor:
-        best, mask = y.argmax(-1), y > 0.1
-        order = y.sum(-1).argsort(1)
-        z = torch.tanh(self.second(y)) + self.table(best)
-        z = torch.where(mask, z, 0.5 * z) * F.one_hot(best, _WIDTH).to(y.dtype).add(1)
-        return z.gather(1, order.unsqueeze(-1).expand(-1, -1, _WIDTH)) + mask.to(y.dtype)
-
-
 class Angles(_Steps):
     """Angles of the data, which must not be rounded before their cosine is taken."""
 
     def forward(self, x: Tensor) -> Tensor:
         angles = 100 * x[:, :, :1]
         return self.head((self.second(self.inward(x)) * torch.cos(angles)).mean(1))
-
-
-class SameTwice(_Steps):
-    """Operators that read one value twice, return what they are given, or are never read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.same, self.drop, self.never = nn.Identity(), nn.Dropout(0.0), nn.Linear(3, 3)
-
-    def between(self, y: Tensor) -> Tensor:
-        y = self.same(y).contiguous()
-        z = torch.cat([y, y], dim=1)[:, ::2] * torch.tanh(y)
-        self.second(z)
-        return self.second(self.drop(z * z).view(z.shape)) + self.same(y)
-
-
-class PartlyFrozen(_Steps):
-    """A layer that is not trained, a detached value, and a value that is both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inward.requires_grad_(False)
-        self.third = nn.Linear(_WIDTH, _WIDTH)
-        self.third.bias.requires_grad_(False)
-
-    def between(self, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            teacher = torch.tanh(self.second(y))
-        z = self.second(y)
-        return self.third(z.detach() * y) + z * teacher
-
-
-class Recurrent(_Steps):
-    """States of recurrent layers, whose samples are their second dim, go both ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start, self.one = nn.Linear(_WIDTH, 2 * 4), nn.GRU(_WIDTH, 4, batch_first=True)
-        self.two = nn.LSTM(4, 4, batch_first=True, bidirectional=True)
-        self.three = nn.RNN(8, 8)
-
-    def between(self, y: Tensor) -> Tensor:
-        state = self.start(y[:, 0]).view(-1, 2, 4).transpose(0, 1).contiguous()
-        steps, last = self.one(y, state[:1])
-        steps, (hidden, cells) = self.two(steps, (state, torch.cat([last, state[1:]])))
-        steps, _ = self.three(steps.transpose(0, 1))
-        mixed = (hidden * cells).transpose(0, 1).flatten(1)
-        return self.second(steps.transpose(0, 1)) + mixed.unsqueeze(1)
 
 
 class AsManyAsSamples(nn.Module):
@@ -290,27 +203,6 @@ class UnreadBlock(nn.Module):
         return self.head(self.pool(self.two(torch.tanh(self.one(x)))).flatten(1))
 
 
-class Double(torch.autograd.Function):
-    """Twice the value; three times the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.mul_(3)  # as it must not, but people do
-
-
-class OwnFunction(_Steps):
-    """A function that works in place on its gradient, of a value with other readers."""
-
-    def between(self, y: Tensor) -> Tensor:
-        z = torch.tanh(y)
-        doubled: Tensor = Double.apply(z.sigmoid())
-        return self.second(doubled) + z
-
-
 class Filled(nn.Module):
     """Tables whose padding is the last row, whose rows are normed, and that look up in bags."""
 
@@ -366,18 +258,11 @@ CONSTRUCTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "made_weights": (MadeWeights, _STEPS),
     "complex_layers": (ComplexLayers, _STEPS),
     "conjugates": (Conjugates, _STEPS),
-    "spectral": (Spectral, _STEPS),
     "called_by_name": (CalledByName, _STEPS),
     "named_alike": (NamedAlike, _STEPS),
     "shared_block": (SharedBlock, _STEPS),
     "weight_views": (WeightViews, _STEPS),
-    "read_far": (ReadFar, _STEPS),
-    "indices": (Indices, _STEPS),
     "angles": (Angles, _STEPS),
-    "same_twice": (SameTwice, _STEPS),
-    "partly_frozen": (PartlyFrozen, _STEPS),
-    "recurrent": (Recurrent, _STEPS),
-    "own_function": (OwnFunction, _STEPS),
     "as_many_as_samples": (AsManyAsSamples, (2, 5)),
     "unread_block": (UnreadBlock, (3, 7, 7)),
     "norms": (Norms, _SMALL_IMAGE),
