@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import run_of
-from scipy.stats import spearmanr
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
@@ -286,6 +285,8 @@ def test_a_cell_without_strategies_is_refused():
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=3, max_size=9))
 def test_correlation_is_spearmans(pairs):
+    from scipy.stats import spearmanr  # not in every worker, which collects all tests
+
     found = cell_summary(judged(*pairs)).rank_correlation
     if found is not None:
         # Both are sums of a few ranks in double precision.
