@@ -234,14 +234,22 @@ def test_routes_over_two_interfaces_are_a_warning(hosts):
 def test_outliers_are_named_against_the_majority(hosts):
     old = PythonFacts(
         version="3.11.7",
-        packages={"torch": "2.4.0", "mpi4py": "4.1.2", "training-harness": "0.1.0"},
+        packages={"torch": "2.12.0", "mpi4py": "4.1.2", "training-harness": "0.1.0"},
         harness_hash="aaa",
     )
     cluster = hosts(4).facts(3, python=old)
     (finding,) = cluster.judge("env", 3)
-    assert finding.detail == "torch 2.4.0, while 3 of 4 hosts have 2.13.0"
+    assert finding.detail == "torch 2.12.0, while 3 of 4 hosts have 2.13.0"
     assert finding.remedy == "bash setup/sync_env.sh my.txt"
     assert cluster.judge("env", 0)[0].status is Status.OK
+
+
+def test_a_release_of_torch_that_captures_no_model_is_critical(hosts):
+    packages = {"torch": "2.6.0+cu124", "mpi4py": "4.1.2"}
+    python = PythonFacts(version="3.11.7", packages=packages, harness_hash="aaa")
+    finding, *_ = hosts(1).facts(0, python=python).judge("env", 0)
+    assert (finding.status, finding.detail[:24]) == (Status.CRITICAL, "torch 2.6.0 is none of 2")
+    assert finding.remedy.startswith("bash setup/install.sh, then bash setup/sync_env.sh")
 
 
 def test_cpu_and_cuda_builds_of_one_torch_release_are_equal(hosts):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from harness.domain.torch_releases import torch_problem
 from harness.nodes.facts import Facts, InterfaceFacts, Judgement, critical, ok, unknown, warn
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes
@@ -49,8 +50,10 @@ def versions(facts: Facts) -> dict[str, str]:
 
 def _judge_versions(report: HostReport, survey: Survey, remedy: str) -> list[Judgement]:
     """Compare with the version that most hosts have, or in a tie the first host's."""
-    verdicts = []
-    for name, value in versions(report.facts).items():
+    own = versions(report.facts)
+    problem = torch_problem(own.get("torch", ""))
+    verdicts = [critical(problem, f"bash setup/install.sh, then {remedy}")] if problem else []
+    for name, value in own.items():
         values = [v[name] for o in survey.answered if name in (v := versions(o.facts))]
         usual, n_usual = Counter(values).most_common(1)[0]
         if value == usual:

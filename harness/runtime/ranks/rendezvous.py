@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from harness.domain.interface import choose_interface
+from harness.domain.torch_releases import torch_problem
 from harness.errors import LaunchError, first_line
 from harness.inputs import parse_int
 from harness.runtime.agent.wire import Channel
@@ -165,6 +166,8 @@ def _choose_backend(facts: list[HostFacts], driven: list[Gpu | None]) -> tuple[s
 
 
 def _check_versions(facts: list[HostFacts]) -> None:
+    if problem := torch_problem(facts[0].versions.get("torch", "")):
+        _log.warning("%s: run bash setup/install.sh", problem)
     for fact in facts:
         for name, version in facts[0].versions.items():
             if fact.versions.get(name) != version:
