@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -173,3 +174,9 @@ def test_the_process_of_a_run_is_told_the_interface(known, told, monkeypatch):
     on_gpu = replace(world, backend="nccl", device=torch.device("cuda", 2))
     rendezvous.join_process_group(on_gpu, "", 0, "run", 1.0)
     assert barriers == [[2]]  # NCCL would guess by the rank
+
+
+def test_a_launch_tells_of_a_torch_that_captures_no_model(caplog):
+    old = {"torch": "2.6.0+cu124"}
+    rendezvous._check_versions([msgspec.structs.replace(facts(), versions=old)])
+    assert "torch 2.6.0+cu124 is none of 2.9 to 3.0" in caplog.text
