@@ -183,9 +183,8 @@ def measure_steps(
     *,
     n_steps: int,
     n_warm_up: int,
-    label: str,
-    first: int = 0,
-    between: Callable[[int], None] = lambda index: None,
+    first: int,
+    between: Callable[[int], None],
 ) -> None:
     """Warm up, then record steps as back-to-back `step` spans; all ranks must call it.
 
@@ -195,7 +194,6 @@ def measure_steps(
         step: called with the step's index; warm-up steps have -n_warm_up to -1.
         n_steps: number of the last recorded step, plus one.
         first: number of the first recorded step; above 0 without warm-up.
-        label: names the steps on the progress line.
         between: called after each measured step, outside its span.
     """
     recorder = context.recorder
@@ -212,7 +210,7 @@ def measure_steps(
         recorder.add_marks("step", start, end)
         between(index)
         context.flush()
-        context.progress.update(label, index + 1, n_steps)
+        context.progress.update("training steps", index + 1, n_steps)
         start = recorder.clock.mark()
     recorder.step = None
 

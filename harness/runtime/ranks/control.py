@@ -86,16 +86,16 @@ class Control:
         return decoded
 
     @_explain_lost_store
-    def send_to_first(self, name: str, data: bytes | None) -> dict[int, bytes]:
+    def send_to_first(self, data: bytes | None) -> dict[int, bytes]:
         """Send bytes to rank 0, which returns them by rank; None sends nothing."""
-        key = self._key(name)
+        key = self._key("data")
         n_chunks = 0 if data is None else -(-len(data) // _CHUNK_BYTES)
         for i in range(n_chunks):
             assert data is not None
             # The store takes bytes; its type stub says str.
             chunk: Any = data[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES]
             self.store.set(f"{key}/{self.rank}/{i}", chunk)
-        counts = self.gather(name, n_chunks, int)
+        counts = self.gather("data", n_chunks, int)
         received: dict[int, bytes] = {}
         if self.rank == 0:
             for rank, n in enumerate(counts):
@@ -144,7 +144,7 @@ def copy_to_first(control: Control, paths: Mapping[int, Path]) -> dict[int, str]
         return {}
     data = path.read_bytes() if path is not None and control.rank in missing else None
     problems: dict[int, str] = {}
-    for rank, content in control.send_to_first("records", data).items():
+    for rank, content in control.send_to_first(data).items():
         try:
             write_atomically(paths[rank], content)
         except ResultsError as error:

@@ -115,7 +115,6 @@ class TrainLoop:
             self._context,
             n_steps=n_steps,
             n_warm_up=self._n_warm_up,
-            label="training steps",
             first=self._first,
             between=self._between,
         )
