@@ -108,7 +108,7 @@ def _handle_signals() -> None:
 
 def _preloaded(cases: list[Any]) -> list[str]:
     """Modules that the fork server imports once for the processes of all runs."""
-    from harness.runtime.models import may_import_torchvision
+    from harness.runtime.models import preloads_of
     from harness.workloads import workload_module
 
     modules = []
@@ -119,9 +119,7 @@ def _preloaded(cases: list[Any]) -> list[str]:
     if names & {"profile", "search", "train"}:
         modules += _LAZY
     models = {getattr(case.config, "model", "") for case in cases} - {""}
-    if any(may_import_torchvision(model) for model in models):
-        modules.append("harness.runtime.models.preload_torchvision")
-    return modules
+    return modules + sorted({module for model in models for module in preloads_of(model)})
 
 
 def _has_children(cases: list[Any]) -> bool:
@@ -157,7 +155,7 @@ def _work(
         world.size, len(set(world.hostnames)), launch.launcher, world.device_kind,
         world.interface, world.backend, world.backend_reason,
     )  # fmt: skip
-    if _has_children(cases) and not all(case.workload.is_isolated for case in cases):
+    if _has_children(cases):
         wait_for_fork_server()
     launcher = Launcher(meeting, options, ["./entry.sh", *argv])
     if not name:  # all ranks must choose the same model, so it depends on the devices of all

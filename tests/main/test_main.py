@@ -367,13 +367,22 @@ def test_only_a_bridge_above_no_physical_device_is_left_to_containers(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("model", "is_needed"),
-    [("resnet18", True), ("mine:factory", True), ("dlrm", False), ("lenet", False), ("", False)],
-)
-def test_torchvision_is_imported_once_for_the_models_that_may_need_it(model, is_needed):
+    ("model", "needed"),
+    [
+        ("resnet18", ["torchvision"]), ("mine:factory", ["torchvision"]), ("dlrm", []),
+        ("theirs.gpt:factory", ["torchvision", "transformers"]), ("lenet", []), ("", []),
+    ],
+)  # fmt: skip
+def test_libraries_are_imported_once_for_the_models_that_may_need_them(
+    model, needed, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "gpt.py").write_text("from transformers import GPT2Config")
     config = SimpleNamespace(model=model) if model else SimpleNamespace()
     found = _preloaded([SimpleNamespace(name="train", config=config)])
-    assert ("harness.runtime.models.preload_torchvision" in found) == is_needed
+    prefix = "harness.runtime.models.preload_"
+    assert [name.removeprefix(prefix) for name in found if name.startswith(prefix)] == needed
     assert "harness.workloads.train.workload" in found
 
 

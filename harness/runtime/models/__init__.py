@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.errors import ModelError
 from harness.runtime.models.dlrm import Dlrm, check_dlrm
-from harness.runtime.models.factory import task_from_factory
+from harness.runtime.models.factory import factory_source, task_from_factory
 from harness.runtime.models.lenet import LeNet
 from harness.runtime.models.task import (
     DlrmOptions,
@@ -39,7 +39,7 @@ __all__ = [
     "entry_of",
     "fit_options",
     "input_kind",
-    "may_import_torchvision",
+    "preloads_of",
 ]
 
 
@@ -178,9 +178,14 @@ def input_kind(name: str) -> Literal["images", "dlrm", "text"]:
     return "images" if entry is None or entry.text is None else "text"
 
 
-def may_import_torchvision(name: str) -> bool:
-    """Whether building the model may import torchvision."""
-    return name not in ("lenet", "dlrm") and not (name in MODELS and MODELS[name].text is not None)
+def preloads_of(name: str) -> list[str]:
+    """Modules that import the libraries which building a model needs, once for all runs."""
+    if name in ("lenet", "dlrm") or (name in MODELS and MODELS[name].text is not None):
+        return []
+    found = ["harness.runtime.models.preload_torchvision"]
+    if name not in MODELS and "transformers" in factory_source(name):
+        found.append("harness.runtime.models.preload_transformers")
+    return found
 
 
 def fit_options(

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -296,6 +297,17 @@ def _load(name: str) -> Callable[..., Any]:
             "builds its own"
         )
     return factory  # type: ignore[no-any-return]
+
+
+def factory_source(name: str) -> str:
+    """The text of a factory's file, which is not imported; empty if it is not found."""
+    parts = name.partition(":")[0].split(".")
+    for directory in (os.getcwd(), *sys.path):
+        module = Path(directory, *parts)
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            with contextlib.suppress(OSError, ValueError):
+                return file.read_text(encoding="utf-8")
+    return ""
 
 
 def task_from_factory(name: str, options: ModelOptions) -> Task:
