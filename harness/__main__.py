@@ -178,15 +178,15 @@ def _work(
             _print_tables(runs)
         except OSError:  # its reader has gone (`| head`), or its disk is full
             errors.drop_output()
-        if name:
-            path = shlex.quote(str(options.results))
-            _log.info("results are in %s; python -m harness.plot %s draws them", path, path)
-        else:
+        if not name:
             # In a process of its own, so that a failure costs no results.
             command = [sys.executable, "-m", "harness.plot", str(options.results)]
             subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
             if world.size > 1 and not ended:
                 _print_advice(options.results, next(c.config for c in cases if c.name == "train"))
+        elif runs:
+            path = shlex.quote(str(options.results))
+            _log.info("results are in %s; python -m harness.plot %s draws them", path, path)
     meeting.leave()
     if ended and world.is_first:
         raise ended

@@ -99,6 +99,12 @@ def _pick(value: float, scales: list[tuple[float, str]]) -> str:
     return f"{value / scale:.3g} {unit}"
 
 
+def format_number(value: float, digits: int = 4) -> str:
+    """Print a number with so many significant digits, and a large one with all of its integer part:
+    `48.13`, `25312`."""
+    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
 def format_bytes(n_bytes: float) -> str:
     """Print a size in binary units: `16 MiB`."""
     return _pick(

@@ -10,6 +10,7 @@ from harness.units import (
     format_bytes,
     format_duration,
     format_flops,
+    format_number,
     parse_bandwidth,
     parse_bytes,
     parse_duration,
@@ -78,6 +79,8 @@ def test_a_quantity_is_read_or_refused(text):
 
 
 def test_printing():
+    assert [format_number(n) for n in (48.126, 9999.4, 25312.4)] == ["48.13", "9999", "25312"]
+    assert format_number(2203.6, 3) == "2204"
     assert format_bytes(2**24) == "16 MiB"
     assert format_bandwidth(1.25e9) == "1.25 GB/s"
     assert format_flops(1.5e13) == "15 TFLOP/s"

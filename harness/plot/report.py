@@ -26,7 +26,13 @@ from harness.plot.headlines import Answer, library_versions, warnings
 from harness.plot.numbers import RunNumbers
 from harness.plot.render import Drawn, Rendered
 from harness.plot.style import status_words
-from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
+from harness.units import (
+    format_bandwidth,
+    format_bytes,
+    format_duration,
+    format_flops,
+    format_number,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,8 +86,6 @@ def format_value(column: str, value: Any) -> str:
     if not isinstance(value, numbers.Real):
         return str(value)
     number = float(value)
-    if column.endswith("_samples_per_s"):
-        return f"{number:.4g}"
     if column.endswith("flops_per_s"):
         return format_flops(number)
     if column.endswith("_bytes_per_s"):
@@ -94,7 +98,7 @@ def format_value(column: str, value: Any) -> str:
         return f"{number:,.0f}"
     if column.endswith("_s") and not column.endswith("_per_s"):
         return format_duration(number) if number else "0"
-    return f"{number:.4g}"
+    return format_number(number)
 
 
 def _is_numeric(values: Iterable[Any]) -> bool:
@@ -232,7 +236,7 @@ def _strategy_row(row: StrategyRow, cell: str, against: str) -> dict[str, Any]:
         "cell": cell,
         "is_ok": bool(n_ok),
         "repeats": str(n_ok) if n_ok == row.n_started else f"{n_ok} of {row.n_started}",
-        "rate": f"{row.throughput:.4g}" if row.throughput else "",
+        "rate": format_number(row.throughput) if row.throughput else "",
         "step": "" if row.median_s is None else format_duration(row.median_s),
         "interval": _interval(row.interval) if n_ok else "",
         "is_range": row.interval is not None and row.interval.coverage < CONFIDENCE,

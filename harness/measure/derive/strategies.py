@@ -12,7 +12,7 @@ from statistics import median
 from harness.domain.run import STATUS_WORDS, Headed, Status
 from harness.measure.derive.training import TrainingSummary, configured
 from harness.measure.statistics import Summary, Verdict, known_median, summarize, verdict
-from harness.units import format_bytes
+from harness.units import format_bytes, format_number
 
 # Settings that define a strategy or its search; compared runs agree in all others.
 _COMPARED = (
@@ -188,7 +188,7 @@ class _Finding:
         best = min(self._measured, key=lambda row: row.median_s or 0.0)
         if len(self._measured) == 1:
             has = "was trained" if len(self._rows) == 1 else "has a result"
-            rate = f" ({best.throughput:,.4g} samples/s)" if best.throughput else ""
+            rate = f" ({format_number(best.throughput)} samples/s)" if best.throughput else ""
             return f"Only {self._name(best)} {has}{rate}: there is nothing to compare it with"
         return self._lead_of_baseline() if best is self._measured[0] else self._lead_of_other(best)
 

@@ -21,7 +21,7 @@ from harness.measure.text import cell, table
 from harness.plan.advise.advice import Advice, LeftOut
 from harness.plan.advise.prices import Prices
 from harness.plan.advise.pricing import Priced, memory_words
-from harness.units import format_bandwidth, format_duration
+from harness.units import format_bandwidth, format_duration, format_number
 
 _MOST_ROWS = 12
 _LONGEST_LABEL = 50  # of a strategy, so that a row fits a terminal; --json has all of it
@@ -62,7 +62,7 @@ def advice_lines(advice: Advice, shown: Presentation) -> list[str]:
 def first_sentence(advice: Advice) -> str:
     """Which machines to use, with which strategy, and what that brings."""
     best, noun = advice.best, device_word(advice)
-    rate = f"{best.samples_per_s:.3g} samples/s"
+    rate = f"{format_number(best.samples_per_s, 3)} samples/s"
     if best.cluster.n_devices == 1:
         device = best.cluster.devices[0]
         more = "" if best.label == "single" else f" with {_in_words(best.label)}"
@@ -77,7 +77,7 @@ def first_sentence(advice: Advice) -> str:
     gain = (
         f"no {noun} holds the model alone"
         if single is None
-        else f"{best.samples_per_s / single.samples_per_s:.2g} times one {noun}"
+        else f"{format_number(best.samples_per_s / single.samples_per_s, 2)} times one {noun}"
     )
     return f"Use {where} with {_in_words(best.label)}: {gain}, {rate}."
 
@@ -126,7 +126,8 @@ def _left_out_line(one: LeftOut, advice: Advice) -> str:
         return f"With {more}, no strategy fits."
     cost = advice.best.samples_per_s / one.with_it.samples_per_s
     if one.slowness is not None:
-        reason = f"its {one.kind} takes {one.slowness:.2g} times as long as {one.fastest_kind}"
+        slowness = format_number(one.slowness, 2)
+        reason = f"its {one.kind} takes {slowness} times as long as {one.fastest_kind}"
     elif one.rate is not None:
         its = "its link carries" if len(one.nodes) == 1 else "their links carry"
         reason = f"{its} {format_bandwidth(one.rate)}"
@@ -134,7 +135,7 @@ def _left_out_line(one: LeftOut, advice: Advice) -> str:
         reason = "communication takes more than it saves"
     if cost < _LEAST_COST:
         return f"{nodes} would add nothing: {reason}."
-    return f"With {more}, training takes {cost:.2g} times as long: {reason}."
+    return f"With {more}, training takes {format_number(cost, 2)} times as long: {reason}."
 
 
 def _larger(advice: Advice) -> Iterator[str]:
@@ -187,7 +188,7 @@ def _set_table(advice: Advice, shown: Presentation) -> list[str]:
             format_duration(one.step_s),
             f"{format_duration(one.step_s * shown.uncertainty.low)} to "
             f"{format_duration(one.step_s * shown.uncertainty.high)}",
-            f"{one.samples_per_s:.3g}",
+            format_number(one.samples_per_s, 3),
             cell(None if single is None else one.samples_per_s / single.samples_per_s, ".2f"),
             memory_words(one),
         ]

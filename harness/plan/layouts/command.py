@@ -20,7 +20,7 @@ from harness.plan.report import memory_lines
 from harness.plan.simulate.options import AllReduce
 from harness.plan.simulate.report import explain
 from harness.plan.simulate.simulator import Simulator
-from harness.units import format_duration
+from harness.units import format_duration, format_number
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
     fits = "" if found.fits else "; it does not fit into memory"
     print(
         f"{found.layout}: {format_duration(found.step_s)} per step, "
-        f"{found.samples_per_s:.4g} samples/s{fits}",
+        f"{format_number(found.samples_per_s)} samples/s{fits}",
         *(f"  {line}" for line in explain(simulation)),
         "",
         *memory_lines(found.memory_bytes),

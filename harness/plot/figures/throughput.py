@@ -19,6 +19,7 @@ from harness.plot.style import (
     spread_caption,
     write_beside,
 )
+from harness.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,7 +96,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
             continue
         interval = row["low_samples_per_s"], row["high_samples_per_s"]
         draw_bar(axes, value, y, interval, height=0.68, color=colour_of(row["strategy"]))
-        words = f"{value:.4g}{range_words(row['n_values'])}"
+        words = f"{format_number(value)}{range_words(row['n_values'])}"
         write_beside(axes, words, row["high_samples_per_s"], y)
     label_bars(axes, list(rows["label"]))
     axes.set_xlim(0, widest * 1.22 if widest > 0 else 1)

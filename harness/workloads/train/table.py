@@ -14,7 +14,13 @@ from harness.measure.derive.training import TrainingSummary, change_times, train
 from harness.measure.statistics import known_median, summarize
 from harness.measure.store import Run, headers_in, read_run
 from harness.measure.text import cell, columns, interval_words
-from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
+from harness.units import (
+    format_bandwidth,
+    format_bytes,
+    format_duration,
+    format_flops,
+    format_number,
+)
 from harness.workloads.train.config import is_file
 
 _HEADS = ["strategies", "by", "repeats", "samples/s", "step", "99% interval", "exposed comm",
@@ -56,7 +62,7 @@ def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
         str(len(repeats))
         if len(repeats) == row.n_started
         else f"{len(repeats)} of {row.n_started}",
-        cell(row.throughput, ".4g"),
+        cell(row.throughput, format_number),
         cell(step_s, format_duration),
         interval_words(row.interval) if row.interval else "-",
         cell(known_median(s.exposed_communication_s for _, s in repeats), format_duration),
@@ -179,7 +185,7 @@ def _throughput(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     if any(summary.tokens_per_s for _, summary in rows):
         heads.insert(5, "tokens/s")
         for row, (_, summary) in zip(cells, rows, strict=True):
-            row.insert(5, cell(summary.tokens_per_s, ".4g"))
+            row.insert(5, cell(summary.tokens_per_s, format_number))
     return columns(heads, cells)
 
 
@@ -190,8 +196,8 @@ def _rate(summary: TrainingSummary) -> list[str]:
     return [
         format_duration(step.median),
         f"{format_duration(step.low)} to {format_duration(step.high)}",
-        cell(summary.throughput, ".4g"),
-        cell(summary.throughput_per_device, ".4g"),
+        cell(summary.throughput, format_number),
+        cell(summary.throughput_per_device, format_number),
         f"{cell(summary.first_loss, '.4g')} to {cell(summary.last_loss, '.4g')}",
     ]
 

@@ -248,6 +248,7 @@ def test_equal_labels_tell_the_setting_that_differs(
     ("column", "value", "text"),
     [
         ("throughput_samples_per_s", 299.47, "299.5"),
+        ("tokens_per_s", 25312.4, "25312"),
         ("busbw_bytes_per_s", 1.25e9, "1.25 GB/s"),
         ("peak_bytes", 2.0**31, "2 GiB"),
         ("flops_per_s", 1.5e13, "15 TFLOP/s"),
