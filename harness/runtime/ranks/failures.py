@@ -68,9 +68,10 @@ def located(error: BaseException) -> str:
 
 def users_line(error: BaseException) -> str:
     """The innermost line of user code, such as `models.py:12 in forward`, or "": of the traceback,
-    or of the one that torch quotes for the operator of a graph."""
+    or of the one in a note or that torch quotes for the operator of a graph."""
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
-    for filename, line, name in reversed(_FRAME.findall(str(error)) + frames):
+    for filename, line, name in reversed(_FRAME.findall(text) + frames):
         if is_from_user(filename):
             return f"{Path(filename).name}:{line} in {name}"
     return ""

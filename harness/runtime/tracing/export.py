@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +32,7 @@ from harness.runtime.tracing.known_values import KnownValues
 from harness.runtime.tracing.loops import loops_found
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
 from harness.runtime.tracing.regions import AutocastRegion
+from harness.runtime.tracing.tracer import users_frame
 from harness.runtime.tracing.writes import read_written
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -62,6 +63,7 @@ def export(
 
     sizes = _open_sizes(model, len(examples))
     _refuse_hooks(model)
+    fixed: list[str | None] = []
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     functions, copied = ExportedFunctions(), fake_copy(model, mode)
     functions.keep_whole(model, copied, whole)
@@ -70,6 +72,7 @@ def export(
         patches.grad_mode_kept(),
         patches.masks_unread(),
         patches.users_code(model),
+        _sizes_fixed(ShapeEnv, fixed),
         loops_found(copied, whole),
         KnownValues(len(examples[0])),
     ):
@@ -82,7 +85,7 @@ def export(
     _remove_idle(module)
     _copy_attentions(module.graph)
     _keep_layouts(module.graph)
-    _check_batch_is_open(model, module)
+    _check_batch_is_open(module, fixed)
     _inline_regions(module, any(x.is_meta for x in model.parameters()))
     _unflatten_output(module)
     _use_input_device(module)
@@ -227,17 +230,35 @@ def _mark_writes(module: fx.GraphModule) -> None:
     module.meta[WRITTEN] = frozenset(written)
 
 
-def _check_batch_is_open(model: nn.Module, module: fx.GraphModule) -> None:
+def _sizes_fixed(kind: Any, found: list[str | None]) -> AbstractContextManager[None]:
+    """Record the lines of user code that fix an open size in the block.
+
+    Args:
+        kind: the class that knows the sizes.
+    """
+    replace = kind._set_replacement
+
+    def replace_and_record(sizes: Any, symbol: Any, value: Any, *args: Any) -> None:
+        if value.is_Integer:
+            found.append(users_frame())
+        replace(sizes, symbol, value, *args)
+
+    return patches.replaced(kind, "_set_replacement", replace_and_record)
+
+
+def _check_batch_is_open(module: fx.GraphModule, fixed: list[str | None]) -> None:
     from torch.fx.experimental.symbolic_shapes import is_concrete_int  # takes half a second
 
     for node in module.graph.find_nodes(op="placeholder"):
         size = node.meta["val"].shape[0]
         if is_concrete_int(size):
-            raise ModelError(
-                f"{type(model).__name__} was exported for one batch size only: its input "
-                f"{node.name!r} must have {size} samples; compute on all samples at once, without "
-                "loops over them or sizes written out"
+            error = ModelError(
+                f"forward takes {size} samples as a fixed number: compute on all samples at once, "
+                "without loops over them or sizes written out"
             )
+            for line in filter(None, fixed):
+                error.add_note(line)
+            raise error
 
 
 def _inline_regions(module: fx.GraphModule, is_of_inputs: bool) -> None:

@@ -15,8 +15,20 @@ _LONGEST = 100  # characters quoted from PyTorch's message
 _REWRITE = "rewrite that part"
 _AT_ONCE = "compute on all samples at once"
 _VALUES = "use torch.where or a mask"
-# Pattern in a message of torch.fx, torch.export or meta tensors; the construct; its remedy.
+# Pattern in a message of torch.fx, torch.export or meta tensors, or in the functions of its
+# traceback; the construct; its remedy.
 _CONSTRUCTS = (
+    (
+        r"\bpack_padded_sequence\b",
+        "forward packs sequences, so that shapes depend on their lengths",
+        "run the RNN on the padded batch, and take the last steps as "
+        "y[torch.arange(len(y)), lengths - 1]",
+    ),
+    (
+        r"\b_compute_mask_indices\b",
+        "forward draws the masks of SpecAugment by numpy",
+        "set apply_spec_augment=False in the configuration",
+    ),
     (r"'len' is not supported", "forward takes len() of a tensor", "take x.shape[0]"),
     (
         r"Proxy object cannot be iterated",
@@ -85,18 +97,6 @@ _CONSTRUCTS = (
         "give the others a default",
     ),
 )
-# Function in the traceback; the construct; its remedy.
-_FUNCTIONS = {
-    "pack_padded_sequence": (
-        "forward packs sequences, so that shapes depend on their lengths",
-        "run the RNN on the padded batch, and take the last steps as "
-        "y[torch.arange(len(y)), lengths - 1]",
-    ),
-    "_compute_mask_indices": (
-        "forward draws the masks of SpecAugment by numpy",
-        "set apply_spec_augment=False in the configuration",
-    ),
-}
 
 
 def refusal(name: str, *reasons: Exception) -> ModelError:
@@ -110,14 +110,16 @@ def refusal(name: str, *reasons: Exception) -> ModelError:
         if isinstance(error, ConstructError):
             return _error(name, first_line(error), error, "")
     for error in reversed(reasons):
-        for frame in traceback.extract_tb(error.__traceback__):
-            if frame.name in _FUNCTIONS:
-                construct, remedy = _FUNCTIONS[frame.name]
-                return _error(name, construct, error, remedy)
+        called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        text = " ".join([str(error), *getattr(error, "__notes__", ()), *called])
         for pattern, construct, remedy in _CONSTRUCTS:
-            if re.search(pattern, str(error)):
+            if re.search(pattern, text):
                 return _error(name, construct, error, remedy)
-        if users_line(error):  # errors of other ways would name what this one can follow
+        if users_line(error) and not isinstance(error, HarnessError):
+            # Errors of other ways would name what this one can follow, but for what we know.
+            known = next((each for each in reasons if isinstance(each, HarnessError)), None)
+            if known is not None:
+                return _error(name, first_line(known), known, "")
             return _error(name, _message(error), error, _REWRITE)
     messages = "; ".join(dict.fromkeys(map(_message, reasons)))
     placed = next(filter(_place, reasons), reasons[0])

@@ -1,5 +1,7 @@
 """Graphs say what the models are: parameters, FLOPs, branches, shapes."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,8 @@ from harness.runtime.models import (
     build_task,
     fit_options,
 )
+from harness.runtime.tracing.export import export
+from harness.runtime.tracing.refusals import refusal
 
 OPTIONS = ModelOptions(
     dlrm=DlrmOptions(table_rows=(100,) * 8),
@@ -239,6 +243,18 @@ def test_a_refusal_is_one_short_line_with_construct_place_and_remedy(after, word
     assert len(message) < 300
     assert "test_capture.py:" in message or "(operator '" in message
     assert message.endswith("or train it by --engine torch, which needs no plan")
+
+
+def test_a_refusal_names_the_line_that_fixes_the_number_of_samples():
+    def of_six(net, x):
+        return x * len(range(x.shape[0]))
+
+    with pytest.raises(ModelError) as fixed:
+        export(Construct(of_six), (torch.zeros(6, 4),))
+    with pytest.raises(KeyError) as other:
+        {}["of torch.fx"]
+    words = r"forward takes 6 samples as a fixed number.*\(test_capture.py:\d+ in of_six\)"
+    assert re.search(words, str(refusal("Net", other.value, fixed.value.with_traceback(None))))
 
 
 class Unmasked(nn.Module):
