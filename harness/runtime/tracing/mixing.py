@@ -44,6 +44,9 @@ _TOLERANCE = 1e-9
 _FLOAT32_TOLERANCE = 1e-5  # of user code that computes in float32, whatever its inputs
 # Larger operators are not run; those of unknown kind then count as mixing.
 _MOST_ELEMENTS = 1 << 24
+# Limits of random integers, of the first argument and of the others. A lookup finds other samples
+# only if the values differ, and only small integers are indices of every dim.
+_LIMITS = ((1 << 10, 2), (1 << 10, 1), (2, 2), (1, 1))
 # Kinds that are sample-wise if dim 0 is the batch.
 _ROW_WISE = ("linear", "pool", "layer_norm", "embedding")
 _BATCHED = ("conv2d", "attention")  # with four dims
@@ -124,9 +127,9 @@ class SampleMixing:
             return _Mixing.UNKNOWN
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
             torch.manual_seed(0)
-            for n_integers in (2, 1):  # only zeros are indices of every dim
+            for limits in _LIMITS:
                 try:
-                    test = _MixingTest(node, self._target(node), given, n_integers)
+                    test = _MixingTest(node, self._target(node), given, limits)
                     return test.classify(is_strict)
                 except Exception as error:  # user code may raise anything on random values
                     _log.info("operator %s does not run on random samples: %s", node.name, error)
@@ -233,9 +236,9 @@ class _Argument:
     def n_elements(self) -> int:
         return self.values[0].numel() if self.is_tensor else 0
 
-    def draw(self, n_integers: int) -> Any:
+    def draw(self, limit: int) -> Any:
         """Random values for the whole batch, also for weights: the result must not depend on
-        their values. Integers are below `n_integers`."""
+        their values. Integers are below the limit."""
         like = self.values[0]
         if not self.is_tensor:
             return like
@@ -245,7 +248,7 @@ class _Argument:
             return torch.randn(like.shape, dtype=torch.float64)
         if like.dtype == torch.bool:
             return torch.rand(like.shape) < 0.5
-        return torch.randint(n_integers, like.shape, dtype=like.dtype)
+        return torch.randint(min(limit, torch.iinfo(like.dtype).max), like.shape, dtype=like.dtype)
 
     def part(self, whole: Any, k: int) -> Any:
         """The whole drawn value (k = 0), or the slice of part k."""
@@ -266,10 +269,10 @@ class _MixingTest:
         node: fx.Node,
         call: Callable[..., Any],
         arguments: Sequence[_Argument],
-        n_integers: int,
+        limits: tuple[int, int],
     ) -> None:
         self._node, self._call, self._arguments = node, call, arguments
-        self._drawn = {one.node: one.draw(n_integers) for one in arguments}
+        self._drawn = {one.node: one.draw(limits[k > 0]) for k, one in enumerate(arguments)}
         self._cotangents: list[Tensor] = []
         module = call if isinstance(call, nn.Module) else nn.Module()
         self._module, self._weights = module, [p for p in module.parameters() if p.requires_grad]

@@ -70,6 +70,14 @@ def test_operators_that_mix_samples_are_marked(name):
     assert mixing_of(SAMPLES[name].task()) == MIXED[name]
 
 
+def test_a_lookup_of_samples_in_integers_is_marked():
+    def masked(x):
+        rows, columns = torch.arange(x.shape[0]).unsqueeze(1), torch.arange(WIDTH)
+        return x * (x > 0).long()[rows, columns]
+
+    assert mixing(masked) == ["arange", "getitem"]
+
+
 @pytest.mark.parametrize("name", ["by_frequency", "normed_rows"])
 def test_lookups_whose_rows_depend_on_the_batch_are_marked(name):
     assert mixing_of(small_task(name)) == ["Embedding"]
