@@ -152,7 +152,7 @@ _MODULES: list[tuple[tuple[type[nn.Module], ...], str, Callable[[Any], Attribute
     ((nn.Linear,), "linear", _linear),
     ((nn.MaxPool2d, nn.AvgPool2d), "pool", _pool),
     ((nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), "pool", _none),
-    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm), "batch_norm", _none),
+    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), "batch_norm", _none),
     ((nn.LayerNorm, nn.RMSNorm), "layer_norm", _layer_norm),
     ((nn.GroupNorm,), "layer_norm", _none),
     ((nn.Embedding, nn.EmbeddingBag), "embedding", _embedding),
@@ -186,8 +186,9 @@ _SOFTMAX = {"softmax", "log_softmax"}
 _RESHAPES = {
     "reshape", "view", "permute", "transpose", "expand", "unsqueeze", "squeeze", "stack", "chunk",
     "split", "mean", "sum", "matmul", "bmm", "getitem", "t", "repeat", "expand_as", "unflatten",
-    "slice", "select", "narrow", "unbind", "pad", "picked", "split_with_sizes", "zeros_like",
-    "ones_like", "full_like", "flip", "index_select", "cumsum", "repeat_interleave", "movedim",
+    "slice", "select", "narrow", "unbind", "pad", "picked", "split_with_sizes",
+    "zeros_like", "ones_like", "full_like", "flip", "index_select", "cumsum", "repeat_interleave",
+    "movedim",
 }  # fmt: skip
 _FUNCTIONS: dict[Any, str] = {
     F.conv2d: "conv2d",

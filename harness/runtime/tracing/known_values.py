@@ -85,7 +85,10 @@ class KnownValues(TorchFunctionMode):
         except Exception:  # of any operator; its result is then unknown
             self._lose(name, args, kwargs)
             return made
-        for twin, *found in zip(tree_leaves(made), *map(tree_leaves, values), strict=True):
+        twins, *results = map(tree_leaves, (made, *values))
+        if any(len(found) != len(twins) for found in results):  # a tensor for each sample
+            return made
+        for twin, *found in zip(twins, *results, strict=True):
             if isinstance(twin, Tensor):
                 self._known[id(twin)] = _Known(twin, tuple(found))
         return made

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch import autograd_function
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -40,6 +41,8 @@ def autograd_functions(apply: Apply) -> Iterator[None]:
     def caught(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if function is CheckpointFunction:
             return args[0](*args[2:])  # args[1]: preserve_rng_state
+        if function.__module__ == autograd_function.__name__:  # of a vmap in torch
+            return original_apply(function, *args)
         return apply(function, *args, **kwargs)
 
     # That of torch 2.15 has an `apply` of its own, which does not call that of its base.
@@ -89,14 +92,15 @@ def seems_eager() -> AbstractContextManager[None]:
 
 @contextmanager
 def users_code(model: nn.Module) -> Iterator[None]:
-    """Let `len(x)` in the files of a model's modules be `x.shape[0]`, which stays open, and keep
-    distributions from reading values to validate them."""
+    """Let `len(x)` in the files of a model's modules be `x.shape[0]`, which stays open, and leave
+    out checks of values, by the model and by distributions."""
     names = {type(module).__module__ for module in model.modules()} - {"builtins"}
     with ExitStack() as stack:
         for name in names & sys.modules.keys():
             if not name.startswith("torch."):
                 stack.enter_context(replaced(sys.modules[name], "len", _length))
         stack.enter_context(replaced(torch.distributions.Distribution, "_validate_args", False))
+        stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *_: None))
         yield
 
 

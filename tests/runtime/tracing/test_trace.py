@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from harness.errors import ModelError
 from harness.runtime.tracing.trace import trace
@@ -55,6 +56,25 @@ def test_layers_left_out_at_random_are_refused(draw, by):
 def test_layers_left_out_at_random_are_refused_where_the_model_is_exported():
     with pytest.raises(ModelError, match=r"draws random numbers \(random\)"):
         trace(Net(by_python, is_exported=True), (X,))
+
+
+def indexed_in_vmap(x, layer):
+    codes = (x > 0).long()
+    with TransformGetItemToIndex():
+        return x + torch.vmap(lambda k: codes[0, k])(torch.arange(6))
+
+
+def test_indices_in_a_vmap_are_refused_as_a_vmap():
+    with pytest.raises(ModelError, match=r"forward calls torch[.]vmap"):
+        trace(Net(indexed_in_vmap, is_exported=True), (X,))
+
+
+def test_a_check_of_values_is_left_out():
+    def checked(x, layer):
+        torch._check_tensor_all(x.sum() < 0)
+        return layer(x)
+
+    assert trace(Net(checked, is_exported=True), (X,))(X).shape == X.shape
 
 
 def test_noise_of_the_inputs_shape_is_drawn_in_every_step():

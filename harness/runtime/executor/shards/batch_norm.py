@@ -219,7 +219,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def make_batch_norm_shard(part: ShardSpec) -> BatchNormShard | None:
-    """nn.BatchNorm1d or 2d by the block's own statistics."""
+    """A batch norm by the block's own statistics."""
     if not isinstance(part.module, _BatchNorm) or len(part.wanted) != 1:
         return None
     inward = region(part.wanted[0], part.output)

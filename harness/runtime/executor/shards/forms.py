@@ -219,7 +219,6 @@ class _Chooser:
         if not any(n_parts(cut) > 1 for dim, cut in cuts.items() if dim != "feature"):
             return False
         if operator.kind != "batch_norm":
-            _check_is_no_norm(name, self._captured.nodes[name], self._captured.module)
             return False
         return _is_training_norm(name, self._captured.nodes[name], self._captured.module)
 
@@ -302,17 +301,7 @@ def _check_is_not_synchronised(name: str, node: fx.Node, root: nn.Module) -> Non
     if isinstance(_module_of(node, root), nn.SyncBatchNorm):
         raise ModelError(
             f"operator {name!r} (SyncBatchNorm) sums over all ranks, but a strategy may use fewer: "
-            "make it a BatchNorm1d or 2d, and use --batch-norm global"
-        )
-
-
-def _check_is_no_norm(name: str, node: fx.Node, root: nn.Module) -> None:
-    """Refuse a batch norm that would use the statistics of each block."""
-    module = _module_of(node, root)
-    if isinstance(module, _BatchNorm) and module.training:
-        raise ModelError(
-            f"operator {name!r} ({type(module).__name__}) is cut, and global statistics are of "
-            "BatchNorm1d and 2d alone: leave it whole, on one device, or use --batch-norm local"
+            "make it a BatchNorm1d, 2d or 3d, and use --batch-norm global"
         )
 
 

@@ -70,22 +70,11 @@ def test_a_norm_that_meets_all_ranks_by_itself_is_refused(batch_norm):
         forms_of(nn.SyncBatchNorm(6), batch_norm=batch_norm)
 
 
-class Volumes(nn.Module):
-    """A batch norm of what has five dims."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm3d(2)
-
-    def forward(self, x):
-        return self.norm(x.reshape(-1, 2, 3, 1, 1)).reshape(-1, 6)
-
-
-def test_global_statistics_of_volumes_are_refused_in_training():
-    with pytest.raises(ModelError, match=r"'function.norm' \(BatchNorm3d\) is cut"):
-        forms_of(Volumes(), batch_norm="global")
-    assert forms_of(Volumes(), batch_norm="local")["function.norm"] == "native"
-    assert forms_of(Volumes().eval(), batch_norm="global")["function.norm"] == "native"
+def test_global_statistics_of_volumes_are_those_of_all_blocks():
+    volumes = nn.Sequential(nn.Unflatten(1, (2, 3, 1, 1)), nn.BatchNorm3d(2), nn.Flatten())
+    assert forms_of(volumes, batch_norm="local")["function.1"] == "native"
+    assert forms_of(volumes, batch_norm="global")["function.1"] == "collective"
+    assert forms_of(volumes.eval(), batch_norm="global")["function.1"] == "native"
 
 
 def _norm(x, training):

@@ -210,10 +210,12 @@ class Normed(nn.Module):
         self.b = _conv(6, 6, nn.BatchNorm2d(6))
         if is_half_frozen:
             self.b[1].eval()
+        self.volumes = nn.BatchNorm3d(2)
         self.head = nn.Linear(6, N_CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.b(self.a(x)).mean((2, 3)))
+        y = self.b(self.a(x))
+        return self.head(self.volumes(y.unflatten(1, (2, 3))).flatten(1, 2).mean((2, 3)))
 
 
 class EvalDropout(Net):
