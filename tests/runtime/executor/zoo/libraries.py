@@ -144,7 +144,7 @@ _TIMM: dict[str, dict[str, Any]] = {
     "mobilenetv3_small_050": {},
     "regnetx_002": {},
     "densenet121": {"growth_rate": 4, "block_config": (2, 2)},
-    "ghostnet_050": {},
+    "ghostnet_050": {"drop_rate": 0.0},
     "pvt_v2_b0": {"depths": (1, 1), "embed_dims": (8, 16), "num_heads": (1, 2),
                   "sr_ratios": (2, 1), "mlp_ratios": (2, 2)},
     "repvgg_a0": {},
