@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import BboxBase
 
 WIDTH_IN = 9.0
 LEGEND_ROW_IN = 0.17
@@ -269,6 +271,18 @@ def write_beside(
     """Write words at the right of a point, such as the end of a bar."""
     place: dict[str, Any] = {"xytext": (gap, 0), "textcoords": "offset points", "va": "center"}
     axes.annotate(words, (x, y), fontsize=size, **place, **looks)
+
+
+def move_clear(note: Annotation, taken: list[BboxBase], step_pt: float) -> None:
+    """Move a note up by steps until it covers none of the places taken, and take its place.
+
+    Args:
+        step_pt: negative: down.
+    """
+    while any(note.get_window_extent().overlaps(place) for place in taken):
+        x, y = note.xyann
+        note.xyann = (x, y + step_pt)
+    taken.append(note.get_window_extent())
 
 
 def mark_bar(axes: Axes, x: float, y: float, words: str = "", *, half: float = 0.42) -> None:

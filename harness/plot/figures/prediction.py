@@ -16,6 +16,7 @@ from harness.plot.style import (
     MUTED,
     WIDTH_IN,
     colour_of,
+    move_clear,
     note_failures,
     plain_log_axis,
     series_style,
@@ -154,10 +155,7 @@ def _name_misses(axes: Axes, known: pd.DataFrame, scale: float) -> None:
             bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8},
             zorder=2.5,
         )
-        while any(note.get_window_extent().overlaps(other) for other in taken):
-            x, y = note.xyann
-            note.xyann = (x, y + (NAME_PT if is_above else -NAME_PT))
-        taken.append(note.get_window_extent())
+        move_clear(note, taken, NAME_PT if is_above else -NAME_PT)
 
 
 def _draw_legend(axes: Axes, known: pd.DataFrame) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -26,6 +26,7 @@ from harness.plot.style import (
     WIDTH_IN,
     colour_of,
     joint_legend,
+    move_clear,
     note_failures,
     series_style,
     spread_caption,
@@ -34,6 +35,10 @@ from harness.plot.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import BboxBase
+
+LABEL_PT = 8
 
 
 def _first_kind(case: RepeatGroup) -> str:
@@ -182,18 +187,25 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     canvas.set_size_inches(WIDTH_IN, 4.0 + LEGEND_ROW_IN * table["label"].nunique())
     left, right = canvas.subplots(1, 2, sharey=True)
     markers = series_style(table["label"])
-    for axes, scaling in ((left, "strong"), (right, "weak")):
+    notes = [
         _draw_panel(axes, scaling, table[table["scaling"] == scaling], markers)
+        for axes, scaling in ((left, "strong"), (right, "weak"))
+    ]
     left.set_ylabel("efficiency (%)")
     top = 100 * max(1.0, float(table["high"].max()))
     left.set_ylim(0, top * 1.08)
     joint_legend(canvas, (left, right), n_columns=2)
     note_failures(canvas, table)
+    canvas.draw_without_rendering()  # gives the panels their final size
+    taken: list[BboxBase] = []
+    for note in sorted(chain(*notes), key=lambda note: note.xy[1]):
+        move_clear(note, taken, LABEL_PT)
 
 
 def _draw_panel(
     axes: Axes, scaling: str, rows: pd.DataFrame, markers: dict[str, tuple[str, str]]
-) -> None:
+) -> list[Annotation]:
+    """Draw a panel; returns its labels."""
     held = "same problem in all" if scaling == "strong" else "same problem per device"
     axes.set_title(f"{scaling.capitalize()} scaling: {held}")
     axes.set_xlabel("number of devices")
@@ -203,7 +215,8 @@ def _draw_panel(
             "no two runs to compare", (0.5, 0.5), xycoords="axes fraction", ha="center", color=MUTED
         )
         axes.set_xticks([])
-        return
+        return []
+    notes: list[Annotation] = []
     for label, points in rows.groupby("label", sort=True):
         values = points["efficiency"] * 100
         colour = colour_of(points["strategy"].iloc[0])
@@ -227,11 +240,14 @@ def _draw_panel(
         for n, value in zip(points["n_devices"], values, strict=True):
             if n == start:
                 continue
-            axes.annotate(
-                f"{value:.0f} %", (n, value), xytext=(5, 6), textcoords="offset points", fontsize=8
-            )
+            note = axes.annotate(
+                f"{value:.0f} %", (n, value), xytext=(5, 6), textcoords="offset points",
+                fontsize=LABEL_PT,
+            )  # fmt: skip
+            notes.append(note)
     axes.set_xticks(sorted(rows["n_devices"].unique()))
     axes.margins(x=0.12)
+    return notes
 
 
 FIGURE = Figure(

@@ -14,6 +14,7 @@ from harness.plot.catalog import (
 )
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.prediction import _name_misses
+from harness.plot.figures.scaling import draw as draw_scaling
 from harness.plot.render import image_bytes
 from harness.plot.report import format_value, header_of, present
 
@@ -297,3 +298,16 @@ def test_names_of_neighbouring_points_do_not_cover_each_other():
     _name_misses(axes, known.assign(label=known["strategy"], model="net", predicted_s=0.07), 1.0)
     places = [note.get_window_extent() for note in axes.texts]
     assert [place.count_overlaps(places) for place in places] == [1, 1, 1]  # each its own
+
+
+def test_labels_of_neighbouring_efficiencies_do_not_cover_each_other():
+    canvas = Canvas(layout="constrained")
+    series = {
+        "label": ["ddp", "searched"],
+        "strategy": ["ddp", "searched"],
+        "efficiency": [0.3, 0.32],
+    }
+    same = {"scaling": "strong", "n_devices": 5, "baseline_devices": 1, "low": 0.2, "high": 1.0}
+    draw_scaling(pd.DataFrame({**series, "status": "ok", "reason": ""}).assign(**same), canvas)
+    places = [note.get_window_extent() for note in canvas.axes[0].texts]
+    assert [place.count_overlaps(places) for place in places] == [1, 1]
