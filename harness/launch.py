@@ -47,13 +47,13 @@ from harness.measure.store import (
     try_directory,
     write_header,
 )
-from harness.run import Outcome, RunSpec, outcome_of, run_case, worst
+from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
 from harness.runtime.devices.peaks import peak_flops_per_s
 from harness.runtime.ranks.control import copy_to_first
 from harness.runtime.ranks.host import code_commit
 from harness.runtime.ranks.isolate import GRACE_S, run_isolated
 from harness.runtime.ranks.rendezvous import Meeting, without_mpi
-from harness.workloads.common.contract import Continuation, Need, config_json
+from harness.workloads.common.contract import UNTIL, Continuation, Need, config_json
 from harness.workloads.common.flags import RunOptions
 
 _log = logging.getLogger(__name__)
@@ -236,11 +236,12 @@ class Launcher:
             if problem := self._copy_records(plan, run_dir):
                 reason = f"{reason}; {problem}" if reason else problem
                 status = "crash" if status == "ok" else status
-            lost = [rank for rank, outcome in enumerate(outcomes) if outcome.is_lost]
-            found = self._find_continuation(plan, run_dir, lost)
+            lost = lost_ranks(outcomes)
+            found = self._find_continuation(plan, run_dir, lost) if lost else None
             if found is not None:
                 first, *rest = reason.splitlines()
-                reason = "\n".join([f"{first}; the other ranks {found.text}", *rest])
+                left = "the other ranks" if len(lost) < len(plan.ranks) else "all ranks"
+                reason = "\n".join([f"{first}; {left} {found.text}", *rest])
             closed = msgspec.structs.replace(
                 header,
                 status=status,
@@ -261,10 +262,10 @@ class Launcher:
     def _find_continuation(
         self, plan: PlannedRun, run_dir: Path, lost: list[int]
     ) -> Continuation | None:
-        """How the ranks that are left go on; None if none was lost, or if they cannot."""
+        """How the ranks that are left go on, or all where none was lost; None if they cannot."""
         found: Continuation | None = None
         find = plan.case.workload.find_continuation
-        if not lost or len(lost) == len(plan.ranks) or find is None:
+        if find is None:
             return None
         if self._world.is_first:
             try:
@@ -274,13 +275,24 @@ class Launcher:
         return self._control.broadcast("continuation", found, Continuation | None)
 
     def _go_on(self, plan: PlannedRun, found: Continuation, lost: Sequence[int], name: str) -> None:
-        """Record the run by which the ranks that are left go on."""
-        left = [self.ranks[rank] for k, rank in enumerate(plan.ranks) if k not in lost]
-        case = continued(plan.case, found, len(left))
-        (then,) = plan_runs([case], left)
-        then = replace(then, repeat=plan.repeat)
-        title = f"[{len(left)} ranks {found.text}] {then.title}"
-        self._record_run(then, f"{name}.{len(left)}", title)
+        """Record the run by which the ranks that are left go on, and that of all ranks after it."""
+        left = [rank for k, rank in enumerate(plan.ranks) if k not in lost] or list(plan.ranks)
+        self._record_next(plan, found, left, f"{name}.{len(left)}")
+        back, last = None, self._headers[-1]
+        is_back = found.until is not None and last.summary.get(UNTIL) == found.until
+        if is_back and getattr(plan.case.config, "until", None) != found.until:
+            back = self._find_continuation(plan, self._results / last.run_id, [])
+        if back is not None:
+            self._record_next(plan, back, list(plan.ranks), f"{name}.back")
+
+    def _record_next(
+        self, plan: PlannedRun, found: Continuation, ranks: list[int], name: str
+    ) -> None:
+        """Record the run by which some ranks of the launch go on with a case."""
+        case = continued(plan.case, found, len(ranks))
+        (then,) = plan_runs([case], [self.ranks[rank] for rank in ranks])
+        title = f"[{len(ranks)} ranks {found.text}] {then.title}"
+        self._record_run(replace(then, repeat=plan.repeat), name, title)
 
     def _resumed(self, plan: PlannedRun) -> PlannedRun | None:
         """The run that goes on where an earlier launch ended; the plan itself if there is none, and
@@ -288,10 +300,11 @@ class Launcher:
         find, found, is_done = plan.case.workload.find_continuation, None, False
         if self._world.is_first and find is not None:
             last = find_last(self._results, plan.case, plan.repeat, self._world.size)
-            if last is not None and last.status == "ok" and last.config.get("continues"):
+            is_whole = last is not None and last.status == "ok" and UNTIL not in last.summary
+            if last is not None and is_whole and last.config.get("continues"):
                 is_done = True
                 self._headers.append(last)
-            elif last is not None and last.status != "ok":
+            elif last is not None and not is_whole:
                 found = find(plan.case.config, self._results / last.run_id, ())
         if self._control.broadcast("done", is_done, bool):
             return None

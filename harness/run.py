@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         standstill: the point at which the rank was stuck, if it made no progress.
         is_explained: the rank raised the exception in `reason` itself; no peer caused it.
         is_lost: the rank's process died without an answer.
+        is_aborted: it died of SIGABRT.
     """
 
     status: Status
@@ -69,6 +70,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[int, ...] = ()
     is_explained: bool = False
     is_lost: bool = False
+    is_aborted: bool = False
     standstill: Standstill | None = None
     summary: dict[str, Any] = {}
 
@@ -81,8 +83,14 @@ def outcome_of(ending: Ending) -> Outcome:
         # A rank that was stopped, because another had failed, is not lost.
         is_lost = ending.status in ("crash", "oom")
         fields = {"status": ending.status, "reason": ending.reason, "is_lost": is_lost}
-        outcome = msgspec.convert(fields, Outcome)
+        outcome = msgspec.convert(fields | {"is_aborted": ending.is_aborted}, Outcome)
     return msgspec.structs.replace(outcome, standstill=ending.standstill)
+
+
+def lost_ranks(outcomes: Sequence[Outcome]) -> list[int]:
+    """The ranks whose process died, but for those that NCCL's watchdog aborted for that reason."""
+    lost = [rank for rank, outcome in enumerate(outcomes) if outcome.is_lost]
+    return [rank for rank in lost if not outcomes[rank].is_aborted] or lost
 
 
 def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
@@ -103,6 +111,8 @@ def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
     silent = {peer for rank in waited for peer in outcomes[rank].peers} - waited
 
     def distance(rank: int) -> int:
+        if outcomes[rank].is_aborted:  # perhaps because another rank has died
+            return 3
         return 0 if rank not in waited else 1 if silent.intersection(outcomes[rank].peers) else 2
 
     rank, *others = sorted(failed, key=distance)

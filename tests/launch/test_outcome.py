@@ -11,7 +11,7 @@ from harness.errors import (
     VerificationError,
 )
 from harness.measure.reached import Standstill
-from harness.run import Outcome, _classify, worst
+from harness.run import Outcome, _classify, lost_ranks, worst
 
 HOSTS = ["a", "b", "c", "d"]
 OK = Outcome(status="ok")
@@ -52,6 +52,15 @@ def test_a_rank_that_died_comes_before_those_that_waited_one_for_another():
     status, reason = worst([waited(1), waited(2), waited(3), killed], HOSTS)
     assert status == "crash"
     assert reason == "rank 3 (d): killed by SIGKILL; rank 2 (c): waited for rank 3"
+
+
+def test_ranks_that_the_watchdog_aborts_are_not_the_lost_ones():
+    killed = Outcome(status="crash", reason="killed by SIGKILL", is_lost=True)
+    aborted = msgspec.structs.replace(killed, reason="killed by SIGABRT", is_aborted=True)
+    assert lost_ranks([aborted, OK, killed, aborted]) == [2]
+    assert lost_ranks([aborted, aborted, OK]) == [0, 1]
+    _, reason = worst([aborted, aborted, killed, aborted], HOSTS)
+    assert reason == "rank 2 (c): killed by SIGKILL; rank 0 (a): killed by SIGABRT"
 
 
 def test_a_rank_that_hangs_is_named_though_it_says_nothing():

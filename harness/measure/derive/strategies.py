@@ -20,6 +20,7 @@ _COMPARED = (
     "recompute", "predict", "search_seconds", "search_budget", "trials", "memory", "shard_state",
     "freeze", "freeze_alpha", "freeze_interval", "unfreeze", "shrink", "replicate", "cache",
     "cache_memory", "drift", "drift_threshold", "change", "controlled", "survive",
+    "rejoin",
 )  # fmt: skip
 
 

@@ -50,12 +50,14 @@ class Ending:
         status: ok, oom (killed by the kernel for memory), crash, timeout or skipped (stopped
             because another rank had failed).
         standstill: the place where the child was stuck, if it was.
+        is_aborted: it died of SIGABRT, as NCCL's watchdog ends it when another rank has died.
     """
 
     status: str
     value: Any = None
     reason: str = ""
     standstill: Standstill | None = None
+    is_aborted: bool = False
 
 
 class Limit:
@@ -164,8 +166,9 @@ def _failed_ending(exit_code: int | None, oom_kills_before: int) -> Ending:
         killer = signal.Signals(-exit_code)
         if killer == signal.SIGKILL and n_oom_kills() > oom_kills_before:
             return Ending(status="oom", reason="the kernel killed it: its memory limit was reached")
-        reason = _ABORTED if killer == signal.SIGABRT else f"killed by {killer.name}"
-        return Ending(status="crash", reason=reason)
+        is_aborted = killer == signal.SIGABRT
+        reason = _ABORTED if is_aborted else f"killed by {killer.name}"
+        return Ending(status="crash", reason=reason, is_aborted=is_aborted)
     return Ending(status="crash", reason=f"ended with exit code {exit_code} and no result")
 
 

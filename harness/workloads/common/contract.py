@@ -13,15 +13,19 @@ from harness.domain.cluster import Cluster
 from harness.measure.store import Run
 from harness.runtime.ranks.world import Context
 
+# In the summary of a run that ended before this step, because a lost rank joins again.
+UNTIL = "until"
+
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run goes on after a rank, or the whole launch, was lost.
+    """How a run goes on after a rank, or the whole launch, was lost, or when a rank joins again.
 
     Attributes:
         run_id: the run that goes on.
         step: its first step; the state is that of the steps before.
         state: directory of the state; empty: it begins again.
         strategy, strategy_digest: by which it goes on; empty: as configured.
+        until: it ends before this step, and the lost ranks join again; None: at the last step.
     """
 
     run_id: str
@@ -29,11 +33,13 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     strategy: str = ""
     strategy_digest: str = ""
+    until: int | None = None
 
     @property
     def text(self) -> str:
         """In words, to follow `the other ranks`."""
-        return f"go on from step {self.step}" if self.state else "begin again"
+        text = f"go on from step {self.step}" if self.state else "begin again"
+        return text if self.until is None else f"{text}, all ranks from step {self.until}"
 
 
 def count_ranks(config: Any, n_started: int) -> int:
@@ -65,8 +71,9 @@ class Workload:
         needs: runs that a case builds on, in order; called on rank 0 only, must not raise.
         renamed: old spellings of flags, each with its new spelling.
         find_continuation: whether and how the ranks that are left go on, given the case, the
-            directory of its run and the lost ranks; called on rank 0 only, raises HarnessError
-            where they cannot. None: the workload's runs never go on.
+            directory of its last run and the lost ranks, of which there are none when a rank joins
+            again; called on rank 0 only, raises HarnessError where they cannot. None: the
+            workload's runs never go on.
         go_on: the case by which so many ranks go on.
         is_same: whether two configurations as JSON train the same on any number of ranks, so that
             `--resume` may continue the second by the first.

@@ -124,6 +124,7 @@ _AT_LEAST = {
     "lr_step_size": 1,
     "cache_memory": 0,
     "save_every": 1,
+    "rejoin": 1,
 }
 
 

@@ -139,6 +139,10 @@ class TrainSettings(SearchFlags, ModelFlags):
     """When a rank's process dies, train on with the other ranks, in a run of its own: from the last
     step that they hold together, else from --save-every's last state. Plans without each rank are
     searched ahead, beside training (executor)."""
+    rejoin: int | None = None
+    """--survive: so many steps later the lost rank trains again, in a new process and by the
+    strategy of before. Where the processes of all ranks died, all start again from --save-every's
+    last state, as long as each such run saves a later one. Default: it stays out."""
     drift: bool = False
     """Measure how fast each device computes, search again beside training when one has become
     faster or slower, and change the strategy if that pays in the steps that are left (executor)."""
@@ -238,6 +242,7 @@ class TrainCase(TrainSettings):
         batch: the global batch.
         schedule, microbatches: used by `pipeline` and degrees only; None: automatic.
         first_step: the first measured step; above 0 after the loss of ranks, without warm-up.
+        until: the run ends before this measured step, because a lost rank joins again then.
         continues: id of the run that this one continues; empty if none.
     """
 
@@ -250,6 +255,7 @@ class TrainCase(TrainSettings):
     batch: int = 32
     n_ranks: int = 1
     first_step: int = 0
+    until: int | None = None
     continues: str = ""
 
     @property
@@ -318,6 +324,10 @@ def check_changes(config: TrainConfig) -> None:
         raise ConfigError("--freeze is for synchronous training: drop --asynchronous")
     if config.survive and config.asynchronous:
         raise ConfigError("--survive is for synchronous training: drop --asynchronous")
+    if config.rejoin is not None and not config.survive:
+        raise ConfigError(
+            f"--rejoin {config.rejoin} is for a rank whose loss the others survive: add --survive"
+        )
     if config.shrink != "none" and config.freeze == "none":
         raise ConfigError(
             f"--shrink {config.shrink} plans again when layers freeze, and none do: add --freeze "

@@ -2,6 +2,7 @@
 
     run A  step 0 ... 16 | rank 3 dies           state/survivors-17, state/step-10, without-3.json
     run B                  step 17 ... on the other ranks, by the plan without rank 3
+    run C                  step 67 ... on all ranks, with --rejoin 50       (run B: state/step-67)
 
 The state is that of the last step which the survivors hold together, else the last one that was
 saved on a schedule.
@@ -18,6 +19,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.domain.run import RunHeader
 from harness.errors import HarnessError, PeerError, ResultsError, StrategyError
 from harness.inputs import find_int, read_file
 from harness.measure.store import read_header
@@ -58,11 +60,13 @@ class StateKeeper:
     def end_step(self, step: int, training: Training) -> None:
         """Save the state after a step if it is time; all ranks must call it."""
         every, after = self._case.save_every, step + 1
-        if not every or after <= 0 or after % every:
+        is_scheduled = bool(every) and after > 0 and after % (every or 1) == 0
+        if not is_scheduled and after != self._case.until:
             return
         start_s = time.perf_counter()
         training.executor.save_sharded(self._directory(SCHEDULED, after))  # others were refused
-        self._remove(self._directory(SCHEDULED, after - N_KEPT * every))
+        if every:
+            self._remove(self._directory(SCHEDULED, after - N_KEPT * every))
         self._context.recorder.sample("save_s", time.perf_counter() - start_s)
 
     def _directory(self, kind: str, step: int) -> Path:
@@ -130,48 +134,77 @@ def find_state(run_dir: Path) -> tuple[int, Path] | None:
 
 
 def find_continuation(case: TrainCase, run_dir: Path, lost: Sequence[int]) -> Continuation | None:
-    """How the ranks that are left go on; rank 0 only.
+    """How the ranks that are left go on, or all ranks where none is left; rank 0 only.
 
     Args:
-        case: of the run that lost ranks, or of a launch with --resume.
-        lost: its lost ranks; empty: the whole launch was lost.
+        case: of the run that lost ranks, of a launch with --resume, or of the run that a lost rank
+            joins again.
+        run_dir: of the last run.
+        lost: its lost ranks; empty: the whole launch was lost, or a rank joins again.
 
     Returns:
-        None if the run keeps no state.
+        None if the run keeps no state, or if nobody is left to go on.
     """
     if not case.survive and (lost or not case.save_every):
         return None
-    header = read_header(run_dir)
-    state = find_state(run_dir)
-    if state is None and not (lost and case.survive):
+    runs = list(_with_continued(run_dir))
+    step, directory = next(filter(None, (find_state(path) for path, _ in runs)), (0, None))
+    is_left = len(lost) < case.n_ranks
+    if directory is None and not (lost and is_left):
         return None
-    step, directory = state or (0, None)
-    strategy = _next_strategy(case, run_dir, lost, step, n_before=len(header.ranks))
+    if not is_left and (case.rejoin is None or step <= case.first_step):
+        return None
+    lost = lost if is_left else ()
+    strategy = _next_strategy(case, runs, lost, step)
     return Continuation(
-        run_id=header.run_id,
+        run_id=runs[0][1].run_id,
         step=step,
         state="" if directory is None else str(directory),
         strategy=strategy,
         strategy_digest=digest_of(strategy),
+        until=_end_of(case, step, has_lost=bool(lost)),
     )
 
 
+def _end_of(case: TrainCase, step: int, *, has_lost: bool) -> int | None:
+    """The step before which the next run ends for a rank to join again; None: the last one."""
+    ends = [case.until] if case.until is not None else []
+    if has_lost and case.rejoin is not None:
+        ends.append(step + case.rejoin)
+    return min(ends, default=None)
+
+
+def _with_continued(run_dir: Path) -> Iterator[tuple[Path, RunHeader]]:
+    """A run and those that it continues, the last first."""
+    seen: set[Path] = set()
+    while run_dir not in seen:  # a damaged file may name itself
+        seen.add(run_dir)
+        header = read_header(run_dir)
+        yield run_dir, header
+        earlier = Path(str(header.config.get("continues", ""))).name
+        if not earlier or not (run_dir.parent / earlier).is_dir():
+            return
+        run_dir = run_dir.parent / earlier
+
+
 def _next_strategy(
-    case: TrainCase, run_dir: Path, lost: Sequence[int], step: int, *, n_before: int
+    case: TrainCase, runs: Sequence[tuple[Path, RunHeader]], lost: Sequence[int], step: int
 ) -> str:
     """A strategy's file, or the name of one that any number of ranks can build; empty: as it is."""
-    if not lost and n_before == case.n_ranks:
-        changed = {find_int(path.stem.partition("-")[2]): path for path in _changes(run_dir)}
+    if not lost:
+        like = [path for path, header in runs if len(header.ranks) == case.n_ranks]
+        changed = {find_int(path.stem.partition("-")[2]): path for path in _changes(like)}
         last = max((at for at in changed if at is not None and at <= step), default=None)
         return "" if last is None else str(changed[last])
-    if len(lost) == 1 and plan_without(run_dir, lost[0]).exists():
-        return str(plan_without(run_dir, lost[0]))
+    ahead = plan_without(runs[0][0], lost[0])
+    if len(lost) == 1 and ahead.exists():
+        return str(ahead)
     is_built = case.strategy in STRATEGIES["executor"] and case.strategy != "searched"
-    return "" if is_built or not lost else "ddp"
+    return "" if is_built else "ddp"
 
 
-def _changes(run_dir: Path) -> list[Path]:
-    return list(run_dir.glob("strategy-*.json"))
+def _changes(run_dirs: Sequence[Path]) -> list[Path]:
+    return [path for run_dir in run_dirs for path in run_dir.glob("strategy-*.json")]
 
 
 def digest_of(strategy: str) -> str:
@@ -191,6 +224,7 @@ def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
         strategy=strategy,
         strategy_digest=found.strategy_digest or case.strategy_digest,
         change=(),
+        until=found.until,
         load_state=Path(found.state) if found.state else case.load_state,
         first_step=found.step,
         continues=found.run_id,

@@ -25,7 +25,7 @@ from harness.runtime.models.task import logits_of
 from harness.runtime.ranks.gather import gather_numbers
 from harness.runtime.ranks.interfaces import NicCounter
 from harness.runtime.ranks.world import Context
-from harness.workloads.common.contract import Workload
+from harness.workloads.common.contract import UNTIL, Workload
 from harness.workloads.train.cases import check_files, data_options, train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
 from harness.workloads.train.keeper import StateKeeper, find_continuation, go_on, is_same
@@ -103,10 +103,11 @@ class TrainLoop:
         self._n_warm_up = n_warm_up
         self._losses: list[Tensor] = []
         self._nic = NicCounter(context.world.interface)
-        self._epoch_start_s = 0.0
+        self._epoch_start_s, self._n_steps = 0.0, training.n_steps
 
     def measure(self, n_steps: int) -> None:
         """Warm up, then train the recorded steps until `n_steps`."""
+        self._n_steps = n_steps
         self._begin_epoch()
         if self._first and self._changes is not None:
             self.training = self._changes.before_step(self._first, self.training)
@@ -162,7 +163,7 @@ class TrainLoop:
             self._epoch_start_s = time.perf_counter()
         if self._keeper is not None:
             self._keeper.end_step(index, self.training)
-        if self._changes is not None and index + 1 < self.training.n_steps:
+        if self._changes is not None and index + 1 < self._n_steps:
             self.training = self._changes.before_step(index + 1, self.training)
 
     def record_losses(self) -> list[float]:
@@ -294,8 +295,9 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     evaluation = Evaluation(case, context) if case.evaluate else None
     keeper = StateKeeper(case, context)
     loop = TrainLoop(training, context, case.warm_up, changes, evaluation, keeper, case.first_step)
+    is_last = case.until is None or case.until >= training.n_steps
     with keeper.surviving():
-        loop.measure(training.n_steps)
+        loop.measure(training.n_steps if is_last else case.until or 0)
     if changes is not None:
         changes.close()
     training = loop.training
@@ -312,6 +314,8 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     }
     if case.continues:
         summary |= {"continues": case.continues, "first_step": case.first_step}
+    if not is_last:
+        return summary | {UNTIL: case.until}
     _save(case, training, context)
     if changes is None:
         loop.measure_without_communication(case.no_sync_steps)

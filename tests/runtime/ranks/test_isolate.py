@@ -28,6 +28,7 @@ def test_a_killed_child_is_a_crash_with_its_signal():
 def test_a_child_that_aborts_may_be_one_that_had_no_answer():
     ending = run_isolated(signal.raise_signal, (signal.SIGABRT,), timeout_s=60, peer_failure=nobody)
     assert ending.status == "crash"
+    assert ending.is_aborted
     assert "killed by SIGABRT" in ending.reason
     assert "has no answer within --collective-timeout-s" in ending.reason
 

@@ -30,7 +30,8 @@ IN_CHANGES = [
 # Trainings that end with their third rank, or go on without it, in the order of the launch.
 ENDED = ["pipeline:killed", "pipeline:error", "pipeline:hang", "ddp:stopped"]
 LOST = "lasting:killed"
-SURVIVED = ["replicas:killed", "stages:killed", *(f"{case}:{at}" for case, at, _ in IN_CHANGES)]
+REJOINED = "replicas:killed"
+SURVIVED = ["stages:killed", *(f"{case}:{at}" for case, at, _ in IN_CHANGES)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +42,14 @@ class Runs:
         alone: on one device.
         ended: by case and fault, among them LOST.
         pairs: a run that lost a rank, and the one that goes on.
+        rejoined: a run that lost a rank, one without it, and one with it again.
     """
 
     results: Path
     alone: Run
     ended: dict[str, Run]
     pairs: dict[str, tuple[Run, Run]]
+    rejoined: list[Run]
 
 
 def train(results, n_ranks, *words):
@@ -65,14 +68,12 @@ def steps_of(run):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     results = tmp_path_factory.mktemp("lost")
-    alone, *others = train(results, 3, "single:killed", *ENDED, LOST, *SURVIVED)
+    alone, *others = train(results, 3, "single:killed", *ENDED, LOST, *SURVIVED, REJOINED)
     ended = dict(zip((*ENDED, LOST), others, strict=False))
     assert {run.header.status for run in ended.values()} == {"crash"}
-    following = others[len(ended) :]
-    pairs = zip(following[::2], following[1::2], strict=True)
-    return Runs(
-        results=results, alone=alone, ended=ended, pairs=dict(zip(SURVIVED, pairs, strict=True))
-    )
+    following, rejoined = others[len(ended) : -3], others[-3:]
+    pairs = dict(zip(SURVIVED, zip(following[::2], following[1::2], strict=True), strict=True))
+    return Runs(results=results, alone=alone, ended=ended, pairs=pairs, rejoined=rejoined)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,11 @@ def assert_goes_on(lost, then, state, one_device):
     assert len(then.header.ranks) == 2
     assert then.header.status == "ok", then.header.reason
     assert steps_of(then) == list(range(first, N_STEPS))
-    found = load_file(then.path / "model.safetensors")
+    assert_equals(then, one_device)
+
+
+def assert_equals(run, one_device):
+    found = load_file(run.path / "model.safetensors")
     for name, tensor in one_device.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE)
 
@@ -122,13 +127,20 @@ def test_ddp_names_the_rank_that_stopped_making_progress(runs):
     assert "gloo/" not in reason.splitlines()[0]
 
 
-def test_replicas_lose_nothing_but_the_step_in_which_a_rank_died(runs, one_device):
-    lost, then = runs.pairs["replicas:killed"]
+def test_replicas_lose_nothing_but_a_step_and_the_lost_rank_trains_again(runs, one_device):
+    lost, without, back = runs.rejoined
     first_line = lost.header.reason.splitlines()[0]
     assert first_line.startswith("rank 2 (")
     assert "killed by SIGKILL" in first_line
-    assert first_line.endswith("; the other ranks go on from step 2")
-    assert_goes_on(lost, then, "survivors-2", one_device)
+    assert first_line.endswith("; the other ranks go on from step 2, all ranks from step 4")
+    assert [Path(run.header.config["load_state"]).name for run in (without, back)] == [
+        "survivors-2",
+        "step-4",
+    ]
+    assert [len(run.header.ranks) for run in runs.rejoined] == [3, 2, 3]
+    assert [steps_of(run) for run in runs.rejoined] == [[0, 1], [2, 3], [4, 5]]
+    assert {run.header.status for run in (without, back)} == {"ok"}
+    assert_equals(back, one_device)
 
 
 def test_a_lost_stage_comes_from_the_last_save(runs, one_device):
