@@ -139,7 +139,7 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> None:
 def _flags(name: str, options: Options) -> list[str]:
     """The words of a variant on the command line."""
     flags = VARIANTS[name]
-    words = ["--freeze-alpha", str(options.alpha)]
+    words = ["--freeze-alpha", str(options.alpha)] if "freeze" in flags else []
     for key, value in flags.items():
         words += [f"--{key}", *([] if value == "True" else [value])]
     return words + (["--search-seconds", "5"] if "shrink" in flags else [])
@@ -157,7 +157,8 @@ def read_runs(cell: Cell, options: Options) -> Runs:
         header = read_header(path)
         config = header.config
         own = {key: str(config[key]) for key in _OFF}
-        if (config["epochs"], config["freeze_alpha"]) != (options.epochs, options.alpha):
+        has_alpha = config["freeze"] == "none" or config["freeze_alpha"] == options.alpha
+        if config["epochs"] != options.epochs or not has_alpha:
             continue
         if header.status != "ok":
             failed = f"{path}: {header.status}: {header.reason}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from harness.workloads.train.config import (
     SHARDABLE,
     STRATEGIES,
     ZERO_STAGES,
+    ZERO_STATES,
     EngineName,
     TrainCase,
     TrainConfig,
@@ -62,7 +62,7 @@ def load_for(case: TrainCase) -> Strategy:
     """Load the strategy's file of a run and check its batch.
 
     Raises:
-        StrategyError: the file is missing, malformed, or for another batch.
+        StrategyError: the file is missing, malformed, or for another batch or more ranks.
     """
     path = Path(case.strategy)
     found = read_strategy_file(path)
@@ -72,12 +72,23 @@ def load_for(case: TrainCase) -> Strategy:
             f"{path} is a {found.format}: convert it by `python -m harness.plan convert {path} "
             "--to harness --graph GRAPH --output OUT.json`, and train that"
         )
+    _check_batch(strategy, path, case)
+    devices = (device for plan in strategy.operators.values() for device in plan.devices)
+    n_devices = 1 + max(devices, default=0)
+    if n_devices > case.n_ranks:
+        raise StrategyError(
+            f"{path} is for {n_devices} devices, the run has {case.n_ranks} ranks: start more "
+            "(mpirun -np), or search again"
+        )
+    return strategy
+
+
+def _check_batch(strategy: Strategy, path: Path, case: TrainCase) -> None:
     if strategy.batch != case.batch:
         raise StrategyError(
             f"{path} is for a batch of {strategy.batch}, the run has {case.batch}: give "
             f"--batch-size {strategy.batch}, or search again"
         )
-    return strategy
 
 
 def check_files(case: TrainCase) -> None:
@@ -85,7 +96,10 @@ def check_files(case: TrainCase) -> None:
     if is_file(case.strategy):
         load_for(case)
     for text in case.change:
-        read_strategy_file(parse_change(text)[1])
+        path = parse_change(text)[1]
+        strategy = read_strategy_file(path).content
+        if isinstance(strategy, Strategy):  # its ranks may be those that --resume has lost
+            _check_batch(strategy, path, case)
     DATA[case.data].check(data_options(case))
     if case.load_state is not None:
         from harness.runtime.executor.state.files import check_sharded
@@ -103,6 +117,23 @@ _USED_BY = {
     "shard_state": (*SHARDABLE, _DEGREES),
     **dict.fromkeys(("recompute", "schedule", "microbatches"), ("pipeline", _DEGREES)),
     **dict.fromkeys(("search_seconds", "search_budget", "trials", "memory"), ("searched",)),
+}
+_SEARCHED_BESIDE = ("search_seconds", "search_budget", "memory")
+# Flags that refine another one, and its values with which they do.
+_REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(
+        ("freeze_alpha", "freeze_interval", "unfreeze", "shrink", "cache"),
+        ("freeze", ("schedule", "gradient")),
+    ),
+    "cache_memory": ("cache", ("auto", "on")),
+    "replicate": ("shrink", ("search", "pipetransformer")),
+    "drift_threshold": ("drift", (True,)),
+    "rejoin": ("survive", (True,)),
+    **dict.fromkeys(("lr_step_size", "lr_gamma"), ("lr_schedule", ("step",))),
+    "momentum": ("optimizer", ("sgd",)),
+    "n_samples": ("data", ("synthetic",)),
+    "vocabulary": ("data", tuple(name for name, row in DATA.items() if row.feeds == "text")),
+    "evaluate": ("data", tuple(name for name, row in DATA.items() if row.held_out is not None)),
 }
 
 _AT_LEAST = {
@@ -171,30 +202,34 @@ def engine_of(strategy: str, engine: str, *, needs_executor: bool = False) -> En
 
 def _check_unused(config: TrainConfig) -> None:
     """Refuse flags that none of the strategies uses."""
-    words = " ".join(config.strategy)
+    strategies = " ".join(config.strategy)
     given = {_DEGREES if is_layout(strategy) else strategy for strategy in config.strategy}
-    if config.shrink == "search":  # searches, too
-        given.add("searched")
+    is_searched_beside = config.shrink == "search" or config.drift or config.survive
     for name, users in _USED_BY.items():
-        if given.isdisjoint(users):
-            _check_unset(config, name, users)
+        if given.isdisjoint(users) and not (is_searched_beside and name in _SEARCHED_BESIDE):
+            why = f"--strategy {' or '.join(users)}, {strategies} does not use it"
+            _check_unset(config, name, why, f"add {users[0]}")
+    for name, (other, values) in _REFINES.items():
+        if (value := getattr(config, other)) not in values:
+            words = [flag(other) if one is True else f"{flag(other)} {one}" for one in values]
+            is_given = "it is not given" if value is False else f"{flag(other)} is {value}"
+            _check_unset(config, name, f"{' or '.join(words)}, {is_given}", f"use {words[0]}")
     is_pipelined = "pipeline" in config.strategy or any(map(is_file, config.strategy))
     if config.asynchronous and not is_pipelined:
         raise ConfigError(
-            f"--asynchronous is for --strategy pipeline or a strategy's file, not {words}: drop "
-            "it, or add one of them"
+            f"--asynchronous is for --strategy pipeline or a strategy's file, not {strategies}: "
+            "drop it, or add one of them"
         )
 
 
-def _check_unset(config: TrainConfig, name: str, users: Sequence[str]) -> None:
-    """Refuse a flag that is set, but is only for strategies that are not trained."""
+def _check_unset(config: TrainConfig, name: str, why: str, remedy: str) -> None:
+    """Refuse a flag that is set, but has no effect beside the others."""
     value = getattr(config, name)
     if value != getattr(TrainConfig(), name):
         given = " ".join(map(str, value)) if isinstance(value, tuple) else value
         raise ConfigError(
-            f"{flag(name)}{'' if value is True else f' {given}'} is for --strategy "
-            f"{' or '.join(users)}, {' '.join(config.strategy)} does not use it: drop the flag, or "
-            f"add {users[0]}"
+            f"{flag(name)}{'' if value is True else f' {given}'} is for {why}: drop the flag, or "
+            f"{remedy}"
         )
 
 
@@ -235,15 +270,17 @@ def _check_pipeline(case: TrainCase) -> None:
             f"--microbatches {case.microbatches} need a sample each, the batch has {case.batch}: "
             "lower it"
         )
-    if case.exact_dropout and case.engine != "executor":
-        raise ConfigError(
-            f"--exact-dropout needs the executor, {case.strategy} is trained by {case.engine}: add "
-            "--engine executor"
-        )
     if (given := case.executor_flags) and case.engine != "executor":
+        state = ZERO_STATES.get(case.strategy)
+        remedy = f"use --strategy ddp --shard-state {state}" if state else "add --engine executor"
         raise ConfigError(
             f"{flag(given[0])} needs the executor, {case.strategy} is trained by {case.engine}: "
-            "add --engine executor"
+            f"{remedy}"
+        )
+    if case.sharded_state != "none" and case.n_ranks == 1:
+        raise ConfigError(
+            f"--shard-state {case.shard_state} divides weights among ranks, the run of "
+            f"{case.strategy} has 1: drop it, or start more ranks (mpirun -np)"
         )
     if case.is_asynchronous and case.sharded_state != "none":
         raise ConfigError(f"--asynchronous has no --shard-state {case.shard_state}: drop one")

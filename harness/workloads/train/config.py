@@ -17,6 +17,8 @@ from harness.workloads.common.flags import ModelFlags, SearchFlags
 EngineName = Literal["torch", "executor", "deepspeed"]
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+# What the executor's --shard-state calls them.
+ZERO_STATES = dict(zip(ZERO_STAGES, ("optimizer", "gradients", "parameters"), strict=True))
 # Strategies that each engine supports by name; the executor also takes degrees of parallelism
 # (tp=2,dp=2) and a strategy's file.
 STRATEGIES: dict[EngineName, tuple[str, ...]] = {
@@ -274,6 +276,7 @@ class TrainCase(TrainSettings):
     def executor_flags(self) -> list[str]:
         """Names of the flags that are set and that only the executor supports."""
         is_set = {
+            "exact_dropout": self.exact_dropout,
             "save_sharded": self.save_sharded,
             "load_state": self.load_state is not None,
             "shard_state": self.sharded_state != "none",
@@ -309,11 +312,6 @@ def check_changes(config: TrainConfig) -> None:
     if not 0 < config.freeze_alpha < 1:
         raise ConfigError(f"--freeze-alpha {config.freeze_alpha} must be above 0 and below 1")
     _check_rates(config)
-    if config.cache != "off" and config.freeze == "none":
-        raise ConfigError(
-            f"--cache {config.cache} keeps the outputs of frozen layers, and --freeze none freezes "
-            "none: add --freeze schedule"
-        )
     half = next((dtype for dtype in config.dtype if dtype in ("bf16", "fp16")), None)
     if config.cache != "off" and half is not None:
         raise ConfigError(
@@ -324,17 +322,6 @@ def check_changes(config: TrainConfig) -> None:
         raise ConfigError("--freeze is for synchronous training: drop --asynchronous")
     if config.survive and config.asynchronous:
         raise ConfigError("--survive is for synchronous training: drop --asynchronous")
-    if config.rejoin is not None and not config.survive:
-        raise ConfigError(
-            f"--rejoin {config.rejoin} is for a rank whose loss the others survive: add --survive"
-        )
-    if config.shrink != "none" and config.freeze == "none":
-        raise ConfigError(
-            f"--shrink {config.shrink} plans again when layers freeze, and none do: add --freeze "
-            "schedule"
-        )
-    if config.replicate and config.shrink == "none":
-        raise ConfigError("--replicate turns ranks that --shrink frees into replicas: add --shrink")
     last = 0
     for text in config.change:
         step, _ = parse_change(text)
@@ -348,17 +335,12 @@ def check_changes(config: TrainConfig) -> None:
 
 def _check_rates(config: TrainConfig) -> None:
     """Refuse flags of the learning rate that contradict each other."""
-    is_step = config.lr_schedule == "step"
-    if is_step != (config.lr_step_size is not None):
-        given = "none is given" if is_step else f"--lr-schedule is {config.lr_schedule}"
-        remedy = "add it" if is_step else "drop it, or use --lr-schedule step"
-        raise ConfigError(f"--lr-step-size is for --lr-schedule step, and {given}: {remedy}")
+    if config.lr_schedule == "step" and config.lr_step_size is None:
+        raise ConfigError("--lr-schedule step drops after --lr-step-size, none is given: add it")
     if config.unfreeze is None:
         return
     if config.unfreeze <= 1:
         raise ConfigError(f"--unfreeze {config.unfreeze:g} must be above 1: 10 is to a tenth")
-    if config.freeze == "none":
-        raise ConfigError("--unfreeze trains frozen layers again, --freeze is none: add it")
     if config.lr_schedule == "constant":
         raise ConfigError(
             "--unfreeze waits for a drop of the learning rate, --lr-schedule is constant: use step "

@@ -55,6 +55,11 @@ class ScheduledPolicy(Policy):
             found = []
             for text in inputs.case.change:
                 step, file = parse_change(text)
+                if step >= inputs.training.n_steps:
+                    raise ConfigError(
+                        f"--change {text} is for step {step}, the run has "
+                        f"{inputs.training.n_steps}: lower it, or raise --epochs"
+                    )
                 data = read_file(file, "strategy file", ConfigError)
                 planned = inputs.planner.plan(data, str(file))
                 found.append(Due(planned=planned, why=f"--change {text}", step=step))
@@ -123,6 +128,12 @@ class FreezingPolicy(Policy):
         self._start = inputs.current.planned if case.shrink != "none" else None
         self._norms: LayerNorms | None = None
         self._begin(0)
+        if self._steps >= inputs.training.n_steps:
+            raise ConfigError(
+                f"--freeze {case.freeze} freezes after each interval of {self._steps} steps, the "
+                f"run has {inputs.training.n_steps}: lower --freeze-interval (default: an epoch), "
+                "or train more steps"
+            )
         self._missed = self._catch_up(elastic.layers) if case.first_step else None
         if case.freeze == "gradient":
             self._norms = elastic.watch_gradients()

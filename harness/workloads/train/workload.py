@@ -41,7 +41,7 @@ class Evaluation:
     """Measures accuracies of one run; all ranks construct it, each with a copy of the model.
 
     Raises:
-        ConfigError: the data have no samples that are held out, or classify nothing.
+        ConfigError: the model classifies nothing.
     """
 
     def __init__(self, case: TrainCase, context: Context) -> None:
@@ -50,10 +50,10 @@ class Evaluation:
         state = torch.get_rng_state()  # which building a model advances
         task = make_task(case)
         torch.set_rng_state(state)
-        if entry.held_out is None or not task.n_classes:
+        assert entry.held_out is not None, "other data were refused"
+        if not task.n_classes:
             raise ConfigError(
-                f"--evaluate needs samples that are not trained by, and --data {case.data} holds "
-                "out none: use --data digits, or drop --evaluate"
+                f"--evaluate counts classes that are found, {case.model} has no classes: drop it"
             )
         self._model = task.model.to(self._world.device).eval()
         data = entry.held_out(data_options(case), task, case.batch)
@@ -292,6 +292,11 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
 
         assert planned is not None, "other engines were refused"
         changes = StrategyChanges(case, context, planned, training)
+    if case.evaluate and training.n_steps < training.plan.n_steps_per_epoch:
+        raise ConfigError(
+            f"--evaluate measures after each epoch, which has {training.plan.n_steps_per_epoch} "
+            f"steps, the run has {training.n_steps}: use --epochs, or raise --steps"
+        )
     evaluation = Evaluation(case, context) if case.evaluate else None
     keeper = StateKeeper(case, context)
     loop = TrainLoop(training, context, case.warm_up, changes, evaluation, keeper, case.first_step)

@@ -12,7 +12,7 @@ from harness.plan.roofline import roofline_profile
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.workloads.planning.inputs import capture_graph
-from harness.workloads.train.cases import load_for
+from harness.workloads.train.cases import check_files, load_for
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import build_strategy, load_strategy, search_config_of
 
@@ -131,6 +131,14 @@ def test_a_file_for_another_batch_is_refused(simulator, load):
         load(built(simulator, strategy="ddp"), batch=12)
 
 
+def test_a_change_to_another_batch_is_refused_before_the_launch(simulator, tmp_path):
+    path = tmp_path / "next.json"
+    path.write_bytes(built(simulator, strategy="ddp").to_json())
+    check_files(replace(CASE, change=(f"3:{path}",)))
+    with pytest.raises(StrategyError, match=r"next\.json is for a batch of 24, the run has 12"):
+        check_files(replace(CASE, change=(f"3:{path}",), batch=12))
+
+
 def test_a_stale_file_is_refused_with_what_changed(simulator, load):
     strategy = built(simulator, strategy="ddp")
     other = msgspec.structs.replace(
@@ -156,5 +164,5 @@ def test_a_file_for_more_ranks_is_refused(simulator, load):
         name: msgspec.structs.replace(plan, devices=[3])
         for name, plan in strategy.operators.items()
     }
-    with pytest.raises(StrategyError, match="is on device 3, the cluster has devices 0 to 2"):
+    with pytest.raises(StrategyError, match=r"is for 4 devices, the run has 3 ranks: start mo"):
         load(msgspec.structs.replace(strategy, operators=plans))

@@ -128,6 +128,17 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ),
         ({"predict": True, "strategy": ("zero1",)}, "--predict cannot simulate deepspeed"),
         ({"search_seconds": 0.0}, "--search-seconds 0.0"),
+        ({"drift": True, "trials": 1}, "--trials 1 is for --strategy searched"),
+        ({"evaluate": True}, "--evaluate is for --data digits, --data is synthetic: drop the flag"),
+        ({"optimizer": "adamw", "momentum": 0.5}, "--momentum 0.5 is for --optimizer sgd"),
+        ({"drift_threshold": 0.5}, "--drift-threshold 0.5 is for --drift, it is not given: drop"),
+        ({"data": "digits", "n_samples": 9}, "--n-samples 9 is for --data synthetic, --data is"),
+        ({"lr_gamma": 0.5}, "--lr-gamma 0.5 is for --lr-schedule step"),
+        (
+            {"strategy": ("zero3",), "survive": True},
+            "zero3 is trained by deepspeed: use --strategy ddp --shard-state parameters",
+        ),
+        ({"shard_state": "optimizer", "n_ranks": (4, 1)}, "the run of ddp has 1: drop it, or"),
         ({"memory": "much"}, "size 'much'"),
         ({"engine": "horovod"}, "no engine 'horovod'"),
         ({"dtype": ("fp8",)}, "dtype 'fp8'"),
@@ -160,6 +171,8 @@ def test_pipelines_that_a_schedule_cannot_serve_are_refused(flags, message):
 
 
 def test_what_one_strategy_follows_may_be_given_beside_others():
+    beside = TrainConfig(survive=True, search_seconds=9.0, memory="12GB")
+    assert len(train_cases(beside, 4)) == 1
     both = TrainConfig(strategy=("single", "searched"), trials=1, predict=True)
     assert {case.trials for case in train_cases(both, 4)} == {1}
     predicted = TrainConfig(strategy=("ddp", "zero1"), predict=True)

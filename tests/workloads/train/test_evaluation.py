@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.errors import ConfigError
 from harness.runtime.data.images import DigitData
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.setup import make_task
@@ -35,9 +34,3 @@ def test_the_accuracy_is_the_share_of_held_out_digits_that_are_found(context):
     labels = DigitData((1, 8, 8), is_held_out=True).__getitems__(list(range(357))).targets
     engine = SimpleNamespace(model_state=model.state_dict)
     assert Evaluation(CASE, context).accuracy(engine) == int((labels == 3).sum()) / 357
-
-
-def test_data_without_held_out_samples_are_refused(context):
-    case = TrainCase(model="lenet", batch=4, evaluate=True)
-    with pytest.raises(ConfigError, match="--data synthetic holds out none: use --data digits"):
-        Evaluation(case, context)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from harness.domain.freezing import FreezableLayer
+from harness.errors import ConfigError
 from harness.runtime.engines.optimizers import LearningRates
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.policies import FreezingPolicy
@@ -83,3 +84,8 @@ def test_the_gradient_rule_goes_on_from_the_layers_that_the_state_trains(tmp_pat
     save_file({"model - x": torch.zeros(1)}, tmp_path / "shard0.safetensors", metadata=metadata)
     found = changes_of(CASE, first=15, freeze="gradient", load_state=tmp_path)
     assert found == [(15, 3), (20, 4), (25, 0), (35, 2), (45, 3)]
+
+
+def test_a_run_that_ends_before_its_first_interval_is_refused():
+    with pytest.raises(ConfigError, match="each interval of 10 steps, the run has 10: lower"):
+        changes_of(CASE, steps=10)
