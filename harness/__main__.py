@@ -143,6 +143,7 @@ def _work(
     channel: Channel,
     comm: Any,
 ) -> int:
+    from harness.cases import has_failed
     from harness.launch import Launcher, SweepEnded
     from harness.runtime.ranks.rendezvous import meet
 
@@ -190,8 +191,7 @@ def _work(
     meeting.leave()
     if ended and world.is_first:
         raise ended
-    is_failed = any(header.status not in ("ok", "oom") for header in headers)
-    return int(world.is_first and is_failed)
+    return int(world.is_first and has_failed(headers))
 
 
 @contextlib.contextmanager

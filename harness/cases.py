@@ -173,6 +173,12 @@ def find_last(results: Path, case: Case, repeat: int, n_started: int) -> RunHead
     return max(found, key=lambda header: header.start_utc, default=None)
 
 
+def has_failed(headers: Sequence[RunHeader]) -> bool:
+    """Whether a run failed; one that ranks were lost from has not if the run that goes on is ok."""
+    gone_on = {header.config.get("continues") for header in headers}
+    return any(h.status not in _FINISHED and h.run_id not in gone_on for h in headers)
+
+
 def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
     """Finished runs in a results directory by key, oldest first."""
     done: dict[str, list[RunHeader]] = {}

@@ -27,7 +27,8 @@ comparison of training strategies runs; it accepts the flags that all workloads 
 --resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
 Draw figures and the report from results with: python -m harness.plot results/
 
-exit codes: 0 every run is ok or out of memory, 1 a run failed, 2 bad input, 130 interrupted
+exit codes: 0 every run is ok or out of memory, 1 a run failed and none continued it to its end,
+  2 bad input, 130 interrupted
 """
 
 

@@ -77,7 +77,8 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
         reason: one sentence, if the status is not ok.
         backend: nccl or gloo.
         duration_s: wall seconds from start to status, None while running.
-        summary: a few derived numbers, for people only: figures derive theirs from records.
+        summary: a few derived numbers, for people and for the launch that goes on with the run:
+            figures derive theirs from records.
     """
 
     run_id: str

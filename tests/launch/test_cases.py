@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+import pytest
 from made_runs import header_of
 
-from harness.cases import Case, PlannedRun, find_last, remaining_repeats
+from harness.cases import Case, PlannedRun, find_last, has_failed, remaining_repeats
 from harness.measure.store import write_header
 from harness.workloads.common.contract import Workload
 
@@ -47,3 +48,10 @@ def test_runs_that_continue_each_other_in_a_circle_are_read(tmp_path):
     workload = replace(WORKLOAD, is_same=lambda one, other: True)
     case = Case(name="case", workload=workload, config=Empty())
     assert find_last(tmp_path, case, 0, 1) is not None
+
+
+@pytest.mark.parametrize(("last", "failed"), [("ok", False), ("crash", True)])
+def test_a_run_that_lost_a_rank_counts_by_the_one_that_goes_on(last, failed):
+    lost = header_of(run_id="a", status="crash")
+    assert has_failed([lost])
+    assert has_failed([lost, header_of(status=last, config={"continues": "a"})]) == failed
