@@ -251,7 +251,7 @@ def _pair(value: object, position: int, default: int) -> int:
     return int(value) if isinstance(value, (int, float)) else default
 
 
-def _scaled(interval: Interval, size: int, to: int) -> Interval:
+def scaled(interval: Interval, size: int, to: int) -> Interval:
     """Convert an interval of a dim of `size` to a dim of another size (rows merged or split)."""
     if size == to:
         return interval
@@ -313,7 +313,7 @@ def input_block(
         if name is None:
             needed.append((0, size))
         elif dim == SAMPLE:
-            needed.append(_scaled(intervals[SAMPLE], shape[SAMPLE], size))
+            needed.append(scaled(intervals[SAMPLE], shape[SAMPLE], size))
         elif operator.kind in _WINDOWED and dim in _SPATIAL:
             needed.append(_window(operator, dim, intervals[name], size))
         elif operator.kind == "conv2d" and dim == "feature":

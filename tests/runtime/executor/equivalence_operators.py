@@ -90,9 +90,10 @@ class Scalars(_Net):
 
 
 class ManyDims(_Net):
-    """Windows, as values of six dims, samples not always the first."""
+    """Windows, as values of six dims, samples not always the first, some of two rows a sample."""
 
     def between(self, y: Tensor) -> Tensor:
+        y = y.view(-1, 1, 1, 1, 3, 2).mT.flip(5).reshape(y.shape)
         windows = y.view(-1, 2, 1, 3, 1, 2).permute(1, 0, 2, 4, 3, 5)
         one, two = windows.unbind(0)
         return self.second(torch.cat([one.flatten(1), two.flatten(1).tanh()], 1))

@@ -30,6 +30,7 @@ from harness.domain.sharding import (
     input_block,
     is_partial,
     output_sizes,
+    scaled,
 )
 from harness.domain.strategy import OperatorPlan, Strategy, copies_of
 from harness.errors import ModelError, StrategyError
@@ -215,7 +216,9 @@ class Layout:
         held = dict(zip(self.shapes[part.operator], part.block, strict=True))
         sizes = self.shapes[part.operator]
         return tuple(
-            held[dim] if dim in held and sizes[dim] == size else (0, size)
+            scaled(held[dim], sizes[dim], size)
+            if dim in held and (dim == SAMPLE or sizes[dim] == size)
+            else (0, size)
             for dim, size in self.value_shape(node).items()
         )
 
