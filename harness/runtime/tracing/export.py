@@ -44,7 +44,10 @@ _ASSERTIONS = (
 
 
 def export(
-    model: nn.Module, examples: tuple[Tensor, ...], whole: Collection[type[nn.Module]] = ()
+    model: nn.Module,
+    examples: tuple[Tensor, ...],
+    whole: Collection[type[nn.Module]] = (),
+    unrolled: Collection[type[nn.Module]] = (),
 ) -> fx.GraphModule:
     """Export a model for batches of any size; the graph holds the model's own tensors.
 
@@ -53,10 +56,12 @@ def export(
 
     Args:
         whole: kinds of modules that are one operator each.
+        unrolled: kinds that may loop over a sequence.
 
     Raises:
         ModelError: the export is for one batch size only, or loses a construct.
         LoopError: another kind of module loops over a sequence.
+        KeptError: a kind in `whole` cannot be one operator.
         Exception: any error of torch.export.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes half a second
@@ -73,7 +78,7 @@ def export(
         patches.masks_unread(),
         patches.users_code(model),
         _sizes_fixed(ShapeEnv, fixed),
-        loops_found(copied, whole),
+        loops_found(copied, (*whole, *unrolled)),
         KnownValues(len(examples[0])),
     ):
         # torch.export always specializes a size of 1.

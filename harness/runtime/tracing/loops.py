@@ -31,6 +31,14 @@ class LoopError(Exception):
         self.kind = kind
 
 
+class KeptError(Exception):
+    """A kind of module does not run by itself: it reads values that the model around it makes."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__(f"{kind.__name__} loops, but does not run by itself")
+        self.kind = kind
+
+
 class WholeModule(OpaqueFunction):
     """A call of a module, given its tensors and then its weights.
 
@@ -109,16 +117,12 @@ class _Counter(TorchFunctionMode):
 
 
 @contextmanager
-def loops_found(model: nn.Module, whole: Collection[type[nn.Module]]) -> Iterator[None]:
-    """Raise LoopError in the block if a module of `model` loops.
-
-    Args:
-        whole: kinds of modules that are kept whole.
-    """
+def loops_found(model: nn.Module, allowed: Collection[type[nn.Module]]) -> Iterator[None]:
+    """Raise LoopError in the block if a module of `model` loops, but for kinds that may."""
     # An export gives modules another type, and the same `__dict__`.
     kinds = {id(vars(part)): type(part) for part in model.modules()}
     large = {type(part) for part in with_large_shares(model)}
-    counter = _Counter(lambda module: kinds.get(id(vars(module)), type(module)), {*whole, *large})
+    counter = _Counter(lambda module: kinds.get(id(vars(module)), type(module)), {*allowed, *large})
     hooks = (
         module_hooks.register_module_forward_pre_hook(counter.enter),
         module_hooks.register_module_forward_hook(counter.leave, always_call=True),

@@ -32,6 +32,11 @@ def read_before_a_write(x):
     return x + seen
 
 
+def drawn_without_a_generator(x):
+    x = x * 2 if torch.ones(len(x), 6).any() else x
+    return x + torch.randn(len(x), 6, generator=None)
+
+
 def read_after_a_write(x):
     seen = torch.zeros_like(x)
     seen.view(-1).copy_(x.flatten())
@@ -66,7 +71,15 @@ def captured(middle):
     return task, capture(task, 8, "net")
 
 
-@pytest.mark.parametrize("middle", [flag_of_sizes, clamp_if_infinite, read_before_a_write])
+@pytest.mark.parametrize(
+    "middle",
+    [
+        flag_of_sizes,
+        clamp_if_infinite,
+        read_before_a_write,
+        drawn_without_a_generator,
+    ],
+)
 def test_values_of_sizes_alone_are_followed(middle):
     task, graph = captured(middle)
     hold_to_model(task, graph, "net")

@@ -7,6 +7,7 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import ModelOptions
+from harness.runtime.tracing import loops
 from harness.runtime.tracing.loops import LONGEST, WholeModule
 
 
@@ -62,3 +63,28 @@ def test_a_long_loop_is_one_operator_that_is_cut_by_samples():
 
 def test_a_short_loop_is_unrolled():
     assert not any(isinstance(n.target, WholeModule) for n in captured(n_steps=4).nodes.values())
+
+
+def test_a_loop_to_a_number_in_a_tensor_is_unrolled(monkeypatch):
+    class Counted(nn.Linear):
+        def forward(self, x, n):
+            for k in range(int(n)):
+                x = torch.sin(k * x)
+            return super().forward(x)
+
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.steps = nn.ModuleList(Counted(6, 6) for _ in range(3))
+
+        def forward(self, x):
+            n = torch.tensor(x.shape[1])
+            for step in self.steps:
+                x = step(x, n)
+            return x
+
+    monkeypatch.setattr(loops, "LONGEST", 6)
+    task = task_of("steps", (Steps(), {"x": torch.randn(2, 6)}), ModelOptions())
+    found = capture(task, 8, "steps")
+    hold_to_model(task, found, "steps")
+    assert sum(op.kind == "linear" for op in found.graph.operators) == 3
