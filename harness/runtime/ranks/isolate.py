@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import spawnv_passfds
 from typing import Any
 
 import psutil
@@ -131,6 +132,11 @@ def _fork(path: str, argv: Sequence[str], passed_fds: Sequence[int]) -> int:
             if fd not in kept:
                 with contextlib.suppress(OSError):  # of the list itself
                     os.close(fd)
+        # Its children may start servers, as workers of a DataLoader need: this copy was made while
+        # multiprocessing held the lock of the server.
+        server: Any = multiprocessing.forkserver
+        multiprocessing.util.spawnv_passfds = spawnv_passfds
+        server._forkserver.__init__()
         exec(argv[-1], {})
     finally:
         os._exit(0)

@@ -1,9 +1,13 @@
 """A child that is killed, hangs or is stopped costs its own result and nothing else."""
 
+import multiprocessing
 import operator
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 
@@ -18,6 +22,28 @@ def nobody():
 def test_a_value_comes_back():
     ending = run_isolated(operator.add, (2, 3), timeout_s=60, peer_failure=nobody)
     assert (ending.status, ending.value) == ("ok", 5)
+
+
+def start_a_process():
+    process = multiprocessing.Process(target=int)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def test_a_child_starts_processes_as_a_data_loader_does():
+    """The server must be a fork of this process's first thread, so another interpreter tests it."""
+    code = (
+        "import test_isolate as here; from harness.runtime.ranks.isolate import *; "
+        "start_fork_server([]); print(run_isolated("
+        "here.start_a_process, (), timeout_s=30, peer_failure=here.nobody).value)"
+    )
+    paths = os.pathsep.join((str(Path(__file__).parent), *sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == "0\n", done.stderr
 
 
 def test_a_killed_child_is_a_crash_with_its_signal():
