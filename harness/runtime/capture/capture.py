@@ -38,7 +38,7 @@ from harness.runtime.capture.sample_dims import (
     Values,
     batch_sizes,
     is_cut_by_samples,
-    join_row_indices,
+    join_samples,
     named_shape,
     sample_dims,
     values_by_batch,
@@ -340,7 +340,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
     )
     module = trace(task.model, examples)
     with torch.device("meta"):  # for tensors that modules create
-        join_row_indices(module, examples)
+        join_samples(module, examples)
         replace_in_place_writes(module, examples)
         measured = run_on_meta(module, examples)
         builder = _Builder(module, measured, values_by_batch(module, examples), batch)

@@ -177,7 +177,8 @@ _ELEMENTWISE = {
     "float", "contiguous", "log", "abs", "imul", "isub", "exp", "detach", "ne", "eq", "lt", "le",
     "gt", "ge", "where", "masked_fill", "maximum", "minimum", "cos", "sin", "square", "reciprocal",
     "erf", "mish", "softsign", "clone", "type_as", "logical_and", "logical_or", "logical_not",
-    "clamp_min", "clamp_max", "sign", "rsub",
+    "clamp_min", "clamp_max", "clip", "sign", "rsub", "__and__", "__or__", "bitwise_and",
+    "bitwise_or", "bitwise_not",
 }  # fmt: skip
 _ADD = {"add", "add_", "iadd"}
 CONCATENATIONS = {"cat", "concat", "concatenate"}
@@ -186,7 +187,7 @@ _SOFTMAX = {"softmax", "log_softmax"}
 _RESHAPES = {
     "reshape", "view", "permute", "transpose", "expand", "unsqueeze", "squeeze", "stack", "chunk",
     "split", "mean", "sum", "matmul", "bmm", "getitem", "t", "repeat", "expand_as", "unflatten",
-    "slice", "select", "narrow", "unbind", "pad", "picked", "split_with_sizes",
+    "slice", "select", "narrow", "unbind", "pad", "picked", "placed", "split_with_sizes",
     "zeros_like", "ones_like", "full_like", "flip", "index_select", "cumsum", "repeat_interleave",
     "movedim",
 }  # fmt: skip

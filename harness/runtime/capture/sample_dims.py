@@ -2,9 +2,11 @@
 
 A dim whose size is in proportion to that of the batch is a sample dim.
 
-`x[torch.arange(len(x)), index]`, by which models pick one position of each sample, such as the last
-token, is joined into one operator that keeps samples apart, because by itself the number of a row
-depends on the batch.
+`x[torch.arange(len(x)), index]`, by which models pick positions of each sample, such as the last
+token or all keys of a mask, is joined into one operator that keeps samples apart, because by itself
+the number of a row depends on the batch. So is a `masked_scatter`, by which models put the features
+of images in the places of their tokens, because by itself it gives them to the next places of all
+samples.
 """
 
 from __future__ import annotations
@@ -167,23 +169,61 @@ def is_cut_by_samples(
 
 
 _INDEXING = (operator.getitem, torch.ops.aten.index.Tensor)
+_WIDENING = ("unsqueeze", "getitem", "view", "reshape")  # functions that add dims of one element
 
 
-def picked(x: Tensor, *indices: Any) -> Tensor:
-    """Index each row of x (samples, ...) by its own indices, each (samples,)."""
-    return x[(torch.arange(len(x), device=x.device), *indices)]
+def picked(x: Tensor, n_dims: int, *indices: Any) -> Tensor:
+    """Index each row of x (samples, ...) by its own indices, (samples, ...) or (1, ...), of at most
+    `n_dims` dims."""
+    rows = torch.arange(len(x), device=x.device).view(-1, *[1] * (n_dims - 1))
+    return x[(rows, *indices)]
 
 
-def join_row_indices(module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
-    """Rewrite a traced model in place."""
+def placed(x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    """`x.masked_scatter(mask, rows)`, where each row goes to the places of its own sample.
+
+    A sample that has more or fewer places than its row has elements becomes NaN, because others
+    would take what it leaves. An error instead would wait for the device in every step, and in
+    those without communication, where the masks that a rank receives are empty, be wrong.
+    """
+    is_own = mask.expand_as(x).flatten(1).sum(1) == rows.shape[1]
+    return x.masked_scatter(mask, rows).where(is_own.view(-1, *[1] * (x.dim() - 1)), torch.nan)
+
+
+def _join_scatters(module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
+    nodes = [n for n in module.graph.nodes if function_name(n.target) == "masked_scatter"]
+    by_batch = values_by_batch(module, examples) if nodes else []
+    batches = batch_sizes(by_batch)
+    for node in nodes:
+        x, mask, source = node.args
+        found = [(values[x], values[source]) for values in by_batch]
+        sizes = [[tensor.shape[0] for tensor in pair] for pair in found]
+        is_led = all(_is_proportional(each, batches) for each in zip(*sizes, strict=True))
+        # Of a source as large as x, the first elements are read, whichever samples they belong to.
+        is_smaller = found and found[0][1].numel() < found[0][0].numel()
+        if is_led and is_smaller and found[0][0].is_floating_point():
+            with module.graph.inserting_before(node):
+                n_rows = module.graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
+                rows = module.graph.call_method("reshape", (source, n_rows, -1))
+            node.op, node.target, node.args = "call_function", placed, (x, mask, rows)
+
+
+def _join_lookups(module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
     found = list(_candidates(module))
     by_batch = values_by_batch(module, examples) if found else []
     for node, source, (rows, *indices) in found:
-        sizes = [(values[rows].shape, values[source].shape[:1]) for values in by_batch]
-        if sizes and all(a == b for a, b in sizes):
-            node.target, node.args = picked, (source, *indices)
-            if not rows.users:
-                module.graph.erase_node(rows)
+        shapes = [(values[rows].shape, values[source].shape[:1]) for values in by_batch]
+        if shapes and all(a == (*n, *[1] * (len(a) - 1)) for a, n in shapes):
+            node.target, node.args = picked, (source, len(shapes[0][0]), *indices)
+            while not rows.users and function_name(rows.target) in ("arange", *_WIDENING):
+                unread, rows = rows, rows.args[0]
+                module.graph.erase_node(unread)
+
+
+def join_samples(module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
+    """Rewrite a traced model in place."""
+    _join_scatters(module, examples)
+    _join_lookups(module, examples)
     module.recompile()
 
 
@@ -192,8 +232,11 @@ def _candidates(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node, Sequ
     for node in module.graph.nodes:
         if node.target in _INDEXING and isinstance(node.args[1], list | tuple):
             source, indices = node.args
-            rows = indices[0] if indices else None
-            if isinstance(rows, fx.Node) and function_name(rows.target) == "arange":
-                end = rows.args[0] if len(rows.args) == 1 else None
-                if isinstance(end, fx.Node) and all(isinstance(n, fx.Node) for n in indices):
-                    yield node, source, indices
+            if not indices or not all(isinstance(n, fx.Node) for n in indices):
+                continue
+            rows = indices[0]
+            while function_name(rows.target) in _WIDENING and len(rows.all_input_nodes) == 1:
+                rows = rows.args[0]
+            end = rows.args[0] if len(rows.args) == 1 else None
+            if function_name(rows.target) == "arange" and isinstance(end, fx.Node):
+                yield node, source, indices

@@ -216,8 +216,8 @@ class _Comparison:
             return f"{message}): fix its forward first"
         if outputs is None:
             return (
-                f"{message}): fix its forward first, which gets random numbers, and integers from "
-                "0 to the largest of the factory's example"
+                f"{message}): fix its forward first, which gets random numbers, and integers of "
+                "the factory's example (any from 0 to the largest, if some are negative)"
             )
         given = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         return (

@@ -24,13 +24,15 @@ class Example:
     """An example's tensors and their places among a model's arguments.
 
     Attributes:
-        specs: of the tensors; integers are drawn from 0 to the largest in the example.
+        specs: of the tensors. Integers of a synthetic sample are those of one of the example's; any
+            from 0 to the largest without `has_rows`, or where some are negative, which do not count
+            as labels.
 
     Raises:
         ModelError: it has no tensors, or one without samples.
     """
 
-    def __init__(self, name: str, example: Any) -> None:
+    def __init__(self, name: str, example: Any, *, has_rows: bool) -> None:
         args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
         args = tuple(args) if isinstance(args, tuple | list) else (args,)
         leaves, self._structure = pytree.tree_flatten_with_path((args, kwargs))
@@ -42,7 +44,9 @@ class Example:
                 f"--model {name!r}: its example holds {_kinds(self._leaves)}: give tensors of "
                 "several samples, and leave out what has a default"
             )
-        self.specs = tuple(_spec(_name_of(leaves[k][0], k), self._leaves[k]) for k in self._places)
+        self.specs = tuple(
+            _spec(_name_of(leaves[k][0], k), self._leaves[k], has_rows) for k in self._places
+        )
         self._n_positional, self._keywords = len(args), list(kwargs)
 
     def bind(
@@ -128,8 +132,9 @@ def _name_of(path: tuple[Any, ...], position: int) -> str:
     return "_".join(map(str, words)) or f"input_{position}"
 
 
-def _spec(name: str, tensor: Tensor) -> InputSpec:
-    n_values = None if has_gradients(tensor) else int(tensor.max()) + 1
-    return InputSpec(
-        name=name, shape=tuple(tensor.shape[1:]), dtype=tensor.dtype, n_values=n_values
-    )
+def _spec(name: str, tensor: Tensor, has_rows: bool) -> InputSpec:
+    shape, dtype = tuple(tensor.shape[1:]), tensor.dtype
+    if has_gradients(tensor):
+        return InputSpec(name=name, shape=shape, dtype=dtype)
+    rows = tensor.clone() if has_rows and bool((tensor >= 0).all()) else None
+    return InputSpec(name=name, shape=shape, dtype=dtype, n_values=int(tensor.max()) + 1, rows=rows)

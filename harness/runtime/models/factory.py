@@ -43,26 +43,32 @@ _LONGEST = (
 )  # fmt: skip
 _EXPERTS = "batched_mm"
 _REMEDY = "return (model, example) from the factory, with example a dict of forward's arguments"
+_REMEDY_OF_EXAMPLE = "call the model with the example in the factory, and mend what fails there"
 
 
-def task_from_example(name: str, model: nn.Module, example: Any) -> Task:
+def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bool) -> Task:
     """A task whose inputs are like those of an example.
 
     If the model computes a loss, that is the task's and its labels are the targets; else targets
     are classes of the logits. A loss that parts of a batch cannot compute stays in the model.
 
+    Args:
+        is_users: whether the factory returned the example. In any other, all integers from 0 to the
+            largest make a sample.
+
     Raises:
         ModelError: the example has no tensors, or the model does not take it.
     """
-    given = Example(name, example)
+    given = Example(name, example, has_rows=is_users)
+    remedy = _REMEDY_OF_EXAMPLE if is_users else _REMEDY
     _prepare(name, model)
     specs, tensors = given.specs, given.tensors
     bound = model if given.fits(model) else given.bind(model)
-    output, inputs, calls = _run_once(name, bound, tensors)
+    output, inputs, calls = _run_once(name, bound, tensors, remedy)
 
     def recall() -> tuple[list[Call], int]:
         more = [torch.cat([x, x[:1]]) for x in tensors]
-        return _run_once(name, bound, more)[2], len(more[0])
+        return _run_once(name, bound, more, remedy)[2], len(more[0])
 
     split = split_loss(output, inputs, specs, calls, recall)
     if isinstance(split, str):
@@ -143,7 +149,7 @@ def _prepare(name: str, model: nn.Module) -> None:
 
 
 def _run_once(
-    name: str, model: nn.Module, tensors: list[Tensor]
+    name: str, model: nn.Module, tensors: list[Tensor], remedy: str
 ) -> tuple[Any, list[Tensor], list[Call]]:
     """Call a model on fake tensors, or a copy of it on real ones if its control flow reads values;
     returns its output, the inputs and torch's calls."""
@@ -157,32 +163,32 @@ def _run_once(
         raise
     except Exception as error:
         if any(x.is_meta for x in model.parameters()):
-            raise _not_taken(name, tensors, error) from error
-        return _run_copy(name, model, tensors)
+            raise _not_taken(name, tensors, error, remedy) from error
+        return _run_copy(name, model, tensors, remedy)
     return output, given, recorder.calls
 
 
 def _run_copy(
-    name: str, model: nn.Module, tensors: list[Tensor]
+    name: str, model: nn.Module, tensors: list[Tensor], remedy: str
 ) -> tuple[Any, list[Tensor], list[Call]]:
     try:
         copied = copy.deepcopy(model)
         with torch.random.fork_rng(devices=[]), CallRecorder() as recorder:
             output = copied(*tensors)
     except Exception as error:
-        raise _not_taken(name, tensors, error) from error
+        raise _not_taken(name, tensors, error, remedy) from error
     return output, tensors, recorder.calls
 
 
 def _runs(model: nn.Module, tensors: list[Tensor]) -> bool:
     try:
-        _run_once("", model, tensors)
+        _run_once("", model, tensors, "")
     except ModelError:
         return False
     return True
 
 
-def _not_taken(name: str, tensors: Iterable[Tensor], error: Exception) -> ModelError:
+def _not_taken(name: str, tensors: Iterable[Tensor], error: Exception, remedy: str) -> ModelError:
     shapes = ", ".join("x".join(map(str, x.shape)) for x in tensors)
     place = users_line(error)
     where = f" at {place}" if place else ""
@@ -190,7 +196,7 @@ def _not_taken(name: str, tensors: Iterable[Tensor], error: Exception) -> ModelE
     if "'NoneType'" in reason:
         reason = "it reads an input that the example has not"
     return ModelError(
-        f"--model {name!r}: its forward fails on inputs of {shapes}{where} ({reason}): {_REMEDY}"
+        f"--model {name!r}: its forward fails on inputs of {shapes}{where} ({reason}): {remedy}"
     )
 
 
@@ -356,9 +362,10 @@ def task_of(name: str, built: Any, options: ModelOptions) -> Task:
             "model, or the pair (model, example inputs)"
         )
     check_model(built)
-    if example is None:
+    is_users = example is not None
+    if not is_users:
         example = example_of(name, built, options)
-    return task_from_example(name, built, example)
+    return task_from_example(name, built, example, is_users=is_users)
 
 
 @contextlib.contextmanager

@@ -118,12 +118,14 @@ class InputSpec:
 
     Attributes:
         n_values: number of values of integers (0 to n_values - 1); None for real and complex ones.
+        rows: integers of samples of an example; None if any integers below n_values make a sample.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     n_values: int | None = None
+    rows: Tensor | None = field(default=None, compare=False, repr=False)
 
     def draw(
         self,
@@ -131,7 +133,11 @@ class InputSpec:
         generator: torch.Generator | None = None,
         device: torch.device | None = None,
     ) -> Tensor:
-        """Draw random samples."""
+        """Draw random samples; inputs with rows take those of the same samples for one seed."""
+        if self.rows is not None:
+            first = (generator or torch.default_generator).initial_seed() % len(self.rows)
+            chosen = (first + torch.arange(n_samples)) % len(self.rows)
+            return self.rows[chosen].to(device or chosen.device)
         shape, dtype = (n_samples, *self.shape), self.dtype
         if self.n_values is None and (dtype.is_floating_point or dtype.is_complex):
             return torch.randn(shape, dtype=dtype, generator=generator, device=device)

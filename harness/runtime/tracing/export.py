@@ -28,6 +28,7 @@ from harness.runtime.tracing.constructs import (
     is_view,
 )
 from harness.runtime.tracing.exported_functions import ExportedFunctions
+from harness.runtime.tracing.joined_samples import JoinedSamples
 from harness.runtime.tracing.known_values import KnownValues
 from harness.runtime.tracing.loops import loops_found
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
@@ -80,6 +81,7 @@ def export(
         _sizes_fixed(ShapeEnv, fixed),
         loops_found(copied, (*whole, *unrolled)),
         KnownValues(len(examples[0])),
+        JoinedSamples(),
     ):
         # torch.export always specializes a size of 1.
         given = tuple(fake(x if len(x) > 1 else torch.cat((x, x)), mode) for x in examples)

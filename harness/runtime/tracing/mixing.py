@@ -33,7 +33,7 @@ from harness.runtime.capture.operators import (
     is_known,
     is_opaque,
 )
-from harness.runtime.capture.sample_dims import Values, batch_sizes, is_uneven
+from harness.runtime.capture.sample_dims import Values, batch_sizes, is_uneven, placed
 from harness.runtime.devices.precision import Float32Watch, has_gradients
 from harness.runtime.tracing.constructs import ConstructError
 from harness.runtime.tracing.functions import GradientHooks
@@ -138,7 +138,7 @@ class SampleMixing:
     def _is_known_sample_wise(self, node: fx.Node, kind: str) -> bool:
         """Whether an operator's kind implies that it is sample-wise, or the executor handles its
         mixing (batch normalization)."""
-        if kind == "batch_norm" or self._is_norm(node):
+        if kind == "batch_norm" or self._is_norm(node) or node.target is placed:
             return True
         sources = node.all_input_nodes
         if kind in _POINTWISE:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness.domain.strategy import Strategy, samples_per_device
 from harness.errors import ConfigError
@@ -26,13 +26,14 @@ from harness.runtime.data import (
     open_data,
     split_by_weight,
 )
+from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.precision import Precision, set_tensor_cores
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.engines.optimizers import LearningRates
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
-from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
 from harness.runtime.ranks.world import World
 from harness.workloads.train.cases import data_options, fitted_options
@@ -81,10 +82,6 @@ _MIN_TIME_S = 0.5
 _MIN_STEPS = 3
 
 
-def _zeros(spec: InputSpec, n_samples: int, device: torch.device) -> Tensor:
-    return torch.zeros((n_samples, *spec.shape), dtype=spec.dtype, device=device)
-
-
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -92,8 +89,7 @@ def _finish(device: torch.device) -> None:
 
 def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) -> float:
     """Rate of forward and backward over batches of `n_samples`; the model is not changed."""
-    inputs = [_zeros(spec, n_samples, device) for spec in task.inputs]
-    targets = task.draw_targets(n_samples, device=device)
+    inputs, targets = draw_batch(task, n_samples, 0, device)
     precision = Precision(dtype, device)
     state = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
 

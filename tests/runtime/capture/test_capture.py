@@ -226,7 +226,7 @@ def task_of(model):
         (by_value, "forward decides by the values of a tensor"),
         (of_a_slope, r"forward calls torch\.autograd\.grad, which differentiates"),
         (of_a_pass, r"forward calls backward\(\), which differentiates"),
-        (lambda net, x: torch.stack([row for row in x]), "forward loops over the samples"),  # noqa: C416
+        (lambda net, x: torch.stack([row + 1 for row in x]), "forward loops over the samples"),
         (lambda net, x: sum(x[i] for i in range(x.shape[0])), "forward takes a size of a tensor"),
         (lambda net, x: torch.from_numpy(x.detach().numpy()), "forward computes by numpy"),
         (lambda net, x: x * x.max().item(), "forward reads the value of a tensor"),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from harness.runtime.capture.capture import capture
-from harness.runtime.capture.sample_dims import is_cut_by_samples, is_uneven, sample_dims
+from harness.runtime.capture.sample_dims import is_cut_by_samples, is_uneven, placed, sample_dims
 from harness.runtime.models import InputSpec, Task
 
 
@@ -83,3 +83,12 @@ def test_a_part_of_the_samples_is_uneven():
     assert is_uneven([[(2, 7)], [(0, 7)], [(1, 7)]], batches)  # the first half of them
     assert is_uneven([[(4, 7), (1, 7)], [(1, 7)], [(3, 7)]], batches)
     assert not is_uneven([[(8, 7), (3,)], [(2, 7), (3,)], [(6, 7), (3,)]], batches)
+
+
+def test_features_take_the_places_of_their_own_sample():
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    found = placed(torch.zeros(2, 3), mask, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert found.tolist() == [[1, 0, 2], [0, 3, 4]]
+    mask[0, 0] = False
+    found = placed(torch.zeros(2, 3), mask, torch.ones(2, 2))
+    assert found.isnan().all(1).tolist() == [True, False]

@@ -93,7 +93,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 def _draw(spec: InputSpec, n: int, generator: torch.Generator) -> torch.Tensor:
     if spec.n_values is not None:
-        return torch.randint(spec.n_values, (n, *spec.shape), generator=generator).to(spec.dtype)
+        return spec.draw(n, generator)
     # Drawn in float64 for every dtype, so that float32 trains the same samples, rounded.
     return torch.randn(n, *spec.shape, dtype=torch.float64, generator=generator).to(spec.dtype)
 

@@ -13,6 +13,7 @@ WITH_MICROBATCHES = ("zero_bubble", "interleaved")
 # Models of the zoo; operators of the second need all samples of a batch at once.
 CONSTRUCTS = (
     "pair_function", "straight_through", "no_grad_branch", "hooked_weights", "complex_values",
+    "placed_features",
 )  # fmt: skip
 MIXING = ("hooked_module", "buffer_assigned", "thirds_of_batch")
 

@@ -18,6 +18,7 @@ from zoo import ZOO
 
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
+from harness.runtime.data.synthetic import SyntheticData, draw_batch
 from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models import InputSpec, ModelOptions, Task
 from harness.runtime.models.factory import task_of
@@ -60,12 +61,28 @@ def test_inputs_and_targets_are_read_off_an_example():
     assert functions == ["Embedding", "matmul", "add", "Linear", "cross_entropy"]
 
 
+def test_integers_of_a_synthetic_sample_are_those_of_one_of_the_examples():
+    examples = {"tokens": TOKENS, "more": {"table": TOKENS[:, :, None].repeat(1, 1, 6)}}
+    task = task_of("m:f", (Tagger(), examples), OPTIONS)
+    data = SyntheticData(task, 9, seed=3)
+    batches = draw_batch(task, 5, 1, torch.device("cpu")), data.__getitems__([4, 7])
+    for tokens, table in (batch.inputs for batch in batches):
+        assert {tuple(row) for row in tokens.tolist()} == {(4, 1, 2), (0, 3, 1)}
+        assert torch.equal(tokens, table[:, :, 5])
+    labels = torch.tensor([[1, -100, 4], [2, 0, 3]])  # not all of which count
+    task = task_of(
+        "m:f", (Tagger(), {"tokens": TOKENS, "more": {"table": labels[..., None]}}), OPTIONS
+    )
+    assert task.inputs[1].rows is None
+
+
 @pytest.mark.parametrize(
     ("example", "message"),
     [
         ({}, "its example holds nothing: give tensors"),
         ({"tokens": 3}, "its example holds int: give tensors"),
         ({"tokens": TOKENS}, "its forward fails on inputs of 2x3 (TypeError"),
+        ({"tokens": TOKENS[0]}, ": call the model with the example in the factory, and mend what"),
     ],
 )
 def test_a_wrong_example_is_refused_in_one_line(example, message):

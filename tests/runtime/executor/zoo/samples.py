@@ -97,6 +97,18 @@ class TimeFolded(Net):
         return torch.tanh(self.second(rows)).view(-1, 3, x.shape[1]).mean(1)
 
 
+class Placed(Net):
+    """Features in the places of some tokens, as where a language model reads images, and a lookup
+    of each sample's positions, as in the masks of language models."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.second(x))
+        rows = torch.arange(x.shape[0], device=x.device)
+        turned = y[rows[:, None], torch.arange(x.shape[1] - 1, -1, -1, device=x.device)[None]]
+        features = torch.cat(list(turned[:, 8:]), dim=0)
+        return y.masked_scatter(x.argsort(1) < 4, features)
+
+
 class Doubled(Net):
     """Logits have twice as many rows as the batch."""
 
@@ -137,6 +149,7 @@ SAMPLES: dict[str, ZooModel] = {
     "guarded_batch": ZooModel(build=GuardedBatch),
     "guarded_one": ZooModel(build=GuardedOne),
     "time_folded": ZooModel(build=TimeFolded),
+    "placed_features": ZooModel(build=Placed),
     "doubled_rows": ZooModel(build=Doubled),
     "rows_of_steps": ZooModel(build=PerStep),
 }
