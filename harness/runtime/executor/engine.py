@@ -379,6 +379,7 @@ class ExecutorEngine:
         """Continue at the step of another engine, after its held state has been transferred."""
         self.owners.rebind()
         self._random.step = old._random.step
+        self._scale = old._scale
         self._gatherer.take_unused(old._gatherer)
         self.layer_norms = old.layer_norms
 

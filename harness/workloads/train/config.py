@@ -318,10 +318,10 @@ def check_changes(config: TrainConfig) -> None:
             f"--cache {config.cache} is for fp32 and tf32, because ranks keep other dtypes than "
             f"they send with --dtype {half}: drop one of them"
         )
-    if config.freeze != "none" and config.asynchronous:
-        raise ConfigError("--freeze is for synchronous training: drop --asynchronous")
-    if config.survive and config.asynchronous:
-        raise ConfigError("--survive is for synchronous training: drop --asynchronous")
+    is_on = {"freeze": config.freeze != "none", "survive": config.survive, "drift": config.drift}
+    for name in filter(is_on.__getitem__, is_on):
+        if config.asynchronous:
+            raise ConfigError(f"--{name} is for synchronous training: drop --asynchronous")
     last = 0
     for text in config.change:
         step, _ = parse_change(text)

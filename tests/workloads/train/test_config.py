@@ -111,6 +111,7 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
             {"strategy": ("pipeline",), "asynchronous": True, "shard_state": "gradients"},
             "--asynchronous has no --shard-state gradients: drop one",
         ),
+        ({"strategy": ("pipeline",), "asynchronous": True, "drift": True}, "--drift is for synchr"),
         ({"save_sharded": True}, "--save-sharded needs the executor, ddp is trained by torch"),
         (
             {"strategy": ("pipeline",), "stages": 5},
