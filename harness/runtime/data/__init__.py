@@ -17,6 +17,7 @@ from harness.errors import ConfigError, DataError
 from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
 from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
 from harness.runtime.data.images import DigitData, class_names, open_cifar, open_folder
+from harness.runtime.data.own import factory_of, open_own
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
 from harness.runtime.data.text.labelled import open_squad, open_sst2, squad_file, sst2_file
 from harness.runtime.data.text.plain import open_pairs, open_text, pair_files, text_files
@@ -31,6 +32,8 @@ __all__ = [
     "DataEntry",
     "DataOptions",
     "count_targets",
+    "entry_for",
+    "entry_of",
     "fit_to_data",
     "load_batches",
     "open_data",
@@ -180,15 +183,46 @@ DATA: dict[str, DataEntry] = {
 }
 
 
+def _own_entry(name: str) -> DataEntry:
+    """The entry of a user's data set."""
+
+    def open_it(
+        options: DataOptions, task: Task, global_batch: int, *, is_held_out: bool = False
+    ) -> Dataset[Batch]:
+        offered = {"data_dir": options.data_dir, "seed": options.seed}
+        return open_own(name, offered, task, is_held_out=is_held_out)
+
+    return DataEntry(
+        open=open_it,
+        check=lambda _: factory_of(name).load(),
+        held_out=partial(open_it, is_held_out=True),
+        feeds=None,
+    )
+
+
+def entry_of(data: str) -> DataEntry:
+    """Look up a data set.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if ":" in data:
+        return _own_entry(data)
+    if data not in DATA:
+        raise ConfigError(
+            f"there is no data {data!r}: choose one of {', '.join(DATA)}, or write your own as "
+            "package.module:factory"
+        )
+    return DATA[data]
+
+
 def entry_for(data: str, model: str) -> DataEntry:
     """Look up a data set and check that it fits the model.
 
     Raises:
         ConfigError: the data set is unknown or does not fit the model.
     """
-    if data not in DATA:
-        raise ConfigError(f"there is no data {data!r}: choose one of {', '.join(DATA)}")
-    entry = DATA[data]
+    entry = entry_of(data)
     if entry.feeds == "text" and ":" in model:
         return entry  # the factory may return a Task of text
     if entry.feeds is not None and entry.feeds != input_kind(model):
@@ -221,16 +255,17 @@ def open_data(name: str, options: DataOptions, task: Task, global_batch: int) ->
         DataError: the data set is missing, empty, or has another layout, or its classes are no
             targets of the task.
     """
-    data: Any = DATA[name].open(options, task, global_batch)
+    data: Any = entry_of(name).open(options, task, global_batch)
     _check_classes(name, options, task)
     if len(data) < 1:
-        raise DataError(f"--data {name} in {options.data_dir} holds no sample")
+        where = "" if ":" in name else f" in {options.data_dir}"
+        raise DataError(f"--data {name}{where} holds no sample")
     return data
 
 
 def _check_classes(name: str, options: DataOptions, task: Task) -> None:
     """Refuse a task whose targets are not the classes of images."""
-    if DATA[name].feeds != "images":
+    if entry_of(name).feeds != "images":
         return
     is_class = task.target_dtype == torch.int64 and task.loss != "binary_cross_entropy"
     if task.target_shape or not is_class:
@@ -239,7 +274,7 @@ def _check_classes(name: str, options: DataOptions, task: Task) -> None:
             f"targets of shape {task.target_shape}: use --data synthetic, or return logits "
             "(samples, classes)"
         )
-    n_classes = DATA[name].n_classes(options.data_dir)
+    n_classes = entry_of(name).n_classes(options.data_dir)
     if task.loss == "cross_entropy" and n_classes > task.n_classes:
         raise DataError(
             f"--data {name} has {n_classes} classes, and the model returns {task.n_classes} "

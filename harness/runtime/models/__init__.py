@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.errors import ModelError
 from harness.runtime.models.dlrm import Dlrm, check_dlrm
-from harness.runtime.models.factory import factory_source, task_from_factory
+from harness.runtime.models.factory import task_from_factory
 from harness.runtime.models.lenet import LeNet
 from harness.runtime.models.task import (
     DlrmOptions,
@@ -25,6 +25,7 @@ from harness.runtime.models.task import (
 )
 from harness.runtime.models.text import T5, Bert, Gpt2, Llama, Nmt, check_text
 from harness.runtime.models.torchvision_import import import_torchvision
+from harness.runtime.models.user_code import source_of
 
 __all__ = [
     "MODELS",
@@ -183,7 +184,7 @@ def preloads_of(name: str) -> list[str]:
     if name in ("lenet", "dlrm") or (name in MODELS and MODELS[name].text is not None):
         return []
     found = ["harness.runtime.models.preload_torchvision"]
-    if name not in MODELS and "transformers" in factory_source(name):
+    if name not in MODELS and "transformers" in source_of(name):
         found.append("harness.runtime.models.preload_transformers")
     return found
 

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
-import inspect
 import logging
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +23,7 @@ from harness.runtime.models.example import Example
 from harness.runtime.models.loss_split import CallRecorder, SplitLoss, split_loss
 from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, Call, LabelledTask
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_model, logits_of
-from harness.runtime.models.torchvision_import import allow_torchvision
+from harness.runtime.models.user_code import UserFunction
 from harness.runtime.ranks.failures import users_line
 from harness.runtime.tracing.patches import replaced
 
@@ -237,85 +233,6 @@ def _n_reserved(model: nn.Module) -> int:
     return 0
 
 
-_EXAMPLE = "write it like package.module:factory"
-# Settings of torch that hold for all that follows: how to read and to set them.
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "default device": (torch.get_default_device, torch.set_default_device),
-    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "number of threads": (torch.get_num_threads, torch.set_num_threads),
-}
-
-
-@contextlib.contextmanager
-def _contained(name: str) -> Iterator[None]:
-    """Run code of a user that must leave the process and torch's settings as they are.
-
-    Raises:
-        ModelError: it exits, or changes a setting, by which other code would be measured than the
-            run says; the setting is restored.
-    """
-    before = {setting: read() for setting, (read, _) in _SETTINGS.items()}
-    try:
-        yield
-    except SystemExit as error:
-        raise ModelError(
-            f"--model {name!r}: its code exits with status {error.code}: put what parses flags or "
-            "trains below `if __name__ == '__main__':`"
-        ) from error
-    for setting, (read, write) in _SETTINGS.items():
-        now = read()
-        if now != before[setting]:
-            write(before[setting])
-            raise ModelError(
-                f"--model {name!r}: its code changes torch's {setting} from {before[setting]} to "
-                f"{now} for all that follows: leave that out, or set it back"
-            )
-
-
-def _load(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ModelError(f"--model {name!r} does not name a factory: {_EXAMPLE}")
-    if "/" in module_name or module_name.endswith(".py"):
-        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
-        raise ModelError(
-            f"--model {name!r} names a file: write {dotted}:{attribute}, and start in the "
-            "directory from which it can be imported"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    allow_torchvision()
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        remedy = f"start in the directory that holds {module_name}, or set PYTHONPATH"
-        if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
-            remedy = f"{module_name} needs it: install it into the environment"
-        raise ModelError(f"--model {name!r}: {error}; {remedy}, on every node") from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise ModelError(f"--model {name!r}: {module.__file__} has no callable {attribute!r}")
-    if isinstance(factory, nn.Module):
-        raise ModelError(
-            f"--model {name!r} is a model, not a function that makes one: add "
-            f"`def make(): return {attribute}` without its arguments, because every rank and run "
-            "builds its own"
-        )
-    return factory  # type: ignore[no-any-return]
-
-
-def factory_source(name: str) -> str:
-    """The text of a factory's file, which is not imported; empty if it is not found."""
-    parts = name.partition(":")[0].split(".")
-    for directory in (os.getcwd(), *sys.path):
-        module = Path(directory, *parts)
-        for file in (module.with_suffix(".py"), module / "__init__.py"):
-            with contextlib.suppress(OSError, ValueError):
-                return file.read_text(encoding="utf-8")
-    return ""
-
-
 def task_from_factory(name: str, options: ModelOptions) -> Task:
     """Call a factory with those of `n_classes`, `n_channels`, `image_size` that it accepts.
 
@@ -326,21 +243,12 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
         ModelError: the factory is missing, fails or returns another type, or its model has
             weights without a shape.
     """
-    with _contained(name):
-        factory = _load(name)
     offered = {
         "n_classes": options.n_classes,
         "n_channels": options.n_channels,
         "image_size": options.image_size,
     }
-    signature = inspect.signature(factory)
-    given = {key: value for key, value in offered.items() if key in signature.parameters}
-    try:
-        signature.bind(**given)
-    except TypeError as error:
-        raise ModelError(f"--model {name!r}: {error}; give its arguments defaults") from error
-    with _contained(name):
-        built = factory(**given)
+    built = UserFunction(name, "--model", ModelError).call(offered)
     return task_of(name, built, options)
 
 

@@ -194,9 +194,21 @@ class LabelledTask(Task):
     ) -> Tensor:
         return self.own_loss.draw(n_samples, generator, device)
 
+    @property
+    def labels(self) -> tuple[InputSpec, ...]:
+        return () if self.positions else self.own_loss.labels
+
+    def join_labels(self, labels: Sequence[Tensor], n_samples: int) -> Tensor:
+        if not labels:
+            return self.own_loss.draw(n_samples)
+        return self.own_loss.join_labels(labels)
+
     def targets_among(self, inputs: Sequence[Tensor]) -> Tensor | None:
         labels = [inputs[k] for k in self.positions]
         return self.own_loss.join_labels(labels) if labels else None
+
+    def count_targets(self, targets: Tensor) -> int:
+        return self.own_loss.count(targets)
 
     def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return self.own_loss.sum(logits_of(outputs), targets)
@@ -213,6 +225,13 @@ class BatchLoss(Wrapper):
 @dataclass(frozen=True, kw_only=True)
 class BatchLossTask(Task):
     """A task whose model is a BatchLoss; no operator reads its targets."""
+
+    @property
+    def labels(self) -> tuple[InputSpec, ...]:
+        return ()
+
+    def join_labels(self, labels: Sequence[Tensor], n_samples: int) -> Tensor:
+        return self.draw_targets(n_samples)
 
     def draw_targets(
         self,

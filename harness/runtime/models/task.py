@@ -193,9 +193,23 @@ class Task:
     def target_dtype(self) -> torch.dtype:
         return torch.int64
 
+    @property
+    def labels(self) -> tuple[InputSpec, ...]:
+        """The labels of one sample that make its targets, without those among the inputs; a name
+        is empty where the model gives none."""
+        return (InputSpec(name="", shape=self.target_shape, dtype=self.target_dtype),)
+
+    def join_labels(self, labels: Sequence[Tensor], n_samples: int) -> Tensor:
+        """Labels of so many samples as targets."""
+        return labels[0]
+
     def targets_among(self, inputs: Sequence[Tensor]) -> Tensor | None:
         """The targets of samples whose inputs hold them; None if they do not."""
         return None
+
+    def count_targets(self, targets: Tensor) -> int:
+        """Number of targets that count for the loss."""
+        return int((targets != IGNORED).sum())
 
     def draw_targets(
         self,

@@ -15,7 +15,7 @@ from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, StrategyError
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.layouts.degrees import parse_layout
-from harness.runtime.data import DATA, DataOptions, entry_for, fit_to_data
+from harness.runtime.data import DATA, DataOptions, entry_for, entry_of, fit_to_data
 from harness.runtime.engines.optimizers import check_optimizer
 from harness.runtime.models import ModelOptions, fit_options
 from harness.workloads.common.flags import check_above_zero, check_at_least, check_dtypes, flag
@@ -100,7 +100,7 @@ def check_files(case: TrainCase) -> None:
         strategy = read_strategy_file(path).content
         if isinstance(strategy, Strategy):  # its ranks may be those that --resume has lost
             _check_batch(strategy, path, case)
-    DATA[case.data].check(data_options(case))
+    entry_of(case.data).check(data_options(case))
     if case.load_state is not None:
         from harness.runtime.executor.state.files import check_sharded
 
@@ -111,6 +111,7 @@ def check_files(case: TrainCase) -> None:
 _BY_SAMPLES = ("ddp", *ZERO_STAGES)
 
 _DEGREES = "tp=T,dp=D,pp=P"
+_OWN_DATA = "package.module:factory"
 # Flags and the only strategies that use them; a strategy's file holds its own schedule and stages.
 _USED_BY = {
     "stages": ("pipeline",),
@@ -133,7 +134,7 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "momentum": ("optimizer", ("sgd",)),
     "n_samples": ("data", ("synthetic",)),
     "vocabulary": ("data", tuple(name for name, row in DATA.items() if row.feeds == "text")),
-    "evaluate": ("data", tuple(name for name, row in DATA.items() if row.held_out is not None)),
+    "evaluate": ("data", (*(name for name, row in DATA.items() if row.held_out), _OWN_DATA)),
 }
 
 _AT_LEAST = {
@@ -210,7 +211,8 @@ def _check_unused(config: TrainConfig) -> None:
             why = f"--strategy {' or '.join(users)}, {strategies} does not use it"
             _check_unset(config, name, why, f"add {users[0]}")
     for name, (other, values) in _REFINES.items():
-        if (value := getattr(config, other)) not in values:
+        value = getattr(config, other)
+        if (_OWN_DATA if other == "data" and ":" in value else value) not in values:
             words = [flag(other) if one is True else f"{flag(other)} {one}" for one in values]
             is_given = "it is not given" if value is False else f"{flag(other)} is {value}"
             _check_unset(config, name, f"{' or '.join(words)}, {is_given}", f"use {words[0]}")

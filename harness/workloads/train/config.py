@@ -63,10 +63,11 @@ class TrainSettings(SearchFlags, ModelFlags):
 
     data: str = "synthetic"
     """Data set: synthetic, digits (scikit-learn's 1797 images), cifar10, cifar100, imagefolder,
-    dlrm_hdf5 (X_int, X_cat, y), sst2, squad, text (*.txt), or pairs (*.tsv of source and
-    target)."""
+    dlrm_hdf5 (X_int, X_cat, y), sst2, squad, text (*.txt), pairs (*.tsv of source and target), or
+    package.module:factory, which returns your own data set."""
     data_dir: Path = Path("data")
-    """Directory of the data set (dlrm_hdf5: the file). The harness never downloads data."""
+    """Directory of the data set (dlrm_hdf5: the file). The harness never downloads data. Your own
+    factory gets it, and --seed, if it takes an argument of that name."""
     vocabulary: Path | None = None
     """sst2, squad, text, pairs: the file of WordPiece tokens, one a line, as BERT's vocab.txt."""
     n_samples: int | None = None
@@ -123,8 +124,9 @@ class TrainSettings(SearchFlags, ModelFlags):
     n_workers: int = 0
     """Processes per rank that load data in advance; 0 loads in the training process."""
     evaluate: bool = False
-    """After each epoch, measure the accuracy on data that are not trained by (digits). Training
-    stands still meanwhile, and the time of an epoch does not contain it."""
+    """After each epoch, measure the accuracy on data that are not trained by (digits, and your own
+    where its factory returns a pair). Training stands still meanwhile, and the time of an epoch
+    does not contain it."""
     save_model: bool = False
     """Write the trained parameters to model.safetensors in the run's directory."""
     save_sharded: bool = False

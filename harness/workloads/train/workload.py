@@ -50,25 +50,30 @@ class Evaluation:
         state = torch.get_rng_state()  # which building a model advances
         task = make_task(case)
         torch.set_rng_state(state)
-        assert entry.held_out is not None, "other data were refused"
-        if not task.n_classes:
+        open_data: Any = entry.held_out
+        assert open_data is not None, "other data were refused"
+        if not task.n_classes or task.target_shape:
             raise ConfigError(
-                f"--evaluate counts classes that are found, {case.model} has no classes: drop it"
+                f"--evaluate counts samples whose class is found, {case.model} gives a sample no "
+                "single class: drop it"
             )
         self._model = task.model.to(self._world.device).eval()
-        data = entry.held_out(data_options(case), task, case.batch)
-        self._n_samples: int = len(data)  # type: ignore[arg-type]
-        own = list(range(self._world.rank, self._n_samples, self._world.size))
-        self._batch = data.__getitems__(own).to(self._world.device)  # type: ignore[attr-defined]
+        self._data = open_data(data_options(case), task, case.batch)
+        own = range(self._world.rank, len(self._data), self._world.size)
+        self._parts = [list(own[at : at + case.batch]) for at in range(0, len(own), case.batch)]
 
     @torch.no_grad()
     def accuracy(self, engine: Engine) -> float:
         """The share of held-out samples whose class is found; all ranks must call it."""
         self._model.load_state_dict(engine.model_state())
-        found = logits_of(self._model(*self._batch.inputs)).argmax(dim=-1)
-        n_right = float((found == self._batch.targets).sum())
+        n_right = float(sum(map(self._n_right, self._parts)))
         counts = gather_numbers(n_right, self._world) if self._world.size > 1 else [n_right]
-        return sum(counts) / self._n_samples
+        return sum(counts) / len(self._data)
+
+    def _n_right(self, indices: list[int]) -> int:
+        batch: Batch = self._data.__getitems__(indices).to(self._world.device)
+        found = logits_of(self._model(*batch.inputs)).argmax(dim=-1)
+        return int((found == batch.targets).sum())
 
 
 class TrainLoop:

@@ -18,6 +18,7 @@ from zoo import ZOO
 
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
+from harness.runtime.data.own import OwnData
 from harness.runtime.data.synthetic import SyntheticData, draw_batch
 from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models import InputSpec, ModelOptions, Task
@@ -108,6 +109,7 @@ def documented(page, file):
         ("hub.py", "gpt", [(16,)], (16,), 50257),
         ("hub.py", "convnext", [(3, 32, 32)], (), 1000),
         ("pairs.py", "pairs", [(3,), (100,)], (), 5),
+        ("digits.py", "net", [(64,)], (), 10),
     ],
 )
 def test_documented_factories_are_captured(file, factory, shapes, target_shape, n_classes):
@@ -119,6 +121,14 @@ def test_documented_factories_are_captured(file, factory, shapes, target_shape, 
     captured = capture(task, 4, factory)
     hold_to_model(task, captured, factory)
     assert not [op.name for op in captured.graph.operators if op.attrs.get("mixes_samples")]
+
+
+def test_documented_data_are_batches_of_the_documented_model():
+    names = documented("docs/models.md", "digits.py")
+    task = task_of("m:f", names["net"](), OPTIONS)
+    trained, held_out = (OwnData("m:f", samples, task) for samples in names["images"](seed=0))
+    assert (len(trained), len(held_out)) == (1500, 297)
+    assert [x.shape for x in trained.__getitems__([7, 3]).inputs] == [(2, 64)]
 
 
 class Scorer(nn.Module):

@@ -130,7 +130,7 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ({"predict": True, "strategy": ("zero1",)}, "--predict cannot simulate deepspeed"),
         ({"search_seconds": 0.0}, "--search-seconds 0.0"),
         ({"drift": True, "trials": 1}, "--trials 1 is for --strategy searched"),
-        ({"evaluate": True}, "--evaluate is for --data digits, --data is synthetic: drop the flag"),
+        ({"evaluate": True}, "--evaluate is for --data digits or --data package.module:factory, "),
         ({"optimizer": "adamw", "momentum": 0.5}, "--momentum 0.5 is for --optimizer sgd"),
         ({"drift_threshold": 0.5}, "--drift-threshold 0.5 is for --drift, it is not given: drop"),
         ({"data": "digits", "n_samples": 9}, "--n-samples 9 is for --data synthetic, --data is"),

@@ -1,0 +1,204 @@
+"""A user's own data set: `--data package.module:factory`.
+
+The factory returns a data set with a length and samples by index (`torch.utils.data.Dataset`, a
+list, one of Hugging Face's), or a pair of one to train by and one that is held out. A sample is a
+dict of the model's inputs and of the label by name, or a tuple of them in their order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from harness.errors import DataError, HarnessError, first_line
+from harness.inputs import one_line, shorten
+from harness.runtime.data.batch import Batch
+from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.models.user_code import UserFunction
+
+_log = logging.getLogger(__name__)
+
+# What a label is called where the model gives it no name.
+_LABEL_NAMES = ("labels", "label", "targets", "target", "y")
+
+
+def factory_of(name: str) -> UserFunction:
+    """The function that --data names."""
+    return UserFunction(name, "--data", DataError)
+
+
+def open_own(name: str, offered: Mapping[str, Any], task: Task, *, is_held_out: bool) -> OwnData:
+    """Make a user's data set.
+
+    Args:
+        name: value of --data.
+        offered: arguments of which the factory takes those that it has.
+
+    Raises:
+        DataError: the factory is missing or fails, or its samples do not fit the task.
+    """
+    built = factory_of(name).call(offered)
+    pair = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    samples = pair[is_held_out]
+    if samples is None:
+        raise DataError(
+            f"--evaluate measures held-out samples, --data {name!r} returned a "
+            f"{type(built).__name__}: return a pair (trained by, held out)"
+        )
+    if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
+        raise DataError(
+            f"--data {name!r} returned a {type(samples).__name__}, which has no length or no "
+            "samples by index: each rank takes its samples by index, so return a map-style Dataset"
+        )
+    return OwnData(name, samples, task)
+
+
+class OwnData(Dataset[Batch]):
+    """Batches of a user's samples, in the order of a task's inputs.
+
+    Args:
+        name: value of --data, for errors.
+        samples: has a length and samples by index; a sample depends on its index only.
+
+    Raises:
+        DataError: the first sample does not fit the task.
+    """
+
+    def __init__(self, name: str, samples: Any, task: Task) -> None:
+        self._name, self._samples, self._task = name, samples, task
+        self._specs = (*task.inputs, *task.labels)
+        self._n_counted: dict[int, int] = {}
+        if len(samples):
+            self._look_at(self._fetch([0])[0])
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        found = self._fetch(indices)
+        rows = [self._tensors(index, one) for index, one in zip(indices, found, strict=True)]
+        columns = [torch.stack(column) for column in zip(*rows, strict=True)]
+        inputs = tuple(columns[: len(self._task.inputs)])
+        targets = self._task.targets_among(inputs)
+        if targets is None:
+            targets = self._task.join_labels(columns[len(inputs) :], len(indices))
+        if not self._is_masked:
+            n_counted = self._task.count_targets(targets)
+            if n_counted != len(indices) * self._task.n_targets:
+                raise self._error(indices[0], "or one near it has a label that no loss counts")
+        return Batch(inputs, targets)
+
+    @property
+    def _is_masked(self) -> bool:
+        """Whether a sample may have targets that do not count."""
+        return bool(self._task.target_shape)
+
+    def count_targets(self, indices: Sequence[int]) -> tuple[int, ...]:
+        """Number of targets that count, of each sample; they are read once where they may differ,
+        also on ranks that train by others."""
+        if not self._is_masked:
+            return (self._task.n_targets,) * len(indices)
+        for index in indices:
+            if index not in self._n_counted:
+                targets = self.__getitems__([index]).targets
+                self._n_counted[index] = self._task.count_targets(targets)
+        return tuple(self._n_counted[index] for index in indices)
+
+    def _error(self, index: int, problem: str) -> DataError:
+        return DataError(f"sample {index} of --data {self._name!r} {problem}")
+
+    def _fetch(self, indices: list[int]) -> Sequence[Any]:
+        try:
+            if hasattr(self._samples, "__getitems__"):
+                found: Sequence[Any] = self._samples.__getitems__(indices)
+                return found
+            return [self._samples[index] for index in indices]
+        except HarnessError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {one_line(first_line(error))}"
+            raise self._error(indices[0], f"or one near it cannot be read ({reason})") from error
+
+    def _look_at(self, sample: Any) -> None:
+        """Check the first sample; tell of what the model does not read."""
+        tensors = self._tensors(0, sample)
+        inputs, labels = tensors[: len(self._task.inputs)], tensors[len(self._task.inputs) :]
+        if isinstance(sample, Mapping):
+            unread = sample.keys() - {spec.name for spec in self._specs} - {self._label(sample)}
+            if unread:
+                _log.warning(
+                    "--data %r: the model does not read %s: where it should, add it to the example "
+                    "of --model", self._name, ", ".join(sorted(map(str, unread))),
+                )  # fmt: skip
+        is_shifted = self._task.loss == "own" or not self._task.target_shape
+        if not is_shifted and any(torch.equal(x, y) for x in inputs for y in labels):
+            _log.warning(
+                "--data %r: the labels of sample 0 are an input, and the loss does not shift them: "
+                "where the model computes a loss, add labels to the example of --model", self._name
+            )  # fmt: skip
+
+    def _label(self, sample: Mapping[str, Any]) -> str:
+        """The name of the label in a dict, where the model gives it none."""
+        known = [name for name in _LABEL_NAMES if name in sample]
+        others = sample.keys() - {spec.name for spec in self._task.inputs}
+        return known[0] if known else str(next(iter(others))) if len(others) == 1 else "labels"
+
+    def _values(self, index: int, sample: Any) -> Iterable[Any]:
+        if isinstance(sample, Mapping):
+            names = [spec.name or self._label(sample) for spec in self._specs]
+            if missing := [name for name in names if name not in sample]:
+                raise self._error(
+                    index,
+                    f"has {', '.join(map(str, sample))}, and the model takes {', '.join(names)}: "
+                    f"add {missing[0]}, or leave it out of the example of --model",
+                )
+            return [sample[name] for name in names]
+        if isinstance(sample, tuple | list) and len(sample) == len(self._specs):
+            return sample
+        n_given = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
+        names = [spec.name or "label" for spec in self._specs]
+        raise self._error(
+            index,
+            f"is a {type(sample).__name__}{n_given}, and the model takes {len(names)} "
+            f"({', '.join(names)}): return a dict of them by name, or a tuple in this order",
+        )
+
+    def _tensors(self, index: int, sample: Any) -> list[Tensor]:
+        pairs = zip(self._specs, self._values(index, sample), strict=True)
+        return [self._tensor(index, spec, value) for spec, value in pairs]
+
+    def _tensor(self, index: int, spec: InputSpec, value: Any) -> Tensor:
+        name = spec.name or "label"
+        try:
+            tensor = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self._error(
+                index,
+                f"has {name} of type {type(value).__name__}, which makes no tensor "
+                f"({one_line(str(error))}): return a tensor, an array or numbers",
+            ) from error
+        if tuple(tensor.shape) != spec.shape:
+            raise self._error(
+                index,
+                f"has {name} of shape {tuple(tensor.shape)}, and the model takes {spec.shape}: "
+                "pad, cut or resize it in the data set, or give the model that size",
+            )
+        if tensor.dtype != spec.dtype and _is_real(tensor.dtype) != _is_real(spec.dtype):
+            raise self._error(
+                index,
+                f"has {name} of {tensor.dtype} ({shorten(value)}), and the model takes "
+                f"{spec.dtype}: convert it in the data set",
+            )
+        return tensor.to(spec.dtype)
+
+
+def _is_real(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

@@ -1,0 +1,126 @@
+"""Functions of a user's own, named on the command line as `package.module:function`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.errors import HarnessError
+from harness.runtime.models.torchvision_import import allow_torchvision
+
+_EXAMPLE = "write it like package.module:factory"
+# Settings of torch that hold for all that follows: how to read and to set them.
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+}
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function of a user that makes a model or a data set.
+
+    Attributes:
+        flag: that names it, for errors.
+        error: raised where the function is missing, fails to be imported, or misbehaves.
+    """
+
+    name: str
+    flag: str
+    error: type[HarnessError]
+
+    def call(self, offered: Mapping[str, Any]) -> Any:
+        """Call the function with those of the offered arguments that it accepts."""
+        function = self.load()
+        signature = inspect.signature(function)
+        given = {key: value for key, value in offered.items() if key in signature.parameters}
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise self._error(f"{error}; give its arguments defaults") from error
+        with self._contained():
+            return function(**given)
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function."""
+        with self._contained():
+            return self._load()
+
+    def _error(self, problem: str, separator: str = ": ") -> HarnessError:
+        return self.error(f"{self.flag} {self.name!r}{separator}{problem}")
+
+    def _load(self) -> Callable[..., Any]:
+        module_name, _, attribute = self.name.partition(":")
+        if not module_name or not attribute:
+            raise self._error(f"does not name a factory: {_EXAMPLE}", " ")
+        if "/" in module_name or module_name.endswith(".py"):
+            dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+            raise self._error(
+                f"names a file: write {dotted}:{attribute}, and start in the directory from which "
+                "it can be imported",
+                " ",
+            )
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        allow_torchvision()
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            remedy = f"start in the directory that holds {module_name}, or set PYTHONPATH"
+            if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
+                remedy = f"{module_name} needs it: install it into the environment"
+            raise self._error(f"{error}; {remedy}, on every node") from error
+        found = getattr(module, attribute, None)
+        if not callable(found):
+            raise self._error(f"{module.__file__} has no callable {attribute!r}")
+        if isinstance(found, nn.Module):
+            raise self._error(
+                f"is a model, not a function that makes one: add `def make(): return {attribute}` "
+                "without its arguments, because every rank and run builds its own",
+                " ",
+            )
+        return found  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _contained(self) -> Iterator[None]:
+        """Run code of a user that must leave the process and torch's settings as they are; a
+        setting by which other code would be measured than the run says is restored."""
+        before = {setting: read() for setting, (read, _) in _SETTINGS.items()}
+        try:
+            yield
+        except SystemExit as error:
+            raise self._error(
+                f"its code exits with status {error.code}: put what parses flags or trains below "
+                "`if __name__ == '__main__':`"
+            ) from error
+        for setting, (read, write) in _SETTINGS.items():
+            now = read()
+            if now != before[setting]:
+                write(before[setting])
+                raise self._error(
+                    f"its code changes torch's {setting} from {before[setting]} to {now} for all "
+                    "that follows: leave that out, or set it back"
+                )
+
+
+def source_of(name: str) -> str:
+    """The text of a function's file, which is not imported; empty if it is not found."""
+    parts = name.partition(":")[0].split(".")
+    for directory in (os.getcwd(), *sys.path):
+        module = Path(directory, *parts)
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            with contextlib.suppress(OSError, ValueError):
+                return file.read_text(encoding="utf-8")
+    return ""

@@ -1,0 +1,145 @@
+"""A user's own data set, for models without a loss, and with one of their own."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from harness.errors import DataError
+from harness.runtime.data.own import OwnData, open_own
+from harness.runtime.models import ModelOptions
+from harness.runtime.models.factory import task_of
+
+N = 6
+WORDS, NUMBERS = torch.arange(4 * N).view(N, 4) % 5, torch.rand(N, 3)
+
+
+class Tagger(nn.Module):
+    """Classes of words, and a loss of labels that it shifts."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.Embedding(5, 8), nn.Linear(8, 5)
+
+    def forward(self, words, labels=None):
+        logits = self.last(self.words(words))
+        if labels is None:
+            return logits
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"logits": logits, "loss": loss}
+
+
+def classifier():
+    return task_of("own", (nn.Linear(3, 2), torch.rand(2, 3)), ModelOptions())
+
+
+def tagger(*, has_loss):
+    example = {"words": WORDS[:2]} | ({"labels": WORDS[:2]} if has_loss else {})
+    return task_of("own", (Tagger(), example), ModelOptions())
+
+
+def test_samples_are_tuples_or_dicts_of_anything_that_makes_tensors():
+    labels = torch.arange(N) % 2
+    pairs = OwnData("own", TensorDataset(NUMBERS, labels), classifier())
+    named = [
+        {"input_0": row.numpy(), "class": int(label)}
+        for row, label in zip(NUMBERS, labels, strict=True)
+    ]
+    for data in (pairs, OwnData("own", named, classifier())):
+        assert len(data) == N
+        batch = data.__getitems__([4, 1])
+        assert torch.equal(batch.inputs[0], NUMBERS[[4, 1]])
+        assert batch.targets.tolist() == [0, 1]
+        assert data.count_targets([0, 5]) == (1, 1)
+
+
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_targets_that_do_not_count_are_left_out_of_their_number(has_loss, caplog):
+    labels = WORDS.clone()
+    labels[1, 2:] = -100
+    samples = [{"words": x, "labels": y} for x, y in zip(WORDS.tolist(), labels, strict=True)]
+    with caplog.at_level(logging.WARNING):
+        data = OwnData("own", samples, tagger(has_loss=has_loss))
+    # A loss of the model's own is computed from labels that it shifts.
+    assert data.count_targets([0, 1, 0]) == ((3, 1, 3) if has_loss else (4, 2, 4))
+    assert ("add labels to the example" in caplog.text) != has_loss
+    assert torch.equal(data.__getitems__([1]).targets, labels[[1]])
+
+
+def test_what_the_model_does_not_read_is_told(caplog):
+    sample = {"words": WORDS[0], "labels": WORDS[1], "mask": WORDS[0], "text": "a b"}
+    OwnData("own", [sample], tagger(has_loss=False))
+    assert "the model does not read mask, text" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("sample", "problem"),
+    [
+        ((torch.rand(3),), "is a tuple of 1, and the model takes 2 \\(input_0, label\\)"),
+        ({"x": torch.rand(3), "y": 1}, "has x, y, and the model takes input_0, y: add input_0"),
+        ((torch.rand(4), 1), "has input_0 of shape \\(4,\\), and the model takes \\(3,\\)"),
+        ((torch.rand(3), 1.5), "has label of torch.float32 \\(1.5\\), and the model takes"),
+        ((torch.rand(3), "cat"), "has label of type str, which makes no tensor"),
+        ((torch.rand(3), -100), "has a label that no loss counts"),
+        (None, "is a NoneType, and the model takes 2"),
+    ],
+)
+def test_samples_that_do_not_fit_are_refused(sample, problem):
+    with pytest.raises(DataError, match=problem):
+        OwnData("own", [sample], classifier()).__getitems__([0])
+
+
+FACTORIES = """
+from torch.utils.data import TensorDataset
+import torch
+
+def data(seed, data_dir):
+    numbers = torch.rand(6, 3, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(numbers, torch.zeros(6, dtype=torch.int64))
+
+def pair():
+    return [(torch.rand(3), 0)], [(torch.rand(3), 1)] * 2
+
+def endless():
+    return iter([1])
+
+def broken():
+    class Broken:
+        def __len__(self): return 3
+        def __getitem__(self, index): raise OSError(f"no file {index}")
+    return Broken()
+"""
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    (tmp_path / "users_data.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(name, **options):
+        offered = {"seed": 3, "data_dir": tmp_path}
+        return open_own(f"users_data:{name}", offered, classifier(), **options)
+
+    return make
+
+
+def test_a_factory_gets_the_flags_that_it_takes(made):
+    wanted = torch.rand(6, 3, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(made("data", is_held_out=False).__getitems__([2]).inputs[0], wanted[[2]])
+    assert [len(made("pair", is_held_out=is_held)) for is_held in (False, True)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_held_out", "problem"),
+    [
+        ("nothing", False, "--data 'users_data:nothing': .*users_data.py has no callable"),
+        ("endless", False, "returned a list_iterator, which has no length"),
+        ("broken", False, "sample 0 .* cannot be read \\(OSError: no file 0\\)"),
+        ("data", True, "returned a TensorDataset: return a pair"),
+    ],
+)
+def test_factories_that_make_no_data_set_are_refused(made, name, is_held_out, problem):
+    with pytest.raises(DataError, match=problem):
+        made(name, is_held_out=is_held_out)
