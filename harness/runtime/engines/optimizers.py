@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, ResultsError
 
 OptimizerVariant = Literal["sgd", "momentum", "adamw"]
 # Tensors of a parameter's shape in the state of each kind of step.
@@ -76,6 +76,23 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions, device: torch.de
     check_optimizer(options.name)
     is_fused = device.type == "cuda" and all(p.is_floating_point() for p in model.parameters())
     return OPTIMIZERS[options.name](model, options, is_fused)
+
+
+# Tensors that an optimizer keeps of each parameter, beside its number of steps.
+_KEPT: dict[type[Optimizer], set[str]] = {
+    SGD: {"momentum_buffer"},
+    AdamW: {"exp_avg", "exp_avg_sq"},
+}
+
+
+def check_state(optimizer: Optimizer, names: set[str]) -> None:
+    """Refuse a state, by the names of a parameter's values, that another optimizer has saved."""
+    kept, found = _KEPT[type(optimizer)], names - {"step"}
+    if found not in (kept, set()):
+        raise ResultsError(
+            f"the state has {' and '.join(sorted(found))} of each parameter, this optimizer keeps "
+            f"{' and '.join(sorted(kept))}: give the --optimizer that saved it"
+        )
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:

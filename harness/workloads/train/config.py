@@ -192,7 +192,8 @@ class TrainSettings(SearchFlags, ModelFlags):
     @property
     def needs_executor(self) -> bool:
         """Whether a flag is set that only the executor supports."""
-        return self.exact_dropout or self.is_elastic or bool(self.save_every)
+        states = self.save_every or self.save_sharded or self.load_state
+        return self.exact_dropout or self.is_elastic or bool(states)
 
     @property
     def is_elastic(self) -> bool:

@@ -156,9 +156,12 @@ def test_a_whole_state_is_that_of_plain_pytorch(model):
     optimizer.load_state_dict(found["optimizer"])
 
 
-def test_a_state_of_another_model_is_refused():
+def test_a_state_of_another_model_or_optimizer_is_refused():
     _, _, engine = one_device("disordered")
     state = engine.full_state()
+    other = {**state, "optimizer": {"state": {0: {"step": torch.ones(()), "exp_avg": 1.0}}}}
+    with pytest.raises(ResultsError, match="has exp_avg of each parameter, this optimizer keeps m"):
+        engine.load_full_state(other)
     state["model"]["head.weight"] = torch.zeros(7, 8)
     with pytest.raises(ResultsError, match=r"head.weight is of \(6, 8\), the state has one of"):
         engine.load_full_state(state)

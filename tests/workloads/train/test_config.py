@@ -112,7 +112,10 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
             "--asynchronous has no --shard-state gradients: drop one",
         ),
         ({"strategy": ("pipeline",), "asynchronous": True, "drift": True}, "--drift is for synchr"),
-        ({"save_sharded": True}, "--save-sharded needs the executor, ddp is trained by torch"),
+        (
+            {"save_sharded": True, "engine": "torch"},
+            "--save-sharded needs the executor, ddp is trained by torch: add --engine executor",
+        ),
         (
             {"strategy": ("pipeline",), "stages": 5},
             "--stages 5 need a rank each under 1f1b, the run has 4",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.errors import ResultsError, VerificationError
+from harness.runtime.engines.optimizers import check_state
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
@@ -204,7 +205,7 @@ class StateGatherer:
         """Load this rank's slices of a whole state.
 
         Raises:
-            ResultsError: the state is of another model.
+            ResultsError: the state is of another model or optimizer.
         """
         model = {self.names.get(name, name): tensor for name, tensor in state["model"].items()}
         for piece, part in self._model_parts().items():
@@ -214,6 +215,7 @@ class StateGatherer:
             tensor.copy_(_tensor_of(model, name, tensor.shape))
         numbers = {name: index for index, name in enumerate(self.parameters)}
         stored = state["optimizer"]["state"]
+        check_state(optimizer, {key for values in stored.values() for key in values})
         sliced: dict[int, dict[str, Any]] = {}
         for index, piece in enumerate(self._owners.own):
             values = stored.get(numbers[self._model_name(piece)], {})
