@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from harness.runtime.tracing.constructs import ConstructError
 from harness.runtime.tracing.functions import CustomFunction, OpaqueFunction
 from harness.runtime.tracing.known_values import size_of
-from harness.runtime.tracing.loops import KeptError, WholeModule, weights_of
+from harness.runtime.tracing.loops import WholeModule, weights_of
 from harness.runtime.tracing.patches import original_apply
 
 _NUMBERS = count()  # of exports, because an earlier one's operators may still be there
@@ -81,10 +81,7 @@ class ExportedFunctions:
         weights = list(weights_of(twin).values())
         with disable_proxy_modes_tracing():
             call = WholeModule(module, fixed, structure, places)
-            try:
-                outputs, made = _outputs_like(call, given, weights)
-            except RuntimeError as error:  # of a read of a value
-                raise KeptError(type(module)) from error
+            outputs, made = _outputs_like(call, given, weights)
         if not all(x is None or isinstance(x, bool | int | float | str) for x in fixed):
             raise ConstructError(
                 f"module {path!r} loops over a sequence, so that it is one operator, but takes "

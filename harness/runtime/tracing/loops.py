@@ -31,14 +31,6 @@ class LoopError(Exception):
         self.kind = kind
 
 
-class KeptError(Exception):
-    """A kind of module does not run by itself: it reads values that the model around it makes."""
-
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__(f"{kind.__name__} loops, but does not run by itself")
-        self.kind = kind
-
-
 class WholeModule(OpaqueFunction):
     """A call of a module, given its tensors and then its weights.
 

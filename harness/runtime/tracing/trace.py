@@ -43,7 +43,7 @@ from harness.runtime.tracing.constructs import (
 from harness.runtime.tracing.dim_rules import module_of, operator_name
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.functions import GradientHooks, OpaqueFunction, detach
-from harness.runtime.tracing.loops import KeptError, LoopError, with_large_shares
+from harness.runtime.tracing.loops import LoopError, with_large_shares
 from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
 from harness.runtime.tracing.projections import join_projections, keep_dims
 from harness.runtime.tracing.refusals import refusal
@@ -241,21 +241,15 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
 
 
 def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
-    """Trace a model by torch.export; modules that loop over a sequence are one operator each, if
-    they run by themselves."""
+    """Trace a model by torch.export; modules that loop over a sequence are one operator each."""
     whole: set[type[nn.Module]] = set()
-    unrolled: set[type[nn.Module]] = set()
     is_eager = False
     while True:
         try:
             mode = patches.seems_eager() if is_eager else nullcontext()
             with no_random_draws(), forgotten_stand_ins(), mode:
-                module = export(model, examples, whole, unrolled)
+                module = export(model, examples, whole)
             break
-        except KeptError as found:
-            _log.info("%s, and is many operators", found)
-            whole.remove(found.kind)
-            unrolled.add(found.kind)
         except LoopError as found:
             _log.info("%s, and is one operator", found)
             whole.add(found.kind)

@@ -65,26 +65,15 @@ def test_a_short_loop_is_unrolled():
     assert not any(isinstance(n.target, WholeModule) for n in captured(n_steps=4).nodes.values())
 
 
-def test_a_loop_to_a_number_in_a_tensor_is_unrolled(monkeypatch):
-    class Counted(nn.Linear):
-        def forward(self, x, n):
-            for k in range(int(n)):
-                x = torch.sin(k * x)
-            return super().forward(x)
-
-    class Steps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.steps = nn.ModuleList(Counted(6, 6) for _ in range(3))
-
+def test_what_follows_the_values_of_a_forward_does_not_make_it_a_loop(monkeypatch):
+    class Masked(nn.Linear):
         def forward(self, x):
-            n = torch.tensor(x.shape[1])
-            for step in self.steps:
-                x = step(x, n)
-            return x
+            ones, y = [torch.ones(6) for _ in range(x.shape[1])], super().forward(x)
+            return torch.stack([y[:, 0] * one for one in ones], 1)
 
-    monkeypatch.setattr(loops, "LONGEST", 6)
-    task = task_of("steps", (Steps(), {"x": torch.randn(2, 6)}), ModelOptions())
-    found = capture(task, 8, "steps")
-    hold_to_model(task, found, "steps")
-    assert sum(op.kind == "linear" for op in found.graph.operators) == 3
+    monkeypatch.setattr(loops, "LONGEST", 40)
+    model = nn.Sequential(*(Masked(6, 6) for _ in range(3)))
+    found = capture(
+        task_of("masks", (model, {"input": torch.randn(2, 8, 6)}), ModelOptions()), 8, "masks"
+    )
+    assert sum(op.attrs.get("function") == "stack" for op in found.graph.operators) == 3
