@@ -24,6 +24,7 @@ from harness.runtime.data.text.plain import open_pairs, open_text, pair_files, t
 from harness.runtime.data.text.sequences import TextData, Vocabulary, check_vocabulary
 from harness.runtime.models import fit_options, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task
+from harness.runtime.ranks.isolate import die_with_parent
 
 __all__ = [
     "DATA",
@@ -319,6 +320,9 @@ def load_batches(
         data,
         batch_sampler=_Indices(plan, rank, first_step),
         num_workers=n_workers,
+        # Forks share cached activations; a rank's default is a server, which would import torch.
+        multiprocessing_context="fork" if n_workers else None,
+        worker_init_fn=lambda _: die_with_parent(),  # they hold sockets that peers wait for
         collate_fn=identity,
         pin_memory=device.type == "cuda",
     )

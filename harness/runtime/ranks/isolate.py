@@ -149,13 +149,14 @@ def wait_for_fork_server() -> None:
     first.join()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it has ended."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _child(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
-    _die_with_parent()
+    die_with_parent()
     # Ctrl-C reaches the whole process group, but only the first process may end its child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -130,8 +132,13 @@ def test_samples_that_do_not_fit_in_the_host_run_out_of_memory(tmp_path):
 
 
 def test_workers_read_the_same_batches(tmp_path):
-    _, here = first_batch("synthetic", tmp_path, IMAGES)
-    _, there = first_batch("synthetic", tmp_path, IMAGES, n_workers=1)
+    """Also where processes are started by a server, as in a rank, and the data are no pickle."""
+    task = replace(IMAGES, model=nn.Sequential(nn.Identity()))
+    task.model.hook = lambda: None
+    _, here = first_batch("synthetic", tmp_path, task)
+    server = multiprocessing.get_context("forkserver")
+    with mock.patch.object(multiprocessing.context._default_context, "_actual_context", server):
+        _, there = first_batch("synthetic", tmp_path, task, n_workers=1)
     assert torch.equal(here.inputs[0], there.inputs[0])
 
 
