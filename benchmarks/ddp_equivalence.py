@@ -60,14 +60,14 @@ class Options:
 def train(model: str, options: Options, results: Path) -> dict[int, Path]:
     """Train; returns the model files by number of ranks; 1 is training on a single device."""
     mpirun = Path(sys.executable).with_name("mpirun")
-    size = {"lenet": 28, "dlrm": 0}.get(model, options.image_size)
+    side = ["--image-size", str(28 if model == "lenet" else options.image_size)]
     name = f"double_models:{model}" if options.dtype == "fp64" else model
     command = [
         str(mpirun), "--oversubscribe", "-np", str(max(options.ranks)), str(_ROOT / "entry.sh"),
         "train", "--model", name, "--strategy", "single", "ddp",
         "--n-ranks", *map(str, options.ranks), "--batch-size", str(options.batch),
         "--n-samples", str(options.n_samples), "--steps", str(options.steps), "--warm-up", "0",
-        "--no-sync-steps", "0", "--image-size", str(size), "--dropout", "0",
+        "--no-sync-steps", "0", *([] if model == "dlrm" else side), "--dropout", "0",
         "--learning-rate", str(options.learning_rate), "--batch-norm", "frozen", "--save-model",
         "--results", str(results),
     ]  # fmt: skip

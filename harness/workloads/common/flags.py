@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
-from harness.runtime.models import DlrmOptions, HeadName, ModelOptions, TextOptions
+from harness.runtime.models import DlrmOptions, HeadName, ModelOptions, TextOptions, input_kind
 from harness.runtime.ranks.introduction import HEARTBEAT_TIMEOUT_S, RUN_TIMEOUT_S
 from harness.units import parse_bytes
 
@@ -149,6 +149,12 @@ class TextFlags:
 
 
 _LEAST_MODEL = {"image_size": 1, "n_classes": 1}
+# Sizes that models of one kind have.
+_OF_KIND = {
+    "images": ("image_size",),
+    "text": (*_SIZES, "head"),
+    "dlrm": tuple(field.name for field in fields(DlrmFlags)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +186,21 @@ class ModelFlags(DlrmFlags, TextFlags):
             raise ConfigError(
                 f"--dropout {self.dropout} is a probability: give 0 or more, and below 1"
             )
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        """Refuse sizes that models of this kind have not."""
+        used = (
+            *_OF_KIND[input_kind(self.model)],
+            *(["sequence_length"] if ":" in self.model else []),
+        )
+        for kind, names in _OF_KIND.items():
+            for name in names:
+                if name not in used and getattr(self, name) != getattr(ModelFlags(), name):
+                    raise ConfigError(
+                        f"{flag(name)} is for built-in models of {kind}, not for --model "
+                        f"{self.model}: drop it, or change --model"
+                    )
 
     def given_options(self) -> ModelOptions:
         """Options as given; `fit_options` fills the missing ones in from the model and the data."""

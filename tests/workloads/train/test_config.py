@@ -150,6 +150,9 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ({"data": "mnist"}, "no data 'mnist'"),
         ({"model": "dlrm", "data": "cifar10"}, "cannot feed"),
         ({"dropout": 1.0}, "--dropout 1.0"),
+        ({"n_layers": 2}, "--n-layers is for built-in models of text, not for --model resnet18"),
+        ({"model": "nets:own", "n_layers": 2}, "text, not for --model nets:own: drop it, or"),
+        ({"model": "gpt2", "image_size": 64}, "--image-size is for built-in models of images"),
         ({"learning_rate": 0.0}, "--learning-rate 0.0"),
     ],
 )
