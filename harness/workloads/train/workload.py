@@ -157,10 +157,12 @@ class TrainLoop:
             "n_samples", self.training.plan.sizes(index + self._n_warm_up)[self._context.world.rank]
         )
         recorder.sample("n_synchronisations", self.training.engine.n_synchronisations)
-        epoch, last = divmod(index + 1, self.training.plan.n_steps_per_epoch)
-        if last == 0 and index + 1 - self._first >= self.training.plan.n_steps_per_epoch:
-            now_s = time.perf_counter()
-            recorder.sample("epoch_s", now_s - self._epoch_start_s, step=epoch - 1)
+        n_steps = self.training.plan.n_steps_per_epoch
+        epoch, last = divmod(index + 1, n_steps)
+        if last == 0:
+            if index + 1 - self._first >= n_steps:
+                epoch_s = time.perf_counter() - self._epoch_start_s
+                recorder.sample("epoch_s", epoch_s, step=epoch - 1)
             if self._evaluation is not None:
                 recorder.step = None
                 accuracy = self._evaluation.accuracy(self.training.engine)
