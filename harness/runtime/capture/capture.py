@@ -285,6 +285,8 @@ def _n_bytes(tensors: Iterable[Tensor]) -> int:
 def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
     n_classes = math.prod(size for dim, size in producer.shape.items() if dim != "sample")
     attrs: dict[str, Attribute] = {"function": str(task.loss)}
+    if producer.shape and next(iter(producer.shape)) != "sample":  # such as logits of all pairs
+        attrs["is_cut_by_samples"] = False
     *others, last = producer.shape.values() or (0,)
     has_classes_last = 0 < len(others) < 3 and tuple(others[1:]) == task.target_shape
     if task.loss == "cross_entropy" and has_classes_last:

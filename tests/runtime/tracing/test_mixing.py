@@ -185,3 +185,15 @@ def test_microbatches_are_refused_by_the_operators_name():
 
 def test_an_instance_norm_with_running_statistics_is_kept_whole():
     assert mixing_of(ZOO["habit_instance_norm"].task()) == ["InstanceNorm2d"]
+
+
+def test_a_loss_of_all_pairs_of_samples_is_not_cut_by_samples():
+    class Pairs(Net):
+        def forward(self, x):
+            one = super().forward(x)
+            return one @ one.tanh().T
+
+    task = replace(ZOO["plain"].task(), model=Pairs().double())
+    graph = capture(task, 8, "pairs").graph
+    assert graph.operators[-1].attrs["is_cut_by_samples"] is False
+    assert mixing_of(task) == ["matmul"]
