@@ -138,7 +138,8 @@ def _settings(options: EngineOptions) -> dict[str, Any]:
             "reduce_bucket_size": options.bucket_bytes // 4,
             "allgather_bucket_size": options.bucket_bytes // 4,
         },
-        "gradient_clipping": 0.0,  # the default, 1, would train differently from other engines
+        # Its default, 1, would train differently from other engines.
+        "gradient_clipping": options.optimizer.max_grad_norm or 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

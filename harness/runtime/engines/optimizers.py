@@ -20,12 +20,17 @@ STATES_PER_PARAMETER: dict[OptimizerVariant, int] = {"sgd": 0, "momentum": 1, "a
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """An optimizer and its hyperparameters; only sgd uses `momentum`."""
+    """An optimizer and its hyperparameters; only sgd uses `momentum`.
+
+    Attributes:
+        max_grad_norm: norm of all gradients, down to which larger ones are scaled; None: any.
+    """
 
     name: str = "sgd"
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0
+    max_grad_norm: float | None = None
 
     @property
     def variant(self) -> OptimizerVariant:

@@ -108,6 +108,7 @@ class TorchEngine:
                 task.model, world.device, options.bucket_bytes, self._timer
             )
         self._optimizer = make_optimizer(task.model, options.optimizer, world.device)
+        self._max_norm = options.optimizer.max_grad_norm
 
     @property
     def model(self) -> nn.Module:
@@ -163,6 +164,9 @@ class TorchEngine:
 
     def _update(self) -> None:
         scaler = self._precision.scaler
+        if self._max_norm is not None:
+            scaler.unscale_(self._optimizer)
+            nn.utils.clip_grad_norm_(self._task.model.parameters(), self._max_norm)
         scaler.step(self._optimizer)
         scaler.update()
         self._optimizer.zero_grad(set_to_none=True)

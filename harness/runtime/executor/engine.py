@@ -24,8 +24,9 @@ from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.counts import count_rounds
 from harness.runtime.executor.gradients.deferred import WeightGradients
+from harness.runtime.executor.gradients.norms import GradientClip, LayerNorms
 from harness.runtime.executor.gradients.sums import Bucket, GradientSync, sum_buckets
-from harness.runtime.executor.gradients.update import LayerNorms, LossScale, ParameterHooks
+from harness.runtime.executor.gradients.update import LossScale, ParameterHooks
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
 from harness.runtime.executor.program.lower import Lowering
@@ -86,6 +87,7 @@ class ExecutorEngine:
         self._task, self._world, self.plan, self.prefix = task, world, plan, prefix
         strategy = plan.strategy
         self._scale = LossScale(options.dtype, world, is_asynchronous=plan.is_asynchronous)
+        self._clip = GradientClip(options.optimizer.max_grad_norm, world)
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
         self._captured = captured = captured or capture(task, strategy.batch, "model")
@@ -319,6 +321,7 @@ class ExecutorEngine:
         if self.layer_norms is not None and not is_muted:
             self.layer_norms.add(self.weights, self.owners)
         self._phases.begin("optimizer")
+        self._clip.apply(self.owners, self._phases, is_muted=is_muted)
         self._scale.step(self._optimizer, is_muted=is_muted)
         for parameter in (*self.weights.parameters(), *self.owners.own.values()):
             parameter.grad = None

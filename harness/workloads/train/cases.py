@@ -163,7 +163,9 @@ _AT_LEAST = {
 def _check_numbers(config: TrainConfig) -> None:
     config.check()
     check_at_least(config, _AT_LEAST)
-    check_above_zero(config, ("learning_rate", "lr_gamma", "bucket_mib", "drift_threshold"))
+    check_above_zero(
+        config, ("learning_rate", "lr_gamma", "bucket_mib", "drift_threshold", "max_grad_norm")
+    )
     config.check_search()
 
 

@@ -97,6 +97,9 @@ class TrainSettings(SearchFlags, ModelFlags):
     """Momentum of sgd."""
     weight_decay: float = 0.0
     """Weight decay."""
+    max_grad_norm: float | None = None
+    """Scale all gradients of a step down to this norm, where it is larger. Ranks wait for each
+    other to know the norm, which predictions leave out."""
     balance: Literal["equal", "speed"] = "equal"
     """Samples of each rank in a batch (torch engine): equal, or in proportion to the rank's speed,
     which is measured before training. Both compute the gradient of the same global batch."""
@@ -307,6 +310,7 @@ class TrainCase(TrainSettings):
             learning_rate=self.learning_rate,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
         )
 
 
@@ -321,7 +325,12 @@ def check_changes(config: TrainConfig) -> None:
             f"--cache {config.cache} is for fp32 and tf32, because ranks keep other dtypes than "
             f"they send with --dtype {half}: drop one of them"
         )
-    is_on = {"freeze": config.freeze != "none", "survive": config.survive, "drift": config.drift}
+    is_on = {
+        "freeze": config.freeze != "none",
+        "survive": config.survive,
+        "drift": config.drift,
+        "max-grad-norm": config.max_grad_norm is not None,
+    }
     for name in filter(is_on.__getitem__, is_on):
         if config.asynchronous:
             raise ConfigError(f"--{name} is for synchronous training: drop --asynchronous")

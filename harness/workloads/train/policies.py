@@ -38,7 +38,7 @@ from harness.workloads.train.requests import UNREADABLE, Request, read_request
 from harness.workloads.train.shrink import ShrinkPolicy
 
 if TYPE_CHECKING:
-    from harness.runtime.executor.gradients.update import LayerNorms
+    from harness.runtime.executor.gradients.norms import LayerNorms
 
 _log = logging.getLogger(__name__)
 

@@ -84,7 +84,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return Precision(DTYPES[self.dtype][1], torch.device("cpu"))
 
     def optimizer_options(self) -> OptimizerOptions:
-        return _OPTIMIZERS[self.optimizer]
+        """By every third seed with clipped gradients, but for asynchronous training."""
+        is_clipped = self.seed % 3 == 1 and not self.is_asynchronous
+        return replace(_OPTIMIZERS[self.optimizer], max_grad_norm=0.5 if is_clipped else None)
 
     def batch(self, task: Task, step: int) -> Batch:
         """The global batch of a step; equal in every process."""

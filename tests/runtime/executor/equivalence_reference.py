@@ -66,13 +66,15 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 def train_alone(case: Case) -> Trace:
     """Train a case on one device."""
-    task = case.make_task()
-    optimizer = make_optimizer(task.model, case.optimizer_options(), torch.device("cpu"))
+    task, options = case.make_task(), case.optimizer_options()
+    optimizer = make_optimizer(task.model, options, torch.device("cpu"))
     losses, gradients = [], []
     for step in range(case.n_steps):
         optimizer.zero_grad()
         sizes = case.strategy.microbatch_sizes()
         losses.append(accumulate(task, case.batch(task, step), sizes, case.precision()))
+        if options.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(task.model.parameters(), options.max_grad_norm)
         gradients.append(gradients_of(task.model))
         optimizer.step()
     state = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
