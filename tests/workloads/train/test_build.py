@@ -144,8 +144,10 @@ def test_a_stale_file_is_refused_with_what_changed(simulator, load):
     other = msgspec.structs.replace(
         strategy.made_for, cluster_hash="other", devices={"elsewhere:0": "a GPU"}
     )
+    stale = msgspec.structs.replace(strategy, made_for=other)
     with pytest.raises(StrategyError, match=r"'ddp' is stale: device 'elsewhere:0' is gone"):
-        load(msgspec.structs.replace(strategy, made_for=other))
+        load(stale)
+    assert load(stale, continues="run") == stale  # of fewer ranks on the same hosts
 
 
 def test_a_file_planned_with_older_measurements_is_trained_with_a_warning(simulator, load, caplog):
