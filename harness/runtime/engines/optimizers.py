@@ -123,9 +123,13 @@ class LearningRates:
     Args:
         period: steps between two drops, or until the cosine is 0.
         gamma: factor of each drop of `step`.
+        n_rising: steps before the schedule, over which the rate rises linearly.
     """
 
-    def __init__(self, rate: float, schedule: LrSchedule, period: int, gamma: float) -> None:
+    def __init__(
+        self, rate: float, schedule: LrSchedule, period: int, gamma: float, n_rising: int = 0
+    ) -> None:
+        self._n_rising = n_rising
         # The scheduler's own, because an engine may be replaced while training.
         self._optimizer = SGD([torch.zeros(1)], lr=rate)
         self._scheduler = LR_SCHEDULES[schedule](self._optimizer, period, gamma)
@@ -133,14 +137,22 @@ class LearningRates:
 
     def at(self, step: int) -> float:
         """The rate of a measured step; warm-up steps, below 0, have that of the first."""
+        step = max(0, step)
+        if step < self._n_rising:
+            return self._rates[0] * (step + 1) / self._n_rising
+        step -= self._n_rising
         while self._scheduler is not None and len(self._rates) <= step:
             self._optimizer.step()  # else torch warns about the order
             self._scheduler.step()
             self._rates.append(float(self._scheduler.get_last_lr()[0]))
-        return self._rates[min(max(0, step), len(self._rates) - 1)]
+        return self._rates[min(step, len(self._rates) - 1)]
 
     def first_drop(self, factor: float, start: int, stop: int) -> int | None:
-        """The first step below `stop` whose rate is at most the `factor`-th part of that of
-        `start`; None if there is none."""
-        limit = self.at(start) / factor * (1 + 1e-9)  # rates are rounded
-        return next((step for step in range(start + 1, stop) if self.at(step) <= limit), None)
+        """The first step below `stop` whose rate is at most the `factor`-th part of the highest
+        since `start`; None if there is none."""
+        highest = self.at(start)
+        for step in range(start + 1, stop):
+            highest = max(highest, self.at(step))
+            if self.at(step) <= highest / factor * (1 + 1e-9):  # rates are rounded
+                return step
+        return None

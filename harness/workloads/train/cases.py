@@ -138,26 +138,21 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 _AT_LEAST = {
-    "steps": 1,
-    "epochs": 1,
-    "warm_up": 0,
-    "no_sync_steps": 0,
-    "n_samples": 1,
-    "n_workers": 0,
-    "repeats": 1,
-    "stages": 1,
-    "momentum": 0,
-    "weight_decay": 0,
-    "batch_size": 1,
-    "per_device_batch": 1,
-    "n_ranks": 1,
-    "microbatches": 1,
-    "freeze_interval": 1,
-    "lr_step_size": 1,
-    "cache_memory": 0,
-    "save_every": 1,
-    "rejoin": 1,
-}
+    **dict.fromkeys(
+        (
+            "warm_up", "no_sync_steps", "n_workers", "momentum", "weight_decay", "lr_warm_up",
+            "cache_memory",
+        ),
+        0,
+    ),
+    **dict.fromkeys(
+        (
+            "steps", "epochs", "n_samples", "repeats", "stages", "batch_size", "per_device_batch",
+            "n_ranks", "microbatches", "freeze_interval", "lr_step_size", "save_every", "rejoin",
+        ),
+        1,
+    ),
+}  # fmt: skip
 
 
 def _check_numbers(config: TrainConfig) -> None:

@@ -89,6 +89,9 @@ class TrainSettings(SearchFlags, ModelFlags):
     lr_schedule: LrSchedule = "constant"
     """The learning rate of each measured step. step: times --lr-gamma after every --lr-step-size
     steps. cosine: down to 0 at the last step. Warm-up steps have the first rate."""
+    lr_warm_up: int = 0
+    """Measured steps over which the learning rate rises linearly from 0 to --learning-rate, before
+    --lr-schedule begins."""
     lr_step_size: int | None = None
     """--lr-schedule step: steps between two drops."""
     lr_gamma: float = 0.1

@@ -334,7 +334,11 @@ def prepare(
         plan=plan,
         n_steps=n_steps,
         rates=LearningRates(
-            case.learning_rate, case.lr_schedule, case.lr_step_size or n_steps, case.lr_gamma
+            case.learning_rate,
+            case.lr_schedule,
+            case.lr_step_size or max(1, n_steps - case.lr_warm_up),
+            case.lr_gamma,
+            case.lr_warm_up,
         ),
         batches=batches,
         count_targets=partial(count_targets, data, task),

@@ -35,6 +35,13 @@ def test_the_first_step_of_a_drop_is_found():
     assert rates.first_drop(100, start=0, stop=20) is None
 
 
+def test_the_rate_rises_before_its_schedule():
+    rates = LearningRates(0.4, "step", period=2, gamma=0.1, n_rising=4)
+    found = [rates.at(step) for step in range(-1, 8)]
+    assert found == pytest.approx([0.1, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.04, 0.04])
+    assert rates.first_drop(10, start=0, stop=8) == 6
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("dtype", "is_fused"), [(torch.float32, True), (torch.complex64, None)])
 def test_on_a_gpu_an_optimizer_is_fused_unless_a_parameter_is_complex(name, dtype, is_fused):
