@@ -94,10 +94,44 @@ def _pairs() -> dict[str, Any]:
     return {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 16, 16), "return_loss": True}
 
 
+def _captioned() -> dict[str, Any]:
+    """Tokens of which four are those of an image, at other places in each sample."""
+    tokens = torch.arange(2 * N_TOKENS).view(2, N_TOKENS) + VOCABULARY - 2 * N_TOKENS
+    tokens[0, :4] = tokens[1, 2:6] = _IMAGE_TOKEN
+    return {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def _captioned_with_types() -> dict[str, Any]:
+    given = _captioned()
+    return {**given, "token_type_ids": (given["input_ids"] != _IMAGE_TOKEN).long()}
+
+
+def _boxed() -> dict[str, Any]:
+    """Words and the boxes around them: left, top, right, bottom."""
+    corners = torch.arange(2 * N_TOKENS).view(2, N_TOKENS, 1)
+    return {
+        "input_ids": corners.squeeze(2) + 1,
+        "bbox": corners.repeat(1, 1, 4) + torch.tensor([0, 0, 3, 2]),
+    }
+
+
+def _padded() -> dict[str, Any]:
+    tokens = torch.arange(2 * N_TOKENS).view(2, N_TOKENS) + 1
+    mask = torch.ones_like(tokens)
+    mask[1, -3:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
 def _photos() -> dict[str, Any]:
     return {"pixel_values": torch.randn(2, 3, 64, 64)}
 
 
+_IMAGE_TOKEN = 5
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 24, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
 _VISION: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
     "image_size": 16, "patch_size": 8,
@@ -228,6 +262,7 @@ _BACKBONE = {
     "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16],
     "depths": [1, 1, 1, 1], "layer_type": "basic", "out_features": ["stage4"],
 }  # fmt: skip
+_LLAMA = {**_TEXT, "num_key_value_heads": 2}
 _WITH_EXAMPLE: dict[str, tuple[str, str, Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "clip": (
         "CLIPModel", "CLIPConfig", _pairs,
@@ -238,6 +273,27 @@ _WITH_EXAMPLE: dict[str, tuple[str, str, Callable[[], dict[str, Any]], dict[str,
         {"backbone_config": _BACKBONE, "num_queries": 6, "d_model": 16, "encoder_layers": 1,
          "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
          "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+    ),
+    "llama_padded": ("LlamaForCausalLM", "LlamaConfig", _padded, _LLAMA),
+    "layoutlm": ("LayoutLMForTokenClassification", "LayoutLMConfig", _boxed, _TEXT),
+    "llava": (
+        "LlavaForConditionalGeneration", "LlavaConfig", _captioned,
+        {"vision_config": {**_VISION, "model_type": "clip_vision_model"},
+         "text_config": {**_LLAMA, "model_type": "llama"}, "image_token_index": _IMAGE_TOKEN},
+    ),
+    "paligemma": (
+        "PaliGemmaForConditionalGeneration", "PaliGemmaConfig", _captioned_with_types,
+        {"vision_config": {**_VISION, "model_type": "siglip_vision_model",
+                           "vision_use_head": False},
+         "text_config": {**_LLAMA, "model_type": "gemma", "head_dim": 4},
+         "image_token_index": _IMAGE_TOKEN, "projection_dim": 16},
+    ),
+    "blip2": (
+        "Blip2ForConditionalGeneration", "Blip2Config", _captioned,
+        {"vision_config": _VISION, "num_query_tokens": 4, "image_token_index": _IMAGE_TOKEN,
+         "qformer_config": {**_TEXT, "encoder_hidden_size": 16},
+         "text_config": {**_TEXT, "model_type": "opt", "ffn_dim": 24, "dropout": 0.0,
+                         "word_embed_proj_dim": 16}},
     ),
 }  # fmt: skip
 
