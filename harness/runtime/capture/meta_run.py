@@ -20,6 +20,7 @@ from harness.runtime.capture.operators import is_opaque
 from harness.runtime.models.task import Task
 from harness.runtime.tracing.constructs import NO_GRAD
 from harness.runtime.tracing.functions import GradientHooks
+from harness.runtime.tracing.patches import values_unchecked
 
 # Their operands have no weights: an attention's scores and weighted sums.
 _OF_ACTIVATIONS = ("bmm", "baddbmm", "scaled_dot_product")
@@ -221,7 +222,8 @@ def _count_flops(task: Task, n_samples: int) -> StepFlops:
     copied = replace(task, model=fake_copy(task.model, mode))
     device = next((p.device for p in copied.model.parameters()), torch.device("cpu"))
     # The counter knows the products of the plain attention on every device.
-    with mode, device, sdpa_kernel(SDPBackend.MATH), FlopCounts() as counter:
+    math = sdpa_kernel(SDPBackend.MATH)
+    with values_unchecked(), mode, device, math, FlopCounts() as counter:
         inputs = [torch.empty((n_samples, *spec.shape), dtype=spec.dtype) for spec in task.inputs]
         targets = task.draw_targets(n_samples, device=device)
         copied.sum_loss(copied.model(*inputs), targets).backward()

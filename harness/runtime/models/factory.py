@@ -25,7 +25,7 @@ from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, Call, Labe
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_model, logits_of
 from harness.runtime.models.user_code import UserFunction
 from harness.runtime.ranks.failures import users_line
-from harness.runtime.tracing.patches import replaced
+from harness.runtime.tracing.patches import replaced, values_unchecked
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def _run_once(
     try:
         given = [fake(x, mode) for x in tensors]
         copied = fake_copy(model, mode)
-        with forgotten_stand_ins(), mode, CallRecorder() as recorder:
+        with forgotten_stand_ins(), values_unchecked(), mode, CallRecorder() as recorder:
             output = copied(*given)
     except ModelError:
         raise

@@ -18,11 +18,12 @@ from zoo import ZOO
 
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
+from harness.runtime.capture.meta_run import step_flops
 from harness.runtime.data.own import OwnData
 from harness.runtime.data.synthetic import SyntheticData, draw_batch
 from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models import InputSpec, ModelOptions, Task
-from harness.runtime.models.factory import task_of
+from harness.runtime.models.factory import task_of, weights_on_meta
 from harness.runtime.models.own_loss import BatchLossTask, LabelledTask, join
 from harness.runtime.models.task import TextOptions
 from harness.runtime.models.torchvision_import import allow_torchvision
@@ -75,6 +76,19 @@ def test_integers_of_a_synthetic_sample_are_those_of_one_of_the_examples():
         "m:f", (Tagger(), {"tokens": TOKENS, "more": {"table": labels[..., None]}}), OPTIONS
     )
     assert task.inputs[1].rows is None
+
+
+class Checking(Tagger):
+    def forward(self, tokens, more):
+        torch._check_tensor_all(tokens.sum() > 0)
+        return super().forward(tokens=tokens, more=more)
+
+
+def test_checks_of_values_are_left_out_where_weights_have_none():
+    with weights_on_meta():
+        task = task_of("m:f", (Checking(), {"tokens": TOKENS, "more": {"table": 1.0}}), OPTIONS)
+    assert task.n_classes == 9
+    assert step_flops(task, 3) is not None
 
 
 @pytest.mark.parametrize(
