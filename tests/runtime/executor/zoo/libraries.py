@@ -86,7 +86,11 @@ def with_labels(model: str, config: str, **settings: Any) -> tuple[nn.Module, di
 def with_example(
     model: str, config: str, example: Callable[[], dict[str, Any]], **settings: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
-    return from_config(model, config, **settings), example()
+    made = from_config(model, config, **settings)
+    for weight in made.parameters():
+        if weight.dim() > 2 and not weight.any():  # queries of 0, whose gradients only round
+            nn.init.normal_(weight)
+    return made, example()
 
 
 def _pairs() -> dict[str, Any]:
@@ -291,7 +295,8 @@ _WITH_EXAMPLE: dict[str, tuple[str, str, Callable[[], dict[str, Any]], dict[str,
     "blip2": (
         "Blip2ForConditionalGeneration", "Blip2Config", _captioned,
         {"vision_config": _VISION, "num_query_tokens": 4, "image_token_index": _IMAGE_TOKEN,
-         "qformer_config": {**_TEXT, "encoder_hidden_size": 16},
+         "qformer_config": {**_TEXT, "encoder_hidden_size": 16,
+                            "attention_probs_dropout_prob": 0.0},
          "text_config": {**_TEXT, "model_type": "opt", "ffn_dim": 24, "dropout": 0.0,
                          "word_embed_proj_dim": 16}},
     ),
