@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
-from harness.errors import ConfigError, ResultsError
+from harness.errors import ConfigError
 
 OptimizerVariant = Literal["sgd", "momentum", "adamw"]
 # Tensors of a parameter's shape in the state of each kind of step.
@@ -94,7 +94,7 @@ def check_state(optimizer: Optimizer, names: set[str]) -> None:
     """Refuse a state, by the names of a parameter's values, that another optimizer has saved."""
     kept, found = _KEPT[type(optimizer)], names - {"step"}
     if found not in (kept, set()):
-        raise ResultsError(
+        raise ConfigError(
             f"the state has {' and '.join(sorted(found))} of each parameter, this optimizer keeps "
             f"{' and '.join(sorted(kept))}: give the --optimizer that saved it"
         )

@@ -24,7 +24,7 @@ from equivalence_training import (
 )
 from safetensors.torch import load_file
 
-from harness.errors import ResultsError
+from harness.errors import ConfigError, ResultsError
 from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.state.files import load_sharded
@@ -160,13 +160,13 @@ def test_a_state_of_another_model_or_optimizer_is_refused():
     _, _, engine = one_device("disordered")
     state = engine.full_state()
     other = {**state, "optimizer": {"state": {0: {"step": torch.ones(()), "exp_avg": 1.0}}}}
-    with pytest.raises(ResultsError, match="has exp_avg of each parameter, this optimizer keeps m"):
+    with pytest.raises(ConfigError, match="has exp_avg of each parameter, this optimizer keeps m"):
         engine.load_full_state(other)
     state["model"]["head.weight"] = torch.zeros(7, 8)
-    with pytest.raises(ResultsError, match=r"head.weight is of \(6, 8\), the state has one of"):
+    with pytest.raises(ConfigError, match=r"head.weight is of \(6, 8\), the state has one of"):
         engine.load_full_state(state)
     del state["model"]["head.weight"]
-    with pytest.raises(ResultsError, match=r"head.weight is of \(6, 8\), the state has no such"):
+    with pytest.raises(ConfigError, match=r"head.weight is of \(6, 8\), the state has no such"):
         engine.load_full_state(state)
 
 

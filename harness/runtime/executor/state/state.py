@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.errors import ResultsError, VerificationError
+from harness.errors import ConfigError, VerificationError
 from harness.runtime.engines.optimizers import check_state
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
@@ -205,7 +205,7 @@ class StateGatherer:
         """Load this rank's slices of a whole state.
 
         Raises:
-            ResultsError: the state is of another model or optimizer.
+            ConfigError: the state is of another model or optimizer.
         """
         model = {self.names.get(name, name): tensor for name, tensor in state["model"].items()}
         for piece, part in self._model_parts().items():
@@ -229,7 +229,7 @@ def _tensor_of(model: Mapping[str, Tensor], name: str, shape: torch.Size) -> Ten
     found = model.get(name)
     if found is None or found.shape != shape:
         has = "no such tensor" if found is None else f"one of {tuple(found.shape)}"
-        raise ResultsError(
+        raise ConfigError(
             f"the model's {name} is of {tuple(shape)}, the state has {has}: load the state of the "
             "same model"
         )
