@@ -39,7 +39,7 @@ from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
 from harness.runtime.executor.sharded.owners import Owners, scatter_buckets
-from harness.runtime.executor.shards.forms import Forms, choose_forms
+from harness.runtime.executor.shards.forms import Forms, choose_forms, warn_of_gathered
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.files import load_sharded, save_sharded
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
@@ -162,6 +162,8 @@ class ExecutorEngine:
         strategy, world = self.plan.strategy, self._world
         sizes = sorted(set(strategy.microbatch_sizes()))
         forms = choose_forms(self._captured, meta, self.plan, sizes)
+        if world.is_first:
+            warn_of_gathered(forms[sizes[0]])
         for form in forms.values():
             check_rows(form.layout)
             self.holders.merge(form.holders)

@@ -112,7 +112,7 @@ def _along_positions(layout: Layout, part: Part) -> list[Part]:
 def choose_forms(
     captured: Captured, meta: MetaModel, plan: ExecutorPlan, sizes: Sequence[int]
 ) -> dict[int, Forms]:
-    """Choose forms by microbatch size; log a warning for each gathered operator.
+    """Choose forms by microbatch size.
 
     An operator that is gathered at one size is gathered at all, so that weight slices are equal.
 
@@ -127,7 +127,6 @@ def choose_forms(
         found = {size: chooser.choose() for size, chooser in zip(sizes, choosers, strict=True)}
         now = {n for forms in found.values() for n, form in forms.of.items() if form == "gathered"}
         if now == gathered or len(found) == 1:
-            _warn(found[sizes[0]])
             return found
         gathered = now
 
@@ -258,7 +257,8 @@ class _Chooser:
         }
 
 
-def _warn(chosen: Forms) -> None:
+def warn_of_gathered(chosen: Forms) -> None:
+    """Log a warning for each gathered operator."""
     layout = chosen.layout
     for name, form in chosen.of.items():
         if form != "gathered":
