@@ -114,7 +114,8 @@ def configured_number(run: Headed, name: str) -> float | None:
 def _strategy_name(run: Run) -> str:
     """The strategy's name, prefixed by the engine if several engines train it, and followed by the
     schedule, microbatches and flags of a pipeline or of degrees, and by the state that is sharded;
-    a strategy that was read from a file is named after the file."""
+    a strategy that was read from a file is named after the file, and a run that goes on after its
+    first step."""
     strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
     is_file = strategy.endswith(".json")
     has_flow = strategy == "pipeline" or ("=" in strategy and not is_file)  # or degrees
@@ -129,6 +130,8 @@ def _strategy_name(run: Run) -> str:
         strategy = path.stem if path.name != STRATEGY_FILE else path.parent.name or path.stem
         strategy += "-asynchronous" if run.header.config.get("asynchronous") else ""
     strategy += _elastic_name(run)
+    first = configured_number(run, "first_step")  # of a run that goes on with another
+    strategy += f"-from-step-{first:.0f}" if first else ""
     return strategy if is_usual else f"{engine}-{strategy}"
 
 

@@ -223,3 +223,9 @@ def test_pipelines_and_degrees_are_named_after_their_flow(strategy):
     run = trained(strategy, 2, 1.0, engine="executor", schedule="gpipe", microbatches=4)
     _, row = table(trained("single", 1, 1.0), run)
     assert row.strategy == f"{strategy}-gpipe-4-microbatches on 2"
+
+
+def test_a_run_that_goes_on_is_named_after_its_first_step():
+    one, two = (trained(*on, 1.0, first_step=559) for on in (("single", 1), ("ddp", 2)))
+    _, row = table(one, two)
+    assert row.strategy == "ddp-from-step-559 on 2"
