@@ -337,6 +337,13 @@ def check_changes(config: TrainConfig) -> None:
     for name in filter(is_on.__getitem__, is_on):
         if config.asynchronous:
             raise ConfigError(f"--{name} is for synchronous training: drop --asynchronous")
+    if config.shrink == "pipetransformer" and {"single", "ddp", "tensor", "hybrid"}.issuperset(
+        config.strategy
+    ):
+        raise ConfigError(
+            f"--shrink pipetransformer shortens a pipeline, {' '.join(config.strategy)} has none: "
+            "use --strategy pipeline, or --shrink search"
+        )
     last = 0
     for text in config.change:
         step, _ = parse_change(text)

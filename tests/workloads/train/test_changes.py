@@ -336,6 +336,7 @@ def test_a_controller_needs_a_run_that_listens(tmp_path):
         ({"freeze": "schedule", "engine": "torch"}, "--freeze needs the executor"),
         ({"shrink": "search"}, "--freeze is none: drop the flag, or use --freeze schedule"),
         ({"freeze": "schedule", "replicate": True}, "--replicate is for --shrink search or --shr"),
+        ({"freeze": "schedule", "shrink": "pipetransformer"}, "shortens a pipeline, ddp has none"),
         ({"cache": "on"}, "--cache on is for --freeze schedule or --freeze gradient, --freeze is"),
         ({"cache": "on", "freeze": "schedule", "dtype": ("bf16",)}, "is for fp32 and tf32"),
         ({"change": ("1:a.json",), "engine": "torch"}, "--change needs the executor"),
