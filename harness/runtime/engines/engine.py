@@ -51,6 +51,7 @@ class EngineOptions:
         bucket_bytes: size of a bucket of gradients.
         zero_stage: 0: ZeRO partitions nothing; 1: optimizer state; 2: gradients; 3: parameters.
         batch: largest number of samples of this rank in a step.
+        unread: parameters without a gradient, which DistributedDataParallel leaves out.
     """
 
     dtype: str
@@ -58,6 +59,7 @@ class EngineOptions:
     bucket_bytes: int = BUCKET_BYTES
     zero_stage: int = 0
     batch: int = 1
+    unread: tuple[str, ...] = ()
 
 
 class Engine(Protocol):

@@ -75,8 +75,11 @@ class BucketTimer:
 
 
 def _distribute(
-    model: nn.Module, device: torch.device, bucket_bytes: int, timer: BucketTimer
+    model: nn.Module, device: torch.device, options: EngineOptions, timer: BucketTimer
 ) -> DistributedDataParallel:
+    bucket_bytes = options.bucket_bytes
+    leave_out: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    leave_out(model, options.unread)
     ddp = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -104,9 +107,7 @@ class TorchEngine:
         self._forward_model: nn.Module = task.model
         if world.size > 1:
             self._timer = BucketTimer(recorder, world)
-            self._forward_model = _distribute(
-                task.model, world.device, options.bucket_bytes, self._timer
-            )
+            self._forward_model = _distribute(task.model, world.device, options, self._timer)
         self._optimizer = make_optimizer(task.model, options.optimizer, world.device)
         self._max_norm = options.optimizer.max_grad_norm
 

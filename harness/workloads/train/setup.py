@@ -31,6 +31,7 @@ from harness.runtime.devices.precision import Precision, set_tensor_cores
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.engines.optimizers import LearningRates
 from harness.runtime.engines.torch_engine import TorchEngine
+from harness.runtime.engines.unread import unread_parameters
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
 from harness.runtime.models.task import Task
@@ -246,12 +247,14 @@ def _make_engine(
 ) -> tuple[Engine, ElasticExecutor | None]:
     # Ranks need different dropout masks, because their samples are independent.
     torch.manual_seed(case.seed * world.size + world.rank)
+    is_users = case.engine == "torch" and ":" in case.model and world.size > 1
     options = EngineOptions(
         dtype=case.dtype,
         optimizer=case.optimizer_options(),
         bucket_bytes=round(case.bucket_mib * (1 << 20)),
         zero_stage=case.zero_stage,
         batch=n_local,
+        unread=unread_parameters(task) if is_users else (),
     )
     if plan is None or not plan.is_elastic:
         return ENGINES[case.engine](task, world, recorder, options, plan), None

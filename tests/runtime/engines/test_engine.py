@@ -15,6 +15,9 @@ from harness.runtime.engines.deepspeed_engine import TimedBackend
 from harness.runtime.engines.engine import CompletionStream, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.engines.replicas import digest, fingerprint
+from harness.runtime.engines.unread import unread_parameters
+from harness.runtime.models import ModelOptions
+from harness.runtime.models.factory import task_of
 
 
 def test_weights_make_the_ranks_parts_add_up_to_the_mean():
@@ -55,6 +58,29 @@ def test_only_narrow_dtypes_are_autocast(dtype):
 def test_an_unknown_optimizer_is_refused():
     with pytest.raises(ConfigError, match="choose one of sgd, adamw"):
         make_optimizer(nn.Linear(1, 1), OptimizerOptions(name="lion"), torch.device("cpu"))
+
+
+class Partly(nn.Module):
+    """Has an output that no loss reads, a layer that forward does not call, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
+        self.aside, self.never, self.frozen = (nn.Linear(3, 3) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        hidden = self.frozen(self.first(x))
+        return {"logits": self.last(hidden), "aside": self.aside(hidden)}
+
+
+def test_parameters_without_a_gradient_are_found_without_computing():
+    task = task_of("m:f", (Partly(), torch.rand(2, 4)), ModelOptions())
+    assert unread_parameters(task) == tuple(
+        f"{layer}.{name}" for layer in ("aside", "never") for name in ("weight", "bias")
+    )
+    assert task.model.training
+    assert all(p.grad is None and not p.is_meta for p in task.model.parameters())
 
 
 class SlowBackend:
