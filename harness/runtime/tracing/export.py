@@ -34,6 +34,7 @@ from harness.runtime.tracing.loops import loops_found
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
 from harness.runtime.tracing.regions import AutocastRegion
 from harness.runtime.tracing.tracer import users_frame
+from harness.runtime.tracing.vmaps import join_vmaps
 from harness.runtime.tracing.writes import read_written
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -91,6 +92,7 @@ def export(
     _inline_regions(module, any(x.is_meta for x in model.parameters()))
     _unflatten_output(module)
     _use_input_device(module)
+    join_vmaps(module.graph)
     call_modules(module.graph, model)
     module = _with_tensors_of(model, module)
     _mark_writes(module)

@@ -98,8 +98,9 @@ def seems_eager() -> AbstractContextManager[None]:
 
 @contextmanager
 def users_code(model: nn.Module) -> Iterator[None]:
-    """Let `len(x)` in the files of a model's modules be `x.shape[0]`, which stays open, and leave
-    out checks of values, by the model and by distributions."""
+    """Let `len(x)` in the files of a model's modules be `x.shape[0]`, which stays open, leave out
+    checks of values, by the model and by distributions, and assign where a mask is true without
+    counting its elements."""
     names = {type(module).__module__ for module in model.modules()} - {"builtins"}
     with ExitStack() as stack:
         for name in names & sys.modules.keys():
@@ -107,7 +108,17 @@ def users_code(model: nn.Module) -> Iterator[None]:
                 stack.enter_context(replaced(sys.modules[name], "len", _length))
         stack.enter_context(replaced(torch.distributions.Distribution, "_validate_args", False))
         stack.enter_context(values_unchecked())
+        stack.enter_context(replaced(Tensor, "__setitem__", _assign))
         yield
+
+
+def _assign(x: Tensor, index: Any, value: Any, assign: Any = Tensor.__setitem__) -> None:
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
+    n_whole = x.dim() - index.dim() if is_mask else 0
+    if is_mask and isinstance(value, Tensor) and value.dim() <= n_whole:
+        x.copy_(torch.where(index[(..., *[None] * n_whole)], value, x))
+    else:
+        assign(x, index, value)
 
 
 def _length(value: Any) -> Any:

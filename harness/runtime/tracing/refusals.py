@@ -75,7 +75,6 @@ _CONSTRUCTS = (
         "forward calls torch.autograd.grad",
         "put all that it differentiates into a module of its own",
     ),
-    (r"being vmapped", "forward calls torch.vmap", "let a matmul or einsum broadcast instead"),
     (
         r"Sparse(Meta|CPU|CUDA)|aten::.*sparse",
         "forward computes with a sparse tensor",

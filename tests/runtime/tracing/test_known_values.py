@@ -99,6 +99,18 @@ def test_a_check_whether_values_are_finite_is_said_to_be_left_out(caplog):
     assert "the graph leaves out what it does when they are not" in caplog.text
 
 
+def test_weights_are_assigned_where_a_mask_is_true():
+    class Masked(Net):
+        def forward(self, x):
+            y = self.first(x)
+            for _ in range(x.shape[1] - 4):
+                y[x.sum(1) > 0] = self.first.bias
+            return y
+
+    task = task_of("net", (Masked(None), {"x": torch.randn(2, 6)}), ModelOptions())
+    hold_to_model(task, capture(task, 8, "net"), "net")
+
+
 def test_as_strided_reads_its_input_in_the_layout_of_the_model():
     def middle(x):
         rows = x.view(len(x), 3, 2).transpose(1, 2)

@@ -10,6 +10,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from harness.errors import ModelError
 from harness.runtime.tracing.trace import trace
+from harness.runtime.tracing.vmaps import Vmap
 
 X = torch.zeros(4, 6)
 
@@ -58,15 +59,23 @@ def test_layers_left_out_at_random_are_refused_where_the_model_is_exported():
         trace(Net(by_python, is_exported=True), (X,))
 
 
-def indexed_in_vmap(x, layer):
+def by_vmap(x, layer):
     codes = (x > 0).long()
     with TransformGetItemToIndex():
-        return x + torch.vmap(lambda k: codes[0, k])(torch.arange(6))
+        x = x + torch.vmap(lambda k: codes[0, k])(torch.arange(6))
+    one, two = torch.vmap(lambda row: (layer(row), torch.vmap(torch.sin)(row)))(x)
+    return one * two
 
 
-def test_indices_in_a_vmap_are_refused_as_a_vmap():
-    with pytest.raises(ModelError, match=r"forward calls torch[.]vmap"):
-        trace(Net(indexed_in_vmap, is_exported=True), (X,))
+def test_a_vmap_is_one_operator():
+    net = Net(by_vmap, is_exported=True)
+    module = trace(net, (X,))
+    assert sum(isinstance(n.target, Vmap) for n in module.graph.nodes) == 6
+    x = torch.randn(4, 6)
+    assert torch.equal(module(x), net(x))
+    with pytest.raises(IndexError):
+        module(torch.randn(4, 5))
+    assert torch.equal(module(x), net(x))
 
 
 def test_a_check_of_values_is_left_out():

@@ -1,0 +1,67 @@
+"""Keep each call of torch.vmap as one operator of an export, which would open and close it by
+operators of their own."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from harness.runtime.capture.operators import function_name
+from harness.runtime.tracing.functions import OpaqueFunction
+
+
+class Vmap(OpaqueFunction):
+    """A call of torch.vmap, with those inside it."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__("vmap")
+        self._run = fx.GraphModule(nn.Module(), graph)
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._run(*args)
+        except Exception:  # of any operator, in the middle of the call
+            while torch._C._functorch.maybe_current_level():
+                torch._C._functorch._vmap_decrement_nesting()
+            raise
+
+
+def join_vmaps(graph: fx.Graph) -> None:
+    """Replace the operators of each outermost call."""
+    depth, inside = 0, []
+    for node in list(graph.nodes):
+        name = function_name(node.target)
+        depth += name == "_vmap_increment_nesting"
+        if depth and node.op == "call_function":
+            inside.append(node)
+        if name == "_vmap_decrement_nesting":
+            depth -= 1
+            if depth == 0:
+                _join(graph, inside)
+                inside = []
+
+
+def _join(graph: fx.Graph, inside: list[fx.Node]) -> None:
+    """Replace nodes that follow one another by one call."""
+    given = dict.fromkeys(x for n in inside for x in n.all_input_nodes if x not in inside)
+    found = [node for node in inside if any(user not in inside for user in node.users)]
+    joined = fx.Graph()
+    copies = {node: joined.placeholder(node.name) for node in given}
+    for node in inside:
+        copies[node] = joined.node_copy(node, copies.__getitem__)
+    results = tuple(copies[node] for node in found)
+    joined.output(results[0] if len(results) == 1 else results)
+    with graph.inserting_after(inside[-1]):
+        call = graph.call_function(Vmap(joined), tuple(given))
+    for k, node in enumerate(found):
+        result = call
+        if len(found) > 1:
+            with graph.inserting_after(call):
+                result = graph.call_function(operator.getitem, (call, k))
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(inside):
+        graph.erase_node(node)
