@@ -92,7 +92,7 @@ def export(
     _inline_regions(module, any(x.is_meta for x in model.parameters()))
     _unflatten_output(module)
     _use_input_device(module)
-    join_vmaps(module.graph)
+    join_vmaps(module)
     call_modules(module.graph, model)
     module = _with_tensors_of(model, module)
     _mark_writes(module)
