@@ -87,7 +87,6 @@ class ExecutorEngine:
         self._task, self._world, self.plan, self.prefix = task, world, plan, prefix
         strategy = plan.strategy
         self._scale = LossScale(options.dtype, world, is_asynchronous=plan.is_asynchronous)
-        self._clip = GradientClip(options.optimizer.max_grad_norm, world)
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
         self._captured = captured = captured or capture(task, strategy.batch, "model")
@@ -151,6 +150,7 @@ class ExecutorEngine:
         own = list(self.owners.own.values())
         trained = nn.ParameterList(own) if own else nn.Linear(1, 1)
         self._optimizer = make_optimizer(trained, options.optimizer, world.device)
+        self._clip = GradientClip(options.optimizer.max_grad_norm, world)
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights
         self.layer_norms: LayerNorms | None = None

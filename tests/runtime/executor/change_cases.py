@@ -20,7 +20,7 @@ from equivalence_cases import (
     shard_state,
 )
 from equivalence_models import min_microbatch, small_graph
-from equivalence_reference import accumulate
+from equivalence_reference import accumulate, clip
 from equivalence_strategies import random_strategy
 from torch import nn
 from torch.optim import Optimizer
@@ -115,6 +115,7 @@ def train_alone(changing: ChangingCase, *, offset: float = 0.0) -> ChangingTrace
         freezing.freeze(changing.frozen_at(step), optimizer)
         sizes = changing.strategy_at(step).microbatch_sizes()
         losses.append(accumulate(task, part_of(data, samples), sizes, case.precision()))
+        clip(case, task.model)
         optimizer.step()
     state = {"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}
     return ChangingTrace(losses=losses, state=state)

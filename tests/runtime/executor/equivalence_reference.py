@@ -64,17 +64,22 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def clip(case: Case, model: nn.Module) -> None:
+    """Scale a step's gradients down to the norm of the case, if it has one."""
+    if (most := case.optimizer_options().max_grad_norm) is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), most)
+
+
 def train_alone(case: Case) -> Trace:
     """Train a case on one device."""
-    task, options = case.make_task(), case.optimizer_options()
-    optimizer = make_optimizer(task.model, options, torch.device("cpu"))
+    task = case.make_task()
+    optimizer = make_optimizer(task.model, case.optimizer_options(), torch.device("cpu"))
     losses, gradients = [], []
     for step in range(case.n_steps):
         optimizer.zero_grad()
         sizes = case.strategy.microbatch_sizes()
         losses.append(accumulate(task, case.batch(task, step), sizes, case.precision()))
-        if options.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(task.model.parameters(), options.max_grad_norm)
+        clip(case, task.model)
         gradients.append(gradients_of(task.model))
         optimizer.step()
     state = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
