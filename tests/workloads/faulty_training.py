@@ -35,6 +35,7 @@ from harness.runtime.ranks.rendezvous import meet
 from harness.workloads.common.contract import config_json
 from harness.workloads.common.flags import RunOptions
 from harness.workloads.planning.inputs import capture_graph
+from harness.workloads.train import policies
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.workload import WORKLOAD
@@ -188,6 +189,7 @@ def write_profile(results, cluster, case, run_id):
 def main():
     results, words = Path(sys.argv[1]), [word for word in sys.argv[2:] if word != "--resume"]
     cases = [case_of(word) for word in words]
+    policies._SHORT_S = 0.1  # of each search for a plan without a rank, of which any will do
     start_fork_server(
         [
             "torch",
