@@ -223,7 +223,7 @@ def read(folder: Path) -> Published:
         points,
         notes,
         trivial_median_error=_TRIVIAL,
-        lacks="a bandwidth that depends on the nodes, and waiting for the slowest of many GPUs",
+        lacks="a bandwidth between nodes that depends on their number and on the GPUs of each",
     )
 
 
