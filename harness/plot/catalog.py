@@ -29,11 +29,8 @@ from harness.domain.run import RunHeader
 from harness.domain.validation import Validation, validation_file
 from harness.errors import HarnessError, ResultsError
 from harness.measure.derive.devices import PeakKey, SummaRow, peaks_of, with_efficiency
-from harness.measure.derive.training import (
-    TrainingSummary,
-    add_mfu_of_measured_peak,
-    configured_number,
-)
+from harness.measure.derive.settings import configured_number
+from harness.measure.derive.training import TrainingSummary, add_mfu_of_measured_peak
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Problem
 from harness.plot.numbers import RunNumbers, derive_numbers

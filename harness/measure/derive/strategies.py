@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.domain.run import STATUS_WORDS, Headed, Status
-from harness.measure.derive.training import TrainingSummary, configured
+from harness.measure.derive.settings import configured
+from harness.measure.derive.training import TrainingSummary
 from harness.measure.statistics import Summary, Verdict, known_median, summarize, verdict
 from harness.units import format_bytes, format_number
 
@@ -19,8 +20,7 @@ _COMPARED = (
     "strategy", "strategy_digest", "engine", "n_ranks", "schedule", "microbatches", "asynchronous",
     "recompute", "predict", "search_seconds", "search_budget", "trials", "memory", "shard_state",
     "freeze", "freeze_alpha", "freeze_interval", "unfreeze", "shrink", "replicate", "cache",
-    "cache_memory", "drift", "drift_threshold", "change", "controlled", "survive",
-    "rejoin",
+    "cache_memory", "drift", "drift_threshold", "change", "controlled", "survive", "rejoin",
 )  # fmt: skip
 
 

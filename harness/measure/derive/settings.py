@@ -1,0 +1,68 @@
+"""Settings of a run, and the name of its strategy, which is made of them."""
+
+from pathlib import PurePath
+from typing import Any
+
+from harness.domain.prediction import STRATEGY_FILE
+from harness.domain.run import Headed
+from harness.inputs import MOST_NUMBER
+
+_LONGEST = 200  # most characters of a setting
+
+
+def configured(run: Headed, name: str, default: str = "") -> str:
+    """A setting of the run as text."""
+    value: Any = run.header.config.get(name, default)
+    return default if value is None else str(value)[:_LONGEST]
+
+
+def configured_number(run: Headed, name: str) -> float | None:
+    """A setting that is a number above 0; else None."""
+    value: Any = run.header.config.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 < value <= MOST_NUMBER else None
+
+
+def strategy_name(run: Headed) -> str:
+    """The strategy's name, prefixed by the engine if several engines train it, and followed by the
+    schedule, microbatches and flags of a pipeline or of degrees, and by the state that is sharded;
+    a strategy that was read from a file is named after the file, and a run that goes on after its
+    first step."""
+    strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
+    is_file = strategy.endswith(".json")
+    has_flow = strategy == "pipeline" or ("=" in strategy and not is_file)  # or degrees
+    if has_flow and engine == "executor":
+        strategy += _flow_name(run)
+    state = run.header.config.get("shard_state", "auto")
+    strategy += "" if state in ("auto", "none") or is_file else f"-sharded-{state}"
+    is_usual = engine == "torch" or (engine == "executor" and strategy not in ("single", "ddp"))
+    if is_file:
+        # Runs write theirs as strategy.json, so the run's name identifies them.
+        path = PurePath(strategy)
+        strategy = path.stem if path.name != STRATEGY_FILE else path.parent.name or path.stem
+        strategy += "-asynchronous" if run.header.config.get("asynchronous") else ""
+    strategy += _elastic_name(run)
+    first = configured_number(run, "first_step")  # of a run that goes on with another
+    strategy += f"-from-step-{first:.0f}" if first else ""
+    return strategy if is_usual else f"{engine}-{strategy}"
+
+
+def _elastic_name(run: Headed) -> str:
+    """The reasons for which a run may change its strategy: `-freeze-shrink-replicate-cache`."""
+    suffix = ""
+    for flag in ("freeze", "shrink", "replicate", "cache", "drift", "change", "controlled"):
+        value = run.header.config.get(flag)
+        if value and value not in ("none", "off"):
+            is_usual = value in ("schedule", "search", "on") or not isinstance(value, str)
+            suffix += f"-{flag}" if is_usual else f"-{flag}-{configured(run, flag)}"
+    return suffix
+
+
+def _flow_name(run: Headed) -> str:
+    schedule = configured(run, "schedule", "1f1b")
+    suffix = "" if schedule == "1f1b" else f"-{schedule}"
+    microbatches = run.header.config.get("microbatches")
+    suffix += f"-{microbatches}-microbatches" if microbatches else ""
+    for flag in ("recompute", "asynchronous"):
+        suffix += f"-{flag}" if run.header.config.get(flag) else ""
+    return suffix
