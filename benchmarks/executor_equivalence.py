@@ -61,6 +61,9 @@ class Options:
     """Run only cases on these numbers of ranks."""
     shard_state: ShardState | None = None
     """Shard this state in every case, and run 1f1b where zero bubble cannot."""
+    device: Literal["cpu", "cuda:0"] = "cpu"
+    """Train the strategies on this device, which all ranks share; one device in plain PyTorch, with
+    which they are compared, is the CPU."""
     case_file: Path | None = None
     """Run this case, as printed for an unequal one, rather than a series."""
     shrink: bool = False
@@ -178,7 +181,7 @@ def run(options: Options) -> list[Finding]:
     """Run all cases; prints unequal ones at once."""
     findings = []
     cases = wanted_cases(options)
-    with RanksBySize() as ranks:
+    with RanksBySize(options.device) as ranks:
         for index, case in enumerate(cases):
             finding = check(case, ranks)
             findings.append(finding)

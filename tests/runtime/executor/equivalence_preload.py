@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from contextlib import suppress
 
-import torch
 import torch.distributed as dist
 from equivalence_cases import Case
 from equivalence_models import small_graph
@@ -20,9 +18,7 @@ from harness.runtime.capture.capture import capture
 
 _MOST = 40  # captured models that are kept
 
-torch.set_num_threads(1)
 logging.getLogger("harness").setLevel(logging.ERROR)  # operators that are gathered, by name
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 # Imports much of torch, and sympy, which happens only when it traces and steps.
 with tempfile.TemporaryDirectory() as directory:
     store = dist.FileStore(f"{directory}/store", 1)

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -43,9 +44,14 @@ class RanksFailedError(Exception):
     """A job failed or hung on some rank; says which rank and where it stood."""
 
 
-def local_world(rank: int, size: int) -> World:
-    """A world of one core for each rank."""
-    return world_of(rank, size, hosts=["localhost"] * size)
+def local_world(rank: int, size: int, device: str = "cpu") -> World:
+    """A world of one core for each rank; ranks share a GPU, and one alone uses NCCL."""
+    world = world_of(rank, size, hosts=["localhost"] * size)
+    if device == "cpu":
+        return world
+    return replace(
+        world, device=torch.device(device), backend="nccl" if size == 1 else "gloo", n_sharing=size
+    )
 
 
 def _told(answers: list[bytes]) -> str:
@@ -56,11 +62,12 @@ def _told(answers: list[bytes]) -> str:
 
 
 def _carry_out(job: bytes, rank: int, size: int, directory: str) -> bytes:
-    function, argument = pickle.loads(job)  # noqa: S301 - from the parent
+    function, argument, device = pickle.loads(job)  # noqa: S301 - from the parent
+    world = local_world(rank, size, device)
     store = dist.FileStore(f"{directory}/store", size)
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    result = function(argument, local_world(rank, size))
+    dist.init_process_group(world.backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    result = function(argument, world)
     dist.barrier()
     dist.destroy_process_group()
     buffer = io.BytesIO()
@@ -130,34 +137,46 @@ class _Job:
             process.join()
 
 
-def _serve(connection: Connection) -> None:
-    import equivalence_preload
+def _serve(connection: Connection, device: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    prepare: Callable[[object], None] = lambda _: None  # noqa: E731
+    # After a backward where torch has a GPU, autograd works in no fork.
+    if device == "cpu":
+        from equivalence_preload import prepare
 
     with suppress(EOFError, ConnectionError):  # the parent ended
         while True:
             job, size, timeout_s = connection.recv()
-            equivalence_preload.prepare(pickle.loads(job)[1])  # noqa: S301 - from the parent
+            prepare(pickle.loads(job)[1])  # noqa: S301 - from the parent
             with tempfile.TemporaryDirectory() as directory:
                 ranks = _Job(job, size, directory)
                 connection.send(ranks.answers(timeout_s))
                 ranks.close()
 
 
-def _start_server(connection: Connection) -> BaseProcess:
+def _start_server(connection: Connection, device: str) -> BaseProcess:
     here = str(Path(__file__).parent)
+    # Asking the driver whether a GPU is available would keep forks from using it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # A fresh interpreter, which knows no sys.path but this.
     known = os.environ.get("PYTHONPATH", "")
     if here not in known.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(part for part in (here, known) if part)
-    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(connection,))
+    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(connection, device))
     server.start()
     return server
 
 
 class Ranks:
-    """Runs jobs on any number of processes of this machine over gloo."""
+    """Runs jobs on any number of processes of this machine.
 
-    def __init__(self) -> None:
+    Args:
+        device: of every rank: cpu, or cuda:0, which the server must not use before it forks.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._server: BaseProcess | None = None
         self._connection: Connection | None = None
 
@@ -179,10 +198,14 @@ class Ranks:
         """
         if self._connection is None:
             self._connection, servers_end = multiprocessing.Pipe()
-            self._server = _start_server(servers_end)
+            self._server = _start_server(servers_end, self._device)
             servers_end.close()
-        self._connection.send((pickle.dumps((function, argument)), size, timeout_s))
+        job = pickle.dumps((function, argument, self._device))
+        self._connection.send((job, size, timeout_s))
         answers = self._connection.recv()
         if all(answer[:1] == b"+" for answer in answers):
-            return [torch.load(io.BytesIO(a[1:]), weights_only=False) for a in answers]
+            return [
+                torch.load(io.BytesIO(a[1:]), map_location="cpu", weights_only=False)
+                for a in answers
+            ]
         raise RanksFailedError(_told(answers))

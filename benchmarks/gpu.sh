@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Check and measure what needs a GPU, on a machine with one. Usage: bash benchmarks/gpu.sh OUT [PART...]
+# Parts: facts tests matmul single bench comparison equivalence suite; all by default, in this order.
+# Writes OUT/PART.log and OUT/results.tar.gz, and prints the end of each log with its seconds.
+set -uo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root" || exit 2
+out=$(realpath -m "$1")
+shift
+mkdir -p "$out"
+parts=("$@")
+((${#parts[@]})) || parts=(facts tests matmul single bench comparison equivalence suite)
+export PATH=$root/.venv/bin:$PATH OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+results=$out/results
+vision=(--model "${VISION:-resnet50}" --per-device-batch "${VISION_BATCH:-128}" --steps 30 --warm-up 5)
+text=(--model "${TEXT:-gpt2}" --per-device-batch "${TEXT_BATCH:-8}" --steps 30 --warm-up 5)
+
+facts() {
+    git describe --always --dirty
+    nvidia-smi
+    python -c 'import torch, sys; print(sys.version, torch.__version__, torch.cuda.nccl.version())'
+    nproc
+}
+
+tests() { OMP_NUM_THREADS=2 python -m pytest -q -m gpu -n 4 --tb=short tests; }
+
+matmul() { ./entry.sh matmul --sizes 1024 4096 8192 16384 --dtype fp32 tf32 bf16 fp16 --results "$results"; }
+
+# One device: plain PyTorch, the executor and DeepSpeed, with what was predicted for it.
+single() {
+    local -a same=(--results "$results" --strategy single) quick=(--shards 1 --time-budget-s 0.05 --results "$results")
+    local -a predicted=("${same[@]}" --dtype fp32 bf16 --predict)
+    ./entry.sh profile "${vision[@]:0:2}" --batch-size "${vision[3]}" --dtype bf16 "${quick[@]}" \
+        + profile "${vision[@]:0:2}" --batch-size "${vision[3]}" "${quick[@]}" \
+        + profile "${text[@]:0:2}" --batch-size "${text[3]}" --dtype bf16 "${quick[@]}" \
+        + profile "${text[@]:0:2}" --batch-size "${text[3]}" "${quick[@]}" \
+        + train "${vision[@]}" --engine torch "${predicted[@]}" \
+        + train "${vision[@]}" --engine executor "${predicted[@]}" \
+        + train "${text[@]}" --engine torch "${predicted[@]}" \
+        + train "${text[@]}" --engine executor "${predicted[@]}" \
+        + train "${vision[@]}" --channels-last --dtype bf16 --engine torch "${same[@]}" \
+        + train "${vision[@]}" --channels-last --dtype bf16 --engine executor "${same[@]}" \
+        + train "${vision[@]}" --dtype bf16 --strategy ddp --results "$results" \
+        + train "${vision[@]}" --dtype fp16 --strategy ddp --engine executor --results "$results" \
+        + train "${text[@]}" --dtype bf16 --strategy zero2 zero3 --results "$results"
+}
+
+bench() {
+    python benchmarks/matmul_vs_plain.py --json
+    python benchmarks/overhead.py --model resnet50 --image-size 224 --batch 64 --dtype bf16 --pairs 60 --json
+    python benchmarks/executor.py --builds 2 --pairs 20 --json
+}
+
+comparison() { ./entry.sh --results "$results"; }
+
+equivalence() {
+    local seed
+    for seed in 1 2 3 4; do
+        python benchmarks/executor_equivalence.py --device cuda:0 --series any --cases 12 --seed "$seed" \
+            --output "$out/equivalence$seed.json" &
+    done
+    wait
+}
+
+suite() {
+    OMP_NUM_THREADS=1 python -m pytest -q -m 'not cluster and not gpu and not slow and not alone' -n 14 \
+        --dist loadfile --no-loadscope-reorder --tb=short -rfE
+}
+
+for part in "${parts[@]}"; do
+    start=$SECONDS
+    timeout -k 5 "${LIMIT:-300}" bash -c "$(declare -p out results vision text); $(declare -f "$part"); $part" \
+        >"$out/$part.log" 2>&1
+    echo "== $part: exit code $?, $((SECONDS - start)) s"
+    tail -n "${LINES_SHOWN:-12}" "$out/$part.log" | cut -c1-240
+done
+[[ ! -d $results ]] || tar -czf "$out/results.tar.gz" -C "$out" results
