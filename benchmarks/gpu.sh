@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check and measure what needs a GPU, on a machine with one. Usage: bash benchmarks/gpu.sh OUT [PART...]
-# Parts: facts tests matmul single bench comparison equivalence suite; all by default, in this order.
+# Parts: facts tests matmul single bench comparison equivalence; all by default, in this order.
 # Writes OUT/PART.log and OUT/results.tar.gz, and prints the end of each log with its seconds.
 set -uo pipefail
 
@@ -10,11 +10,11 @@ out=$(realpath -m "$1")
 shift
 mkdir -p "$out"
 parts=("$@")
-((${#parts[@]})) || parts=(facts tests matmul single bench comparison equivalence suite)
+((${#parts[@]})) || parts=(facts tests matmul single bench comparison equivalence)
 export PATH=$root/.venv/bin:$PATH OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 results=$out/results
-vision=(--model "${VISION:-resnet50}" --per-device-batch "${VISION_BATCH:-128}" --steps 30 --warm-up 5)
-text=(--model "${TEXT:-gpt2}" --per-device-batch "${TEXT_BATCH:-8}" --steps 30 --warm-up 5)
+vision=(--model "${VISION:-resnet50}" --per-device-batch "${VISION_BATCH:-128}" --steps 20 --warm-up 5)
+text=(--model "${TEXT:-gpt2}" --per-device-batch "${TEXT_BATCH:-8}" --steps 20 --warm-up 5)
 
 facts() {
     git describe --always --dirty
@@ -29,27 +29,22 @@ matmul() { ./entry.sh matmul --sizes 1024 4096 8192 16384 --dtype fp32 tf32 bf16
 
 # One device: plain PyTorch, the executor and DeepSpeed, with what was predicted for it.
 single() {
-    local -a same=(--results "$results" --strategy single) quick=(--shards 1 --time-budget-s 0.05 --results "$results")
-    local -a predicted=("${same[@]}" --dtype fp32 bf16 --predict)
-    ./entry.sh profile "${vision[@]:0:2}" --batch-size "${vision[3]}" --dtype bf16 "${quick[@]}" \
-        + profile "${vision[@]:0:2}" --batch-size "${vision[3]}" "${quick[@]}" \
-        + profile "${text[@]:0:2}" --batch-size "${text[3]}" --dtype bf16 "${quick[@]}" \
-        + profile "${text[@]:0:2}" --batch-size "${text[3]}" "${quick[@]}" \
-        + train "${vision[@]}" --engine torch "${predicted[@]}" \
-        + train "${vision[@]}" --engine executor "${predicted[@]}" \
-        + train "${text[@]}" --engine torch "${predicted[@]}" \
-        + train "${text[@]}" --engine executor "${predicted[@]}" \
-        + train "${vision[@]}" --channels-last --dtype bf16 --engine torch "${same[@]}" \
-        + train "${vision[@]}" --channels-last --dtype bf16 --engine executor "${same[@]}" \
-        + train "${vision[@]}" --dtype bf16 --strategy ddp --results "$results" \
-        + train "${vision[@]}" --dtype fp16 --strategy ddp --engine executor --results "$results" \
-        + train "${text[@]}" --dtype bf16 --strategy zero2 zero3 --results "$results"
+    local -a same=(--results "$results" --strategy single --dtype bf16) quick=(--shards 1 --time-budget-s 0.05)
+    ./entry.sh profile "${vision[@]:0:2}" --batch-size "${vision[3]}" --dtype bf16 --results "$results" "${quick[@]}" \
+        + train "${vision[@]}" --engine torch "${same[@]}" --predict \
+        + train "${vision[@]}" --engine executor "${same[@]}" --predict \
+        + train "${vision[@]}" --strategy ddp --dtype bf16 --results "$results" \
+        + profile "${text[@]:0:2}" --batch-size "${text[3]}" --dtype bf16 --results "$results" "${quick[@]}" \
+        + train "${text[@]}" --engine torch "${same[@]}" --predict \
+        + train "${text[@]}" --engine executor "${same[@]}" --predict \
+        + train "${vision[@]}" --channels-last --engine torch "${same[@]}" \
+        + train "${text[@]}" --strategy zero2 zero3 --dtype bf16 --results "$results"
 }
 
 bench() {
+    python benchmarks/executor.py --builds 2 --pairs 20 --json
     python benchmarks/matmul_vs_plain.py --json
     python benchmarks/overhead.py --model resnet50 --image-size 224 --batch 64 --dtype bf16 --pairs 60 --json
-    python benchmarks/executor.py --builds 2 --pairs 20 --json
 }
 
 comparison() { ./entry.sh --results "$results"; }
@@ -61,11 +56,6 @@ equivalence() {
             --output "$out/equivalence$seed.json" &
     done
     wait
-}
-
-suite() {
-    OMP_NUM_THREADS=1 python -m pytest -q -m 'not cluster and not gpu and not slow and not alone' -n 14 \
-        --dist loadfile --no-loadscope-reorder --tb=short -rfE
 }
 
 for part in "${parts[@]}"; do

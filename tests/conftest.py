@@ -13,6 +13,9 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 # Several tests and their ranks share the cores; threads of one would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# All tests but those marked gpu run on the CPU, also on a machine with GPUs.
+os.environ.setdefault("FIRST_GPU", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
     os.environ.setdefault(name, "1")
 

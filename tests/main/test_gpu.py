@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from harness.domain.record import Sample
 from harness.measure.store import read_results
@@ -22,7 +21,7 @@ def run(results, *words, n_ranks=1):
     launch = [] if n_ranks == 1 else [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks)]
     done = subprocess.run(
         [*launch, str(ROOT / "entry.sh"), *words, "--results", str(results)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": os.environ["FIRST_GPU"]},
         capture_output=True,
         text=True,
         timeout=280,
@@ -44,7 +43,7 @@ def losses(one):
 def test_matmul_is_below_the_peak_of_the_device(tmp_path):
     (one,) = run(tmp_path, "matmul", "--sizes", "1024", "--dtype", "bf16", "fp32")
     assert one.header.status == "ok"
-    assert torch.cuda.get_device_name() in one.header.ranks[0].device_kind
+    assert "NVIDIA" in one.header.ranks[0].device_kind
 
 
 def test_operators_add_up_to_the_step_and_memory_has_a_peak(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,6 +59,28 @@ class Float32Watch(TorchDispatchMode):
 def wire_bytes_per_fp32_byte(dtype: str) -> float:
     """Bytes sent between devices per byte of a float32 value."""
     return _AUTOCAST.get(dtype, torch.float32).itemsize / torch.float32.itemsize
+
+
+@contextlib.contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Use kernels that give equal bits in each run in the block, where the GPU has such."""
+    if device.type != "cuda":
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    deterministic: Any = torch.utils.deterministic
+    mode = torch.get_deterministic_debug_mode()
+    before = cudnn.benchmark, cudnn.deterministic, deterministic.fill_uninitialized_memory
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about operators that have no such kernel
+            cudnn.benchmark, cudnn.deterministic = False, True
+            deterministic.fill_uninitialized_memory = False
+            torch.set_deterministic_debug_mode("warn")
+            yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic, deterministic.fill_uninitialized_memory = before
+        torch.set_deterministic_debug_mode(mode)
 
 
 def set_tensor_cores(dtype: str) -> None:

@@ -20,7 +20,7 @@ from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import is_out_of_memory
-from harness.runtime.devices.precision import Precision
+from harness.runtime.devices.precision import Precision, repeatable
 from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.faithfulness.first_difference import find_first_difference
@@ -157,6 +157,11 @@ class _Comparison:
         return {name: copies.get(name, b) for name, b in self._task.model.named_buffers()}
 
     def run(self) -> None:
+        """Compare; see `hold_to_model`."""
+        with repeatable(self._device):
+            self._compare()
+
+    def _compare(self) -> None:
         before = fingerprint(self._task.model)
         batches, expected = self._train_model()
         is_written = not torch.equal(before, fingerprint(self._task.model))

@@ -136,6 +136,14 @@ def run_on_rank_0(make: Callable[[], T], world: World) -> T | None:
     return results[0] if results else None
 
 
+def barrier() -> None:
+    """A barrier of the default group, for timing; all ranks must call it."""
+    if dist.get_backend() == "nccl":  # which else guesses the device, with a warning
+        dist.barrier(device_ids=[torch.cuda.current_device()])
+    else:
+        dist.barrier()
+
+
 def wait_for_all(world: World) -> None:
     """A barrier that waits up to a day, asleep in the kernel, for ranks with much longer work; all
     ranks must call it."""

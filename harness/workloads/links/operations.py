@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from harness.errors import VerificationError
 from harness.measure.recorder import Clock, HostClock
+from harness.runtime.ranks import gather
 from harness.runtime.ranks.world import World
 from harness.units import format_bytes
 
@@ -59,7 +60,7 @@ class TorchTransport:
         return cls(torch.device("cpu"), clock if world.device.type == "cpu" else HostClock())
 
     def barrier(self) -> None:
-        dist.barrier()
+        gather.barrier()
 
     def send(self, data: torch.Tensor, target: int) -> None:
         dist.send(data, target)

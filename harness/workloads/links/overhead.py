@@ -14,10 +14,9 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from harness.runtime.devices.sampling import shortest_sample_s
-from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks
+from harness.runtime.ranks.gather import barrier, gather_numbers, maximum_over_ranks
 from harness.runtime.ranks.world import Context, World
 from harness.workloads.links.operations import post_ring
 
@@ -84,7 +83,7 @@ def _measure(chunks: _Chunks, context: Context) -> float:
     for step in range(_N_SAMPLES):
         progress.update(label, step, _N_SAMPLES)
         chunk_s = _chunk_s(chunks, sample_s)
-        dist.barrier()
+        barrier()
         n_chunks, during_s = _during(chunks, message, world)
         costs.append(max(0.0, during_s - n_chunks * chunk_s) / (2 * message.nbytes))
         metrics = {
@@ -114,10 +113,10 @@ def _during(chunks: _Chunks, message: torch.Tensor, world: World) -> tuple[int, 
 
 def _chunk_s(chunks: _Chunks, sample_s: float) -> float:
     """Time a chunk without communication; all ranks compute at the same time."""
-    dist.barrier()
+    barrier()
     end_s = time.perf_counter() + sample_s
     n_chunks, taken_s = chunks.until(lambda: time.perf_counter() >= end_s)
-    dist.barrier()
+    barrier()
     return taken_s / n_chunks
 
 
@@ -137,7 +136,7 @@ def _message_of(sample_s: float, world: World) -> torch.Tensor:
 
 def _idle_s(message: torch.Tensor, world: World) -> float:
     """Time this rank's communication without computing."""
-    dist.barrier()
+    barrier()
     start_s = time.perf_counter()
     for work in post_ring(torch.empty_like(message), message):
         work.wait()

@@ -10,7 +10,7 @@ from harness.domain.record import Span
 from harness.errors import ConfigError
 from harness.measure.derive.spans import covered_s
 from harness.measure.recorder import Clock, HostClock
-from harness.runtime.ranks.gather import gather_numbers, raise_on_all_ranks
+from harness.runtime.ranks.gather import barrier, gather_numbers, raise_on_all_ranks
 from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes
 from harness.workloads.matmul.local import precision_of
@@ -86,7 +86,7 @@ def measure_point(
     times: list[float] = []
     with precision_of(dtype):
         for repeat in range(-1, n_repeats):
-            dist.barrier()
+            barrier()
             duration_s = part.multiply(repeat) if part else 0.0
             if repeat >= 0:
                 times.append(max(gather_numbers(duration_s, world)))

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from harness.domain.strategy import Strategy
 from harness.errors import StrategyError
@@ -37,7 +36,12 @@ from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task, fit_options
-from harness.runtime.ranks.gather import broadcast_result, maximum_over_ranks, wait_for_all
+from harness.runtime.ranks.gather import (
+    barrier,
+    broadcast_result,
+    maximum_over_ranks,
+    wait_for_all,
+)
 from harness.runtime.ranks.world import Context
 from harness.units import format_duration
 from harness.workloads.planning.config import SearchConfig
@@ -292,7 +296,7 @@ class _Trial:
         An untimed step follows the barrier, because steps of a pipeline overlap: the first step
         after a barrier takes longer than those that follow.
         """
-        dist.barrier()
+        barrier()
         self._train(1)
         start_s = time.perf_counter()
         self._train(n_steps)

@@ -22,7 +22,7 @@ from harness.runtime.devices.memory import record_peaks, reset_peak
 from harness.runtime.devices.telemetry import watched_device
 from harness.runtime.engines.engine import Engine, Share
 from harness.runtime.models.task import logits_of
-from harness.runtime.ranks.gather import gather_numbers
+from harness.runtime.ranks.gather import barrier, gather_numbers
 from harness.runtime.ranks.interfaces import NicCounter
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import UNTIL, Workload
@@ -203,7 +203,7 @@ class TrainLoop:
             return
         self._context.flush()
         share = self._share(-self._n_warm_up)
-        dist.barrier()
+        barrier()
         for recorder.step in range(-1, n_steps):
             with recorder.span("step"):
                 engine.step(self._full_batch, share, is_muted=True)

@@ -157,8 +157,10 @@ def _serve(connection: Connection, device: str) -> None:
 
 def _start_server(connection: Connection, device: str) -> BaseProcess:
     here = str(Path(__file__).parent)
-    # Asking the driver whether a GPU is available would keep forks from using it.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if device != "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("FIRST_GPU", "0")
+        # Asking the driver whether a GPU is available would keep forks from using it.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # A fresh interpreter, which knows no sys.path but this.
     known = os.environ.get("PYTHONPATH", "")
     if here not in known.split(os.pathsep):
