@@ -47,7 +47,7 @@ from harness.measure.statistics import paired_ratio
 from harness.runtime.devices.memory import keep_freed_memory
 from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.ranks.environment import read_launch
-from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks
+from harness.runtime.ranks.gather import barrier, gather_numbers, maximum_over_ranks
 from harness.runtime.ranks.rendezvous import join_process_group, meet
 from harness.runtime.ranks.world import World
 
@@ -88,7 +88,7 @@ def settle(world: World) -> None:
 
 def timed(side: Side, n_steps: int, world: World) -> tuple[float, float]:
     """Time a block of steps; returns wall seconds of the slowest rank and CPU seconds of all."""
-    dist.barrier()
+    barrier()
     settle(world)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for _ in range(n_steps):

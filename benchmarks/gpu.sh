@@ -23,7 +23,7 @@ facts() {
     nproc
 }
 
-tests() { OMP_NUM_THREADS=2 python -m pytest -q -m gpu -n 4 --tb=short tests; }
+tests() { OMP_NUM_THREADS=2 python -m pytest -q -m gpu -n 4 --tb=short tests/main tests/runtime/executor; }
 
 matmul() { ./entry.sh matmul --sizes 1024 4096 8192 16384 --dtype fp32 tf32 bf16 fp16 --results "$results"; }
 

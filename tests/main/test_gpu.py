@@ -16,7 +16,7 @@ LENET = ("--model", "lenet", "--batch-size", "64", "--steps", "4", "--warm-up", 
 
 
 def run(results, *words, n_ranks=1):
-    """The runs of a workload."""
+    """The runs of a workload, without those that it needs before it, such as of profile."""
     # All ranks on the first GPU, however many there are.
     launch = [] if n_ranks == 1 else [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks)]
     done = subprocess.run(
@@ -28,7 +28,7 @@ def run(results, *words, n_ranks=1):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return read_results(results).runs
+    return [one for one in read_results(results).runs if one.header.workload == words[0]]
 
 
 def values(one, metric):
@@ -52,7 +52,7 @@ def test_operators_add_up_to_the_step_and_memory_has_a_peak(tmp_path):
     calibrations = values(one, "profile_calibration")
     assert len(calibrations) == 2  # of the batch, and of an eighth of it
     # A step waits for launches, which operators behind a full queue do not.
-    assert 0.7 < calibrations[0] < 3.5
+    assert 0.7 < calibrations[0] < 2.0
     assert max(values(one, "memory_peak_bytes")) > 64 * 3 * 224 * 224 * 4
 
 
@@ -68,11 +68,10 @@ def test_the_executor_trains_on_one_gpu_as_plain_pytorch_does(tmp_path):
 @pytest.mark.skipif(not MPIRUN.exists(), reason="setup/install.sh has not installed mpirun")
 def test_two_ranks_on_one_gpu_have_the_losses_of_one(tmp_path):
     (alone,) = run(tmp_path / "one", "train", *LENET, "--strategy", "single")
-    runs = run(
+    trained = run(
         tmp_path / "two", "train", *LENET, "--strategy", "ddp", "pipeline", "tensor", "--engine",
         "executor", n_ranks=2,
     )  # fmt: skip
-    trained = [one for one in runs if one.header.workload == "train"]
     assert len(trained) == 3
     for one in trained:
         assert one.header.backend == "gloo"

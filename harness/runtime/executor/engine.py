@@ -325,7 +325,7 @@ class ExecutorEngine:
         self._phases.begin("optimizer")
         self._clip.apply(self.owners, self._phases, is_muted=is_muted)
         self._scale.step(self._optimizer, is_muted=is_muted)
-        for parameter in (*self.weights.parameters(), *self.owners.own.values()):
+        for parameter in (*trained.values(), *self.owners.own.values()):
             parameter.grad = None
         if not is_muted:
             self._gathers.gather_updated()

@@ -27,20 +27,22 @@ from harness.runtime.faithfulness.first_difference import find_first_difference
 from harness.runtime.faithfulness.hidden_state import counted_on, counters, writes_copies
 from harness.runtime.faithfulness.outcomes import (
     EXACT,
+    Keep,
     Narrowing,
     OperatorRun,
     RandomSources,
     TrainedBatch,
-    bits_of,
     difference_of,
     first_beyond,
     in_float64,
     is_equal,
+    keep_bits,
+    keep_distance,
+    keep_values,
     names_beyond,
     preserved,
     rounding_of,
     seed_all,
-    values_of,
     widened,
 )
 from harness.runtime.models.task import Task
@@ -54,7 +56,6 @@ _SEED = 20
 _LATER = (7, 100, 10_000, 10_000_000)
 _LONGEST = 160  # characters quoted from another library's message
 
-Keep = Callable[[Tensor], Tensor]
 Loss = Callable[[Any, Batch], Tensor]
 
 
@@ -76,20 +77,22 @@ class _Side:
     def train(self, batches: Sequence[Batch], loss_of: Loss, keep: Keep) -> list[TrainedBatch]:
         """Run forward and backward of each batch, without optimizer steps, from a fixed seed."""
         seed_all(_SEED)
-        return [self._train(batch, loss_of, keep) for batch in batches]
+        return [self._train(k, batch, loss_of, keep) for k, batch in enumerate(batches)]
 
-    def _train(self, batch: Batch, loss_of: Loss, keep: Keep) -> TrainedBatch:
+    def _train(self, k: int, batch: Batch, loss_of: Loss, keep: Keep) -> TrainedBatch:
         parameters = self._parameters()
         for parameter in parameters.values():
             parameter.grad = None
         loss = loss_of(self._call(batch), batch)
         loss.backward()
-        zero = keep(torch.zeros(1, dtype=torch.float64))
-        tensors = {"loss": keep(loss)}
-        for name, parameter in parameters.items():
+        zero = torch.zeros(1, dtype=torch.float64)
+        tensors = {"loss": keep(k, "loss", loss)}
+        for parameter_name, parameter in parameters.items():
             gradient, parameter.grad = parameter.grad, None
-            tensors[f"gradient of {name}"] = zero if gradient is None else keep(gradient)
-        tensors |= {f"buffer {name}": keep(b) for name, b in self._buffers().items()}
+            name = f"gradient of {parameter_name}"
+            tensors[name] = keep(k, name, zero if gradient is None else gradient)
+        for name, buffer in self._buffers().items():
+            tensors[f"buffer {name}"] = keep(k, f"buffer {name}", buffer)
         return TrainedBatch(float(loss.detach()), tensors, RandomSources().digests())
 
 
@@ -178,16 +181,16 @@ class _Comparison:
         """Refuse a model that will compute something else later, because its forward counts."""
         model = self._task.model
         found = counters(model, lambda: self._call_model(batches[0]))
-        expected = self._train(self._model, batches, keep=values_of) if found else []
+        expected = self._train(self._model, batches, keep=keep_values) if found else []
         for n_steps in _LATER if found else ():
             try:
                 with counted_on(found, n_steps):
-                    later = self._train(self._model, batches, keep=values_of)
+                    later = self._train(self._model, batches, keep=keep_distance(expected))
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
                 continue  # the model counts a place, such as that in a queue, never so far
-            if difference_of(later, expected) > rounding_of(model, self._precision.dtype):
+            if difference_of(later) > rounding_of(model, self._precision.dtype):
                 names = ", ".join(each.name for each in found)
                 raise ModelError(
                     f"the forward of {self._name} counts in {names} and computes otherwise when "
@@ -238,13 +241,13 @@ class _Comparison:
         side: _Side,
         batches: Sequence[Batch],
         loss_of: Loss | None = None,
-        keep: Keep = bits_of,
+        keep: Keep = keep_bits,
     ) -> list[TrainedBatch]:
         with preserved(self._task.model, self._captured.module):
             return side.train(batches, loss_of or self._sum_loss, keep)
 
     def _train_graph(
-        self, batches: Sequence[Batch], loss_of: Loss | None = None, keep: Keep = bits_of
+        self, batches: Sequence[Batch], loss_of: Loss | None = None, keep: Keep = keep_bits
     ) -> list[TrainedBatch]:
         try:
             return self._train(self._graph, batches, loss_of, keep)
@@ -263,10 +266,10 @@ class _Comparison:
 
     def _explain(self, batches: Sequence[Batch]) -> None:
         """Return if the difference is rounding or recomputation; else raise ModelError."""
-        expected = self._train(self._model, batches, keep=values_of)
-        again = self._train(self._model, batches, keep=values_of)
-        found = self._train_graph(batches, keep=values_of)
-        noise = difference_of(again, expected)
+        expected = self._train(self._model, batches, keep=keep_values)
+        again = self._train(self._model, batches, keep=keep_distance(expected))
+        found = self._train_graph(batches, keep=keep_distance(expected))
+        noise = difference_of(again)
         if again[-1].random != expected[-1].random or not noise < 0.1:
             raise ModelError(
                 f"{self._name} gives another result each time it starts from the same weights and "
@@ -274,21 +277,19 @@ class _Comparison:
                 "states outside of buffers"
             )
         drawn = [k for k, v in expected[-1].random.items() if found[-1].random[k] != v]
-        difference = difference_of(found, expected)
+        difference = difference_of(found)
         tolerance = max(10 * noise, rounding_of(self._task.model, self._precision.dtype))
         exact = None if drawn else self._difference_in_float64(batches)
         is_rounding = difference <= tolerance if exact is None else exact <= EXACT
-        if not drawn and (is_rounding or self._is_recomputation(batches[0], found, expected)):
+        if not drawn and (is_rounding or self._is_recomputation(batches[0], found)):
             return
         self._refuse(batches, found, expected, drawn)
 
-    def _is_recomputation(
-        self, batch: Batch, found: list[TrainedBatch], expected: list[TrainedBatch]
-    ) -> bool:
+    def _is_recomputation(self, batch: Batch, found: list[TrainedBatch]) -> bool:
         """Whether only running statistics differ because torch.utils.checkpoint, which runs layers
         again in backward, makes the model update them twice and the graph once."""
         model = self._task.model
-        names = names_beyond(found, expected)
+        names = names_beyond(found)
         if not names or not all(name.startswith("buffer ") for name in names):
             return False
         paths = {name.removeprefix("buffer ").rpartition(".")[0] for name in names}
@@ -318,10 +319,11 @@ class _Comparison:
         try:
             with in_float64(self._task.model, self._captured.module):
                 with Narrowing() as narrowing:
-                    expected = self._train(self._model, wide, project, values_of)
+                    expected = self._train(self._model, wide, project, keep_values)
                 if narrowing.is_detected:
                     return None
-                return difference_of(self._train_graph(wide, project, values_of), expected)
+                kept = keep_distance(expected)
+                return difference_of(self._train_graph(wide, project, kept))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -340,7 +342,7 @@ class _Comparison:
         if drawn:
             summary = f"the graph does not draw the random numbers that the model does ({drawn[0]})"
         else:
-            k, name = first_beyond(found, expected)
+            k, name = first_beyond(found)
             samples = len(batches[k].targets)
             a, b = found[k], expected[k]
             summary = f"with {samples} samples its {name} differs"

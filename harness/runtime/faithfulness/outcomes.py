@@ -11,7 +11,7 @@ import hashlib
 import math
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -212,7 +212,7 @@ class TrainedBatch:
     """Results of training on one batch.
 
     Attributes:
-        tensors: by name, in order of comparison.
+        tensors: what was kept of each tensor, by name, in order of comparison.
         random: digests of the random states afterwards, by source.
     """
 
@@ -221,14 +221,35 @@ class TrainedBatch:
     random: dict[str, str]
 
 
+# What is kept of a tensor of a batch: batch, name, tensor.
+Keep = Callable[[int, str, Tensor], Tensor]
+
+
+def keep_bits(batch: int, name: str, tensor: Tensor) -> Tensor:
+    """Keep a fingerprint."""
+    return bits_of(tensor)
+
+
+def keep_values(batch: int, name: str, tensor: Tensor) -> Tensor:
+    """Keep the values, on the host, because the device need not hold all gradients twice."""
+    return real_of(tensor).to("cpu", copy=True)
+
+
+def keep_distance(expected: Sequence[TrainedBatch]) -> Keep:
+    """Keep the largest difference of two elements from the expected values, and the largest
+    expected value; computed on the device, tensor by tensor."""
+
+    def keep(batch: int, name: str, tensor: Tensor) -> Tensor:
+        found = real_of(tensor)
+        wanted = expected[batch].tensors[name].to(found.device)
+        return torch.tensor([_distance(found, wanted), _largest(wanted)], dtype=torch.float64)
+
+    return keep
+
+
 def bits_of(tensor: Tensor) -> Tensor:
     """A fingerprint of two numbers, equal for equal bits, 0 for zeros of any shape."""
     return fingerprint_of(real_of(tensor)).cpu()
-
-
-def values_of(tensor: Tensor) -> Tensor:
-    """A float64 copy on the host."""
-    return real_of(tensor).to("cpu", torch.float64, copy=True)
 
 
 def real_of(tensor: Tensor) -> Tensor:
@@ -253,46 +274,42 @@ def is_equal(found: list[TrainedBatch], expected: list[TrainedBatch]) -> bool:
     )
 
 
-def _differences(
-    found: list[TrainedBatch], expected: list[TrainedBatch]
-) -> Iterator[tuple[float, int, str]]:
-    for k, (a, b) in enumerate(zip(found, expected, strict=True)):
+def _differences(found: list[TrainedBatch]) -> Iterator[tuple[float, int, str]]:
+    for k, batch in enumerate(found):
         for kind in ("loss", "gradient", "buffer"):
-            names = [name for name in b.tensors if name.startswith(kind)]
-            model_wide = max((_largest(b.tensors[name]) for name in names), default=0.0)
-            for name in names:
-                one, other = a.tensors[name], b.tensors[name]
-                scale = max(_largest(other), _FLOOR * model_wide) or 1.0
-                yield _distance(one, other) / scale, k, name
+            kept = {n: t.tolist() for n, t in batch.tensors.items() if n.startswith(kind)}
+            model_wide = max((largest for _, largest in kept.values()), default=0.0)
+            for name, (distance, largest) in kept.items():
+                yield distance / (max(largest, _FLOOR * model_wide) or 1.0), k, name
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
     """The largest difference of two elements; a missing gradient is one 0, equal to any zeros."""
-    if torch.equal(one, other):
+    if one.dtype == other.dtype and torch.equal(one, other):
         return 0.0
     if one.shape != other.shape and one.any() and other.any():
         return math.inf
-    distance = _largest(one - other) if one.any() or other.any() else 0.0
+    distance = _largest(one.double() - other.double()) if one.any() or other.any() else 0.0
     return math.inf if math.isnan(distance) else distance
 
 
-def difference_of(found: list[TrainedBatch], expected: list[TrainedBatch]) -> float:
-    """The largest relative difference over all tensors."""
-    return max(difference for difference, _, _ in _differences(found, expected))
+def difference_of(found: list[TrainedBatch]) -> float:
+    """The largest relative difference over all tensors, of what `keep_distance` kept."""
+    return max(difference for difference, _, _ in _differences(found))
 
 
-def first_beyond(found: list[TrainedBatch], expected: list[TrainedBatch]) -> tuple[int, str]:
+def first_beyond(found: list[TrainedBatch]) -> tuple[int, str]:
     """Batch and name of the first tensor beyond rounding; else of the one that differs most."""
-    differences = list(_differences(found, expected))
+    differences = list(_differences(found))
     beyond = [one for one in differences if one[0] > _ROUNDED[torch.float32]]
     _, k, name = beyond[0] if beyond else max(differences)
     return k, name
 
 
-def names_beyond(found: list[TrainedBatch], expected: list[TrainedBatch]) -> set[str]:
+def names_beyond(found: list[TrainedBatch]) -> set[str]:
     """Names of all tensors that differ beyond rounding."""
     limit = _ROUNDED[torch.float32]
-    return {name for distance, _, name in _differences(found, expected) if distance > limit}
+    return {name for distance, _, name in _differences(found) if distance > limit}
 
 
 def _largest(tensor: Tensor) -> float:

@@ -16,3 +16,12 @@ def ranks():
 
     with RanksBySize() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks():
+    """Ranks that share a GPU."""
+    from equivalence_check import RanksBySize
+
+    with RanksBySize("cuda:0") as started:
+        yield started

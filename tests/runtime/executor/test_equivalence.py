@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from equivalence_cases import Case, copied_case, random_case
+from equivalence_cases import Case, any_case, copied_case, random_case
 from equivalence_check import check
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond, worst
 from equivalence_models import small_graph
@@ -64,6 +64,12 @@ FOUND = sorted((Path(__file__).parents[2] / "cases" / "strategies").glob("*.json
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
 def test_cases_that_were_once_wrong_equal_one_device(path, ranks):
     assert_equal(msgspec.json.decode(path.read_bytes(), type=Case), ranks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(8))
+def test_random_strategies_on_a_gpu_train_what_the_cpu_trains(index, gpu_ranks):
+    assert_equal(any_case(1, index), gpu_ranks)
 
 
 def test_sparse_gradients_are_trained_as_dense_ones(ranks):

@@ -39,6 +39,7 @@ class Weights(nn.Module):
         self._channels_last: frozenset[str] = meta.get(CHANNELS_LAST, frozenset())
         self._is_repeated = bool(meta.get(IS_REPEATED))
         self.held: dict[WeightSlice, Tensor] = {}
+        self._sorted: list[WeightSlice] = []
 
     def hold(self, piece: WeightSlice, tensor: Tensor) -> Tensor:
         """The tensor of a slice; `tensor`, moved to the device, if there is none yet."""
@@ -80,7 +81,9 @@ class Weights(nn.Module):
 
     def slices(self) -> list[WeightSlice]:
         """All slices in the order of the model."""
-        return sorted(self.held, key=lambda piece: (self._order[piece.name], piece.intervals))
+        if len(self._sorted) != len(self.held):
+            self._sorted = sorted(self.held, key=lambda p: (self._order[p.name], p.intervals))
+        return self._sorted
 
     def trainable(self) -> dict[WeightSlice, nn.Parameter]:
         """Parameters that are trained, in the order of the model."""
