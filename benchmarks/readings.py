@@ -22,9 +22,17 @@ _HEAD = """# Readings
 Made by `python benchmarks/readings.py >docs/readings.md` from
 [benchmarks/figures](../benchmarks/figures): the latest reading of each comparison.
 [Benchmarks](../benchmarks/README.md) says how to take them; [faults](faults.md) has those of
-`faults.py`. Each line of the data names its command, machine and commit. The machines have two
-cores (AMD EPYC or Intel Xeon, Linux 6.18); no reading is from a GPU. Virtual clusters have two to
-five nodes with 0.15 to 0.36 of a core each.
+`faults.py`. Each line of the data names its command, machine and commit. But for those of one GPU,
+the machines have two cores (AMD EPYC or Intel Xeon, Linux 6.18). Virtual clusters have two to five
+nodes with 0.15 to 0.36 of a core each.
+"""
+_GPU = """
+## One GPU
+
+An H200 with 16 cores, torch 2.11; by parts of `gpu.sh`. A step of few samples waits for the host,
+so it takes longer than its operators. The peak of memory was predicted from the sizes of outputs; a
+plan counts what autograd saves since then, here 5.6 GiB in all.
+
 """
 _COMPARISONS = """
 ## Comparisons
@@ -132,6 +140,15 @@ def counts() -> Iterator[list[str]]:
     yield ["plot_scale", counted, reading]
 
 
+def gpu() -> Iterator[list[str]]:
+    """One row for each reading of a GPU."""
+    for row in latest(read("gpu"), "name"):
+        interval = f"{row['low']:.4g} to {row['high']:.4g}" if "low" in row else ""
+        predicted = f"{row['predicted']:.4g}" if "predicted" in row else ""
+        value = f"{row['value']:.4g} {row['unit']}".strip()
+        yield [row["name"], value, interval, predicted, row["commit"]]
+
+
 def published() -> Iterator[list[str]]:
     """One row for each published set, and for each of its parts."""
     for row in latest(read("validate"), "set"):
@@ -153,6 +170,8 @@ def page() -> str:
             _HEAD,
             _COMPARISONS,
             table(["file", "comparison", "ratio", "interval (pairs)", "commit"], comparisons()),
+            _GPU,
+            table(["reading", "value", "interval", "predicted", "commit"], gpu()),
             _CELLS,
             table(
                 ["cell", "best by hand / searched", "best by hand", "ddp / searched", "order",

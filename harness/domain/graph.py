@@ -24,6 +24,9 @@ SCHEMA_VERSION = 1
 
 # Attribute of an operator: forward and backward FLOPs in products of activations with each other.
 SCORE_FLOPS = "score_flops"
+# Attributes of an operator: bytes that it keeps until backward, its output included, in fp32 and
+# under autocast to 16 bits.
+KEPT, KEPT_HALF = "kept_bytes", "kept_bytes_half"
 
 Attribute = bool | Count | Number | str | Sequence[Count | Number | str]
 
@@ -67,7 +70,8 @@ class Operator(
             is_repeatable (false if two devices may compute different values of one block),
             function (relu, add, ...), description, tied_to and tied_bytes (the first operator that
             uses some of its weights, and their bytes, which its parameter_bytes do not count); of a
-            block: saved_bytes (kept for backward beside the output).
+            block: saved_bytes (kept for backward beside the output); of a captured operator:
+            kept_bytes, kept_bytes_half.
     """
 
     name: str
@@ -211,8 +215,16 @@ class Graph(JsonFile, frozen=True, kw_only=True):
         return sum(operator.parameter_bytes for operator in self.operators)
 
     def content_hash(self) -> str:
-        """Hash of all fields that planning reads, in 16 hex digits; strategies store it."""
-        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
+        """Hash of all fields that planning reads, but for kept bytes, which older graphs lack; in
+        16 hex digits; strategies store it."""
+        operators = [
+            msgspec.structs.replace(
+                op, attrs={k: v for k, v in op.attrs.items() if k not in (KEPT, KEPT_HALF)}
+            )
+            for op in self.operators
+        ]
+        hashed = msgspec.structs.replace(self, operators=operators)
+        return hashlib.sha256(msgspec.json.encode(hashed, order="sorted")).hexdigest()[:16]
 
 
 def _check(operator: str, field: str, value: float, is_right: bool, most: str) -> None:

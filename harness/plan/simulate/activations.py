@@ -63,10 +63,22 @@ def held_outputs(tables: Tables, flow: Flow, has_backward: Flags, readers: Reade
     """The bytes that every operator holds on every device."""
     outputs = tables.output_bytes
     if not len(readers.producers):
-        return HeldOutputs(outputs + tables.saved_bytes, np.zeros_like(outputs))
+        return HeldOutputs(_with_sent(tables, outputs + tables.saved_bytes), np.zeros_like(outputs))
     brief = np.where(_is_brief(tables, flow, has_backward, readers), outputs, 0.0)
     kept = outputs - brief + tables.saved_bytes * has_backward[:, None]
-    return HeldOutputs(kept, _alive(tables, brief, readers))
+    return HeldOutputs(_with_sent(tables, kept), _alive(tables, brief, readers))
+
+
+def _with_sent(tables: Tables, kept: Floats) -> Floats:
+    """At least the outputs that are sent, each as large as on the wire."""
+    edges = tables.edge_rows()
+    sent = edges.source[edges.goes]
+    shares = tables.costs.wire_share[sent // kept.shape[1]]
+    found = kept.copy()
+    found.ravel()[sent] = np.maximum(
+        found.ravel()[sent], tables.output_bytes.ravel()[sent] * shares
+    )
+    return found
 
 
 def _is_brief(tables: Tables, flow: Flow, has_backward: Flags, readers: Readers) -> Flags:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
-from harness.domain.graph import Graph, Operator
+from harness.domain.graph import KEPT, KEPT_HALF, Graph, Operator
 from harness.domain.key_forms import POSITIONS, KeyForm, flops_ratio, kept_elements, key_features
 from harness.domain.partition import SAMPLE, Block, Interval, volume
 from harness.domain.profile import Profile
@@ -55,7 +55,8 @@ class OperatorCosts:
     """Arrays by device position (n_devices,); weights as slices with the devices that hold them.
 
     Attributes:
-        saved_bytes: bytes that forward keeps for backward beside the output.
+        saved_bytes: bytes that forward keeps for backward beside the output; below 0 where the
+            output does not stay, or stays in 16 bits.
         weight_bytes, frozen_bytes: bytes of trained and of frozen weights.
         shared_bytes: bytes of trained weights that other devices hold too.
         slices: (bytes, ascending devices) of each distinct slice of the trained weights.
@@ -102,6 +103,7 @@ class Costs:
         )
         is_sent = np.array([op.name not in options.skipped for op in graph.operators])
         share = options.wire_bytes_per_fp32_byte
+        self._is_half = share < 1.0
         self.wire_share: Floats = np.where(is_rounded, share, 1.0) * is_sent
         self.n_devices = cluster.n_devices
         self.shapes = [
@@ -204,7 +206,11 @@ class Costs:
 
     def _saved_per_element(self, op: int) -> float:
         """Bytes kept beside the output, by element of all dims."""
-        n_bytes = self.graph.operators[op].attrs.get("saved_bytes", 0)
+        operator = self.graph.operators[op]
+        n_bytes = operator.attrs.get("saved_bytes", 0)
+        kept = operator.attrs.get(KEPT_HALF if self._is_half else KEPT)
+        if isinstance(kept, int):
+            n_bytes = kept - operator.activation_bytes
         share = self.samples / (self.graph.batch or self.samples)
         n_elements = float(np.prod(list(self.shapes[op].values())))
         return n_bytes * share / n_elements if isinstance(n_bytes, int) else 0.0

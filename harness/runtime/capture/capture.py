@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
-from harness.domain.graph import SCORE_FLOPS, Attribute, Graph, Operator
+from harness.domain.graph import KEPT, KEPT_HALF, SCORE_FLOPS, Attribute, Graph, Operator
 from harness.errors import HarnessError, ModelError
 from harness.runtime.capture.meta_run import (
     MetaResult,
@@ -43,6 +44,7 @@ from harness.runtime.capture.sample_dims import (
     sample_dims,
     values_by_batch,
 )
+from harness.runtime.capture.saved import KeptBytes, tensors_within
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
 from harness.runtime.models.factory import weights_on_meta
 from harness.runtime.models.task import check_weights, logits_of
@@ -143,6 +145,23 @@ class _Builder:
             self._waiting[node] = parameters_of(node, self._module)
         elif tensors := tensors_in_order(value):
             self._add_computed(node, tensors[0])
+
+    def with_kept_bytes(self) -> list[Operator]:
+        """The operators with the bytes that each keeps until backward; see `saved`."""
+        values = {n: tensors_within(found.value) for n, found in self._measured.items()}
+        saved = {n: found.saved for n, found in self._measured.items()}
+        operators = {operator.name: operator for operator in self.operators}
+        kept = {KEPT: KeptBytes(values, saved, is_half=False)}
+        kept[KEPT_HALF] = KeptBytes(values, saved, is_half=True)
+        of_node = {node: operators[name] for name, node in self.nodes.items()}
+        for one in kept.values():
+            for node in values:
+                one.follow(node, _arguments(node), of_node.get(node))
+            one.keep(self.nodes[self.output])  # the loss reads it
+        for name, node in self.nodes.items():
+            attrs = operators[name].attrs | {key: one.of(node) for key, one in kept.items()}
+            operators[name] = replace(operators[name], attrs=attrs)
+        return list(operators.values())
 
     def _add_computed(self, node: fx.Node, value: Tensor) -> None:
         source = node.all_input_nodes[0] if node.all_input_nodes else None
@@ -285,6 +304,8 @@ def _n_bytes(tensors: Iterable[Tensor]) -> int:
 def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
     n_classes = math.prod(size for dim, size in producer.shape.items() if dim != "sample")
     attrs: dict[str, Attribute] = {"function": str(task.loss)}
+    if task.loss == "cross_entropy":  # its log-softmax, in fp32
+        attrs |= dict.fromkeys((KEPT, KEPT_HALF), 4 * batch * n_classes)
     if producer.shape and next(iter(producer.shape)) != "sample":  # such as logits of all pairs
         attrs["is_cut_by_samples"] = False
     *others, last = producer.shape.values() or (0,)
@@ -352,7 +373,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
     if not builder.output:
         raise ModelError(f"{name} returns no tensor that its operators computed")
     last = next(o for o in builder.operators if o.name == builder.output)
-    operators = [*builder.operators, _loss_operator(task, last, batch)]
+    operators = [*builder.with_kept_bytes(), _loss_operator(task, last, batch)]
     graph = Graph.from_unordered(name, operators, batch=batch)
     return Captured(
         graph=graph,

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.runtime.capture.meta_copy import fake_copy, meta_copy
 from harness.runtime.capture.operators import is_opaque
+from harness.runtime.capture.saved import Saved, call_saving
 from harness.runtime.models.task import Task
 from harness.runtime.tracing.constructs import NO_GRAD
 from harness.runtime.tracing.functions import GradientHooks
@@ -69,6 +70,7 @@ class MetaResult:
         self.forward_flops = 0.0
         self.backward_flops = 0.0
         self.score_flops = 0.0  # of both, in products of activations
+        self.saved: Saved | None = None
 
 
 def _detached(value: Any) -> Any:
@@ -105,9 +107,14 @@ class _MetaRun(fx.Interpreter):
         given = self.fetch_args_kwargs_from_env(n)
         key = str(n) if is_opaque(n, self._modules) else self._key(n, given)
         if key not in self._known:
-            self._known[key] = _measure(n, partial(getattr(self, n.op), n.target), given)
+            call = partial(getattr(self, n.op), n.target)
+            self._known[key] = _measure(n, call, given, self._weights(n))
         self.measured[n] = self._known[key]
         return self.measured[n].value
+
+    def _weights(self, n: fx.Node) -> list[Tensor]:
+        module = self._modules.get(str(n.target)) if n.op == "call_module" else None
+        return [] if module is None else [*module.parameters(), *module.buffers()]
 
     def _key(self, n: fx.Node, given: Any) -> str:
         """Equal for equal calls: the same function or kind of module, of alike arguments."""
@@ -130,11 +137,11 @@ def _description(value: Any) -> Any:
     return f"{value.shape} {value.stride()} {value.dtype} {value.requires_grad}"
 
 
-def _measure(n: fx.Node, call: Callable[..., Any], given: Any) -> MetaResult:
+def _measure(n: fx.Node, call: Callable[..., Any], given: Any, weights: list[Tensor]) -> MetaResult:
     args, kwargs = fx.node.map_aggregate(given, _detached)
     found = MetaResult()
     with FlopCounts() as forward:
-        found.value = call(args, kwargs)
+        found.value, found.saved = call_saving(partial(call, args, kwargs), (args, kwargs), weights)
     has_gradient = not n.meta.get(NO_GRAD) and not isinstance(n.target, GradientHooks)
     outputs = [x for x in tensors_in_order(found.value) if x.requires_grad and has_gradient]
     with FlopCounts() as backward:
