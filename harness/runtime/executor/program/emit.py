@@ -225,7 +225,6 @@ class SegmentBuilder:
     ) -> None:
         node = self._layout.captured.nodes[part.operator]
         start, stop = self._layout.sample_interval(part)
-        constants = self._device.meta.at(stop - start).constants
         weights = self._device.weights
         root = self._device.root
         sources = node_sources(node, root)
@@ -238,7 +237,8 @@ class SegmentBuilder:
             if argument.op == "get_attr":
                 target = str(argument.target)
                 return self._tensor(target, sources[target], is_viewed=is_viewed)
-            return constants[argument]
+            # Only where one is read, because some operator may refuse so few samples.
+            return self._device.meta.at(stop - start).constants[argument]
 
         emitted = self._graph.node_copy(node, mapped)
         if node.op == "call_module":
