@@ -11,8 +11,8 @@ random ones. Predictions are for devices of 10 GFLOP/s, and `captured_s` is proc
 `--resume FILE` leaves out the rows that a file of `--json` has. One line per model and strategy:
 
     ok        losses, gradients, parameters and buffers equal those of one device: 1e-9 in float64,
-              or ten times the difference to one device whose first weights are off by rounding, or
-              ten times the rounding of float32, if the float64 model computes in that inside
+              or ten times the difference to one device whose first weights are off by rounding, of
+              float32 if the float64 model computes in that inside
     refused   an error of one line, on all ranks
     random    trained, but the model draws random numbers, so that trainings differ
     wrong     a different result, or a result although one device refuses
@@ -73,6 +73,7 @@ _SPLITS = ([BATCH // 2] * 2, [BATCH // 4] * 4)
 # Where rounding grows, such as in a batch norm over two values, one device that starts with weights
 # off by their rounding shows how far; a multiple of that is still equal.
 _ROUNDING, _FACTOR = 2.0**-52, 10.0
+_SHIFTS = (1, -1, 2)
 _FLOAT32_ROUNDING = 2.0**-23
 _BF16_ROUNDING = 2.0**-9
 
@@ -138,10 +139,10 @@ def _judged(case: ZooCase, found: Trace, sizes: list[int]) -> Row:
     if beyond is None:
         return {**row, "status": "ok"}
     with Float32Watch() as watch:
-        shifted = train_single(case, sizes, offset=_ROUNDING)
-    row["rounding"] = worst(shifted, wanted).difference
+        shifted = [train_single(case, sizes, offset=k * _ROUNDING) for k in _SHIFTS]
     if watch.is_seen:
-        row["rounding"] = max(row["rounding"], _FLOAT32_ROUNDING)
+        shifted.append(train_single(case, sizes, offset=_FLOAT32_ROUNDING))
+    row["rounding"] = max(worst(one, wanted).difference for one in shifted)
     if row["difference"] <= _FACTOR * row["rounding"]:
         return {**row, "status": "ok"}
     return {**row, "status": "wrong", "reason": f"{beyond.of} differs by {beyond.difference:.3g}"}

@@ -9,10 +9,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "executor"))
 from equivalence_check import RanksBySize
+from equivalence_training import merged
 from model_zoo import Options, _judged, rows
-from zoo.training import BATCH, ZooCase, train_single
+from msgspec.structs import replace
+from zoo.training import BATCH, ZOO, Planner, ZooCase, train_on_ranks, train_single
 
-from harness.domain.strategy import Strategy
+from harness.domain.strategy import OperatorPlan, Strategy
+from harness.runtime.capture.capture import capture
 
 WHOLE = [BATCH]
 
@@ -55,6 +58,16 @@ def test_narrow_models_are_judged_by_the_rounding_of_one_device():
 def test_a_model_is_trained_right_or_refused(model, strategy, status, ranks):
     found = list(rows(Options(only=(model,), strategies=(strategy,), random=0), ranks))
     assert [(row["model"], row["status"]) for row in found] == [(model, status)]
+
+
+def test_samples_are_cut_finer_than_another_operator_takes(ranks):
+    name = "habit_neighbours"  # looks for two neighbours, which one sample does not have
+    single = Planner(capture(ZOO[name].task(), BATCH, name).graph, 1).make("single")
+    cut = dict.fromkeys(("a", "tanh"), OperatorPlan({"sample": BATCH}, [0, 1] * (BATCH // 2)))
+    strategy = replace(single, operators={**single.operators, **cut})
+    case = ZooCase(model=name, strategy=strategy)
+    found = merged(ranks.run(2, train_on_ranks, case))
+    assert _judged(case, found, WHOLE)["status"] == "ok"
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path, ranks):
