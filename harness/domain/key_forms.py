@@ -146,6 +146,15 @@ def kept_elements(
     return row * (stop - start + whole[POSITIONS])
 
 
+def foreign_key_elements(
+    keys: KeyForm, whole: Mapping[str, int], block: Mapping[str, Interval]
+) -> float:
+    """Elements of the keys and values of other positions that a block keeps for backward."""
+    start, stop = block[POSITIONS]
+    n_foreign = 0 if keys == "ring" else whole[POSITIONS] - (stop - start)
+    return 2 * whole["feature"] * _n_rows(whole, block) * n_foreign
+
+
 def own_key_elements(
     operator: Operator, whole: Mapping[str, int], block: Mapping[str, Interval]
 ) -> float:

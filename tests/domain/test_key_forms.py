@@ -4,7 +4,13 @@ import pytest
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.key_forms import flops_ratio, kept_elements, rounds, scores_share
+from harness.domain.key_forms import (
+    flops_ratio,
+    foreign_key_elements,
+    kept_elements,
+    rounds,
+    scores_share,
+)
 from harness.domain.sharding import full_shape, input_block
 from harness.domain.strategy import OperatorPlan, Strategy, validate
 from harness.errors import StrategyError
@@ -55,6 +61,8 @@ def test_a_block_that_has_its_own_keys_reads_and_computes_and_keeps_less():
     # Queries and mixed values of 2 positions; all keys and values for each head, or 2 positions'.
     assert kept_elements(operator, "gathered", shape, intervals) == 2 * (2 * 8 + 8 * 8)
     assert kept_elements(operator, "ring", shape, intervals) == 2 * (2 * 8 + 2 * 2)
+    assert foreign_key_elements("gathered", shape, intervals) == 2 * 2 * (8 - 2) * 4
+    assert foreign_key_elements("ring", shape, intervals) == 0
 
 
 @pytest.mark.parametrize(

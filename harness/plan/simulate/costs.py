@@ -14,7 +14,14 @@ import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import KEPT, KEPT_HALF, Graph, Operator
-from harness.domain.key_forms import POSITIONS, KeyForm, flops_ratio, kept_elements, key_features
+from harness.domain.key_forms import (
+    POSITIONS,
+    KeyForm,
+    flops_ratio,
+    foreign_key_elements,
+    kept_elements,
+    key_features,
+)
 from harness.domain.partition import SAMPLE, Block, Interval, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
@@ -177,8 +184,12 @@ class Costs:
             if key_features(operator):
                 intervals = dict(zip(shape, block, strict=True))
                 ratio = flops_ratio(operator, plan.keys, shape, intervals[POSITIONS])
-                kept = kept_elements(operator, plan.keys, shape, intervals)
-                saved[device] += per_element * kept
+                if KEPT in operator.attrs:  # which counts those of the block's own positions
+                    kept = foreign_key_elements(plan.keys, shape, intervals)
+                    saved[device] += self.wire_bytes_per_element(op) * kept
+                else:
+                    kept = kept_elements(operator, plan.keys, shape, intervals)
+                    saved[device] += per_element * kept
             forward[device] += ratio * seconds.forward_s
             backward[device] += ratio * seconds.backward_s
             output[device] += per_element * volume(tuple(block[k] for k in output_dims))
