@@ -90,6 +90,7 @@ class Costs:
         shapes: shapes of the operators for a microbatch.
         wire_share: (n_ops,) bytes sent per byte of an operator's output.
         times: seconds of their blocks.
+        knows_saved: whether the graph says what autograd saves.
 
     Raises:
         PlanError: the profile lacks an operator or a kind of device.
@@ -111,6 +112,7 @@ class Costs:
         is_sent = np.array([op.name not in options.skipped for op in graph.operators])
         share = options.wire_bytes_per_fp32_byte
         self._is_half = share < 1.0
+        self.knows_saved = any(KEPT in op.attrs for op in graph.operators)
         self.wire_share: Floats = np.where(is_rounded, share, 1.0) * is_sent
         self.n_devices = cluster.n_devices
         self.shapes = [
@@ -186,10 +188,9 @@ class Costs:
                 ratio = flops_ratio(operator, plan.keys, shape, intervals[POSITIONS])
                 if KEPT in operator.attrs:  # which counts those of the block's own positions
                     kept = foreign_key_elements(plan.keys, shape, intervals)
-                    saved[device] += self.wire_bytes_per_element(op) * kept
                 else:
                     kept = kept_elements(operator, plan.keys, shape, intervals)
-                    saved[device] += per_element * kept
+                saved[device] += self.wire_bytes_per_element(op) * kept
             forward[device] += ratio * seconds.forward_s
             backward[device] += ratio * seconds.backward_s
             output[device] += per_element * volume(tuple(block[k] for k in output_dims))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.domain.strategy import ShardState
 from harness.plan.simulate import order
-from harness.plan.simulate.activations import held_outputs
+from harness.plan.simulate.activations import gradients_passed, held_outputs
 from harness.plan.simulate.gathers import (
     Gathers,
     Unit,
@@ -74,6 +74,9 @@ def lower(
     units = plan_units(tables, flow) if shard_state == "parameters" else []
     segment_of = cut_segments(tables, flow, units)
     passing = np.zeros((2, len(rows)))
+    if tables.costs.knows_saved:
+        alive = gradients_passed(tables, flow, simulator.returns)
+        passing[order.BACKWARD] = alive.ravel()[rows]
     if is_sharded:
         passing += [p.ravel()[rows] for p in passing_bytes(tables, flow.n_microbatches)]
     following, position, first, last, gate, peak = _ordered(

@@ -23,7 +23,6 @@ from harness.inputs import parse_int
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.control import Control
 from harness.runtime.ranks.environment import Launch, read_address, read_port
-from harness.runtime.ranks.gather import barrier
 from harness.runtime.ranks.host import Gpu, HostFacts, describe_host
 from harness.runtime.ranks.introduction import (
     HEARTBEAT_TIMEOUT_S,
@@ -278,8 +277,8 @@ def join_process_group(world: World, address: str, port: int, name: str, timeout
         world_size=world.size,
         timeout=timedelta(seconds=timeout_s),
     )
-    if world.backend == "nccl":
-        barrier()  # connects the ranks
+    if world.backend == "nccl":  # without device_ids, NCCL guesses the device from the rank
+        dist.barrier(device_ids=[world.device.index])
 
 
 def without_mpi(world: World) -> World:
