@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
 # Check and measure what needs a GPU, on a machine with one. Usage: bash benchmarks/gpu.sh OUT [PART...]
 # Parts: facts tests matmul single bench comparison equivalence; all by default, in this order.
-# Writes OUT/PART.log and OUT/results.tar.gz, and prints the end of each log with its seconds.
+# Writes OUT/PART.log and OUT/results.tar.gz, and prints the end of each log with its seconds. Exits
+# with 1 if a part fails.
+# shellcheck disable=SC2329  # the loop calls the functions by name
 set -uo pipefail
+
+if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
+    sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}"
+    exit $(($# ? 0 : 2))
+fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 2
@@ -42,6 +49,7 @@ single() {
 }
 
 bench() {
+    set -e
     python benchmarks/executor.py --builds 2 --pairs 20 --json
     python benchmarks/matmul_vs_plain.py --json
     python benchmarks/overhead.py --model resnet50 --image-size 224 --batch 64 --dtype bf16 --pairs 60 --json
@@ -50,19 +58,22 @@ bench() {
 comparison() { ./entry.sh --results "$results"; }
 
 equivalence() {
-    local seed
+    local seed code=0
     for seed in 1 2 3 4; do
         python benchmarks/executor_equivalence.py --device cuda:0 --series any --cases 12 --seed "$seed" \
             --output "$out/equivalence$seed.json" &
     done
-    wait
+    for seed in 1 2 3 4; do wait -n || code=1; done
+    return "$code"
 }
 
+status=0
 for part in "${parts[@]}"; do
-    start=$SECONDS
+    start=$SECONDS code=0
     timeout -k 5 "${LIMIT:-300}" bash -c "$(declare -p out results vision text); $(declare -f "$part"); $part" \
-        >"$out/$part.log" 2>&1
-    echo "== $part: exit code $?, $((SECONDS - start)) s"
+        >"$out/$part.log" 2>&1 || code=$? status=1
+    echo "== $part: exit code $code, $((SECONDS - start)) s"
     tail -n "${LINES_SHOWN:-12}" "$out/$part.log" | cut -c1-240
 done
 [[ ! -d $results ]] || tar -czf "$out/results.tar.gz" -C "$out" results
+exit "$status"

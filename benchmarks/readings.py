@@ -31,7 +31,7 @@ _GPU = """
 
 An H200 with 16 cores, torch 2.11; by parts of `gpu.sh`. A step of few samples waits for the host,
 so it takes longer than its operators. The peak of memory was predicted from the sizes of outputs; a
-plan counts what autograd saves since then, here 5.6 GiB in all.
+plan counts what autograd saves since then, and predicts 5.5 GiB here.
 
 """
 _COMPARISONS = """

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.runtime.capture.meta_copy import fake_copy, meta_copy
 from harness.runtime.capture.operators import is_opaque
-from harness.runtime.capture.saved import Saved, call_saving
+from harness.runtime.capture.saved import SavedTensors, call_saving
 from harness.runtime.models.task import Task
 from harness.runtime.tracing.constructs import NO_GRAD
 from harness.runtime.tracing.functions import GradientHooks
@@ -70,7 +70,7 @@ class MetaResult:
         self.forward_flops = 0.0
         self.backward_flops = 0.0
         self.score_flops = 0.0  # of both, in products of activations
-        self.saved: Saved | None = None
+        self.saved: SavedTensors | None = None
 
 
 def _detached(value: Any) -> Any:
@@ -140,8 +140,13 @@ def _description(value: Any) -> Any:
 def _measure(n: fx.Node, call: Callable[..., Any], given: Any, weights: list[Tensor]) -> MetaResult:
     args, kwargs = fx.node.map_aggregate(given, _detached)
     found = MetaResult()
-    with FlopCounts() as forward:
-        found.value, found.saved = call_saving(partial(call, args, kwargs), (args, kwargs), weights)
+    run = partial(call, args, kwargs)
+    try:
+        with FlopCounts() as forward:
+            found.value, found.saved = call_saving(run, (args, kwargs), weights)
+    except Exception:  # of hooks; the call raises its own again
+        with FlopCounts() as forward:
+            found.value = run()
     has_gradient = not n.meta.get(NO_GRAD) and not isinstance(n.target, GradientHooks)
     outputs = [x for x in tensors_in_order(found.value) if x.requires_grad and has_gradient]
     with FlopCounts() as backward:

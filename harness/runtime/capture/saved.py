@@ -33,7 +33,7 @@ _ATTENTION = F.scaled_dot_product_attention
 _Place = tuple[fx.Node, int]  # a node, and one of its tensors
 
 
-class Saved(NamedTuple):
+class SavedTensors(NamedTuple):
     """What one call saves.
 
     Attributes:
@@ -59,19 +59,17 @@ def tensors_within(value: Any) -> list[Tensor]:
 
 def call_saving(
     call: Callable[[], Any], arguments: Any, weights: Sequence[Tensor]
-) -> tuple[Any, Saved | None]:
-    """Call, and say what autograd saves; None if that is unknown.
+) -> tuple[Any, SavedTensors | None]:
+    """Call, and say what autograd saves; None if that is unknown. Raises what the call raises, also
+    where it allows no hooks of saved tensors, as torch.func.grad does.
 
     Args:
         arguments: of the call; no two of their tensors share memory.
         weights: of the called module.
     """
     kept: list[Tensor] = []
-    try:
-        with _keeping(kept), _FusedAttention(kept):
-            value = call()
-    except Exception:  # such as within torch.func; the call's own errors are raised again
-        return call(), None
+    with _keeping(kept), _FusedAttention(kept):
+        value = call()
     try:
         return value, _saved(kept, tensors_within(arguments), tensors_within(value), weights)
     except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
@@ -120,13 +118,13 @@ def _memory(tensor: Tensor) -> int:
 
 def _saved(
     kept: list[Tensor], inputs: list[Tensor], outputs: list[Tensor], weights: Sequence[Tensor]
-) -> Saved:
+) -> SavedTensors:
     input_of = {_memory(tensor): k for k, tensor in enumerate(inputs)}
     output_of = {_memory(tensor): k for k, tensor in enumerate(outputs)}
     saved = {_memory(tensor): tensor for tensor in kept}
     named = {*input_of, *output_of, *map(_memory, weights)}
     others = [tensor for memory, tensor in saved.items() if memory not in named]
-    return Saved(
+    return SavedTensors(
         inputs=frozenset(input_of[m] for m in saved if m in input_of),
         outputs=frozenset(k for m, k in output_of.items() if m in saved and m not in input_of),
         n_floats=sum(_size(t) // t.element_size() for t in others if t.is_floating_point()),
@@ -160,7 +158,7 @@ class KeptBytes:
     def __init__(
         self,
         values: Mapping[fx.Node, Sequence[Tensor]],
-        saved: Mapping[fx.Node, Saved | None],
+        saved: Mapping[fx.Node, SavedTensors | None],
         *,
         is_half: bool,
     ) -> None:
@@ -184,7 +182,7 @@ class KeptBytes:
         places = [(n, k) for n in given for k in range(len(self._values[n]))]
         saved = self._saved.get(node)
         if saved is None:  # as if it saved its outputs
-            saved = Saved(frozenset(), frozenset(range(len(self._values[node]))), 0, 0, ())
+            saved = SavedTensors(frozenset(), frozenset(range(len(self._values[node]))), 0, 0, ())
         for k, view in enumerate(saved.views):
             if view is not None and view < len(places):
                 self._origin[node, k] = self._of(places[view])

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from harness.domain.graph import KEPT, KEPT_HALF
 from harness.runtime.capture.capture import capture
+from harness.runtime.capture.meta_run import run_on_meta
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.models import ModelOptions, build_task, fit_options
 from harness.runtime.models.task import InputSpec, Task
@@ -105,6 +106,22 @@ def test_operators_keep_what_autograd_saves(name, is_half):
     kept = sum(operator.attrs.get(attribute, 0) for operator in graph.operators)
     # Targets, and statistics that a CPU keeps in another dtype.
     assert kept == pytest.approx(saved_bytes(task, is_half=is_half), rel=0.03, abs=300)
+
+
+def product_and_gradient(x):
+    y = x @ x
+    return y + torch.func.grad(lambda z: (z**3).sum())(x)
+
+
+def test_a_call_that_allows_no_hooks_counts_its_flops_once():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(product_and_gradient, (x,)))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    measured = run_on_meta(module, (torch.zeros(4, 4),))
+    (found,) = (measured[n] for n in graph.nodes if n.op == "call_function")
+    assert found.saved is None
+    assert found.forward_flops == 2 * 4**3
 
 
 def test_an_output_that_nobody_saves_is_not_kept():

@@ -140,15 +140,15 @@ class _Job:
 def _serve(connection: Connection, device: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    prepare: Callable[[object], None] = lambda _: None  # noqa: E731
-    # After a backward where torch has a GPU, autograd works in no fork.
+    # Preparing runs a backward, after which, where torch has a GPU, autograd works in no fork.
     if device == "cpu":
-        from equivalence_preload import prepare
+        import equivalence_preload
 
     with suppress(EOFError, ConnectionError):  # the parent ended
         while True:
             job, size, timeout_s = connection.recv()
-            prepare(pickle.loads(job)[1])  # noqa: S301 - from the parent
+            if device == "cpu":
+                equivalence_preload.prepare(pickle.loads(job)[1])  # noqa: S301 - from the parent
             with tempfile.TemporaryDirectory() as directory:
                 ranks = _Job(job, size, directory)
                 connection.send(ranks.answers(timeout_s))
