@@ -183,7 +183,15 @@ class TrainLoop:
         if self._context.world.size > 1:
             dist.all_reduce(losses)
         n_skipped = 0 if self._first else self._n_warm_up
-        values = [float(value) for value in losses.tolist()][n_skipped:]
+        values = [float(value) for value in losses.tolist()]
+        if not self._first and not math.isfinite(values[0]):
+            raise VerificationError(
+                f"the loss is {values[0]} from the first step on, whatever the learning rate: look "
+                "for values that are not finite in the data and in the weights, and for an "
+                "operator that makes them of these inputs (a division by 0, unequal numbers of "
+                "image tokens and of features of images)"
+            )
+        values = values[n_skipped:]
         for step, value in enumerate(values, self._first):
             if not math.isfinite(value):
                 raise VerificationError(

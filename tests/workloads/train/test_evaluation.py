@@ -1,10 +1,11 @@
-"""The accuracy of a model on digits that are held out."""
+"""The accuracy of a model on digits that are held out, and losses that are refused."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from harness.errors import VerificationError
 from harness.runtime.data.images import DigitData
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.setup import make_task
@@ -49,3 +50,23 @@ def test_the_epoch_in_which_a_run_goes_on_has_an_accuracy_but_no_time():
     assert [(metric, labels["step"]) for metric, labels in found if "step" in labels] == [
         ("accuracy", 0), ("epoch_s", 1), ("accuracy", 1)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("losses", "first", "wanted"),
+    [
+        ([1, 2, float("inf")], 0, "inf from step 1 on: lower --learning-rate"),
+        ([1, float("nan"), 2], 0, "nan from step 0 on: lower --learning-rate"),
+        ([float("nan")] * 3, 0, "nan from the first step on, whatever the learning rate: look for"),
+        ([float("nan")], 5, "nan from step 5 on: lower --learning-rate"),
+    ],
+)
+def test_a_loss_that_is_not_finite_blames_the_learning_rate_after_an_update(
+    context, losses, first, wanted
+):
+    """One step warms up, unless the run goes on."""
+    context.world.interface, context.recorder = "lo", SimpleNamespace(sample=lambda *_, **__: None)
+    loop = TrainLoop(SimpleNamespace(n_steps=9), context, 1, first=first)
+    loop._losses = [torch.tensor(float(loss)) for loss in losses]
+    with pytest.raises(VerificationError, match=f"^the loss is {wanted}"):
+        loop.record_losses()
