@@ -13,9 +13,17 @@ import msgspec
 
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader, device_names, run_key
+from harness.errors import ConfigError
 from harness.measure.store import headers_in
 from harness.workloads import load_workload
-from harness.workloads.common.contract import Continuation, Need, Workload, config_json, count_ranks
+from harness.workloads.common.contract import (
+    UNTIL,
+    Continuation,
+    Need,
+    Workload,
+    config_json,
+    count_ranks,
+)
 
 _FINISHED = ("ok", "oom")
 
@@ -171,6 +179,37 @@ def find_last(results: Path, case: Case, repeat: int, n_started: int) -> RunHead
         if is_repeat and has_ranks and workload.is_same(config, first.config):
             found.append(header)
     return max(found, key=lambda header: header.start_utc, default=None)
+
+
+def is_whole(header: RunHeader) -> bool:
+    """Whether a run has trained to its last step, so that nothing goes on from it."""
+    return header.status == "ok" and UNTIL not in header.summary
+
+
+def check_batches(planned: Sequence[PlannedRun], results: Path, n_started: int) -> None:
+    """Refuse to begin a run again only because its global batch follows from the number of ranks;
+    rank 0 only.
+
+    Raises:
+        ConfigError: a run of more ranks and as many samples a rank could go on.
+    """
+    counts = sorted({len(header.ranks) for _, header in headers_in(results)})
+    for plan in planned:
+        case, n_ranks, find = plan.case, len(plan.ranks), plan.case.workload.find_continuation
+        if find is None or find_last(results, case, plan.repeat, n_started) is not None:
+            continue
+        for n in (n for n in counts if n > n_started):
+            batch = case.config.batch * n // n_ranks
+            other = replace(case, config=replace(case.config, batch=batch, n_ranks=n))
+            last = find_last(results, other, plan.repeat, n)
+            if last is None or is_whole(last):
+                continue
+            if found := find(other.config, results / last.run_id, ()):
+                raise ConfigError(
+                    f"--resume: {last.run_id} trains global batches of {batch} on {n} ranks, this "
+                    f"launch would begin again with {case.config.batch} on {n_ranks}: give "
+                    f"--batch-size {batch} to go on from step {found.step}, or drop --resume"
+                )
 
 
 def has_failed(headers: Sequence[RunHeader]) -> bool:

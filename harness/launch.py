@@ -28,11 +28,13 @@ from harness.cases import (
     PlannedRun,
     adjacent_cases,
     case_of,
+    check_batches,
     check_files,
     continued,
     describe_cluster,
     find_last,
     finished_repeats,
+    is_whole,
     needs_of,
     plan_runs,
     remaining_repeats,
@@ -41,12 +43,7 @@ from harness.domain.run import RankInfo, RunHeader
 from harness.errors import HarnessError, ResultsError
 from harness.measure.heartbeat import Heartbeat
 from harness.measure.reached import ReachedReader
-from harness.measure.store import (
-    Run,
-    read_run,
-    try_directory,
-    write_header,
-)
+from harness.measure.store import Run, read_run, try_directory, write_header
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
 from harness.runtime.devices.peaks import peak_flops_per_s
 from harness.runtime.ranks.control import copy_to_first
@@ -98,6 +95,8 @@ class Launcher:
             self._check_results()
             if self._world.is_first:
                 check_files(cases)
+                if self._options.resume:
+                    check_batches(plan_runs(cases, self.ranks), self._results, self._world.size)
         except HarnessError as error:
             problem = str(error)
         return next(filter(None, self._control.gather("problem", problem, str)), "")
@@ -300,11 +299,10 @@ class Launcher:
         find, found, is_done = plan.case.workload.find_continuation, None, False
         if self._world.is_first and find is not None:
             last = find_last(self._results, plan.case, plan.repeat, self._world.size)
-            is_whole = last is not None and last.status == "ok" and UNTIL not in last.summary
-            if last is not None and is_whole and last.config.get("continues"):
+            if last is not None and is_whole(last) and last.config.get("continues"):
                 is_done = True
                 self._headers.append(last)
-            elif last is not None and not is_whole:
+            elif last is not None and not is_whole(last):
                 found = find(plan.case.config, self._results / last.run_id, ())
         if self._control.broadcast("done", is_done, bool):
             return None

@@ -5,10 +5,14 @@ from dataclasses import replace
 import pytest
 from made_runs import header_of
 
+from harness.cases import Case, check_batches, plan_runs
+from harness.errors import ConfigError
 from harness.measure.store import write_header
+from harness.workloads.common.contract import config_json
 from harness.workloads.train import keeper
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.keeper import find_continuation
+from harness.workloads.train.workload import WORKLOAD
 
 CASE = TrainCase(strategy="pipeline", engine="executor", n_ranks=3, survive=True, rejoin=10)
 
@@ -68,3 +72,34 @@ def test_all_ranks_go_on_by_their_last_strategy(runs):
     runs("b", 8)
     found = find_continuation(CASE, runs.second, [])
     assert (found.step, found.strategy) == (8, str(runs.first / "strategy-6.json"))
+
+
+@pytest.mark.parametrize(
+    ("run", "batch", "is_refused"),
+    [
+        ({}, 64, True),
+        ({}, 96, False),  # goes on
+        ({}, 48, False),  # was given
+        ({"status": "ok"}, 64, False),
+        ({"seed": 1}, 64, False),
+    ],
+)
+def test_a_launch_of_fewer_ranks_is_not_begun_again_by_their_default_batch(
+    runs, run, batch, is_refused
+):
+    status, results = run.pop("status", "crash"), runs.first.parent
+    runs("a", 5)
+    config = config_json(replace(CASE, batch=96, **run))
+    header = header_of(["a"] * 3, run_id="a", workload="train", config=config)
+    write_header(runs.first, header)
+    config = {"continues": "a"}
+    last = header_of(["a"] * 2, run_id="b", workload="train", config=config, status=status)
+    write_header(runs.second, last)
+    case = Case(name="train", workload=WORKLOAD, config=replace(CASE, batch=batch, n_ranks=2))
+    planned = plan_runs([case], header.ranks[:2])
+    if not is_refused:
+        check_batches(planned, results, 2)
+        return
+    words = "b trains global batches of 96 on 3 ranks, .* 64 on 2: give --batch-size 96 .* step 5,"
+    with pytest.raises(ConfigError, match=words):
+        check_batches(planned, results, 2)
