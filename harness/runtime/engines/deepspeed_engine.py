@@ -167,7 +167,7 @@ class DeepSpeedEngine:
         self._recorder = recorder
         self._input_dtype = _INPUTS.get(options.dtype)
         self._is_whole = options.zero_stage < 3  # between two steps
-        optimizer = make_optimizer(task.model, options.optimizer, world.device)
+        optimizer = make_optimizer(task.model.named_parameters(), options.optimizer, world.device)
         self._engine, *_ = deepspeed.initialize(
             model=task.model, optimizer=optimizer, config=_settings(options)
         )

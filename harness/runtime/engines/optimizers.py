@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ class OptimizerOptions:
     """An optimizer and its hyperparameters; only sgd uses `momentum`.
 
     Attributes:
+        no_decay: parameters that `weight_decay` leaves alone: patterns of names such as
+            `*.bias`, and `1d` for those of fewer than two dims.
         max_grad_norm: norm of all gradients, down to which larger ones are scaled; None: any.
     """
 
@@ -30,6 +33,7 @@ class OptimizerOptions:
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0
+    no_decay: tuple[str, ...] = ()
     max_grad_norm: float | None = None
 
     @property
@@ -39,10 +43,22 @@ class OptimizerOptions:
             return "momentum"
         return "adamw" if self.name == "adamw" else "sgd"
 
+    def group_of(self, name: str, n_dims: int) -> int:
+        """The optimizer's group of a parameter: 0, or 1 if its weights do not decay."""
+        return int(any(is_matched(name, n_dims, pattern) for pattern in self.no_decay))
 
-def _sgd(model: nn.Module, options: OptimizerOptions, is_fused: bool) -> Optimizer:
+
+def is_matched(name: str, n_dims: int, pattern: str) -> bool:
+    """Whether a pattern of `no_decay` is for a parameter."""
+    return n_dims < 2 if pattern == "1d" else fnmatchcase(name, pattern)
+
+
+Groups = list[dict[str, Any]]
+
+
+def _sgd(groups: Groups, options: OptimizerOptions, is_fused: bool) -> Optimizer:
     return SGD(
-        model.parameters(),
+        groups,
         lr=options.learning_rate,
         momentum=options.momentum,
         weight_decay=options.weight_decay,
@@ -50,16 +66,16 @@ def _sgd(model: nn.Module, options: OptimizerOptions, is_fused: bool) -> Optimiz
     )
 
 
-def _adamw(model: nn.Module, options: OptimizerOptions, is_fused: bool) -> Optimizer:
+def _adamw(groups: Groups, options: OptimizerOptions, is_fused: bool) -> Optimizer:
     return AdamW(
-        model.parameters(),
+        groups,
         lr=options.learning_rate,
         weight_decay=options.weight_decay,
         fused=is_fused or None,
     )
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerOptions, bool], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Groups, OptimizerOptions, bool], Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
 }
@@ -71,16 +87,27 @@ def check_optimizer(name: str) -> None:
         raise ConfigError(f"there is no optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
 
 
-def make_optimizer(model: nn.Module, options: OptimizerOptions, device: torch.device) -> Optimizer:
+def make_optimizer(
+    parameters: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions, device: torch.device
+) -> Optimizer:
     """Make an optimizer; on a GPU a fused one, which unscales fp16 gradients without waiting, but
     updates no complex parameters.
+
+    Args:
+        parameters: by name. With `no_decay` they are two groups, either of which may be empty.
 
     Raises:
         ConfigError: there is no such optimizer.
     """
     check_optimizer(options.name)
-    is_fused = device.type == "cuda" and all(p.is_floating_point() for p in model.parameters())
-    return OPTIMIZERS[options.name](model, options, is_fused)
+    groups: Groups = [{"params": []}]
+    if options.no_decay:
+        groups.append({"params": [], "weight_decay": 0.0})
+    is_fused = device.type == "cuda"
+    for name, parameter in parameters:
+        groups[options.group_of(name, parameter.dim())]["params"].append(parameter)
+        is_fused = is_fused and parameter.is_floating_point()
+    return OPTIMIZERS[options.name](groups, options, is_fused)
 
 
 # Tensors that an optimizer keeps of each parameter, beside its number of steps.

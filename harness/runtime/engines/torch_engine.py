@@ -108,7 +108,9 @@ class TorchEngine:
         if world.size > 1:
             self._timer = BucketTimer(recorder, world)
             self._forward_model = _distribute(task.model, world.device, options, self._timer)
-        self._optimizer = make_optimizer(task.model, options.optimizer, world.device)
+        self._optimizer = make_optimizer(
+            task.model.named_parameters(), options.optimizer, world.device
+        )
         self._max_norm = options.optimizer.max_grad_norm
 
     @property

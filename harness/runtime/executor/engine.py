@@ -120,8 +120,9 @@ class ExecutorEngine:
         self.owners = Owners(self.holders, self.weights, strategy.shard_state, world.rank, freed)
         self.model = self.owners.module(self.weights)
         self._gatherer = StateGatherer(
-            task.model, names, meta, self.weights, self.holders, self.owners, world
-        )
+            task.model, names, meta, self.weights, self.holders, self.owners, world,
+            options.optimizer,
+        )  # fmt: skip
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._n_updates = 0  # in the last step
         sizes = strategy.microbatch_sizes()
@@ -147,9 +148,8 @@ class ExecutorEngine:
             self._gathers,
             prefix.tap,
         )
-        own = list(self.owners.own.values())
-        trained = nn.ParameterList(own) if own else nn.Linear(1, 1)
-        self._optimizer = make_optimizer(trained, options.optimizer, world.device)
+        own = self._gatherer.own_parameters() or nn.Linear(1, 1).named_parameters()
+        self._optimizer = make_optimizer(own, options.optimizer, world.device)
         self._clip = GradientClip(options.optimizer.max_grad_norm, world)
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights

@@ -192,7 +192,7 @@ def optimizer_s_per_byte(
     )
     for parameter in model:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer, flush = make_optimizer(model, options, device), CacheFlush(device)
+    optimizer, flush = make_optimizer(model.named_parameters(), options, device), CacheFlush(device)
     # Under a CPU quota, CPU time excludes pauses; `ratio` then adds the mean share of pauses.
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     optimizer.step()  # allocates the optimizer's state

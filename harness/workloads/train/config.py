@@ -100,6 +100,9 @@ class TrainSettings(SearchFlags, ModelFlags):
     """Momentum of sgd."""
     weight_decay: float = 0.0
     """Weight decay."""
+    no_decay: tuple[str, ...] = ()
+    """Parameters that --weight-decay leaves alone: 1d (fewer than two dims, as biases and weights
+    of normalisations), patterns of names such as '*.bias', or several of these."""
     max_grad_norm: float | None = None
     """Scale all gradients of a step down to this norm, where it is larger. Ranks wait for each
     other to know the norm, which predictions leave out."""
@@ -313,6 +316,7 @@ class TrainCase(TrainSettings):
             learning_rate=self.learning_rate,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
+            no_decay=self.no_decay,
             max_grad_norm=self.max_grad_norm,
         )
 
@@ -356,7 +360,12 @@ def check_changes(config: TrainConfig) -> None:
 
 
 def _check_rates(config: TrainConfig) -> None:
-    """Refuse flags of the learning rate that contradict each other."""
+    """Refuse flags of the learning rate or the weight decay that contradict each other."""
+    if config.no_decay and not config.weight_decay:
+        raise ConfigError(
+            f"--no-decay {' '.join(config.no_decay)} leaves parameters out of --weight-decay, "
+            "which is 0: drop it, or give --weight-decay"
+        )
     if config.lr_schedule == "step" and config.lr_step_size is None:
         raise ConfigError("--lr-schedule step drops after --lr-step-size, none is given: add it")
     if config.unfreeze is None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from harness.domain.strategy import Strategy, samples_per_device
 from harness.errors import ConfigError
+from harness.inputs import shorten
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.meta_run import StepFlops, step_flops
 from harness.runtime.data import (
@@ -29,7 +30,7 @@ from harness.runtime.data import (
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.precision import Precision, set_tensor_cores
 from harness.runtime.engines.engine import Engine, EngineOptions
-from harness.runtime.engines.optimizers import LearningRates
+from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.engines.unread import unread_parameters
 from harness.runtime.executor.options import ExecutorPlan
@@ -237,6 +238,31 @@ def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> Exec
     )
 
 
+def _optimizer_options(case: TrainCase, task: Task) -> OptimizerOptions:
+    """The optimizer of a run, with the model's own names of parameters.
+
+    Raises:
+        ConfigError: --no-decay matches no parameter, or leaves none that decays.
+    """
+    options, prefix = case.optimizer_options(), task.prefix
+    trained = {n: p.dim() for n, p in task.model.named_parameters() if p.requires_grad}
+    patterns = tuple(text if text == "1d" else f"{prefix}{text}" for text in case.no_decay)
+    for given, pattern in zip(case.no_decay, patterns, strict=True):
+        if not any(is_matched(name, n_dims, pattern) for name, n_dims in trained.items()):
+            known = shorten([name.removeprefix(prefix) for name in trained])
+            raise ConfigError(
+                f"--no-decay {given} matches no trained parameter of {case.model}, which has "
+                f"{known}: correct the pattern"
+            )
+    options = replace(options, no_decay=patterns)
+    if trained and all(options.group_of(*one) for one in trained.items()):
+        raise ConfigError(
+            f"--no-decay {' '.join(case.no_decay)} leaves none of {len(trained)} parameters that "
+            "decays: drop --weight-decay instead"
+        )
+    return options
+
+
 def _make_engine(
     case: TrainCase,
     task: Task,
@@ -250,7 +276,7 @@ def _make_engine(
     is_users = case.engine == "torch" and ":" in case.model and world.size > 1
     options = EngineOptions(
         dtype=case.dtype,
-        optimizer=case.optimizer_options(),
+        optimizer=_optimizer_options(case, task),
         bucket_bytes=round(case.bucket_mib * (1 << 20)),
         zero_stage=case.zero_stage,
         batch=n_local,

@@ -46,7 +46,9 @@ def test_the_rate_rises_before_its_schedule():
 @pytest.mark.parametrize(("dtype", "is_fused"), [(torch.float32, True), (torch.complex64, None)])
 def test_on_a_gpu_an_optimizer_is_fused_unless_a_parameter_is_complex(name, dtype, is_fused):
     model = nn.ParameterList([torch.ones(2), torch.ones(2, dtype=dtype)])
-    optimizer = make_optimizer(model, OptimizerOptions(name=name), torch.device("cuda"))
+    optimizer = make_optimizer(
+        model.named_parameters(), OptimizerOptions(name=name), torch.device("cuda")
+    )
     assert optimizer.defaults["fused"] is is_fused
     for parameter in model:
         parameter.grad = torch.ones_like(parameter)

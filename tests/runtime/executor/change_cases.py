@@ -20,7 +20,7 @@ from equivalence_cases import (
     shard_state,
 )
 from equivalence_models import min_microbatch, small_graph
-from equivalence_reference import accumulate, clip
+from equivalence_reference import accumulate, clip, plain_optimizer
 from equivalence_strategies import random_strategy
 from torch import nn
 from torch.optim import Optimizer
@@ -29,7 +29,6 @@ from harness.domain.freezing import FreezableLayer, freezable_layers
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import Strategy
 from harness.runtime.data.batch import Batch, BatchPlan
-from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.models.task import Task
 
 N_STEPS = 6
@@ -107,7 +106,7 @@ def train_alone(changing: ChangingCase, *, offset: float = 0.0) -> ChangingTrace
         for parameter in task.model.parameters():
             parameter.mul_(1 + offset)
     data = changing.data(task)
-    optimizer = make_optimizer(task.model, case.optimizer_options(), torch.device("cpu"))
+    optimizer = plain_optimizer(case, task.model)
     freezing = Freezing(task.model, freezable_layers(small_graph(case.model)))
     losses: list[float] = []
     for step, samples in enumerate(changing.batches()):
@@ -117,7 +116,8 @@ def train_alone(changing: ChangingCase, *, offset: float = 0.0) -> ChangingTrace
         losses.append(accumulate(task, part_of(data, samples), sizes, case.precision()))
         clip(case, task.model)
         optimizer.step()
-    state = {"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}
+    states = {n: optimizer.state.get(p, {}) for n, p in enumerate(task.model.parameters())}
+    state = {"model": task.model.state_dict(), "optimizer": {"state": states}}
     return ChangingTrace(losses=losses, state=state)
 
 

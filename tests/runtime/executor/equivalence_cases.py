@@ -84,9 +84,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return Precision(DTYPES[self.dtype][1], torch.device("cpu"))
 
     def optimizer_options(self) -> OptimizerOptions:
-        """By every third seed with clipped gradients, but for asynchronous training."""
+        """By every third seed with clipped gradients, but for asynchronous training; by every two
+        of three with weights that do not decay."""
         is_clipped = self.seed % 3 == 1 and not self.is_asynchronous
-        return replace(_OPTIMIZERS[self.optimizer], max_grad_norm=0.5 if is_clipped else None)
+        return replace(
+            _OPTIMIZERS[self.optimizer],
+            no_decay=((), ("1d",), ("*weight",))[self.seed // 2 % 3],
+            max_grad_norm=0.5 if is_clipped else None,
+        )
 
     def batch(self, task: Task, step: int) -> Batch:
         """The global batch of a step; equal in every process."""

@@ -9,6 +9,7 @@ from equivalence_cases import Case, target_counts
 from equivalence_models import small_graph
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim import Optimizer
 
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
@@ -70,10 +71,14 @@ def clip(case: Case, model: nn.Module) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), most)
 
 
+def plain_optimizer(case: Case, model: nn.Module) -> Optimizer:
+    return make_optimizer(model.named_parameters(), case.optimizer_options(), torch.device("cpu"))
+
+
 def train_alone(case: Case) -> Trace:
     """Train a case on one device."""
     task = case.make_task()
-    optimizer = make_optimizer(task.model, case.optimizer_options(), torch.device("cpu"))
+    optimizer = plain_optimizer(case, task.model)
     losses, gradients = [], []
     for step in range(case.n_steps):
         optimizer.zero_grad()
@@ -103,7 +108,7 @@ def train_alone_asynchronously(case: Case) -> Trace:
     microbatches in flight.
     """
     task = case.make_task()
-    optimizer = make_optimizer(task.model, case.optimizer_options(), torch.device("cpu"))
+    optimizer = plain_optimizer(case, task.model)
     stage_of, n_stages = stage_of_parameters(case), len(case.strategy.stages)
     sizes = case.strategy.microbatch_sizes()
     lags = {name: n_stages - 1 - stage for name, stage in stage_of.items()}

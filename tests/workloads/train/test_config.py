@@ -58,6 +58,7 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ({"dropout": float("nan")}, "--dropout nan is a probability"),
         ({"dlrm_bottom_mlp": (64, 0)}, "--dlrm-bottom-mlp 64 0 must be at least 1 each"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1 must be at least 0"),
+        ({"no_decay": ("1d",)}, "--no-decay 1d leaves parameters out of --weight-decay, which"),
         ({"microbatches": (4, -1)}, "--microbatches 4 -1 must be at least 1 each"),
         ({"batch_size": (0,)}, "--batch-size"),
         ({"batch_size": (8,), "per_device_batch": (4,)}, "both set the batch"),

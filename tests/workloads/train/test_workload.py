@@ -12,10 +12,11 @@ from harness.measure.derive.spans import phase_table
 from harness.measure.derive.training import training_summary
 from harness.runtime.capture.capture import capture
 from harness.runtime.data import DataOptions, entry_for, open_data
+from harness.runtime.models.task import Wrapper
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import search_config_of
-from harness.workloads.train.setup import make_task, set_norm_scope
+from harness.workloads.train.setup import _optimizer_options, make_task, set_norm_scope
 from harness.workloads.train.table import train_text
 from harness.workloads.train.workload import run_train
 
@@ -45,13 +46,16 @@ CASES = {
     # The last batch of each epoch has one sample: the second of two ranks has none.
     "empty": replace(CASE, batch=4, n_samples=9, steps=6),
     "speed": replace(CASE, balance="speed"),
-    "frozen": replace(CASE, model="train_on_ranks:tiny_norm", batch_norm="frozen", steps=6),
+    "frozen": replace(
+        CASE, model="train_on_ranks:tiny_norm", batch_norm="frozen", steps=6, weight_decay=0.1,
+        no_decay=("1d", "4.*"),
+    ),
     "local": replace(CASE, model="train_on_ranks:tiny_norm", batch_norm="local", steps=6),
     "bf16": replace(CASE, dtype="bf16"),
     "fp16": replace(CASE, dtype="fp16"),
     "short": replace(CASE, steps=3),
     "stopped": replace(CASE, steps=6, lr_schedule="step", lr_step_size=3, lr_gamma=1e-12),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -260,8 +264,24 @@ def test_a_wrong_factory_is_refused(ranks, model, message):
         make_task(replace(CASE, model=model))
 
 
+def test_weights_that_do_not_decay_have_the_users_names():
+    case = replace(CASE, weight_decay=0.1, no_decay=("1.*", "1d"))
+    task = make_task(case)
+    task = replace(task, model=Wrapper(task.model))
+    options = _optimizer_options(case, task)
+    names = [n for n, p in task.model.named_parameters() if options.group_of(n, p.dim())]
+    assert names == ["model.1.weight", "model.1.bias", "model.3.bias"]
+    with pytest.raises(ConfigError, match=r"--no-decay norm\* matches no trained parameter of"):
+        _optimizer_options(replace(case, no_decay=("1d", "norm*")), task)
+    with pytest.raises(ConfigError, match=r"--no-decay 1d \*t leaves none of 4 parameters that"):
+        _optimizer_options(replace(case, no_decay=("1d", "*t")), task)
+
+
 def test_deepspeed_trains_the_same(run_on_ranks, ranks):
-    case = replace(CASE, optimizer="adamw", learning_rate=1e-2, steps=6, lr_schedule="cosine")
+    case = replace(
+        CASE, optimizer="adamw", learning_rate=1e-2, steps=6, lr_schedule="cosine",
+        weight_decay=0.1, no_decay=("1d",),
+    )  # fmt: skip
     zero = replace(case, engine="deepspeed", n_ranks=2)
     cases = {name: replace(zero, strategy=name) for name in ("zero2", "zero3")}
     (alone,), _ = run_on_ranks(ranks.model_states, {"alone": case}, 1)

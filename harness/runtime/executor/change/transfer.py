@@ -275,8 +275,9 @@ class StateTransfer:
         first: dict[str, dict[str, Any]] = {}
         for piece, values in self._inventory.items():
             first.setdefault(piece.name, values)
-        old, new = self._before.optimizer.param_groups[0], self._after.optimizer.param_groups[0]
-        new.update({key: value for key, value in old.items() if key != "params"})
+        groups = self._before.optimizer.param_groups, self._after.optimizer.param_groups
+        for old, new in zip(*groups, strict=True):
+            new.update({key: value for key, value in old.items() if key != "params"})
         is_on_device = bool(new.get("fused") or new.get("capturable"))
         for piece, parameter in self._after.owners.own.items():
             for key, value in first.get(piece.name, {}).items():

@@ -92,7 +92,7 @@ def save_sharded(
         n_ranks=world.size,
         step=step,
         names=gatherer.names,
-        parameters=gatherer.parameters,
+        parameters=list(gatherer.parameters),
         is_survivors=is_survivor,
         shapes=gatherer.model_shapes(),
         trained=gatherer.trained_names(),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.errors import ConfigError, VerificationError
-from harness.runtime.engines.optimizers import check_state
+from harness.runtime.engines.optimizers import OptimizerOptions, check_state
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
@@ -52,6 +52,7 @@ class StateGatherer:
         names: the model's `canonical_names` before lowering, because shards copy tensors, after
             which a tensor's names no longer refer to one tensor.
         meta: the captured model on the meta device; gives shapes.
+        options: give the optimizer's group of each parameter.
     """
 
     def __init__(
@@ -63,13 +64,17 @@ class StateGatherer:
         holders: Holders,
         owners: Owners,
         world: World,
+        options: OptimizerOptions,
     ) -> None:
         self._weights, self._world = weights, world
         self._owners = owners
         tensors = (*meta.module.named_parameters(), *meta.module.named_buffers())
         self._shapes = {name: tensor.shape for name, tensor in tensors}
         parameters = model.named_parameters(remove_duplicate=False)
-        self.parameters = [name for name, _ in parameters if names[name] == name]
+        # By name; the optimizer's numbers of parameters count these, whatever its groups.
+        self.parameters = {
+            name: options.group_of(name, p.dim()) for name, p in parameters if names[name] == name
+        }
         state = {n: t.detach() for n, t in model.state_dict().items() if n in names}
         # The names of a state, in order, with the first name of the same tensor.
         self.names = {name: names[name] for name in state}
@@ -81,6 +86,10 @@ class StateGatherer:
     def _model_name(self, piece: WeightSlice) -> str:
         """The name of a slice's tensor in the model; unchanged for constants that capture added."""
         return self._model_names.get(piece.name, piece.name)
+
+    def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that this rank updates, by the model's names."""
+        return [(self._model_name(piece), p) for piece, p in self._owners.own.items()]
 
     def whole(self, parts: Parts) -> dict[str, Tensor]:
         """Assemble tensors from all ranks' slices, in host memory; all ranks must call it."""
@@ -141,8 +150,8 @@ class StateGatherer:
         for name, values in _merged(self._world, single).items():
             state.setdefault(numbers[name], {}).update(values)
         groups = [
-            {**group, "params": sorted(numbers.values())}
-            for group in optimizer.state_dict()["param_groups"]
+            {**group, "params": [numbers[n] for n, own in self.parameters.items() if own == index]}
+            for index, group in enumerate(optimizer.state_dict()["param_groups"])
         ]
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -217,10 +226,14 @@ class StateGatherer:
         stored = state["optimizer"]["state"]
         check_state(optimizer, {key for values in stored.values() for key in values})
         sliced: dict[int, dict[str, Any]] = {}
-        for index, piece in enumerate(self._owners.own):
+        grouped = [p for group in optimizer.param_groups for p in group["params"]]
+        places = {parameter: index for index, parameter in enumerate(grouped)}
+        for piece, parameter in self._owners.own.items():
             values = stored.get(numbers[self._model_name(piece)], {})
             shape = self._shapes[piece.name]
-            sliced[index] = {key: _part_of(value, piece, shape) for key, value in values.items()}
+            sliced[places[parameter]] = {
+                key: _part_of(value, piece, shape) for key, value in values.items()
+            }
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": sliced, "param_groups": groups})
 

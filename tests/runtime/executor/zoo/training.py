@@ -187,7 +187,7 @@ def train_single(
     task = ZOO[case.model].task(seed=case.seed, has_construct=has_construct)
     if offset:
         _shift(task.model, offset)
-    optimizer = make_optimizer(task.model, _SGD, torch.device("cpu"))
+    optimizer = make_optimizer(task.model.named_parameters(), _SGD, torch.device("cpu"))
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
     _seed_all(case.seed)
