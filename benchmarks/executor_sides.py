@@ -145,7 +145,7 @@ class Loop:
         is_replicated: bool = True,
     ) -> None:
         self.name, self._task, self._model = name, task, model
-        self._optimizer = make_optimizer(task.model, OPTIMIZER, world.device)
+        self._optimizer = make_optimizer(task.model.named_parameters(), OPTIMIZER, world.device)
         own = share_of(batch, world) if is_replicated else range(batch)
         self._batches = batches(task, batch, own, world)
         n_averaged = world.size if is_replicated else 1
@@ -215,7 +215,9 @@ class StockPipeline:
         )
         self._is_first, self._is_last = 0 in parts, len(children) - 1 in parts
         self._batches = batches(task, batch, range(batch), world)
-        self._optimizer = make_optimizer(nn.ModuleList(parts.values()), OPTIMIZER, world.device)
+        self._optimizer = make_optimizer(
+            nn.ModuleList(parts.values()).named_parameters(), OPTIMIZER, world.device
+        )
         known = inspect.signature(made.step).parameters
         self._keywords = {"return_outputs": False} if "return_outputs" in known else {}
 

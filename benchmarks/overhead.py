@@ -72,7 +72,9 @@ class BareLoop:
             self._model = torch.nn.parallel.DistributedDataParallel(
                 self._model, device_ids=device_ids, gradient_as_bucket_view=True
             )
-        self._optimizer = make_optimizer(self._task.model, case.optimizer_options(), world.device)
+        self._optimizer = make_optimizer(
+            self._task.model.named_parameters(), case.optimizer_options(), world.device
+        )
         self._precision = Precision(case.dtype, world.device)
         self._batches = training.batches
         self._scale = world.size / case.batch

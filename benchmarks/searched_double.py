@@ -95,7 +95,9 @@ def whole_batches(case: TrainCase, world: World) -> list[Batch]:
 def train_on_one_device(case: TrainCase, batches: list[Batch], world: World) -> Iterator[Step]:
     """Train on one device in plain PyTorch; yields the steps."""
     task = widened_task(case, world)
-    optimizer = make_optimizer(task.model, case.optimizer_options(), world.device)
+    optimizer = make_optimizer(
+        task.model.named_parameters(), case.optimizer_options(), world.device
+    )
     for batch in batches:
         loss = task.sum_loss(task.model(*batch.inputs), batch.targets) / len(batch.targets)
         loss.backward()
