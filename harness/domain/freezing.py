@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from harness.domain.graph import Graph, Operator
 from harness.domain.sharding import has_tasks
 
@@ -35,6 +37,24 @@ def n_frozen_by_norms(alpha: float, n_frozen: int, norms: Sequence[float]) -> in
     bound = n_frozen + n_frozen_layers(len(norms) - n_frozen, alpha, 1)
     least = min(range(n_frozen, len(norms)), key=lambda layer: norms[layer], default=n_frozen)
     return min(bound, least + 1)
+
+
+class FreezingState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The state of freezing by gradients between two steps, which a saved state holds.
+
+    Attributes:
+        since: the step from which all layers were trained last.
+        interval: intervals since then that have been decided on.
+        n_frozen: frozen layers after the last of them.
+        squares: of each layer's gradient, the sum over the steps since that decision.
+        n_steps: their number.
+    """
+
+    since: int = 0
+    interval: int = 0
+    n_frozen: int = 0
+    squares: list[float]
+    n_steps: int = 0
 
 
 @dataclass(frozen=True)

@@ -237,8 +237,7 @@ class ExecutorEngine:
 
     @property
     def n_synchronisations(self) -> int:
-        n_updates = self._n_updates if self.plan.is_asynchronous else 1
-        return n_updates * self._sync.n_buckets
+        return (self._n_updates if self.plan.is_asynchronous else 1) * self._sync.n_buckets
 
     @property
     def can_be_muted(self) -> bool:
@@ -321,7 +320,7 @@ class ExecutorEngine:
         self._scale.unscale(self._optimizer, is_muted=is_muted)
         self._hooks.run(trained)
         if self.layer_norms is not None and not is_muted:
-            self.layer_norms.add(self.weights, self.owners)
+            self.layer_norms.add(self.weights, self.owners, self._phases)
         self._phases.begin("optimizer")
         self._clip.apply(self.owners, self._phases, is_muted=is_muted)
         self._scale.step(self._optimizer, is_muted=is_muted)
@@ -373,7 +372,8 @@ class ExecutorEngine:
     def save_sharded(self, directory: Path) -> None:
         """Write this rank's slices of the state, for `load_sharded`; all ranks must call it."""
         self.flush()
-        save_sharded(self._gatherer, self._optimizer, self._random.step, self._world, directory)
+        parts = self._gatherer, self._optimizer, self._random.step, self._world, directory
+        save_sharded(*parts, norms=self.layer_norms)
 
     def held_state(self) -> HeldState:
         """This rank's part of the state, for a change of strategy."""

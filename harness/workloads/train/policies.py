@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from harness.domain.fingerprint import MadeFor
-from harness.domain.freezing import FreezableLayer, n_frozen_by_norms, n_frozen_layers
+from harness.domain.freezing import (
+    FreezableLayer,
+    FreezingState,
+    n_frozen_by_norms,
+    n_frozen_layers,
+)
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, HarnessError
 from harness.inputs import read_file
@@ -32,7 +37,6 @@ from harness.workloads.train.config import TrainCase, parse_change
 from harness.workloads.train.drift import DriftPolicy
 from harness.workloads.train.keeper import plan_without
 from harness.workloads.train.next_plan import BesideSearch
-from harness.workloads.train.plan import Planned
 from harness.workloads.train.policy import LEAD_STEPS, Due, Policy, PolicyInputs
 from harness.workloads.train.requests import UNREADABLE, Request, read_request
 from harness.workloads.train.shrink import ShrinkPolicy
@@ -127,6 +131,7 @@ class FreezingPolicy(Policy):
         # A strategy that was planned for fewer trained layers may lack memory for all.
         self._start = inputs.current.planned if case.shrink != "none" else None
         self._norms: LayerNorms | None = None
+        self._missed: list[Due] = []
         self._begin(0)
         if self._steps >= inputs.training.n_steps:
             raise ConfigError(
@@ -134,9 +139,9 @@ class FreezingPolicy(Policy):
                 f"run has {inputs.training.n_steps}: lower --freeze-interval (default: an epoch), "
                 "or train more steps"
             )
-        self._missed = self._catch_up(elastic.layers) if case.first_step else None
+        saved = self._catch_up(elastic.layers) if case.first_step else None
         if case.freeze == "gradient":
-            self._norms = elastic.watch_gradients()
+            self._norms = elastic.watch_gradients(is_common=case.survive, state=saved)
 
     def _begin(self, step: int) -> None:
         """Train all layers from a step on."""
@@ -145,16 +150,29 @@ class FreezingPolicy(Policy):
         rates = self._training.rates
         self._drop = None if factor is None else rates.first_drop(factor, step, n_steps)
 
-    def _catch_up(self, layers: Sequence[FreezableLayer]) -> Due | None:
-        """The change to the layers that were frozen when a lost run saved its state."""
-        first = self._case.first_step
-        while (at := self.next_step()) is not None and at <= first:
-            self._pass(at)
-        state = self._case.load_state
-        if self._case.freeze == "gradient" and state is not None and self._since < first:
-            self._n_frozen = _n_frozen_in(state, layers)
-        why = f"--freeze {self._case.freeze}: {self._n_frozen} layers before step {first}"
-        return Due(why=why, step=first, n_frozen=self._n_frozen) if self._n_frozen else None
+    def _catch_up(self, layers: Sequence[FreezableLayer]) -> FreezingState | None:
+        """Go on from a saved state: the layers that it does not train are frozen again, and others
+        later if that had been decided on. Returns what it holds of the gradient rule."""
+        first, directory, saved = self._case.first_step, self._case.load_state, None
+        trained: list[str] = []
+        if self._case.freeze == "gradient" and directory is not None:
+            saved, trained = _frozen_in(directory)
+        if saved is None:
+            while (end := self.next_step()) is not None and end <= first:
+                self._pass(end)
+        else:
+            self._begin(saved.since)
+            self._interval, self._n_frozen = saved.interval, saved.n_frozen
+        at, now = self._since + self._interval * self._steps, self._n_frozen
+        if at > first:
+            frozen = takewhile(lambda layer: layer.parameters.isdisjoint(trained), layers)
+            now = len(list(frozen))
+        if now:
+            why = f"--freeze {self._case.freeze}: {now} layers before step {first}"
+            self._missed.append(Due(why=why, step=first, n_frozen=now))
+        if now != self._n_frozen:
+            self._missed.append(self._due(at))
+        return saved
 
     def next_step(self) -> int | None:
         end = self._since + (self._interval + 1) * self._steps
@@ -162,40 +180,47 @@ class FreezingPolicy(Policy):
         return at if at < self._training.n_steps else None
 
     def due(self, step: int) -> Due | None:
-        found, self._missed = self._missed, None
-        while found is None and (at := self.next_step()) is not None and at <= step + LEAD_STEPS:
+        if self._missed:
+            return self._missed.pop(0)
+        while (at := self.next_step()) is not None and at <= step + LEAD_STEPS:
             before = self._n_frozen
-            planned, why = self._pass(at)
+            self._pass(at)
             if self._n_frozen != before:
-                found = Due(why=why, step=at, planned=planned, n_frozen=self._n_frozen)
-        return found
+                return self._due(at)
+        return None
 
-    def _pass(self, step: int) -> tuple[Planned | None, str]:
-        """Go to the end of an interval, or to a drop of the rate; the next strategy, and why."""
+    def _pass(self, step: int) -> None:
+        """Decide on the layers after the end of an interval, or after a drop of the rate."""
+        norms = self._norms.take() if self._norms is not None else None
         if step == self._drop:
             self._begin(step)
-            if self._norms is not None:
-                self._norms.take()  # those of other layers
-            rate = self._training.rates.at(step)
-            return self._start, f"--unfreeze: the learning rate is {rate:g}"
-        self._interval += 1
-        self._n_frozen = self._next_n_frozen()
-        return None, f"--freeze {self._case.freeze}: {self._n_frozen} of {self._n_layers} layers"
+        else:
+            self._interval += 1
+            self._n_frozen = self._next_n_frozen(norms)
+        if self._norms is not None:
+            self._norms.note(self._since, self._interval, self._n_frozen)
 
-    def _next_n_frozen(self) -> int:
+    def _due(self, step: int) -> Due:
+        """The change that was decided on last."""
+        if self._interval:
+            why = f"--freeze {self._case.freeze}: {self._n_frozen} of {self._n_layers} layers"
+            return Due(why=why, step=step, n_frozen=self._n_frozen)
+        why = f"--unfreeze: the learning rate is {self._training.rates.at(step):g}"
+        return Due(why=why, step=step, planned=self._start, n_frozen=0)
+
+    def _next_n_frozen(self, norms: Sequence[float] | None) -> int:
         alpha = self._case.freeze_alpha
-        if self._norms is None:
+        if norms is None:
             return n_frozen_layers(self._n_layers, alpha, self._interval)
-        norms = self._norms.take()
         return n_frozen_by_norms(alpha, self._n_frozen, norms) if any(norms) else self._n_frozen
 
 
-def _n_frozen_in(state: Path, layers: Sequence[FreezableLayer]) -> int:
-    """The number of layers of which a saved state trains no parameter."""
+def _frozen_in(state: Path) -> tuple[FreezingState | None, list[str]]:
+    """What a saved state holds of the gradient rule, and the parameters that it trains."""
     from harness.runtime.executor.state.files import check_sharded
 
-    trained = check_sharded(state)[1].trained
-    return len(list(takewhile(lambda layer: layer.parameters.isdisjoint(trained), layers)))
+    metadata = check_sharded(state)[1]
+    return metadata.freezing, metadata.trained
 
 
 class CachePolicy(Policy):

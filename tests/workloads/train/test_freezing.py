@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from harness.domain.freezing import FreezableLayer
 from harness.errors import ConfigError
 from harness.runtime.engines.optimizers import LearningRates
+from harness.runtime.executor.gradients.norms import LayerNorms
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.policies import FreezingPolicy
 
@@ -22,30 +24,51 @@ CASE = TrainCase(
 ALL = [(10, 2), (20, 3), (25, 0), (35, 2), (45, 3)]
 
 
-class Norms:
-    """Of layer 1 the least."""
+class Norms(LayerNorms):
+    """Of layer 1 the least in the first steps, later of others."""
 
-    def take(self):
-        return [4.0, 1.0, 3.0, 2.0]
+    def __init__(self, **options):
+        super().__init__(LAYERS, SimpleNamespace(size=1, device=torch.device("cpu")), **options)
+
+    def add(self, step):
+        self._own += torch.tensor([(k * 7 + step // 4 * 3) % 8 + 1.0 for k in range(4)])
+        self.sums = replace(self.sums, n_steps=self.sums.n_steps + 1)
+
+
+class Run:
+    """The policy of a run, asked between all steps from the first one on.
+
+    Attributes:
+        changes: (step, frozen layers) of each.
+        saved: the last of them, and the state of the norms, before each step.
+    """
+
+    def __init__(self, case):
+        elastic = SimpleNamespace(layers=LAYERS, watch_gradients=lambda **how: Norms(**how))
+        rates = LearningRates(case.learning_rate, case.lr_schedule, case.lr_step_size or 50, 0.1)
+        training = SimpleNamespace(
+            elastic=elastic, n_steps=case.steps, rates=rates,
+            plan=SimpleNamespace(n_steps_per_epoch=5),
+        )  # fmt: skip
+        current = SimpleNamespace(planned="start")
+        policy = FreezingPolicy(SimpleNamespace(case=case, training=training, current=current))
+        self.changes, self.saved = [], {}
+        for step in range(case.first_step, case.steps):
+            n_frozen = [0, *(n for at, n in self.changes if at < step)][-1]
+            self.saved[step] = n_frozen, policy._norms and policy._norms.state()
+            # A change is carried out before the next one is asked for.
+            while not (self.changes and self.changes[-1][0] > step):
+                if (due := policy.due(step)) is None:
+                    break
+                assert (due.planned == "start") == (due.n_frozen == 0)
+                self.changes.append((due.step, due.n_frozen))
+            if policy._norms is not None:
+                policy._norms.add(step)
 
 
 def changes_of(case, first=0, **changes):
-    """(step, frozen layers) of all changes, asked between all steps."""
-    case = replace(case, first_step=first, **changes)
-    elastic = SimpleNamespace(layers=LAYERS, watch_gradients=Norms)
-    rates = LearningRates(case.learning_rate, case.lr_schedule, case.lr_step_size or 50, 0.1)
-    training = SimpleNamespace(
-        elastic=elastic, n_steps=case.steps, rates=rates,
-        plan=SimpleNamespace(n_steps_per_epoch=5),
-    )  # fmt: skip
-    inputs = SimpleNamespace(case=case, training=training, current=SimpleNamespace(planned="start"))
-    policy = FreezingPolicy(inputs)
-    found = []
-    for step in range(first, case.steps):
-        while (due := policy.due(step)) is not None:
-            found.append(due)
-    assert all((due.planned == "start") == (due.n_frozen == 0) for due in found)
-    return [(due.step, due.n_frozen) for due in found]
+    """(step, frozen layers) of all changes."""
+    return Run(replace(case, first_step=first, **changes)).changes
 
 
 @pytest.mark.parametrize(
@@ -59,7 +82,7 @@ def changes_of(case, first=0, **changes):
         ]),
         # The cosine is half at step 25, and a quarter at step 34.
         ({"unfreeze": 2, "lr_schedule": "cosine", "lr_step_size": None, "steps": 34}, ALL[:3]),
-        ({"freeze": "gradient"}, [(10, 2), (20, 3), (25, 0), (35, 2), (45, 3)]),
+        ({"freeze": "gradient"}, [(10, 1), (20, 2), (25, 0), (35, 2), (45, 3)]),
     ],
 )  # fmt: skip
 def test_layers_freeze_by_interval_until_the_learning_rate_drops(changes, wanted):
@@ -74,16 +97,28 @@ def test_a_run_that_goes_on_freezes_as_the_whole_one(first, wanted):
     assert changes_of(CASE, first=first) == wanted
 
 
-def test_the_gradient_rule_goes_on_from_the_layers_that_the_state_trains(tmp_path):
-    """Three were frozen, which no schedule tells."""
+def save_state(directory, n_frozen, freezing):
     state = {
         "n_ranks": 1, "step": 15, "names": {}, "parameters": [], "is_survivors": False,
-        "shapes": {}, "trained": ["layers.3.weight", "head.weight"],
+        "shapes": {}, "trained": [f"layers.{k}.weight" for k in range(n_frozen, 4)] + ["head"],
+        "freezing": msgspec.to_builtins(freezing),
     }  # fmt: skip
     metadata = {"format": "state shards 2", "state": json.dumps(state)}
-    save_file({"model - x": torch.zeros(1)}, tmp_path / "shard0.safetensors", metadata=metadata)
-    found = changes_of(CASE, first=15, freeze="gradient", load_state=tmp_path)
-    assert found == [(15, 3), (20, 4), (25, 0), (35, 2), (45, 3)]
+    save_file({"model - x": torch.zeros(1)}, directory / "shard0.safetensors", metadata=metadata)
+
+
+@pytest.mark.parametrize("interval", [3, 10])
+def test_the_gradient_rule_goes_on_as_in_the_whole_run(tmp_path, interval):
+    case = replace(CASE, freeze="gradient", freeze_interval=interval, load_state=tmp_path)
+    whole = Run(case)
+    assert len(whole.changes) > 4
+    for first in range(1, case.steps):
+        n_frozen, freezing = whole.saved[first]
+        save_state(tmp_path, n_frozen, freezing)
+        at_first = [n for at, n in whole.changes if at == first] or [n_frozen]
+        later = [change for change in whole.changes if change[0] > first]
+        wanted = [(first, n) for n in at_first if n] + later
+        assert changes_of(case, first=first) == wanted, first
 
 
 def test_a_run_that_ends_before_its_first_interval_is_refused():

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
-from harness.domain.freezing import FreezableLayer, freezable_layers
+from harness.domain.freezing import FreezableLayer, FreezingState, freezable_layers
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, StrategyError, VerificationError, first_line
 from harness.measure.recorder import Recorder
@@ -310,9 +310,13 @@ class ElasticExecutor:
             for piece, devices in self.engine.holders.items()
         }
 
-    def watch_gradients(self) -> LayerNorms:
-        """Add up the norms of each layer's gradients from now on."""
-        self.engine.layer_norms = LayerNorms(self.layers, self._world)
+    def watch_gradients(
+        self, *, is_common: bool = False, state: FreezingState | None = None
+    ) -> LayerNorms:
+        """Add up the norms of each layer's gradients from now on; see LayerNorms."""
+        self.engine.layer_norms = LayerNorms(
+            self.layers, self._world, is_common=is_common, state=state
+        )
         return self.engine.layer_norms
 
     def values_at(self, n_frozen: int) -> list[str]:

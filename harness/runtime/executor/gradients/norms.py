@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.domain.freezing import FreezableLayer
+from harness.domain.freezing import FreezableLayer, FreezingState
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Weights
@@ -48,34 +49,86 @@ class GradientClip:
             torch._foreach_mul_(gradients, factor)
 
 
+@dataclass(frozen=True, kw_only=True)
+class NormSums:
+    """Sums over steps, known on every rank; see FreezingState."""
+
+    squares: Tensor
+    n_steps: int = 0
+    decided: tuple[int, int, int] = (0, 0, 0)
+
+    def state(self) -> FreezingState:
+        since, interval, n_frozen = self.decided
+        return FreezingState(
+            since=since, interval=interval, n_frozen=n_frozen,
+            squares=self.squares.tolist(), n_steps=self.n_steps,
+        )  # fmt: skip
+
+
 class LayerNorms:
-    """Adds up squares on the device; nothing waits for them before `take`."""
+    """Adds up squares on the device; nothing waits for them before `take`.
 
-    def __init__(self, layers: Sequence[FreezableLayer], world: World) -> None:
-        self._world, self._n_layers, self._n_steps = world, len(layers), 0
+    Args:
+        is_common: ranks exchange their squares in each step, so that no rank takes some with it.
+        state: of a training that goes on.
+
+    Attributes:
+        sums: replaced, never altered.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[FreezableLayer],
+        world: World,
+        *,
+        is_common: bool = False,
+        state: FreezingState | None = None,
+    ) -> None:
+        self._world, self._is_common = world, is_common
         self._layer_of = {name: k for k, layer in enumerate(layers) for name in layer.parameters}
-        self._sums = self._zeros()
-
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(self._n_layers, dtype=torch.float64, device=self._world.device)
+        state = state or FreezingState(squares=[0.0] * len(layers))
+        self.sums = NormSums(
+            squares=torch.tensor(state.squares, dtype=torch.float64, device=world.device),
+            n_steps=state.n_steps,
+            decided=(state.since, state.interval, state.n_frozen),
+        )
+        self._own = torch.zeros_like(self.sums.squares)
 
     @torch.no_grad()
-    def add(self, weights: Weights, owners: Owners) -> None:
+    def add(self, weights: Weights, owners: Owners, phases: Phases) -> None:
         """Add a step's gradients, after they have been reduced; one rank adds each slice."""
-        self._n_steps += 1
         layer_of = {weights.names.get(name, name): k for name, k in self._layer_of.items()}
         own = _own_gradients(owners, self._world.rank)
         found = [(layer_of[name], gradient) for name, gradient in own if name in layer_of]
         if found:
             norms = torch.stack(torch._foreach_norm([gradient for _, gradient in found]))
             where = torch.tensor([k for k, _ in found], device=norms.device)
-            self._sums.index_add_(0, where, norms.double().square())
+            self._own.index_add_(0, where, norms.double().square())
+        if self._is_common:
+            phases.wait(self.reduce, name="gradient norms")
+        self.sums = replace(self.sums, n_steps=self.sums.n_steps + 1)
+
+    def reduce(self) -> None:
+        """Exchange the squares that only their ranks know; all ranks must call it."""
+        if self._world.size > 1:
+            dist.all_reduce(self._own)
+        self.sums = replace(self.sums, squares=self.sums.squares + self._own)
+        self._own.zero_()
 
     def take(self) -> list[float]:
         """The root mean square, over the steps since the last call, of each layer's norm; all ranks
         must call it. 0 for layers that are not trained."""
-        if self._world.size > 1:
-            dist.all_reduce(self._sums)
-        found: list[float] = (self._sums / max(1, self._n_steps)).sqrt().tolist()
-        self._sums, self._n_steps = self._zeros(), 0
+        self.reduce()
+        squares, n_steps = self.sums.squares, self.sums.n_steps
+        found: list[float] = (squares / max(1, n_steps)).sqrt().tolist()
+        self.sums = replace(self.sums, squares=torch.zeros_like(squares), n_steps=0)
         return found
+
+    def state(self) -> FreezingState:
+        """The state of all ranks, which must call it."""
+        self.reduce()
+        return self.sums.state()
+
+    def note(self, since: int, interval: int, n_frozen: int) -> None:
+        """Remember the last decision."""
+        self.sums = replace(self.sums, decided=(since, interval, n_frozen))

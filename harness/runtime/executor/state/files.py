@@ -31,10 +31,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.domain.files import Count, decode
+from harness.domain.freezing import FreezingState
 from harness.errors import ResultsError
 from harness.inputs import find_int, one_line, open_regular, shorten
 from harness.measure.store import replacing
 from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.gradients.norms import LayerNorms, NormSums
 from harness.runtime.executor.state.state import RankParts, StateGatherer
 from harness.runtime.ranks.world import World
 
@@ -57,6 +59,7 @@ class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         is_survivors: shards may be missing, and slices may be in several of them.
         shapes: by the first name of each tensor of the model's state.
         trained: parameters that the optimizer updates.
+        freezing: of `--freeze gradient`.
     """
 
     n_ranks: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
@@ -66,6 +69,7 @@ class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     is_survivors: bool
     shapes: dict[str, list[Count]]
     trained: list[str]
+    freezing: FreezingState | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.parameters)) != len(self.parameters):
@@ -80,6 +84,7 @@ def save_sharded(
     directory: Path,
     *,
     is_survivor: bool = False,
+    norms: NormSums | LayerNorms | None = None,
 ) -> None:
     """Write this rank's slices as `shardRANK.safetensors`, atomically.
 
@@ -96,6 +101,7 @@ def save_sharded(
         is_survivors=is_survivor,
         shapes=gatherer.model_shapes(),
         trained=gatherer.trained_names(),
+        freezing=None if norms is None else norms.state(),
     )
     text = msgspec.json.encode(metadata).decode()
     with replacing(directory / _file_name(world.rank)) as temporary:
@@ -346,9 +352,9 @@ class Survivor:
 
     def __init__(self, engine: ExecutorEngine, world: World) -> None:
         self._held, self._world = engine.held_state(), world
-        optimizer = self._held.optimizer
-        optimizer.register_step_pre_hook(lambda *_: self._note(begun=True))
-        optimizer.register_step_post_hook(lambda *_: self._note(done=True))
+        self._held.optimizer.register_step_pre_hook(lambda *_: self._note(begun=True))
+        self._held.optimizer.register_step_post_hook(lambda *_: self._note(done=True))
+        self._norms = engine.layer_norms
         held = self._held.weights.held.values()
         self._buffers = [tensor for tensor in held if not isinstance(tensor, nn.Parameter)]
         self.begin_step()
@@ -361,6 +367,7 @@ class Survivor:
         """Remember the start of a step."""
         self._has_begun = self._is_done = False
         self._step = self._held.random.step
+        self._sums = None if self._norms is None else self._norms.sums
         self._before: list[Tensor] = [tensor.detach().clone() for tensor in self._buffers]
 
     def n_more_steps(self) -> int:
@@ -383,10 +390,11 @@ class Survivor:
             ResultsError: the update was cut off, or the file cannot be written.
         """
         n_more = self.n_more_steps()
+        sums = self._norms.sums if self._norms is not None and n_more else self._sums
         if n_more == 0:
             for tensor, before in zip(self._buffers, self._before, strict=True):
                 tensor.detach().copy_(before)
         save_sharded(
             self._held.gatherer, self._held.optimizer, self._step + n_more, self._world, directory,
-            is_survivor=True,
+            is_survivor=True, norms=sums,
         )  # fmt: skip
