@@ -30,19 +30,18 @@ from harness.measure.derive.prediction import read_prediction
 from harness.measure.store import find_runs
 from harness.nodes.mpi import explain_mpirun, parse_hello
 from harness.nodes.parse import parse_facts
-from harness.plan.advise.prices import load_prices
+from harness.plan.advise.pricing import load_prices
 from harness.plan.cli import parse_topology
 from harness.plan.costs import COSTS
-from harness.plan.dlrm import dlrm_graph, parse_dlrm
+from harness.plan.estimates import dlrm_graph, estimate_profile, parse_dlrm
 from harness.plan.fit import OperatorTimes
 from harness.plan.formats.detect import convert, read_strategy_file
 from harness.plan.formats.flexflow import parse_console, parse_text, print_console, print_text
 from harness.plan.formats.flexflow_protobuf import parse_protobuf, print_protobuf
 from harness.plan.formats.pipedream import PipeDreamPlan, parse_graph_txt
-from harness.plan.importing.curves import read_collectives
+from harness.plan.importing.tables import read_collectives
 from harness.plan.importing.times import read_layer_times, read_operators
 from harness.plan.layouts.degrees import parse_layout
-from harness.plan.roofline import estimate_profile
 from harness.plan.show import show_file
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.numbers import derive_numbers

@@ -21,16 +21,17 @@ from dataclasses import dataclass
 
 from comparison import compare
 
-from harness.plan.published.flexflow2018.chain import (
+from harness.plan.published.flexflow2018.model import LayerProblem, Machine
+from harness.plan.published.flexflow2018.search import (
     BEST,
+    HOT,
     N_BOUNDED,
     MarkovChain,
     new_chain,
     restart,
+    schedule,
     walk,
 )
-from harness.plan.published.flexflow2018.model import LayerProblem, Machine
-from harness.plan.published.flexflow2018.search import HOT, schedule
 from harness.plan.published.flexflow2018.simulation import build_tables, encode, step_ms
 
 BUDGET = 250_000

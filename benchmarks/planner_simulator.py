@@ -44,10 +44,9 @@ from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, PlanError
 from harness.measure.text import table
 from harness.plan.costs import PlanRequest
-from harness.plan.dlrm import DlrmSizes, dlrm_graph
+from harness.plan.estimates import DeviceRates, DlrmSizes, dlrm_graph, roofline_profile
 from harness.plan.portfolio import search_portfolio
 from harness.plan.report import describe_strategy
-from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.plan.search.space import Space
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import EventTimes, Simulator, Trial

@@ -1,12 +1,19 @@
 """The well-known strategies: single, ddp, balanced pipeline, tensor parallel, hybrids.
 
 A search starts from them and must beat them; users ask for them by name.
+
+Operators are cut together where they are linear and follow one another, or belong to a mixture of
+experts. Of two linear ones the first is cut by its output features, the second by its contraction
+over the same devices: each device has just the features that its part of the second reads, so
+nothing travels between them and only the second's partial sums are added up (Shoeybi et al.,
+"Megatron-LM", 2019).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,6 +27,7 @@ from harness.domain.sharding import (
     CONTRACTION,
     HEADS,
     cuttable_dims,
+    full_shape,
     full_units,
     has_tasks,
     is_partial,
@@ -29,7 +37,105 @@ from harness.domain.sharding import (
 )
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
-from harness.plan.joint_cuts import contracted, experts_of, linear_pairs
+
+
+class Pair(NamedTuple):
+    """Positions of two linear operators and of elementwise ones, in order.
+
+    Attributes:
+        between: also other linear operators, whose outputs meet the first's (SwiGLU's gate).
+        after: those that follow the second, up to the first that another one reads beside.
+    """
+
+    first: int
+    between: tuple[int, ...]
+    second: int
+    after: tuple[int, ...]
+
+
+def linear_pairs(graph: Graph) -> list[Pair]:
+    """All pairs; an operator may be the second of one and the first of another."""
+    index = graph.index()
+    found = []
+    for second, operator in enumerate(graph.operators):
+        if operator.kind != "linear":
+            continue
+        if CONTRACTION not in full_shape(operator, batch=1, graph_batch=None):
+            continue
+        cone = _cone(graph, index, index[operator.inputs[0]])
+        if cone is not None:
+            first = next(at for at in sorted(cone) if graph.operators[at].kind == "linear")
+            between = tuple(sorted(cone - {first}))
+            found.append(Pair(first, between, second, _after(graph, second)))
+    return found
+
+
+def _cone(graph: Graph, index: dict[str, int], at: int) -> set[int] | None:
+    """An operator and those that lead to it from linear ones, elementwise; None if others do."""
+    operator = graph.operators[at]
+    if operator.kind == "linear":
+        return {at}
+    sources = [index[name] for name in operator.inputs]
+    if operator.kind not in ("elementwise", "add") or not sources:
+        return None
+    found = {at}
+    for source in sources:
+        before = _cone(graph, index, source)
+        if before is None or graph.operators[source].shape != operator.shape:
+            return None
+        found |= before
+    return found
+
+
+def _after(graph: Graph, second: int) -> tuple[int, ...]:
+    found, consumers = [second], graph.consumers()
+    while len(readers := consumers[found[-1]]) == 1:
+        reader = graph.operators[readers[0]]
+        if reader.kind != "elementwise" or len(reader.inputs) != 1:
+            break
+        found.append(readers[0])
+    return tuple(found[1:])
+
+
+def contracted(graph: Graph) -> set[int]:
+    """Linear operators to cut by contraction: every second one of a row, from its second on."""
+    second: set[int] = set()
+    for pair in linear_pairs(graph):
+        if second.isdisjoint((pair.first, *pair.between)):
+            second.add(pair.second)
+    return second
+
+
+class Experts(NamedTuple):
+    """The dims along which operators of a mixture are cut with its experts, by their names.
+
+    Attributes:
+        inside: products by the experts' weights, and elementwise operators between them.
+        around: products that give experts their tokens, and those that add up their results.
+    """
+
+    inside: dict[str, str]
+    around: dict[str, str]
+
+
+def experts_of(graph: Graph) -> Experts:
+    """The operators of all mixtures of experts."""
+    operators = {op.name: op for op in graph.operators}
+    found = Experts({}, {})
+    for op in graph.operators:
+        before = [operators[name] for name in op.inputs]
+        dims = {found.inside.get(one.name) for one in before if one.shape == op.shape}
+        is_between = op.kind in ("elementwise", "add") and len(dims) == 1
+        dim = expert_dim(op) or (dims.pop() if is_between else None)
+        if dim is not None:
+            found.inside[op.name] = dim
+            found.around.update((one.name, dim) for one in before if one.kind == "einsum")
+        elif op.kind == "einsum" and not found.inside.keys().isdisjoint(op.inputs):
+            found.around[op.name] = CONTRACTION
+    for name in found.inside:
+        found.around.pop(name, None)
+    return found
+
 
 # Operators that the parts of a sequence do not meet in.
 _BETWEEN = ("elementwise", "add", "layer_norm")
@@ -94,7 +200,12 @@ def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
     """
     devices = list(range(cluster.n_devices))
     tied = _tied(graph)
-    heads = _heads_of_sequences(graph)
+    read = {name for op in graph.operators if op.kind == "loss" for name in op.inputs}
+    heads = {  # linear operators that give the loss one row of logits for each position
+        op.name
+        for op in graph.operators
+        if op.name in read and op.kind == "linear" and "seq" in op.shape
+    }
     pairs = [(pair, graph.operators[pair.second].name) for pair in linear_pairs(graph)]
     rows = {graph.operators[k].name for k in contracted(graph)} - heads
     inside = {graph.operators[k].name for pair, name in pairs if name in rows for k in pair.between}
@@ -140,8 +251,7 @@ def _expert_dims(graph: Graph, batch: int, n_devices: int) -> dict[str, str]:
     experts; where there are fewer samples than devices, each device picks its experts' tokens out
     of all, and results are partial sums."""
     experts = experts_of(graph)
-    is_apart = batch >= n_devices
-    around = dict.fromkeys(experts.around, SAMPLE) if is_apart else experts.around
+    around = dict.fromkeys(experts.around, SAMPLE) if batch >= n_devices else experts.around
     return around | experts.inside
 
 
@@ -153,16 +263,6 @@ def _tied(graph: Graph) -> set[str]:
         for name in names if isinstance(names, list | tuple) else ():
             users.setdefault(name, []).append(op.name)
     return {name for names in users.values() if len(names) > 1 for name in names}
-
-
-def _heads_of_sequences(graph: Graph) -> set[str]:
-    """Linear operators that give the loss one row of logits for each position."""
-    read = {name for op in graph.operators if op.kind == "loss" for name in op.inputs}
-    return {
-        op.name
-        for op in graph.operators
-        if op.name in read and op.kind == "linear" and "seq" in op.shape
-    }
 
 
 def hybrid(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
@@ -285,14 +385,11 @@ def pipeline(
     """
     samples = max(1, batch // n_microbatches)
     index = graph.index()
-    plans = {
-        operator: OperatorPlan(plan.partition, plan.devices, k)
-        for k, (names, own) in enumerate(zip(stages, devices, strict=True))
-        for operator in names
-        for plan in (
-            cut_or_whole(graph.operators[index[operator]], graph, samples, SAMPLE, len(own), own),
-        )
-    }
+    plans = {}
+    for stage, (names, own) in enumerate(zip(stages, devices, strict=True)):
+        for operator in (graph.operators[index[name]] for name in names):
+            plan = cut_or_whole(operator, graph, samples, SAMPLE, len(own), own)
+            plans[operator.name] = OperatorPlan(plan.partition, plan.devices, stage)
     return Strategy(
         name=name,
         batch=batch,

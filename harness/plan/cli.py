@@ -1,4 +1,4 @@
-"""Turn the flags of `python -m harness.plan` into a request."""
+"""The flags that commands of `python -m harness.plan` share, and the request that they make."""
 
 import argparse
 import codecs
@@ -25,22 +25,19 @@ from harness.errors import (
 )
 from harness.inputs import MOST_COUNT, decode_text, find_int, read_file, shorten
 from harness.plan.costs import COSTS, PlanRequest, SearchProgress, ignore_progress
-from harness.plan.dlrm import dlrm_graph, parse_dlrm
-from harness.plan.formats.detect import read_strategy_file, strategy_from
-from harness.plan.formats.pipedream import parse_graph_txt
-from harness.plan.roofline import (
+from harness.plan.estimates import (
     FROM_FLOPS,
     ROOFLINE,
-    DeviceRates,
+    dlrm_graph,
     estimate_profile,
-    likely_parts,
-    roofline_profile,
+    parse_dlrm,
+    rated_profile,
 )
+from harness.plan.formats.detect import read_strategy_file, strategy_from
+from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.show import load_graph
 from harness.units import parse_bandwidth, parse_bytes
 
-_NO_LIMIT_BYTES = 2**50
-_DEFAULT_KIND = "device"
 _ESTIMATES = (FROM_FLOPS, ROOFLINE)
 
 
@@ -54,7 +51,10 @@ def request_from(
         HarnessError: a file is missing or malformed.
     """
     _check_numbers(args)
-    _check_read(args)
+    for name in COSTS[args.cost].unread:
+        if getattr(args, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--cost {args.cost} has no use for {flag}: leave it out")
     cluster = cluster_from(args)
     graph, profile = None, None
     if "model" not in COSTS[args.cost].unread:
@@ -119,14 +119,6 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise ConfigError(f"--memory {args.memory} must be above 0")
 
 
-def _check_read(args: argparse.Namespace) -> None:
-    """Refuse flags that the cost has no use for."""
-    for name in COSTS[args.cost].unread:
-        if getattr(args, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"--cost {args.cost} has no use for {flag}: leave it out")
-
-
 def _check_there(name: str, path: Path, remedy: str) -> None:
     """Refuse a missing file with the command that writes it."""
     if not path.exists():
@@ -174,7 +166,7 @@ def cluster_from(args: argparse.Namespace) -> Cluster:
         return Cluster.load(args.cluster, is_given=True)
     n_nodes, n_devices = parse_topology(args.topology, COSTS[args.cost].most_devices)
     inside, between = _bandwidths(args)
-    memory = _NO_LIMIT_BYTES if args.memory is None else parse_bytes(args.memory)
+    memory = 2**50 if args.memory is None else parse_bytes(args.memory)
     if args.memory is None and COSTS[args.cost].needs_memory:
         raise ConfigError("--topology needs --memory BYTES, what each device may use, such as 12GB")
     return Cluster.uniform(
@@ -183,7 +175,7 @@ def cluster_from(args: argparse.Namespace) -> Cluster:
         inside_bytes_per_s=inside,
         between_bytes_per_s=between,
         memory_bytes=memory,
-        kind=args.device_kind or _profiled_kind(args) or _DEFAULT_KIND,
+        kind=args.device_kind or _profiled_kind(args) or "device",
     )
 
 
@@ -231,7 +223,7 @@ def _model(args: argparse.Namespace, cluster: Cluster) -> tuple[Graph, Profile]:
     if args.dlrm_tables is not None:
         graph = _dlrm(args)
     if args.rates is not None and graph is not None:
-        return graph, _roofline(args.rates, graph, cluster)
+        return graph, rated_profile(args.rates, graph, cluster)
     if args.profile is None:
         assert graph is not None
         return graph, _found_profile(args, cluster, graph) or estimate_profile(graph, cluster)
@@ -260,20 +252,6 @@ def _dlrm(args: argparse.Namespace) -> Graph:
         raise ConfigError("--dlrm-tables needs --batch-size B, the global batch in samples")
     flags = parse_dlrm(args.dlrm_tables, args.dlrm_bottom_mlp, args.dlrm_top_mlp, args.batch_size)
     return dlrm_graph(flags)
-
-
-def _roofline(text: str, graph: Graph, cluster: Cluster) -> Profile:
-    """Times of the cluster's devices by their rates, at likely shards."""
-    parts = [parse_bandwidth(part) for part in text.split(",")]
-    if len(parts) != 2:
-        raise ConfigError(f"--rates {shorten(text)} is not FLOPS,BYTES: write it like 9.3e12,549e9")
-    rates = DeviceRates(flops_per_s=parts[0], memory_bytes_per_s=parts[1])
-    return roofline_profile(
-        graph,
-        {device.kind: rates for device in cluster.devices},
-        n_parts=likely_parts(cluster.n_devices),
-        n_microbatches=(1, 2, 4, 8, 16),
-    )
 
 
 def _found_profile(args: argparse.Namespace, cluster: Cluster, graph: Graph) -> Profile | None:
@@ -329,7 +307,11 @@ def _profile(
         device_kind=args.device_kind or cluster.devices[0].kind,
         source=str(args.profile),
     )
-    _check_times(profile, args.profile)
+    if not any(point.backward_s > 0 for point in profile.measurements):
+        raise GraphError(
+            f"profile {args.profile} has backward_compute_time=0 for every operator, and training "
+            "has a backward pass: profile it too, or write what it takes (about twice the forward)"
+        )
     return graph, profile
 
 
@@ -337,10 +319,77 @@ def _is_json(data: bytes) -> bool:
     return data.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"{"
 
 
-def _check_times(profile: Profile, path: Path) -> None:
-    """Refuse times of which no plan for training can be made."""
-    if not any(point.backward_s > 0 for point in profile.measurements):
-        raise GraphError(
-            f"profile {path} has backward_compute_time=0 for every operator, and training has a "
-            "backward pass: profile it too, or write what it takes (about twice the forward)"
-        )
+SHARD_STATE = (
+    "state of which each of the n devices that hold a weight keeps 1/n: optimizer (ZeRO-1), "
+    "gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD)"
+)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name a model and its times."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        help="capture this model, or package.module:factory; times come from --profile, else from "
+        "results/profile-MODEL.json, else are estimated",
+    )
+    model.add_argument(
+        "--profile", type=Path, metavar="FILE", help="times: harness JSON or PipeDream graph.txt"
+    )
+    model.add_argument(
+        "--graph",
+        type=Path,
+        metavar="FILE",
+        help="graph of a harness profile (default: the .graph.json beside it)",
+    )
+    model.add_argument(
+        "--rates",
+        metavar="FLOPS,BYTES",
+        help="plan for devices that nobody has profiled: their FLOP/s and memory bytes/s, such as "
+        "9.3e12,549e9 (a roofline in place of --profile)",
+    )
+    model.add_argument(
+        "--dlrm-tables",
+        metavar="NxROWSxCOLUMNS",
+        help="plan a DLRM of these tables, such as 8x1000000x64, without capturing a model",
+    )
+    model.add_argument(
+        "--dlrm-bottom-mlp",
+        default="64-512-512-64",
+        metavar="WIDTHS",
+        help="of --dlrm-tables, from the dense features to the tables' columns (default: "
+        "%(default)s)",
+    )
+    model.add_argument(
+        "--dlrm-top-mlp",
+        default="576-1024-1024-1024-1",
+        metavar="WIDTHS",
+        help="of --dlrm-tables, from all columns and the bottom MLP's output (default: "
+        "%(default)s)",
+    )
+    model.add_argument(
+        "--dtype",
+        choices=list(DTYPE_NAMES),
+        help="dtype of training, whose times are taken from the profile (default: the profile's)",
+    )
+    model.add_argument("--batch-size", type=int, metavar="B", help="global batch, samples")
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name a cluster."""
+    where = parser.add_argument_group("cluster")
+    where.add_argument("--cluster", type=Path, metavar="FILE", help="nodes, devices and links")
+    where.add_argument("--topology", metavar="NODESxDEVICES", help="equal devices, such as 4x4")
+    where.add_argument(
+        "--bandwidth",
+        metavar="INSIDE[,BETWEEN]",
+        help="of --topology, inside and between nodes: bytes/s (1e10,1.25e9) or bits (10gbit)",
+    )
+    where.add_argument(
+        "--memory", metavar="BYTES", help="limit per device, such as 12GB (default: the cluster's)"
+    )
+    where.add_argument(
+        "--device-kind",
+        metavar="KIND",
+        help="device of a graph.txt's profile (default: the cluster's first kind)",
+    )

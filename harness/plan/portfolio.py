@@ -19,7 +19,7 @@ from harness.plan.costs import PlanRequest, PlanResult, RunnerUp
 from harness.plan.report import describe_strategy
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.searches import Searches
-from harness.plan.search.standard import standard_strategies
+from harness.plan.search.space import standard_strategies
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import explain
 from harness.plan.simulate.simulator import Simulation, Simulator, Trial, operator_seconds
@@ -231,9 +231,8 @@ def _compare(simulation: Simulation, standards: list[Simulation]) -> list[str]:
         return []
     fits = "" if ddp.fits else " (and does not fit into memory)"
     lines = [
-        f"data parallel takes {format_duration(ddp.step_s)}, "
-        f"{ddp.step_s / simulation.step_s:.2f} times "
-        f"as long{fits}:"
+        f"data parallel takes {format_duration(ddp.step_s)}, {ddp.step_s / simulation.step_s:.2f} "
+        f"times as long{fits}:"
     ]
     return lines + [f"  {line}" for line in explain(ddp)[:-1]]
 

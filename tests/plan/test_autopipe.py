@@ -9,7 +9,7 @@ from harness.domain.graph import Graph, Operator
 from harness.errors import StrategyError
 from harness.plan import builders
 from harness.plan.autopipe import AutoPipe
-from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 

@@ -24,7 +24,7 @@ from harness.plan.published.pipedream.planner import plan as plan_by_pipedream
 from harness.plan.report import describe_strategy, result_lines
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
-from harness.plan.search.standard import balanced_pipeline, microbatch_counts, standard_strategies
+from harness.plan.search.space import balanced_pipeline, microbatch_counts, standard_strategies
 from harness.plan.simulate.simulator import Simulator
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -26,7 +26,7 @@ from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.launch import Launcher
 from harness.measure.store import write_header
 from harness.plan import builders
-from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.runtime.executor.change import elastic
 from harness.runtime.executor.change.transfer import StateTransfer
 from harness.runtime.ranks.environment import read_launch

@@ -8,7 +8,7 @@ from made_runs import local_header
 from harness.domain.cluster import CLUSTER_FILE, Cluster
 from harness.domain.profile import OptimizerTime
 from harness.measure.store import write_header
-from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.workloads.common.contract import config_json
 from harness.workloads.planning.config import SearchConfig
 from harness.workloads.planning.inputs import capture_graph

@@ -22,7 +22,7 @@ from harness.plan.advise.sets import (
     with_rates,
 )
 from harness.plan.costs import family_of
-from harness.plan.search.standard import balanced_pipeline
+from harness.plan.search.space import balanced_pipeline
 from harness.plan.simulate.simulator import Simulator, operator_seconds
 
 # Sets with about the samples/s of the best are searched too.

@@ -15,12 +15,10 @@ from harness.domain.profile import default_profile, graph_beside
 from harness.errors import ConfigError
 from harness.measure.store import write_atomically
 from harness.plan.advise.advice import Advice, Adviser
-from harness.plan.advise.prices import Prices, find_prices, load_prices
-from harness.plan.advise.pricing import AdviceRequest, Priced
+from harness.plan.advise.pricing import AdviceRequest, Priced, Prices, find_prices, load_prices
 from harness.plan.advise.words import Presentation, advice_lines, advice_object, uncertainty_of
-from harness.plan.cli import check_output, request_from
+from harness.plan.cli import add_cluster, add_model, check_output, request_from
 from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress
-from harness.plan.flags import add_cluster, add_model
 from harness.plan.report import ProgressLine
 from harness.plan.simulate.options import OPTIMIZERS
 

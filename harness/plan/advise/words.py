@@ -19,8 +19,7 @@ from harness.measure.derive.training import step_times
 from harness.measure.store import find_runs, read_run
 from harness.measure.text import cell, table
 from harness.plan.advise.advice import Advice, LeftOut
-from harness.plan.advise.prices import Prices
-from harness.plan.advise.pricing import Priced, memory_words
+from harness.plan.advise.pricing import Priced, Prices, memory_words
 from harness.units import format_bandwidth, format_duration, format_number
 
 _MOST_ROWS = 12

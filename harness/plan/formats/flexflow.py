@@ -347,8 +347,7 @@ def entries_from_strategy(strategy: Strategy, graph: Graph) -> list[Entry]:
         if unequal:
             raise StrategyError(
                 f"operator {operator.name!r} is cut into shares {unequal[0]}: FlexFlow's files "
-                "hold "
-                "equal parts only"
+                "hold equal parts only"
             )
         dims = list(operator.shape) or [SAMPLE]
         extra = [d for d, cut in plan.partition.items() if d not in dims and n_parts(cut) > 1]

@@ -13,9 +13,8 @@ from harness.domain.profile import Profile, graph_beside
 from harness.errors import ConfigError
 from harness.inputs import shorten
 from harness.measure.store import write_atomically
-from harness.plan.cli import cluster_from
-from harness.plan.flags import add_cluster
-from harness.plan.importing.curves import bandwidth_of, read_collectives
+from harness.plan.cli import add_cluster, cluster_from
+from harness.plan.importing.tables import bandwidth_of, read_collectives
 from harness.plan.importing.times import (
     LayerTime,
     TimeKey,

@@ -1,4 +1,4 @@
-"""CSV tables of others, bounded and checked.
+"""CSV tables of others, bounded and checked, and curves of collectives: CSV, or nccl-tests' output.
 
 A column of times may be in another unit than asked for: `forward_ms` or `forward (us)` is read as
 `forward_s`.
@@ -6,6 +6,7 @@ A column of times may be in another unit than asked for: `forward_ms` or `forwar
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import re
@@ -13,8 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from harness.errors import DataError
-from harness.inputs import MOST_COUNT, decode_text, parse_int, parse_number, read_file, shorten
+from harness.domain.cluster import CollectivePoint
+from harness.errors import ConfigError, DataError
+from harness.inputs import (
+    MOST_COUNT,
+    decode_text,
+    find_int,
+    find_number,
+    parse_int,
+    parse_number,
+    read_file,
+    shorten,
+)
+from harness.units import parse_bytes
 
 _MOST_ROWS, _MOST_COLUMNS = 500_000, 1000
 _LONGEST_NAME = 200  # of a column, because neither joining nor matching names is linear
@@ -177,3 +189,211 @@ def read_table(path: Path, columns: Sequence[str], optional: Sequence[str] = ())
     if not rows:
         raise DataError(f"{path} has no row below its header")
     return rows
+
+
+_RANK = re.compile(r"^#\s+Rank\s+(\d+)\s", re.MULTILINE)
+_PREFIXED = re.compile(r"^([^#\n]{1,100})#\s{1,100}size\s{1,100}count\s", re.MULTILINE)
+_TEST = re.compile(r"\b([a-z_]+)_perf\b")
+# By the names of nccl-tests' programs, and of files.
+_OPERATIONS = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+}
+_INITIALS = {"ar": "all_reduce", "ag": "all_gather", "rs": "reduce_scatter"}
+_MOST_RANKS = 2**20
+# Columns of nccl-tests that some programs leave blank: operation and root.
+_N_BLANK = 2
+
+
+def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
+    """The curve in a file, nccl-tests' or CSV.
+
+    Args:
+        n_ranks: that took part; None if the file, or its name (`AR_GPU8_...`), says so.
+
+    Raises:
+        DataError: it holds no curve, or nothing says how many ranks took part or in what.
+    """
+    text = decode_text(read_file(path, "curve", DataError, is_given=True), str(path), DataError)
+    text = _without_prefix(text)
+    heads = [words for line in text.splitlines() if line[:1] == "#" and (words := _heads(line))]
+    if len(heads) > 1:
+        raise DataError(
+            f"{path} has {len(heads)} tables: write one test to a file, and build nccl-tests with "
+            "MPI=1, because without it each rank tests for itself"
+        )
+    return _nccl_tests(text, heads[0], path, n_ranks) if heads else read_curve(path, n_ranks)
+
+
+def _without_prefix(text: str) -> str:
+    """The lines without the mark that mpirun, kubectl or a terminal puts before each."""
+    found = _PREFIXED.search(text)
+    if found is None:
+        return text
+    return "\n".join(line.removeprefix(found[1]) for line in text.splitlines())
+
+
+def _heads(line: str) -> list[str]:
+    """Names of the columns, if a line of nccl-tests has them."""
+    words = line.removeprefix("#").split() if line.startswith("#") else []
+    return words if words[:1] == ["size"] and "time" in words else []
+
+
+def _nccl_tests(
+    text: str, heads: Sequence[str], path: Path, n_ranks: int | None
+) -> list[CollectivePoint]:
+    n = n_ranks or len(set(_RANK.findall(text)))
+    if n < 2:
+        raise DataError(f"{path} names {n} ranks: give --ranks N, how many took part")
+    unit = re.search(r"^#\s+\((\w+)\)\s+\(elements\)\s+\((\w+)\)", text, re.MULTILINE)
+    if unit is not None and (unit[1] != "B" or unit[2] not in UNITS_S):
+        raise DataError(f"{path} has sizes in {unit[1]} and times in {unit[2]}: print B and us")
+    unit_s = UNITS_S[unit[2]] if unit is not None else UNITS_S["us"]
+    points = {}
+    of_wrong = [k - heads.index("time") for k, head in enumerate(heads) if head == "#wrong"]
+    for line in text.splitlines():
+        cells = line.split()
+        at = None if line.startswith("#") else _place_of_time(heads, len(cells))
+        size, time = (None, None) if at is None else (find_int(cells[0], 1), find_number(cells[at]))
+        if at is not None and size and time:
+            points[size] = time * unit_s
+            wrong = [cell for k in of_wrong for cell in cells[at + k : at + k + 1]]
+            if n_wrong := max((find_int(cell) or 0 for cell in wrong), default=0):
+                raise DataError(
+                    f"{path} has {n_wrong} wrong values at {size} bytes: repair the links first, "
+                    "because times of wrong results mean nothing"
+                )
+    return _points(points, _operation_of(text, heads, path), n, str(path))
+
+
+def _place_of_time(heads: Sequence[str], n_cells: int) -> int | None:
+    """The cell of a line's first time: out of place, or in place where that alone is printed."""
+    first, n_missing = heads.index("time"), len(heads) - n_cells
+    has_both = heads.count("time") > 1
+    n_each = heads.index("time", first + 1) - first if has_both else 0
+    if n_missing <= 0 or n_missing == n_each:
+        return first
+    return first - n_missing if n_missing <= _N_BLANK else None
+
+
+def _operation_of(text: str, heads: Sequence[str], path: Path) -> str:
+    """The collective of the program that an output names, else of the file's name; a sum without
+    a name is all-reduce."""
+    named = set(_TEST.findall(text))
+    if len(named) > 1:
+        raise DataError(f"{path} holds {' and '.join(sorted(named))}: write one test to a file")
+    for name in named:
+        if name not in _OPERATIONS:
+            raise DataError(f"{path} is of {name}: give one of {', '.join(_OPERATIONS)}")
+        return _OPERATIONS[name]
+    found = _named_operation(path)
+    if found is None and ("redop" not in heads or re.search(r"\s(none|copy)\s", text)):
+        raise DataError(
+            f"{path} does not say which collective it is of: put its name into the file's, such as "
+            "all_gather.txt"
+        )
+    return found or "all_reduce"
+
+
+def _named_operation(path: Path) -> str | None:
+    """The collective in a file's name; None if there is none."""
+    name = re.sub(r"[\s-]", "_", path.stem.lower())
+    plain = name.replace("_", "")
+    found = next((op for word, op in _OPERATIONS.items() if word.replace("_", "") in plain), None)
+    return found or _INITIALS.get(name.split("_")[0])
+
+
+def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
+    """A curve of a CSV file: columns `size` and `time` with their units in brackets. It is of
+    all-reduce, if the file's name has no other collective.
+
+    Raises:
+        DataError: as `read_collectives`.
+    """
+    rows = read_table(path, [])
+    size, unit_bytes = _size_column(rows[0], path)
+    time, unit_s = _time_column(rows[0], path)
+    n = n_ranks or _ranks_of_name(path.name)
+    if n is None:
+        raise DataError(f"{path} does not say how many ranks took part: give --ranks N")
+    points = {}
+    for row in rows:
+        n_bytes = round(row.number(size) * unit_bytes)
+        seconds = row.number(time) * unit_s
+        if n_bytes > MOST_COUNT:
+            raise DataError(f"{row.where}: {size} is {row.text(size)}: no buffer is so large")
+        if n_bytes > 0 and seconds > 0:
+            points[n_bytes] = seconds
+    return _points(points, _named_operation(path) or "all_reduce", n, str(path))
+
+
+def _ranks_of_name(name: str) -> int | None:
+    """None also where a name has a number of nodes too, which may be a factor."""
+    name = name.lower()
+    found = re.search(r"gpus?[_-]?(\d+)|(\d+)[_-]?(?:gpus?|ranks?)", name)
+    if found is None or re.search(r"nodes?[_-]?\d|\d[_-]?nodes?|\d+x\d+", name):
+        return None
+    return find_int(found[1] or found[2], 2, _MOST_RANKS)
+
+
+def _size_column(row: Row, path: Path) -> tuple[str, int]:
+    """The column of sizes, and the bytes of its unit."""
+    for name in row.columns:
+        found = re.fullmatch(r"size\s*+[(\[_]?\s*+(\w*+)[)\]]?", name.lower())
+        unit = None if found is None else found[1].removesuffix("ytes")
+        if unit is not None:
+            with contextlib.suppress(ConfigError):
+                return name, parse_bytes(f"1{unit}")
+    raise DataError(
+        f"{path} has columns {shorten(', '.join(row.columns))}: it needs size(B), or another unit "
+        "of size"
+    )
+
+
+def _time_column(row: Row, path: Path) -> tuple[str, float]:
+    """The first column of times, and the seconds of its unit."""
+    for name in row.columns:
+        unit = re.fullmatch(r"(?:time|latency)\s*[(\[_]\s*(\w+)[)\]]?", name.lower())
+        if unit is not None and unit[1] in UNITS_S:
+            return name, UNITS_S[unit[1]]
+    raise DataError(
+        f"{path} has columns {shorten(', '.join(row.columns))}: it needs time(us), or another unit "
+        "of time"
+    )
+
+
+def _points(
+    seconds: dict[int, float], operation: str, n_ranks: int, source: str
+) -> list[CollectivePoint]:
+    if not seconds:
+        raise DataError(f"{source} has no line with a size and a time: it is no curve")
+    return [
+        CollectivePoint(
+            operation=operation,
+            transport="nccl",
+            n_ranks=n_ranks,
+            n_bytes=n_bytes,
+            duration_s=duration_s,
+        )
+        for n_bytes, duration_s in sorted(seconds.items())
+    ]
+
+
+def thinned(points: Sequence[CollectivePoint], step: float = 1.1) -> list[CollectivePoint]:
+    """Points whose sizes grow by a factor, for a curve with many; the last one stays."""
+    found: list[CollectivePoint] = []
+    for point in sorted(points, key=lambda point: point.n_bytes):
+        if not found or point.n_bytes >= step * found[-1].n_bytes:
+            found.append(point)
+    return [*found[:-1], points[-1]] if found else []
+
+
+def bandwidth_of(points: Sequence[CollectivePoint]) -> float:
+    """Bytes/s of one device's link, from the largest all-reduce: 2 (n - 1) / n of its bytes cross
+    each link of a ring."""
+    last = max(points, key=lambda point: point.n_bytes)
+    return 2 * (last.n_ranks - 1) / last.n_ranks * last.n_bytes / last.duration_s

@@ -14,8 +14,7 @@ from harness.plan.costs import PlanRequest
 from harness.plan.search.mcmc import Chain, closest, descend
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.pipelines import PipelineSearch, schedules_for
-from harness.plan.search.space import Space
-from harness.plan.search.standard import microbatch_counts
+from harness.plan.search.space import Space, microbatch_counts
 from harness.plan.simulate.sharded_state import useful_states
 from harness.plan.simulate.simulator import Simulator, Trial
 

@@ -394,7 +394,6 @@ def check_profile(graph: Graph, profile: Profile) -> None:
     """Refuse a profile that was measured for another graph."""
     if profile.graph_hash and profile.graph_hash != graph.content_hash():
         raise PlanError(
-            f"the profile of {profile.model!r} was measured for graph {profile.graph_hash}, "
-            "this is "
-            f"{graph.name!r} {graph.content_hash()}: profile this model"
+            f"the profile of {profile.model!r} was measured for graph {profile.graph_hash}, this "
+            f"is {graph.name!r} {graph.content_hash()}: profile this model"
         )

@@ -11,21 +11,33 @@ import numpy.typing as npt
 
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.domain.strategy import ShardState
-from harness.plan.simulate import order
 from harness.plan.simulate.activations import gradients_passed, held_outputs
-from harness.plan.simulate.gathers import (
+from harness.plan.simulate.sharded_state import (
     Gathers,
     Unit,
     cut_segments,
+    in_rounds,
+    passing_bytes,
     plan_gathers,
     plan_units,
     reduction_columns,
     saved_bytes,
+    shards_gradients,
 )
-from harness.plan.simulate.sharded_state import in_rounds, passing_bytes, shards_gradients
 from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
 from harness.plan.simulate.transfers import ADDS, COPIES, Edges, Floats, Ints, Sum
-from harness.plan.simulate.work import Links, Work, count_waits, link
+from harness.plan.simulate.work import (
+    BACKWARD,
+    FORWARD,
+    N_PASSES,
+    WEIGHT,
+    Links,
+    Work,
+    count_waits,
+    last_tasks,
+    link,
+    order_tasks,
+)
 
 if TYPE_CHECKING:
     from harness.plan.simulate.simulator import Simulator
@@ -76,7 +88,7 @@ def lower(
     passing = np.zeros((2, len(rows)))
     if tables.costs.knows_saved:
         alive = gradients_passed(tables, flow, simulator.returns)
-        passing[order.BACKWARD] = alive.ravel()[rows]
+        passing[BACKWARD] = alive.ravel()[rows]
     if is_sharded:
         passing += [p.ravel()[rows] for p in passing_bytes(tables, flow.n_microbatches)]
     following, position, first, last, gate, peak = _ordered(
@@ -152,20 +164,20 @@ def _ordered(
     gradient_bytes: Floats,
     segment_of: Ints,
 ) -> tuple[Any, ...]:
-    """Call `order.order_tasks` and return its result."""
+    """Call `order_tasks` and return its result."""
     n_devices, edges = tables.n_devices, tables.edge_rows()
     to_row, fetched = row_at[edges.target], edges.n_bytes * edges.goes
     received = np.bincount(to_row, weights=fetched, minlength=len(rows))
-    receives = np.zeros((order.N_PASSES, len(rows)), dtype=np.bool_)
-    receives[order.FORWARD, to_row[edges.goes]] = True
-    receives[order.BACKWARD, row_at[edges.source[returns]]] = True
+    receives = np.zeros((N_PASSES, len(rows)), dtype=np.bool_)
+    receives[FORWARD, to_row[edges.goes]] = True
+    receives[BACKWARD, row_at[edges.source[returns]]] = True
     stage_of = flow.stage_of
     held = held_outputs(tables, flow, simulator.returns, simulator.readers)
     crosses = stage_of[edges.source // n_devices] != stage_of[edges.target // n_devices]
     outside = np.bincount(to_row[crosses], weights=fetched[crosses], minlength=len(rows))
     recomputes = _recomputes(simulator, flow)
     left = (_left_bytes(tables, flow, segment_of) * recomputes[stage_of, None]).ravel()
-    found: tuple[Any, ...] = order.order_tasks(
+    found: tuple[Any, ...] = order_tasks(
         flow.n_microbatches,
         row_at.reshape(-1, n_devices),
         receives,
@@ -333,10 +345,10 @@ def _triggers(
     """(n_ends,) the compute task on each device of a bucket after which the bucket starts: the last
     one with a gradient of the last microbatch for it, or for an earlier bucket of its devices."""
     rows = row_at[buckets.trigger_place]
-    which = np.where(is_deferred[rows], order.WEIGHT, order.BACKWARD)
+    which = np.where(is_deferred[rows], WEIGHT, BACKWARD)
     microbatch = buckets.microbatch[buckets.end_bucket[buckets.trigger_end]] % flow.n_microbatches
     tasks = (which * flow.n_microbatches + microbatch) * len(is_deferred) + rows
-    found: Ints = order.last_tasks(position, tasks, buckets.trigger_end, buckets.end_before)
+    found: Ints = last_tasks(position, tasks, buckets.trigger_end, buckets.end_before)
     return found
 
 

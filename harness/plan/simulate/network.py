@@ -120,9 +120,8 @@ class Network:
                 rate = min(self.nic[source], self.nic[target])
                 if source == target or not np.isfinite(rate):
                     raise ClusterError(
-                        f"the cluster has no link {self.names[a]} -> {self.names[b]}: add it "
-                        "to the "
-                        "cluster file, or measure with `./entry.sh links`"
+                        f"the cluster has no link {self.names[a]} -> {self.names[b]}: add it to "
+                        "the cluster file, or measure with `./entry.sh links`"
                     )
                 self.bandwidth[a, b] = rate
         np.fill_diagonal(self.bandwidth, np.inf)

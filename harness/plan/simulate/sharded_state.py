@@ -1,26 +1,35 @@
-"""What sharded state costs and saves: parts of each device, rounds of gradients, final all-gather.
+"""What sharded state costs and saves: parts of each device, rounds of gradients, all-gathers.
 
-A reduce-scatter and an all-gather each take half of an all-reduce. `gathers` has those of sharded
-parameters, and `layouts.pricing` prices whole layouts by the same rules.
+A reduce-scatter and an all-gather each take half of an all-reduce; `layouts.pricing` prices whole
+layouts by the same rules. Sharded parameters are gathered one unit of weights ahead of its use:
+
+    unit 0   |gather|--- operators ---|
+    unit 1           |gather|         |--- operators ---|
+    unit 2                            |gather|          |--- operators ---|
+
+The executor gathers by the same rules (`runtime.executor.sharded.gathers`): a unit stays from its
+first to its last use in an action, and the next one is gathered from then on that it is in use.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from harness.domain.strategy import SHARD_STATES, ShardState
-from harness.plan.simulate.network import Network
+from harness.plan.simulate.network import Collective, Network
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.tables import Buckets, Tables
-from harness.plan.simulate.transfers import Floats
+from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
+from harness.plan.simulate.transfers import Floats, Ints, Sum
 
 if TYPE_CHECKING:
-    from harness.plan.simulate.gathers import Unit
+    from harness.plan.simulate.simulator import Simulator
 
 Group = tuple[int, ...]
 Slice = tuple[int, Group]
@@ -154,7 +163,198 @@ def in_rounds(buckets: Buckets, n_microbatches: int) -> Buckets:
     )
 
 
-def _shifted(numbers: np.typing.NDArray[np.int64], n: int, by: int) -> np.typing.NDArray[np.int64]:
+def _shifted(numbers: Ints, n: int, by: int) -> Ints:
     """An array n times, each time higher."""
-    found: np.typing.NDArray[np.int64] = (numbers + by * np.arange(n)[:, None]).ravel()
+    found: Ints = (numbers + by * np.arange(n)[:, None]).ravel()
     return found
+
+
+class Unit(NamedTuple):
+    """Weights of operators that are gathered together.
+
+    Attributes:
+        operators: in the order of forward.
+    """
+
+    group: Group
+    stage: int
+    operators: tuple[int, ...]
+    n_bytes: int
+
+    @property
+    def first(self) -> int:
+        return self.operators[0]
+
+    @property
+    def last(self) -> int:
+        return self.operators[-1]
+
+
+class Gathers(NamedTuple):
+    """The all-gathers of a step.
+
+    Attributes:
+        triggers: (gather, task) that it waits for.
+        after: (gather, task) that waits for it.
+    """
+
+    units: list[Unit]
+    triggers: list[tuple[int, int]]
+    after: list[tuple[int, int]]
+
+
+def plan_units(tables: Tables, flow: Flow) -> list[Unit]:
+    """The units of freed weights, in the order of their first use."""
+    slices: dict[tuple[Group, int], list[tuple[list[int], int]]] = defaultdict(list)
+    for operators, group, n_bytes in sorted(freed_slices(tables, flow)):
+        slices[group, int(flow.stage_of[operators[0]])].append((operators, n_bytes))
+    found = []
+    for (group, stage), own in slices.items():
+        ends = fill([n_bytes for _, n_bytes in own], tables.options.bucket_bytes)
+        for start, end in pairwise((0, *ends)):
+            users = {op for members, _ in own[start:end] for op in members}
+            n_bytes = sum(n for _, n in own[start:end])
+            found.append(Unit(group, stage, tuple(sorted(users)), n_bytes))
+    return sorted(found, key=lambda unit: (unit.first, unit.group))
+
+
+def freed_slices(tables: Tables, flow: Flow) -> list[tuple[list[int], Group, int]]:
+    """(operators, devices, bytes) of each slice that several devices hold, and use in one stage."""
+    found: list[tuple[list[int], Group, int]] = []
+    for op in tables.parameterised:
+        if tables.last_user.get(op, op) != op:
+            continue  # with the last operator that uses its weights
+        operators, own = list(tables.tied.get(op, (op,))), tables.slices(op)
+        if any(tables.slices(each) != own for each in operators):
+            continue
+        if len({int(flow.stage_of[each]) for each in operators}) == 1:
+            found += [(operators, group, n) for n, group in own if len(group) > 1]
+    return found
+
+
+def cut_segments(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Ints:
+    """(n_ops,) number of each operator's segment in its stage. A segment is recomputed as a whole;
+    as in the executor, an operator with weights of another unit begins one."""
+    units_of: dict[int, set[int]] = defaultdict(set)
+    for number, unit in enumerate(units):
+        for op in unit.operators:
+            units_of[op].add(number)
+    found = np.zeros(tables.n_ops, dtype=np.int64)
+    for begin, end in pairwise(flow.stage_ptr.tolist() if units else ()):
+        used: set[int] = set()
+        segment = 0
+        for op in flow.stage_ops[begin:end].tolist():
+            if used and not units_of[op] <= used:
+                segment, used = segment + 1, set()
+            used |= units_of[op]
+            found[op] = segment
+    return found
+
+
+def saved_bytes(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Floats:
+    """(n_devices,) bytes of weights that are freed, at the peak: without two units of each group,
+    the one in use and the next."""
+    saved = np.zeros(tables.n_devices)
+    for _, group, n_bytes in freed_slices(tables, flow) if units else ():
+        saved[list(group)] += n_bytes * (1 - 1 / len(group))
+    sizes: dict[Group, list[int]] = defaultdict(list)
+    for unit in units:
+        sizes[unit.group].append(unit.n_bytes)
+    for group, own in sizes.items():
+        saved[list(group)] -= unit_memory(own)
+    return saved
+
+
+def plan_gathers(
+    tables: Tables, flow: Flow, units: Sequence[Unit], row_at: Ints, n_rows: int, following: Ints
+) -> Gathers:
+    """The all-gathers of a step and the tasks that they wait for and that wait for them."""
+    from harness.plan.simulate.work import BACKWARD, FORWARD, NONE
+
+    preceding = np.full(len(following), NONE, dtype=np.int64)
+    known = np.flatnonzero(following != NONE)
+    preceding[following[known]] = known
+    found = Gathers([], [], [])
+    by_group: dict[Group, list[Unit]] = defaultdict(list)
+    for unit in units:
+        by_group[unit.group].append(unit)
+    for group, own in by_group.items():
+        before: list[int] = []  # first task on each device of the group's last gather
+        last: Unit | None = None
+        rank = flow.rank_of[group[0]]
+        for kind, microbatch, stage in flow.actions[
+            flow.action_ptr[rank] : flow.action_ptr[rank + 1]
+        ].tolist():
+            here = [unit for unit in own if unit.stage == stage]
+            is_forward = kind == FORWARD
+            if kind not in (FORWARD, BACKWARD):
+                continue
+            here.sort(key=lambda unit: unit.first)
+            if not is_forward:
+                here.sort(key=lambda unit: -unit.last)
+            for unit in here:
+                if unit == last:
+                    continue
+                op = unit.first if is_forward else unit.last
+                first = [
+                    (kind * flow.n_microbatches + microbatch) * n_rows
+                    + int(row_at[op * tables.n_devices + device])
+                    for device in group
+                ]
+                number = len(found.units)
+                found.units.append(unit)
+                found.after.extend((number, task) for task in first)
+                earlier = [int(preceding[task]) for task in before]
+                found.triggers.extend((number, task) for task in earlier if task != NONE)
+                before, last = first, unit
+    return found
+
+
+class _Priced(NamedTuple):
+    """A price, taken `share` times, and the bytes that each device sends and receives."""
+
+    group: tuple[int, ...]
+    price: Collective
+    share: float
+    host_bytes: float
+
+
+def reduction_columns(
+    simulator: Simulator, tables: Tables, buckets: Buckets, gathered: Sequence[Unit]
+) -> dict[str, Any]:
+    """Fields of `Work`: of all sums forward, of all sums backward, of buckets, and of gathered
+    weights."""
+    network = simulator.network
+    sums, sizes = tables.edge_rows().sums, buckets.n_bytes.astype(int).tolist()
+    found = [_sum(network, one, way, tables.mean_size) for way in (0, 1) for one in sums]
+    shares = buckets.n_rounds.tolist()
+    found += map(_all_reduce, itertools.repeat(network), buckets.groups, sizes, shares)
+    found += (_all_reduce(network, unit.group, unit.n_bytes, 0.5) for unit in gathered)
+    pairs = [(r, one.share * seconds) for one in found for r, seconds in one.price.occupied]
+    return {
+        "reduce_seconds": np.array([one.price.duration_s * one.share for one in found]),
+        "reduce_ptr": pointers([one.price.occupied for one in found]),
+        "reduce_resource": np.array([resource for resource, _ in pairs], dtype=np.int64),
+        "reduce_occupied": np.array([seconds for _, seconds in pairs]),
+        "reduce_host_bytes": np.array([one.host_bytes for one in found]),
+        "group_ptr": pointers([one.group for one in found]),
+        "group": np.array([device for one in found for device in one.group], dtype=np.int64),
+    }
+
+
+def _sum(network: Network, one: Sum, way: int, mean_size: float) -> _Priced:
+    """The price of a sum or of messages; their bytes and seconds are of the largest microbatch."""
+    n_bytes, n_rounds = one.n_bytes[way], one.n_rounds[way]
+    if one.passes is None:
+        size = n_bytes if one.is_collective else round(n_bytes * mean_size)
+        return _all_reduce(network, one.group, size, n_rounds)
+    rounds, hidden_s = one.passes[way]
+    size = round(n_bytes * mean_size)
+    price = network.pass_around(one.group, size, rounds, hidden_s * mean_size)
+    return _Priced(one.group, price, 1.0, 2.0 * n_rounds * size)
+
+
+def _all_reduce(network: Network, group: tuple[int, ...], n_bytes: int, share: float) -> _Priced:
+    # A ring sends 2 (n - 1) / n of the bytes from each device, which receives as many.
+    host_bytes = 4 * (len(group) - 1) / len(group) * n_bytes * share
+    return _Priced(group, network.all_reduce(group, n_bytes), share, host_bytes)

@@ -22,7 +22,7 @@ _PASS = {"forward": 0, "backward": 1, "weight": 2}
 
 @dataclass(frozen=True)
 class Flow:
-    """Schedule and stages as arrays (see `order.order_tasks`)."""
+    """Schedule and stages as arrays (see `work.order_tasks`)."""
 
     n_microbatches: int
     stage_of: Ints  # stage of each operator; -1 for those without tasks

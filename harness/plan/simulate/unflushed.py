@@ -92,17 +92,17 @@ class _Windows:
     def _ends(self, n_fed: int) -> Floats:
         """(n_devices,) end of the step that follows `n_fed` microbatches; NaN for devices without a
         stage."""
-        from harness.plan.simulate import order
+        from harness.plan.simulate.work import N_PASSES, WEIGHT
 
         out = self._simulation.outcome
         n_rows, n_microbatches = len(out.lowered.rows), self._simulation.strategy.n_microbatches
-        n_compute = order.N_PASSES * n_microbatches * n_rows
-        finish = out.finish[:n_compute].reshape(order.N_PASSES, n_microbatches, n_rows)
+        n_compute = N_PASSES * n_microbatches * n_rows
+        finish = out.finish[:n_compute].reshape(N_PASSES, n_microbatches, n_rows)
         device_of = out.lowered.rows % len(self.lags)
         ends = np.full(len(self.lags), np.nan)
         for device in np.unique(device_of):
             last = n_fed - 1 - int(self.lags[device])
-            ends[device] = np.nanmax(finish[order.WEIGHT, last, device_of == device])
+            ends[device] = np.nanmax(finish[WEIGHT, last, device_of == device])
         return ends
 
     def spans(self) -> dict[int, list[Span]]:

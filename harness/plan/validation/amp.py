@@ -330,8 +330,7 @@ def read(folder: Path) -> Published:
         notes.append(
             f"{name}: {layout} gives {given.fit.fixed_s * 1e3:.3g} ms of a layer's time that does "
             f"not grow with the microbatch, and {given.fit.inside_bytes_per_s / 1e9:.3g} GB/s "
-            "within a node, "
-            f"{given.fit.parameters / 1e6:.3g} million parameters in a layer"
+            f"within a node, {given.fit.parameters / 1e6:.3g} million parameters in a layer"
         )
     notes.append(
         "assumed: FP16 gradients in one ring after backward, Adam in mixed precision, "

@@ -19,8 +19,7 @@ from harness.domain.files import decode
 from harness.domain.graph import Graph
 from harness.errors import DataError
 from harness.inputs import read_file
-from harness.plan.importing.curves import bandwidth_of, read_curve, thinned
-from harness.plan.importing.tables import Row, read_tables
+from harness.plan.importing.tables import Row, bandwidth_of, read_curve, read_tables, thinned
 from harness.plan.importing.times import (
     LayerTime,
     PlannedLayer,

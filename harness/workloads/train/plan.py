@@ -25,7 +25,7 @@ from harness.errors import HarnessError, ModelError, PlanError, StrategyError
 from harness.measure.store import read_header
 from harness.plan import builders
 from harness.plan.layouts.degrees import parse_layout, profiled_layout
-from harness.plan.search.standard import balanced_pipeline, usual_microbatches
+from harness.plan.search.space import balanced_pipeline, usual_microbatches
 from harness.plan.simulate.simulator import Simulator, Trial
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.runtime.capture.meta_run import StepFlops

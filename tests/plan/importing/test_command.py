@@ -1,12 +1,15 @@
-"""`python -m harness.plan import` and `predict --layout`, from files to a step."""
+"""`import` of curves, layers and operators, and `predict --layout`, from files to a step."""
 
 import json
+import re
 
 import pytest
 
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
+from harness.errors import DataError
 from harness.plan.__main__ import main
+from harness.plan.importing.tables import bandwidth_of, read_collectives
 
 TIMES = """\
 layer,tp,microbatch,forward_s,backward_s,parameter_bytes,output_bytes
@@ -126,3 +129,112 @@ def test_bad_operators_are_refused(tmp_path, capsys, rows, flags, message):
     words = ["--operators", str(tmp_path / "o.csv"), "--batch-size", "8", "--output", str(tmp_path)]
     assert main(["import", *words, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+NCCL = """\
+# nThread 1 nGpus 4 minBytes 8 maxBytes 134217728 step: 2(factor) warmup iters: 5 iters: 20
+# Using devices
+#  Rank  0 Group  0 Pid   1 on   host device  0 [0x07] NVIDIA A100
+#  Rank  1 Group  0 Pid   1 on   host device  1 [0x0f] NVIDIA A100
+#
+#                                                       out-of-place                  in-place
+#  size   count  type  redop  root   time  algbw  busbw #wrong    time  algbw  busbw #wrong
+#   (B)   (elements)                 (us)  (GB/s) (GB/s)          (us)  (GB/s) (GB/s)
+    1024     256  float    sum    -1  10.00   0.10   0.10      0   9.00   0.11   0.11      0
+ 1000000  250000  float    sum    -1  50.00  20.00  20.00      0  49.00  20.41  20.41      0
+# Out of bounds values : 0 OK
+"""
+CSV = "size(B),count,type,time(ns),busbw(GB/s),time(ns),busbw(GB/s)\n1000,250,float,500,3,900,2\n"
+
+
+def test_nccl_tests_are_read_out_of_place(tmp_path):
+    path = tmp_path / "all_reduce.txt"
+    path.write_text(NCCL)
+    points = read_collectives(path)
+    assert [(p.n_ranks, p.n_bytes, round(p.duration_s * 1e6)) for p in points] == [
+        (2, 1024, 10),
+        (2, 1000000, 50),
+    ]
+    assert bandwidth_of(points) == pytest.approx(20e9)
+
+
+RANKS = "".join(
+    f"#  Rank  {k} Group  0 Pid   1 on   host device  {k} [0x07] T4\n" for k in range(8)
+)
+ALLTOALL = f"""\
+[node0:31] mpirun warning, of the network
+# nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807
+# Collective test starting: alltoall_perf
+{RANKS}NCCL version 2.28.7+cuda13.0
+#                                          out-of-place                in-place
+#  size   count  type  redop  root     time  algbw  busbw #wrong     time  algbw  busbw #wrong
+#   (B)   (elements)                   (us)  (GB/s) (GB/s)           (us)  (GB/s) (GB/s)
+    1024     128  float   none    -1  20.00   0.05   0.05      0  19.00   0.05   0.05    N/A
+# Collective test concluded: alltoall_perf
+"""
+OLD_ALL_GATHER = f"""\
+{RANKS}#  size   count  type    time  algbw  busbw  error    time  algbw  busbw  error
+#   (B)   (elements)      (us)  (GB/s) (GB/s)          (us)  (GB/s) (GB/s)
+    1024      32  float  20.00   0.05   0.05  0e+00  19.00   0.05   0.05  0e+00
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "operation"),
+    [
+        ("out.log", ALLTOALL, "all_to_all"),
+        ("out.log", ALLTOALL.replace("\n", "\r\n"), "all_to_all"),
+        ("out.log", ALLTOALL.replace("none    -1", ""), "all_to_all"),  # blank columns
+        ("out.log", ALLTOALL.replace("19.00   0.05   0.05    N/A", ""), "all_to_all"),
+        ("out.log", ALLTOALL.replace("N/A", "N/A 2026-01-01 10:00:00"), "all_to_all"),
+        ("all-gather.txt", OLD_ALL_GATHER, "all_gather"),
+        ("out.log", re.sub("^", "[1,0]<stdout>:", ALLTOALL, flags=re.M), "all_to_all"),
+        ("AG_GPU8.csv", "time(us),size(KiB)\n20,1\n", "all_gather"),
+        ("8gpus.csv", "size_bytes;time_us\n1024;20\n".replace(";", ","), "all_reduce"),
+        ("8_ranks.csv", "Size (MiB),Time (ms)\n0.0009765625,0.02\n", "all_reduce"),
+    ],
+)
+def test_collective_size_and_time_are_found_in_each_form(tmp_path, name, text, operation):
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    (point,) = read_collectives(path)
+    assert (point.operation, point.n_ranks, point.n_bytes) == (operation, 8, 1024)
+    assert point.duration_s == pytest.approx(20e-6)
+
+
+def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path):
+    path = tmp_path / "AR_GPU4_1K"
+    path.write_text(CSV)
+    (point,) = read_collectives(path)
+    assert (point.n_ranks, point.n_bytes, point.duration_s) == (4, 1000, pytest.approx(5e-7))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("curve.csv", CSV, "how many ranks"),
+        ("gpu4.csv", "size(B),time\n1,2\n", "needs time"),
+        ("gpu4.csv", "size(B),time(ns)\n1\n", "1 cells, its header 2"),
+        ("gpu4.csv", "size(B),time(ns)\nx,2\n", "write a number"),
+        ("gpu4.csv", "size(GB),time(ns)\n1e12,2\n", "no buffer is so large"),
+        ("gpu4.csv", "size(parsec),time(ns)\n1,2\n", "needs size"),
+        ("2nodes_8gpus.csv", CSV, "how many ranks"),  # of each node, or of all?
+        ("x.txt", OLD_ALL_GATHER, "does not say which collective"),
+        ("x.txt", ALLTOALL + NCCL + "all_reduce_perf", "has 2 tables: write one test to a file"),
+        ("x.txt", ALLTOALL.replace("alltoall_perf", "sendrecv_perf"), "is of sendrecv"),
+        ("x.txt", ALLTOALL.replace("(us)", "(min)"), "times in min"),
+        (
+            "x.txt",
+            NCCL.replace("0.11      0", "0.11      3"),
+            "3 wrong values at 1024 bytes: repair",
+        ),
+        ("x.txt", "# OSU MPI Allreduce\n# Size  Latency(us)\n4  1.5\n", "it needs size"),
+        ("gpu4.csv", "size(B),time(ns)\n0,0\n", "no curve"),
+        ("gpu4.csv", "", "no row"),
+    ],
+)
+def test_bad_curves_are_refused(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_collectives(path)

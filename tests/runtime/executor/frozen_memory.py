@@ -15,7 +15,7 @@ from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import HostClock, Recorder
 from harness.plan import builders
-from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.runtime.capture.capture import capture

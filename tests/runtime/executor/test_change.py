@@ -19,7 +19,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.freezing import frozen_operators
 from harness.errors import StrategyError
 from harness.plan.again import SearchAgain, search_again
-from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
 from harness.runtime.executor.change.transfer import find_migrations
 from harness.runtime.executor.geometry.slices import WeightSlice

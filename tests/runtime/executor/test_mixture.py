@@ -9,7 +9,7 @@ from equivalence_strategies import named_strategies
 from msgspec.structs import replace
 
 from harness.domain.strategy import OperatorPlan
-from harness.plan.joint_cuts import experts_of
+from harness.plan.builders import experts_of
 
 
 def make_case(model, n_ranks, name):

@@ -8,7 +8,7 @@ import pytest
 from harness.domain.fingerprint import fingerprint
 from harness.errors import StrategyError
 from harness.plan import builders
-from harness.plan.roofline import roofline_profile
+from harness.plan.estimates import roofline_profile
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.workloads.planning.inputs import capture_graph

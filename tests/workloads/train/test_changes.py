@@ -12,8 +12,8 @@ from harness.errors import ConfigError, ResultsError, StrategyError
 from harness.measure.store import write_header
 from harness.plan import builders
 from harness.plan.again import predict_change_s
+from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.formats.pipedream import PipeDreamPlan, stages_by_modules
-from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.workloads.planning.inputs import capture_graph

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from harness.domain.record import Span
-from harness.plan.roofline import DeviceRates
+from harness.plan.estimates import DeviceRates
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.drift import N_SKIPPED, DeviceSpeeds, MeanComputeTime, largest_drift
 from harness.workloads.train.plan import search_config_of

@@ -1,4 +1,4 @@
-"""AlexNet and the analytic costs of the repaired FlexFlow simulator of 2018. Times are in ms.
+"""AlexNet, its plans and their analytic costs by the repaired simulator of 2018; times in ms.
 
 A layer is cut into `n_samples x n_features` parts. Convolutions, pools and flatten cut only their
 samples, into a power of two of parts; a linear layer always has as many parts as there are
@@ -11,6 +11,8 @@ width, k the kernel's side, i and o the inputs and outputs of a linear part.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from harness.domain.fingerprint import MadeFor
+from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import PlanError
 
 CONV, POOL, FLATTEN, LINEAR = "conv", "pool", "flat", "linear"
@@ -195,3 +197,49 @@ class LayerProblem:
             )
             plan.append(LayerCut(n_samples, n_features, (0,) * (n_samples * n_features)))
         return tuple(plan)
+
+
+def memory_bytes(problem: LayerProblem, plan: Plan) -> list[int]:
+    """Weights, their gradients, and the outputs that are kept for the backward pass, per device.
+
+    FlexFlow's model of 2018 has no memory; this is the least that the plan needs.
+    """
+    needed = [0] * problem.machine.n_devices
+    for layer, cut in zip(problem.layers, plan, strict=True):
+        block_bytes = ELEMENT_BYTES * problem.machine.batch * layer.n_out // len(cut.devices)
+        for device in cut.devices:
+            needed[device] += block_bytes
+        held = {(device, part % cut.n_features) for part, device in enumerate(cut.devices)}
+        for device in set(cut.devices):
+            n_blocks = sum(holder == device for holder, _ in held)
+            needed[device] += 2 * ELEMENT_BYTES * layer.n_weights * n_blocks // cut.n_features
+    return needed
+
+
+def format_plan(problem: LayerProblem, plan: Plan) -> list[str]:
+    """One line per layer in FlexFlow's notation of 2018.
+
+    dims are samples first, then features; later versions print them the other way round.
+    """
+    lines = []
+    for index, (layer, cut) in enumerate(zip(problem.layers, plan, strict=True)):
+        dims = (cut.n_samples, cut.n_features) if layer.kind == LINEAR else (cut.n_samples,)
+        dim_text, gpu_text = ("".join(f"{n} " for n in each) for each in (dims, cut.devices))
+        lines.append(f"op[{index}] {layer.name}:\tdim({dim_text}) gpu({gpu_text})")
+    return lines
+
+
+def to_strategy(problem: LayerProblem, plan: Plan) -> Strategy:
+    """The plan as the strategy that it is."""
+    operators = {}
+    for layer, cut in zip(problem.layers, plan, strict=True):
+        parts = {"sample": cut.n_samples, "feature": cut.n_features}
+        operators[layer.name] = OperatorPlan(
+            partition={dim: n for dim, n in parts.items() if n > 1}, devices=list(cut.devices)
+        )
+    return Strategy(
+        name="flexflow2018",
+        batch=problem.machine.batch,
+        operators=operators,
+        made_for=MadeFor(model="alexnet of flexflow2018"),
+    )

@@ -1,43 +1,224 @@
-"""The search on FlexFlow's 2018 cost model: annealed rounds of the chain, from the best so far.
+"""The search on FlexFlow's 2018 cost model: annealed rounds of a chain, from the best so far.
 
 The first round starts, as FlexFlow does, from data parallel. Every further round starts from the
 best plan known, hot enough to leave it, and cools. Equal seeds and budgets give equal plans.
+
+The Markov chain is compiled: propose, simulate, accept or take back. FlexFlow draws a layer, a cut
+and a device for every part at random. Almost all of those scatter neighbouring samples over all
+nodes. Most proposals here keep parts that talk near each other:
+
+    segment     consecutive layers take one layer's cut and devices, which may first be spread anew:
+                over an aligned range of devices, blockwise, cyclic or transposed
+    move        one part to another device
+    random      FlexFlow's own, so that every plan can be reached
 """
 
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from harness.domain.fingerprint import MadeFor
-from harness.domain.strategy import OperatorPlan, Strategy
+import numpy as np
+from numpy.typing import NDArray
+
 from harness.errors import PlanError
+from harness.plan.compiled import compiled
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
-from harness.plan.published.flexflow2018.chain import (
-    BEST,
-    N_BOUNDED,
-    N_PROPOSED,
-    MarkovChain,
-    new_chain,
-    restart,
-    walk,
-)
 from harness.plan.published.flexflow2018.model import (
-    ELEMENT_BYTES,
-    LINEAR,
     LayerProblem,
     Machine,
     Plan,
+    format_plan,
+    memory_bytes,
+    to_strategy,
 )
-from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode, step_ms
+from harness.plan.published.flexflow2018.simulation import (
+    CostTables,
+    Floats,
+    Ints,
+    build_tables,
+    count_parts,
+    decode,
+    encode,
+    simulate,
+    step_ms,
+)
 from harness.units import format_bytes, format_duration
+
+Random = NDArray[np.uint64]  # (1,), the generator's state
+
+# Percent of the proposals up to and including each kind.
+SEGMENT, MOVE = 80, 95
+
+
+@compiled
+def draw_bits(random: Random) -> np.uint64:
+    """The next 64 random bits (splitmix64; Steele, Lea and Flood, OOPSLA 2014)."""
+    random[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = random[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.uint64(z ^ (z >> np.uint64(31)))
+
+
+@compiled
+def draw_below(random: Random, n: int) -> int:
+    """A whole number from 0 to n - 1."""
+    high = draw_bits(random) >> np.uint64(32)
+    return int(np.int64((high * np.uint64(n)) >> np.uint64(32)))
+
+
+@compiled
+def propose(tables: CostTables, plan: Ints, random: Random) -> tuple[int, int]:
+    """Change the plan in `plan`; returns the first and last layer that it wrote."""
+    layer = draw_below(random, len(plan))
+    kind = draw_below(random, 100)
+    if kind < SEGMENT:
+        return _write_segment(tables, plan, random, layer)
+    n_devices = plan.shape[1] - 1
+    if kind < MOVE:
+        part = draw_below(random, count_parts(tables, plan, layer))
+        plan[layer, part] = draw_below(random, n_devices)
+    else:
+        plan[layer, -1] = draw_below(random, tables.part_ms.shape[1])
+        for part in range(count_parts(tables, plan, layer)):
+            plan[layer, part] = draw_below(random, n_devices)
+    return layer, layer
+
+
+@compiled
+def _write_segment(tables: CostTables, plan: Ints, random: Random, layer: int) -> tuple[int, int]:
+    length = 2 + draw_below(random, len(plan) - 1)
+    first = max(0, layer - length + 1) if draw_below(random, 2) else layer
+    last = min(len(plan), first + length) - 1
+    leader = first + draw_below(random, last - first + 1)
+    if draw_below(random, 2):
+        plan[leader, -1] = draw_below(random, tables.part_ms.shape[1])
+        _spread(tables, plan, random, leader)
+    n_theirs = count_parts(tables, plan, leader)
+    for follower in range(first, last + 1):
+        if follower != leader:
+            plan[follower, -1] = plan[leader, -1]
+            n_parts = count_parts(tables, plan, follower)
+            for part in range(n_parts):
+                plan[follower, part] = plan[leader, part * n_theirs // n_parts]
+    return first, last
+
+
+@compiled
+def _spread(tables: CostTables, plan: Ints, random: Random, layer: int) -> None:
+    """Put the parts on an aligned power of two of consecutive devices."""
+    n_parts = count_parts(tables, plan, layer)
+    n_samples = 1 << plan[layer, -1]
+    n_features = n_parts // n_samples
+    width = 1 << draw_below(random, tables.part_ms.shape[1])
+    base = width * draw_below(random, (plan.shape[1] - 1) // width)
+    cyclic, transposed = draw_below(random, 2), draw_below(random, 2)
+    for part in range(n_parts):
+        place = part
+        if transposed:
+            place = part % n_features * n_samples + part // n_features
+        offset = place % width if cyclic or n_parts < width else place * width // n_parts
+        plan[layer, part] = base + offset
+
+
+CURRENT, BEST = 0, 1
+N_PROPOSED, N_BOUNDED = 0, 1
+
+
+class MarkovChain(NamedTuple):
+    """A search in progress. Plans are arrays as in `CostTables`.
+
+    Attributes:
+        trial: equals current outside of a proposal.
+        cost_ms: (2,), of CURRENT and BEST.
+        tally: (2,), proposals, and those of them that a lower bound refused.
+    """
+
+    tables: CostTables
+    current: Ints
+    trial: Ints
+    best: Ints
+    random: Random
+    cost_ms: Floats
+    tally: Ints
+
+
+def new_chain(tables: CostTables, plan: Ints, seed: int) -> MarkovChain:
+    """A chain with a plan that `restart` has yet to cost."""
+    return MarkovChain(
+        tables=tables,
+        current=plan.copy(),
+        trial=plan.copy(),
+        best=plan.copy(),
+        random=np.array([seed % 2**64], dtype=np.uint64),
+        cost_ms=np.full(2, np.inf),
+        tally=np.zeros(2, dtype=np.int64),
+    )
+
+
+@compiled
+def restart(chain: MarkovChain, plan: Ints) -> float:
+    """Make a plan the current one, and the best if it is; returns its cost in ms."""
+    chain.current[:] = plan
+    chain.trial[:] = plan
+    chain.cost_ms[CURRENT] = simulate(chain.tables, plan, np.inf)
+    _keep_best(chain)
+    return float(chain.cost_ms[CURRENT])
+
+
+@compiled
+def walk(chain: MarkovChain, n_proposals: int, temperature_ms: float, use_bound: bool) -> None:
+    """Judge `n_proposals` plans that differ from the current one.
+
+    A plan that is slower by d is accepted with probability exp(-d / temperature_ms). The random
+    number is drawn first, so that the slowest acceptable step is known before the simulation,
+    which may then end early (`use_bound`); decisions are the same either way.
+    """
+    current, trial = chain.current, chain.trial
+    n_done = 0
+    while n_done < n_proposals:
+        first, last = propose(chain.tables, trial, chain.random)
+        if not _differ(chain.tables, trial, current, first, last):
+            continue
+        n_done += 1
+        unit = float(draw_bits(chain.random) >> np.uint64(11)) * 2.0**-53  # 0 up to, without, 1
+        limit_ms = chain.cost_ms[CURRENT] - temperature_ms * np.log(1.0 - unit)
+        cost_ms = simulate(chain.tables, trial, limit_ms if use_bound else np.inf)
+        chain.tally[N_BOUNDED] += cost_ms == np.inf
+        if cost_ms <= limit_ms:
+            current[first : last + 1] = trial[first : last + 1]
+            chain.cost_ms[CURRENT] = cost_ms
+            _keep_best(chain)
+        else:
+            trial[first : last + 1] = current[first : last + 1]
+    chain.tally[N_PROPOSED] += n_done
+
+
+@compiled
+def _differ(tables: CostTables, a: Ints, b: Ints, first: int, last: int) -> bool:
+    """Whether two plans differ from layer `first` to layer `last`; what lies beyond a layer's
+    parts is not read."""
+    for layer in range(first, last + 1):
+        n_parts = count_parts(tables, a, layer)
+        if a[layer, -1] != b[layer, -1] or (a[layer, :n_parts] != b[layer, :n_parts]).any():
+            return True
+    return False
+
+
+@compiled
+def _keep_best(chain: MarkovChain) -> None:
+    if chain.cost_ms[CURRENT] < chain.cost_ms[BEST]:
+        chain.cost_ms[BEST] = chain.cost_ms[CURRENT]
+        chain.best[:] = chain.current
+
 
 DEFAULT_BUDGET = 250_000
 ROUND_PROPOSALS = 12_500
 CHUNK_PROPOSALS = 625  # between them the temperature falls, and interrupts and progress happen
 HOT, COLD = 0.02, 0.0002  # temperatures as shares of the best step
 PROGRESS_INTERVAL_S = 0.25
-_MODEL_NAME = "alexnet of flexflow2018"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +255,8 @@ def plan(request: PlanRequest) -> PlanResult:
     }
     cost_ms = {name: step_ms(problem, candidate) for name, candidate in named.items()}
     ranked = sorted(named, key=lambda name: cost_ms[name])
-    method = _first_that_fits(
-        request, {name: memory_bytes(problem, named[name]) for name in ranked}
-    )
+    needed = {name: memory_bytes(problem, named[name]) for name in ranked}
+    method = _first_that_fits(request, needed)
     best, best_ms = named[method], cost_ms[method]
     names = [device.name for device in request.cluster.devices]
     return PlanResult(
@@ -85,7 +265,7 @@ def plan(request: PlanRequest) -> PlanResult:
         predicted_step_s=best_ms / 1e3,
         speedup_over_single=cost_ms["single device"] / best_ms,
         speedup_over_ddp=cost_ms["data parallel"] / best_ms,
-        memory_bytes=dict(zip(names, memory_bytes(problem, best), strict=True)),
+        memory_bytes=dict(zip(names, needed[method], strict=True)),
         strategy=to_strategy(problem, best),
         explanation=[
             "plan in FlexFlow's notation of 2018, dims (samples features):",
@@ -178,8 +358,7 @@ def search(problem: LayerProblem, request: PlanRequest) -> ChainResult:
 
 def _run_rounds(chain: MarkovChain, request: PlanRequest, budget: int | None) -> None:
     """Walk through the schedule; show progress and look at the clock between its chunks."""
-    start_s = shown_s = time.monotonic()
-    shown_s -= PROGRESS_INTERVAL_S
+    start_s, shown_s = time.monotonic(), -math.inf
     for round_, size, temperature in schedule(budget):
         now_s = time.monotonic()
         if request.seconds is not None and now_s - start_s >= request.seconds:
@@ -208,60 +387,14 @@ def schedule(budget: int | None) -> Iterator[tuple[int, int, float]]:
 
     A budget below one round is spent on one shorter round, which cools all the same.
     """
-    left = budget
-    round_size = ROUND_PROPOSALS if budget is None else min(ROUND_PROPOSALS, budget)
+    left = math.inf if budget is None else budget
+    round_size = int(min(ROUND_PROPOSALS, left))
     n_chunks = max(2, round_size // CHUNK_PROPOSALS)
     round_ = 0
-    while left is None or left > 0:
+    while left > 0:
         for k in range(n_chunks):
             size = round_size * (k + 1) // n_chunks - round_size * k // n_chunks
-            size = size if left is None else min(size, left)
+            size = int(min(size, left))
             yield round_, size, HOT * (COLD / HOT) ** (k / (n_chunks - 1))
-            left = None if left is None else left - size
+            left -= size
         round_ += 1
-
-
-def memory_bytes(problem: LayerProblem, plan: Plan) -> list[int]:
-    """Weights, their gradients, and the outputs that are kept for the backward pass, per device.
-
-    FlexFlow's model of 2018 has no memory; this is the least that the plan needs.
-    """
-    needed = [0] * problem.machine.n_devices
-    for layer, cut in zip(problem.layers, plan, strict=True):
-        block_bytes = ELEMENT_BYTES * problem.machine.batch * layer.n_out // len(cut.devices)
-        for device in cut.devices:
-            needed[device] += block_bytes
-        held = {(device, part % cut.n_features) for part, device in enumerate(cut.devices)}
-        for device in set(cut.devices):
-            n_blocks = sum(holder == device for holder, _ in held)
-            needed[device] += 2 * ELEMENT_BYTES * layer.n_weights * n_blocks // cut.n_features
-    return needed
-
-
-def format_plan(problem: LayerProblem, plan: Plan) -> list[str]:
-    """One line per layer in FlexFlow's notation of 2018.
-
-    dims are samples first, then features; later versions print them the other way round.
-    """
-    lines = []
-    for index, (layer, cut) in enumerate(zip(problem.layers, plan, strict=True)):
-        dims = (cut.n_samples, cut.n_features) if layer.kind == LINEAR else (cut.n_samples,)
-        dim_text, gpu_text = ("".join(f"{n} " for n in each) for each in (dims, cut.devices))
-        lines.append(f"op[{index}] {layer.name}:\tdim({dim_text}) gpu({gpu_text})")
-    return lines
-
-
-def to_strategy(problem: LayerProblem, plan: Plan) -> Strategy:
-    """The plan as the strategy that it is."""
-    operators = {}
-    for layer, cut in zip(problem.layers, plan, strict=True):
-        parts = {"sample": cut.n_samples, "feature": cut.n_features}
-        operators[layer.name] = OperatorPlan(
-            partition={dim: n for dim, n in parts.items() if n > 1}, devices=list(cut.devices)
-        )
-    return Strategy(
-        name="flexflow2018",
-        batch=problem.machine.batch,
-        operators=operators,
-        made_for=MadeFor(model=_MODEL_NAME),
-    )

@@ -8,13 +8,17 @@ from harness.errors import PlanError
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.published.maxload.problem import LoadProblem, Value
 from harness.plan.published.maxload.search import Found, OperatorPlacement, search
-from harness.plan.published.pipedream.cost import STATE_BYTES_PER_PARAMETER_BYTE
 from harness.plan.published.pipedream.planner import (
     check_devices,
     link_bandwidths,
     pipeline_strategy,
 )
-from harness.plan.published.pipedream.problem import TICK_S, OperatorDag, workload_from
+from harness.plan.published.pipedream.problem import (
+    STATE_BYTES_PER_PARAMETER_BYTE,
+    TICK_S,
+    OperatorDag,
+    workload_from,
+)
 from harness.plan.published.pipedream.search import DeviceStage
 from harness.units import format_bytes, format_duration
 

@@ -93,11 +93,6 @@ class LoadProblem:
         )
         return math.fsum([*(self.seconds[i] for i in operators), *sent])
 
-    def max_load_s(self, device_of: Sequence[int]) -> float:
-        """Of the busiest device of a placement."""
-        own = [{i for i, d in enumerate(device_of) if d == device} for device in set(device_of)]
-        return max(self.load_s(operators) for operators in own)
-
     def fits(self, device_of: Sequence[int]) -> bool:
         """Whether every device holds the bytes of its operators."""
         held = np.bincount(device_of, weights=self.n_bytes)

@@ -15,14 +15,16 @@ from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import PlanError
 from harness.plan.bottleneck import Floats
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
-from harness.plan.published.pipedream.cost import (
+from harness.plan.published.pipedream.problem import (
     STATE_BYTES_PER_PARAMETER_BYTE,
+    TICK_S,
     Level,
+    OperatorDag,
     data_parallel_s,
     levels_of,
     memory_bytes,
+    workload_from,
 )
-from harness.plan.published.pipedream.problem import TICK_S, OperatorDag, workload_from
 from harness.plan.published.pipedream.search import (
     DeviceStage,
     FoundPipeline,

@@ -1,4 +1,15 @@
-"""A model as PipeDream's formula has it, and the cuts of its graph as arrays.
+"""A model and devices as PipeDream's formula has them, and the cuts of the graph as arrays.
+
+On one level of W workers joined by B bytes/s, a stage of compute c (seconds) and parameters P
+(bytes) on r replicas costs, with activation transfers counted,
+
+    (c + 4 (r - 1) P / (B r) / inner) / r                              seconds per minibatch,
+
+where `inner` is the number of workers inside each worker of this level, and c on level L + 1 is
+the best time of all workers of level L. A stage that is not the first of its level also costs
+2 a / (B r) for the activations a of the cut at its start, and for those of the cut at its end.
+The step time is the costliest of all. Source: optimizer_graph_hierarchical.py of PipeDream, whose
+optimizer forgets `inner` in pipelines, and transfers unless a compression ratio is given.
 
 Inputs are dropped (they stand in the first stage), and so are `__getitem__` sinks, whose
 results nobody reads.
@@ -16,9 +27,11 @@ outside reads; kept so that its figures and ours compare.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +44,9 @@ from harness.plan.fit import OperatorTimes
 
 # Seconds are summed as whole multiples of this: equal sets have equal sums, whatever the order.
 TICK_S = 1e-13
+# Bytes held per byte of parameters: the parameters, their gradients, and momentum.
+STATE_BYTES_PER_PARAMETER_BYTE = 3
+Amount = TypeVar("Amount", float, Floats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,3 +335,63 @@ def cheapest_of_parts(
     kept[order[rank < n_each]] = True
     kept[[0, -1]] = True
     return np.flatnonzero(kept)
+
+
+def n_in_flight(n_replicas: int, n_after: int) -> int:
+    """Minibatches that a replica holds activations of: its own and those further down.
+
+    Every replica admits a minibatch whenever the pipeline finishes one per replica, so that the
+    `n_after` workers behind the stage hold ceil(n_after / n_replicas) of each replica's.
+    """
+    return math.ceil(n_after / n_replicas) + 1
+
+
+def memory_bytes(parameters: Amount, activations: Amount, in_flight: int) -> Amount:
+    """Peak of one replica: state, a stashed copy of the weights per extra minibatch, activations.
+
+    Args:
+        parameters: bytes of the stage's parameters.
+        activations: bytes of everything the stage keeps of one minibatch, inputs too.
+    """
+    return (STATE_BYTES_PER_PARAMETER_BYTE + in_flight - 1) * parameters + in_flight * activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Equal workers of one level.
+
+    Attributes:
+        bandwidth: bytes/s of the slowest link between them.
+        inner: workers inside each: 1 on the innermost level, where they are devices.
+        memory_bytes: of each device; infinite for no limit, and on outer levels.
+    """
+
+    n_workers: int
+    bandwidth: float
+    inner: int
+    memory_bytes: float = math.inf
+
+    def sync_s_per_byte(self, r: int) -> float:
+        """Gradient synchronisation of r replicas, per byte of parameters."""
+        return 4 * (r - 1) / (self.bandwidth * r * r) / self.inner
+
+
+def levels_of(
+    n_workers: Sequence[int], bandwidths: Sequence[float], memory: float = math.inf
+) -> list[Level]:
+    """Levels of equal workers, innermost first; `memory` is of each device."""
+    inner = [1, *n_workers[:-1]]
+    limits = [memory, *[math.inf] * (len(n_workers) - 1)]
+    return [
+        Level(n_workers=n, bandwidth=bandwidth, inner=within, memory_bytes=limit)
+        for n, bandwidth, within, limit in zip(n_workers, bandwidths, inner, limits, strict=True)
+    ]
+
+
+def data_parallel_s(compute_s: float, parameter_bytes: float, levels: Sequence[Level]) -> float:
+    """Step time when every device holds the whole model."""
+    time_s = compute_s
+    for level in levels:
+        n = level.n_workers
+        time_s = time_s / n + level.sync_s_per_byte(n) * parameter_bytes
+    return time_s

@@ -11,20 +11,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from harness.plan.bottleneck import Floats, all_pairs, best_chain
-from harness.plan.published.pipedream.cost import (
-    Level,
-    Stages,
-    Surroundings,
-    memory_bytes,
-    n_in_flight,
-)
 from harness.plan.published.pipedream.problem import (
     Cuts,
+    Level,
     OperatorDag,
     list_closed_sets,
     members_of,
+    memory_bytes,
     merged_sets,
+    n_in_flight,
 )
 
 _MERGED_PARTS = (16, 8, 4, 2, 1)  # a merged branch is at most this part of a device's share
@@ -184,6 +182,78 @@ def list_cuts(problem: PipelineProblem) -> tuple[Cuts, bool]:
             return Cuts.at(workload, some), False
     cuts = Cuts.at(workload, [(1 << i) - 1 for i in range(workload.n_operators + 1)])
     return (cuts if len(cuts) <= most else cuts.thin(max(1, most // 4), 4)), False
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The surroundings of one group of workers that is a replica of an outer stage.
+
+    Attributes:
+        n_copies: groups that replicate the outer stage.
+        n_after: devices behind the outer stage.
+    """
+
+    n_copies: int = 1
+    n_after: int = 0
+
+    def within(self, outer: Surroundings) -> Surroundings:
+        """Of a group inside a group."""
+        n_after = self.n_after * outer.n_copies + outer.n_after
+        return Surroundings(self.n_copies * outer.n_copies, n_after)
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """Stages between cuts on the workers of one level (`bottleneck.StageSeconds`).
+
+    Attributes:
+        around: surroundings of the level's workers.
+        group_s: best time of one worker between any two cuts, given its surroundings, where
+            workers are groups of the level below; None where they are devices.
+    """
+
+    cuts: Cuts
+    level: Level
+    n_devices_each: int = 1
+    around: Surroundings = Surroundings()
+    group_s: Callable[[Surroundings], Floats] | None = None
+
+    @property
+    def n_cuts(self) -> int:
+        return len(self.cuts)
+
+    @property
+    def n_workers(self) -> int:
+        return self.level.n_workers
+
+    def inside(self, first: int, r: int) -> Surroundings:
+        """The surroundings of one worker of a stage."""
+        n_after = (self.n_workers - first - r) * self.n_devices_each
+        return Surroundings(r, n_after).within(self.around)
+
+    def block(self, first: int, r: int, rows: slice) -> Floats:
+        cuts, cols = self.cuts, slice(rows.start, None)
+        sync_s = cuts.parameter_bytes * self.level.sync_s_per_byte(r)
+        block: Floats
+        if self.group_s is not None:
+            block = self.group_s(self.inside(first, r))[rows, cols] / r
+            block += np.subtract.outer(-sync_s[rows], -sync_s[cols])
+            return block
+        whole_s = cuts.compute_s / r + sync_s
+        block = np.subtract.outer(-whole_s[rows], -whole_s[cols])
+        np.copyto(block, math.inf, where=cuts.blocked[rows, cols])
+        if self.level.memory_bytes < math.inf:
+            inside = self.inside(first, r)
+            in_flight = n_in_flight(inside.n_copies, inside.n_after)
+            held = memory_bytes(cuts.parameter_bytes, cuts.activation_bytes, in_flight)
+            received = in_flight * cuts.crossing_bytes
+            needed = np.subtract.outer(received[rows] - held[rows], -held[cols])
+            block[needed > self.level.memory_bytes] = math.inf
+        return block
+
+    def transfers(self, first: int, r: int) -> tuple[Floats, Floats]:
+        seconds = 2 / (self.level.bandwidth * r) * self.cuts.crossing_bytes
+        return seconds, seconds
 
 
 class _Solver:

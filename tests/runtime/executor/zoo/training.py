@@ -34,8 +34,8 @@ from harness.errors import HarnessError, PeerError
 from harness.measure.recorder import HostClock, Recorder
 from harness.plan.builders import ddp, hybrid, single, tensor_parallel
 from harness.plan.costs import PlanRequest
+from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.portfolio import plan
-from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.plan.simulate.simulator import Simulator
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import EngineOptions, Share
