@@ -30,7 +30,7 @@ from harness.workloads.train.config import STRATEGIES, TrainCase, is_file
 
 if TYPE_CHECKING:
     from harness.runtime.executor.engine import ExecutorEngine
-    from harness.runtime.executor.state.files import Survivor
+    from harness.runtime.executor.state.survivor import Survivor
     from harness.workloads.train.setup import Training
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class StateKeeper:
             return
         engine = training.executor  # others were refused
         if self._survivor is None or engine is not self._engine:
-            from harness.runtime.executor.state.files import Survivor
+            from harness.runtime.executor.state.survivor import Survivor
 
             self._engine, self._survivor = engine, Survivor(engine, self._context.world)
         self._survivor.begin_step()

@@ -23,6 +23,7 @@ from harness.runtime.executor.change.elastic import ChangeCost, ElasticExecutor
 from harness.runtime.executor.change.transfer import StateTransfer
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.state.state import gather_objects
+from harness.runtime.executor.state.survivor import Survivor
 from harness.runtime.ranks.world import World
 
 
@@ -119,6 +120,20 @@ def layer_norms(changing: ChangingCase, world: World) -> list[float]:
             norms = training.elastic.watch_gradients(is_common=True, state=norms.state())
         training.step()
     return norms.take()
+
+
+def survive_the_last_change(job: tuple[ChangingCase, str], world: World) -> None:
+    """Train until the last change; all ranks but the first save what they hold after it."""
+    changing, directory = job
+    training, at = Changing(changing, world), dict(changing.changes)
+    for step in range(max(at) + 1):
+        if step in at:
+            training.change(at[step], step)
+        if step < max(at):
+            training.step()
+    survivor = Survivor(training.elastic.engine, world)
+    if world.rank:
+        survivor.save(Path(directory))
 
 
 class Footprint(NamedTuple):

@@ -9,6 +9,7 @@ from change_training import (
     freeze_and_count,
     layer_norms,
     merged,
+    survive_the_last_change,
 )
 from equivalence_cases import Case
 from equivalence_models import small_graph
@@ -23,6 +24,7 @@ from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
 from harness.runtime.executor.change.transfer import find_migrations
 from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.state.files import load_sharded
 
 MIB = 1 << 20
 
@@ -153,6 +155,18 @@ def test_many_changes_leave_no_groups_files_or_memory(ranks):
 def test_frozen_layers_equal_one_device_that_freezes_them(model, named, more, ranks):
     finding = check_change(changing_case(model, *named, **more), ranks)
     assert finding.is_equal, finding.text()
+
+
+def test_survivors_of_the_first_step_after_unfreezing_have_its_whole_state(ranks, tmp_path):
+    """The layer that is trained again has no state of the optimizer yet."""
+    changing = changing_case(
+        "mlp", (2, "ddp"), (2, "ddp"), (2, "ddp"), at=(1, 2), frozen=(1, 0), optimizer="adamw"
+    )
+    ranks.run(2, survive_the_last_change, (changing, str(tmp_path)))
+    state = load_sharded(tmp_path)
+    assert state["step"] == 2
+    n_parameters = len(list(changing.case.make_task().model.parameters()))
+    assert 0 < len(state["optimizer"]["state"]) < n_parameters
 
 
 def test_frozen_layers_keep_their_bits_and_lose_gradients_and_optimizer_state(ranks):

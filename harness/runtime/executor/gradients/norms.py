@@ -101,9 +101,11 @@ class LayerNorms:
         own = _own_gradients(owners, self._world.rank)
         found = [(layer_of[name], gradient) for name, gradient in own if name in layer_of]
         if found:
-            norms = torch.stack(torch._foreach_norm([gradient for _, gradient in found]))
+            norms = torch.stack(torch._foreach_norm([gradient for _, gradient in found])).double()
             where = torch.tensor([k for k, _ in found], device=norms.device)
-            self._own.index_add_(0, where, norms.double().square())
+            # A step of fp16 that overflows is none.
+            norms = norms.where(norms.isfinite().all(), 0.0)
+            self._own.index_add_(0, where, norms.square())
         if self._is_common:
             phases.wait(self.reduce, name="gradient norms")
         self.sums = replace(self.sums, n_steps=self.sums.n_steps + 1)

@@ -5,13 +5,8 @@ NAME`. INTERVALS is such as `0:4,2:6`, or `-` for state without the parameter's 
 have the same `StateMetadata`.
 
 Shards of survivors are those of ranks that have lost another: each holds all slices of its rank,
-and together they are a state if they cover every tensor. The state of a step that was cut off is
-that before or after it, because the forward changes buffers, the optimizer weights, and the step
-counter the rest:
-
-    step 7 | forward          | optimizer | finish   | step 8
-             weights of step 7, torn        weights of step 8
-             buffers remembered             buffers of step 8
+and together they are a state if they cover every tensor. Parameters that have not been updated
+since they are trained have no state of the optimizer; a survivor's shard names those of its rank.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from harness.domain.files import Count, decode
@@ -41,10 +36,11 @@ from harness.runtime.executor.state.state import RankParts, StateGatherer
 from harness.runtime.ranks.world import World
 
 if TYPE_CHECKING:
-    from harness.runtime.executor.engine import ExecutorEngine
+    pass
 
 _FORMAT = "state shards 2"
 _UNCUT = "-"
+_FRESH = "without state"
 
 T = TypeVar("T")
 Pieces = list[tuple[WeightSlice, Tensor]]
@@ -104,8 +100,10 @@ def save_sharded(
         freezing=None if norms is None else norms.state(),
     )
     text = msgspec.json.encode(metadata).decode()
+    fresh = msgspec.json.encode(gatherer.names_without_state(optimizer)).decode()
     with replacing(directory / _file_name(world.rank)) as temporary:
-        save_file(tensors, str(temporary), metadata={"format": _FORMAT, "state": text})
+        told = {"format": _FORMAT, "state": text, _FRESH: fresh}
+        save_file(tensors, str(temporary), metadata=told)
 
 
 def load_sharded(directory: Path) -> dict[str, Any]:
@@ -170,8 +168,11 @@ def check_sharded(directory: Path) -> tuple[list[Path], StateMetadata]:
 def _check_covered(paths: list[Path], metadata: StateMetadata, directory: Path) -> None:
     """Check that the shards of survivors cover the model and the optimizer's state."""
     held: dict[tuple[str, str], list[WeightSlice]] = defaultdict(list)
+    fresh: set[str] = set()
     for path in paths:
         with _opened(path) as file:
+            names = (file.metadata() or {}).get(_FRESH, "[]").encode()
+            fresh.update(decode(names, list[str], source=str(path), error=ResultsError))
             for stored in file.keys():  # noqa: SIM118 (it is no mapping)
                 key, text, name = _parts_of(stored, path)
                 piece = _parse_piece(name, text)
@@ -179,7 +180,7 @@ def _check_covered(paths: list[Path], metadata: StateMetadata, directory: Path) 
                     held[key, name].append(piece)
     keys = {key for key, _ in held if key}
     wanted = [("", name) for name in metadata.shapes]
-    wanted += [(key, name) for key in keys for name in metadata.trained]
+    wanted += [(key, name) for key in keys for name in metadata.trained if name not in fresh]
     most = sum(path.stat().st_size for path in paths)
     for key, name in wanted:
         shape = _known(metadata.shapes, name, "shapes", directory)
@@ -341,60 +342,3 @@ def _piece(name: str, text: str, tensor: Tensor, path: Path) -> WeightSlice:
         f"{path} holds {shorten(text)} of {shorten(name)} with shape {tuple(tensor.shape)}: save "
         "the state again"
     )
-
-
-class Survivor:
-    """Follows the steps of one engine, and saves this rank's slices of its last whole state.
-
-    Args:
-        engine: trains synchronously.
-    """
-
-    def __init__(self, engine: ExecutorEngine, world: World) -> None:
-        self._held, self._world = engine.held_state(), world
-        self._held.optimizer.register_step_pre_hook(lambda *_: self._note(begun=True))
-        self._held.optimizer.register_step_post_hook(lambda *_: self._note(done=True))
-        self._norms = engine.layer_norms
-        held = self._held.weights.held.values()
-        self._buffers = [tensor for tensor in held if not isinstance(tensor, nn.Parameter)]
-        self.begin_step()
-
-    def _note(self, *, begun: bool = False, done: bool = False) -> None:
-        self._has_begun |= begun
-        self._is_done |= done
-
-    def begin_step(self) -> None:
-        """Remember the start of a step."""
-        self._has_begun = self._is_done = False
-        self._step = self._held.random.step
-        self._sums = None if self._norms is None else self._norms.sums
-        self._before: list[Tensor] = [tensor.detach().clone() for tensor in self._buffers]
-
-    def n_more_steps(self) -> int:
-        """Steps since the last `begin_step` whose update the state contains: 0 or 1.
-
-        Raises:
-            ResultsError: the update was cut off.
-        """
-        if self._held.random.step > self._step:
-            return 1
-        is_spread = not self._held.owners.is_sharded  # else others' weights may be missing
-        if self._has_begun and not (self._is_done and is_spread):
-            raise ResultsError("the update of the weights was cut off")
-        return int(self._is_done)
-
-    def save(self, directory: Path) -> None:
-        """Write all slices that this rank holds; no other rank takes part.
-
-        Raises:
-            ResultsError: the update was cut off, or the file cannot be written.
-        """
-        n_more = self.n_more_steps()
-        sums = self._norms.sums if self._norms is not None and n_more else self._sums
-        if n_more == 0:
-            for tensor, before in zip(self._buffers, self._before, strict=True):
-                tensor.detach().copy_(before)
-        save_sharded(
-            self._held.gatherer, self._held.optimizer, self._step + n_more, self._world, directory,
-            is_survivor=True, norms=sums,
-        )  # fmt: skip

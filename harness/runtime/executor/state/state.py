@@ -206,6 +206,11 @@ class StateGatherer:
         """Parameters that the optimizer updates on any rank."""
         return sorted({self._model_name(piece) for piece in self._owners.keepers()})
 
+    def names_without_state(self, optimizer: Optimizer) -> list[str]:
+        """Parameters that this rank updates, but has not yet."""
+        own = self._owners.own.items()
+        return sorted({self._model_name(piece) for piece, p in own if not optimizer.state.get(p)})
+
     def take_unused(self, other: StateGatherer) -> None:
         """Take over the tensors that no device holds, which are equal on all ranks."""
         self._unused = dict(other._unused)
