@@ -95,13 +95,20 @@ class SimulatorOptions:
         if not np.all(np.asarray(self.stream_s_per_byte) >= 0):
             raise PlanError(f"a byte of memory takes {self.stream_s_per_byte} s: that must be >= 0")
 
-    def with_optimizer(self, name: str, profile: Profile, cluster: Cluster) -> SimulatorOptions:
-        """With the state of one of OPTIMIZERS, and its measured speed on each device."""
+    def with_optimizer(
+        self, name: str, profile: Profile, cluster: Cluster, *, is_averaging: bool = False
+    ) -> SimulatorOptions:
+        """With the state of one of OPTIMIZERS, and its measured speed on each device.
+
+        Args:
+            is_averaging: a moving average of each parameter is kept and updated too.
+        """
         n_states, n_accesses = OPTIMIZERS[name]
         rates = [profile.optimizer_s_per_byte(one.kind, name) or 0.0 for one in cluster.devices]
+        longer = 1 + (3 / n_accesses if is_averaging else 0)  # two reads and a write
         return replace(
             self,
-            n_optimizer_states=n_states,
-            optimizer_s_per_byte=tuple(rates),
+            n_optimizer_states=n_states + is_averaging,
+            optimizer_s_per_byte=tuple(rate * longer for rate in rates),
             stream_s_per_byte=tuple(rate / n_accesses for rate in rates),
         )

@@ -240,6 +240,9 @@ class DeepSpeedEngine:
             state: dict[str, Tensor] = model.state_dict()
             return state if self._is_whole else {k: v.clone() for k, v in state.items()}
 
+    def averaged_state(self) -> dict[str, Tensor]:
+        raise ConfigError("DeepSpeed keeps no averages by parameter: use another engine")
+
     def verify(self) -> str:
         with self.whole_model() as model:
             return verify_replicas(model, self._world)

@@ -106,6 +106,10 @@ class Engine(Protocol):
         """The whole model's state, as on one device."""
         ...
 
+    def averaged_state(self) -> dict[str, Tensor]:
+        """The same with the averages of the trained parameters; all ranks must call it."""
+        ...
+
     def verify(self) -> str:
         """Check that replicas are equal, and return a digest of the parameters, equal for equal
         training by the same strategy; all ranks must call it.

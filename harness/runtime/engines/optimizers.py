@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
@@ -16,7 +16,7 @@ from harness.errors import ConfigError
 
 OptimizerVariant = Literal["sgd", "momentum", "adamw"]
 # Tensors of a parameter's shape in the state of each kind of step.
-STATES_PER_PARAMETER: dict[OptimizerVariant, int] = {"sgd": 0, "momentum": 1, "adamw": 2}
+_STATES_PER_PARAMETER: dict[OptimizerVariant, int] = {"sgd": 0, "momentum": 1, "adamw": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class OptimizerOptions:
         no_decay: parameters that `weight_decay` leaves alone: patterns of names such as
             `*.bias`, and `1d` for those of fewer than two dims.
         max_grad_norm: norm of all gradients, down to which larger ones are scaled; None: any.
+        ema: decay of an exponential moving average of each parameter; None: there is none.
     """
 
     name: str = "sgd"
@@ -35,6 +36,12 @@ class OptimizerOptions:
     weight_decay: float = 0.0
     no_decay: tuple[str, ...] = ()
     max_grad_norm: float | None = None
+    ema: float | None = None
+
+    @property
+    def n_states(self) -> int:
+        """Tensors of a parameter's shape that are kept beside it."""
+        return _STATES_PER_PARAMETER[self.variant] + (self.ema is not None)
 
     @property
     def variant(self) -> OptimizerVariant:
@@ -107,7 +114,52 @@ def make_optimizer(
     for name, parameter in parameters:
         groups[options.group_of(name, parameter.dim())]["params"].append(parameter)
         is_fused = is_fused and parameter.is_floating_point()
-    return OPTIMIZERS[options.name](groups, options, is_fused)
+    optimizer = OPTIMIZERS[options.name](groups, options, is_fused)
+    if options.ema is not None:
+        _keep_averages(optimizer, options.ema)
+    return optimizer
+
+
+# Key of a parameter's average in the optimizer's state, with which it is saved, cut and moved; key
+# of the decay in the optimizer's groups.
+AVERAGE, _DECAY = "average", "ema"
+
+
+def _keep_averages(optimizer: Optimizer, decay: float) -> None:
+    """Average each parameter, from its value before its first update on, after every update."""
+    for group in optimizer.param_groups:
+        group[_DECAY] = decay
+    first: dict[Tensor, Tensor] = {}
+
+    # The optimizer makes a parameter's state at its first step, and only if there is none.
+    def remember(*_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                is_new = AVERAGE not in optimizer.state.get(parameter, {})
+                if is_new and parameter.grad is not None:
+                    first[parameter] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def average(*_: object) -> None:
+        for parameter, value in first.items():
+            optimizer.state[parameter][AVERAGE] = value
+        first.clear()
+        kept = [parameter for parameter, values in optimizer.state.items() if AVERAGE in values]
+        weight: Any = 1 - decay
+        # A fused optimizer is called for a step of fp16 that it skips, too.
+        if (is_skipped := getattr(optimizer, "found_inf", None)) is not None:
+            weight = [weight * (1 - is_skipped)] * len(kept)
+        if kept:
+            torch._foreach_lerp_([optimizer.state[p][AVERAGE] for p in kept], kept, weight)
+
+    optimizer.register_step_pre_hook(remember)
+    optimizer.register_step_post_hook(average)
+
+
+def average_of(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """The average of a parameter; the parameter itself if it has not been updated."""
+    average: Tensor = optimizer.state.get(parameter, {}).get(AVERAGE, parameter)
+    return average.detach()
 
 
 # Tensors that an optimizer keeps of each parameter, beside its number of steps.
@@ -117,14 +169,25 @@ _KEPT: dict[type[Optimizer], set[str]] = {
 }
 
 
-def check_state(optimizer: Optimizer, names: set[str]) -> None:
-    """Refuse a state, by the names of a parameter's values, that another optimizer has saved."""
-    kept, found = _KEPT[type(optimizer)], names - {"step"}
+def checked_state(
+    optimizer: Optimizer, state: Mapping[int, dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """A state that was saved, without averages if the optimizer keeps none.
+
+    Raises:
+        ConfigError: another optimizer has saved it.
+    """
+    left_out = set() if _DECAY in optimizer.param_groups[0] else {AVERAGE}
+    state = {
+        n: {k: v for k, v in values.items() if k not in left_out} for n, values in state.items()
+    }
+    kept, found = _KEPT[type(optimizer)], {k for v in state.values() for k in v} - {"step", AVERAGE}
     if found not in (kept, set()):
         raise ConfigError(
             f"the state has {' and '.join(sorted(found))} of each parameter, this optimizer keeps "
             f"{' and '.join(sorted(kept))}: give the --optimizer that saved it"
         )
+    return state
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:

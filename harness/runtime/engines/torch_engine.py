@@ -25,7 +25,7 @@ from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share, fetch_batch
-from harness.runtime.engines.optimizers import make_optimizer, set_rate
+from harness.runtime.engines.optimizers import average_of, make_optimizer, set_rate
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
@@ -180,6 +180,10 @@ class TorchEngine:
     def model_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._task.model.state_dict()
         return state
+
+    def averaged_state(self) -> dict[str, Tensor]:
+        named = self._task.model.named_parameters(remove_duplicate=False)
+        return self.model_state() | {n: average_of(self._optimizer, p) for n, p in named}
 
     def verify(self) -> str:
         return verify_replicas(self._task.model, self._world)

@@ -41,7 +41,7 @@ from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
 from harness.runtime.executor.sharded.owners import Owners, scatter_buckets
 from harness.runtime.executor.shards.forms import Forms, choose_forms, warn_of_gathered
 from harness.runtime.executor.shards.pointwise import RandomState
-from harness.runtime.executor.state.files import load_sharded, save_sharded
+from harness.runtime.executor.state.files import save_sharded
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
 from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
@@ -349,6 +349,11 @@ class ExecutorEngine:
         self.flush()
         return self._gatherer.model_state()
 
+    def averaged_state(self) -> dict[str, Tensor]:
+        """See `Engine.averaged_state`."""
+        self.flush()
+        return self._gatherer.averaged_state(self._optimizer)
+
     def full_state(self) -> dict[str, Any]:
         """The state of model and optimizer, on every rank; all ranks must call it."""
         return {
@@ -356,10 +361,6 @@ class ExecutorEngine:
             "optimizer": self._gatherer.optimizer_state(self._optimizer),
             "step": self._random.step,
         }
-
-    def load_sharded(self, directory: Path) -> None:
-        """Load what all ranks wrote by `save_sharded`; all ranks must call it."""
-        self.load_full_state(load_sharded(directory))
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Load a whole state, of any strategy or engine; all ranks must call it."""

@@ -270,6 +270,9 @@ class SearchFlags:
     """State of which each of the n devices that hold a weight keeps 1/n: none, optimizer (ZeRO-1),
     gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD). auto: what memory
     needs in a search, else none."""
+    ema: float | None = None
+    """Keep an exponential moving average of each trained parameter, with this decay, such as 0.999,
+    beside the optimizer's state. --evaluate and --save-model give both."""
 
     @property
     def memory_bytes(self) -> int | None:
@@ -284,6 +287,8 @@ class SearchFlags:
         """Refuse limits that are too small."""
         check_at_least(self, _LEAST_SEARCH)
         check_above_zero(self, ("search_seconds",))
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(f"--ema {self.ema} must be above 0 and below 1, such as 0.999")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ConfigError(f"--memory {self.memory} is below 1 B: add a unit, such as 12GiB")
 

@@ -242,7 +242,7 @@ class SearchConfig(SearchFlags, ModelFlags):
         return self.profile_config().model_options()
 
     def optimizer_options(self) -> OptimizerOptions:
-        return OptimizerOptions(name=self.optimizer, momentum=self.momentum)
+        return OptimizerOptions(name=self.optimizer, momentum=self.momentum, ema=self.ema)
 
     def profile_config(self, n_parts: int = 1) -> ProfileConfig:
         """The flags of the profile that planning needs.

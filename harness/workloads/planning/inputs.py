@@ -106,8 +106,9 @@ class Inputs:
             skipped: those of them whose outputs are cached.
         """
         variant = search_config.optimizer_options().variant
-        options = search_config.simulator_options()
-        options = options.with_optimizer(variant, self.profile, self.cluster)
+        options = search_config.simulator_options().with_optimizer(
+            variant, self.profile, self.cluster, is_averaging=search_config.ema is not None
+        )
         return Simulator(
             self.graph,
             self.profile,

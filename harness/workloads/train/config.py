@@ -289,6 +289,7 @@ class TrainCase(TrainSettings):
         """Names of the flags that are set and that only the executor supports."""
         is_set = {
             "exact_dropout": self.exact_dropout,
+            "ema": self.ema is not None and self.engine == "deepspeed",
             "save_sharded": self.save_sharded,
             "load_state": self.load_state is not None,
             "shard_state": self.sharded_state != "none",
@@ -318,6 +319,7 @@ class TrainCase(TrainSettings):
             weight_decay=self.weight_decay,
             no_decay=self.no_decay,
             max_grad_norm=self.max_grad_norm,
+            ema=self.ema,
         )
 
 

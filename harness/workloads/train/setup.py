@@ -349,7 +349,9 @@ def prepare(
         case, task, world, recorder, executor_options, shares[world.rank]
     )
     if case.load_state is not None:
-        cast("ExecutorEngine", engine).load_sharded(case.load_state)  # others were refused
+        from harness.runtime.executor.state.files import load_sharded
+
+        cast("ExecutorEngine", engine).load_full_state(load_sharded(case.load_state))
     plan = _batch_plan(case, len(data), shares, engine, world)
     n_steps = case.epochs * plan.n_steps_per_epoch if case.epochs else case.steps
     batches = load_batches(

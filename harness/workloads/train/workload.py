@@ -50,6 +50,7 @@ class Evaluation:
         state = torch.get_rng_state()  # which building a model advances
         task = make_task(case)
         torch.set_rng_state(state)
+        self._is_averaging = case.ema is not None
         open_data: Any = entry.held_out
         assert open_data is not None, "other data were refused"
         if not task.n_classes or task.target_shape:
@@ -62,10 +63,17 @@ class Evaluation:
         own = range(self._world.rank, len(self._data), self._world.size)
         self._parts = [list(own[at : at + case.batch]) for at in range(0, len(own), case.batch)]
 
+    def accuracies(self, engine: Engine) -> dict[str, float]:
+        """The share of held-out samples whose class is found, by metric: by the trained parameters
+        and, with --ema, by their averages. All ranks must call it."""
+        found = {"accuracy": self._accuracy(engine.model_state())}
+        if self._is_averaging:
+            found["averaged_accuracy"] = self._accuracy(engine.averaged_state())
+        return found
+
     @torch.no_grad()
-    def accuracy(self, engine: Engine) -> float:
-        """The share of held-out samples whose class is found; all ranks must call it."""
-        self._model.load_state_dict(engine.model_state())
+    def _accuracy(self, state: dict[str, Tensor]) -> float:
+        self._model.load_state_dict(state)
         n_right = float(sum(map(self._n_right, self._parts)))
         counts = gather_numbers(n_right, self._world) if self._world.size > 1 else [n_right]
         return sum(counts) / len(self._data)
@@ -165,8 +173,8 @@ class TrainLoop:
                 recorder.sample("epoch_s", epoch_s, step=epoch - 1)
             if self._evaluation is not None:
                 recorder.step = None
-                accuracy = self._evaluation.accuracy(self.training.engine)
-                recorder.sample("accuracy", accuracy, step=epoch - 1)
+                for metric, accuracy in self._evaluation.accuracies(self.training.engine).items():
+                    recorder.sample(metric, accuracy, step=epoch - 1)
             self._epoch_start_s = time.perf_counter()
         if self._keeper is not None:
             self._keeper.end_step(index, self.training)
@@ -244,11 +252,10 @@ def _record_constants(training: Training, context: Context) -> None:
         context.recorder.sample("tokens_per_sample", training.n_tokens)
 
 
-def _save_model(training: Training, context: Context) -> None:
-    """Write the model on rank 0; all ranks must call it, because engines may gather it."""
+def _save_model(training: Training, context: Context, state: dict[str, Tensor], file: str) -> None:
+    """Write a state of the whole model on rank 0."""
     from safetensors.torch import save_file
 
-    state = training.engine.model_state()
     if context.world.is_first:
         # Copy tensors with several names (tied weights): safetensors refuses shared memory.
         whole = {
@@ -259,13 +266,15 @@ def _save_model(training: Training, context: Context) -> None:
         for name, tensor in whole.items():
             if first[tensor.data_ptr()] != name:
                 whole[name] = tensor.clone()
-        with replacing(context.run_dir / "model.safetensors") as temporary:
+        with replacing(context.run_dir / f"{file}.safetensors") as temporary:
             save_file(whole, str(temporary))
 
 
 def _save(case: TrainCase, training: Training, context: Context) -> None:
     if case.save_model:
-        _save_model(training, context)
+        _save_model(training, context, training.engine.model_state(), "model")
+        if case.ema is not None:
+            _save_model(training, context, training.engine.averaged_state(), "averaged")
     if case.save_sharded:
         training.executor.save_sharded(context.run_dir / "state")
 

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from harness.runtime.engines.optimizers import (
     OPTIMIZERS,
     LearningRates,
     OptimizerOptions,
+    average_of,
     make_optimizer,
 )
 
@@ -54,3 +56,38 @@ def test_on_a_gpu_an_optimizer_is_fused_unless_a_parameter_is_complex(name, dtyp
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert all((parameter < 1).all() for parameter in torch.view_as_real(model[1].detach() + 0j))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_averages_are_those_of_torch(name):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[1].weight.requires_grad_(False)
+    options = OptimizerOptions(name=name, ema=0.8)
+    optimizer = make_optimizer(model.named_parameters(), options, torch.device("cpu"))
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    averaged.update_parameters(model)  # the first copies
+    for step in range(3):
+        optimizer.zero_grad()
+        used = model if step else model[0]  # the last bias has no gradient in the first step
+        used(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+    found = [average_of(optimizer, parameter) for parameter in model.parameters()]
+    torch.testing.assert_close(found, [p.detach() for p in averaged.module.parameters()])
+    assert not torch.equal(found[3], model[1].bias)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_of_fp16_that_is_skipped_moves_no_average(name):
+    parameter = nn.Parameter(torch.ones(2))
+    options = OptimizerOptions(name=name, ema=0.5)
+    optimizer = make_optimizer([("", parameter)], options, torch.device("cuda"))
+    found = []
+    for is_skipped in (0.0, 1.0, 0.0):
+        optimizer.found_inf = torch.tensor(is_skipped)
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        found.append(average_of(optimizer, parameter).clone())
+    assert torch.equal(found[0], found[1])
+    assert (found[2] < found[1]).all()
+    assert (found[1] < 1).all()

@@ -85,12 +85,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     def optimizer_options(self) -> OptimizerOptions:
         """By every third seed with clipped gradients, but for asynchronous training; by every two
-        of three with weights that do not decay."""
+        of three with weights that do not decay; by every second three with averages."""
         is_clipped = self.seed % 3 == 1 and not self.is_asynchronous
         return replace(
             _OPTIMIZERS[self.optimizer],
             no_decay=((), ("1d",), ("*weight",))[self.seed // 2 % 3],
             max_grad_norm=0.5 if is_clipped else None,
+            ema=0.7 if self.seed // 3 % 2 else None,
         )
 
     def batch(self, task: Task, step: int) -> Batch:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
-from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.engines.optimizers import average_of, make_optimizer
 from harness.runtime.models.task import Task
 
 
@@ -75,6 +75,16 @@ def plain_optimizer(case: Case, model: nn.Module) -> Optimizer:
     return make_optimizer(model.named_parameters(), case.optimizer_options(), torch.device("cpu"))
 
 
+def final_state(case: Case, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The model's state, and its averages where the case has them."""
+    state = dict(model.state_dict())
+    if case.optimizer_options().ema is not None:
+        named = model.named_parameters(remove_duplicate=False)
+        averages = state | {name: average_of(optimizer, p) for name, p in named}
+        state |= {f"average of {name}": tensor for name, tensor in averages.items()}
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
 def train_alone(case: Case) -> Trace:
     """Train a case on one device."""
     task = case.make_task()
@@ -87,7 +97,7 @@ def train_alone(case: Case) -> Trace:
         clip(case, task.model)
         gradients.append(gradients_of(task.model))
         optimizer.step()
-    state = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    state = final_state(case, task.model, optimizer)
     return Trace(losses=losses, gradients=gradients, state=state)
 
 
@@ -131,7 +141,7 @@ def train_alone_asynchronously(case: Case) -> Trace:
         gradients.append(
             {name: updates[-1 - lag][name] for name, lag in lags.items() if lag < len(updates)}
         )
-    state = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    state = final_state(case, task.model, optimizer)
     return Trace(losses=losses, gradients=gradients, state=state)
 
 

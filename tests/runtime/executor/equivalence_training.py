@@ -25,7 +25,7 @@ from harness.domain.strategy import Strategy
 from harness.measure.recorder import HostClock, Recorder
 from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
-from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.engine import Engine, EngineOptions, Share
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.gradients import deferred
@@ -272,6 +272,15 @@ def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
+def _final_state(case: Case, engine: Engine) -> dict[str, Tensor]:
+    """The model's state, and its averages where the case has them."""
+    state = dict(engine.model_state())
+    if case.optimizer_options().ema is not None:
+        averages = engine.averaged_state()
+        state |= {f"average of {name}": tensor for name, tensor in averages.items()}
+    return _copied(state)
+
+
 def train_by_strategy(case: Case, world: World) -> Trace:
     """Train a case; gradients and state are the whole ones, on rank 0 alone."""
     with small_pieces(case):
@@ -288,7 +297,7 @@ def _train_by_strategy(case: Case, world: World) -> Trace:
         losses.append(train_step(engine, case, task, step))
         gradients.append(_copied(kept()))
     engine.verify()
-    state = _copied(engine.full_state()["model"])
+    state = _final_state(case, engine)
     if world.rank:
         return Trace(losses=losses, gradients=[], state={})
     return Trace(losses=losses, gradients=gradients, state=state)
@@ -357,7 +366,7 @@ def _train_after(move: Move, state: dict[str, Any], world: World) -> Trace:
     losses = [train_step(moved, case, task, s) for s in range(move.n_before, case.n_steps)]
     gradients = _copied(kept())
     moved.verify()
-    return Trace(losses=losses, gradients=[gradients], state=_copied(moved.full_state()["model"]))
+    return Trace(losses=losses, gradients=[gradients], state=_final_state(case, moved))
 
 
 def train_by_ddp(case: Case, world: World) -> Trace:
@@ -371,4 +380,4 @@ def train_by_ddp(case: Case, world: World) -> Trace:
         float(engine.step(lambda s=step: own_part(case.batch(task, s), samples), share))  # type: ignore[misc]
         for step in range(case.n_steps)
     ]
-    return Trace(losses=losses, gradients=[], state=_copied(engine.model_state()))
+    return Trace(losses=losses, gradients=[], state=_final_state(case, engine))

@@ -44,7 +44,11 @@ def changing_case(model, *named, at=(2,), frozen=(), **changes):
 @pytest.mark.parametrize(
     ("model", "named", "more"),
     [
-        ("mlp", [(1, "single"), (3, "ddp"), (2, "1f1b")], {"at": (1, 3), "optimizer": "adamw"}),
+        (
+            "mlp",
+            [(1, "single"), (3, "ddp"), (2, "1f1b")],
+            {"at": (1, 3), "optimizer": "adamw", "seed": 3},
+        ),
         ("lenet", [(3, "tensor parallel"), (2, "1f1b")], {}),
         ("vit", [(2, "1f1b"), (3, "tensor parallel")], {"dropout": "exact"}),
         ("resnet18", [(2, "ddp"), (1, "single"), (2, "1f1b")], {"at": (1, 4)}),

@@ -27,12 +27,13 @@ def test_each_rank_keeps_half_of_what_is_sharded(case, ranks):
         state: [sum(column) / whole for column in list(zip(*kept, strict=True))[:3]]
         for state, kept in found.items()
     }
-    # Of both ranks together; the buckets of unsharded gradients are kept for the next step.
+    # Of both ranks together; the buckets of unsharded gradients are kept for the next step. The
+    # state is momenta and averages.
     assert shares == {
-        "none": [2, 2, 2],
-        "optimizer": [2, 2, 1],
-        "gradients": [2, 1, 1],
-        "parameters": [1, 1, 1],
+        "none": [2, 2, 4],
+        "optimizer": [2, 2, 2],
+        "gradients": [2, 1, 2],
+        "parameters": [1, 1, 2],
     }
     for kept in found["parameters"]:
         assert kept.n_units > 6

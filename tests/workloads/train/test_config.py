@@ -58,6 +58,11 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ({"dropout": float("nan")}, "--dropout nan is a probability"),
         ({"dlrm_bottom_mlp": (64, 0)}, "--dlrm-bottom-mlp 64 0 must be at least 1 each"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1 must be at least 0"),
+        ({"ema": 1.0}, "--ema 1.0 must be above 0 and below 1, such as 0.999"),
+        (
+            {"strategy": ("zero2",), "ema": 0.9},
+            "--ema needs the executor, zero2 is trained by deepspeed: use --strategy ddp",
+        ),
         ({"no_decay": ("1d",)}, "--no-decay 1d leaves parameters out of --weight-decay, which"),
         ({"microbatches": (4, -1)}, "--microbatches 4 -1 must be at least 1 each"),
         ({"batch_size": (0,)}, "--batch-size"),

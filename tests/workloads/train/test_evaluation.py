@@ -1,5 +1,6 @@
 """The accuracy of a model on digits that are held out, and losses that are refused."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +35,13 @@ def test_the_accuracy_is_the_share_of_held_out_digits_that_are_found(context):
         last += 100 * torch.nn.functional.one_hot(torch.tensor(3), 10)  # says 3 always
     labels = DigitData((1, 8, 8), is_held_out=True).__getitems__(list(range(357))).targets
     engine = SimpleNamespace(model_state=model.state_dict)
-    assert Evaluation(CASE, context).accuracy(engine) == int((labels == 3).sum()) / 357
+    state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    engine.averaged_state = lambda: state  # says 0 always
+    assert Evaluation(replace(CASE, ema=0.9), context).accuracies(engine) == {
+        "accuracy": int((labels == 3).sum()) / 357,
+        "averaged_accuracy": int((labels == 0).sum()) / 357,
+    }
+    assert [*Evaluation(CASE, context).accuracies(engine)] == ["accuracy"]
 
 
 def test_the_epoch_in_which_a_run_goes_on_has_an_accuracy_but_no_time():
@@ -43,7 +50,7 @@ def test_the_epoch_in_which_a_run_goes_on_has_an_accuracy_but_no_time():
     plan = SimpleNamespace(n_steps_per_epoch=10, sizes=lambda step: [4])
     training = SimpleNamespace(plan=plan, engine=SimpleNamespace(n_synchronisations=0), n_steps=20)
     context = SimpleNamespace(world=SimpleNamespace(rank=0, interface="lo"), recorder=recorder)
-    evaluation = SimpleNamespace(accuracy=lambda engine: 0.5)
+    evaluation = SimpleNamespace(accuracies=lambda engine: {"accuracy": 0.5})
     loop = TrainLoop(training, context, 1, evaluation=evaluation, first=5)
     for index in range(5, 20):
         loop._between(index)

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file
 
-from harness.workloads.train.workload import _save_model
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.workload import _save
 
 
 class ModelOnly:
@@ -19,7 +20,7 @@ class ModelOnly:
 
 def test_tied_weights_are_written_under_each_name_and_no_optimizer_is_gathered(tmp_path):
     context = SimpleNamespace(world=SimpleNamespace(is_first=True), run_dir=tmp_path)
-    _save_model(SimpleNamespace(engine=ModelOnly(), prefix="model."), context)
+    _save(TrainCase(save_model=True), SimpleNamespace(engine=ModelOnly(), prefix="model."), context)
     found = load_file(tmp_path / "model.safetensors")
     assert {name: tensor.shape for name, tensor in found.items()} == {
         "encoder.weight": (2, 3), "decoder.weight": (2, 3), "model.bias": (2,)

@@ -32,7 +32,6 @@ from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.capture.meta_copy import stand_ins
 from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.engines.engine import EngineOptions
-from harness.runtime.engines.optimizers import STATES_PER_PARAMETER
 from harness.runtime.executor.cache.activations import Tap
 from harness.runtime.executor.cache.boundary import (
     Rest,
@@ -339,7 +338,7 @@ class ElasticExecutor:
 
     def predict_bytes(self, engine: ExecutorEngine) -> dict[tuple[int, int], int]:
         """Bytes that a change to an engine moves, by (sender, reader)."""
-        n_states = STATES_PER_PARAMETER[self._options.optimizer.variant]
+        n_states = self._options.optimizer.n_states
         weights, state = find_all_migrations(self.engine.held_state(), engine.held_state())
         found: Counter[tuple[int, int]] = Counter()
         for one, n_tensors in [*((m, 1) for m in weights), *((m, n_states) for m in state)]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.errors import ConfigError, VerificationError
-from harness.runtime.engines.optimizers import OptimizerOptions, check_state
+from harness.runtime.engines.optimizers import OptimizerOptions, average_of, checked_state
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
@@ -129,7 +129,17 @@ class StateGatherer:
 
     def model_state(self) -> dict[str, Tensor]:
         """Parameters and buffers by all their names, in the order of the model."""
-        known = {**self._unused, **self.whole(self._model_parts())}
+        return self._named(self._model_parts())
+
+    def averaged_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """The same with the averages of the trained parameters."""
+        trained = {piece.name for piece in self._owners.keepers()}
+        parts = {p: tensor for p, tensor in self._model_parts().items() if p.name not in trained}
+        own = self._owners.own.items()
+        return self._named(parts | {piece: average_of(optimizer, p) for piece, p in own})
+
+    def _named(self, parts: Parts) -> dict[str, Tensor]:
+        known = {**self._unused, **self.whole(parts)}
         return {name: known[first] for name, first in self.names.items()}
 
     def _model_parts(self) -> dict[WeightSlice, Tensor]:
@@ -228,8 +238,7 @@ class StateGatherer:
         for name, tensor in self._unused.items():
             tensor.copy_(_tensor_of(model, name, tensor.shape))
         numbers = {name: index for index, name in enumerate(self.parameters)}
-        stored = state["optimizer"]["state"]
-        check_state(optimizer, {key for values in stored.values() for key in values})
+        stored = checked_state(optimizer, state["optimizer"]["state"])
         sliced: dict[int, dict[str, Any]] = {}
         grouped = [p for group in optimizer.param_groups for p in group["params"]]
         places = {parameter: index for index, parameter in enumerate(grouped)}
