@@ -309,6 +309,7 @@ class Launcher:
         found = self._control.broadcast("resumed", found, Continuation | None)
         if found is None:
             return plan
+        _log.info("the ranks of %s %s", found.run_id, found.text)
         used = [self.ranks[rank] for rank in plan.ranks]
         (then,) = plan_runs([continued(plan.case, found, len(used))], used)
         return replace(then, repeat=plan.repeat)

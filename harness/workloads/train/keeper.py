@@ -145,7 +145,7 @@ def find_continuation(case: TrainCase, run_dir: Path, lost: Sequence[int]) -> Co
     Returns:
         None if the run keeps no state, or if nobody is left to go on.
     """
-    if not case.survive and (lost or not case.save_every):
+    if lost and not case.survive:
         return None
     runs = list(_with_continued(run_dir))
     step, directory = next(filter(None, (find_state(path) for path, _ in runs)), (0, None))
@@ -232,7 +232,10 @@ def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
 
 
 # Flags that may differ between a run and the one that continues it.
-_MAY_DIFFER = {"n_ranks", "strategy_digest", "continues", "first_step", "load_state"}
+_MAY_DIFFER = {
+    "n_ranks", "strategy_digest", "continues", "first_step", "load_state", "save_every", "survive",
+    "rejoin", "n_workers",
+}  # fmt: skip
 
 
 def is_same(config: dict[str, Any], first: dict[str, Any]) -> bool:

@@ -122,7 +122,7 @@ class TrainLoop:
         """Warm up, then train the recorded steps until `n_steps`."""
         self._n_steps = n_steps
         self._begin_epoch()
-        if self._first and self._changes is not None:
+        if 0 < self._first < n_steps and self._changes is not None:
             self.training = self._changes.before_step(self._first, self.training)
         measure_steps(
             self._step,
@@ -187,6 +187,8 @@ class TrainLoop:
         Raises:
             VerificationError: a loss is not finite.
         """
+        if not self._losses:  # a run that goes on after its last step
+            return []
         losses = torch.stack(self._losses).float()
         if self._context.world.size > 1:
             dist.all_reduce(losses)
@@ -336,11 +338,11 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         **_plan_summary(planned, is_elastic=case.is_elastic),
         "n_parameters": training.n_parameters,
         "parameters_digest": digest,
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
         "shares": list(training.plan.shares),
         "steps_per_epoch": training.plan.n_steps_per_epoch,
     }
+    if losses:
+        summary |= {"first_loss": losses[0], "last_loss": losses[-1]}
     if case.continues:
         summary |= {"continues": case.continues, "first_step": case.first_step}
     if not is_last:

@@ -17,7 +17,7 @@ CASE = TrainCase(model="lenet", data="digits", batch=4)
 
 @pytest.fixture
 def context():
-    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), interface="lo")
     return SimpleNamespace(world=world)
 
 
@@ -72,8 +72,12 @@ def test_a_loss_that_is_not_finite_blames_the_learning_rate_after_an_update(
     context, losses, first, wanted
 ):
     """One step warms up, unless the run goes on."""
-    context.world.interface, context.recorder = "lo", SimpleNamespace(sample=lambda *_, **__: None)
+    context.recorder = SimpleNamespace(sample=lambda *_, **__: None)
     loop = TrainLoop(SimpleNamespace(n_steps=9), context, 1, first=first)
     loop._losses = [torch.tensor(float(loss)) for loss in losses]
     with pytest.raises(VerificationError, match=f"^the loss is {wanted}"):
         loop.record_losses()
+
+
+def test_a_run_that_goes_on_after_its_last_step_has_no_losses(context):
+    assert TrainLoop(SimpleNamespace(n_steps=9), context, 1, first=9).record_losses() == []

@@ -11,7 +11,7 @@ from harness.measure.store import write_header
 from harness.workloads.common.contract import config_json
 from harness.workloads.train import keeper
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.keeper import find_continuation
+from harness.workloads.train.keeper import find_continuation, is_same
 from harness.workloads.train.workload import WORKLOAD
 
 CASE = TrainCase(strategy="pipeline", engine="executor", n_ranks=3, survive=True, rejoin=10)
@@ -103,3 +103,11 @@ def test_a_launch_of_fewer_ranks_is_not_begun_again_by_their_default_batch(
     words = "b trains global batches of 96 on 3 ranks, .* 64 on 2: give --batch-size 96 .* step 5,"
     with pytest.raises(ConfigError, match=words):
         check_batches(planned, results, 2)
+
+
+def test_a_launch_that_goes_on_may_save_at_other_steps(runs):
+    runs("a", 5)
+    other = replace(CASE, save_every=7, survive=False, rejoin=None, n_workers=2)
+    assert is_same(config_json(other), config_json(CASE))
+    assert find_continuation(replace(other, save_every=None), runs.first, []).step == 5
+    assert not is_same(config_json(replace(CASE, steps=7)), config_json(CASE))
