@@ -64,6 +64,9 @@ class Options:
     device: Literal["cpu", "cuda:0"] = "cpu"
     """Train the strategies on this device, which all ranks share; one device in plain PyTorch, with
     which they are compared, is the CPU."""
+    compile: Literal["", "aot_eager", "inductor"] = ""
+    """Compile segments by this backend of torch.compile in every case, but for asynchronous ones.
+    aot_eager only traces them, and is faster."""
     case_file: Path | None = None
     """Run this case, as printed for an unequal one, rather than a series."""
     shrink: bool = False
@@ -78,7 +81,7 @@ def wanted_cases(options: Options) -> list[Case]:
         return [msgspec.json.decode(options.case_file.read_bytes(), type=Case)]
     indices = options.only or range(options.cases)
     make = SERIES[options.series]
-    cases = [_sharded(make(options.seed, index), options) for index in indices]
+    cases = [_compiled(_sharded(make(options.seed, index), options), options) for index in indices]
     return [
         case
         for case in sorted(cases, key=lambda case: case.n_ranks)
@@ -97,6 +100,11 @@ def _sharded(case: Case, options: Options) -> Case:
         case.strategy, shard_state=options.shard_state, schedule=schedule
     )
     return msgspec.structs.replace(case, strategy=strategy)
+
+
+def _compiled(case: Case, options: Options) -> Case:
+    backend = "" if case.is_asynchronous else options.compile
+    return msgspec.structs.replace(case, backend=backend)
 
 
 def _cell(findings: list[Finding]) -> str:

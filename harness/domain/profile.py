@@ -249,9 +249,13 @@ def measurement_key(
 RESULTS = Path("results")
 
 
-def default_profile(model: str, dtype: str = "fp32", results: Path = RESULTS) -> Path:
-    """Where a model's profile in one dtype goes unless the user says otherwise."""
-    name = re.sub(r"[^\w.-]+", "_", model if dtype == "fp32" else f"{model}-{dtype}")
+def default_profile(
+    model: str, dtype: str = "fp32", results: Path = RESULTS, *, is_compiled: bool = False
+) -> Path:
+    """Where a model's profile in one dtype, and of compiled or other whole steps, goes unless the
+    user says otherwise."""
+    words = [model, *([] if dtype == "fp32" else [dtype]), *(["compiled"] if is_compiled else [])]
+    name = re.sub(r"[^\w.-]+", "_", "-".join(words))
     return results / f"profile-{name}.json"
 
 

@@ -63,6 +63,12 @@ _LONGEST_SAMPLE_S = 0.5
 _HOLD_CYCLES = 1_000_000
 
 
+def settle(device: torch.device) -> None:
+    """Wait until a device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def hold_gpu() -> None:
     """Keep the GPU busy for half a millisecond, so that the host can queue work; does not wait."""
     torch.cuda._sleep(_HOLD_CYCLES)

@@ -52,6 +52,7 @@ class EngineOptions:
         zero_stage: 0: ZeRO partitions nothing; 1: optimizer state; 2: gradients; 3: parameters.
         batch: largest number of samples of this rank in a step.
         unread: parameters without a gradient, which DistributedDataParallel leaves out.
+        is_compiled: forward and backward are compiled by torch.compile.
     """
 
     dtype: str
@@ -60,6 +61,7 @@ class EngineOptions:
     zero_stage: int = 0
     batch: int = 1
     unread: tuple[str, ...] = ()
+    is_compiled: bool = False
 
 
 class Engine(Protocol):

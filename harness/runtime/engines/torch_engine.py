@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.domain.sharding import BUCKET_BYTES
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
+from harness.runtime.devices.compiling import compiled
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share, fetch_batch
 from harness.runtime.engines.optimizers import average_of, make_optimizer, set_rate
@@ -104,10 +105,17 @@ class TorchEngine:
         self._recorder = recorder
         self._precision = Precision(options.dtype, world.device)
         self._timer: BucketTimer | None = None
-        self._forward_model: nn.Module = task.model
+        self._forward_model: Callable[..., Any] = task.model
+        self._sum_loss: Callable[..., Any] = task.sum_loss
         if world.size > 1:
             self._timer = BucketTimer(recorder, world)
             self._forward_model = _distribute(task.model, world.device, options, self._timer)
+        self._replica = self._forward_model
+        if options.is_compiled:
+            # Dynamo splits the graph of DistributedDataParallel at its buckets, so that they
+            # overlap with backward.
+            self._forward_model = compiled(self._forward_model, world.device)
+            self._sum_loss = compiled(self._sum_loss, world.device)
         self._optimizer = make_optimizer(
             task.model.named_parameters(), options.optimizer, world.device
         )
@@ -146,14 +154,15 @@ class TorchEngine:
         return loss.detach()
 
     def _synchronising(self, *, is_muted: bool) -> contextlib.AbstractContextManager[Any]:
-        if is_muted and isinstance(self._forward_model, DistributedDataParallel):
-            return self._forward_model.no_sync()
+        if is_muted and isinstance(self._replica, DistributedDataParallel):
+            return self._replica.no_sync()
         return contextlib.nullcontext()
 
     def _forward(self, batch: Batch, share: Share) -> Tensor:
         with self._precision.autocast():
             outputs = self._forward_model(*batch.inputs)
-            return self._task.sum_loss(outputs, batch.targets) * share.weight
+            loss: Tensor = self._sum_loss(outputs, batch.targets) * share.weight
+            return loss
 
     def _add_backward(self, start: Any, end: Any) -> None:
         """Add backward before the last bucket is ready and after it is reduced; the time between

@@ -154,7 +154,7 @@ class ExecutorEngine:
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights
         self.layer_norms: LayerNorms | None = None
-        self.is_priming_due = is_needed(world)
+        self.is_priming_due = is_needed(world, is_compiled=plan.is_compiled)
 
     # Building
 

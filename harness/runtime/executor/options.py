@@ -31,6 +31,7 @@ class ExecutorPlan:
             weight stashing, as in PipeDream: stage s of S computes gradients with weights that are
             S - 1 - s updates old.
         is_elastic: the strategy may change between steps.
+        is_compiled: segments are compiled by torch.compile.
         timeout_s: how long a rank waits for another before it raises an error.
         is_held: the captured graph was compared with the model (`runtime.faithfulness`) already;
             else the engine compares them before training.
@@ -41,6 +42,7 @@ class ExecutorPlan:
     dropout: Literal["local", "exact"] = "local"
     is_asynchronous: bool = False
     is_elastic: bool = False
+    is_compiled: bool = False
     seed: int = 0
     timeout_s: float = 300.0
     is_held: bool = False
@@ -52,7 +54,11 @@ class ExecutorPlan:
         self.check_schedule()
 
     def check_schedule(self) -> None:
-        """Check that asynchronous training uses 1F1B without recomputation."""
+        """Check that asynchronous training uses 1F1B without recomputation, and that neither it nor
+        an elastic strategy is compiled."""
+        if self.is_compiled and (self.is_asynchronous or self.is_elastic):
+            kind = "asynchronous" if self.is_asynchronous else "elastic"
+            raise StrategyError(f"{kind} training has no --compile: drop one of them")
         if self.is_asynchronous and self.strategy.schedule != "1f1b":
             raise StrategyError(
                 f"asynchronous training runs 1f1b, strategy {self.strategy.name!r} has schedule "

@@ -176,6 +176,10 @@ class ModelFlags(DlrmFlags, TextFlags):
     """Statistics of batch norm. local: each rank uses its own samples, as DDP does, so results
     differ from one device's. global: all samples of a microbatch (the torch engine needs GPUs for
     it, because it uses SyncBatchNorm). frozen: running statistics, not updated."""
+    compile: bool = False
+    """Compile forward and backward by torch.compile (torch engine and executor). The first step
+    then takes minutes. Steps are predicted by operators that are not compiled, scaled to the whole
+    compiled step of one device, which `profile --compile` writes into a file of its own."""
 
     def check(self) -> None:
         """Refuse numbers that no model accepts."""

@@ -138,8 +138,8 @@ class ProfileConfig(ModelFlags):
     of other shards are fitted."""
     profile_file: Path | None = None
     """The profile to write; measurements that it already holds are not repeated. Default:
-    profile-MODEL.json (profile-MODEL-bf16.json and so on) in the results directory. The graph is
-    written beside it as .graph.json."""
+    profile-MODEL.json (profile-MODEL-bf16-compiled.json and so on) in the results directory. The
+    graph is written beside it as .graph.json."""
     time_budget_s: float = 0.2
     """Seconds to sample each operator for, unless --min-samples takes longer."""
     min_samples: int = 6
@@ -184,7 +184,7 @@ class ProfileConfig(ModelFlags):
         """The profile file."""
         if self.profile_file is not None:
             return self.profile_file
-        return default_profile(self.model, self.dtype, results)
+        return default_profile(self.model, self.dtype, results, is_compiled=self.compile)
 
 
 def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:

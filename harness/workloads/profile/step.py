@@ -6,7 +6,7 @@ Measure an optimizer's step on this device, in seconds per byte of parameters.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -20,9 +20,10 @@ from harness.errors import first_line
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.data.synthetic import draw_batch
+from harness.runtime.devices.compiling import compiled
 from harness.runtime.devices.memory import CacheFlush, is_out_of_memory
 from harness.runtime.devices.precision import Precision
-from harness.runtime.devices.sampling import shortest_sample_s
+from harness.runtime.devices.sampling import settle, shortest_sample_s
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.models import Task
 from harness.runtime.ranks.gather import gather_bytes
@@ -60,9 +61,21 @@ class StepSampler:
     """
 
     def __init__(
-        self, task: Task, batch: int, dtype: str, device: torch.device, recorder: Recorder
+        self,
+        task: Task,
+        batch: int,
+        dtype: str,
+        device: torch.device,
+        recorder: Recorder,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         self._task = task
+        self._model: Callable[..., Any] = task.model
+        self._sum_loss: Callable[..., Any] = task.sum_loss
+        if is_compiled:
+            self._model = compiled(task.model, device)
+            self._sum_loss = compiled(task.sum_loss, device)
         self._recorder = recorder
         self._precision = Precision(dtype, device)
         self._data = {n: draw_batch(task, n, 0, device) for n in (batch, small_batch(batch))}
@@ -131,7 +144,7 @@ class StepSampler:
         self._task.model.zero_grad(set_to_none=True)
         start = clock.mark()
         with self._precision.autocast():
-            loss = self._task.sum_loss(self._task.model(*data.inputs), data.targets)
+            loss = self._sum_loss(self._model(*data.inputs), data.targets)
             loss = loss / data.targets.numel()
         loss.backward()
         return start, clock.mark()
@@ -199,16 +212,11 @@ def optimizer_s_per_byte(
     n_steps, steps_s, begin_s, start_s = 0, 0.0, clock(), time.perf_counter()
     while n_steps < _MIN_STEPS or time.perf_counter() - start_s < _MIN_TIME_S:
         flush(timed.n_between)
-        _settle(device)
+        settle(device)
         before_s = clock()
         optimizer.step()
-        _settle(device)
+        settle(device)
         steps_s += clock() - before_s
         n_steps += 1
     ratio = (time.perf_counter() - start_s) / (clock() - begin_s)
     return steps_s * ratio / n_steps / sum(timed.sizes)
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -175,7 +175,9 @@ class _Profiler:
             recorder.sample("model_step_skipped", 1, reason=reason)
             return None
         try:
-            sampler = StepSampler(task, config.batch_size, config.dtype, device, recorder)
+            sampler = StepSampler(
+                task, config.batch_size, config.dtype, device, recorder, is_compiled=config.compile
+            )
             for _ in range(config.warm_up):
                 sampler.take()
         except Exception as error:

@@ -279,6 +279,7 @@ class _Trial:
             ExecutorPlan(
                 strategy=strategy, batch_norm=search_config.norm_scope, seed=search_config.seed,
                 timeout_s=context.collective_timeout_s, is_held=True,
+                is_compiled=search_config.compile,
             ),
         )  # fmt: skip
         data = DataOptions(

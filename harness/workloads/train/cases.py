@@ -29,6 +29,7 @@ from harness.workloads.train.config import (
     TrainConfig,
     TrainSettings,
     check_changes,
+    check_compiled,
     is_file,
     is_layout,
     is_shardable,
@@ -389,6 +390,7 @@ def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
         cases += order.sample(combinations, len(combinations))
     for case in combinations:
         _check_pipeline(case)
+        check_compiled(case)
         if case.batch < case.n_ranks and case.strategy in _BY_SAMPLES:
             raise ConfigError(
                 f"a global batch of {case.batch} leaves some of {case.n_ranks} ranks without a "

@@ -323,6 +323,18 @@ class TrainCase(TrainSettings):
         )
 
 
+def check_compiled(case: TrainCase) -> None:
+    """Refuse to compile where that is not possible."""
+    if case.compile and case.engine == "deepspeed":
+        raise ConfigError(
+            f"--compile is for the engines torch and executor, {case.strategy} is trained by "
+            "deepspeed: drop it"
+        )
+    if case.compile and (case.is_asynchronous or case.is_elastic):
+        kind = "asynchronous" if case.is_asynchronous else "elastic"
+        raise ConfigError(f"{kind} training has no --compile: drop one of them")
+
+
 def check_changes(config: TrainConfig) -> None:
     """Refuse changes of strategy that are malformed, out of order or outside the run."""
     if not 0 < config.freeze_alpha < 1:

@@ -29,6 +29,7 @@ from harness.runtime.data import (
 )
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.precision import Precision, set_tensor_cores
+from harness.runtime.devices.sampling import settle
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
 from harness.runtime.engines.torch_engine import TorchEngine
@@ -84,11 +85,6 @@ _MIN_TIME_S = 0.5
 _MIN_STEPS = 3
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) -> float:
     """Rate of forward and backward over batches of `n_samples`; the model is not changed."""
     inputs, targets = draw_batch(task, n_samples, 0, device)
@@ -102,11 +98,11 @@ def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) 
         task.model.zero_grad(set_to_none=True)
 
     step()
-    _finish(device)
+    settle(device)
     n_steps, start_s = 0, time.perf_counter()
     while n_steps < _MIN_STEPS or time.perf_counter() - start_s < _MIN_TIME_S:
         step()
-        _finish(device)
+        settle(device)
         n_steps += 1
     rate = n_steps * n_samples / (time.perf_counter() - start_s)
     with torch.no_grad():
@@ -232,6 +228,7 @@ def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> Exec
         dropout="exact" if case.exact_dropout else "local",
         is_asynchronous=case.is_asynchronous,
         is_elastic=case.is_elastic,
+        is_compiled=case.compile,
         seed=case.seed,
         timeout_s=timeout_s,
         is_held=True,  # planning has compared the graph with the model
@@ -281,6 +278,7 @@ def _make_engine(
         zero_stage=case.zero_stage,
         batch=n_local,
         unread=unread_parameters(task) if is_users else (),
+        is_compiled=case.compile,
     )
     if plan is None or not plan.is_elastic:
         return ENGINES[case.engine](task, world, recorder, options, plan), None

@@ -55,6 +55,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seed: of the weights and the data.
         dropout: `off` sets every probability to 0; `exact` keeps the model's.
+        backend: of torch.compile, for the segments; empty: they are not compiled.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float64"
     n_steps: int = 3
     is_asynchronous: bool = False
+    backend: str = ""
 
     def make_task(self) -> Task:
         """The model with its weights, by every second sixteen seeds with channels last; equal in

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,8 +32,9 @@ from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.gradients import deferred
 from harness.runtime.executor.gradients.weight_gradients import ConvProduct
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.program import lower
 from harness.runtime.executor.sharded import gathers
-from harness.runtime.executor.shards import ring
+from harness.runtime.executor.shards import forms, ring
 from harness.runtime.executor.state.files import load_sharded
 from harness.runtime.executor.transport import messages
 from harness.runtime.executor.transport.channels import Buffers, Channels
@@ -69,6 +71,7 @@ def plan_of(case: Case) -> ExecutorPlan:
         batch_norm=case.batch_norm,
         dropout="exact" if case.dropout == "exact" else "local",
         is_asynchronous=case.is_asynchronous,
+        is_compiled=bool(case.backend),
         is_held=True,  # a graph that is not the model's would train otherwise
         seed=case.seed,
         timeout_s=TIMEOUT_S,
@@ -85,6 +88,12 @@ def options_of(case: Case) -> EngineOptions:
     )
 
 
+def compiled_by(backend: str, module: torch.nn.Module, device: torch.device) -> Any:
+    """A segment, compiled by another backend than TorchInductor, which takes many seconds."""
+    options = {"fallback_random": True} if backend == "inductor" else None
+    return torch.compile(module, backend=backend, dynamic=False, options=options)
+
+
 @contextmanager
 def as_drawn(case: Case) -> Iterator[None]:
     """Compute gradients of weights in the ways that the case's seed and batch choose."""
@@ -95,6 +104,8 @@ def as_drawn(case: Case) -> Iterator[None]:
         mock.patch.object(deferred, "LARGE_ELEMENTS", least),
         mock.patch.object(deferred, "JOINED_ELEMENTS", joined[0]),
         mock.patch.object(deferred, "KEPT_SHARE", joined[1]),
+        mock.patch.object(lower, "compiled", partial(compiled_by, case.backend)),
+        mock.patch.object(forms, "BUCKET_BYTES", 1 << 10),  # compiled segments end there
     ):
         yield
 

@@ -72,6 +72,12 @@ def test_random_strategies_on_a_gpu_train_what_the_cpu_trains(index, gpu_ranks):
     assert_equal(any_case(1, index), gpu_ranks)
 
 
+@pytest.mark.parametrize("name", ["ddp", "1f1b"])
+def test_compiled_segments_train_what_one_device_trains(name, ranks):
+    case = make_case("mlp", named("mlp", 2, 8, name), 2, backend="aot_eager")
+    assert_equal(case, ranks)
+
+
 def test_sparse_gradients_are_trained_as_dense_ones(ranks):
     case = make_case("sparse_rows", named("sparse_rows", 2, 8, "ddp"), 2)
     wanted = train_alone(msgspec.structs.replace(case, model="dense_rows"))

@@ -119,6 +119,15 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ),
         ({"strategy": ("pipeline",), "asynchronous": True, "drift": True}, "--drift is for synchr"),
         (
+            {"strategy": ("pipeline",), "asynchronous": True, "compile": True},
+            "asynchronous training has no --compile",
+        ),
+        ({"drift": True, "compile": True}, "elastic training has no --compile"),
+        (
+            {"strategy": ("zero1",), "compile": True},
+            "--compile is for the engines torch and executor, zero1 is trained by deepspeed",
+        ),
+        (
             {"save_sharded": True, "engine": "torch"},
             "--save-sharded needs the executor, ddp is trained by torch: add --engine executor",
         ),

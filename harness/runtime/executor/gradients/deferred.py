@@ -283,8 +283,9 @@ class WeightGradients:
         self._calls: dict[str, list[Call]] = {}
         self.buffers = GradientBuffers(are_kept=not strategy.shards_gradients)
         has_copies = world.size > 1 or strategy.n_microbatches > 1
-        # On a GPU the overhead of an autograd function in Python exceeds the time of a copy.
-        is_faster = world.device.type == "cpu"
+        # On a GPU the overhead of an autograd function in Python exceeds the time of a copy, and it
+        # would cut a compiled segment.
+        is_faster = world.device.type == "cpu" and not plan.is_compiled
         # Stashed weights have no buckets, and buckets of sharded gradients are packed by owner.
         has_buckets = not (plan.is_asynchronous or strategy.shards_gradients)
         is_immediate = has_copies and is_faster and has_buckets

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.partition import SAMPLE, Block
 from harness.domain.sharding import CONTRACTION
+from harness.runtime.devices.compiling import uncompiled
 from harness.runtime.executor.geometry.layout import Layout, Part, Want
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
@@ -63,6 +64,7 @@ class KeepsBuffers(nn.Module):
         super().__init__()
         self.module = module
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         held = [(m, dict(m._buffers)) for m in self.module.modules()]
         output = self.module(*args, **kwargs)

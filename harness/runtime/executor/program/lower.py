@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.runtime.devices.compiling import compiled
 from harness.runtime.executor.cache.boundary import recorded_keys
 from harness.runtime.executor.program.emit import DeviceTasks, SegmentBuilder
 from harness.runtime.executor.program.program import (
@@ -68,8 +69,14 @@ class Lowering:
             for key in builder.values
             if key.value == "loss" or (key not in needed and (key.operator, key.part) in always)
         ]
+        module = builder.finish(outputs, stage)
+        # Collective tasks communicate, and a split backward has side effects.
+        is_compiled = self._tasks.forms.is_compiled and not is_collective
+        is_compiled &= stage not in self._tasks.gradients.split
         return Segment(
-            module=builder.finish(outputs, stage),
+            module=module,
+            # Not the module itself, because errors would lose the failing line in their traceback.
+            call=compiled(module, self._tasks.meta.device) if is_compiled else module.forward,
             inputs=tuple(builder.inputs),
             outputs=tuple(outputs),
             fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -127,7 +127,9 @@ class Segment:
     """Tasks that run without waiting for other devices.
 
     Attributes:
-        module: called with the inputs in order; returns the outputs as a tuple.
+        module: the graph of the tasks.
+        call: the module, or what it was compiled to: called with the inputs in order, it returns
+            the outputs as a tuple.
         fetches: wants that must arrive before it, first used by this segment.
         sends: pieces of its outputs that other devices read, in order.
         runs_always: other devices wait for its backward, within its task or for gradients of its
@@ -138,6 +140,7 @@ class Segment:
     """
 
     module: fx.GraphModule
+    call: Callable[..., Any]
     inputs: tuple[InputKey, ...]
     outputs: tuple[PartKey, ...]
     fetches: tuple[Want, ...]
@@ -195,6 +198,7 @@ class Draft:
         waits: whether it waits for other devices: for fetches or within a collective task.
         units: numbers of the units of freed weights that it uses.
         is_apart: whether its tasks are of `Captured.apart`.
+        weight_bytes: bytes of the whole weights of its operators.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -203,6 +207,7 @@ class Draft:
     waits: bool = False
     units: frozenset[int] = frozenset()
     is_apart: bool = False
+    weight_bytes: int = 0
 
 
 def draft_segments(forms: Forms, device: int) -> dict[int, list[Draft]]:
@@ -227,7 +232,7 @@ def _drafts(
 ) -> list[Draft]:
     layout = forms.layout
     drafts: list[Draft] = []
-    draft = Draft()
+    draft, most_bytes = Draft(), forms.segment_bytes()
     for part in layout.tasks(device, stage):
         wants = [want for _, want in layout.reads(part)]
         missing = {w.number: w for w in wants if w.is_exchanged and w.number not in fetched}
@@ -235,7 +240,7 @@ def _drafts(
         units = forms.units.get((part.operator, device), frozenset())
         is_next = bool(draft.units) and not units <= draft.units
         is_apart = part.operator in layout.captured.apart
-        is_next |= is_apart != draft.is_apart
+        is_next |= is_apart != draft.is_apart or draft.weight_bytes >= most_bytes
         if draft.parts and (missing or is_collective or is_next):
             drafts.append(draft)
             draft = Draft()
@@ -244,6 +249,7 @@ def _drafts(
         fetched.update(missing)  # in place, for later stages
         draft.parts.append(part)
         draft.units |= units
+        draft.weight_bytes += layout.operators[part.operator].parameter_bytes
         draft.waits |= bool(missing) or is_collective
         if is_collective or part in outgoing:
             draft.sends = outgoing.get(part, [])

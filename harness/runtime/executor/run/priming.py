@@ -1,4 +1,4 @@
-"""Prime the GPU by a step without communication or update, before the first real step.
+"""Prime a rank by a step without communication or update, before the first real step.
 
 Under NCCL a receive that is posted ahead occupies the GPU until its message arrives. An operation
 that synchronizes the whole GPU then deadlocks, because the sender may wait for this rank. The first
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from harness.runtime.devices.sampling import settle
 from harness.runtime.executor.gradients.sums import GradientSync
 from harness.runtime.executor.run.flight import random_state, repeated
 from harness.runtime.executor.run.runner import Runner
@@ -23,9 +24,10 @@ from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.ranks.world import World
 
 
-def is_needed(world: World) -> bool:
-    """Whether a pending receive could block this rank's first step."""
-    return world.backend == "nccl" and world.size > 1
+def is_needed(world: World, *, is_compiled: bool) -> bool:
+    """Whether a pending receive could block this rank's first step, or whether ranks would compile
+    one after the other."""
+    return (world.backend == "nccl" or is_compiled) and world.size > 1
 
 
 def prime(
@@ -52,8 +54,7 @@ def prime(
         finally:
             channels.is_muted = False
     weights.zero_grad(set_to_none=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    settle(device)
 
 
 @contextmanager

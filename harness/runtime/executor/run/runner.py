@@ -387,6 +387,5 @@ class Runner:
 def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     if flight.version is not None:
         return call_with(segment.module, flight.version, inputs)
-    # Not called as a module, because errors would then lose the failing line in their traceback.
-    found: tuple[Tensor, ...] = segment.module.forward(*inputs)
+    found: tuple[Tensor, ...] = segment.call(*inputs)
     return found

@@ -11,6 +11,7 @@ gathered    the whole operator for the task's samples, cropped to the block (log
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.key_forms import POSITIONS
 from harness.domain.partition import SAMPLE, Interval, count_parts, n_parts, n_replicas
-from harness.domain.sharding import CONTRACTION, has_tasks
+from harness.domain.sharding import BUCKET_BYTES, CONTRACTION, has_tasks
 from harness.domain.strategy import Strategy
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
@@ -54,12 +55,14 @@ class Forms:
     """The form of every operator, the resulting layout, and the holders of weights.
 
     Attributes:
+        is_compiled: segments are compiled.
         units: numbers of the units of freed weights that an operator's tasks on a device use.
     """
 
     layout: Layout
     of: dict[str, Form]
     holders: Holders
+    is_compiled: bool
     units: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
 
     def find_units(self, plans: Sequence[UnitPlan]) -> None:
@@ -70,6 +73,12 @@ class Forms:
                 for use in self.holders.uses(piece):
                     key = names[use.position], use.device
                     self.units[key] = self.units.get(key, frozenset()) | {number}
+
+    def segment_bytes(self) -> float:
+        """Bytes of weights with which a segment ends. A compiled segment has all gradients at its
+        end only, so those that are summed over devices need an earlier one."""
+        is_cut = self.is_compiled and self.holders.groups()
+        return BUCKET_BYTES if is_cut else math.inf
 
     def collective_groups(self) -> set[tuple[int, ...]]:
         """The sets of devices that communicate within a task, ascending."""
@@ -168,7 +177,7 @@ class _Chooser:
             unable = {name for name in unable if forms[name] not in ("gathered", "native")}
             if not unable:
                 check_samples(layout, self._meta)
-                return Forms(layout, forms, holders)
+                return Forms(layout, forms, holders, self._plan.is_compiled)
             forms |= dict.fromkeys(unable, "gathered")
 
     def _layout(self, forms: dict[str, Form]) -> Layout:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.domain.partition import Block, Interval
+from harness.runtime.devices.compiling import uncompiled
 from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
 from harness.runtime.executor.shards.inplace import copying_function
 from harness.runtime.executor.shards.regions import Region, region, regions
@@ -195,6 +196,7 @@ class ExactDropout(Shard):
             return x
         return x * self._mask(x)
 
+    @uncompiled
     def _mask(self, x: Tensor) -> Tensor:
         kept = 1.0 - self._probability
         generator = self._state.generator(self._index)

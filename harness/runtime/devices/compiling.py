@@ -1,0 +1,54 @@
+"""Compile functions of tensors by torch.compile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from harness.errors import ConfigError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function or module, compiled by TorchInductor for each shape and dtype of its inputs at
+    the first call with them. It draws the random numbers of the function itself.
+
+    Raises:
+        ConfigError: this host cannot compile for the device.
+    """
+    _check_compiler(device)
+    return torch.compile(function, dynamic=False, options={"fallback_random": True})
+
+
+def uncompiled(function: _Function) -> _Function:
+    """The function, which runs as it is where a compiled one calls it."""
+    kept: _Function = torch.compiler.disable(function)
+    return kept
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Refuse a host without TorchInductor's C++ compiler, Triton's C compiler, or Python's headers,
+    which both need."""
+    variable, names = "CXX", ["g++", "clang++"]
+    if device.type == "cuda":
+        variable, names = "CC", ["gcc", "clang"]
+    if given := os.environ.get(variable):
+        names = [given]
+    if not any(map(shutil.which, names)):
+        raise ConfigError(
+            f"--compile needs a compiler, this host has no {' or '.join(names)}: install one "
+            f"(Debian: apt install g++), name it in {variable}, or drop --compile"
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        raise ConfigError(
+            f"--compile needs Python's headers, {header} is missing: install them (Debian: apt "
+            "install python3-dev), or drop --compile"
+        )

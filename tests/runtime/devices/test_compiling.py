@@ -1,0 +1,50 @@
+import shutil
+import sysconfig
+
+import pytest
+import torch
+from torch import nn
+
+from harness.errors import ConfigError
+from harness.runtime.devices import compiling
+
+
+def test_a_compiled_module_draws_and_gives_what_the_module_does():
+    if not shutil.which("g++"):
+        pytest.skip("TorchInductor needs g++")
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.ReLU())
+    module = module.double()
+    x = torch.rand(4, 8, dtype=torch.float64)
+    found = []
+    for call in (module, compiling.compiled(module, x.device)):
+        torch.manual_seed(3)
+        module.zero_grad()
+        call(x).sum().backward()
+        found.append([parameter.grad for parameter in module.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "variable", "names"),
+    [("cpu", "CXX", "g++ or clang++"), ("cuda", "CC", "gcc or clang")],
+)
+def test_a_host_without_a_compiler_is_refused_with_the_remedy(
+    device, variable, names, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ConfigError, match=f"this host has no {names}".replace("+", r"\+")):
+        compiling.compiled(torch.relu, torch.device(device))
+
+
+def test_a_compiler_of_the_users_own_is_looked_for_by_its_name(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"no no-such-compiler: .* name it in CXX"):
+        compiling.compiled(torch.relu, torch.device("cpu"))
+
+
+def test_a_host_without_pythons_headers_is_refused_with_the_remedy(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: name)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"Python\.h is missing: .*python3-dev"):
+        compiling.compiled(torch.relu, torch.device("cpu"))
