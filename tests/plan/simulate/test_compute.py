@@ -6,7 +6,7 @@ import pytest
 from simulated import chain, cluster_of, profile_of, simulate, timeline
 
 from harness.domain.cluster import Cluster
-from harness.domain.profile import Profile, WholeStep
+from harness.domain.profile import OptimizerTime, Profile, WholeStep
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ClusterError, PlanError, StrategyError
 from harness.plan.simulate.options import SimulatorOptions
@@ -118,6 +118,16 @@ def test_optimizer_runs_at_the_end_on_what_a_device_owns():
     assert device_seconds(found, 0) == pytest.approx(
         {"forward": 3, "backward": 6, "exposed": 0, "optimizer": 1.2}
     )
+
+
+def test_an_average_is_one_more_state_and_three_more_accesses():
+    cluster, (_, profile) = cluster_of(), chain()
+    kind = cluster.devices[0].kind
+    time = OptimizerTime(device_kind=kind, optimizer="adamw", s_per_byte=2.0)
+    timed = msgspec.structs.replace(profile, optimizers=[time])
+    found = SimulatorOptions().with_optimizer("adamw", timed, cluster, is_averaging=True)
+    assert (found.n_optimizer_states, found.stream_s_per_byte) == (3, (0.1, 0.1))
+    assert found.optimizer_s_per_byte == pytest.approx((2.3, 2.3))
 
 
 def test_records_are_those_of_a_measured_run():
