@@ -185,9 +185,10 @@ class TrainLoop:
         """Sum the losses over all ranks and record the global loss of every measured step.
 
         Raises:
-            VerificationError: a loss is not finite.
+            VerificationError: a loss is not finite, or, without a step to train, a weight.
         """
         if not self._losses:  # a run that goes on after its last step
+            self._check_weights()
             return []
         losses = torch.stack(self._losses).float()
         if self._context.world.size > 1:
@@ -209,6 +210,19 @@ class TrainLoop:
                 )
             self._context.recorder.sample("loss", value, step=step)
         return values
+
+    def _check_weights(self) -> None:
+        world, model = self._context.world, self.training.executor.model  # others save no state
+        found = torch.zeros((), dtype=torch.float64, device=world.device)
+        for parameter in model.parameters():
+            found += parameter.detach().abs().sum()
+        if world.size > 1:
+            dist.all_reduce(found)
+        if not math.isfinite(float(found)):
+            raise VerificationError(
+                f"the weights after step {self._first} are {float(found)}: lower --learning-rate, "
+                "and begin again without --resume"
+            )
 
     def measure_without_communication(self, n_steps: int) -> None:
         """Time the same steps without communication.

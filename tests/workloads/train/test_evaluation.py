@@ -79,5 +79,11 @@ def test_a_loss_that_is_not_finite_blames_the_learning_rate_after_an_update(
         loop.record_losses()
 
 
-def test_a_run_that_goes_on_after_its_last_step_has_no_losses(context):
-    assert TrainLoop(SimpleNamespace(n_steps=9), context, 1, first=9).record_losses() == []
+def test_a_run_that_goes_on_after_its_last_step_has_no_losses_but_finite_weights(context):
+    model = torch.nn.Linear(2, 2)
+    training = SimpleNamespace(n_steps=9, executor=SimpleNamespace(model=model))
+    loop = TrainLoop(training, context, 1, first=9)
+    assert loop.record_losses() == []
+    torch.nn.init.constant_(model.bias, float("inf"))
+    with pytest.raises(VerificationError, match="the weights after step 9 are inf: lower"):
+        loop.record_losses()
