@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check and measure what needs a GPU, on a machine with one. Usage: bash benchmarks/gpu.sh OUT [PART...]
-# Parts: facts tests matmul single bench comparison equivalence; all by default, in this order.
+# Parts: facts tests matmul single compiled bench comparison equivalence; all by default, in this order.
 # Writes OUT/PART.log and OUT/results.tar.gz, and prints the end of each log with its seconds. Exits
 # with 1 if a part fails.
 # shellcheck disable=SC2329  # the loop calls the functions by name
@@ -17,7 +17,7 @@ out=$(realpath -m "$1")
 shift
 mkdir -p "$out"
 parts=("$@")
-((${#parts[@]})) || parts=(facts tests matmul single bench comparison equivalence)
+((${#parts[@]})) || parts=(facts tests matmul single compiled bench comparison equivalence)
 export PATH=$root/.venv/bin:$PATH OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 results=$out/results
 vision=(--model "${VISION:-resnet50}" --per-device-batch "${VISION_BATCH:-128}" --steps 20 --warm-up 5)
@@ -36,7 +36,7 @@ matmul() { ./entry.sh matmul --sizes 1024 4096 8192 16384 --dtype fp32 tf32 bf16
 
 # One device: plain PyTorch, the executor and DeepSpeed, with what was predicted for it.
 single() {
-    local -a same=(--results "$results" --strategy single --dtype bf16) quick=(--shards 1 --time-budget-s 0.05)
+    local -a same=(--results "$results" --strategy single --dtype bf16) quick=(--shards 1)
     ./entry.sh profile "${vision[@]:0:2}" --batch-size "${vision[3]}" --dtype bf16 --results "$results" "${quick[@]}" \
         + train "${vision[@]}" --engine torch "${same[@]}" --predict \
         + train "${vision[@]}" --engine executor "${same[@]}" --predict \
@@ -46,6 +46,17 @@ single() {
         + train "${text[@]}" --engine executor "${same[@]}" --predict \
         + train "${vision[@]}" --channels-last --engine torch "${same[@]}" \
         + train "${text[@]}" --strategy zero2 zero3 --dtype bf16 --results "$results"
+}
+
+# The same by torch.compile.
+compiled() {
+    local -a same=(--results "$results" --strategy single --dtype bf16 --compile --predict)
+    ./entry.sh profile "${vision[@]:0:2}" --batch-size "${vision[3]}" --dtype bf16 --compile --results "$results" --shards 1 \
+        + train "${vision[@]}" --engine torch "${same[@]}" \
+        + train "${vision[@]}" --engine executor "${same[@]}" \
+        + profile "${text[@]:0:2}" --batch-size "${text[3]}" --dtype bf16 --compile --results "$results" --shards 1 \
+        + train "${text[@]}" --engine torch "${same[@]}" \
+        + train "${text[@]}" --engine executor "${same[@]}"
 }
 
 bench() {

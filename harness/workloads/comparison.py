@@ -52,7 +52,7 @@ def _profile(search_config: SearchConfig, n_ranks: int, *, has_gpu: bool) -> Pro
         return config
     shards = {1, 2, n_ranks, 4 * n_ranks}
     return dataclasses.replace(
-        config, shards=tuple(sorted(shards)), time_budget_s=0.2, min_samples=6, rounds=6, warm_up=1
+        config, shards=tuple(sorted(shards)), min_samples=6, rounds=6, warm_up=1
     )
 
 

@@ -111,7 +111,7 @@ class _Profiler:
             self._captured,
             self._config.dtype,
             self._context,
-            self._config.budget(),
+            self._config.budget(self._context.world.device.type),
             between=steps.take_when_due if steps is not None else lambda: None,
         )
         sizes = dict.fromkeys(point.samples for point in self._points)
