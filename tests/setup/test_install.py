@@ -1,11 +1,13 @@
 """What setup/install.sh decides, function by function, with stand-ins for Python and uv."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parents[2] / "setup" / "install.sh"
 
@@ -161,3 +163,59 @@ def test_uv_gets_sources_as_variables(call, tmp_path):
     assert "secret" not in arguments
     assert "--index-strategy unsafe-best-match" in arguments
     assert index == "https://me:secret@packages.example/simple"
+
+
+@pytest.fixture(scope="module")
+def uv_flags():
+    path = Path(__file__).parents[2] / "setup" / "uv_flags.py"
+    spec = importlib.util.spec_from_file_location("uv_flags", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_source_is_handed_over_once(uv_flags):
+    listing = [
+        ":env:.find-links='/opt/wheels'",
+        "global.find-links='/opt/wheels /opt/more'",
+        "global.index-url='https://packages.example/simple'",
+        "global.extra-index-url='https://one.example/simple\\nhttps://two.example/simple'",
+        "global.timeout='60'",
+    ]
+    settings = uv_flags.parse(listing)
+    assert uv_flags.variables(settings) == [
+        "UV_FIND_LINKS=/opt/wheels,/opt/more",
+        "UV_DEFAULT_INDEX=https://packages.example/simple",
+        "UV_INDEX=https://one.example/simple https://two.example/simple",
+    ]
+
+
+def test_a_password_in_a_source_is_no_argument(uv_flags):
+    settings = uv_flags.parse(["global.index-url='https://me:secret@packages.example/simple'"])
+    assert uv_flags.flags(settings) == ["--index-strategy", "unsafe-best-match"]
+    assert "secret" in uv_flags.variables(settings)[0]
+
+
+def test_an_offline_configuration_stays_offline(uv_flags):
+    assert uv_flags.flags(uv_flags.parse(["global.no-index='true'"]))[-1] == "--no-index"
+    assert "--no-index" not in uv_flags.flags(uv_flags.parse(["global.no-index='false'"]))
+
+
+_FILE = Path(__file__).parents[2] / "setup" / "verify.py"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "n_gpus", "is_available", "is_told"),
+    [("13.0", 2, False, True), ("13.0", 2, True, False), ("13.0", 0, False, False),
+     (None, 2, False, False)],
+)  # fmt: skip
+def test_cards_that_stand_idle_are_told(cuda, n_gpus, is_available, is_told, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    spec = importlib.util.spec_from_file_location("verify", _FILE)
+    verify = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(verify)
+    text = "this host has 2 GPUs, and this torch (CUDA 13.0) cannot start them" if is_told else ""
+    assert verify.gpu_problem().startswith(text)
+    assert bool(verify.gpu_problem()) == is_told

@@ -1,11 +1,17 @@
-"""Each launcher's variables give the same numbers."""
+"""Each launcher's variables give the same numbers; what a host is, and rank 0's terminal."""
 
+import io
 import socket
+from collections import namedtuple
 
+import psutil
 import pytest
 
 from harness.errors import LaunchError
 from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.host import processor_seconds
+from harness.runtime.ranks.interfaces import shaped_rates
+from harness.runtime.ranks.world import Progress
 
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "5"}
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "5"}
@@ -109,3 +115,43 @@ def test_a_place_to_meet_that_cannot_be_is_said_at_once():
         first = {**TORCHRUN, "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         with pytest.raises(LaunchError, match=rf"rank 0 cannot serve .* MASTER_PORT {port}"):
             _connect_at_master(read_launch(first), first)
+
+
+def test_a_shaper_at_the_root_limits_its_interface():
+    qdiscs = [
+        {"kind": "noqueue", "dev": "lo", "root": True, "options": {}},
+        {"kind": "tbf", "dev": "eth0", "root": True, "options": {"rate": 12500000}},
+        {"kind": "tbf", "dev": "eth1", "parent": "1:1", "options": {"rate": 1}},
+    ]
+    assert shaped_rates(qdiscs) == {"eth0": 100e6}
+
+
+_Times = namedtuple("_Times", "user system idle steal guest guest_nice")
+
+
+def test_guests_of_this_host_are_not_counted_twice(monkeypatch):
+    monkeypatch.setattr(psutil, "cpu_times", lambda: _Times(40.0, 5.0, 50.0, 5.0, 30.0, 2.0))
+    assert processor_seconds() == (5.0, 100.0)
+
+
+class Gone(io.StringIO):
+    """A terminal whose session has ended."""
+
+    n_writes = 0
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.n_writes += 1
+        raise OSError(5, "Input/output error")
+
+
+def test_a_run_goes_on_where_nobody_reads_its_progress(monkeypatch):
+    stream = Gone()
+    progress = Progress(is_shown=True, stream=stream)
+    for done in (1, 2):
+        progress.update("train", done, 2)
+    assert stream.n_writes == 1
+    monkeypatch.setattr("sys.stderr", None)
+    Progress(is_shown=True).update("train", 2, 2)

@@ -1,15 +1,24 @@
-"""What an exception of one rank says of itself, and of other ranks."""
+"""What an exception says of itself and of other ranks; clocks and failures over rank 0's store."""
 
 import json
 import os
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed import TCPStore
 
 from harness.domain.graph import Graph
+from harness.errors import PeerError, StrategyError
+from harness.measure.recorder import HostClock
+from harness.runtime.executor.cache.boundary import UncachedError
+from harness.runtime.ranks import gather
+from harness.runtime.ranks.control import Control
 from harness.runtime.ranks.failures import gist, has_lost_peer, located
+from harness.runtime.ranks.gather import estimate_offset, measure_clock_offset
 
 CLOSED = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "
@@ -91,3 +100,45 @@ def test_lines_after_the_first_stay_after_it():
     first, second, *_ = located(caught(mistaken)).splitlines()
     assert first.startswith("ValueError: one (test_failures.py:")
     assert second == "two"
+
+
+def test_a_rank_whose_store_is_gone_names_rank_0_in_one_line():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
+    control = Control(store, 1, 2)
+    control.report_failure("run", "(b) it broke")
+    assert control.read_failure("run") == "1 (b) it broke"
+    del server
+    for _ in range(2):
+        with pytest.raises(PeerError, match="rank 1 lost rank 0, which has ended") as error:
+            control.read_failure("run")
+        assert "\n" not in str(error.value)
+
+
+def test_the_shortest_round_trip_decides():
+    trips = [(0.0, 105.0, 10.0), (20.0, 121.0, 22.0), (30.0, 139.0, 39.0)]
+    offset_s, error_s = estimate_offset(trips)
+    assert offset_s == pytest.approx(21.0 - 121.0)
+    assert error_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_readings_travel_in_the_memory_that_the_backend_moves(rank, monkeypatch):
+    host, moved = torch.device("cpu"), []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "send", lambda reading, dst: moved.append(reading.device))
+    monkeypatch.setattr(dist, "recv", lambda reading, src: moved.append(reading.device))
+    world = SimpleNamespace(rank=rank, size=2, device=torch.device("cuda"), wire=host)
+    measure_clock_offset(world, HostClock())
+    assert moved == [host] * 24
+
+
+def test_an_error_of_one_module_travels_as_the_class_that_it_derives_from(monkeypatch):
+    world = SimpleNamespace(rank=0, size=1, is_first=True, wire=torch.device("cpu"))
+    monkeypatch.setattr(gather, "gather_bytes", lambda data, world: [data])
+
+    def refuse() -> None:
+        raise UncachedError("features are cut")
+
+    with pytest.raises(StrategyError, match="features are cut"):
+        gather.broadcast_result(refuse, None, world)

@@ -1,0 +1,130 @@
+"""Runs to be carried out: which repeat each is, what is looked at before, and how one ends."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from made_runs import header_of, world_of
+
+from harness.cases import Case, PlannedRun, find_last, has_failed, remaining_repeats
+from harness.launch import Launcher
+from harness.measure.store import write_header
+from harness.run import RunSpec, run_case
+from harness.runtime.agent.wire import Channel
+from harness.runtime.ranks.rendezvous import Meeting
+from harness.workloads.common.contract import Workload
+from harness.workloads.common.flags import RunOptions
+
+WORKLOAD = Workload(
+    config=str, cases=lambda config, n: [config], body=lambda config, context: {},
+    table=lambda runs: "",
+)  # fmt: skip
+
+
+def planned(key, repeat):
+    case = Case(name="case", workload=WORKLOAD, config=key)
+    return PlannedRun(case=case, key=key, repeat=repeat, ranks=(0,))
+
+
+def header(key, repeat):
+    return header_of(workload="case", key=key, repeat=repeat)
+
+
+def test_repeats_are_counted_from_0_where_nothing_is_done():
+    runs = [planned("a", 0), planned("b", 0), planned("a", 1)]
+    assert remaining_repeats(runs, {}) == [0, 0, 1]
+
+
+def test_a_repeat_that_failed_is_made_again_under_its_number():
+    runs = [planned("a", repeat) for repeat in range(4)]
+    done = {"a": [header("a", 0), header("a", 2)], "b": [header("b", 0)]}
+    assert remaining_repeats(runs, done) == [None, None, 1, 3]
+    assert remaining_repeats([planned("b", 0), planned("b", 1)], done) == [None, 1]
+
+
+@dataclass(frozen=True)
+class Empty:
+    """A configuration."""
+
+
+def test_runs_that_continue_each_other_in_a_circle_are_read(tmp_path):
+    for name, other in (("a", "b"), ("b", "a")):
+        made = header_of(workload="case", run_id=name, config={"continues": other}, status="crash")
+        write_header(tmp_path / name, made)
+    workload = replace(WORKLOAD, is_same=lambda one, other: True)
+    case = Case(name="case", workload=workload, config=Empty())
+    assert find_last(tmp_path, case, 0, 1) is not None
+
+
+@pytest.mark.parametrize(("last", "failed"), [("ok", False), ("crash", True)])
+def test_a_run_that_lost_a_rank_counts_by_the_one_that_goes_on(last, failed):
+    lost = header_of(run_id="a", status="crash")
+    assert has_failed([lost])
+    assert has_failed([lost, header_of(status=last, config={"continues": "a"})]) == failed
+
+
+class Answers:
+    """Control as one of two ranks sees it; the other one finds nothing wrong."""
+
+    def __init__(self, rank):
+        self._rank = rank
+
+    def gather(self, name, value, type_):
+        if name != "problem":
+            return [value, value]
+        return [value if rank == self._rank else "" for rank in range(2)]
+
+    def broadcast(self, name, value, type_):
+        return value
+
+
+def launcher(rank, results):
+    control: Any = Answers(rank)
+    meeting = Meeting(
+        world=world_of(rank, 2),
+        control=control,
+        channel=Channel(None),
+        address="",
+        port=0,
+        facts=[],
+    )
+    return Launcher(meeting, RunOptions(results=results), [])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_needs_a_directory_that_it_can_write_to(tmp_path, rank):
+    (tmp_path / "taken").touch()
+    problem = launcher(rank, tmp_path / "taken").problem([])
+    assert f"cannot be written on node{rank} (Not a directory)" in problem
+    assert launcher(rank, tmp_path / "free").problem([]) == ""
+
+
+@pytest.mark.parametrize(("rank", "looked_at"), [(0, ["a", "b"]), (1, [])])
+def test_rank_0_looks_once_at_what_repeats_name(tmp_path, rank, looked_at):
+    seen: list[str] = []
+    workload = Workload(
+        config=str, cases=lambda config, n: [config], body=lambda config, context: {},
+        table=lambda runs: "", check=seen.append,
+    )  # fmt: skip
+    cases = [Case(name="case", workload=workload, config=config) for config in "abab"]
+    assert launcher(rank, tmp_path).problem(cases) == ""
+    assert seen == looked_at
+
+
+def out_of_memory(config, context):
+    raise MemoryError
+
+
+def test_an_error_that_says_nothing_is_named_by_its_type(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spec = RunSpec(
+        name="run",
+        run_dir=str(tmp_path),
+        address="127.0.0.1",
+        port=store.port,
+        collective_timeout_s=60.0,
+    )
+    outcome = run_case(out_of_memory, None, world_of(), spec)
+    dist.destroy_process_group()
+    assert (outcome.status, outcome.reason) == ("oom", "MemoryError")

@@ -1,0 +1,169 @@
+"""Peaks, clocks, memory and meters of a device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from fake_clock import FakeClock
+
+from harness.runtime.devices.memory import is_out_of_memory
+from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s
+from harness.runtime.devices.sampling import Budget, clock_for, take_samples
+from harness.runtime.devices.telemetry import _cpu_reader, read_available
+
+
+def test_a_listed_gpu_has_its_dense_peaks():
+    assert peak_flops_per_s("NVIDIA H200") == {
+        "fp32": 66.9e12,
+        "tf32": 494.7e12,
+        "bf16": 989.4e12,
+        "fp16": 989.4e12,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtypes"),
+    [
+        ("Tesla P4", {"fp32"}),
+        ("NVIDIA GeForce GTX 1070", {"fp32"}),
+        ("GeForce GTX 1070", {"fp32"}),  # drivers before release 450
+        ("Tesla T4", {"fp32", "fp16"}),
+        ("NVIDIA GeForce RTX 2060 SUPER", {"fp32", "fp16"}),
+        ("NVIDIA GeForce RTX 3050", {"fp32", "tf32", "bf16", "fp16"}),
+        ("NVIDIA GeForce RTX 4090 D", {"fp32", "tf32", "bf16", "fp16"}),
+        ("NVIDIA GeForce RTX 5070 Ti", {"fp32", "tf32", "bf16", "fp16"}),
+        ("NVIDIA A10G", {"fp32", "tf32", "bf16", "fp16"}),
+        ("NVIDIA L4", {"fp32", "tf32", "bf16", "fp16"}),
+    ],
+)
+def test_cards_of_small_clusters_have_peaks(kind, dtypes):
+    assert set(peak_flops_per_s(kind)) == dtypes
+
+
+def test_only_boards_with_free_clocks_run_above_their_rating():
+    for name in ("NVIDIA GeForce RTX 4090", "NVIDIA RTX A6000", "TITAN RTX", "Quadro RTX 8000"):
+        assert highest_clock(name) == 1.25
+    for name in ("NVIDIA H200", "Tesla T4", "NVIDIA A10"):
+        assert highest_clock(name) == 1.0
+
+
+DEVICE = torch.device("cuda", 1)
+
+
+class Event:
+    """Stands in for a CUDA event."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        self.stream = stream
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """The devices that were waited for."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "synchronize", found.append)
+    return found
+
+
+def test_a_mark_is_of_the_clocks_own_device(settled):
+    clock = clock_for(DEVICE)
+    assert clock.mark().stream == "stream of cuda:1"
+    clock.settle()
+    assert settled == [DEVICE, DEVICE]
+
+
+@pytest.mark.parametrize(
+    ("sample_s", "expected"), [(0.1, 10), (0.3, 4), (2.0, 3), (1e-6, 50), (0.0, 50)]
+)
+def test_a_budget_holds_between_its_least_and_most(sample_s, expected):
+    assert Budget(time_s=1.0, n_min=3, n_max=50).count(sample_s) == expected
+
+
+def test_samples_are_durations_after_the_warm_up():
+    clock = FakeClock()
+    calls: list[float] = []
+
+    def sample():
+        calls.append(1.0 if len(calls) < 2 else 0.25)
+        start = clock.mark()
+        clock.advance(calls[-1])
+        return start, clock.mark()
+
+    found = take_samples(sample, clock, Budget(time_s=1.0, n_min=2, n_warm_up=2))
+    assert found == [0.25] * 4
+    assert len(calls) == 6
+
+
+_PROGRAM = """
+import resource, sys, torch
+from harness.runtime.devices.memory import keep_freed_memory
+if "keep" in sys.argv:
+    keep_freed_memory(torch.device("cpu"))
+def n_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for round in range(30):
+    if round == 20:  # the heap has grown until both blocks find a hole
+        before = n_faults()
+    pair = [torch.ones(40 << 18), torch.ones(40 << 18)]  # above what glibc ever keeps by itself
+    del pair
+print(n_faults() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_freed_memory_is_not_fetched_again_page_by_page():
+    def faults(*flags):
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, *flags], capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert faults() > 1000  # of 204800 pages
+    assert faults("keep") < 100
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_libraries_that_find_no_room_have_run_out_of_memory(error, is_it):
+    assert is_out_of_memory(error) == is_it
+
+
+def test_a_tensor_that_is_too_large_has_run_out_of_memory():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50)
+    assert is_out_of_memory(caught.value)
+
+
+class Refusal(Exception):
+    """What a driver raises for a meter that the card does not have."""
+
+
+def refuse():
+    raise Refusal("not supported")
+
+
+def test_a_meter_that_a_card_lacks_leaves_the_others():
+    readings = {"power_w": refuse, "device_temperature_c": lambda: 40}
+    assert read_available(readings, Refusal) == {"device_temperature_c": 40.0}
+
+
+def test_load_is_a_share_of_the_cores_that_a_rank_may_use(monkeypatch):
+    monkeypatch.setattr("psutil.Process.cpu_percent", lambda self: 18.0)
+    assert _cpu_reader(0.36)()["device_utilization_percent"] == pytest.approx(50)
