@@ -1,7 +1,6 @@
 """docs/language.md as written: from `pip install transformers` to the report of a small GPT."""
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -11,8 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from harness.domain.cluster import Cluster
+from harness.measure.derive.links import collective_table, link_matrices
+from harness.measure.store import read_results
+
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"^ *```bash\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+# What takes most of the minute, cut short: the times of operators, which the training then knows,
+# the seconds of the search, and its trial steps.
+_ENTRY = f"""#!/bin/sh
+exec {ROOT}/entry.sh profile --model small_gpt:gpt --sequence-length 32 --batch-size 8 \\
+    --rounds 1 --warm-up 1 --min-samples 1 --time-budget-s 0.001 + \\
+    "$@" --trials 1 --search-seconds 1
+"""
 
 
 def documented_commands():
@@ -35,6 +45,17 @@ def run(command, directory):
     return done.stdout
 
 
+def assert_both_transports_are_measured(links, cluster_file):
+    """By links, which runs in the ranks' first processes: torch's transfers and MPI's own."""
+    assert {matrix.transport for matrix in link_matrices(links)} == {links.header.backend, "mpi"}
+    rows = {(row.operation, row.transport, row.n_bytes) for row in collective_table(links)}
+    n_sizes = len({n_bytes for *_, n_bytes in rows})
+    assert len(rows) == 6 * 2 * n_sizes
+    cluster = Cluster.load(cluster_file)
+    assert len(cluster.links) == 2
+    assert len(cluster.collectives) == len(rows)
+
+
 @pytest.mark.mpi
 @pytest.mark.timeout(1800)  # a minute, but for other work on the machine
 def test_the_documented_commands_lead_to_a_report(tmp_path):
@@ -44,15 +65,18 @@ def test_the_documented_commands_lead_to_a_report(tmp_path):
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     entry = tmp_path / "entry.sh"
-    entry.write_text(f'#!/bin/sh\nexec {ROOT}/entry.sh "$@"\n')
+    entry.write_text(_ENTRY)
     entry.chmod(0o755)
-    for command in commands[1:]:
-        run(command, tmp_path)
-    headers = [json.loads(path.read_text()) for path in tmp_path.glob("results/*/run.json")]
-    assert {header["status"] for header in headers} == {"ok"}
-    # Training makes the measurements that it lacks, once.
-    kinds = sorted(header["workload"] for header in headers)
+    shown = [run(command, tmp_path) for command in commands[1:]]
+    results = read_results(tmp_path / "results")
+    assert results.skipped == []
+    assert {run.header.status for run in results.runs} == {"ok"}
+    # Training makes the measurements that it lacks, and takes those that there are.
+    runs = sorted(results.runs, key=lambda run: run.header.workload)
+    kinds = [run.header.workload for run in runs]
     assert kinds == ["links", "profile", "search", "train", "train", "train"]
+    assert_both_transports_are_measured(runs[0], tmp_path / "results" / "cluster.json")
+    assert any("all_to_all" in text for text in shown)
     report = (tmp_path / "plots" / "report.html").read_text(encoding="utf-8")
     for named in ("small_gpt:gpt", "single on 1", "ddp on 2", "searched on 2"):
         assert named in report

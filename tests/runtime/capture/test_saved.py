@@ -11,6 +11,7 @@ from harness.runtime.capture.meta_run import run_on_meta
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.models import ModelOptions, build_task, fit_options
 from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.models.torchvision_import import import_torchvision
 
 BATCH = 4
 
@@ -65,13 +66,18 @@ def built_in(name):
     return build_task(name, fit_options(name, ModelOptions(n_classes=10)))
 
 
+def densenet():
+    """Blocks and a transition of torchvision's class: maps that grow by concatenation."""
+    return import_torchvision("models.densenet").DenseNet(8, (3, 2), 16, num_classes=10)
+
+
 TASKS = {
     "residual": lambda: own(Residual(), 3, 8, 8),
     "split": lambda: own(Split(), 8),
     "attention": lambda: own(Attention(), 8, 16),
     "lenet": lambda: built_in("lenet"),
     "resnet18": lambda: built_in("resnet18"),
-    "densenet121": lambda: built_in("densenet121"),
+    "densenet": lambda: own(densenet(), 3, 32, 32),
 }
 
 

@@ -153,10 +153,10 @@ def train_in_fp16(case: Case, world: World) -> list[tuple[float, float, bool]]:
     """Train four steps, the third with a factor of the losses that overflows: this rank's loss, the
     factor after the step, and whether the step changed its weights. The last step is by another
     engine."""
-    task = case.make_task()
+    task, captured = CAPTURED.pop(key_of(case), (case.make_task(), None))
     options = EngineOptions(dtype="fp16", optimizer=case.optimizer_options())
-    plan = ExecutorPlan(strategy=case.strategy, timeout_s=TIMEOUT_S)
-    engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
+    plan = ExecutorPlan(strategy=case.strategy, timeout_s=TIMEOUT_S, is_held=True)
+    engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan, captured)
     found = []
     for step in range(4):
         if step == 3:

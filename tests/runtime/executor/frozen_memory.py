@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,9 +69,15 @@ class PeakBytes(NamedTuple):
     predicted: float
 
 
-def peaks_as_layers_freeze(given: tuple[str, list[int]], world: World) -> list[PeakBytes]:
-    """Train by a named strategy with more and more frozen layers."""
-    name, frozen = given
+def peaks_as_layers_freeze(
+    given: tuple[Iterable[str], Sequence[int]], world: World
+) -> dict[str, list[PeakBytes]]:
+    """Train by named strategies, each with more and more frozen layers."""
+    names, frozen = given
+    return {name: _peaks(name, frozen, world) for name in names}
+
+
+def _peaks(name: str, frozen: Sequence[int], world: World) -> list[PeakBytes]:
     task = make_task()
     graph = capture(task, BATCH, "blocks").graph
     strategy = strategy_of(name, graph)
@@ -83,6 +89,7 @@ def peaks_as_layers_freeze(given: tuple[str, list[int]], world: World) -> list[P
         elastic.change(elastic.build(strategy, n))
         predicted = float(predicted_bytes(graph, strategy, n)[world.rank])
         found.append(PeakBytes(n, measured_bytes(elastic.engine), predicted))
+    elastic.engine.close()
     return found
 
 

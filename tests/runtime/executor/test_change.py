@@ -137,8 +137,8 @@ def test_a_change_that_fails_leaves_the_old_strategy(ranks):
 
 def test_many_changes_leave_no_groups_files_or_memory(ranks):
     changing = changing_case("mlp", (3, "ddp"), (3, "1f1b"))
-    for footprints in ranks.run(3, change_often, (changing, 30)):
-        first, last = footprints[9], footprints[29]
+    for footprints in ranks.run(3, change_often, (changing, 16)):
+        first, last = footprints[5], footprints[15]
         assert (first.n_groups, first.n_files) == (last.n_groups, last.n_files)
         assert last.rss_bytes - first.rss_bytes < 8 * MIB  # of malloc's own reserve
 

@@ -137,8 +137,8 @@ def test_more_random_strategies_train_what_one_device_trains(make, seed, ranks):
     assert not unequal, "\n".join(unequal)
 
 
-# One of each model, on 2 to 5 ranks.
-@pytest.mark.parametrize("index", [0, 1, 2, 3, 18, 5, 6, 7, 8, 23, 10, 11, 12, 13])
+# One of each kind of layers, on 2 to 5 ranks; the rest is in the slow set.
+@pytest.mark.parametrize("index", [0, 1, 18, 7, 8, 10, 12, 13])
 def test_copies_of_operators_train_what_one_device_trains(index, ranks):
     assert_equal(copied_case(2, index), ranks)
 
