@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
 from equivalence_cases import Case, any_case, attention_case, copied_case, program_case, random_case
 from equivalence_check import Finding, RanksBySize, check
-from equivalence_shrink import shrink
+from executor_shrink import shrink
 
 SERIES = {
     "random": random_case,

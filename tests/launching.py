@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MPIRUN = Path(sys.executable).with_name("mpirun")
-ENTRY = ROOT / "entry.sh"
 # A program whose ranks are all aborted if one of them raises.
 PROGRAM = (sys.executable, "-m", "mpi4py")
 NEEDS_MPIRUN = [

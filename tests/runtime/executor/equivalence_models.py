@@ -135,10 +135,6 @@ def _text(name: str, head: HeadName | None = None, **mixture: Any) -> Task:
     return build_task(name, fit_options(name, ModelOptions(text=sizes)))
 
 
-def _of_construct(model: nn.Module, shape: tuple[int, ...]) -> Task:
-    return _classifier(model, *shape) if shape[1:] else _reader(model, *shape)
-
-
 def _tokens() -> Task:
     spec = InputSpec(name="tokens", shape=(5,), dtype=torch.int64, n_values=11)
     return Task(model=Tokens(), inputs=(spec,), n_classes=11)

@@ -161,14 +161,6 @@ class Counting(Base):
         return torch.tanh(self.b(x)) if self.n_steps < 50 else torch.relu(self.b(x))
 
 
-class Standardized(Base):
-    """Batch standardization by hand."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        y = self.b(x)
-        return (y - y.mean(0)) / (y.std(0) + 1e-3)
-
-
 class Whitened(Base):
     def middle(self, x: Tensor) -> Tensor:
         y = self.b(x)
@@ -181,12 +173,6 @@ class Neighbours(Base):
     def middle(self, x: Tensor) -> Tensor:
         near = torch.cdist(x, x).topk(2, largest=False).indices
         return torch.tanh(self.b(x[near].mean(1)))
-
-
-class Sorted(Base):
-    def middle(self, x: Tensor) -> Tensor:
-        order = x.sum(1).argsort()
-        return torch.cumsum(self.b(x)[order], 0)[order.argsort()]
 
 
 class BatchAttention(Base):
@@ -204,11 +190,6 @@ class Ghost(Base):
     def middle(self, x: Tensor) -> Tensor:
         parts = [F.layer_norm(p - p.mean(0), (WIDTH,)) for p in self.b(x).chunk(2)]
         return torch.cat(parts)
-
-
-class Mixup(Base):
-    def middle(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.b(0.7 * x + 0.3 * x.flip(0)))
 
 
 class VectorQuantized(Base):
@@ -346,8 +327,8 @@ def vector() -> dict[str, Tensor]:
 
 _PLAIN: tuple[type[nn.Module], ...] = (
     Counting, Parametrized, Orthogonal, Pruned,
-    Lora, Teacher, Queue, Kept, Looked, Caught, Warming, WarmingItem, Standardized, Whitened,
-    Neighbours, Sorted, BatchAttention, Ghost, Mixup, VectorQuantized, Scripted, Compiled,
+    Lora, Teacher, Queue, Kept, Looked, Caught, Warming, WarmingItem, Whitened,
+    Neighbours, BatchAttention, Ghost, VectorQuantized, Scripted, Compiled,
     Wrapped, Vmapped, Functional, Hyper, TiedTranspose, Saved, Segments, Talking, FrozenNorm,
     WithNone, Auxiliary,
 )  # fmt: skip

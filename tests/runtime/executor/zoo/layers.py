@@ -168,18 +168,6 @@ class SequenceFirst(nn.Module):
         return self.head((x + y).mean(0))
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 3, 16, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
-        self.head = nn.Linear(WIDTH, N_CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embedding(tokens)).mean(1))
-
-
 def _conv(n_in: int, n_out: int, norm: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), norm, nn.SiLU())
 
@@ -315,7 +303,6 @@ LAYERS: dict[str, ZooModel] = {
     "gru_state": ZooModel(build=GruState, shape=TOKENS),
     "causal_mask": ZooModel(build=CausalMask, shape=TOKENS),
     "sequence_first": ZooModel(build=SequenceFirst, shape=TOKENS),
-    "encoder": ZooModel(build=Encoder, shape=TOKENS),
     "unet": ZooModel(build=UNet, shape=IMAGE),
     "batch_norm": ZooModel(
         build=lambda: Normed(is_half_frozen=False), shape=IMAGE, has_norm=True

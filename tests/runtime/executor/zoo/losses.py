@@ -95,16 +95,6 @@ class Sparse(Base):
         return {"loss": loss, "logits": logits, "hidden": h}
 
 
-class Contrastive(Base):
-    """Pairs each sample with all others."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        z, w = (F.normalize(Base.forward(self, v), dim=1) for v in (x, y))
-        logits = z @ w.T / 0.1
-        labels = torch.arange(len(x))
-        return {"loss": F.cross_entropy(logits, labels), "logits": z}
-
-
 class Penalized(Base):
     """Weight decay in the loss."""
 
@@ -136,7 +126,6 @@ LOSSES: dict[str, ZooModel] = named(
         "distilled": lambda: (Distilled(), _labels()),
         "dice": lambda: (Dice(), _labels()),
         "sparse": lambda: (Sparse(), _labels()),
-        "contrastive": lambda: (Contrastive(), {**vector(), "y": torch.randn(2, N_FEATURES)}),
         "penalized": lambda: (Penalized(), _labels()),
         "summed": lambda: (Summed(), _labels()),
     }

@@ -1,4 +1,4 @@
-"""Models as users write them by themselves, with losses, masks, several inputs, complex values."""
+"""Models as users write them by themselves, with losses, masks and several inputs."""
 
 from __future__ import annotations
 
@@ -88,28 +88,6 @@ class Fourier(nn.Module):
         return self.project(F.gelu(self.spectral(x) + self.local(x)))
 
 
-class ComplexLinear(nn.Module):
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__()
-        self.real, self.imag = nn.Linear(a, b), nn.Linear(a, b)
-
-    def forward(self, x: Tensor) -> Tensor:
-        re = self.real(x.real) - self.imag(x.imag)
-        return torch.complex(re, self.real(x.imag) + self.imag(x.real))
-
-
-class ComplexNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = ComplexLinear(8, _D), ComplexLinear(_D, _C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = torch.complex(x[..., 0], x[..., 1])
-        z = self.a(z)
-        z = torch.polar(F.softplus(z.abs()), z.angle())
-        return self.b(z).abs()
-
-
 class MaskedAttention(nn.Module):
     def __init__(self, needs_weights: bool = False) -> None:
         super().__init__()
@@ -160,21 +138,6 @@ class Unpooled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y, where = self.pool(self.a(x))
         return self.b(self.unpool(torch.tanh(y), where))
-
-
-class Labelled(nn.Module):
-    """Several outputs, and the sum of two losses over them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, _D), nn.Tanh())
-        self.classes, self.value = nn.Linear(_D, _C), nn.Linear(_D, 1)
-
-    def forward(self, x: Tensor, classes: Tensor, level: Tensor) -> Any:
-        h = self.body(x)
-        logits, value = self.classes(h), self.value(h).squeeze(-1)
-        loss = F.cross_entropy(logits, classes) + 0.5 * F.mse_loss(value, level)
-        return {"loss": loss, "logits": logits, "value": value}
 
 
 class Scan(nn.Module):
@@ -239,23 +202,6 @@ class Contrastive(nn.Module):
         return {"loss": (F.cross_entropy(scores, own) + F.cross_entropy(scores.t(), own)) / 2}
 
 
-class LearnedWeights(nn.Module):
-    """Several losses, weighted by parameters that forward does not return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, _D), nn.ReLU())
-        self.classes, self.value = nn.Linear(_D, _C), nn.Linear(_D, 1)
-        self.log_variances = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor, classes: Tensor, level: Tensor) -> Any:
-        h = self.body(x)
-        logits, value = self.classes(h), self.value(h).squeeze(-1)
-        losses = torch.stack([F.cross_entropy(logits, classes), F.mse_loss(value, level)])
-        loss = (torch.exp(-self.log_variances) * losses + self.log_variances).sum()
-        return {"loss": loss, "logits": logits, "value": value}
-
-
 class Transcriber(nn.Module):
     """The loss of connectionist temporal classification."""
 
@@ -290,14 +236,6 @@ class Packed(nn.Module):
         return self.head(hidden[-1])
 
 
-def _labels() -> dict[str, Tensor]:
-    return {
-        "x": torch.randn(2, 6),
-        "classes": torch.tensor([0, 4]),
-        "level": torch.tensor([0.5, 3]),
-    }
-
-
 def _image() -> dict[str, Tensor]:
     return {"x": torch.randn(2, 3, 8, 8)}
 
@@ -309,12 +247,9 @@ USERS: dict[str, Any] = {
         EdgeList(), {"x": torch.randn(2, 5, 4), "source": _tokens(5), "target": _tokens(5)}
     ),
     "fourier": lambda: (Fourier(), _image()),
-    "complex": lambda: (ComplexNet(), {"x": torch.randn(2, 8, 2)}),
     "masked_attention": lambda: (MaskedAttention(), {"tokens": _tokens()}),
     "spatial": lambda: (Spatial(), _image()),
     "unpooled": lambda: (Unpooled(), _image()),
-    "labelled": lambda: (Labelled(), _labels()),
-    "learned_weights": lambda: (LearnedWeights(), _labels()),
     "contrastive": lambda: (
         Contrastive(),
         {"image": torch.randn(2, 3, 8, 8), "text": _tokens(), "return_loss": True},
