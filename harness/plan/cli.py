@@ -226,7 +226,11 @@ def _model(args: argparse.Namespace, cluster: Cluster) -> tuple[Graph, Profile]:
         return graph, rated_profile(args.rates, graph, cluster)
     if args.profile is None:
         assert graph is not None
-        return graph, _found_profile(args, cluster, graph) or estimate_profile(graph, cluster)
+        path = _default_profile(args, graph.name if args.model is None else args.model)
+        profile = Profile.load(path) if path.is_file() else None
+        if profile is not None and knows(profile, graph, cluster):
+            return graph, profile
+        return graph, estimate_profile(graph, cluster)
     return _profile(args, cluster, graph)
 
 
@@ -252,15 +256,6 @@ def _dlrm(args: argparse.Namespace) -> Graph:
         raise ConfigError("--dlrm-tables needs --batch-size B, the global batch in samples")
     flags = parse_dlrm(args.dlrm_tables, args.dlrm_bottom_mlp, args.dlrm_top_mlp, args.batch_size)
     return dlrm_graph(flags)
-
-
-def _found_profile(args: argparse.Namespace, cluster: Cluster, graph: Graph) -> Profile | None:
-    """The profile workload's file of this model, if it knows these devices."""
-    path = _default_profile(args, graph.name if args.model is None else args.model)
-    if not path.is_file():
-        return None
-    profile = Profile.load(path)
-    return profile if knows(profile, graph, cluster) else None
 
 
 def _source_line(args: argparse.Namespace, profile: Profile) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+from msgspec import json
 
 from harness.domain.cluster import Cluster
 from harness.domain.files import decode
@@ -80,7 +81,14 @@ def show_file(path: Path, *, dot: bool = False, graph_path: Path | None = None) 
     if isinstance(imported.content, Strategy):
         return strategy_lines(imported.content)
     note = f"{imported.format} ({imported.note})" if imported.note else imported.format
-    return [note, imported.describe(), *_foreign_lines(imported.content)]
+    lines = [note, imported.describe()]
+    if isinstance(imported.content, list):
+        rows = [
+            [e.name, ",".join(map(str, e.dims)), ",".join(map(str, e.devices))]
+            for e in imported.content
+        ]
+        return [*lines, *table(["operator", "dims", "devices"], rows)]
+    return lines + json.format(json.encode(imported.content), indent=1).decode().splitlines()
 
 
 class _SchemaTag(msgspec.Struct, frozen=True):
@@ -103,15 +111,6 @@ def _is_graph_txt(data: bytes) -> bool:
 def _parse_graph_txt(data: bytes, path: Path) -> tuple[Graph, Profile]:
     text = decode_text(data, str(path), GraphError)
     return parse_graph_txt(text, name=path.stem, source=str(path))
-
-
-def _foreign_lines(content: object) -> list[str]:
-    if isinstance(content, list):
-        rows = [
-            [e.name, ",".join(map(str, e.dims)), ",".join(map(str, e.devices))] for e in content
-        ]
-        return table(["operator", "dims", "devices"], rows)
-    return msgspec.json.format(msgspec.json.encode(content), indent=1).decode().splitlines()
 
 
 def graph_lines(graph: Graph, profile: Profile | None = None) -> list[str]:

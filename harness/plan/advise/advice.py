@@ -285,7 +285,11 @@ class Adviser:
         pipeline on the best set and on all."""
         kinds = {device.kind: k for k, device in reversed(list(enumerate(self.cluster.devices)))}
         for kind, k in kinds.items():
-            batch = largest_batch(self.request, part_of(self.cluster, [k]), _single)
+            batch = largest_batch(
+                self.request,
+                part_of(self.cluster, [k]),
+                lambda simulator, batch: builders.single(simulator.graph, batch),
+            )
             yield LargestBatch(strategy="single", devices=kind, batch=batch)
         groups = {"all machines": self.cluster}
         if 1 < best.cluster.n_devices < self.cluster.n_devices:
@@ -306,10 +310,6 @@ def _ranked(sets: list[Priced]) -> list[Priced]:
 
 def _rate(priced: Priced | None) -> float:
     return 0.0 if priced is None else priced.samples_per_s
-
-
-def _single(simulator: Simulator, batch: int) -> Strategy:
-    return builders.single(simulator.graph, batch)
 
 
 def _ddp(simulator: Simulator, batch: int) -> Strategy:

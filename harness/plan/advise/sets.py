@@ -217,7 +217,8 @@ def sets_of(cluster: Cluster, node_seconds: Sequence[float]) -> list[tuple[int, 
     places = _places(cluster)
     classes = sorted(node_classes(cluster), key=lambda nodes: node_seconds[nodes[0]])
     found: list[tuple[int, ...]] = [(places[nodes[0]][0],) for nodes in classes]
-    found += [tuple(places[nodes[0]][:n]) for nodes in classes for n in _inside(places[nodes[0]])]
+    for own in (places[nodes[0]] for nodes in classes):
+        found += [tuple(own[:n]) for n in _powers(len(own)) if n < len(own)]
     for nodes in _node_sets(classes):
         found.append(tuple(sorted(k for node in nodes for k in places[node])))
     return list(dict.fromkeys(found))
@@ -226,10 +227,6 @@ def sets_of(cluster: Cluster, node_seconds: Sequence[float]) -> list[tuple[int, 
 def _places(cluster: Cluster) -> list[list[int]]:
     count = itertools.count()
     return [[next(count) for _ in node.devices] for node in cluster.nodes]
-
-
-def _inside(places: Sequence[int]) -> list[int]:
-    return [n for n in _powers(len(places)) if n < len(places)]
 
 
 def _powers(n: int) -> list[int]:

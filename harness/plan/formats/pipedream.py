@@ -258,7 +258,12 @@ def parse_graph_txt(
         if not line.strip():
             continue
         if line[0].isspace():
-            edges.append((*_parse_edge(line, where), where))
+            ends = [part.strip() for part in line.split("--")]
+            if len(ends) != 2 or not all(ends):
+                raise GraphError(
+                    f"{where}: {shorten(line.strip())} is not an edge `producer -- consumer`"
+                )
+            edges.append((ends[0], ends[1], where))
             continue
         node = _parse_node(line, where)
         if node.name in nodes:
@@ -283,13 +288,6 @@ def parse_graph_txt(
     ]
     graph = Graph.from_unordered(name, operators, batch=batch)
     return graph, Profile(model=name, measurements=points, provenance={"source": source})
-
-
-def _parse_edge(line: str, where: str) -> tuple[str, str]:
-    ends = [part.strip() for part in line.split("--")]
-    if len(ends) != 2 or not all(ends):
-        raise GraphError(f"{where}: {shorten(line.strip())} is not an edge `producer -- consumer`")
-    return ends[0], ends[1]
 
 
 def _parse_node(line: str, where: str) -> _Node:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.domain.cluster import Cluster, CollectivePoint
+from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile, graph_beside
 from harness.errors import ConfigError
@@ -68,19 +68,17 @@ def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
         if not points:
             raise ConfigError("--topology needs --bandwidth INSIDE[,BETWEEN], or --collectives")
         fewest = min(point.n_ranks for point in points)
-        rate = bandwidth_of(_all_reduces([p for p in points if p.n_ranks == fewest]))
+        sums = [p for p in points if p.n_ranks == fewest and p.operation == "all_reduce"]
+        if not sums:
+            raise ConfigError(
+                "--collectives has no all-reduce: give --bandwidth INSIDE[,BETWEEN] too"
+            )
+        rate = bandwidth_of(sums)
         args.bandwidth = f"{rate:.6g}"
         said.append(f"assumed: every link has {rate / 1e9:.3g} GB/s, by all-reduce of {fewest}")
     cluster = cluster_from(args)
     said.append("assumed: links have no latency of their own; the curves have theirs")
     return msgspec.structs.replace(cluster, collectives=points)
-
-
-def _all_reduces(points: list[CollectivePoint]) -> list[CollectivePoint]:
-    found = [point for point in points if point.operation == "all_reduce"]
-    if not found:
-        raise ConfigError("--collectives has no all-reduce: give --bandwidth INSIDE[,BETWEEN] too")
-    return found
 
 
 def _model(

@@ -219,7 +219,9 @@ def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectiveP
         DataError: it holds no curve, or nothing says how many ranks took part or in what.
     """
     text = decode_text(read_file(path, "curve", DataError, is_given=True), str(path), DataError)
-    text = _without_prefix(text)
+    prefixed = _PREFIXED.search(text)  # by the mark of mpirun, kubectl or a terminal
+    if prefixed is not None:
+        text = "\n".join(line.removeprefix(prefixed[1]) for line in text.splitlines())
     heads = [words for line in text.splitlines() if line[:1] == "#" and (words := _heads(line))]
     if len(heads) > 1:
         raise DataError(
@@ -227,14 +229,6 @@ def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectiveP
             "MPI=1, because without it each rank tests for itself"
         )
     return _nccl_tests(text, heads[0], path, n_ranks) if heads else read_curve(path, n_ranks)
-
-
-def _without_prefix(text: str) -> str:
-    """The lines without the mark that mpirun, kubectl or a terminal puts before each."""
-    found = _PREFIXED.search(text)
-    if found is None:
-        return text
-    return "\n".join(line.removeprefix(found[1]) for line in text.splitlines())
 
 
 def _heads(line: str) -> list[str]:

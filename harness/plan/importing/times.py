@@ -160,7 +160,15 @@ def read_operators(
         if copy and operators[-1].name not in inputs:
             inputs.append(operators[-1].name)  # a layer reads the one before
         operators.append(Operator(name=name, kind="other", inputs=inputs))
-        points.append(_measurement(row, name, device_kind, floors))
+        forward_s, backward_s = (
+            max(0.0, _seconds(row, column) - floor)
+            for column, floor in zip((_FORWARD, _BACKWARD), floors, strict=True)
+        )
+        points.append(
+            Measurement(
+                device_kind=device_kind, operator=name, forward_s=forward_s, backward_s=backward_s
+            )
+        )
         known[row.text(_NAME)] = name
     graph = Graph(name=path.stem, operators=operators, batch=batch)
     provenance = {"source": str(path)}
@@ -194,16 +202,6 @@ def _layer_of(row: Row) -> int | None:
     modules = re.findall(r"'([\w.]+)', <class", row.text(_META))
     found = re.search(r"\.(\d{1,6})(?:\.|$)", modules[-1]) if modules else None
     return None if found is None else int(found[1])
-
-
-def _measurement(row: Row, name: str, device_kind: str, floors: Sequence[float]) -> Measurement:
-    forward_s, backward_s = (
-        max(0.0, _seconds(row, column) - floor)
-        for column, floor in zip((_FORWARD, _BACKWARD), floors, strict=True)
-    )
-    return Measurement(
-        device_kind=device_kind, operator=name, forward_s=forward_s, backward_s=backward_s
-    )
 
 
 def _floor(rows: Sequence[Row], column: str) -> float:

@@ -83,11 +83,6 @@ class Partial(NamedTuple):
     ends: tuple[int, ...]
     groups: tuple[Group, ...]
 
-    @property
-    def last_start(self) -> int:
-        """Segment at which the last stage begins."""
-        return self.ends[-2] if len(self.ends) > 1 else 0
-
     def extended(
         self, crossing: Crossing, stage: StageCost, n_microbatches: int, end: int, group: Group
     ) -> Partial:
@@ -246,7 +241,8 @@ class PipelineSearch:
                     if len(group) > self._most:
                         continue
                     mask = used | sum(1 << d for d in group)
-                    crossings = [crossing(p.last_start, a, last, group) for p in kept]
+                    starts = [p.ends[-2] if len(p.ends) > 1 else 0 for p in kept]
+                    crossings = [crossing(start, a, last, group) for start in starts]
                     least = min(p.prefix_s for p in kept)
                     for b in range(a + 1, n + 1):
                         stage = stage_cost(a, b, group)
@@ -280,20 +276,15 @@ class PipelineSearch:
             shares = proportional_shares(seconds, self.fewest) if len(group) > 1 else None
             for ops in self.segments[start:end]:
                 for op in ops:
-                    samples = self._samples_of(op)
-                    if len(group) > 1 and samples >= len(group):
-                        cut = shares if shares and samples == self.fewest else len(group)
+                    units = self.simulator.costs(self.fewest).units(op)
+                    dims = cuttable_dims(self.simulator.graph.operators[op], units)
+                    if len(group) > 1 and SAMPLE in dims and units[SAMPLE] >= len(group):
+                        cut = shares if shares and units[SAMPLE] == self.fewest else len(group)
                         found[op] = OperatorPlan({SAMPLE: cut}, list(group), stage)
                     else:
                         found[op] = OperatorPlan({}, [group[0]], stage)
             start = end
         return found
-
-    def _samples_of(self, op: int) -> int:
-        """Into how many parts an operator's samples of the smallest microbatch can be cut."""
-        units = self.simulator.costs(self.fewest).units(op)
-        is_cut = SAMPLE in cuttable_dims(self.simulator.graph.operators[op], units)
-        return units[SAMPLE] if is_cut else 1
 
     def refine(
         self, start: Pipeline, objective: Objective, shard_state: ShardState = "none"

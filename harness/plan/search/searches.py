@@ -12,7 +12,7 @@ from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, ShardState, Stage
 from harness.plan.costs import PlanRequest
 from harness.plan.search.mcmc import Chain, closest, descend
-from harness.plan.search.objective import Candidate, Objective
+from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import PipelineSearch, schedules_for
 from harness.plan.search.space import Space, microbatch_counts
 from harness.plan.simulate.sharded_state import useful_states
@@ -91,7 +91,10 @@ class Searches:
             return
         flows = self._flows()
         if not self.objective.is_out_of_time():
-            self._exhaust(flows[0])
+            space = self._space(flows[0].n_microbatches)
+            if space.size <= min(self.exhaustive_up_to, self.budget):
+                self.objective.start("exhaustive search")
+                search_exhaustively(self._trial(flows[0]), space.menus, self.objective)
         for k, flow in enumerate(flows):
             if self.objective.is_out_of_time():
                 return
@@ -173,12 +176,6 @@ class Searches:
             shard_state=flow.shard_state,
         )
 
-    def _exhaust(self, flow: _Flow) -> None:
-        space = self._space(flow.n_microbatches)
-        if space.size <= min(self.exhaustive_up_to, self.budget):
-            self.objective.start("exhaustive search")
-            search_exhaustively(self._trial(flow), space.menus, self.objective)
-
     def _chains(self, flow: _Flow, budget: int) -> None:
         """MCMC from the best single-stage strategies, each chain followed by a descent.
 
@@ -211,15 +208,13 @@ class Searches:
             k += 1
 
     def _starts(self, space: Space) -> list[dict[int, OperatorPlan]]:
-        """The best single-stage strategies so far, as far as the space has their plans."""
+        """The best single-stage strategies so far, or the nearest that the space has."""
         known = [c for c in self.objective.best_of.values() if len(c.stages) == 1]
         ranked = sorted(known, key=lambda c: c.step_s)[:N_CHAINS]
-        starts = [_project(candidate, space) for candidate in ranked]
+        starts = [
+            {op: closest(menu, candidate.plans[op]) for op, menu in space.menus.items()}
+            for candidate in ranked
+        ]
         if not starts:  # nothing fits yet: spread everything as far as it goes
             starts = [{op: menu[-1] for op, menu in space.menus.items()}]
         return starts
-
-
-def _project(candidate: Candidate, space: Space) -> dict[int, OperatorPlan]:
-    """A candidate's plans where the space's shapes allow them, else the nearest of the menu."""
-    return {op: closest(menu, candidate.plans[op]) for op, menu in space.menus.items()}

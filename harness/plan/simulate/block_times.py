@@ -71,9 +71,11 @@ class BlockTimes:
                 shape = shown if is_whole else sizes
                 time = self._times.lookup(operator, kind, shape=shape)
             else:
-                # With an unknown shape, time is in proportion to elements.
+                # With an unknown shape, time is in proportion to elements of all dims.
                 time = self._times.lookup(operator, kind)
-                factor *= volume(block) / self._full_volume(op)
+                batch = self._graph.batch or self._samples
+                full = full_shape(operator, batch=batch, graph_batch=self._graph.batch)
+                factor *= volume(block) / float(np.prod(list(full.values())))
             seconds = passes_s(
                 operator,
                 self._gradients[op],
@@ -84,12 +86,6 @@ class BlockTimes:
             is_skipped = operator.name in self._skipped
             self._seconds[key] = BlockSeconds(0.0, 0.0) if is_skipped else BlockSeconds(*seconds)
         return self._seconds[key]
-
-    def _full_volume(self, op: int) -> float:
-        """Elements of the output at the graph's batch, with partial dims."""
-        batch = self._graph.batch or self._samples
-        full = full_shape(self._graph.operators[op], batch=batch, graph_batch=self._graph.batch)
-        return float(np.prod(list(full.values())))
 
 
 Gradients = Literal["all", "inputs", "weights", "none"]

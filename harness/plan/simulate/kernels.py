@@ -17,12 +17,6 @@ from harness.plan.compiled import compiled, inlined, pop, push
 from harness.plan.simulate.work import BACKWARD, FORWARD, NONE, freed_by_sum, offsets, reduce_of
 
 
-@compiled
-def has_overhead(work: Any) -> bool:
-    """Whether communication has overhead on any device."""
-    return bool(work.host_s_per_byte.max() > 0)
-
-
 @inlined
 def loaded_end(seconds: float, now: float, load: float, until: float) -> Any:
     """End of a computation on a loaded processor, and the load that remains then.
@@ -239,7 +233,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
     waits = n_waits.copy()
     free, busy = np.zeros(work.n_resources), np.zeros(work.n_resources)
     holder = np.full(work.n_resources, NONE, np.int64)
-    is_timed = has_overhead(work)
+    is_timed = work.host_s_per_byte.max() > 0  # communication has overhead
     n_devices = len(work.node_of)
     running = np.full(n_devices, NONE, np.int64)
     end_of, load = np.zeros(n_devices), np.zeros(n_devices)

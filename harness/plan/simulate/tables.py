@@ -259,7 +259,10 @@ class Tables:
         for op in reversed(self.parameterised):
             for n_bytes, group in self._gradients(op):
                 if len(group) < 2:
-                    alone[op, group[0]] += 0 if self._is_kept(op, n_bytes) else n_bytes
+                    # The executor keeps the memory of large ones from step to step.
+                    is_linear = self.costs.graph.operators[op].kind == "linear"
+                    if not (is_linear and n_bytes >= 4 * LARGE_ELEMENTS):
+                        alone[op, group[0]] += n_bytes
                     continue
                 k = open_bucket.get(group)
                 if k is None:
@@ -299,11 +302,6 @@ class Tables:
             trigger_end=trigger_end,
             alone=alone,
         )
-
-    def _is_kept(self, op: int, n_bytes: int) -> bool:
-        """Whether the executor keeps the memory of a gradient from step to step."""
-        operator = self.costs.graph.operators[op]
-        return operator.kind == "linear" and n_bytes >= 4 * LARGE_ELEMENTS
 
     def _gradients(self, op: int) -> list[tuple[int, tuple[int, ...]]]:
         """Bytes of each slice of gradients with the devices that add them up; of tied weights all

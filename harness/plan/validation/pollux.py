@@ -94,7 +94,9 @@ class _Job:
         self._graph = chain_graph(self.model, layers, 1)
         total = sum(flops for _, flops in self._parts)
         self._shares = [flops / total for _, flops in self._parts]
-        self.inside, self.between = _within_a_node(runs), _between_nodes(runs)
+        # Nothing but the node slows one placement, and nothing but links between nodes the other.
+        self.inside = _most([r for r in runs if len(r.placement) == 1 < sum(r.placement)])
+        self.between = _most([r for r in runs if {1} == {*r.placement} and len(r.placement) > 1])
         self._slowdown = {
             run.local: max(0.0, run.measured_s / self._alone[run.local] - 1)
             for run in self.inside
@@ -141,17 +143,6 @@ class _Job:
                 ]
             self._profiles[n_beside] = layer_profile(self._graph, times)
         return self._profiles[n_beside]
-
-
-def _within_a_node(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:
-    """Of placements on one node, the one with most GPUs: nothing but the node slows it."""
-    return _most([run for run in runs if len(run.placement) == 1 < sum(run.placement)])
-
-
-def _between_nodes(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:
-    """Of placements with one GPU on each of several nodes, the one with most nodes: nothing but the
-    links between nodes slows it."""
-    return _most([run for run in runs if set(run.placement) == {1} and len(run.placement) > 1])
 
 
 def _most(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:

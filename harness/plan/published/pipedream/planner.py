@@ -176,7 +176,7 @@ def _result(
         cost="pipedream",
         method=f"pipeline dynamic programming {exact}",
         predicted_step_s=found.step_s,
-        lower_bound_s=found.step_s if found.is_exact else _lower_bound_s(problem),
+        lower_bound_s=found.step_s if found.is_exact else single_s / problem.n_devices,
         speedup_over_single=single_s / found.step_s,
         speedup_over_ddp=ddp_s / found.step_s,
         memory_bytes=memory,
@@ -190,14 +190,6 @@ def _result(
         n_proposals=len(found.cuts),
         interrupted=found.interrupted,
     )
-
-
-def _lower_bound_s(problem: PipelineProblem) -> float:
-    """The work of all operators, shared by all devices without communication."""
-    compute_s = sum(problem.workload.compute_ticks) * TICK_S
-    for level in problem.levels:
-        compute_s /= level.n_workers
-    return compute_s
 
 
 def _runner_up(name: str, step_s: float, problem: PipelineProblem, note: str) -> RunnerUp:

@@ -36,7 +36,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from harness.domain.graph import Graph, Operator
+from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.errors import GraphError
 from harness.plan.bottleneck import Floats
@@ -85,7 +85,12 @@ def workload_from(graph: Graph, profile: Profile, device_kind: str) -> OperatorD
         PlanError: the profile does not know an operator on that kind of device.
     """
     read = {name for operator in graph.operators for name in operator.inputs}
-    kept = [op for op in graph.operators if op.kind != "input" and not _is_unread_item(op, read)]
+    kept = [
+        op
+        for op in graph.operators
+        if op.kind != "input"
+        if op.name in read or not str(op.attrs.get("description")).startswith("__getitem__")
+    ]
     if not kept:
         raise GraphError(f"graph {graph.name!r} has only inputs: there is nothing to plan")
     times = OperatorTimes(profile)
@@ -100,11 +105,6 @@ def workload_from(graph: Graph, profile: Profile, device_kind: str) -> OperatorD
             [position[name] for name in dict.fromkeys(op.inputs) if name in position] for op in kept
         ],
     )
-
-
-def _is_unread_item(operator: Operator, read: set[str]) -> bool:
-    is_item = str(operator.attrs.get("description", "")).startswith("__getitem__")
-    return is_item and operator.name not in read
 
 
 def _reached(neighbours: Sequence[Sequence[int]], order: Iterable[int]) -> list[int]:
