@@ -4,7 +4,6 @@ import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 
@@ -146,9 +145,6 @@ def family_of(name: str) -> str:
     return _FAMILIES[name.split()[0].rstrip(",")]
 
 
-Planner = Callable[[PlanRequest], PlanResult]
-
-
 _MODEL = ("model", "profile", "graph", "rates", "dlrm_tables", "dtype")
 _HARDWARE = ("bandwidth", "device_kind")
 
@@ -170,9 +166,6 @@ class Cost:
     unread: tuple[str, ...] = ()
     needs_memory: bool = False
     most_devices: int = 1024
-
-    def load(self) -> Planner:
-        return cast(Planner, importlib.import_module(self.module).plan)
 
 
 COSTS = {
@@ -221,9 +214,9 @@ def run(cost: str, request: PlanRequest) -> PlanResult:
     """
     if cost not in COSTS:
         raise ConfigError(f"--cost {cost!r} is unknown: use {', '.join(COSTS)}")
-    planner = COSTS[cost].load()
+    planner = importlib.import_module(COSTS[cost].module)
     start_s, wall_s = time.process_time(), time.perf_counter()
-    result = planner(request)
+    result: PlanResult = planner.plan(request)
     cpu_s, wall_s = time.process_time() - start_s, time.perf_counter() - wall_s
     rate = result.proposals_per_s or result.n_proposals / max(wall_s, 1e-9)
     return msgspec.structs.replace(

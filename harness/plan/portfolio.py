@@ -79,7 +79,29 @@ class Searched:
         Args:
             chosen: another plan of `ranked` than the best by prediction.
         """
-        return _result(self, chosen or self.best)
+        chosen = chosen or self.best
+        strategy = self.strategy(chosen)
+        simulation = self.simulator.simulate(strategy)
+        by_name = {s.strategy.name: s.step_s for s in self.standards}
+        n_proposals = self.objective.n_proposals
+        return PlanResult(
+            cost="simulator",
+            method=chosen.method,
+            predicted_step_s=simulation.step_s,
+            speedup_over_single=by_name.get("single", math.nan) / simulation.step_s,
+            speedup_over_ddp=by_name.get("ddp", math.nan) / simulation.step_s,
+            memory_bytes=simulation.memory_bytes,
+            strategy=strategy,
+            explanation=[
+                strategy.name,
+                *explain(simulation),
+                *_compare(simulation, self.standards),
+            ],
+            runners_up=_runners_up(self, chosen),
+            n_proposals=n_proposals,
+            proposals_per_s=n_proposals / max(self.objective.judging_s, 1e-9),
+            interrupted=self.interrupted,
+        )
 
 
 def plan(request: PlanRequest) -> PlanResult:
@@ -199,29 +221,6 @@ def _judge(simulator: Simulator, strategy: Strategy, objective: Objective) -> Si
     trial = Trial.from_strategy(simulator, strategy)
     objective.judge(trial)
     return Simulation(simulator, strategy, trial.outcome())
-
-
-def _result(found: Searched, chosen: Candidate) -> PlanResult:
-    objective, standards = found.objective, found.standards
-    strategy = found.strategy(chosen)
-    simulation = found.simulator.simulate(strategy)
-    by_name = {s.strategy.name: s.step_s for s in standards}
-    single = by_name.get("single", math.nan)
-    ddp = by_name.get("ddp", math.nan)
-    return PlanResult(
-        cost="simulator",
-        method=chosen.method,
-        predicted_step_s=simulation.step_s,
-        speedup_over_single=single / simulation.step_s,
-        speedup_over_ddp=ddp / simulation.step_s,
-        memory_bytes=simulation.memory_bytes,
-        strategy=strategy,
-        explanation=[strategy.name, *explain(simulation), *_compare(simulation, standards)],
-        runners_up=_runners_up(found, chosen),
-        n_proposals=objective.n_proposals,
-        proposals_per_s=objective.n_proposals / max(objective.judging_s, 1e-9),
-        interrupted=found.interrupted,
-    )
 
 
 def _compare(simulation: Simulation, standards: list[Simulation]) -> list[str]:

@@ -19,7 +19,6 @@ from harness.plan.advise.sets import (
     sets_of,
     with_device,
     with_rate,
-    with_rates,
 )
 from harness.plan.costs import family_of
 from harness.plan.search.space import balanced_pipeline
@@ -278,7 +277,7 @@ class Adviser:
                 yield f"{node} with {model.kind}", changed, node
         faster = next_ethernet(max(rates)) if n_nodes > 1 else None
         if faster is not None:
-            yield f"all nodes on {faster[0]}", with_rates(self.cluster, faster[1]), None
+            yield f"all nodes on {faster[0]}", with_rate(self.cluster, None, faster[1]), None
 
     def _largest(self, best: Priced) -> Iterator[LargestBatch]:
         """Alone on each kind of device; data parallel, with and without sharded state, and a

@@ -26,75 +26,43 @@ def part_of(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     return _with_curves(cluster, cluster.part(devices))
 
 
-def with_rate(cluster: Cluster, node: int, bytes_per_s: float) -> Cluster:
-    """The cluster with another network interface in one node.
+def with_rate(cluster: Cluster, node: int | None, bytes_per_s: float) -> Cluster:
+    """The cluster with another network interface in one node, or with faster ones in all (None).
 
     A link between two nodes carries what the slower end does, so the other end's fastest link
     still limits.
     """
     at = {d.name: k for k, one in enumerate(cluster.nodes) for d in one.devices}
-    limits = [_limit(cluster, k) for k in range(len(cluster.nodes))]
-    limits[node] = bytes_per_s
+    limits = [
+        bytes_per_s if node in (None, k) else _limit(cluster, k) for k in range(len(cluster.nodes))
+    ]
 
     def changed(link: Link) -> Link:
         ends = at[link.source], at[link.target]
-        if ends[0] == ends[1] or node not in ends:
+        if ends[0] == ends[1] or not (node is None or node in ends):
             return link
-        other = ends[0] if ends[1] == node else ends[1]
-        rate = max(link.bandwidth_bytes_per_s, min(bytes_per_s, limits[other]))
+        rate = max(link.bandwidth_bytes_per_s, min(limits[end] for end in ends))
         return msgspec.structs.replace(link, bandwidth_bytes_per_s=rate)
 
-    return _exchanged(cluster, node, links=[changed(link) for link in cluster.links],
-                      nic=max(bytes_per_s, cluster.nodes[node].nic_bytes_per_s or 0.0))  # fmt: skip
-
-
-def with_rates(cluster: Cluster, bytes_per_s: float) -> Cluster:
-    """The cluster with faster interfaces in all nodes."""
-    at = {d.name: k for k, one in enumerate(cluster.nodes) for d in one.devices}
-
-    def changed(link: Link) -> Link:
-        rate = link.bandwidth_bytes_per_s
-        if at[link.source] != at[link.target]:
-            rate = max(rate, bytes_per_s)
-        return msgspec.structs.replace(link, bandwidth_bytes_per_s=rate)
-
-    nodes = [
-        msgspec.structs.replace(node, nic_bytes_per_s=max(bytes_per_s, node.nic_bytes_per_s or 0.0))
-        for node in cluster.nodes
-    ]
+    nodes = list(cluster.nodes)
+    for k in range(len(nodes)) if node is None else (node,):
+        nic = nodes[k].nic_bytes_per_s
+        if node is None or nic is not None:
+            nic = max(bytes_per_s, nic or 0.0)
+        nodes[k] = msgspec.structs.replace(nodes[k], nic_bytes_per_s=nic)
     links = [changed(link) for link in cluster.links]
     return _with_curves(cluster, msgspec.structs.replace(cluster, nodes=nodes, links=links))
 
 
 def with_device(cluster: Cluster, node: int, model: Device) -> Cluster:
     """The cluster with all devices of one node exchanged for another's kind."""
+    nodes = list(cluster.nodes)
     devices = [
         msgspec.structs.replace(model, name=device.name, host_s_per_byte=device.host_s_per_byte)
-        for device in cluster.nodes[node].devices
+        for device in nodes[node].devices
     ]
-    return _exchanged(cluster, node, devices=devices)
-
-
-def _exchanged(
-    cluster: Cluster,
-    node: int,
-    *,
-    devices: list[Device] | None = None,
-    links: list[Link] | None = None,
-    nic: float | None = None,
-) -> Cluster:
-    old = cluster.nodes[node]
-    has_limit = nic is not None and old.nic_bytes_per_s is not None
-    new = msgspec.structs.replace(
-        old,
-        devices=devices or old.devices,
-        nic_bytes_per_s=nic if has_limit else old.nic_bytes_per_s,
-    )
-    nodes = [*cluster.nodes[:node], new, *cluster.nodes[node + 1 :]]
-    changed = msgspec.structs.replace(
-        cluster, nodes=nodes, links=cluster.links if links is None else links
-    )
-    return _with_curves(cluster, changed)
+    nodes[node] = msgspec.structs.replace(nodes[node], devices=devices)
+    return _with_curves(cluster, msgspec.structs.replace(cluster, nodes=nodes))
 
 
 def node_rate(cluster: Cluster, node: int) -> float | None:

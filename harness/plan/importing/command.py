@@ -107,8 +107,7 @@ def _take_off(graph: Graph, times: dict[TimeKey, list[LayerTime]], cluster: Clus
         return "assumed: times at tp above 1 are without collectives, because no cluster is given"
     network = Network(cluster)
     for key in [key for key in times if 1 < key.tp <= cluster.n_devices]:
-        group = tuple(range(key.tp))
-        times[key] = without_collectives(graph, network, group, key, times[key])
+        times[key] = without_collectives(graph, network, key, times[key])
     return "assumed: times at tp above 1 were with collectives, which are taken off by the cluster"
 
 

@@ -338,7 +338,6 @@ def n_parts_of(operator: Operator) -> int:
 def without_collectives(
     graph: Graph,
     network: Network,
-    group: tuple[int, ...],
     key: TimeKey,
     row: Sequence[LayerTime],
     *,
@@ -346,8 +345,8 @@ def without_collectives(
 ) -> list[LayerTime]:
     """Take off the all-reduces that times measured under tensor parallelism include.
 
-    The simulator adds what it predicts for them: one after each layer but the last, and one of its
-    gradient. Longer ones than the layer's time leave nothing.
+    The simulator adds what it predicts for them on the first devices: one after each layer but the
+    last, and one of its gradient. Longer ones than the layer's time leave nothing.
 
     Args:
         recomputes: the times are of a model that is recomputed. Recomputation repeats the first of
@@ -355,7 +354,7 @@ def without_collectives(
     """
     if key.tp == 1:
         return list(row)
-    found = []
+    found, group = [], tuple(range(key.tp))
     for k, (operator, time) in enumerate(zip(graph.operators, row, strict=True)):
         n_bytes = operator.activation_bytes * key.samples // (graph.batch or 1)
         after = sum_seconds(network, group, n_bytes) if k + 1 < len(row) else 0.0

@@ -81,7 +81,7 @@ class Chain:
     def run(self, start: Mapping[int, OperatorPlan]) -> Move:
         """Walk from a start until the objective's budget is used up; the best plans seen."""
         plans = dict(start)
-        _apply(self.trial, plans)
+        apply_plans(self.trial, plans)
         score = best_score = self.objective.judge(self.trial).score
         best = dict(plans)
         since = 0
@@ -91,14 +91,14 @@ class Chain:
             spent = self.objective.spent
             temperature = self._hottest * (COLDEST / self._hottest) ** spent
             if spent > 0.5 and since >= RESET_EVERY and score > best_score:
-                _apply(self.trial, {op: plan for op, plan in best.items() if plan != plans[op]})
+                apply_plans(self.trial, best)
                 plans, score, since = dict(best), best_score, 0
                 continue
             if not move:
                 self.objective.n_proposals += 1
                 continue
             before = {op: plans[op] for op in move}
-            _apply(self.trial, move)
+            apply_plans(self.trial, move)
             found = self.objective.judge(self.trial).score
             if found <= score or self._random.random() < math.exp(
                 (score - found) / (temperature * best_score)
@@ -108,7 +108,7 @@ class Chain:
                 if score < best_score:
                     best_score, best, since = score, dict(plans), 0
             else:
-                _apply(self.trial, before)
+                apply_plans(self.trial, before)
         return best
 
     def _propose(self, plans: Mapping[int, OperatorPlan]) -> Move:
@@ -197,7 +197,8 @@ def closest(menu: Sequence[OperatorPlan], source: OperatorPlan) -> OperatorPlan:
     return next(plan for plan in menu if plan.devices == [min(used)])
 
 
-def _apply(trial: Trial, plans: Mapping[int, OperatorPlan]) -> None:
+def apply_plans(trial: Trial, plans: Mapping[int, OperatorPlan]) -> None:
+    """Replace the plans that differ."""
     for op, plan in plans.items():
         if trial.tables.plans[op] != plan:
             trial.replace(op, plan)
@@ -213,7 +214,7 @@ def descend(
     triples where they have few plans.
     """
     plans = dict(start)
-    _apply(trial, plans)
+    apply_plans(trial, plans)
     score = objective.judge(trial).score
     moves = _joint_moves(trial, space)
     k = n_failed = 0
@@ -226,13 +227,13 @@ def descend(
             move = {op: plan for op, plan in zip(ops, choice, strict=True) if plan != plans[op]}
             if len(move) < len(ops):
                 continue
-            _apply(trial, move)
+            apply_plans(trial, move)
             found = objective.judge(trial).score
             if found < score:
                 score = found
                 plans.update(move)
             else:
-                _apply(trial, {op: plans[op] for op in move})
+                apply_plans(trial, {op: plans[op] for op in move})
         n_failed = 0 if score < before else n_failed + 1
         # After a pair has improved, single operators come first again.
         k = 0 if score < before and len(ops) > 1 else (k + 1) % len(moves)

@@ -142,7 +142,14 @@ class Objective:
         now = time.monotonic()
         if self._progress is not None and now - self._last_shown > _PROGRESS_EVERY_S:
             self._last_shown = now
-            self._show()
+            self._progress(
+                SearchProgress(
+                    n_proposals=self.n_proposals,
+                    best_step_s=self.best.step_s if self.best is not None else math.inf,
+                    phase=self._method,
+                    fraction=self.spent if self._of_budget else None,
+                )
+            )
         return now > self._deadline
 
     def _remember(self, trial: Trial, step_s: float) -> None:
@@ -162,16 +169,3 @@ class Objective:
         self.best_of[self._method] = found
         if self.best is None or step_s < self.best.step_s:
             self.best = found
-
-    def _show(self) -> None:
-        assert self._progress is not None
-        fraction = self.spent if self._of_budget else None
-        best_s = self.best.step_s if self.best is not None else math.inf
-        self._progress(
-            SearchProgress(
-                n_proposals=self.n_proposals,
-                best_step_s=best_s,
-                phase=self._method,
-                fraction=fraction,
-            )
-        )

@@ -6,12 +6,13 @@ Every strategy of a small space, one after another: the oracle.
 import math
 import random
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, ShardState, Stage
 from harness.plan.costs import PlanRequest
-from harness.plan.search.mcmc import Chain, closest, descend
+from harness.plan.search.mcmc import Chain, apply_plans, closest, descend
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import PipelineSearch, schedules_for
 from harness.plan.search.space import Space, microbatch_counts
@@ -22,25 +23,13 @@ from harness.plan.simulate.simulator import Simulator, Trial
 def search_exhaustively(
     trial: Trial, menus: Mapping[int, Sequence[OperatorPlan]], objective: Objective
 ) -> None:
-    """Judge all combinations of the menus, like an odometer: each step changes few operators.
-
-    Ends early when the objective says so.
-    """
-    ops = list(menus)
-    at = [0] * len(ops)
-    for op in ops:
-        trial.replace(op, menus[op][0])
-    while not objective.is_over():
-        objective.judge(trial)
-        k = len(ops) - 1
-        while k >= 0 and at[k] + 1 == len(menus[ops[k]]):
-            at[k] = 0
-            trial.replace(ops[k], menus[ops[k]][0])
-            k -= 1
-        if k < 0:
+    """Judge all combinations of the menus, the last operator's first, so that each step changes few
+    operators. Ends early when the objective says so."""
+    for choice in product(*menus.values()):
+        if objective.is_over():
             return
-        at[k] += 1
-        trial.replace(ops[k], menus[ops[k]][at[k]])
+        apply_plans(trial, dict(zip(menus, choice, strict=True)))
+        objective.judge(trial)
 
 
 MOST_PROPOSALS, LEAST_PROPOSALS = 12_000, 400

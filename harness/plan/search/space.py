@@ -130,8 +130,7 @@ class Space:
         samples = self._costs.units(op)[SAMPLE]
         if samples < len(devices):
             return None
-        times = [self._costs.times.block_s(op, whole, device) for device in devices]
-        seconds = [time.forward_s + time.backward_s for time in times]
+        seconds = [self._costs.times.block_s(op, whole, device).total_s for device in devices]
         return proportional_shares(seconds, samples)
 
 

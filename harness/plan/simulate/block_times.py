@@ -8,7 +8,7 @@ not in the prefix, which tied weights make possible, passes gradients on and has
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +18,8 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.partition import Block, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import full_shape, output_sizes
-from harness.plan.fit import OperatorTimes
+from harness.plan.fit import OperatorTime, OperatorTimes
 from harness.plan.simulate.options import SimulatorOptions
-
-
-class BlockSeconds(NamedTuple):
-    """Seconds of one block on one device."""
-
-    forward_s: float
-    backward_s: float
 
 
 class BlockTimes:
@@ -52,9 +45,9 @@ class BlockTimes:
         self._profile, self._graph_hash = profile, graph.content_hash()
         self._frozen, self._skipped = options.frozen, options.skipped
         self._gradients = gradients_of(graph, options.frozen)
-        self._seconds: dict[object, BlockSeconds] = {}
+        self._seconds: dict[object, OperatorTime] = {}
 
-    def block_s(self, op: int, block: Block, device: int) -> BlockSeconds:
+    def block_s(self, op: int, block: Block, device: int) -> OperatorTime:
         """Seconds of one block on one device."""
         key = (op, device, tuple(stop - start for start, stop in block))
         if key not in self._seconds:
@@ -84,7 +77,7 @@ class BlockTimes:
                 backward_s=time.backward_s * factor,
             )
             is_skipped = operator.name in self._skipped
-            self._seconds[key] = BlockSeconds(0.0, 0.0) if is_skipped else BlockSeconds(*seconds)
+            self._seconds[key] = OperatorTime(0.0, 0.0) if is_skipped else seconds
         return self._seconds[key]
 
 
@@ -145,7 +138,7 @@ def passes_s(
     is_frozen: bool,
     forward_s: float,
     backward_s: float,
-) -> tuple[float, float]:
+) -> OperatorTime:
     """Seconds of both passes, of which a profile measured both gradients.
 
     The input gradients of a product take as long as its forward pass, which has as many FLOPs.
@@ -158,4 +151,4 @@ def passes_s(
         "none": 0.0,
     }[gradients]
     is_off = is_frozen and operator.attrs.get("function") in _DROPOUTS
-    return 0.0 if is_off else forward_s, taken_s
+    return OperatorTime(0.0 if is_off else forward_s, taken_s)

@@ -112,19 +112,18 @@ class Network:
         Raises:
             ClusterError: neither NIC has a bandwidth.
         """
-        for a in range(self.n_devices):
-            for b in range(self.n_devices):
-                if a == b or not np.isnan(self.bandwidth[a, b]):
-                    continue
-                source, target = self.node_of[a], self.node_of[b]
-                rate = min(self.nic[source], self.nic[target])
-                if source == target or not np.isfinite(rate):
-                    raise ClusterError(
-                        f"the cluster has no link {self.names[a]} -> {self.names[b]}: add it to "
-                        "the cluster file, or measure with `./entry.sh links`"
-                    )
-                self.bandwidth[a, b] = rate
         np.fill_diagonal(self.bandwidth, np.inf)
+        nic, is_missing = self.nic[self.node_of], np.isnan(self.bandwidth)
+        rates = np.minimum.outer(nic, nic)
+        rates[self.node_of[:, None] == self.node_of] = np.inf
+        lacking = np.argwhere(is_missing & np.isinf(rates))
+        if len(lacking):
+            a, b = lacking[0]
+            raise ClusterError(
+                f"the cluster has no link {self.names[a]} -> {self.names[b]}: add it to the "
+                "cluster file, or measure with `./entry.sh links`"
+            )
+        self.bandwidth[is_missing] = rates[is_missing]
 
     def out_resource(self, node: int) -> int:
         return self.n_devices**2 + node

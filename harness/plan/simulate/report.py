@@ -324,12 +324,20 @@ def _network_lines(simulation: Simulation) -> list[str]:
     if n_wires and out.busy[:n_wires].max(initial=0.0) > 0:
         busiest = int(out.busy[:n_wires].argmax())
         share = out.busy[busiest] / (out.step_s or 1.0)
-        rate = format_bandwidth(_rate(simulation, busiest))
-        lines.append(f"busiest: {network.resource_name(busiest)} ({rate}), {share:.0%} of the step")
-    moved = _moved_bytes(simulation)
+        n = network.n_devices
+        rate = network.nic[(busiest - n * n) % len(network.nic)]
+        if busiest < n * n:
+            rate = network.bandwidth[busiest // n, busiest % n]
+        name = f"{network.resource_name(busiest)} ({format_bandwidth(float(rate))})"
+        lines.append(f"busiest: {name}, {share:.0%} of the step")
+    edge_bytes, n_microbatches = out.lowered.work.edge_bytes, simulation.strategy.n_microbatches
+    n_moves, n_compute = 2 * n_microbatches, 4 * n_microbatches * len(out.lowered.rows)
+    start = out.start[n_compute : n_compute + n_moves * len(edge_bytes)]
+    exists = ~np.isnan(start.reshape(n_moves, len(edge_bytes)))
+    moved = float((exists * edge_bytes).sum())
     synced = float(out.lowered.buckets.n_bytes.sum())
     summed = sum(
-        n_bytes * n_rounds * simulation.strategy.n_microbatches
+        n_bytes * n_rounds * n_microbatches
         for one in out.lowered.edges.sums
         for n_bytes, n_rounds in zip(one.n_bytes, one.n_rounds, strict=True)
     )
@@ -344,21 +352,3 @@ def _network_lines(simulation: Simulation) -> list[str]:
     if gathered:
         lines.append(f"per step {format_bytes(gathered)} of parameters are gathered before use")
     return lines
-
-
-def _moved_bytes(simulation: Simulation) -> float:
-    """Bytes sent between devices in a step, forward and backward."""
-    out, n_microbatches = simulation.outcome, simulation.strategy.n_microbatches
-    edge_bytes = out.lowered.work.edge_bytes
-    n_edges, n_compute = len(edge_bytes), 4 * n_microbatches * len(out.lowered.rows)
-    start = out.start[n_compute : n_compute + 2 * n_microbatches * n_edges]
-    exists = ~np.isnan(start.reshape(2 * n_microbatches, n_edges))
-    return float((exists * edge_bytes).sum())
-
-
-def _rate(simulation: Simulation, resource: int) -> float:
-    network = simulation.simulator.network
-    n = network.n_devices
-    if resource < n * n:
-        return float(network.bandwidth[resource // n, resource % n])
-    return float(network.nic[(resource - n * n) % len(network.nic)])

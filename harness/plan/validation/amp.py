@@ -316,16 +316,24 @@ def read(folder: Path) -> Published:
     points: list[MeasuredStep] = []
     notes: list[str] = []
     for name, trials in groups.items():
-        if name not in _EXPERIMENTS:
-            build = partial(_unknown, name)
-            points += [_point(name, trial, "", 1, build) for trial in trials]
+        given = _AmpExperiment(name, trials, folder) if name in _EXPERIMENTS else None
+        why = "the fixed part of a layer and the bandwidth within a node are from this layout"
+        points += [
+            MeasuredStep(
+                name=f"{trial.layout.name} microbatch {trial.microbatch}",
+                cell=name,
+                samples=given.known.batch if given else 1,
+                measured_s=trial.measured_s,
+                build=partial(given.case, trial) if given else partial(_unknown, name),
+                source_s=trial.predicted_s,
+                calibrates=why if given and trial in given.calibrating else "",
+                part=name,
+                group=f"of {name} with {trial.layout.name}",
+            )
+            for trial in trials
+        ]
+        if given is None:
             continue
-        given = _AmpExperiment(name, trials, folder)
-        for trial in trials:
-            why = "the fixed part of a layer and the bandwidth within a node are from this layout"
-            why = why if trial in given.calibrating else ""
-            build = partial(given.case, trial)
-            points.append(_point(name, trial, why, given.known.batch, build))
         layout = given.calibrating[0].layout.name if given.calibrating else "nothing"
         notes.append(
             f"{name}: {layout} gives {given.fit.fixed_s * 1e3:.3g} ms of a layer's time that does "
@@ -337,22 +345,6 @@ def read(folder: Path) -> Published:
         "s h (10 + 24 / tp) + 5 a s^2 / tp bytes kept of a layer, no recomputation"
     )
     return Published(points, notes, lacks="collectives of a layout unlike the calibrating one")
-
-
-def _point(
-    name: str, trial: _AmpTrial, calibrates: str, batch: int, build: partial[SimulatedRun]
-) -> MeasuredStep:
-    return MeasuredStep(
-        name=f"{trial.layout.name} microbatch {trial.microbatch}",
-        cell=name,
-        samples=batch,
-        measured_s=trial.measured_s,
-        build=build,
-        source_s=trial.predicted_s,
-        calibrates=calibrates,
-        part=name,
-        group=f"of {name} with {trial.layout.name}",
-    )
 
 
 READER = SetReader.of_tables("a CSV of trials with tp, dp, pp, partition", _COLUMNS, read)

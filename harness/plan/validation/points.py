@@ -22,7 +22,9 @@ from harness.plan.importing.times import (
     TimeKey,
     chain_graph,
     layer_profile,
+    without_collectives,
 )
+from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 
@@ -77,9 +79,21 @@ def chain_simulator(
     options: SimulatorOptions | None = None,
     *,
     n_parts: int = 1,
+    takes_off: bool = False,
+    recomputes: bool = False,
 ) -> Simulator:
-    """Of a model whose layers follow one another (`chain_graph`), by their times."""
+    """Of a model whose layers follow one another (`chain_graph`), by their times.
+
+    Args:
+        takes_off: the times include all-reduces of tensor parallelism (`without_collectives`).
+    """
     graph = chain_graph(name, layers, 1, n_parts)
+    if takes_off:
+        network = Network(cluster)
+        times = {
+            key: without_collectives(graph, network, key, row, recomputes=recomputes)
+            for key, row in times.items()
+        }
     return Simulator(graph, layer_profile(graph, times), cluster, options=options)
 
 

@@ -75,10 +75,6 @@ class _PolluxRun(NamedTuple):
     measured_s: float
     is_placed: bool
 
-    @property
-    def name(self) -> str:
-        return f"{_gpus([self])}, {self.local} samples each"
-
 
 class _Job:
     """One model's runs."""
@@ -209,7 +205,12 @@ def read(folder: Path) -> Published:
         runs = list(_runs(path))
         job = _Job(path.name, runs)
         points += [_point(path.name, job, run) for run in runs]
-        notes += _notes(job)
+        notes += [
+            f"{job.model}: one GPU's rows give the time of computing; {_gpus(job.inside)} of a "
+            f"node compute {job.slowdown:.0%} slower; {_gpus(job.between)} give "
+            f"{job.bandwidth / 1e9:.3g} GB/s between nodes",
+            f"{job.model}: assumed: PyTorch's buckets overlap backward, rings",
+        ]
     return Published(
         points,
         notes,
@@ -227,7 +228,7 @@ def _point(name: str, job: _Job, run: _PolluxRun) -> MeasuredStep:
     elif run in job.between:
         calibrates = "the bandwidth between nodes is from this placement"
     return MeasuredStep(
-        name=run.name,
+        name=f"{_gpus([run])}, {run.local} samples each",
         cell=f"{job.model} ({name}), {run.local} samples each",
         samples=run.local * sum(run.placement),
         measured_s=run.measured_s,
@@ -238,23 +239,11 @@ def _point(name: str, job: _Job, run: _PolluxRun) -> MeasuredStep:
     )
 
 
-def _notes(job: _Job) -> list[str]:
-    return [
-        f"{job.model}: one GPU's rows give the time of computing; {_gpus(job.inside)} of a node "
-        f"compute {job.slowdown:.0%} slower; {_gpus(job.between)} give "
-        f"{job.bandwidth / 1e9:.3g} GB/s between nodes",
-        f"{job.model}: assumed: PyTorch's buckets overlap backward, rings",
-    ]
-
-
 def _gpus(runs: Sequence[_PolluxRun]) -> str:
     """The GPUs of a calibrating placement, in words."""
     return f"{'+'.join(map(str, runs[0].placement)) if runs else 'no'} GPUs"
 
 
-def matches(folder: Path) -> bool:
-    """Whether it, or a folder in it, has a table of placements or of scalability."""
-    return bool(_folders(folder))
-
-
-READER = SetReader("CSVs with placement or num_nodes, local_bsz and step_time", matches, read)
+READER = SetReader(
+    "CSVs with placement or num_nodes, local_bsz and step_time", lambda p: bool(_folders(p)), read
+)

@@ -19,20 +19,11 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.domain.files import Count, Number, decode
-from harness.domain.graph import Graph
 from harness.errors import DataError
 from harness.inputs import find_int, read_file, shorten
 from harness.plan.importing.tables import Row, read_tables
-from harness.plan.importing.times import (
-    LayerTime,
-    PlannedLayer,
-    TimeKey,
-    chain_graph,
-    layer_profile,
-    without_collectives,
-)
+from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
-from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
@@ -41,6 +32,7 @@ from harness.plan.validation.points import (
     Published,
     SetReader,
     SimulatedRun,
+    chain_simulator,
 )
 
 _COLUMNS = (
@@ -186,22 +178,23 @@ class _SailorPlans:
 
     def _simulator(self, plan: _Plan) -> Simulator:
         times = self._times(plan)
-        graph, cluster = self._graph(plan, len(times)), self._cluster(plan)
+        layers, cluster = self._layers(plan, len(times)), self._cluster(plan)
         factor = self._factors.get(plan.key, 1.0)
         row = [LayerTime(factor * forward, factor * back) for forward, back, _ in times]
-        time_key = TimeKey(plan.kind, plan.microbatch, plan.tp)
-        group = tuple(range(plan.tp))
-        row = without_collectives(graph, Network(cluster), group, time_key, row)
         update_s = factor * sum(update for _, _, update in times)
+        n_bytes = sum(layer.parameter_bytes for layer in layers)
         options = SimulatorOptions(
             overlap=False,
             bucket_bytes=2**50,
             n_optimizer_states=_N_STATES,
-            optimizer_s_per_byte=update_s / (graph.parameter_bytes / plan.tp),
+            optimizer_s_per_byte=update_s / (n_bytes / plan.tp),
             activation_share=1 / plan.tp,
             reserved_bytes=self._reserved.get(plan.key[:3], 0),
         )
-        return Simulator(graph, layer_profile(graph, {time_key: row}), cluster, options=options)
+        key = TimeKey(plan.kind, plan.microbatch, plan.tp)
+        return chain_simulator(
+            plan.model, layers, {key: row}, cluster, options, n_parts=64, takes_off=True
+        )
 
     def _times(self, plan: _Plan) -> list[tuple[float, float, float]]:
         """(forward, backward, update) seconds of each layer."""
@@ -233,7 +226,7 @@ class _SailorPlans:
             self._profiles[key] = _load(path, _Times) if path.is_file() else {}
         return self._profiles[key].get(str(plan.microbatch), {}).get(str(plan.tp), {})
 
-    def _graph(self, plan: _Plan, n_layers: int) -> Graph:
+    def _layers(self, plan: _Plan, n_layers: int) -> list[PlannedLayer]:
         info = self._info.get(plan.model, {}).get("1")
         if not info:
             raise NotExpressedError(f"llm_info.json has no {plan.model} with one sample")
@@ -242,7 +235,7 @@ class _SailorPlans:
             raise NotExpressedError(
                 f"{plan.model} has {len(shapes)} layers, its profile on {plan.kind} {n_layers}"
             )
-        layers = [
+        return [
             PlannedLayer(
                 f"layer{k}",
                 shape.params_bytes,
@@ -251,7 +244,6 @@ class _SailorPlans:
             )
             for k, shape in enumerate(shapes)
         ]
-        return chain_graph(plan.model, layers, 1, 64)
 
     def _cluster(self, plan: _Plan) -> Cluster:
         pairs = self._between.get(plan.kind, {})

@@ -112,24 +112,24 @@ def read(folder: Path) -> Published:
     notes = []
     for name, runs in groups.items():
         model = _Model(runs)
-        points += [_point(model, run) for run in runs]
+        points += [
+            MeasuredStep(
+                name=f"{run.model} {run.experiment}",
+                cell=run.model,
+                samples=run.batch,
+                measured_s=run.batch / run.samples_per_s,
+                build=partial(model.case, run),
+                calibrates="the time of a sample is from this run"
+                if run is model.calibrating
+                else "",
+                part=run.model,
+            )
+            for run in runs
+        ]
         if model.calibrating is not None:
             notes.append(f"{name}: {model.calibrating.experiment} gives the time of a sample")
     notes.append("assumed: stages of equal time, forward a quarter of a recomputed sample")
     return Published(points, notes, missing=_missing)
-
-
-def _point(model: _Model, run: _GPipeRun) -> MeasuredStep:
-    calibrates = "the time of a sample is from this run" if run is model.calibrating else ""
-    return MeasuredStep(
-        name=f"{run.model} {run.experiment}",
-        cell=run.model,
-        samples=run.batch,
-        measured_s=run.batch / run.samples_per_s,
-        build=partial(model.case, run),
-        calibrates=calibrates,
-        part=run.model,
-    )
 
 
 def _missing(judged: Sequence[tuple[MeasuredStep, float]]) -> list[str]:

@@ -16,18 +16,10 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.domain.files import decode
-from harness.domain.graph import Graph
 from harness.errors import DataError
 from harness.inputs import read_file
 from harness.plan.importing.tables import Row, bandwidth_of, read_curve, read_tables, thinned
-from harness.plan.importing.times import (
-    LayerTime,
-    PlannedLayer,
-    TimeKey,
-    chain_graph,
-    layer_profile,
-    without_collectives,
-)
+from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
@@ -38,6 +30,7 @@ from harness.plan.validation.points import (
     Published,
     SetReader,
     SimulatedRun,
+    chain_simulator,
     fit_amounts,
 )
 
@@ -216,33 +209,32 @@ class _VTrainRuns:
 
     def _simulator(self, run: _VTrainRun, times: _Times) -> Simulator:
         """Of a model on a number of devices; cached."""
-        key = run.model, run.n_layers, run.layout.tp, run.layout.n_devices
-        if key not in self._simulators:
-            self._simulators[key] = self._make_simulator(run, times)
-        return self._simulators[key]
-
-    def _make_simulator(self, run: _VTrainRun, times: _Times) -> Simulator:
-        cluster, graph = self.cluster(run.layout.n_devices), _graph(run)
+        known = run.model, run.n_layers, run.layout.tp, run.layout.n_devices
+        if known in self._simulators:
+            return self._simulators[known]
         key = TimeKey(self._config.gpu_name, run.microbatch, run.layout.tp)
-        network, group = Network(cluster), tuple(range(run.layout.tp))
-        row = without_collectives(graph, network, group, key, _rows(run, times), recomputes=True)
-        return Simulator(
-            graph,
-            layer_profile(graph, {key: row}),
-            cluster,
-            options=SimulatorOptions(
+        self._simulators[known] = chain_simulator(
+            "gpt",
+            _layers(run),
+            {key: _rows(run, times)},
+            self.cluster(run.layout.n_devices),
+            SimulatorOptions(
                 overlap=False,
                 recomputes_ahead=False,
                 bucket_bytes=2**50,
                 optimizer_s_per_byte=times.update_s_per_byte,
             ),
+            n_parts=run.heads,
+            takes_off=True,
+            recomputes=True,
         )
+        return self._simulators[known]
 
 
-def _graph(run: _VTrainRun) -> Graph:
+def _layers(run: _VTrainRun) -> list[PlannedLayer]:
     ends = _VOCABULARY * run.hidden * _BYTES
     output = run.sequence * run.hidden * _BYTES
-    layers = [
+    return [
         PlannedLayer("embedding", ends, output),
         *(
             PlannedLayer(f"layer{k}", 12 * run.hidden**2 * _BYTES, output)
@@ -250,7 +242,6 @@ def _graph(run: _VTrainRun) -> Graph:
         ),
         PlannedLayer("head", ends, 4, tied_to="embedding"),
     ]
-    return chain_graph("gpt", layers, 1, run.heads)
 
 
 def _rows(run: _VTrainRun, times: _Times) -> list[LayerTime]:

@@ -10,7 +10,6 @@ from harness.plan.published.maxload.problem import LoadProblem, Value
 from harness.plan.published.maxload.search import Found, OperatorPlacement, search
 from harness.plan.published.pipedream.planner import (
     check_devices,
-    link_bandwidths,
     pipeline_strategy,
 )
 from harness.plan.published.pipedream.problem import (
@@ -20,6 +19,7 @@ from harness.plan.published.pipedream.problem import (
     workload_from,
 )
 from harness.plan.published.pipedream.search import DeviceStage
+from harness.plan.simulate.network import Network
 from harness.units import format_bytes, format_duration
 
 _MOVES = 12_000  # the budget that asks for the usual annealing
@@ -63,7 +63,7 @@ def problem_from(workload: OperatorDag, cluster: Cluster, limit_bytes: int | Non
         limit_bytes: of memory, that replaces the devices' own.
     """
     n_devices = cluster.n_devices
-    bandwidth = float(link_bandwidths(cluster).min())
+    bandwidth = float(Network(cluster).bandwidth.min())
     kept = zip(workload.parameter_bytes, workload.activation_bytes, strict=True)
     return LoadProblem(
         names=workload.names,

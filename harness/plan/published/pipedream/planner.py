@@ -13,7 +13,6 @@ from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import PlanError
-from harness.plan.bottleneck import Floats
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.published.pipedream.problem import (
     STATE_BYTES_PER_PARAMETER_BYTE,
@@ -33,6 +32,7 @@ from harness.plan.published.pipedream.search import (
     list_cuts,
     search,
 )
+from harness.plan.simulate.network import Network
 from harness.units import format_bandwidth, format_bytes, format_duration
 
 
@@ -85,14 +85,14 @@ def levels_for(cluster: Cluster, limit_bytes: int | None, workload: OperatorDag)
         limit_bytes: of memory, that replaces the devices' own.
 
     Raises:
-        PlanError: several devices but a missing link.
+        ClusterError: several devices but a missing link.
     """
     memory = float(limit_bytes or min(device.memory_bytes for device in cluster.devices))
     # No plan needs more on any device; a limit above it is none.
     kept = sum(workload.activation_bytes) + sum(workload.output_bytes)
     if memory >= memory_bytes(float(sum(workload.parameter_bytes)), float(kept), cluster.n_devices):
         memory = math.inf
-    bandwidth, sizes = link_bandwidths(cluster), {len(node.devices) for node in cluster.nodes}
+    bandwidth, sizes = Network(cluster).bandwidth, {len(node.devices) for node in cluster.nodes}
     if len(sizes) > 1:
         return levels_of([cluster.n_devices], [float(bandwidth.min())], memory)
     node_of = np.array(cluster.node_of())
@@ -108,32 +108,6 @@ def levels_for(cluster: Cluster, limit_bytes: int | None, workload: OperatorDag)
     if size == 1:
         return levels_of([n_nodes], [between], memory)
     return levels_of([size, n_nodes], [inside, between], memory)
-
-
-def link_bandwidths(cluster: Cluster) -> Floats:
-    """Bytes/s from device to device, infinite on the diagonal.
-
-    Raises:
-        PlanError: a link is missing.
-    """
-    position = {device.name: i for i, device in enumerate(cluster.devices)}
-    n = cluster.n_devices
-    bandwidth = np.zeros((n, n))
-    for link in cluster.links:
-        bandwidth[position[link.source], position[link.target]] = link.bandwidth_bytes_per_s
-    nic = np.array([n.nic_bytes_per_s or 0.0 for n in cluster.nodes])[cluster.node_of()]
-    node_of = np.array(cluster.node_of())
-    is_left_out = (bandwidth == 0) & (node_of[:, None] != node_of[None, :])
-    bandwidth = np.where(is_left_out, np.minimum.outer(nic, nic), bandwidth)
-    np.fill_diagonal(bandwidth, math.inf)
-    if not bandwidth.all():
-        a, b = (int(i) for i in np.argwhere(bandwidth == 0)[0])
-        names = [device.name for device in cluster.devices]
-        raise PlanError(
-            f"the cluster has no link {names[a]} -> {names[b]} ({len(cluster.links)} links for "
-            f"{n} devices): measure it with `./entry.sh links`, or write the link"
-        )
-    return bandwidth
 
 
 def _nothing_fits(problem: PipelineProblem) -> str:

@@ -9,7 +9,7 @@ import pytest
 from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
-from harness.errors import PlanError
+from harness.errors import ClusterError
 from harness.plan.published.pipedream.planner import levels_for
 from harness.plan.published.pipedream.problem import (
     OperatorDag,
@@ -363,5 +363,5 @@ def test_nodes_of_unequal_size_become_one_level_at_the_slowest_link():
 
 
 def test_missing_link_is_named():
-    with pytest.raises(PlanError, match="no link n1:0 -> n0:0"):
+    with pytest.raises(ClusterError, match="no link n1:0 -> n0:0"):
         levels_at(linked(cluster(1, 1), missing=1))
