@@ -145,7 +145,11 @@ def solve(work, levels):
     return search(PipelineProblem(work, levels))
 
 
-def check(found, expected_s):
+def check(rng, work, counts, bandwidths, *, is_limited):
+    limit = rng.uniform(1e5, 3e6) if is_limited else math.inf
+    levels, oracle = levels_of(counts, bandwidths, limit), Oracle(work)
+    expected_s = best_uniform(oracle, levels, limit, frozenset(), oracle.all)
+    found = solve(work, levels)
     if expected_s == math.inf:
         assert found is None
     else:
@@ -159,11 +163,7 @@ def test_flat_search_equals_exhaustive_search(seed):
     rng = random.Random(seed)
     work = random_workload(rng, rng.randint(1, 6))
     counts, bandwidths = [rng.randint(1, 4)], [rng.choice([1e6, 1e7, 1e8])]
-    limit = math.inf if seed % 2 else rng.uniform(1e5, 3e6)
-    levels = levels_of(counts, bandwidths, limit)
-    oracle = Oracle(work)
-    expected_s = best_uniform(oracle, levels, limit, frozenset(), oracle.all)
-    check(solve(work, levels), expected_s)
+    check(rng, work, counts, bandwidths, is_limited=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("seed", range(100, 160))
@@ -172,11 +172,7 @@ def test_hierarchical_search_equals_exhaustive_search(seed):
     work = random_workload(rng, rng.randint(2, 4))
     counts = rng.choice([[2, 2], [3, 2], [2, 3]])
     bandwidths = [rng.choice([1e7, 1e8]), rng.choice([1e6, 1e7])]
-    limit = math.inf if seed % 2 else rng.uniform(1e5, 3e6)
-    levels = levels_of(counts, bandwidths, limit)
-    oracle = Oracle(work)
-    expected_s = best_uniform(oracle, levels, limit, frozenset(), oracle.all)
-    check(solve(work, levels), expected_s)
+    check(rng, work, counts, bandwidths, is_limited=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("seed", range(300, 330))
