@@ -1,9 +1,15 @@
-"""Counted FLOPs against counts by hand, and against the same model run for real."""
+"""Models and runs without memory: copies, counted FLOPs, and products by letters."""
 
+from unittest import mock
+
+import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from harness.domain.einsum import expert_dim
+from harness.runtime.capture.capture import capture
+from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import step_flops
 from harness.runtime.models import (
     InputSpec,
@@ -67,3 +73,107 @@ def test_a_model_that_needs_values_is_not_counted():
         return Task(model=Looks(), inputs=(InputSpec(name="x", shape=(8,)),), n_classes=4)
 
     assert step_flops(build(), 2) is None
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(3)
+
+
+def test_nothing_is_copied_where_it_is_and_ties_stay():
+    model = Tied()
+    with mock.patch.object(torch.Tensor, "__deepcopy__", side_effect=AssertionError):
+        copied = meta_copy(model)
+    tensors = {**dict(copied.named_parameters()), **dict(copied.named_buffers())}
+    assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
+    assert copied.second.weight is copied.first.weight
+    assert isinstance(copied.first.weight, nn.Parameter)
+    assert [p.requires_grad for p in copied.parameters()] == [
+        p.requires_grad for p in model.parameters()
+    ]
+    assert {name: t.shape for name, t in tensors.items()} == {
+        name: t.shape for name, t in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
+def test_a_weight_that_a_hook_computes_is_copied_without_memory():
+    model = nn.utils.weight_norm(nn.Linear(3, 2))
+    model(torch.ones(1, 3))
+    copied = meta_copy(model)
+    assert copied.weight.is_meta
+    assert copied(torch.ones(4, 3, device="meta")).shape == (4, 2)
+
+
+N, T, D, H, E = 4, 6, 8, 5, 3
+
+
+class Product(nn.Module):
+    def __init__(self, function, *shape):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(shape)) if shape else None
+
+    def forward(self, x):
+        return self.function(x) if self.weight is None else self.function(x, self.weight)
+
+
+# The function, the weight's shape, the equation, the summed letter, the dim of the experts, and
+# whether samples mix.
+CASES = {
+    "stack of weights": (
+        lambda x, w: torch.einsum("ntd,edh -> neth", x, w), (E, D, H),
+        "ntd,*edh->neth", "d", None, False,
+    ),
+    "experts": (
+        lambda x, w: torch.einsum("ntd,tdh->nth", x, w), (T, D, H),
+        "ntd,*tdh->nth", "d", "seq", False,
+    ),
+    "weight first": (
+        lambda x, w: torch.einsum("tdh,ntd->nth", w, x), (T, D, H),
+        "*tdh,ntd->nth", "d", "seq", False,
+    ),
+    "dots": (
+        lambda x, w: torch.einsum("...d, ...dh -> ...h", x, w), (T, D, H),
+        "abd,*bdh->abh", "d", "seq", False,
+    ),
+    "activations": (
+        lambda x: torch.einsum("ntd,nsd->nts", x, x), (), "ntd,nsd->nts", "d", None, False,
+    ),
+    "sum over samples": (
+        lambda x: torch.einsum("ntd,nte->tde", x, x), (), "ntd,nte->tde", None, None, True,
+    ),
+    "two dims of samples": (
+        lambda x: torch.einsum("ntd,mtd->nmt", x, x), (), None, None, None, True,
+    ),
+    "diagonal": (lambda x: torch.einsum("ntt->nt", x[:, :, :T]), (), None, None, None, False),
+    "repeated dim": (
+        lambda x, w: torch.einsum("ntd,tdh->nth", x, w), (1, D, H), None, None, None, False,
+    ),
+    "bmm": (
+        lambda x, w: torch.bmm(x.transpose(0, 1), w), (T, D, H),
+        "abc,*acd->abd", "c", "seq", False,
+    ),
+    "matmul": (
+        lambda x, w: x.unsqueeze(2) @ w, (T, D, H), "abcd,*bde->abce", "d", "feature", False,
+    ),
+    "matmul by a matrix": (lambda x, w: x @ w, (D, H), None, None, None, False),
+    "matmul of activations": (lambda x: x @ x.mT, (), None, None, None, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_products_are_described_by_letters(case):
+    function, shape, equation, summed, experts, mixes = case
+    spec = InputSpec(name="x", shape=(T, D))
+    graph = capture(Task(model=Product(function, *shape), inputs=(spec,)), N, "one").graph
+    operator = graph.operators[-2]
+    assert operator.attrs.get("equation") == equation
+    assert (operator.kind == "einsum") == (equation is not None)
+    assert operator.attrs.get("summed") == summed
+    assert expert_dim(operator) == experts
+    assert bool(operator.attrs.get("mixes_samples")) == mixes
+    assert operator.parameter_bytes == (4 * torch.Size(shape).numel() if shape else 0)

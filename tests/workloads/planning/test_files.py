@@ -6,13 +6,16 @@ import msgspec
 import pytest
 from made_runs import header_of
 
-from harness.domain.cluster import CLUSTER_FILE
+from harness.domain.cluster import CLUSTER_FILE, Cluster
 from harness.domain.fingerprint import fingerprint
+from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import Prediction
-from harness.domain.profile import Profile
+from harness.domain.profile import Measurement, Profile
+from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ConfigError
 from harness.measure.store import read_header, write_header
 from harness.plan import builders
+from harness.plan.simulate.simulator import Simulator
 from harness.runtime.ranks.host import code_commit
 from harness.workloads.common.contract import config_json
 from harness.workloads.planning.config import SearchConfig, search_cases
@@ -24,7 +27,7 @@ from harness.workloads.planning.files import (
     only_devices,
     write_plan,
 )
-from harness.workloads.planning.inputs import capture_graph, search_need
+from harness.workloads.planning.inputs import capture_graph, predict, search_need
 
 QUESTION = search_cases(SearchConfig(model="lenet", batch_size=8), 2)[0]
 
@@ -202,3 +205,36 @@ def test_a_search_answers_its_own_question(results, planned, tmp_path):
     assert find_search(tmp_path, config_json(QUESTION), here, planned[0].made_for, "abd") is None
     assert find_search(tmp_path, {**config_json(QUESTION), "batch_size": 9}, here) is None
     assert find_search(tmp_path, config_json(QUESTION), results.launched_cluster(3)) is None
+
+
+def predicted(sizes, n_microbatches):
+    """Of one operator on one of two devices, measured at some numbers of samples of eight."""
+    graph = Graph(
+        name="one",
+        batch=8,
+        operators=[
+            Operator(name="in", kind="input", shape={"sample": 8}),
+            Operator(name="a", kind="elementwise", inputs=["in"], shape={"sample": 8}),
+        ],
+    )
+    points = [
+        Measurement(
+            device_kind="device", operator="a", shape={"sample": n}, forward_s=1.0 + n, backward_s=n
+        )
+        for n in sizes
+    ]
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=10**6)
+    simulator = Simulator(graph, Profile(model="one", measurements=points), cluster)
+    plans = {"a": OperatorPlan({}, [0])}
+    strategy = Strategy(name="s", batch=8, operators=plans, n_microbatches=n_microbatches)
+    return predict(simulator, strategy, method="builder")
+
+
+def test_the_fit_error_is_of_all_sizes_of_microbatch():
+    assert predicted([8, 3, 2], 3).profile_fit_error is None  # three, three and two samples
+    assert predicted([8, 3, 1], 3).profile_fit_error == pytest.approx(0, abs=1e-9)
+    assert predicted([8, 2, 1], 3).profile_fit_error == pytest.approx(0, abs=1e-9)
+
+
+def test_every_rank_has_its_contention():
+    assert predicted([8], 1).contention_s == {"0": 0.0, "1": 0.0}

@@ -1,12 +1,14 @@
-"""Changes of strategy: derived from records, and drawn."""
+"""Changes of strategy and published steps: derived, read beside runs, and drawn."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 from harness.domain.record import Record, Sample, Span
+from harness.domain.validation import ValidatedPoint, Validation
 from harness.measure.derive.changes import change_rows
-from harness.measure.store import Run
-from harness.plot.figures.changes import FIGURE
+from harness.measure.store import Run, find_runs
+from harness.plot.catalog import Catalog, read_validations
+from harness.plot.figures import changes, validation
 from harness.plot.render import image_bytes
 
 
@@ -49,11 +51,57 @@ def test_the_figure_has_a_row_for_each_change():
     case = SimpleNamespace(runs=[run])
     named = {"label": "lenet · ddp", "status": "ok", "reason": ""}
     training = SimpleNamespace(named=named, case=case)
-    table = FIGURE.table(SimpleNamespace(training=[training]))  # type: ignore[arg-type]
+    table = changes.FIGURE.table(SimpleNamespace(training=[training]))  # type: ignore[arg-type]
     (row,) = table.to_dict("records")
     assert (row["label"], row["step"], row["why"]) == ("lenet · ddp", 3, "--change 3:next.json")
     assert (row["moved_bytes"], row["predicted_bytes"], row["cached_bytes"]) == (4000, 4000, 512)
     assert row["busiest_pair"] == "2 to 1: 2.93 KiB"
-    drawn = image_bytes(FIGURE, table, "svg")[0]
+    drawn = image_bytes(changes.FIGURE, table, "svg")[0]
     assert b"the slowest link moves its bytes" in drawn
     assert b"3.91 KiB + 512 B of activations" in drawn
+
+
+def point(name, measured_s, calibrates=""):
+    return ValidatedPoint(
+        name=name,
+        cell="gpt",
+        samples=8,
+        measured_s=measured_s,
+        predicted_s=1.5,
+        fits=True,
+        predicted_bytes=0,
+        calibrates=calibrates,
+    )
+
+
+SET = Validation(
+    set="amp",
+    n_points=3,
+    n_expressed=2,
+    median_error=0.5,
+    p90_error=0.5,
+    spearman=None,
+    regret=None,
+    source_median_error=None,
+    trivial_median_error=None,
+    not_expressed={"calibrates the others": 1},
+    points=[point("tp2", 1.0), point("tp4", None), point("dp2", 1.5, "gives the bandwidth")],
+)
+
+
+def test_files_beside_runs_are_read_and_malformed_ones_named(tmp_path):
+    (tmp_path / "validation-amp.json").write_bytes(SET.to_json())
+    (tmp_path / "validation-bad.json").write_text("{")
+    found, problems = read_validations(tmp_path)
+    assert found == [SET]
+    assert [path.name for path, _ in problems] == ["validation-bad.json"]
+    assert find_runs(tmp_path) == ([], [])
+
+
+def test_every_step_has_a_row_and_a_set_its_panel():
+    table = validation.FIGURE.table(Catalog([], [], [SET]))
+    assert table["error"].tolist()[0] == 0.5
+    assert table["status"].tolist() == ["ok", "failed", "ok"]
+    (row,) = validation.FIGURE.report_table(table).to_dict("records")
+    assert (row["set"], row["n_points"], row["median_error"]) == ("amp", 1, 0.5)
+    assert b"amp: median error 50.0%" in image_bytes(validation.FIGURE, table, "svg")[0]
