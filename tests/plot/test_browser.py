@@ -6,7 +6,6 @@ import subprocess
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,27 +13,32 @@ from harness.plot.__main__ import main
 
 SAMPLES = Path(__file__).parents[2] / "results"
 HEIGHT = 800
-# The report in a frame, because a window is at least 500 px wide. The script is outside the frame,
-# because the report's policy allows none.
-FRAME = """<!doctype html>
-<iframe style="width: {width}px; height: 800px; border: 0" srcdoc="{report}"></iframe>
+# Reports in frames, because a window is at least 500 px wide, and all in one window, because each
+# takes a second to open. The script is outside the frames: a report's policy allows none.
+FRAME = '<iframe style="width: {width}px; height: 800px; border: 0" srcdoc="{report}"></iframe>'
+PAGE = """<!doctype html>
+{frames}
 <pre id="probe"></pre><script>
-onload = () => {{
-  const frame = document.querySelector("iframe");
+const measure = frame => {{
   const page = frame.contentDocument;
   const shown = [...page.querySelectorAll(".sentence, #strategies .answer *, #warnings *")]
     .filter(e => e.checkVisibility() && (!e.closest("details") || e.closest("summary")));
   const boxes = shown.map(e => e.getBoundingClientRect());
-  document.querySelector("pre").textContent = JSON.stringify({{
+  return {{
     width: frame.contentWindow.innerWidth,
     page_width: page.documentElement.scrollWidth,
     right: Math.max(...boxes.map(box => box.right)),
     bottom: Math.max(...boxes.map(box => box.bottom)),
     texts: shown.map(e => e.textContent),
     is_folded: [...page.querySelectorAll("#warnings details")].every(e => !e.open),
-  }});
+  }};
+}};
+onload = () => {{
+  const measured = [...document.querySelectorAll("iframe")].map(measure);
+  document.querySelector("pre").textContent = JSON.stringify(measured);
 }};
 </script>"""
+VIEWS = [(name, width) for name in ("sample", "failed") for width in (1280, 400)]
 
 
 class Probed(HTMLParser):
@@ -90,18 +94,26 @@ def reports(planned, tmp_path_factory):
     return found
 
 
-def measure(page, width, open_page):
-    """The size of the page, and of what is shown of the answer and of the warnings."""
-    frame = page.with_name(f"frame{width}.html")
-    frame.write_text(FRAME.format(width=width, report=escape(page.read_text())))
-    measured: dict[str, Any] = json.loads(Probed(open_page(frame)[0]).json)
-    return measured
+def open_frames(pages_and_widths, place, open_page):
+    """What is measured of each report, and the console's lines of all."""
+    frames = [
+        FRAME.format(width=width, report=escape(page.read_text()))
+        for page, width in pages_and_widths
+    ]
+    place.write_text(PAGE.format(frames="\n".join(frames)))
+    html, console = open_page(place)
+    return json.loads(Probed(html).json), console
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("name", ["sample", "failed"])
-def test_answer_table_and_warnings_are_on_the_first_screen(name, width, reports, chromium):
-    measured = measure(reports[name], width, chromium)
+@pytest.fixture(scope="module")
+def opened(reports, chromium, tmp_path_factory):
+    views = [(reports[name], width) for name, width in VIEWS]
+    return open_frames(views, tmp_path_factory.mktemp("page") / "page.html", chromium)
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view[0]}-{view[1]}")
+def test_answer_table_and_warnings_are_on_the_first_screen(view, opened):
+    measured, width = opened[0][VIEWS.index(view)], view[1]
     assert measured["width"] == width
     assert measured["page_width"] <= width
     assert measured["right"] <= width
@@ -112,16 +124,15 @@ def test_answer_table_and_warnings_are_on_the_first_screen(name, width, reports,
     assert measured["is_folded"]
 
 
-def test_the_console_has_no_errors(reports, chromium):
-    assert [chromium(page)[1] for page in reports.values()] == ["", ""]
+def test_the_console_has_no_errors(opened):
+    assert opened[1] == ""
 
 
-def test_a_script_in_the_report_is_refused_on_the_console(reports, chromium):
+def test_a_script_in_the_report_is_refused_on_the_console(reports, chromium, tmp_path):
     """The report's policy holds, and the lines that the test above looks for are seen."""
-    page = reports["failed"]
-    changed = page.with_name("changed.html")
+    changed = tmp_path / "changed.html"
     script = "<script>document.body.textContent = 'ran'</script>"
-    changed.write_text(page.read_text().replace("</body>", f"{script}</body>"))
-    html, console = chromium(changed)
-    assert "No verdict yet" in html
+    changed.write_text(reports["failed"].read_text().replace("</body>", f"{script}</body>"))
+    (measured,), console = open_frames([(changed, 1280)], tmp_path / "page.html", chromium)
+    assert any("No verdict yet" in text for text in measured["texts"])
     assert "Content Security Policy" in console

@@ -146,7 +146,7 @@ def test_copies_of_operators_train_what_one_device_trains(index, ranks):
 @pytest.mark.parametrize(
     "name",
     [
-        "single", "ddp", "ddp by speed", "tensor parallel", "hybrid", "gpipe", "1f1b",
+        "single", "ddp", "ddp by speed", "tensor parallel", "gpipe", "1f1b",
         "zero_bubble", "interleaved", "2-1 1f1b", "2-1 gpipe", "2-1 zero_bubble", "1-2",
     ],
 )  # fmt: skip
