@@ -252,22 +252,12 @@ class OperatorTimes:
         curve = self._curve(operator, device_kind, dtype)
         if curve is None:
             raise PlanError(self._unknown(operator, device_kind, self.dtype_of(operator, dtype)))
-        return self._found(curve, operator, shape)
-
-    def dtype_of(self, operator: Operator, dtype: str | None = None) -> str:
-        """The dtype of the times that `lookup` finds."""
-        return dtype or self._only_dtype or operator.dtype
-
-    def _curve(self, operator: Operator, device_kind: str, dtype: str | None) -> _Curve | None:
-        key = device_kind, operator.profile_key, self.dtype_of(operator, dtype)
-        return self._curves.get(key)
-
-    def _found(self, curve: _Curve, operator: Operator, shape: dict[str, int]) -> OperatorTime:
-        point = curve.exact.get(tuple(shape.items()))
+        point, whole = curve.exact.get(tuple(shape.items())), curve.exact.get(())
         if point is not None:
-            return self._denoised(curve, operator, point)
-        whole = curve.exact.get(())
-        if whole is not None:  # measured for the whole minibatch, of unknown shape
+            # A measurement is shrunk if it is noisy.
+            if not (curve.is_noisy and shape and curve.passes(operator)[0].has_axis(shape)):
+                return OperatorTime(point.forward_s, point.backward_s)
+        elif whole is not None:  # measured for the whole minibatch, of unknown shape
             if shape is operator.shape:
                 return OperatorTime(whole.forward_s, whole.backward_s)
             full = full_shape(operator, batch=1, graph_batch=None)
@@ -276,13 +266,13 @@ class OperatorTimes:
         forward, backward = curve.passes(operator)
         return OperatorTime(forward.at(shape), backward.at(shape))
 
-    def _denoised(self, curve: _Curve, operator: Operator, point: Measurement) -> OperatorTime:
-        """A measurement, shrunk if it is noisy."""
-        if curve.is_noisy and point.shape:
-            forward, backward = curve.passes(operator)
-            if forward.has_axis(point.shape):
-                return OperatorTime(forward.at(point.shape), backward.at(point.shape))
-        return OperatorTime(point.forward_s, point.backward_s)
+    def dtype_of(self, operator: Operator, dtype: str | None = None) -> str:
+        """The dtype of the times that `lookup` finds."""
+        return dtype or self._only_dtype or operator.dtype
+
+    def _curve(self, operator: Operator, device_kind: str, dtype: str | None) -> _Curve | None:
+        key = device_kind, operator.profile_key, self.dtype_of(operator, dtype)
+        return self._curves.get(key)
 
     def is_measured(
         self, operator: Operator, device_kind: str, shape: dict[str, int], dtype: str | None = None

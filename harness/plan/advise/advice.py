@@ -213,8 +213,8 @@ class Adviser:
     def _why(self, unused: Sequence[int], best: Priced, sets: Sequence[Priced]) -> LeftOut:
         """Whether the link or the device of a node makes it cost."""
         node = unused[0]
-        joined = self._joined(best, node)
-        cluster = part_of(self.cluster, joined)
+        names = {*best.node_names, self.cluster.nodes[node].name}
+        cluster = part_of(self.cluster, _devices_on(self.cluster, names))
         at = [one.name for one in cluster.nodes].index(self.cluster.nodes[node].name)
         known = [one for one in sets if one.node_names == [n.name for n in cluster.nodes]]
         plain = known[0] if known else price(self.request, cluster)
@@ -241,19 +241,13 @@ class Adviser:
     def _node_s(self, node: int) -> float:
         return self.device_s[self.cluster.node_of().index(node)]
 
-    def _joined(self, best: Priced, node: int) -> list[int]:
-        """Positions of the best set's nodes and one more."""
-        names = {*best.node_names, self.cluster.nodes[node].name}
-        node_of = self.cluster.node_of()
-        return [k for k, n in enumerate(node_of) if self.cluster.nodes[n].name in names]
-
     def _changes(self, best: Priced) -> list[Change]:
         """Every change that is worth more than the uncertainty of a comparison, best first."""
         found = []
         for name, cluster, node in self._changed_clusters():
             names = set(best.node_names) | ({node} if node is not None else set())
             wanted = [
-                [k for k, n in enumerate(cluster.node_of()) if cluster.nodes[n].name in names],
+                _devices_on(cluster, names),
                 list(range(cluster.n_devices)),
             ]
             priced = [price(self.request, part_of(cluster, devices)) for devices in wanted]
@@ -301,6 +295,11 @@ class Adviser:
                     least = n_each * cluster.n_devices
                     batch = largest_batch(self.request, cluster, build, least)
                     yield LargestBatch(strategy=strategy, devices=name, batch=batch)
+
+
+def _devices_on(cluster: Cluster, names: set[str]) -> list[int]:
+    """Positions of the devices of some nodes."""
+    return [k for k, n in enumerate(cluster.node_of()) if cluster.nodes[n].name in names]
 
 
 def _ranked(sets: list[Priced]) -> list[Priced]:

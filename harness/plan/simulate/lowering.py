@@ -75,7 +75,7 @@ def lower(
 ) -> Lowered:
     """Lower a strategy."""
     n_devices, edges, buckets = tables.n_devices, tables.edge_rows(), tables.buckets()
-    rows = np.flatnonzero(tables.active)
+    network, rows = simulator.network, np.flatnonzero(tables.active)
     row_at = np.full(tables.active.size, -1, dtype=np.int64)  # -1: no row
     row_at[rows] = np.arange(len(rows))
     crosses = flow.stage_of[edges.source // n_devices] != flow.stage_of[edges.target // n_devices]
@@ -120,7 +120,12 @@ def lower(
         edge_goes=edges.goes,
         edge_returns=returns,
         **_bucket_columns(buckets, triggers, gathers),
-        **_cluster_columns(simulator),
+        n_resources=network.n_resources,
+        latency=network.latency_s,
+        bandwidth=network.bandwidth,
+        nic=network.nic,
+        node_of=network.node_of,
+        host_s_per_byte=np.array([one.host_s_per_byte for one in simulator.cluster.devices]),
         **_sum_columns(simulator, edges.sums, row_at),
         **reduction_columns(simulator, tables, buckets, gathers.units),
     )
@@ -207,19 +212,6 @@ def _left_bytes(tables: Tables, flow: Flow, segment_of: Ints) -> Floats:
         if flow.stage_of[op] == flow.stage_of[reader] and segment_of[op] != segment_of[reader]:
             found[op] = np.where(tables.active[reader], tables.output_bytes[op], found[op])
     return found
-
-
-def _cluster_columns(simulator: Simulator) -> dict[str, Any]:
-    """Fields of `Work` that depend on the cluster only."""
-    network, devices = simulator.network, simulator.cluster.devices
-    return {
-        "n_resources": network.n_resources,
-        "latency": network.latency_s,
-        "bandwidth": network.bandwidth,
-        "nic": network.nic,
-        "node_of": network.node_of,
-        "host_s_per_byte": np.array([one.host_s_per_byte for one in devices]),
-    }
 
 
 def _sum_columns(simulator: Simulator, sums: Sequence[Sum], row_at: Ints) -> dict[str, Any]:

@@ -176,9 +176,9 @@ class _AmpExperiment:
             other = none._replace(inside_bytes_per_s=_TRIED_BYTES_PER_S)
         terms, rest = [], []
         for trial in self.calibrating:
-            base = self._case(trial, none).step_s()
-            fixed = self._case(trial, none._replace(fixed_s=_TRIED_S)).step_s() - base
-            terms.append([fixed / _TRIED_S, self._case(trial, other).step_s() - base])
+            base = self.case(trial, none).step_s()
+            fixed = self.case(trial, none._replace(fixed_s=_TRIED_S)).step_s() - base
+            terms.append([fixed / _TRIED_S, self.case(trial, other).step_s() - base])
             rest.append(max(1e-6, (trial.measured_s or 0.0) - base))
         if not terms:
             return self.fit
@@ -211,12 +211,9 @@ class _AmpExperiment:
         layers[-1] = PlannedLayer(layers[-1].name, 0, 4)
         return layers
 
-    def case(self, trial: _AmpTrial) -> SimulatedRun:
-        """At the calibrated amounts."""
-        return self._case(trial, self.fit)
-
-    def _case(self, trial: _AmpTrial, fit: _Fit) -> SimulatedRun:
-        layout, known = trial.layout, self.known
+    def case(self, trial: _AmpTrial, fit: _Fit | None = None) -> SimulatedRun:
+        """At some amounts, or at the calibrated ones."""
+        layout, known, fit = trial.layout, self.known, fit or self.fit
         if layout.n_devices != _N_NODES * _N_EACH:
             raise NotExpressedError(f"{layout.n_devices} devices, the experiment has 16")
         if known.batch % (trial.microbatch * layout.dp):

@@ -101,7 +101,7 @@ class _Job:
         self.bandwidth = _MOST_BYTES_PER_S
         if known := [run for run in self.between if run.local in self._alone]:
             self.bandwidth = solve_all(
-                lambda k, rate: self._case(known[k], rate).step_s(),
+                lambda k, rate: self.case(known[k], rate).step_s(),
                 [run.measured_s for run in known],
                 _LEAST_BYTES_PER_S,
                 _MOST_BYTES_PER_S,
@@ -112,16 +112,13 @@ class _Job:
         """Relative; median over the local batches of the calibrating placement."""
         return median(self._slowdown.values()) if self._slowdown else 0.0
 
-    def case(self, run: _PolluxRun) -> SimulatedRun:
-        """At the calibrated bandwidth and slowdown."""
+    def case(self, run: _PolluxRun, bandwidth: float | None = None) -> SimulatedRun:
+        """At a bandwidth, or the calibrated one, and the calibrated slowdown."""
         if run.local not in self._alone:
             raise NotExpressedError("no row with one GPU has its local batch")
-        return self._case(run, self.bandwidth)
-
-    def _case(self, run: _PolluxRun, bandwidth: float) -> SimulatedRun:
-        key = run.placement, bandwidth
+        key = run.placement, bandwidth or self.bandwidth
         if key not in self._simulators:
-            cluster, profile = _cluster(run.placement, bandwidth), self._profile(max(run.placement))
+            cluster, profile = _cluster(*key), self._profile(max(run.placement))
             self._simulators[key] = Simulator(self._graph, profile, cluster)
         simulator, n = self._simulators[key], sum(run.placement)
         strategy = profiled_layout(ParallelLayout(dp=n), simulator, n * run.local)

@@ -82,18 +82,11 @@ class _Group:
         if self.pair is not None:
             pair = self.pair
             self.bandwidth = solve_all(
-                lambda _, rate: self._case(pair, rate).step_s(),
+                lambda _, rate: self.case(pair, rate).step_s(),
                 [pair.step_s],
                 _LEAST_BYTES_PER_S,
                 _MOST_BYTES_PER_S,
             )
-
-    def case(self, run: _DeepSpeedRun) -> SimulatedRun:
-        """At the calibrated bandwidth."""
-        why_not = self._why_not(run)
-        if why_not:
-            raise NotExpressedError(why_not)
-        return self._case(run, self.bandwidth)
 
     def _why_not(self, run: _DeepSpeedRun) -> str:
         """Why a run cannot be predicted, or nothing."""
@@ -104,8 +97,11 @@ class _Group:
             return "no run tells the links within its nodes from those between them"
         return ""
 
-    def _case(self, run: _DeepSpeedRun, bandwidth: float) -> SimulatedRun:
-        n = run.n_devices
+    def case(self, run: _DeepSpeedRun, bandwidth: float | None = None) -> SimulatedRun:
+        """At a bandwidth, or the calibrated one."""
+        why_not, n = self._why_not(run), run.n_devices
+        if why_not:
+            raise NotExpressedError(why_not)
         each = _PARAMETERS * 4 // _N_LAYERS
         layers = [PlannedLayer(f"layer{k}", each, 4) for k in range(_N_LAYERS)]
         layer_s = {kind: self.alone[kind].step_s / _N_LAYERS for kind in run.kinds}
@@ -114,7 +110,8 @@ class _Group:
             for kind, s in layer_s.items()
         }
         options = SimulatorOptions(overlap=False, bucket_bytes=2**50)
-        simulator = chain_simulator("vit_b_16", layers, times, _cluster(run, bandwidth), options)
+        cluster = _cluster(run, bandwidth or self.bandwidth)
+        simulator = chain_simulator("vit_b_16", layers, times, cluster, options)
         strategy = profiled_layout(ParallelLayout(dp=n), simulator, n * run.local)
         return SimulatedRun(simulator, strategy)
 
