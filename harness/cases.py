@@ -157,6 +157,7 @@ def adjacent_cases(cases: Sequence[Case]) -> Iterator[list[int]]:
 def find_last(results: Path, case: Case, repeat: int, n_started: int) -> RunHeader | None:
     """The newest run of a case, or the one by which it went on; None if there is none.
 
+    Of trainings that are the same, one whose other flags are the same comes first.
     A run of another number of ranks counts only if it had more than this launch has started, so
     that a sweep over numbers of ranks continues each run by itself.
     """
@@ -165,7 +166,7 @@ def find_last(results: Path, case: Case, repeat: int, n_started: int) -> RunHead
         return None
     config = config_json(case.config)
     known = {header.run_id: header for _, header in headers_in(results)}
-    found: list[RunHeader] = []
+    found: list[tuple[int, str, RunHeader]] = []
     for header in known.values():
         first, later = header, {header.run_id}
         while (earlier := known.get(str(first.config.get("continues", "")))) is not None:
@@ -177,8 +178,9 @@ def find_last(results: Path, case: Case, repeat: int, n_started: int) -> RunHead
         is_repeat = (first.workload, first.repeat) == (case.name, repeat)
         has_ranks = n_ranks == count_ranks(case.config, n_started) or n_ranks > n_started
         if is_repeat and has_ranks and workload.is_same(config, first.config):
-            found.append(header)
-    return max(found, key=lambda header: header.start_utc, default=None)
+            n_equal = sum(first.config.get(n) == v for n, v in config.items() if n != "n_ranks")
+            found.append((n_equal, header.start_utc, header))
+    return max(found, key=lambda one: one[:2])[2] if found else None
 
 
 def is_whole(header: RunHeader) -> bool:

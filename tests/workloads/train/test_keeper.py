@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from made_runs import header_of
 
-from harness.cases import Case, check_batches, plan_runs
+from harness.cases import Case, check_batches, find_last, plan_runs
 from harness.errors import ConfigError
 from harness.measure.store import write_header
 from harness.workloads.common.contract import config_json
@@ -111,3 +112,16 @@ def test_a_launch_that_goes_on_may_save_at_other_steps(runs):
     assert is_same(config_json(other), config_json(CASE))
     assert find_continuation(replace(other, save_every=None), runs.first, []).step == 5
     assert not is_same(config_json(replace(CASE, steps=7)), config_json(CASE))
+
+
+def test_the_training_with_the_same_flags_of_saving_goes_on_first(tmp_path):
+    for at, every in enumerate([5, 7, 5, 9]):
+        config = config_json(replace(CASE, save_every=every))
+        header = header_of(["a"] * 3, run_id=f"r{at}", workload="train", config=config)
+        write_header(tmp_path / f"r{at}", msgspec.structs.replace(header, start_utc=f"202{at}"))
+
+    def last(every):
+        case = Case(name="train", workload=WORKLOAD, config=replace(CASE, save_every=every))
+        return find_last(tmp_path, case, 0, 3).run_id
+
+    assert [last(every) for every in (5, 7, 1)] == ["r2", "r1", "r3"]
