@@ -92,9 +92,12 @@ class Stage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
     Attributes:
         recompute: keep only the stage's input, and run forward again before backward.
+        segments: of a stage that recomputes: parts whose inputs are kept, each run again just
+            before its own backward (`domain.checkpoints`).
     """
 
     recompute: bool = False
+    segments: Count = 1
 
 
 class Strategy(JsonFile, frozen=True, kw_only=True):
@@ -240,6 +243,12 @@ def _check_numbers(strategy: Strategy) -> None:
         )
     if not strategy.stages:
         raise StrategyError(f"strategy {strategy.name!r} has no stage: it needs at least one")
+    for k, stage in enumerate(strategy.stages):
+        if stage.segments < 1 or (stage.segments > 1 and not stage.recompute):
+            raise StrategyError(
+                f"stage {k} of strategy {strategy.name!r} has {stage.segments} segments and "
+                f"recompute {stage.recompute}: make segments 1 or more, and above 1 with recompute"
+            )
     if strategy.shard_state == "parameters" and strategy.schedule == "zero_bubble":
         raise StrategyError(
             f"strategy {strategy.name!r} shards parameters, which are freed after a backward, and "

@@ -33,6 +33,7 @@ def strategy_name(run: Headed) -> str:
     has_flow = strategy == "pipeline" or ("=" in strategy and not is_file)  # or degrees
     if has_flow and engine == "executor":
         strategy += _flow_name(run)
+    strategy += _recomputation_name(run)
     state = run.header.config.get("shard_state", "auto")
     strategy += "" if state in ("auto", "none") or is_file else f"-sharded-{state}"
     is_usual = engine == "torch" or (engine == "executor" and strategy not in ("single", "ddp"))
@@ -64,6 +65,11 @@ def _flow_name(run: Headed) -> str:
     suffix = "" if schedule == "1f1b" else f"-{schedule}"
     microbatches = run.header.config.get("microbatches")
     suffix += f"-{microbatches}-microbatches" if microbatches else ""
-    for flag in ("recompute", "asynchronous"):
-        suffix += f"-{flag}" if run.header.config.get(flag) else ""
+    suffix += "-asynchronous" if run.header.config.get("asynchronous") else ""
     return suffix
+
+
+def _recomputation_name(run: Headed) -> str:
+    segments = run.header.config.get("recompute_segments")
+    suffix = f"-{segments}-segments" if segments else ""
+    return f"-recompute{suffix}" if run.header.config.get("recompute") else ""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from harness.domain.checkpoints import n_segments_of_least_memory
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, ShardState, Stage
 from harness.plan.costs import PlanRequest
@@ -91,18 +92,25 @@ class Searches:
             self._chains(flow, share)
 
     def _flows(self) -> list[_Flow]:
-        """For single-stage strategies: whole batches first. Where memory binds, also two that hold
-        one small microbatch at a time."""
+        """For single-stage strategies: whole batches first. Where memory binds, also recomputation
+        and two that hold one small microbatch at a time."""
         flows = [_Flow(n, shard_state=self._state) for n in (1, 2, 4) if n in self.counts]
+        if self.objective.memory_binds:
+            flows.append(_Flow(1, self._recomputed(), shard_state=self._state))
         if self.objective.memory_binds and self.counts[-1] > 1:
             flows += [
                 _Flow(self.counts[-1], schedule="1f1b", shard_state=self._state),
-                _Flow(self.counts[-1], Stage(recompute=True), shard_state=self._state),
+                _Flow(self.counts[-1], self._recomputed(), shard_state=self._state),
             ]
         if self.objective.memory_binds and self._states:
             fitting = (s for s in self._states if f"ddp, sharded {s}" in self.objective.best_of)
             flows.append(_Flow(1, shard_state=next(fitting, self._states[-1])))
         return flows
+
+    def _recomputed(self) -> Stage:
+        """All operators in one stage, with the segments that need the least memory."""
+        graph, placed = self.simulator.graph, list(self.simulator.placed)
+        return Stage(recompute=True, segments=n_segments_of_least_memory(graph, placed))
 
     def _pipelines(self, budget: int) -> None:
         """Simulate the programme's best pipelines for each number of microbatches."""

@@ -105,6 +105,7 @@ class Costs:
         options: SimulatorOptions,
     ) -> None:
         self.graph, self.samples, self._frozen = graph, samples, options.frozen
+        self.segments: dict[tuple[tuple[int, ...], int], list[int]] = {}  # of stages
         weighted = graph.made_of_weights()
         is_rounded = np.array(
             [o.dtype == "float32" and o.name in weighted for o in graph.operators]

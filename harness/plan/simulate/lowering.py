@@ -104,7 +104,7 @@ def lower(
     gathers = plan_gathers(tables, flow, units, row_at, len(rows), following)
     n_summed = 1 if is_sharded else flow.n_microbatches
     # Freed weights are gathered once for a unit's second forward and its backward.
-    recomputes_ahead = simulator.options.recomputes_ahead and not units
+    recomputes_ahead = simulator.options.recomputes_ahead and not segment_of.any()
     seconds = _seconds(simulator, tables, flow, rows, is_deferred, n_summed, recomputes_ahead)
     seconds += tables.mean_size * _streams(simulator, tables, rows, row_at)
     found = Work(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from harness.domain.checkpoints import segment_numbers
 from harness.domain.strategy import SHARD_STATES, ShardState
 from harness.plan.simulate.network import Collective, Network
 from harness.plan.simulate.options import SimulatorOptions
@@ -234,17 +235,26 @@ def freed_slices(tables: Tables, flow: Flow) -> list[tuple[list[int], Group, int
 
 def cut_segments(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Ints:
     """(n_ops,) number of each operator's segment in its stage. A segment is recomputed as a whole;
-    as in the executor, an operator with weights of another unit begins one."""
+    as in the executor, an operator with weights of another unit begins one too."""
     units_of: dict[int, set[int]] = defaultdict(set)
     for number, unit in enumerate(units):
         for op in unit.operators:
             units_of[op].add(number)
     found = np.zeros(tables.n_ops, dtype=np.int64)
-    for begin, end in pairwise(flow.stage_ptr.tolist() if units else ()):
+    for n_segments, (begin, end) in zip(
+        flow.segments, pairwise(flow.stage_ptr.tolist()), strict=True
+    ):
+        if not units and n_segments == 1:
+            continue
+        ops = flow.stage_ops[begin:end].tolist()
+        key = tuple(ops), n_segments
+        if key not in tables.costs.segments:
+            tables.costs.segments[key] = segment_numbers(tables.costs.graph, ops, n_segments)
+        numbers = tables.costs.segments[key]
         used: set[int] = set()
         segment = 0
-        for op in flow.stage_ops[begin:end].tolist():
-            if used and not units_of[op] <= used:
+        for op, before, number in zip(ops, [0, *numbers], numbers, strict=False):
+            if number > before or (used and not units_of[op] <= used):
                 segment, used = segment + 1, set()
             used |= units_of[op]
             found[op] = segment

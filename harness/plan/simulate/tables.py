@@ -29,6 +29,7 @@ class Flow:
     stage_ptr: Ints
     stage_ops: Ints
     recompute: npt.NDArray[np.bool_]
+    segments: tuple[int, ...]  # of each stage
     rank_of: Ints
     action_ptr: Ints
     actions: Ints
@@ -103,6 +104,7 @@ def flow_of(
         stage_ptr=pointers(stage_ops),
         stage_ops=np.array([op for ops in stage_ops for op in ops], dtype=np.int64),
         recompute=np.array([stage.recompute for stage in stages], dtype=np.bool_),
+        segments=tuple(stage.segments for stage in stages),
         rank_of=rank_of,
         action_ptr=pointers(lists),
         actions=np.array([a for actions in lists for a in actions], dtype=np.int64).reshape(-1, 3),

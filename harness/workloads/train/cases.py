@@ -117,7 +117,8 @@ _OWN_DATA = "package.module:factory"
 _USED_BY = {
     "stages": ("pipeline",),
     "shard_state": (*SHARDABLE, _DEGREES),
-    **dict.fromkeys(("recompute", "schedule", "microbatches"), ("pipeline", _DEGREES)),
+    "recompute": (*STRATEGIES["executor"][:-1], _DEGREES),
+    **dict.fromkeys(("schedule", "microbatches"), ("pipeline", _DEGREES)),
     **dict.fromkeys(("search_seconds", "search_budget", "trials", "memory"), ("searched",)),
 }
 _SEARCHED_BESIDE = ("search_seconds", "search_budget", "memory")
@@ -131,6 +132,7 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "replicate": ("shrink", ("search", "pipetransformer")),
     "drift_threshold": ("drift", (True,)),
     "rejoin": ("survive", (True,)),
+    "recompute_segments": ("recompute", (True,)),
     **dict.fromkeys(("lr_step_size", "lr_gamma"), ("lr_schedule", ("step",))),
     "momentum": ("optimizer", ("sgd",)),
     "n_samples": ("data", ("synthetic",)),
@@ -139,20 +141,15 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 _AT_LEAST = {
-    **dict.fromkeys(
-        (
-            "warm_up", "no_sync_steps", "n_workers", "momentum", "weight_decay", "lr_warm_up",
-            "cache_memory",
-        ),
-        0,
-    ),
-    **dict.fromkeys(
-        (
-            "steps", "epochs", "n_samples", "repeats", "stages", "batch_size", "per_device_batch",
-            "n_ranks", "microbatches", "freeze_interval", "lr_step_size", "save_every", "rejoin",
-        ),
-        1,
-    ),
+    **dict.fromkeys((
+        "warm_up", "no_sync_steps", "n_workers", "momentum", "weight_decay", "lr_warm_up",
+        "cache_memory",
+    ), 0),
+    **dict.fromkeys((
+        "steps", "epochs", "n_samples", "repeats", "stages", "batch_size", "per_device_batch",
+        "n_ranks", "microbatches", "freeze_interval", "lr_step_size", "save_every", "rejoin",
+        "recompute_segments",
+    ), 1),
 }  # fmt: skip
 
 

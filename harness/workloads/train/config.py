@@ -117,8 +117,11 @@ class TrainSettings(SearchFlags, ModelFlags):
     """pipeline: number of stages, balanced by the profile. With fewer stages than ranks, some
     stages are replicated. Default: one stage per rank (interleaved: two)."""
     recompute: bool = False
-    """pipeline or degrees: keep only each stage's input and run its forward again before its
-    backward, which saves memory and costs time."""
+    """Activation checkpointing: keep only the inputs of parts of the model, and run each part's
+    forward again before its backward, which saves memory and costs time (executor)."""
+    recompute_segments: int | None = None
+    """--recompute: number of parts that each stage is cut into. Default: 1 in pipelines, whose
+    stages then run again while they wait for gradients; else as many as need the least memory."""
     asynchronous: bool = False
     """pipeline or a strategy's FILE, with schedule 1f1b: train as PipeDream does. Every microbatch
     is a minibatch with its own optimizer step, and the pipeline never drains. Stage s of S (from 0)
@@ -202,7 +205,7 @@ class TrainSettings(SearchFlags, ModelFlags):
     def needs_executor(self) -> bool:
         """Whether a flag is set that only the executor supports."""
         states = self.save_every or self.save_sharded or self.load_state
-        return self.exact_dropout or self.is_elastic or bool(states)
+        return self.exact_dropout or self.recompute or self.is_elastic or bool(states)
 
     @property
     def is_elastic(self) -> bool:
@@ -289,6 +292,7 @@ class TrainCase(TrainSettings):
         """Names of the flags that are set and that only the executor supports."""
         is_set = {
             "exact_dropout": self.exact_dropout,
+            "recompute": self.recompute,
             "ema": self.ema is not None and self.engine == "deepspeed",
             "save_sharded": self.save_sharded,
             "load_state": self.load_state is not None,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import SCORE_FLOPS, Graph
@@ -89,6 +90,8 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
     else:
         strategy = _fastest(case, simulator)
     strategy = msgspec.structs.replace(strategy, shard_state=case.sharded_state)
+    if case.recompute:
+        strategy = with_recomputation(strategy, graph, case.recompute_segments)
     validate(strategy, graph, cluster)
     _check_shared_weights(simulator, strategy)
     made_for = fingerprint(graph, cluster, simulator.profile)

@@ -22,7 +22,10 @@ def test_delta_simulation_equals_the_full_one_on_hundreds_of_moves(seed):
         operators = graph.operators[1:]
         plans = {o.name: random_plan(rng, cluster.n_devices, o) for o in operators}
         n_microbatches = rng.choice([1, 2, 4])
-        flow = {"n_microbatches": n_microbatches, "stages": [Stage(recompute=case % 3 == 0)]}
+        flow = {
+            "n_microbatches": n_microbatches,
+            "stages": [Stage(True, 1 + case % 2) if case % 3 == 0 else Stage()],
+        }
         options = SimulatorOptions(
             overlap=case % 4 != 0,
             bucket_bytes=100,

@@ -1,5 +1,7 @@
 """Fill, drain and memory of pipelines by every schedule."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from simulated import chain, cluster_of, op, profile_of, simulate, timeline
@@ -34,6 +36,26 @@ def test_a_balanced_pipeline_takes_fill_and_drain_of_one_stage(schedule):
 def test_1f1b_holds_fewer_activations_than_gpipe():
     assert two_stages("gpipe", 4).memory_bytes["node0:0"] == 240 + 4 * 8
     assert two_stages("1f1b", 4).memory_bytes["node0:0"] == 240 + 2 * 8
+
+
+def test_a_stage_that_recomputes_in_segments_holds_one_of_them_and_what_crosses_its_cuts():
+    names = "abcdef"
+    operators = [op("x", [], 4, kind="input")]
+    operators += [op(name, [before], 4, 10) for before, name in pairwise(f"x{names}")]
+    graph = Graph(name="g", batch=8, operators=operators)
+    profile = profile_of(graph, dict.fromkeys(names, (1.0, 2.0)))
+    plans = {name: OperatorPlan({}, [0]) for name in names}
+
+    def run(stage):
+        found = simulate(graph, profile, cluster_of(), plans, stages=[stage])
+        return found.step_s, found.memory_bytes["node0:0"]
+
+    (plain_s, plain), (cut_s, cut) = run(Stage()), run(Stage(recompute=True, segments=2))
+    # Beside weights and optimizer state of 120 B: six outputs of 32 B and one gradient of 10 B; or
+    # the output at the cut, three of the first segment, and by then four gradients.
+    assert plain == 120 + 6 * 32 + 10
+    assert cut == 120 + (1 + 3) * 32 + 4 * 10
+    assert cut_s == plain_s + 6 * 1.0
 
 
 def test_weight_passes_fill_the_bubble_of_zero_bubble():

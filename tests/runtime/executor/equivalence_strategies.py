@@ -225,8 +225,13 @@ def _draw(
         operators=placed,
         n_microbatches=len(flow.sizes),
         schedule=schedule,
-        stages=[Stage(rng.random() < 0.3) for _ in range(flow.n_stages)],
+        stages=[_draw_stage(rng) for _ in range(flow.n_stages)],
     )
+
+
+def _draw_stage(rng: Random) -> Stage:
+    """Recomputed by three of ten, in up to four segments."""
+    return Stage(True, rng.choice((1, 2, 4))) if rng.random() < 0.3 else Stage()
 
 
 def random_strategy(

@@ -82,7 +82,7 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ),
         (
             {"strategy": ("plan.json",), "recompute": True},
-            "--recompute is for --strategy pipeline or tp=T,dp=D,pp=P, plan.json does not use it",
+            "--recompute is for --strategy single or ddp or pipeline or tensor or hybrid or tp=T",
         ),
         ({"microbatches": (4, 8)}, "--microbatches 4 8 is for --strategy pipeline"),
         ({"schedule": ("gpipe",)}, "--schedule gpipe is for --strategy pipeline"),

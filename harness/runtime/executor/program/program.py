@@ -199,6 +199,7 @@ class Draft:
         units: numbers of the units of freed weights that it uses.
         is_apart: whether its tasks are of `Captured.apart`.
         weight_bytes: bytes of the whole weights of its operators.
+        recomputed: number of the segment that its stage runs again as a whole.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -208,6 +209,7 @@ class Draft:
     units: frozenset[int] = frozenset()
     is_apart: bool = False
     weight_bytes: int = 0
+    recomputed: int = 0
 
 
 def draft_segments(forms: Forms, device: int) -> dict[int, list[Draft]]:
@@ -239,12 +241,14 @@ def _drafts(
         is_collective = forms.of[part.operator] == "collective"
         units = forms.units.get((part.operator, device), frozenset())
         is_next = bool(draft.units) and not units <= draft.units
+        recomputed = forms.recomputed.get(part.operator, 0)
+        is_next |= recomputed != draft.recomputed
         is_apart = part.operator in layout.captured.apart
         is_next |= is_apart != draft.is_apart or draft.weight_bytes >= most_bytes
         if draft.parts and (missing or is_collective or is_next):
             drafts.append(draft)
             draft = Draft()
-        draft.is_apart = is_apart
+        draft.is_apart, draft.recomputed = is_apart, recomputed
         draft.fetches += missing.values()
         fetched.update(missing)  # in place, for later stages
         draft.parts.append(part)

@@ -19,6 +19,7 @@ from typing import Literal
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from harness.domain.checkpoints import recomputed_segments
 from harness.domain.key_forms import POSITIONS
 from harness.domain.partition import SAMPLE, Interval, count_parts, n_parts, n_replicas
 from harness.domain.sharding import BUCKET_BYTES, CONTRACTION, has_tasks
@@ -56,6 +57,7 @@ class Forms:
 
     Attributes:
         is_compiled: segments are compiled.
+        recomputed: the number of the segment of each operator of a stage that recomputes.
         units: numbers of the units of freed weights that an operator's tasks on a device use.
     """
 
@@ -63,6 +65,7 @@ class Forms:
     of: dict[str, Form]
     holders: Holders
     is_compiled: bool
+    recomputed: dict[str, int]
     units: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
 
     def find_units(self, plans: Sequence[UnitPlan]) -> None:
@@ -177,7 +180,8 @@ class _Chooser:
             unable = {name for name in unable if forms[name] not in ("gathered", "native")}
             if not unable:
                 check_samples(layout, self._meta)
-                return Forms(layout, forms, holders, self._plan.is_compiled)
+                recomputed = recomputed_segments(self._captured.graph, self._strategy)
+                return Forms(layout, forms, holders, self._plan.is_compiled, recomputed)
             forms |= dict.fromkeys(unable, "gathered")
 
     def _layout(self, forms: dict[str, Form]) -> Layout:
