@@ -9,6 +9,7 @@ import torch
 from equivalence_training import TIMEOUT_S
 from torch import Tensor, nn
 
+from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster
 from harness.domain.freezing import frozen_operators
 from harness.domain.graph import Graph
@@ -52,8 +53,9 @@ def make_task() -> Task:
 
 def strategy_of(name: str, graph: Graph) -> Strategy:
     cluster = Cluster.uniform(N_RANKS, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
-    if name == "ddp":
-        return builders.ddp(graph, cluster, BATCH)
+    if name in ("ddp", "recomputed"):
+        strategy = builders.ddp(graph, cluster, BATCH)
+        return strategy if name == "ddp" else with_recomputation(strategy, graph, None)
     names = [op.name for op in graph.operators if op.kind != "input"]
     stages = [names[: len(names) // 2], names[len(names) // 2 :]]
     return builders.pipeline(

@@ -14,3 +14,12 @@ def test_memory_falls_by_the_prediction(ranks):
                 fall = first.measured - now.measured
                 assert fall > 0.2 * first.measured, name
                 assert first.predicted - now.predicted == pytest.approx(fall, rel=0.1), name
+
+
+def test_memory_falls_by_the_prediction_where_activations_are_recomputed(ranks):
+    found = ranks.run(N_RANKS, peaks_as_layers_freeze, (("ddp", "recomputed"), [0]))
+    for by_name in found:
+        (kept,), (recomputed,) = by_name["ddp"], by_name["recomputed"]
+        fall = kept.measured - recomputed.measured
+        assert fall > 0.15 * kept.measured
+        assert kept.predicted - recomputed.predicted == pytest.approx(fall, rel=0.1)
