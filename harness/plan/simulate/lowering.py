@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,7 +106,12 @@ def lower(
     n_summed = 1 if is_sharded else flow.n_microbatches
     # Freed weights are gathered once for a unit's second forward and its backward.
     recomputes_ahead = simulator.options.recomputes_ahead and not segment_of.any()
-    seconds = _seconds(simulator, tables, flow, rows, is_deferred, n_summed, recomputes_ahead)
+    repeats = _recomputes(simulator, flow)[flow.stage_of]
+    if repeats.any() and simulator.options.recomputes_ahead and not units:
+        repeats &= ~_stays(flow, segment_of)
+    seconds = _seconds(
+        simulator, tables, rows, is_deferred, n_summed, repeats[rows // n_devices], recomputes_ahead
+    )
     seconds += tables.mean_size * _streams(simulator, tables, rows, row_at)
     found = Work(
         n_microbatches=flow.n_microbatches,
@@ -255,10 +261,10 @@ def _streams(simulator: Simulator, tables: Tables, rows: Ints, row_at: Ints) -> 
 def _seconds(
     simulator: Simulator,
     tables: Tables,
-    flow: Flow,
     rows: Ints,
     is_deferred: npt.NDArray[np.bool_],
     n_summed: int,
+    repeats: npt.NDArray[np.bool_],
     recomputes_ahead: bool,
 ) -> Floats:
     """(4, n_rows) seconds of forward, backward, weight pass and recomputation.
@@ -268,6 +274,7 @@ def _seconds(
 
     Args:
         n_summed: microbatches whose gradients are added up before other devices' are.
+        repeats: (n_rows,) whether a row runs forward again.
         recomputes_ahead: a stage runs forward again before its first backward, not layer by layer.
     """
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
@@ -281,11 +288,9 @@ def _seconds(
     backward = np.where(is_deferred, to_inputs, backward + stream_s)
     if simulator.options.updates_each_microbatch:
         weight = weight + update_seconds(simulator, tables, rows).sum(axis=0)
-    again = forward
+    again = forward * repeats
     if not recomputes_ahead:
-        stages = flow.stage_of[rows // tables.n_devices]
-        recomputes = _recomputes(simulator, flow)[stages]
-        backward, again = backward + forward * recomputes, np.zeros(len(rows))
+        backward, again = backward + again, np.zeros(len(rows))
     return np.stack([forward, backward, weight, again])
 
 
@@ -294,6 +299,20 @@ def _recomputes(simulator: Simulator, flow: Flow) -> npt.NDArray[np.bool_]:
     has_backward = np.zeros(len(flow.recompute), dtype=np.bool_)
     has_backward[flow.stage_of[simulator.returns & (flow.stage_of >= 0)]] = True
     found: npt.NDArray[np.bool_] = flow.recompute & has_backward
+    return found
+
+
+def _stays(flow: Flow, segment_of: Ints) -> npt.NDArray[np.bool_]:
+    """(n_ops,) whether an operator is of its stage's last segment, and the stage's forwards are all
+    followed by their backwards at once, so that the executor does not run it again."""
+    found = np.zeros(len(segment_of), dtype=np.bool_)
+    for stage, (begin, end) in enumerate(pairwise(flow.stage_ptr.tolist())):
+        at = np.flatnonzero((flow.actions[:, 0] == FORWARD) & (flow.actions[:, 2] == stage))
+        following = flow.actions[np.minimum(at + 1, len(flow.actions) - 1)]
+        expected = flow.actions[at] + [BACKWARD - FORWARD, 0, 0]
+        if np.array_equal(following, expected):
+            ops = flow.stage_ops[begin:end]
+            found[ops] = segment_of[ops] == segment_of[ops].max(initial=0)
     return found
 
 

@@ -265,8 +265,7 @@ class ExecutorEngine:
         batch = self._feed.fetch(fetch, self._phases, self._world.device)
         if self.is_priming_due:
             self._prime(batch, share)
-        self._channels.is_muted = is_muted
-        self._n_updates = 0
+        self._channels.is_muted, self._n_updates = is_muted, 0
         if self._stash is None:
             self._sync.start_step(is_muted=is_muted)
         self._run(batch, share)

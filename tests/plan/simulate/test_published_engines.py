@@ -35,7 +35,7 @@ def on(devices, dim="sample"):
     }
 
 
-@pytest.mark.parametrize(("ahead", "step_s"), [(True, 9.0), (False, 10.0)])
+@pytest.mark.parametrize(("ahead", "step_s"), [(True, 6.0), (False, 8.0)])
 def test_recomputation_ahead_hides_behind_the_wait_for_a_gradient(ahead, step_s):
     graph, profile = two_layers()
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e12, memory_bytes=10**6)
@@ -49,8 +49,9 @@ def test_recomputation_ahead_hides_behind_the_wait_for_a_gradient(ahead, step_s)
         stages=[Stage(recompute=True), Stage(recompute=True)],
         options=SimulatorOptions(recomputes_ahead=ahead),
     )
-    # Forward 1 + 1, then b again and backward 3, then a's 2, and a again unless that was done.
-    assert found.step_s == pytest.approx(step_s - 2.0, rel=1e-6)
+    # Forward 1 + 1, then backward 2 + 2, and 1 + 1 more where each layer runs again before it; else
+    # b's values are still there, and a runs again while it waits.
+    assert found.step_s == pytest.approx(step_s, rel=1e-6)
 
 
 def test_memory_counts_wide_gradients_what_is_saved_and_what_is_reserved():

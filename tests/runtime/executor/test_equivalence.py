@@ -220,6 +220,15 @@ def test_a_forward_is_repeated_while_its_gradients_are_on_their_way(ranks):
     assert awaited == [("recompute", 0), ("backward", 0), ("recompute", 1), ("backward", 1)]
 
 
+def test_a_forward_is_not_repeated_where_its_backward_comes_next(ranks):
+    strategy = replicated_pipeline(
+        small_graph("lenet"), 4, [[0], [1]], n_microbatches=2, schedule="1f1b", recompute=True
+    )
+    found = ranks.run(2, spans_of_a_step, make_case("lenet", strategy, 2))
+    n_repeated = [len([s for s in spans if s.pass_ == "recompute"]) for spans in found]
+    assert n_repeated[0] > 0 == n_repeated[1]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_microbatches_of_unlike_sizes_are_joined(schedule, ranks):
     strategy = replicated_pipeline(

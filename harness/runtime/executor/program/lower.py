@@ -87,4 +87,5 @@ class Lowering:
                 key.value == "loss" or key.value in self._layout.differentiable for key in outputs
             ),
             is_apart=draft.is_apart,
+            is_last=draft.is_last,
         )

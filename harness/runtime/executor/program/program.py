@@ -137,6 +137,8 @@ class Segment:
         is_differentiable: whether a gradient flows back through it.
         units: numbers of the units of freed weights that it uses.
         is_apart: whether its tasks are of `Captured.apart`.
+        is_last: whether it is of the last part that its stage runs again, so that it need not where
+            its backward follows its forward at once.
     """
 
     module: fx.GraphModule
@@ -149,6 +151,7 @@ class Segment:
     is_differentiable: bool
     units: frozenset[int] = frozenset()
     is_apart: bool = False
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,7 @@ class Draft:
         is_apart: whether its tasks are of `Captured.apart`.
         weight_bytes: bytes of the whole weights of its operators.
         recomputed: number of the segment that its stage runs again as a whole.
+        is_last: see `Segment`.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -210,6 +214,7 @@ class Draft:
     is_apart: bool = False
     weight_bytes: int = 0
     recomputed: int = 0
+    is_last: bool = False
 
 
 def draft_segments(forms: Forms, device: int) -> dict[int, list[Draft]]:
@@ -235,6 +240,8 @@ def _drafts(
     layout = forms.layout
     drafts: list[Draft] = []
     draft, most_bytes = Draft(), forms.segment_bytes()
+    plans = layout.strategy.operators
+    last = max((n for op, n in forms.recomputed.items() if plans[op].stage == stage), default=0)
     for part in layout.tasks(device, stage):
         wants = [want for _, want in layout.reads(part)]
         missing = {w.number: w for w in wants if w.is_exchanged and w.number not in fetched}
@@ -249,6 +256,7 @@ def _drafts(
             drafts.append(draft)
             draft = Draft()
         draft.is_apart, draft.recomputed = is_apart, recomputed
+        draft.is_last = recomputed == last and not forms.units
         draft.fetches += missing.values()
         fetched.update(missing)  # in place, for later stages
         draft.parts.append(part)

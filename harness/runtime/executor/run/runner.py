@@ -107,7 +107,7 @@ class Runner:
                 self._flights[action.microbatch] = fed[number]
                 if self._stash is not None:
                     fed[number].version = self._stash.newest()
-                self._forward(action)
+                self._forward(action, is_followed=_is_followed(actions, self._at_action))
             elif action.kind == "backward":
                 self._phases.begin("backward", stage=stage, microbatch=number)
                 self._backward(action)
@@ -184,7 +184,8 @@ class Runner:
 
     # Forward
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action, *, is_followed: bool) -> None:
+        """Run forward; `is_followed` by its own backward, for which its last part stays."""
         microbatch, stage = action.microbatch, action.stage
         program, moves = self._at(microbatch)
         flight = self._flights[microbatch]
@@ -193,7 +194,9 @@ class Runner:
             for fetch in moves.fetches[place]:
                 self._assemble(flight, fetch, microbatch)
             self._gathers.before((self._at_action, position))
-            outputs = self._gathers.kept(segment.units, self._compute(flight, segment, place))
+            is_kept = not self._recompute[stage] or (is_followed and segment.is_last)
+            outputs = self._compute(flight, segment, place, is_kept=is_kept)
+            outputs = self._gathers.kept(segment.units, outputs)
             self._gathers.after((self._at_action, position))
             flight.outputs[place] = outputs
             for key, output in zip(segment.outputs, outputs, strict=True):
@@ -203,14 +206,13 @@ class Runner:
             self._start_sums(flight, moves, segment, microbatch)
             for message in moves.leaving.get(place, ()):
                 self._send(flight, message, microbatch, is_backward=False)
-            if self._recompute[stage] and segment.is_differentiable:
+            if not is_kept and segment.is_differentiable:
                 flight.outputs[place] = ()
 
     def _compute(
-        self, flight: Flight, segment: Segment, place: tuple[int, int]
+        self, flight: Flight, segment: Segment, place: tuple[int, int], *, is_kept: bool
     ) -> tuple[Tensor, ...]:
         inputs = [flight.input(key) for key in segment.inputs]
-        is_kept = not self._recompute[place[0]]
         if not is_kept:
             flight.random[place] = random_state(self._device)
         with contextlib.nullcontext() if is_kept else torch.no_grad(), self._precision.autocast():
@@ -296,7 +298,7 @@ class Runner:
             place = stage, position
             segment = program.stages[stage][position]
             self._gathers.before((self._at_action, moment))
-            if self._recompute[stage] and segment.is_differentiable:
+            if place in flight.random and segment.is_differentiable:
                 self._phases.begin("forward", pass_="recompute", stage=stage, microbatch=number)
                 self._repeat(flight, segment, place)  # while its gradients are in transit
                 self._phases.begin("backward", stage=stage, microbatch=number)
@@ -382,6 +384,11 @@ class Runner:
             self._sums.start(gradient.contiguous(), fetch, number, is_backward=True)
         for route in fetch.local:
             flight.add_gradient(route.source, route.held, route.in_want.of_tensor(gradient))
+
+
+def _is_followed(actions: tuple[Action, ...], at: int) -> bool:
+    """Whether the backward of a forward action comes next."""
+    return actions[at + 1 : at + 2] == (actions[at]._replace(kind="backward"),)
 
 
 def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tensor, ...]:
