@@ -166,7 +166,8 @@ def test_stage_times_are_stretched_as_the_tasks_are(catalog):
     ratios = searched["total_s"] / searched["predicted_total_s"]
     assert ratios.to_numpy() == pytest.approx([1.3 * 1.004] * 3)
     assert list(searched["stage"][searched["is_slowest"]]) == [2]
-    assert (searched["recompute_s"] > 0).all()
+    # Of the last stage backward comes next, so that it need not run forward again.
+    assert list(searched["recompute_s"] > 0) == [True, True, False]
 
 
 def test_predicted_memory_stands_beside_the_measured_peak(catalog, planned):

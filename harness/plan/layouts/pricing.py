@@ -288,31 +288,39 @@ def price(
     """
     begins = np.concatenate([[0], ends[:-1]])
     forward, kept = _sums(costs.forward_s, ends), _sums(costs.kept_bytes, ends)
+    recomputes_ahead = options.recomputes_ahead and shard_state != "parameters"
+    # Of the last stage backward follows forward at once, so that its values are still there.
+    repeats = recompute & (np.arange(layout.pp) < layout.pp - recomputes_ahead)
     state = stage_state(
         shard_state,
         layout.dp,
         n_microbatches,
         ends=ends,
         costs=costs,
-        again_s=costs.forward_s * recompute,
+        again_s=costs.forward_s * np.repeat(repeats, ends - begins),
         all_reduce_s=partial(_all_reduce_s, layout, links=links),
         options=options,
     )
     backward = _sums(costs.backward_s, ends) + state.wait_s
-    work = forward * (1 + recompute) + backward
+    work = forward * (1 + repeats) + backward
     crossing = np.array(
         [costs.sent_bytes[:b][last_reader[:b] >= b].sum() for b in begins], dtype=np.float64
     )
     crossing_s = _crossing_s(layout, crossing, links)
-    recomputes_ahead = options.recomputes_ahead and shard_state != "parameters"
     on_the_way = forward + backward if recomputes_ahead else work
     reached = np.cumsum(on_the_way + 2 * crossing_s) - on_the_way
     window_s = backward - state.first_s + (state.n_rounds - 1) * work
     exposed_s = state.sync_s - np.minimum(window_s, state.hideable_s)
     ends_s = n_microbatches * work + np.maximum(reached, reached / 3 + exposed_s)
     ends_s = np.maximum(ends_s, reached + n_microbatches * crossing_s)
-    ends_s += state.owned_bytes * float(np.max(options.optimizer_s_per_byte)) + state.gather_s
     in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
+    # The first gradient comes after all forwards and the later stages' backwards; by then a stage
+    # has run its forwards in flight, and the first of them again.
+    after_s = on_the_way - forward + crossing_s
+    awaited_s = forward.sum() + crossing_s.sum() + after_s.sum() - after_s.cumsum()
+    ahead_s = forward * (in_flight + repeats * recomputes_ahead)
+    ends_s = np.maximum(ends_s, awaited_s + n_microbatches * work - ahead_s)
+    ends_s += state.owned_bytes * float(np.max(options.optimizer_s_per_byte)) + state.gather_s
     if recompute:
         waiting, kept = recomputed_bytes(shard_state, ends, costs, last_reader, options)
         active = in_flight * (crossing + waiting) + kept

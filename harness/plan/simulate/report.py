@@ -57,7 +57,7 @@ def events(simulation: Simulation) -> Iterator[Event]:
         if np.isnan(start[task]):
             return
         event = decode(simulation, int(task))
-        if event.span.duration_s or event.span.pass_ != "weights":
+        if event.span.duration_s or event.span.pass_ not in ("weights", "recompute"):
             yield event
 
 
