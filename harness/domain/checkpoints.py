@@ -18,7 +18,7 @@ from harness.domain.graph import KEPT, Graph
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Stage, Strategy
 
-# Most segments that are considered where nobody names a number.
+# Most segments of a stage, because finding cuts takes time in proportion.
 _MOST = 64
 
 
@@ -83,6 +83,7 @@ def _best_cuts(graph: Graph, operators: Sequence[int], most: int) -> list[int]:
     crossing = _crossing_bytes(graph, operators)
     best: list[int] = []
     least = before[-1]
+    most = min(most, _MOST)
     for quarters in range(4, 4 * most + 1):
         cuts = _cuts(before, crossing, 4 * before[-1] / quarters)
         if len(cuts) >= most:

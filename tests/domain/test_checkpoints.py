@@ -52,6 +52,10 @@ def test_no_more_segments_are_made_than_asked_for():
     assert numbers(chain([100] * 16), 1) == [0] * 16
 
 
+def test_any_number_of_segments_is_found_quickly():
+    assert numbers(chain([100] * 100), 10**9) == numbers(chain([100] * 100), 64)
+
+
 def test_a_cut_is_where_the_fewest_bytes_cross_it():
     assert numbers(chain([100, 100, 100, 4, 100, 100, 100, 4]), 2) == [0] * 4 + [1] * 4
 

@@ -16,7 +16,7 @@ from harness.errors import ConfigError
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+def compiled_by_torch(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """The function or module, compiled by TorchInductor for each shape and dtype of its inputs at
     the first call with them. It draws the random numbers of the function itself.
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.domain.sharding import BUCKET_BYTES
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
-from harness.runtime.devices.compiling import compiled
+from harness.runtime.devices.compiling import compiled_by_torch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share, fetch_batch
 from harness.runtime.engines.optimizers import average_of, make_optimizer, set_rate
@@ -114,8 +114,8 @@ class TorchEngine:
         if options.is_compiled:
             # Dynamo splits the graph of DistributedDataParallel at its buckets, so that they
             # overlap with backward.
-            self._forward_model = compiled(self._forward_model, world.device)
-            self._sum_loss = compiled(self._sum_loss, world.device)
+            self._forward_model = compiled_by_torch(self._forward_model, world.device)
+            self._sum_loss = compiled_by_torch(self._sum_loss, world.device)
         self._optimizer = make_optimizer(
             task.model.named_parameters(), options.optimizer, world.device
         )

@@ -20,7 +20,7 @@ from harness.errors import first_line
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.data.synthetic import draw_batch
-from harness.runtime.devices.compiling import compiled
+from harness.runtime.devices.compiling import compiled_by_torch
 from harness.runtime.devices.memory import CacheFlush, is_out_of_memory
 from harness.runtime.devices.precision import Precision
 from harness.runtime.devices.sampling import settle, shortest_sample_s
@@ -74,8 +74,8 @@ class StepSampler:
         self._model: Callable[..., Any] = task.model
         self._sum_loss: Callable[..., Any] = task.sum_loss
         if is_compiled:
-            self._model = compiled(task.model, device)
-            self._sum_loss = compiled(task.sum_loss, device)
+            self._model = compiled_by_torch(task.model, device)
+            self._sum_loss = compiled_by_torch(task.sum_loss, device)
         self._recorder = recorder
         self._precision = Precision(dtype, device)
         self._data = {n: draw_batch(task, n, 0, device) for n in (batch, small_batch(batch))}

@@ -120,7 +120,7 @@ class TrainSettings(SearchFlags, ModelFlags):
     """Activation checkpointing: keep only the inputs of parts of the model, and run each part's
     forward again before its backward, which saves memory and costs time (executor)."""
     recompute_segments: int | None = None
-    """--recompute: number of parts that each stage is cut into. Default: 1 in pipelines, whose
+    """--recompute: most parts that each stage is cut into, up to 64. Default: 1 in pipelines, whose
     stages then run again while they wait for gradients; else as many as need the least memory."""
     asynchronous: bool = False
     """pipeline or a strategy's FILE, with schedule 1f1b: train as PipeDream does. Every microbatch

@@ -16,7 +16,7 @@ def test_a_compiled_module_draws_and_gives_what_the_module_does():
     module = module.double()
     x = torch.rand(4, 8, dtype=torch.float64)
     found = []
-    for call in (module, compiling.compiled(module, x.device)):
+    for call in (module, compiling.compiled_by_torch(module, x.device)):
         torch.manual_seed(3)
         module.zero_grad()
         call(x).sum().backward()
@@ -34,17 +34,17 @@ def test_a_host_without_a_compiler_is_refused_with_the_remedy(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(variable, raising=False)
     with pytest.raises(ConfigError, match=f"this host has no {names}".replace("+", r"\+")):
-        compiling.compiled(torch.relu, torch.device(device))
+        compiling.compiled_by_torch(torch.relu, torch.device(device))
 
 
 def test_a_compiler_of_the_users_own_is_looked_for_by_its_name(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"no no-such-compiler: .* name it in CXX"):
-        compiling.compiled(torch.relu, torch.device("cpu"))
+        compiling.compiled_by_torch(torch.relu, torch.device("cpu"))
 
 
 def test_a_host_without_pythons_headers_is_refused_with_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(compiling.shutil, "which", lambda name: name)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"Python\.h is missing: .*python3-dev"):
-        compiling.compiled(torch.relu, torch.device("cpu"))
+        compiling.compiled_by_torch(torch.relu, torch.device("cpu"))

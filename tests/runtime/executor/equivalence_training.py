@@ -104,7 +104,7 @@ def as_drawn(case: Case) -> Iterator[None]:
         mock.patch.object(deferred, "LARGE_ELEMENTS", least),
         mock.patch.object(deferred, "JOINED_ELEMENTS", joined[0]),
         mock.patch.object(deferred, "KEPT_SHARE", joined[1]),
-        mock.patch.object(lower, "compiled", partial(compiled_by, case.backend)),
+        mock.patch.object(lower, "compiled_by_torch", partial(compiled_by, case.backend)),
         mock.patch.object(forms, "BUCKET_BYTES", 1 << 10),  # compiled segments end there
     ):
         yield

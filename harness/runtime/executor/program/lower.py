@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.runtime.devices.compiling import compiled
+from harness.runtime.devices.compiling import compiled_by_torch
 from harness.runtime.executor.cache.boundary import recorded_keys
 from harness.runtime.executor.program.emit import DeviceTasks, SegmentBuilder
 from harness.runtime.executor.program.program import (
@@ -76,7 +76,9 @@ class Lowering:
         return Segment(
             module=module,
             # Not the module itself, because errors would lose the failing line in their traceback.
-            call=compiled(module, self._tasks.meta.device) if is_compiled else module.forward,
+            call=compiled_by_torch(module, self._tasks.meta.device)
+            if is_compiled
+            else module.forward,
             inputs=tuple(builder.inputs),
             outputs=tuple(outputs),
             fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),
