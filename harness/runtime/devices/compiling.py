@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sysconfig
@@ -24,6 +25,8 @@ def compiled_by_torch(function: Callable[..., Any], device: torch.device) -> Cal
         ConfigError: this host cannot compile for the device.
     """
     _check_compiler(device)
+    # Its handlers of the process that forked this one write to a stream that is closed here.
+    torch._logging.set_logs(all=logging.ERROR)
     return torch.compile(function, dynamic=False, options={"fallback_random": True})
 
 
