@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.record import SpanKind
 from harness.errors import ConfigError
@@ -148,6 +149,18 @@ def _settings(options: EngineOptions) -> dict[str, Any]:
     return settings
 
 
+def _match_running_statistics(model: nn.Module) -> None:
+    """Cast running statistics to the dtype of their layer's weight.
+
+    DeepSpeed casts parameters only, and a batch normalisation on a GPU refuses two dtypes.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.affine:
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(module.weight.dtype))
+
+
 class DeepSpeedEngine:
     """ZeRO by DeepSpeed; bf16 and fp16 use DeepSpeed's mixed precision, not autocast."""
 
@@ -171,6 +184,8 @@ class DeepSpeedEngine:
         self._engine, *_ = deepspeed.initialize(
             model=task.model, optimizer=optimizer, config=_settings(options)
         )
+        if world.device.type == "cuda":
+            _match_running_statistics(self.model)
         self._plain_backend, self._comm = deepspeed.comm.comm.cdb, deepspeed.comm.comm
         self._timer = TimedBackend(self._plain_backend, recorder)
         self._comm.cdb = self._timer

@@ -191,7 +191,10 @@ class _Multiply(torch.autograd.Function):
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     gradient = gradient.detach().to(parameter.dtype)
-    if parameter.grad is None:
+    if parameter.grad is None and gradient.stride() != parameter.stride():
+        # A convolution chooses its own strides; fused optimizers require those of the parameter.
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    elif parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)

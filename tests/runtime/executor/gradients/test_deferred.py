@@ -50,6 +50,14 @@ def test_deferred_gradients_are_bit_equal_to_those_of_autograd(module, shape, dt
         assert torch.equal(parameter.grad, gradient)
 
 
+def test_deferred_gradients_have_the_strides_of_their_parameters():
+    """A convolution of inputs in channels_last makes others, which fused optimizers refuse."""
+    module, queue = nn.Conv2d(4, 6, 3), WeightQueue()
+    x = torch.randn(2, 4, 5, 7).to(memory_format=torch.channels_last)
+    trained(defer(module, queue, GradientBuffers()), [x], queue.flush)
+    assert module.weight.grad.stride() == module.weight.stride()
+
+
 def test_what_follows_a_deferred_layer_may_work_in_place():
     module, queue, x = nn.Linear(6, 5), WeightQueue(), torch.randn(2, 3, 6)
     F.relu(module(x), inplace=True).sum().backward()
