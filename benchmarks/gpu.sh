@@ -48,14 +48,13 @@ single() {
         + train "${text[@]}" --strategy zero2 zero3 --dtype bf16 --results "$results"
 }
 
-# The same by torch.compile.
+# The same by torch.compile; the steps first, because a profile compiles each batch size for minutes.
 compiled() {
-    local -a same=(--results "$results" --strategy single --dtype bf16 --compile --predict)
-    ./entry.sh profile "${vision[@]:0:2}" --batch-size "${vision[3]}" --dtype bf16 --compile --results "$results" --shards 1 \
-        + train "${vision[@]}" --engine torch "${same[@]}" \
+    local -a same=(--results "$results" --strategy single --dtype bf16 --compile) quick=(--shards 1)
+    ./entry.sh train "${vision[@]}" --engine torch "${same[@]}" + train "${text[@]}" --engine torch "${same[@]}"
+    ./entry.sh profile "${vision[@]:0:2}" --batch-size "${vision[3]}" --dtype bf16 --compile --results "$results" "${quick[@]}" \
         + train "${vision[@]}" --engine executor "${same[@]}" \
-        + profile "${text[@]:0:2}" --batch-size "${text[3]}" --dtype bf16 --compile --results "$results" --shards 1 \
-        + train "${text[@]}" --engine torch "${same[@]}" \
+        + profile "${text[@]:0:2}" --batch-size "${text[3]}" --dtype bf16 --compile --results "$results" "${quick[@]}" \
         + train "${text[@]}" --engine executor "${same[@]}"
 }
 
