@@ -141,7 +141,8 @@ class Recorder:
 
     def _span(self, mark: _Mark) -> Span:
         start_s = self.clock.seconds_at(mark.start)
-        duration_s = self.clock.seconds_at(mark.end) - start_s
+        # Streams that wait for one event may pass their marks after it in either order.
+        duration_s = max(0.0, self.clock.seconds_at(mark.end) - start_s)
         return Span(
             kind=mark.kind, step=mark.step, start_s=start_s, duration_s=duration_s, **mark.fields
         )

@@ -69,6 +69,15 @@ def test_a_span_waits_for_its_start_too_which_may_lie_on_another_stream():
     assert [record.kind for record in recorder.collect()] == ["communication"]
 
 
+def test_a_span_whose_streams_passed_its_marks_in_reverse_has_no_duration():
+    clock = FakeClock()
+    recorder = Recorder(clock)
+    clock.advance(4.0)
+    recorder.add_marks("backward", 3.0, 2.0)
+    (span,) = recorder.collect()
+    assert (span.start_s, span.duration_s) == (3.0, 0.0)
+
+
 def test_what_the_warm_up_left_is_forgotten():
     recorder = Recorder(FakeClock())
     recorder.add_marks("forward", 0.0, 0.0)
