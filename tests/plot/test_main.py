@@ -178,7 +178,7 @@ def test_figures_without_data_are_named(
     write(tmp_path / "results", made, trained(2, 32, 0.1, 0.1))
     assert plot(tmp_path / "results", "--out", tmp_path / "plots") == 0
     printed = capsys.readouterr().out
-    assert "not drawn: link_heatmap: no data: it needs a links run" in printed
+    assert "not drawn: link_heatmap: no data: it needs a links run of two" in printed
     assert not (tmp_path / "plots" / "link_heatmap.png").exists()
     assert "link_heatmap" in Page((tmp_path / "plots" / "report.html").read_text()).text
 

@@ -133,7 +133,7 @@ FIGURE = Figure(
         f"messages. {spread_caption('Shades')}"
     ),
     better="higher is better; at large messages, close to the dashed line",
-    needs="a links run: ./entry.sh links",
+    needs="a links run of two or more ranks: ./entry.sh links",
     rows=rows,
     measured=("busbw_bytes_per_s",),
     draw=draw,

@@ -177,7 +177,7 @@ FIGURE = Figure(
         "at least a factor of two."
     ),
     better="bandwidth: higher is better; latency: lower is better",
-    needs="a links run: ./entry.sh links",
+    needs="a links run of two or more ranks: ./entry.sh links",
     rows=rows,
     measured=("bandwidth_bytes_per_s", "latency_s"),
     draw=draw,

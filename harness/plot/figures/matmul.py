@@ -148,9 +148,12 @@ def _draw_devices(
         at = [ranks.index(rank) + (i - (len(dtypes) - 1) / 2) * height for rank in bars["rank"]]
         values = bars["rate"]
         drawn = axes.barh(at, values, height * 0.92, color=_style(styles, str(dtype))[0])
-        axes.bar_label(drawn, fmt="%.3g", fontsize=7, padding=3)
+        labels = axes.bar_label(drawn, fmt="%.3g", fontsize=7, padding=3)
         peaks = bars["peak"].to_numpy(dtype=float)
         axes.plot(peaks, at, "|", color="#111111", markersize=12, markeredgewidth=2)
+        for text, value, peak in zip(labels, values, peaks, strict=True):
+            if value < peak < value + 0.15 * best["rate"].max():
+                text.xy = (peak, text.xy[1])  # behind the mark, which would cover it
     names = best.drop_duplicates("rank").set_index("rank")
     axes.set_yticks(
         range(len(ranks)),

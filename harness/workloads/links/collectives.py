@@ -77,14 +77,13 @@ def measure_collectives(
     Returns:
         The points, equal on all ranks, and a text for each measurement that was left out.
     """
+    if transport.size == 1:
+        return [], [f"collectives over {transport.name}: they need at least two ranks"]
     points: list[CollectivePoint] = []
     left_out: list[str] = []
     label = f"collectives over {transport.name}"
     total = len(operations) * len(sizes)
     for at, operation in enumerate(operations):
-        if operation == "send_recv" and transport.size == 1:
-            left_out.append("send_recv: it needs at least two ranks")
-            continue
         last: CollectivePoint | None = None
         for i, n_bytes in enumerate(sorted(sizes)):
             note = f"{operation} {format_bytes(n_bytes)}"
