@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Check and measure what needs a GPU, on a machine with one. Usage: bash benchmarks/gpu.sh OUT [PART...]
-# Parts: facts tests matmul single compiled bench comparison equivalence; all by default, in this order.
+# Parts: facts tests smoke matmul single compiled bench comparison equivalence; all by default, in this
+# order.
 # Writes OUT/PART.log and OUT/results.tar.gz, and prints the end of each log with its seconds. Exits
 # with 1 if a part fails.
 # shellcheck disable=SC2329  # the loop calls the functions by name
 set -uo pipefail
 
 if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
-    sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}"
+    sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}"
     exit $(($# ? 0 : 2))
 fi
 
@@ -17,7 +18,7 @@ out=$(realpath -m "$1")
 shift
 mkdir -p "$out"
 parts=("$@")
-((${#parts[@]})) || parts=(facts tests matmul single compiled bench comparison equivalence)
+((${#parts[@]})) || parts=(facts tests smoke matmul single compiled bench comparison equivalence)
 export PATH=$root/.venv/bin:$PATH OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 results=$out/results
 vision=(--model "${VISION:-resnet50}" --per-device-batch "${VISION_BATCH:-128}" --steps 20 --warm-up 5)
@@ -31,6 +32,27 @@ facts() {
 }
 
 tests() { OMP_NUM_THREADS=2 python -m pytest -q -m gpu -n 4 --tb=short tests/main tests/runtime/executor; }
+
+# A short training by each flag that has code of its own for GPUs, on one rank and on two that share it.
+smoke() {
+    local -a tiny=(--model lenet --batch-size 64 --dtype bf16 --results "$out/smoke") quick=(--shards 1 --time-budget-s 0.01)
+    local -a steps=("${tiny[@]}" --steps 6 --warm-up 1) own
+    local code=0
+    own=("${steps[@]}" --engine executor --strategy single)
+    ./entry.sh profile "${tiny[@]}" "${quick[@]}" + profile "${tiny[@]}" --compile "${quick[@]}" \
+        + profile "${tiny[@]/bf16/fp16}" "${quick[@]}" \
+        + train "${own[@]/bf16/fp16}" + train "${own[@]}" --compile + train "${own[@]}" --channels-last --n-workers 2 \
+        + train "${own[@]}" --recompute --ema 0.9 --weight-decay 0.1 --no-decay 1d --max-grad-norm 1 \
+        + train "${own[@]}" --data digits --epochs 1 --evaluate --save-every 9 --save-model \
+        + train "${own[@]}" --data digits --freeze schedule --freeze-interval 2 \
+        + train "${steps[@]}" --strategy zero2 zero3 || code=1
+    own=("${steps[@]}" --engine executor)
+    mpirun --oversubscribe -np 2 ./entry.sh links --time-budget-s 0.01 --results "$out/smoke" \
+        + train "${own[@]}" --strategy ddp pipeline tp=2 --recompute + train "${own[@]}" --strategy ddp --drift \
+        + train "${own[@]}" --strategy ddp --shard-state parameters --survive --save-every 2 \
+        + train "${own[@]}" --strategy pipeline --schedule zero_bubble || code=1
+    return "$code"
+}
 
 matmul() { ./entry.sh matmul --sizes 1024 4096 8192 16384 --dtype fp32 tf32 bf16 fp16 --results "$results"; }
 
