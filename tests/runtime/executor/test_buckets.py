@@ -34,13 +34,13 @@ def test_buckets_are_those_of_ddp(cap):
 def test_gradients_lie_in_a_bucket_as_their_parameters_do_in_memory():
     # Fused optimizers refuse a gradient of another order.
     conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-    parameters = [conv.bias, conv.weight]
+    parameters = [conv.bias, conv.weight, nn.Parameter(torch.zeros(3, 2).t())]
     bucket = SumBucket("bucket0", "", parameters)
     assert [bucket.views[p].stride() for p in parameters] == [p.stride() for p in parameters]
     for number, parameter in enumerate(parameters, start=1):
         parameter.grad = torch.full_like(parameter, number)
     bucket.collect()
-    assert bucket.flat.tolist() == [1.0] * 4 + [2.0] * 48
+    assert bucket.flat.tolist() == [1.0] * 4 + [2.0] * 48 + [3.0] * 6
     assert all(parameter.grad is bucket.views[parameter] for parameter in parameters)
 
 

@@ -141,10 +141,10 @@ def buckets_of(
 def view_like(parameter: nn.Parameter, flat: Tensor, at: int) -> Tensor:
     """A view of a buffer with a parameter's strides, as fused optimizers require of gradients.
 
-    Strides differ from the order of dims for channels_last.
+    Strides differ from the order of dims for channels_last and for transposed weights.
     """
-    orders = (torch.contiguous_format, torch.channels_last)
-    if parameter.dim() == 4 and any(parameter.is_contiguous(memory_format=o) for o in orders):
+    is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    if is_dense:  # without gaps or overlaps, whose strides `empty_like` keeps
         return flat.as_strided(parameter.shape, parameter.stride(), at)
     return flat[at : at + parameter.numel()].view_as(parameter)
 
