@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import tyro
@@ -44,6 +44,8 @@ class Options:
     """Freeze more layers at each change, or train some again, on one device too."""
     any: bool = False
     """Draw models and strategies of all kinds, on up to 6 ranks."""
+    device: Literal["cpu", "cuda:0"] = "cpu"
+    """Train on this device, which all ranks share; plain PyTorch stays on the CPU."""
     changes: int = 100
     """Number of changes over which groups, files and memory are counted. 0 skips it."""
     json: bool = False
@@ -109,7 +111,7 @@ def main(options: Options) -> int:
     """Run all cases and print the results; returns 1 if any case is unequal."""
     logging.getLogger("harness").setLevel(logging.ERROR)  # hides names of gathered operators
     start_s = time.perf_counter()
-    with RanksBySize() as ranks:
+    with RanksBySize(options.device) as ranks:
         findings = run(options, ranks)
         facts = summary(findings, time.perf_counter() - start_s)
         if options.changes:

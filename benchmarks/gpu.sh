@@ -95,7 +95,8 @@ equivalence() {
         python benchmarks/executor_equivalence.py --device cuda:0 --series any --cases 12 --seed "$seed" \
             --output "$out/equivalence$seed.json" &
     done
-    for seed in 1 2 3 4; do wait -n || code=1; done
+    python benchmarks/change_equivalence.py --device cuda:0 --any --cases 8 --changes 0 &
+    for seed in 1 2 3 4 change; do wait -n || code=1; done
     return "$code"
 }
 

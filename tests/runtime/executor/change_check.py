@@ -71,6 +71,8 @@ def check_change(changing: ChangingCase, ranks: RanksBySize) -> ChangeFinding:
         return ChangeFinding(changing=changing, error=str(error))
     found = merged(traces)
     worst_loss, tolerance = _loss_difference(found, wanted), LOSS_TOLERANCES[case.optimizer]
+    if ranks.device != "cpu":  # whose kernels sum in other orders
+        tolerance = FLOAT64_TOLERANCES[case.optimizer]
     if worst_loss > tolerance and case.dropout == "off":
         rounded = train_alone(changing, offset=_ROUNDING)
         tolerance = max(tolerance, _FACTOR * _loss_difference(rounded, wanted))

@@ -178,7 +178,7 @@ class Ranks:
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        self._device = device
+        self.device = device
         self._server: BaseProcess | None = None
         self._connection: Connection | None = None
 
@@ -200,9 +200,9 @@ class Ranks:
         """
         if self._connection is None:
             self._connection, servers_end = multiprocessing.Pipe()
-            self._server = _start_server(servers_end, self._device)
+            self._server = _start_server(servers_end, self.device)
             servers_end.close()
-        job = pickle.dumps((function, argument, self._device))
+        job = pickle.dumps((function, argument, self.device))
         self._connection.send((job, size, timeout_s))
         answers = self._connection.recv()
         if all(answer[:1] == b"+" for answer in answers):
