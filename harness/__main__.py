@@ -27,12 +27,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from harness import errors
 from harness.command_line import parse_all, print_dry_run
+from harness.domain.run import RankInfo
 from harness.errors import EXIT_CODE, ConfigError, HarnessError, PeerError, first_line
 from harness.runtime.agent import SEE_OUTPUT
 from harness.runtime.agent.wire import Channel
@@ -50,7 +51,7 @@ _ONE_SIGNAL_S = 1.0
 _LAZY = ["torch._dynamo", "harness.plan.simulate.lowering", "harness.runtime.executor.engine"]
 
 
-def _cases(name: str, config: Any, launch: Launch, *, has_gpu: bool) -> list[Any]:
+def _cases(name: str, config: Any, launch: Launch, gpus: Sequence[RankInfo] | None) -> list[Any]:
     from harness.cases import Case
     from harness.workloads import load_workload
     from harness.workloads.comparison import comparison
@@ -63,7 +64,7 @@ def _cases(name: str, config: Any, launch: Launch, *, has_gpu: bool) -> list[Any
         ]
     return [
         Case(name=one, workload=load_workload(one), config=case)
-        for one, part in comparison(has_gpu=has_gpu, n_ranks=launch.size)
+        for one, part in comparison(gpus=gpus, n_ranks=launch.size)
         for case in load_workload(one).cases(part, launch.size)
     ]
 
@@ -162,7 +163,8 @@ def _work(
     if not name:  # all ranks must choose the same model, so it depends on the devices of all
         has_gpus = all(info.device.startswith("cuda") for info in launcher.ranks)
         # Ranks that share a GPU communicate by gloo; the GPU model would take them hours.
-        cases = _cases(name, None, launch, has_gpu=has_gpus and world.backend == "nccl")
+        own = launcher.ranks if has_gpus and world.backend == "nccl" else None
+        cases = _cases(name, None, launch, own)
     if problem := launcher.problem(cases):
         meeting.leave()
         if world.is_first:
@@ -269,7 +271,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
             has_gpu = torch.cuda.is_available() if options.dry_run else _NVIDIA.exists()
             for workload, config, _ in parsed:
                 options.check(config)
-                cases += _cases(workload, config, launch, has_gpu=has_gpu)
+                cases += _cases(workload, config, launch, [] if has_gpu else None)
             if options.dry_run and launch.rank == 0:  # a launch checks them when the ranks have met
                 check_files(cases)
         if not options.dry_run:

@@ -5,8 +5,10 @@ It measures devices, links and operators, searches, and trains one model at one 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from harness.domain.run import RankInfo
 from harness.workloads.links.workload import LinksConfig
 from harness.workloads.matmul.workload import MatmulConfig
 from harness.workloads.planning.config import ProfileConfig, SearchConfig
@@ -17,16 +19,36 @@ from harness.workloads.train.plan import search_config_of
 _STRATEGIES = ("single", "ddp", "pipeline", "searched")
 # Seven repeats that do not overlap seven others are the fewest that give a verdict.
 _N_REPEATS = 7
+# Of ResNet-50 on one device, with the allocator's share: in 16 bits and in fp32.
+_BYTES_A_SAMPLE, _FP32_BYTES_A_SAMPLE = 46e6, 92e6
+# Of a GPU's memory; the rest is its context and what other programs hold.
+_USABLE = 0.8
 
 
-def _training(*, has_gpu: bool) -> TrainConfig:
+def _dtype(gpus: Sequence[RankInfo]) -> str:
+    """bf16, or what all GPUs have: fp16 before Ampere, fp32 before Volta. Unknown GPUs have all."""
+    peaks = [gpu.peak_flops_per_s for gpu in gpus if gpu.peak_flops_per_s]
+    return next((d for d in ("bf16", "fp16") if all(d in own for own in peaks)), "fp32")
+
+
+def _batch(gpus: Sequence[RankInfo], dtype: str) -> int:
+    """128, or less if a GPU cannot hold its activations: `single` trains the whole batch."""
+    batch, each = 128, _FP32_BYTES_A_SAMPLE if dtype == "fp32" else _BYTES_A_SAMPLE
+    smallest = min((gpu.memory_bytes for gpu in gpus), default=2**60)
+    while batch > 8 and batch * each > _USABLE * smallest:
+        batch //= 2
+    return batch
+
+
+def _training(gpus: Sequence[RankInfo] | None) -> TrainConfig:
     """Choose a model whose step is long enough to measure and short enough to repeat."""
-    if has_gpu:
+    if gpus is not None:
+        dtype = _dtype(gpus)
         return TrainConfig(
             model="resnet50",
             strategy=_STRATEGIES,
-            dtype=("bf16",),
-            batch_size=(128,),
+            dtype=(dtype,),
+            batch_size=(_batch(gpus, dtype),),
             steps=50,
             repeats=_N_REPEATS,
             predict=True,
@@ -64,9 +86,13 @@ def _matmul_and_links(*, has_gpu: bool) -> tuple[MatmulConfig, LinksConfig]:
     return MatmulConfig(time_budget_s=0.3, distributed_samples=3), LinksConfig(time_budget_s=0.05)
 
 
-def comparison(*, has_gpu: bool, n_ranks: int) -> list[tuple[str, Any]]:
-    """Workloads with their configurations, in order; on one rank `single` is the only strategy."""
-    training = _training(has_gpu=has_gpu)
+def comparison(*, gpus: Sequence[RankInfo] | None, n_ranks: int) -> list[tuple[str, Any]]:
+    """Workloads with their configurations, in order; on one rank `single` is the only strategy.
+
+    Args:
+        gpus: all ranks, if each has a GPU of its own; empty: GPUs of any kind; None: CPUs.
+    """
+    training, has_gpu = _training(gpus), gpus is not None
     searched = dataclasses.replace(training, strategy=("searched",), repeats=1)
     search_config = search_config_of(train_cases(searched, n_ranks)[0])
     if n_ranks == 1:

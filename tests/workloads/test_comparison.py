@@ -4,7 +4,9 @@ from collections import Counter
 
 import pytest
 
+from harness.domain.run import RankInfo
 from harness.measure.statistics import verdict
+from harness.runtime.devices.peaks import peak_flops_per_s
 from harness.workloads import load_workload
 from harness.workloads.common.contract import config_json
 from harness.workloads.comparison import comparison
@@ -12,16 +14,16 @@ from harness.workloads.planning.files import is_complete
 from harness.workloads.train.plan import search_config_of
 
 
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_everything_is_measured_before_it_is_planned_and_planned_before_it_is_trained(has_gpu):
-    parts = comparison(has_gpu=has_gpu, n_ranks=5)
+@pytest.mark.parametrize("gpus", [None, []])
+def test_everything_is_measured_before_it_is_planned_and_planned_before_it_is_trained(gpus):
+    parts = comparison(gpus=gpus, n_ranks=5)
     assert [name for name, _ in parts] == ["matmul", "links", "profile", "search", "train"]
 
 
 @pytest.mark.parametrize("n_ranks", [2, 5])
 def test_the_runs_of_training_need_nothing_that_the_comparison_has_not_made(n_ranks):
     """Configurations are compared as results hold them."""
-    parts = dict(comparison(has_gpu=False, n_ranks=n_ranks))
+    parts = dict(comparison(gpus=None, n_ranks=n_ranks))
     cases = {name: load_workload(name).cases(part, n_ranks) for name, part in parts.items()}
     searched = next(case for case in cases["train"] if case.strategy == "searched")
     assert config_json(search_config_of(searched)) == config_json(cases["search"][0])
@@ -39,7 +41,7 @@ def test_the_runs_of_training_need_nothing_that_the_comparison_has_not_made(n_ra
 
 
 def test_repeats_are_as_many_as_a_verdict_needs():
-    parts = dict(comparison(has_gpu=False, n_ranks=5))
+    parts = dict(comparison(gpus=None, n_ranks=5))
     counts = Counter(case.strategy for case in load_workload("train").cases(parts["train"], 5))
     assert counts == dict.fromkeys(("single", "ddp", "pipeline", "searched"), 7)
     slow = [1.0 + k / 1000 for k in range(7)]
@@ -48,5 +50,32 @@ def test_repeats_are_as_many_as_a_verdict_needs():
 
 
 def test_one_rank_trains_by_one_strategy():
-    parts = dict(comparison(has_gpu=False, n_ranks=1))
+    parts = dict(comparison(gpus=None, n_ranks=1))
     assert {case.strategy for case in load_workload("train").cases(parts["train"], 1)} == {"single"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "gib", "dtype", "batch"),
+    [
+        (["NVIDIA GeForce RTX 3070"] * 3, 8, "bf16", 128),
+        (["NVIDIA GeForce RTX 3070", "Tesla T4"], 8, "fp16", 128),
+        (["NVIDIA GeForce RTX 3070", "Tesla P4", "NVIDIA GeForce GTX 1070"], 8, "fp32", 64),
+        (["NVIDIA GeForce RTX 2060"], 6, "fp16", 64),
+        (["a board of next year"], 192, "bf16", 128),
+    ],
+)
+def test_all_gpus_have_the_dtype_and_the_memory_for_the_batch(kinds, gib, dtype, batch):
+    gpus = [
+        RankInfo(
+            rank=rank,
+            hostname="",
+            device="cuda:0",
+            device_kind=kind,
+            n_cores=1,
+            memory_bytes=gib << 30,
+            peak_flops_per_s=peak_flops_per_s(kind),
+        )
+        for rank, kind in enumerate(kinds)
+    ]
+    training = dict(comparison(gpus=gpus, n_ranks=2))["train"]
+    assert (training.dtype, training.batch_size) == ((dtype,), (batch,))
