@@ -206,7 +206,7 @@ def main(options: Options) -> None:
     world = meeting.world
     torch.set_num_threads(1)
     keep_freed_memory(world.device)
-    set_tensor_cores("fp32")
+    set_tensor_cores("fp32", world.device)
     join_process_group(world, meeting.address, meeting.port, "executor", 300.0)
     for case in cases(world):
         if not is_wanted(case, options):

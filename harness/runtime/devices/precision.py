@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.errors import ConfigError
+
 # Data types of autocast; parameters and optimizer state stay fp32.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Least compute capability of GPUs with hardware for a dtype; others emulate it or compute in fp32.
+_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (5, 3)}
 
 
 class Precision:
@@ -83,12 +87,31 @@ def repeatable(device: torch.device) -> Iterator[None]:
         torch.set_deterministic_debug_mode(mode)
 
 
-def set_tensor_cores(dtype: str) -> None:
+def lack_of(dtype: str, device: torch.device) -> str:
+    """Why a GPU has no hardware for a dtype; empty if it has, and for a CPU."""
+    if device.type != "cuda":
+        return ""
+    found, needed = torch.cuda.get_device_capability(device), _CAPABILITY.get(dtype, (0, 0))
+    if found >= needed:
+        return ""
+    needs, has = (f"{major}.{minor}" for major, minor in (needed, found))
+    return f"needs compute capability {needs}, this GPU has {has}"
+
+
+def set_tensor_cores(dtype: str, device: torch.device) -> None:
     """Enable TF32 for dtype tf32 only; PyTorch's default enables it for convolutions.
 
     Also lets cuDNN benchmark its convolution algorithms at the first step of each shape, because
     the use of tensor cores depends on the algorithm and the dtype.
+
+    Raises:
+        ConfigError: the device is a GPU without hardware for the dtype.
     """
+    if reason := lack_of(dtype, device):
+        raise ConfigError(
+            f"--dtype {dtype} {reason} ({torch.cuda.get_device_name(device)}): use fp32, or fp16 "
+            "where all GPUs have it, or leave this GPU out"
+        )
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"
     torch.backends.cudnn.benchmark = True

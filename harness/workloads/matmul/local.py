@@ -16,6 +16,7 @@ from harness.errors import VerificationError
 from harness.measure.recorder import Clock
 from harness.runtime.devices.memory import CacheFlush, last_cache_bytes
 from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s
+from harness.runtime.devices.precision import lack_of
 from harness.runtime.devices.sampling import Budget, hold_gpu, shortest_sample_s, take_samples
 from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes, format_flops
@@ -40,11 +41,7 @@ def unsupported_reason(dtype: str, device: torch.device) -> str:
     """Why a device has no hardware for products in a dtype; empty if it has."""
     if device.type == "cpu":
         return _unsupported_by_cpu(dtype)
-    major, minor = torch.cuda.get_device_capability(device)
-    needed = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (5, 3)}.get(dtype, (0, 0))
-    if (major, minor) < needed:
-        return f"needs compute capability {needed[0]}.{needed[1]}, this GPU has {major}.{minor}"
-    return ""
+    return lack_of(dtype, device)
 
 
 def _unsupported_by_cpu(dtype: str) -> str:

@@ -235,7 +235,7 @@ def _with_provenance(profile: Profile, hostnames: list[str]) -> Profile:
 def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
     """Build the model on this rank's device, or on the host if it does not fit there, and capture
     its graph."""
-    set_tensor_cores(config.dtype)
+    set_tensor_cores(config.dtype, context.world.device)
     task = build_task(config.model, config.model_options())
     place = context.world.device
     try:

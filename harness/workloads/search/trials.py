@@ -203,7 +203,7 @@ def _measure(
 ) -> dict[int, list[float]]:
     """Seconds of a step on the slowest rank in each round, by index of the strategy; strategies
     that the executor does not support are left out."""
-    set_tensor_cores(search_config.dtype)
+    set_tensor_cores(search_config.dtype, context.world.device)
     built = _build(search_config, strategies, context)
     if not built:
         return {}

@@ -331,7 +331,7 @@ def prepare(
         ConfigError, ModelError, DataError, StrategyError: flags, model, data and strategy
             contradict each other.
     """
-    set_tensor_cores(case.dtype)
+    set_tensor_cores(case.dtype, world.device)
     task = _place(case, make_task(case), world.device)
     n_parameters, n_bytes = _trained(task)
     executor_options: ExecutorPlan | None = None

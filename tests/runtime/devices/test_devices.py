@@ -9,8 +9,10 @@ import pytest
 import torch
 from fake_clock import FakeClock
 
+from harness.errors import ConfigError
 from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s
+from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.devices.sampling import Budget, clock_for, take_samples
 from harness.runtime.devices.telemetry import _cpu_reader, read_available
 
@@ -71,6 +73,15 @@ def settled(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "synchronize", found.append)
     return found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "tf32"])
+def test_a_gpu_without_hardware_for_a_dtype_is_named(dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P4")
+    wanted = rf"--dtype {dtype} needs compute capability 8.0, this GPU has 6.1 \(Tesla P4\): use"
+    with pytest.raises(ConfigError, match=wanted):
+        set_tensor_cores(dtype, torch.device("cuda:0"))
 
 
 def test_a_mark_is_of_the_clocks_own_device(settled):
