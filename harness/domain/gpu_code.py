@@ -23,3 +23,8 @@ def kernel_support(capability: tuple[int, int], arch_list: Iterable[str]) -> str
             return "binary"
         has_ptx |= match[1] == "compute" and fits and not match[4]
     return "jit" if has_ptx else "none"
+
+
+def where_built(capability: tuple[int, int]) -> str:
+    """Where to find a torch with code for a device: builds for CUDA 13 have none before Turing."""
+    return "docs/start.md#old-gpus" if capability < (7, 5) else "pytorch.org"

@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from harness.domain.gpu_code import kernel_support
+from harness.domain.gpu_code import kernel_support, where_built
 from harness.nodes.facts import GpuFacts, PythonFacts, Status, TorchCuda
 from harness.nodes.parse import split_sections
 from harness.nodes.parse_gpu import parse_gpus
@@ -154,6 +155,13 @@ def test_more_slots_than_gpus_and_an_odd_driver_are_warnings(hosts, smi_xml):
 )
 def test_code_runs_by_nvidias_compatibility_rules(capability, arch_list, support):
     assert kernel_support(capability, arch_list) == support
+
+
+def test_the_way_to_a_build_for_an_old_gpu_is_in_the_documentation():
+    page = Path(__file__).resolve().parents[2] / "docs" / "start.md"
+    assert where_built((6, 1)) == "docs/start.md#old-gpus"
+    assert "\n## Old GPUs\n" in page.read_text()
+    assert where_built((8, 6)) == "pytorch.org"
 
 
 def cuda_host(hosts, smi_xml, torch, *, build="11.1"):

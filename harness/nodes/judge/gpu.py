@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from harness.domain.gpu_code import kernel_support
+from harness.domain.gpu_code import kernel_support, where_built
 from harness.nodes.facts import GpuFacts, Judgement, SmiGpu, Status, critical, ok, unknown, warn
 from harness.nodes.parse_gpu import BROKEN
 from harness.nodes.survey import HostReport, Survey
@@ -310,7 +310,8 @@ def _judge_build(report: HostReport, version: str) -> list[Judgement]:
         name = f"GPU {index} (sm_{capability[0]}{capability[1]})"
         support = kernel_support(capability, torch.arch_list)
         has = " ".join(torch.arch_list)
-        remedy = f"install a torch build that holds sm_{capability[0]}{capability[1]}: pytorch.org"
+        remedy = f"install a torch build that holds sm_{capability[0]}{capability[1]}"
+        remedy += f": {where_built(capability)}"
         if support == "none":
             verdicts.append(critical(f"torch {version} has no code for {name}: {has}", remedy))
         elif support == "jit":

@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from harness.domain.gpu_code import kernel_support
+from harness.domain.gpu_code import kernel_support, where_built
 from harness.domain.interface import Interface
 from harness.errors import LaunchError
 from harness.inputs import find_int
@@ -168,7 +168,8 @@ def _gpu_by_nvml(handle: Any) -> Gpu:
         raise LaunchError(
             f"torch {torch.__version__} has code for {' '.join(built)}, and {name} on "
             f"{platform.node()} needs sm_{capability[0]}{capability[1]}: install a torch with that "
-            "(setup/install.sh --torch VERSION), or train on CPUs (mpirun -x CUDA_VISIBLE_DEVICES=)"
+            f"(setup/install.sh --torch VERSION, {where_built(capability)}), or train on CPUs "
+            "(mpirun -x CUDA_VISIBLE_DEVICES=)"
         )
     return Gpu(
         name=name,
