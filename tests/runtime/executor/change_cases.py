@@ -128,6 +128,10 @@ class Freezing:
         self._model, self._layers = model, layers
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._training = [module for module in model.modules() if module.training]
+        self._modules = dict(model.named_modules())
+        # A graph holds copies of modules that write in place, which do not.
+        for path, module in list(self._modules.items()):
+            self._modules[f"{path}_copying".replace(".", "_")] = module
 
     def freeze(self, n_frozen: int, optimizer: Optimizer) -> None:
         """Freeze the first layers alone: no gradient, no optimizer state, evaluation mode."""
@@ -140,7 +144,7 @@ class Freezing:
                 parameter = self._model.get_parameter(name).requires_grad_(False)
                 optimizer.state.pop(parameter, None)
             for name in layer.modules:
-                self._model.get_submodule(name).eval()
+                self._modules[name].eval()
 
 
 def random_changing_case(

@@ -154,6 +154,11 @@ def test_many_changes_leave_no_groups_files_or_memory(ranks):
             "lenet", [(3, "1f1b"), (3, "1f1b"), (2, "ddp")],
             {"at": (1, 3), "frozen": (3, 0), "optimizer": "adamw"},
         ),
+        # The graph holds a copy of the module that writes in place.
+        (
+            "program gate 0, set_relu 3, prelu 3, add 4 5", [(1, "single"), (1, "single")],
+            {"frozen": (1,)},
+        ),
     ],
 )  # fmt: skip
 def test_frozen_layers_equal_one_device_that_freezes_them(model, named, more, ranks):
