@@ -84,6 +84,7 @@ def summary(findings: list[ChangeFinding], duration_s: float) -> dict[str, Any]:
     return {
         "n_cases": len(findings),
         "n_equal": sum(finding.is_equal for finding in findings),
+        "n_refused": sum(bool(finding.refusal) for finding in findings),
         "n_changes": sum(len(finding.changing.changes) for finding in findings),
         "n_freezing": sum(any(finding.changing.frozen) for finding in findings),
         "n_moved_bytes": sum(finding.n_moved_bytes for finding in findings),
@@ -108,7 +109,7 @@ def run(options: Options, ranks: RanksBySize) -> list[ChangeFinding]:
 
 
 def main(options: Options) -> int:
-    """Run all cases and print the results; returns 1 if any case is unequal."""
+    """Run all cases and print the results; returns 1 if any case is unequal or fails."""
     logging.getLogger("harness").setLevel(logging.ERROR)  # hides names of gathered operators
     start_s = time.perf_counter()
     with RanksBySize(options.device) as ranks:
@@ -119,8 +120,11 @@ def main(options: Options) -> int:
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(facts), indent=1).decode())
     else:
-        print(f"{facts['n_equal']} of {facts['n_cases']} cases equal, {facts['duration_s']:.0f} s")
-    return int(facts["n_equal"] != facts["n_cases"])
+        print(
+            f"{facts['n_equal']} of {facts['n_cases']} cases equal, {facts['n_refused']} refused, "
+            f"{facts['duration_s']:.0f} s"
+        )
+    return int(facts["n_equal"] + facts["n_refused"] != facts["n_cases"])
 
 
 if __name__ == "__main__":

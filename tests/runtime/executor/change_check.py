@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from change_cases import ChangingCase, ChangingTrace, train_alone
 from change_training import RankTrace, merged, train_and_change, train_and_rebuild
-from equivalence_check import RanksBySize, on_one_device
+from equivalence_check import RanksBySize, on_one_device, refusal
 from equivalence_compare import FLOAT64_TOLERANCES, Worst, differences
 from equivalence_ranks import RanksFailedError
 from equivalence_reference import Trace
@@ -31,6 +31,7 @@ class ChangeFinding(msgspec.Struct, frozen=True, kw_only=True):
             their rounding differs by more, as deep models with batch normalisation do.
         n_moved_bytes: bytes that travelled in all changes.
         error: any other fault: a rank that failed, a sample that is missing or read twice.
+        refusal: what all ranks said of the model or a strategy.
     """
 
     changing: ChangingCase
@@ -39,13 +40,14 @@ class ChangeFinding(msgspec.Struct, frozen=True, kw_only=True):
     loss_tolerance: float = 0.0
     n_moved_bytes: int = 0
     error: str = ""
+    refusal: str = ""
     duration_s: float = 0.0
 
     @property
     def is_equal(self) -> bool:
         optimizer = self.changing.case.optimizer
         return (
-            not self.error
+            not (self.error or self.refusal)
             and self.worst is not None
             and self.worst.difference <= FLOAT64_TOLERANCES[optimizer]
             and self.worst_loss <= self.loss_tolerance
@@ -57,6 +59,8 @@ class ChangeFinding(msgspec.Struct, frozen=True, kw_only=True):
         which = f"{case.name}: {case.model} on {case.n_ranks} ranks, {case.optimizer}"
         if self.is_equal:
             return f"{which}: equal"
+        if self.refusal:
+            return f"{which}: refused: {self.refusal}"
         wrong = self.error or f"loss by {self.worst_loss:.3g}, worst {self.worst}"
         return f"{which}: {wrong}"
 
@@ -68,7 +72,9 @@ def check_change(changing: ChangingCase, ranks: RanksBySize) -> ChangeFinding:
         traces: Any = ranks.run(case.n_ranks, train_and_change, changing)
         wanted = reference(changing, ranks)
     except RanksFailedError as error:
-        return ChangeFinding(changing=changing, error=str(error))
+        refused = refusal(str(error), case.n_ranks)
+        told = "" if refused else str(error)
+        return ChangeFinding(changing=changing, error=told, refusal=refused)
     found = merged(traces)
     worst_loss, tolerance = _loss_difference(found, wanted), LOSS_TOLERANCES[case.optimizer]
     if ranks.device != "cpu":  # whose kernels sum in other orders
