@@ -1,3 +1,5 @@
+import io
+import logging
 import shutil
 import sysconfig
 
@@ -22,6 +24,21 @@ def test_a_compiled_module_draws_and_gives_what_the_module_does():
         call(x).sum().backward()
         found.append([parameter.grad for parameter in module.parameters()])
     torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+
+
+def test_the_log_of_a_compilation_goes_to_a_stream_that_is_open(monkeypatch, capsys):
+    """A process that was forked holds handlers of its parent's streams."""
+    monkeypatch.setattr(compiling, "_check_compiler", lambda device: None)
+    log = logging.getLogger("torch._dynamo")
+    stream = io.StringIO()
+    for handler in (*log.handlers, *logging.getLogger("torch").handlers):
+        if type(handler) is logging.StreamHandler:  # not those of pytest
+            handler.setStream(stream)
+    stream.close()
+    compiling.compiled_by_torch(torch.relu, torch.device("cpu"))
+    log.error("told")
+    log.warning("not told")
+    assert capsys.readouterr().err.count("told") == 1
 
 
 @pytest.mark.parametrize(
