@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from harness.workloads.common.contract import (
     config_json,
     count_ranks,
 )
+
+_log = logging.getLogger(__name__)
 
 _FINISHED = ("ok", "oom")
 
@@ -154,38 +157,124 @@ def adjacent_cases(cases: Sequence[Case]) -> Iterator[list[int]]:
         yield list(positions)
 
 
-def find_last(results: Path, case: Case, repeat: int, n_started: int) -> RunHeader | None:
-    """The newest run of a case, or the one by which it went on; None if there is none.
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """The last run of a training, from which a planned run goes on, or why it does not.
 
-    Of trainings that are the same, one whose other flags are the same comes first.
-    A run of another number of ranks counts only if it had more than this launch has started, so
-    that a sweep over numbers of ranks continues each run by itself.
+    Attributes:
+        unlike: flags by which the planned run differs, each with its own value and the earlier one.
+        refusal: what to do instead, if the planned run begins again; empty if it goes on.
     """
-    workload = case.workload
-    if workload.is_same is None:
-        return None
-    config = config_json(case.config)
+
+    header: RunHeader
+    unlike: dict[str, tuple[Any, Any]]
+    refusal: str
+
+    def text(self, found: Continuation) -> str:
+        """One line of what happens to the state that the earlier run has saved."""
+        words = [f"{name} {own} instead of {other}" for name, (own, other) in self.unlike.items()]
+        unlike = f", with {', '.join(words)}" if words else ""
+        if not self.refusal:
+            return f"the ranks of {self.header.run_id} {found.text}{unlike}"
+        return (
+            f"begins again, not from step {found.step} of {self.header.run_id}{unlike}: "
+            f"{self.refusal}"
+        )
+
+
+# How far a planned run is from an earlier one: as on other ranks, by another strategy, or further.
+_SAME, _RANKS, _STRATEGY, _OTHER = range(4)
+
+
+def find_earlier(
+    results: Path, plan: PlannedRun, planned: Sequence[PlannedRun], n_started: int
+) -> list[Earlier]:
+    """The last runs of a planned run's training, the nearest first, and of these the newest.
+
+    Of trainings that are the same, one whose other flags are the same comes first. A run of other
+    ranks or by another strategy counts if it is unfinished and if no other run of the launch is
+    nearer to it; if another is as near, neither goes on.
+    """
+    workload, config = plan.case.workload, config_json(plan.case.config)
+    if workload.differing is None:
+        return []
+    others = {other.case.config: other for other in planned if other.case.name == plan.case.name}
+    others.pop(plan.case.config, None)
+    found: list[tuple[tuple[int, int, str], Earlier]] = []
+    for header, first in _last_runs(results, workload):
+        if (first.workload, first.repeat) != (plan.case.name, plan.repeat):
+            continue
+        distance, unlike = _compare(plan, first)
+        has_ended = is_whole(header) and not (distance == _RANKS and len(first.ranks) > n_started)
+        if distance > _OTHER or (distance > _SAME and has_ended):
+            continue
+        nearest = min((_compare(one, first)[0] for one in others.values()), default=distance + 1)
+        if nearest < distance:
+            continue
+        refusal = ""
+        if distance == _OTHER:
+            unlike = {name: unlike[name] for name in unlike.keys() - workload.strategy_flags}
+            refusal = "give the same to go on"
+        elif nearest == distance:
+            refusal = "other runs of this launch could go on as well, start one of them alone"
+        n_equal = sum(first.config.get(n) == v for n, v in config.items() if n != "n_ranks")
+        place = (-distance, 0 if distance else n_equal, header.start_utc)
+        found.append((place, Earlier(header=header, unlike=unlike, refusal=refusal)))
+    return [last for _, last in sorted(found, key=lambda one: one[0], reverse=True)]
+
+
+def _last_runs(results: Path, workload: Workload) -> Iterator[tuple[RunHeader, RunHeader]]:
+    """Runs that none continues, each with the first that it continues with the same strategy."""
+    assert workload.differing is not None, "others were refused"
     known = {header.run_id: header for _, header in headers_in(results)}
-    found: list[tuple[int, str, RunHeader]] = []
-    for header in known.values():
-        first, later = header, {header.run_id}
+    continued = {header.config.get("continues") for header in known.values()}
+    for last in known.values():
+        if last.run_id in continued:
+            continue
+        first, seen = last, {last.run_id}
         while (earlier := known.get(str(first.config.get("continues", "")))) is not None:
-            if earlier.run_id in later:  # a damaged file
+            differing = workload.differing(first.config, earlier.config)
+            if differing & workload.strategy_flags or earlier.run_id in seen:  # a damaged file
                 break
             first = earlier
-            later.add(first.run_id)
-        n_ranks = len(first.ranks)
-        is_repeat = (first.workload, first.repeat) == (case.name, repeat)
-        has_ranks = n_ranks == count_ranks(case.config, n_started) or n_ranks > n_started
-        if is_repeat and has_ranks and workload.is_same(config, first.config):
-            n_equal = sum(first.config.get(n) == v for n, v in config.items() if n != "n_ranks")
-            found.append((n_equal, header.start_utc, header))
-    return max(found, key=lambda one: one[:2])[2] if found else None
+            seen.add(first.run_id)
+        yield last, first
+
+
+def _compare(plan: PlannedRun, first: RunHeader) -> tuple[int, dict[str, tuple[Any, Any]]]:
+    """How far a planned run is from an earlier one, and the flags by which they differ."""
+    workload, config = plan.case.workload, config_json(plan.case.config)
+    assert workload.differing is not None, "others were refused"
+    names = workload.differing(config, first.config)
+    unlike = {name: (config.get(name), first.config.get(name)) for name in sorted(names)}
+    n_others = len(names - workload.strategy_flags)
+    distance = _SAME if not names else _STRATEGY if not n_others else _OTHER + n_others - 1
+    if len(plan.ranks) != len(first.ranks):
+        unlike["n_ranks"] = (len(plan.ranks), len(first.ranks))
+        distance = max(distance, _RANKS)
+    return distance, unlike
 
 
 def is_whole(header: RunHeader) -> bool:
     """Whether a run has trained to its last step, so that nothing goes on from it."""
     return header.status == "ok" and UNTIL not in header.summary
+
+
+def find_resumed(
+    results: Path, plan: PlannedRun, planned: Sequence[PlannedRun], n_started: int
+) -> RunHeader | Continuation | None:
+    """The run by which other ranks have ended a planned one, or how it goes on; None if it begins.
+
+    Logs a line about an earlier run whose state is loaded, or could be; rank 0 only.
+    """
+    find = plan.case.workload.find_continuation
+    for last in find_earlier(results, plan, planned, n_started) if find else ():
+        if is_whole(last.header):
+            return last.header if last.header.config.get("continues") else None
+        if find and (found := find(plan.case.config, results / last.header.run_id, ())):
+            _log.info("%s: %s", plan.title, last.text(found))
+            return None if last.refusal else found
+    return None
 
 
 def check_batches(planned: Sequence[PlannedRun], results: Path, n_started: int) -> None:
@@ -198,19 +287,21 @@ def check_batches(planned: Sequence[PlannedRun], results: Path, n_started: int) 
     counts = sorted({len(header.ranks) for _, header in headers_in(results)})
     for plan in planned:
         case, n_ranks, find = plan.case, len(plan.ranks), plan.case.workload.find_continuation
-        if find is None or find_last(results, case, plan.repeat, n_started) is not None:
+        own = find_earlier(results, plan, planned, n_started)
+        if find is None or any(not last.refusal for last in own):
             continue
         for n in (n for n in counts if n > n_started):
             batch = case.config.batch * n // n_ranks
             other = replace(case, config=replace(case.config, batch=batch, n_ranks=n))
-            last = find_last(results, other, plan.repeat, n)
-            if last is None or is_whole(last):
+            like = replace(plan, case=other, ranks=tuple(range(n)))
+            last = next(iter(find_earlier(results, like, [], n)), None)
+            if last is None or last.unlike or is_whole(last.header):
                 continue
-            if found := find(other.config, results / last.run_id, ()):
+            if found := find(other.config, results / last.header.run_id, ()):
                 raise ConfigError(
-                    f"--resume: {last.run_id} trains global batches of {batch} on {n} ranks, this "
-                    f"launch would begin again with {case.config.batch} on {n_ranks}: give "
-                    f"--batch-size {batch} to go on from step {found.step}, or drop --resume"
+                    f"--resume: {last.header.run_id} trains global batches of {batch} on {n} "
+                    f"ranks, this launch would begin again with {case.config.batch} on {n_ranks}: "
+                    f"give --batch-size {batch} to go on from step {found.step}, or drop --resume"
                 )
 
 

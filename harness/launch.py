@@ -32,9 +32,8 @@ from harness.cases import (
     check_files,
     continued,
     describe_cluster,
-    find_last,
+    find_resumed,
     finished_repeats,
-    is_whole,
     needs_of,
     plan_runs,
     remaining_repeats,
@@ -133,7 +132,7 @@ class Launcher:
                 plan, number, repeat = planned[at], at + 1, repeats[at]
                 if repeat is not None:
                     plan = replace(plan, repeat=repeat)
-                    then = self._resumed(plan) if self._options.resume else plan
+                    then = self._resumed(plan, planned) if self._options.resume else plan
                     title = f"[{number}/{len(cases)}] {plan.title} repeat {repeat}"
                     if then is not None:
                         self._record_run(then, f"run{number}", title)
@@ -293,23 +292,20 @@ class Launcher:
         title = f"[{len(ranks)} ranks {found.text}] {then.title}"
         self._record_run(replace(then, repeat=plan.repeat), name, title)
 
-    def _resumed(self, plan: PlannedRun) -> PlannedRun | None:
+    def _resumed(self, plan: PlannedRun, planned: Sequence[PlannedRun]) -> PlannedRun | None:
         """The run that goes on where an earlier launch ended; the plan itself if there is none, and
         None if other ranks have gone on to the end."""
-        find, found, is_done = plan.case.workload.find_continuation, None, False
-        if self._world.is_first and find is not None:
-            last = find_last(self._results, plan.case, plan.repeat, self._world.size)
-            if last is not None and is_whole(last) and last.config.get("continues"):
-                is_done = True
-                self._headers.append(last)
-            elif last is not None and not is_whole(last):
-                found = find(plan.case.config, self._results / last.run_id, ())
-        if self._control.broadcast("done", is_done, bool):
+        earlier = None
+        if self._world.is_first:
+            earlier = find_resumed(self._results, plan, planned, self._world.size)
+        if isinstance(earlier, RunHeader):
+            self._headers.append(earlier)
+        if self._control.broadcast("done", isinstance(earlier, RunHeader), bool):
             return None
+        found = earlier if isinstance(earlier, Continuation) else None
         found = self._control.broadcast("resumed", found, Continuation | None)
         if found is None:
             return plan
-        _log.info("the ranks of %s %s", found.run_id, found.text)
         used = [self.ranks[rank] for rank in plan.ranks]
         (then,) = plan_runs([continued(plan.case, found, len(used))], used)
         return replace(then, repeat=plan.repeat)

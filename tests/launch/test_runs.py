@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from made_runs import header_of, world_of
 
-from harness.cases import Case, PlannedRun, find_last, has_failed, remaining_repeats
+from harness.cases import Case, PlannedRun, find_earlier, has_failed, remaining_repeats
 from harness.launch import Launcher
 from harness.measure.store import write_header
 from harness.run import RunSpec, run_case
@@ -49,12 +49,13 @@ class Empty:
 
 
 def test_runs_that_continue_each_other_in_a_circle_are_read(tmp_path):
-    for name, other in (("a", "b"), ("b", "a")):
+    for name, other in (("a", "b"), ("b", "a"), ("c", "a")):
         made = header_of(workload="case", run_id=name, config={"continues": other}, status="crash")
         write_header(tmp_path / name, made)
-    workload = replace(WORKLOAD, is_same=lambda one, other: True)
+    workload = replace(WORKLOAD, differing=lambda one, other: frozenset())
     case = Case(name="case", workload=workload, config=Empty())
-    assert find_last(tmp_path, case, 0, 1) is not None
+    run = PlannedRun(case=case, key="", repeat=0, ranks=(0,))
+    assert [one.header.run_id for one in find_earlier(tmp_path, run, [run], 1)] == ["c"]
 
 
 @pytest.mark.parametrize(("last", "failed"), [("ok", False), ("crash", True)])

@@ -107,6 +107,7 @@ CASES = {
     "pipeline": PIPELINE,
     "ddp": replace(PIPELINE, strategy="ddp", engine="torch"),  # without microbatches
     "lasting": LASTING,
+    "features": replace(LASTING, strategy="tp=2"),
     "replicas": replace(LASTING, save_every=None, survive=True, rejoin=2),
     "stages": replace(PIPELINE, save_every=2, save_model=True, survive=True),
     "to_stages": replace(

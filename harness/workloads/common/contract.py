@@ -75,8 +75,10 @@ class Workload:
             again; called on rank 0 only, raises HarnessError where they cannot. None: the
             workload's runs never go on.
         go_on: the case by which so many ranks go on.
-        is_same: whether two configurations as JSON train the same on any number of ranks, so that
-            `--resume` may continue the second by the first.
+        differing: names of the flags by which two configurations as JSON differ in what they train
+            or by which strategy, on any number of ranks; without any, `--resume` continues the
+            second by the first.
+        strategy_flags: those that only choose the strategy.
         check: checks the files that a case names, once before any run of the sweep; called on rank
             0 only, raises HarnessError.
     """
@@ -90,7 +92,8 @@ class Workload:
     renamed: Mapping[str, str] = field(default_factory=dict)
     find_continuation: Callable[[Any, Path, Sequence[int]], Continuation | None] | None = None
     go_on: Callable[[Any, Continuation, int], Any] | None = None
-    is_same: Callable[[dict[str, Any], dict[str, Any]], bool] | None = None
+    differing: Callable[[dict[str, Any], dict[str, Any]], frozenset[str]] | None = None
+    strategy_flags: frozenset[str] = frozenset()
     check: Callable[[Any], None] = lambda config: None
 
 

@@ -149,8 +149,8 @@ class TrainSettings(SearchFlags, ModelFlags):
     number of ranks may differ; the data start from the beginning."""
     save_every: int | None = None
     """Write the state of --save-sharded after every so many measured steps, into state/step-STEP;
-    the last three stay. A launch with --resume goes on from it, on as many ranks as it has
-    (executor)."""
+    the last three stay. A launch with --resume goes on from it, on any ranks and by any
+    strategy (executor)."""
     survive: bool = False
     """When a rank's process dies, train on with the other ranks, in a run of its own: from the last
     step that they hold together, else from --save-every's last state. Plans without each rank are
@@ -261,6 +261,7 @@ class TrainCase(TrainSettings):
         first_step: the first measured step; above 0 after the loss of ranks, without warm-up.
         until: the run ends before this measured step, because a lost rank joins again then.
         continues: id of the run that this one continues; empty if none.
+        asked_strategy: the launch's --strategy, of a run that continues another.
     """
 
     engine: EngineName = "torch"
@@ -274,6 +275,7 @@ class TrainCase(TrainSettings):
     first_step: int = 0
     until: int | None = None
     continues: str = ""
+    asked_strategy: str = ""
 
     @property
     def is_asynchronous(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +26,8 @@ from harness.inputs import find_int, read_file
 from harness.measure.store import read_header
 from harness.runtime.ranks.failures import has_lost_peer
 from harness.runtime.ranks.world import Context
-from harness.workloads.common.contract import Continuation
+from harness.workloads.common.contract import Continuation, config_json
+from harness.workloads.common.flags import SearchFlags
 from harness.workloads.train.config import STRATEGIES, TrainCase, is_file
 
 if TYPE_CHECKING:
@@ -171,7 +173,8 @@ def _end_of(case: TrainCase, step: int, *, has_lost: bool) -> int | None:
     ends = [case.until] if case.until is not None else []
     if has_lost and case.rejoin is not None:
         ends.append(step + case.rejoin)
-    return min(ends, default=None)
+    n_steps = math.inf if case.epochs else case.steps
+    return min((end for end in ends if end < n_steps), default=None)
 
 
 def _with_continued(run_dir: Path) -> Iterator[tuple[Path, RunHeader]]:
@@ -192,7 +195,13 @@ def _next_strategy(
 ) -> str:
     """A strategy's file, or the name of one that any number of ranks can build; empty: as it is."""
     if not lost:
-        like = [path for path, header in runs if len(header.ranks) == case.n_ranks]
+        asked = config_json(case)
+        like = [
+            path
+            for path, header in runs
+            if len(header.ranks) == case.n_ranks
+            and not differing(asked, header.config) & STRATEGY_FLAGS
+        ]
         changed = {find_int(path.stem.partition("-")[2]): path for path in _changes(like)}
         last = max((at for at in changed if at is not None and at <= step), default=None)
         return "" if last is None else str(changed[last])
@@ -222,6 +231,7 @@ def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
         case,
         n_ranks=n_ranks,
         strategy=strategy,
+        asked_strategy=case.asked_strategy or case.strategy,
         strategy_digest=found.strategy_digest or case.strategy_digest,
         change=(),
         until=found.until,
@@ -231,14 +241,24 @@ def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
     )
 
 
-# Flags that may differ between a run and the one that continues it.
+# Flags that choose how a run trains, but not what.
+STRATEGY_FLAGS = frozenset({
+    "strategy", "schedule", "microbatches", "stages", "shard_state", "recompute",
+    "recompute_segments", *(field.name for field in fields(SearchFlags)),
+}) - {"ema"}  # fmt: skip
+# Flags that may differ between a run and the one that continues it, without a word.
 _MAY_DIFFER = {
-    "n_ranks", "strategy_digest", "continues", "first_step", "load_state", "save_every", "survive",
-    "rejoin", "n_workers",
+    "n_ranks", "strategy_digest", "asked_strategy", "continues", "first_step", "load_state",
+    "save_every", "save_model", "save_sharded", "evaluate", "survive", "rejoin", "n_workers",
 }  # fmt: skip
 
 
-def is_same(config: dict[str, Any], first: dict[str, Any]) -> bool:
-    """Whether two configurations train the same, on any number of ranks."""
+def differing(config: dict[str, Any], first: dict[str, Any]) -> frozenset[str]:
+    """Names of the flags by which two configurations train unlike, on any number of ranks."""
     names = {field.name for field in fields(TrainCase)} - _MAY_DIFFER
-    return all(config.get(name) == first.get(name) for name in names)
+    one, other = _as_asked(config), _as_asked(first)
+    return frozenset(name for name in names if one.get(name) != other.get(name))
+
+
+def _as_asked(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "strategy": config.get("asked_strategy") or config.get("strategy")}

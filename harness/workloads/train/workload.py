@@ -26,9 +26,9 @@ from harness.runtime.ranks.gather import barrier, gather_numbers
 from harness.runtime.ranks.interfaces import NicCounter
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import UNTIL, Workload
+from harness.workloads.train import keeper as states
 from harness.workloads.train.cases import check_files, data_options, train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
-from harness.workloads.train.keeper import StateKeeper, find_continuation, go_on, is_same
 from harness.workloads.train.plan import Planned, plan_training, train_needs
 from harness.workloads.train.setup import Training, make_task, prepare
 from harness.workloads.train.table import train_text
@@ -106,7 +106,7 @@ class TrainLoop:
         n_warm_up: int,
         changes: StrategyChanges | None = None,
         evaluation: Evaluation | None = None,
-        keeper: StateKeeper | None = None,
+        keeper: states.StateKeeper | None = None,
         first: int = 0,
     ) -> None:
         self.training, self._evaluation = training, evaluation
@@ -338,7 +338,7 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
             f"steps, the run has {training.n_steps}: use --epochs, or raise --steps"
         )
     evaluation = Evaluation(case, context) if case.evaluate else None
-    keeper = StateKeeper(case, context)
+    keeper = states.StateKeeper(case, context)
     loop = TrainLoop(training, context, case.warm_up, changes, evaluation, keeper, case.first_step)
     is_last = case.until is None or case.until >= training.n_steps
     with keeper.surviving():
@@ -392,8 +392,9 @@ WORKLOAD = Workload(
     body=run_train,
     table=train_text,
     needs=train_needs,
-    find_continuation=find_continuation,
-    go_on=go_on,
-    is_same=is_same,
+    find_continuation=states.find_continuation,
+    go_on=states.go_on,
+    differing=states.differing,
+    strategy_flags=states.STRATEGY_FLAGS,
     check=check_files,
 )

@@ -1,27 +1,36 @@
 """From which state, by which strategy and until which step a training goes on."""
 
+import shutil
 from dataclasses import replace
 
 import msgspec
 import pytest
 from made_runs import header_of
 
-from harness.cases import Case, check_batches, find_last, plan_runs
+from harness.cases import Case, check_batches, find_earlier, find_resumed, plan_runs
 from harness.errors import ConfigError
 from harness.measure.store import write_header
 from harness.workloads.common.contract import config_json
 from harness.workloads.train import keeper
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.keeper import find_continuation, is_same
+from harness.workloads.train.keeper import differing, find_continuation, go_on
 from harness.workloads.train.workload import WORKLOAD
 
 CASE = TrainCase(strategy="pipeline", engine="executor", n_ranks=3, survive=True, rejoin=10)
 
 
 def write_run(results, name, n_ranks, **config):
+    config = config_json(replace(CASE, **{**config, "n_ranks": n_ranks}))
     header = header_of(["a"] * n_ranks, run_id=name, workload="train", config=config)
     write_header(results / name, header)
     return results / name
+
+
+def last_of(results, *cases, n_started=3):
+    """The run from which the first case of a launch would go on."""
+    ranks = header_of(["a"] * n_started).ranks
+    planned = plan_runs([Case(name="train", workload=WORKLOAD, config=c) for c in cases], ranks)
+    return next(iter(find_earlier(results, planned[0], planned, n_started)), None)
 
 
 @pytest.fixture
@@ -45,6 +54,7 @@ def test_a_lost_rank_stays_out_for_rejoin_steps_or_until_others_return(runs):
     again = find_continuation(replace(CASE, n_ranks=2, until=12), runs.second, [1])
     assert (again.step, again.until) == (5, 12)
     assert find_continuation(replace(CASE, rejoin=None), runs.first, [1]).until is None
+    assert find_continuation(replace(CASE, steps=15), runs.first, [1]).until is None
 
 
 @pytest.mark.parametrize(
@@ -93,7 +103,7 @@ def test_a_launch_of_fewer_ranks_is_not_begun_again_by_their_default_batch(
     config = config_json(replace(CASE, batch=96, **run))
     header = header_of(["a"] * 3, run_id="a", workload="train", config=config)
     write_header(runs.first, header)
-    config = {"continues": "a"}
+    config = config | {"continues": "a"}
     last = header_of(["a"] * 2, run_id="b", workload="train", config=config, status=status)
     write_header(runs.second, last)
     case = Case(name="train", workload=WORKLOAD, config=replace(CASE, batch=batch, n_ranks=2))
@@ -109,9 +119,9 @@ def test_a_launch_of_fewer_ranks_is_not_begun_again_by_their_default_batch(
 def test_a_launch_that_goes_on_may_save_at_other_steps(runs):
     runs("a", 5)
     other = replace(CASE, save_every=7, survive=False, rejoin=None, n_workers=2)
-    assert is_same(config_json(other), config_json(CASE))
+    assert not differing(config_json(other), config_json(CASE))
     assert find_continuation(replace(other, save_every=None), runs.first, []).step == 5
-    assert not is_same(config_json(replace(CASE, steps=7)), config_json(CASE))
+    assert differing(config_json(replace(CASE, steps=7)), config_json(CASE)) == {"steps"}
 
 
 def test_the_training_with_the_same_flags_of_saving_goes_on_first(tmp_path):
@@ -121,7 +131,80 @@ def test_the_training_with_the_same_flags_of_saving_goes_on_first(tmp_path):
         write_header(tmp_path / f"r{at}", msgspec.structs.replace(header, start_utc=f"202{at}"))
 
     def last(every):
-        case = Case(name="train", workload=WORKLOAD, config=replace(CASE, save_every=every))
-        return find_last(tmp_path, case, 0, 3).run_id
+        return last_of(tmp_path, replace(CASE, save_every=every)).header.run_id
 
     assert [last(every) for every in (5, 7, 1)] == ["r2", "r1", "r3"]
+
+
+def test_a_newer_run_without_a_state_is_passed_over(runs):
+    runs("a", 5)
+    newer = header_of(["a"] * 3, run_id="b", start_utc="2027", config=config_json(CASE))
+    write_header(runs.second, newer)
+    case = Case(name="train", workload=WORKLOAD, config=CASE)
+    planned = plan_runs([case], header_of(["a"] * 3).ranks)
+    assert find_resumed(runs.first.parent, planned[0], planned, 3).run_id == "a"
+
+
+def with_strategy(strategy, **more):
+    return replace(CASE, strategy=strategy, **more)
+
+
+WORDS = "strategy dp=3 instead of pipeline"
+LATER = "begins again, not from step 5 of a"
+
+
+@pytest.mark.parametrize(
+    ("launch", "text"),
+    [
+        ([CASE], "the ranks of a go on from step 5"),
+        ([with_strategy("dp=3")], f"the ranks of a go on from step 5, with {WORDS}"),
+        (
+            [with_strategy("pipeline", microbatches=2, n_ranks=2)],
+            "the ranks of a go on from step 5, with microbatches 2 instead of None, n_ranks 2 "
+            "instead of 3",
+        ),
+        (
+            [with_strategy("dp=3"), with_strategy("ddp")],
+            f"{LATER}, with {WORDS}: other runs of this launch could go on as well, start one of "
+            "them alone",
+        ),
+        ([with_strategy("dp=3"), CASE], None),  # goes on itself
+        (
+            [with_strategy("dp=3", seed=1)],
+            f"{LATER}, with seed 1 instead of 0: give the same to go on",
+        ),
+        ([with_strategy("dp=3", seed=1, steps=7)], None),
+    ],
+)
+def test_a_training_goes_on_by_another_strategy_if_one_run_alone_could(runs, launch, text):
+    runs("a", 5)
+    shutil.rmtree(runs.second)
+    last = last_of(runs.first.parent, *launch)
+    assert (last and last.text(find_continuation(launch[0], runs.first, ()))) == text
+
+
+def test_a_training_that_was_given_another_strategy_belongs_to_it(runs):
+    """What the strategy before has changed to is that of the old one."""
+    runs("b", 8)
+    (runs.first / "strategy-3.json").write_bytes(b"")
+    other = with_strategy("dp=3")
+    found = find_continuation(other, runs.second, ())
+    assert (found.step, found.strategy) == (8, "")
+    write_run(runs.first.parent, "c", **vars(go_on(other, found, 3)))
+    assert not last_of(runs.first.parent, other).unlike
+    assert last_of(runs.first.parent, CASE).unlike == {"strategy": ("pipeline", "dp=3")}
+    assert last_of(runs.first.parent, CASE, other) is None
+    (runs.first.parent / "c" / "strategy-9.json").write_bytes(b"")
+    assert find_continuation(other, runs.first.parent / "c", ()).strategy == ""
+    runs("c", 9)
+    found = find_continuation(other, runs.first.parent / "c", ())
+    assert found.strategy.endswith("c/strategy-9.json")
+    assert not differing(config_json(other), config_json(go_on(other, found, 3)))
+
+
+def test_a_finished_training_is_not_gone_on_with_by_another_strategy(runs):
+    header = header_of(["a"] * 3, run_id="b", workload="train", status="ok")
+    header = msgspec.structs.replace(header, config=config_json(replace(CASE, continues="a")))
+    write_header(runs.second, header)
+    assert last_of(runs.first.parent, CASE).header.run_id == "b"
+    assert last_of(runs.first.parent, with_strategy("dp=3")) is None

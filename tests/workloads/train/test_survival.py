@@ -156,6 +156,7 @@ def test_a_rank_that_dies_in_a_change_leaves_the_last_common_step(
     assert_goes_on(*runs.pairs[f"{case}:{fault}"], state, one_device)
 
 
-def test_a_launch_that_was_lost_goes_on_with_fewer_ranks(runs, one_device):
-    *_, then = train(runs.results, 2, "--resume", LOST)
+def test_a_launch_that_was_lost_goes_on_with_fewer_ranks_by_another_strategy(runs, one_device):
+    *_, then = train(runs.results, 2, "--resume", "features:killed")
+    assert then.header.config["strategy"] == "tp=2"
     assert_goes_on(runs.ended[LOST], then, "step-2", one_device)
