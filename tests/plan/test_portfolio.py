@@ -113,6 +113,18 @@ def test_pipeline_programme_finds_the_fastest_pipeline(seed, n_microbatches):
     assert best(search.candidates(120)) == best(every_pipeline(search, 3))
 
 
+def test_what_crosses_a_cut_does_not_grow_with_the_features_that_an_output_sums_over():
+    graph, profile = layers(2)
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=256.0, memory_bytes=GB)
+    summing = [
+        msgspec.structs.replace(op, attrs={"in_features": 8} if op.parameter_bytes else {})
+        for op in graph.operators
+    ]
+    for one in (graph, msgspec.structs.replace(graph, operators=summing)):
+        (best,) = PipelineSearch(Simulator(one, profile, cluster), 8, 1).candidates(1)
+        assert best.bound_s == 2 * 3 + 2 * 1  # layers of 3 s, and 256 B each way
+
+
 def test_the_result_is_never_worse_than_a_standard_strategy():
     for seed in range(8):
         request = replace(random_request(100 + seed, n_ops=6, n_devices=4), budget=60)

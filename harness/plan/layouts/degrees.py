@@ -308,16 +308,12 @@ class Group:
         first = np.flatnonzero(rows % self._tp == 0)
         ops, end_s = rows[first] // self._tp, float(found.finish[first].max())
         backward = found.start[first + len(rows)]
-        wire = [
-            costs.wire_bytes_per_element(op) * float(np.prod(list(costs.shapes[op].values())))
-            for op in placed
-        ]
         return GroupCosts(
             _seconds(found.start[first], ops, placed, end_s),
             _seconds(backward, ops, placed, float(found.device_end_s[0])),
             tables.weight_bytes[placed].max(axis=1),
             (tables.output_bytes + tables.saved_bytes)[placed].max(axis=1),
-            np.array(wire, dtype=np.float64),
+            np.array([costs.wire_bytes(op) for op in placed]),
         )
 
 

@@ -144,10 +144,7 @@ class PipelineSearch:
             places = [at[c] for c in consumers if c in at]
             if p not in made or p not in at or not places:
                 continue
-            elements = math.prod(self.costs.shapes[p].values())
-            found[: at[p] + 1, at[p] + 1 : max(places) + 1] += (
-                self.costs.wire_bytes_per_element(p) * elements
-            )
+            found[: at[p] + 1, at[p] + 1 : max(places) + 1] += self.costs.wire_bytes(p)
         return found
 
     def _stage_cost(self, a: int, b: int, group: Group) -> StageCost:

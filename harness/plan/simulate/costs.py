@@ -166,6 +166,11 @@ class Costs:
         """Bytes sent per output element."""
         return self.bytes_per_element(op) * float(self.wire_share[op])
 
+    def wire_bytes(self, op: int) -> float:
+        """Bytes sent of the whole output."""
+        sizes = output_sizes(self.graph.operators[op], self.shapes[op])
+        return self.wire_bytes_per_element(op) * math.prod(sizes.values())
+
     def operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
         """Price one operator's plan."""
         key = (op, self._key(plan))
@@ -246,9 +251,7 @@ class Costs:
             part = weight_part(operator, dims, plan.partition, k)
             holders.setdefault(part, set()).add(device)
             own = dict(zip(dims, block, strict=True))
-            shares[part] = float(
-                np.prod([(b - a) / shape[d] for d in weights for a, b in (own[d],)])
-            )
+            shares[part] = math.prod((b - a) / shape[d] for d in weights for a, b in (own[d],))
         return tuple(
             (round(operator.weight_bytes * shares[part]), tuple(sorted(holders[part])))
             for part in sorted(holders)
@@ -257,10 +260,9 @@ class Costs:
     def wants(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> Wants:
         """The regions of a producer's output that a consumer's blocks read."""
         key = (producer, consumer, self._key(a), self._key(b))
-        found = self._wants.get(key)
-        if found is None:
-            found = self._wants[key] = self._find_wants(producer, consumer, a, b)
-        return found
+        if key not in self._wants:
+            self._wants[key] = self._find_wants(producer, consumer, a, b)
+        return self._wants[key]
 
     def _region(self, producer: int, block: Block, copies: tuple[int, ...]) -> int:
         regions = self._regions.setdefault(producer, {})
@@ -269,11 +271,8 @@ class Costs:
     def _find_wants(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> Wants:
         output_dims = self._output_dims(producer)
         held = np.array([[block[k] for k in output_dims] for block in self.blocks(producer, a)])
-        dims = list(self.shapes[producer])
-        shape = {dims[k]: self.shapes[producer][dims[k]] for k in output_dims}
-        operator = self.graph.operators[consumer]
-        name = self.graph.operators[producer].name
-        maker = self.graph.operators[producer]
+        operator, maker = self.graph.operators[consumer], self.graph.operators[producer]
+        shape = output_sizes(maker, self.shapes[producer])
         pieces = PricedPieces(
             a,
             held,
@@ -283,7 +282,7 @@ class Costs:
         found: dict[tuple[int, int], int] = {}
         shared: dict[int, Shared] = {}
         for argument, source in enumerate(operator.inputs):
-            if source != name:
+            if source != maker.name:
                 continue
             for k, (block, device) in enumerate(
                 zip(self.blocks(consumer, b), b.devices, strict=True)
