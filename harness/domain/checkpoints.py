@@ -19,7 +19,7 @@ from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Stage, Strategy
 
 # Most segments of a stage, because finding cuts takes time in proportion.
-_MOST = 64
+MOST_OF_STAGE = 64
 
 
 def segment_numbers(graph: Graph, operators: Sequence[int], n_segments: int) -> list[int]:
@@ -60,30 +60,35 @@ def with_recomputation(strategy: Strategy, graph: Graph, n_segments: int | None)
     """The strategy with recomputation in all stages.
 
     Args:
-        n_segments: of each stage; None: as many as need the fewest bytes in a single stage, else 1,
-            so that a stage of a pipeline runs forward again while it waits for gradients.
+        n_segments: most of each stage, of which as many are used as need the fewest bytes; None: 1
+            in a pipeline, whose stages run forward again while they wait for gradients.
     """
     if n_segments is None:
-        n_segments = 1
-        if len(strategy.stages) == 1:
-            n_segments = n_segments_of_least_memory(graph, stage_operators(graph, strategy, 0))
-    stages = [Stage(recompute=True, segments=n_segments)] * len(strategy.stages)
+        n_segments = 1 if len(strategy.stages) > 1 else MOST_OF_STAGE
+    stages = []
+    for number in range(len(strategy.stages)):
+        own = stage_operators(graph, strategy, number) if n_segments > 1 else []
+        stages.append(Stage(True, n_segments_of_least_memory(graph, own, n_segments)))
     return msgspec.structs.replace(strategy, stages=stages)
 
 
-def n_segments_of_least_memory(graph: Graph, operators: Sequence[int]) -> int:
-    """The number of segments with which a stage needs the fewest bytes."""
-    return 1 + len(_best_cuts(graph, operators, _MOST))
+def n_segments_of_least_memory(
+    graph: Graph, operators: Sequence[int], most: int = MOST_OF_STAGE
+) -> int:
+    """The number of segments, up to `most`, with which a stage needs the fewest bytes."""
+    return 1 + len(_best_cuts(graph, operators, most))
 
 
 def _best_cuts(graph: Graph, operators: Sequence[int], most: int) -> list[int]:
     """The positions at which a segment begins, but the first."""
+    if most == 1:
+        return []
     inside = [_kept_bytes(graph, op) for op in operators]
     before = [0, *accumulate(inside)]
     crossing = _crossing_bytes(graph, operators)
     best: list[int] = []
     least = before[-1]
-    most = min(most, _MOST)
+    most = min(most, MOST_OF_STAGE)
     for quarters in range(4, 4 * most + 1):
         cuts = _cuts(before, crossing, 4 * before[-1] / quarters)
         if len(cuts) >= most:

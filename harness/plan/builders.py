@@ -374,7 +374,6 @@ def pipeline(
     *,
     n_microbatches: int,
     schedule: ScheduleName = "1f1b",
-    recompute: bool = False,
     name: str = "pipeline",
 ) -> Strategy:
     """Consecutive operators on different devices; a stage on several is data parallel there.
@@ -396,5 +395,5 @@ def pipeline(
         operators=plans,
         n_microbatches=n_microbatches,
         schedule=schedule,
-        stages=[Stage(recompute) for _ in stages],
+        stages=[Stage() for _ in stages],
     )

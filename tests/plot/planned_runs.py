@@ -14,6 +14,7 @@ from measured_runs import (
     write_run,
 )
 
+from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster, Link
 from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
@@ -87,20 +88,15 @@ def chain_strategies(cluster):
         ]
         for n in (3, 5)
     )
+    searched = builders.pipeline(
+        graph, CHAIN_BATCH, thirds, [[0, 1], [2, 3], [4]], n_microbatches=8, name="searched"
+    )
     return {
         "ddp": builders.ddp(graph, cluster, CHAIN_BATCH),
         "pipeline": builders.pipeline(
             graph, CHAIN_BATCH, fifths, [[d] for d in range(5)], n_microbatches=8
         ),
-        "searched": builders.pipeline(
-            graph,
-            CHAIN_BATCH,
-            thirds,
-            [[0, 1], [2, 3], [4]],
-            n_microbatches=8,
-            recompute=True,
-            name="searched",
-        ),
+        "searched": with_recomputation(searched, graph, 1),
     }
 
 

@@ -7,6 +7,7 @@ from typing import get_args
 
 import msgspec
 
+from harness.domain.checkpoints import MOST_OF_STAGE, with_recomputation
 from harness.domain.fingerprint import fingerprint
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import SHARD_STATES, Strategy
@@ -48,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", choices=SCHEDULE_NAMES, default="1f1b", help="default: 1f1b")
     parser.add_argument(
         "--recompute",
-        choices=["none", "stages", "layers"],
+        choices=["none", "stages", "segments", "layers"],
         default="none",
-        help="forward again before backward: a stage at once, as the executor does, or layer by "
-        "layer (default: none)",
+        help="forward again before backward: a stage at once, by the segments that need the least "
+        "memory, or layer by layer, as the executor does not (default: none)",
     )
     parser.add_argument(
         "--shard-state", choices=SHARD_STATES, default="none", help=f"{SHARD_STATE}; default: none"
@@ -98,8 +99,10 @@ def run(args: argparse.Namespace) -> None:
         request.batch,
         n_microbatches=args.microbatches,
         schedule=args.schedule,
-        recompute=args.recompute != "none",
     )
+    if args.recompute != "none":
+        n_segments = MOST_OF_STAGE if args.recompute == "segments" else 1
+        strategy = with_recomputation(strategy, graph, n_segments)
     made_for = fingerprint(graph, request.cluster, profile)
     strategy = msgspec.structs.replace(strategy, shard_state=args.shard_state, made_for=made_for)
     simulation = simulator.simulate(strategy)

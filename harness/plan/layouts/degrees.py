@@ -125,7 +125,6 @@ def layout_strategy(
     *,
     n_microbatches: int = 1,
     schedule: ScheduleName = "1f1b",
-    recompute: bool = False,
     seconds: Sequence[Sequence[float]] | None = None,
 ) -> Strategy:
     """Every operator on the devices of its stage, cut by samples over replicas and by weights over
@@ -159,7 +158,7 @@ def layout_strategy(
         operators=plans,
         n_microbatches=n_microbatches,
         schedule=schedule,
-        stages=[Stage(recompute) for _ in range(layout.pp)],
+        stages=[Stage() for _ in range(layout.pp)],
     )
 
 
@@ -170,7 +169,6 @@ def profiled_layout(
     *,
     n_microbatches: int = 1,
     schedule: ScheduleName = "1f1b",
-    recompute: bool = False,
 ) -> Strategy:
     """The strategy of a layout whose stages are balanced by the profile.
 
@@ -188,7 +186,6 @@ def profiled_layout(
         batch,
         n_microbatches=n_microbatches,
         schedule=schedule,
-        recompute=recompute,
         seconds=seconds,
     )
 

@@ -6,16 +6,19 @@ cost of planning does not grow with the number of devices, but for the strategy'
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 
+from harness.domain.checkpoints import MOST_OF_STAGE, segment_numbers, with_recomputation
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.sharding import has_tasks
-from harness.domain.strategy import ShardState
+from harness.domain.strategy import ShardState, Strategy
 from harness.errors import PlanError, StrategyError
 from harness.plan.bottleneck import balance
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
@@ -96,9 +99,9 @@ class LayoutSearch:
         self.limit_bytes, self.shard_state = limit_bytes, shard_state
         self.options = options or SimulatorOptions()
         self.links = NodeLinks.from_cluster(cluster)
-        placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
-        self.n_placed = len(placed)
-        self._last_reader = last_readers(graph, placed)
+        self._placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
+        self._last_reader = last_readers(graph, self._placed)
+        self._cuts: dict[tuple[int, int], list[int]] = {}
         self._ends: dict[tuple[int, int, int, bool], Ints] = {}
 
     def choices(self) -> Iterator[Choice]:
@@ -108,7 +111,7 @@ class LayoutSearch:
             group = Group(self.graph, self.profile, self.cluster, tp, self.options)
             for pp in _divisors(n // tp):
                 dp = n // tp // pp
-                if pp <= self.n_placed and self.batch % dp == 0:
+                if pp <= len(self._placed) and self.batch % dp == 0:
                     yield from self._of_degrees(group, ParallelLayout(tp=tp, dp=dp, pp=pp))
 
     def single_s(self) -> float:
@@ -133,13 +136,15 @@ class LayoutSearch:
                 costs = group.costs(samples)
             except StrategyError:  # a group of this size cannot share an operator
                 return
-            for recompute in (False, True):
+            for segments in (0, 1, MOST_OF_STAGE):
+                ends = self._stages(layout, samples, costs, recompute=segments > 0)
                 for state in self._states(layout.dp):
                     choice = price(
                         layout,
-                        self._stages(layout, samples, costs, recompute=recompute),
+                        ends,
                         own // samples,
-                        recompute=recompute,
+                        segments=segments,
+                        cuts=self._segment_cuts(ends, segments),
                         shard_state=state,
                         costs=costs,
                         last_reader=self._last_reader,
@@ -149,6 +154,12 @@ class LayoutSearch:
                     yield choice
                     if choice.memory_bytes <= self.limit_bytes:
                         break
+                if (
+                    segments
+                    and choice.shard_state == self._states(layout.dp)[0]
+                    and (choice.memory_bytes <= self.limit_bytes)
+                ):  # segments would take longer
+                    break
 
     def _states(self, n_replicas: int) -> tuple[ShardState, ...]:
         """What may be sharded, least first."""
@@ -168,12 +179,33 @@ class LayoutSearch:
             self._ends[key] = np.array(ends, dtype=np.int64)
         return self._ends[key]
 
-    def cuts(self, choice: Choice) -> tuple[int, ...]:
-        """The first operator of each stage but the first."""
+    def _segment_cuts(self, ends: Ints, segments: int) -> list[list[int]]:
+        """Where the segments of each stage begin but the first, counted from the stage's first
+        operator."""
+        found = []
+        for stage in pairwise((0, *ends.tolist())):
+            if segments > 1 and stage not in self._cuts:
+                own = self._placed[slice(*stage)]
+                numbers = segment_numbers(self.graph, own, segments)
+                self._cuts[stage] = [k for k in range(1, len(own)) if numbers[k] > numbers[k - 1]]
+            found.append(self._cuts[stage] if segments > 1 else [])
+        return found
+
+    def strategy(self, choice: Choice) -> Strategy:
+        """A choice on all devices."""
         layout = choice.layout
         samples = self.batch // layout.dp // choice.n_microbatches
-        ends = self._ends[layout.tp, layout.pp, samples, choice.recompute]
-        return tuple(ends[:-1].tolist())
+        ends = self._ends[layout.tp, layout.pp, samples, choice.segments > 0]
+        strategy = layout_strategy(
+            replace(layout, cuts=tuple(ends[:-1].tolist())),
+            self.graph,
+            self.cluster,
+            self.batch,
+            n_microbatches=choice.n_microbatches,
+        )
+        if choice.segments:
+            strategy = with_recomputation(strategy, self.graph, choice.segments)
+        return msgspec.structs.replace(strategy, shard_state=choice.shard_state)
 
 
 def _divisors(n: int) -> list[int]:
@@ -183,21 +215,9 @@ def _divisors(n: int) -> list[int]:
 def _result(
     request: PlanRequest, search: LayoutSearch, found: list[Choice], limit: int
 ) -> PlanResult:
-    best, graph, cluster = found[0], search.graph, search.cluster
-    layout = best.layout
-    strategy = msgspec.structs.replace(
-        layout_strategy(
-            ParallelLayout(tp=layout.tp, dp=layout.dp, pp=layout.pp, cuts=search.cuts(best)),
-            graph,
-            cluster,
-            search.batch,
-            n_microbatches=best.n_microbatches,
-            schedule="1f1b",
-            recompute=best.recompute,
-        ),
-        shard_state=best.shard_state,
-        made_for=fingerprint(graph, cluster, search.profile),
-    )
+    best, cluster = found[0], search.cluster
+    made_for = fingerprint(search.graph, cluster, search.profile)
+    strategy = msgspec.structs.replace(search.strategy(best), made_for=made_for)
     single_s = search.single_s()
     ddp = [c.step_s for c in found if c.layout.dp == cluster.n_devices]
     return PlanResult(

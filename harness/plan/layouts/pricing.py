@@ -22,7 +22,7 @@ A unit takes the longer of both. The last unit of a pass is the first of the nex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -122,20 +122,21 @@ def stage_state(
 def recomputed_bytes(
     shard_state: ShardState,
     ends: Ints,
+    cuts: Sequence[Sequence[int]],
     costs: GroupCosts,
     last_reader: Ints,
     options: SimulatorOptions,
 ) -> tuple[Floats, Floats]:
     """By stage that recomputes: bytes of a microbatch that wait for its backward beside the stage's
-    inputs, and those that the second forward keeps. A stage with sharded parameters runs it unit by
-    unit, so it keeps what each unit reads of the ones before."""
+    inputs, and those that the second forward keeps. A stage runs it by segments, with sharded
+    parameters also unit by unit, so it keeps what each reads of the ones before."""
     waiting, again = np.zeros(len(ends)), np.zeros(len(ends))
     for stage, (begin, end) in enumerate(pairwise((0, *ends.tolist()))):
-        cuts = [end]
+        inside = {end - begin, *cuts[stage]}
         if shard_state == "parameters":
             weights = costs.weight_bytes[begin:end].tolist()
-            cuts = [begin + cut for cut in fill(weights, options.bucket_bytes)]
-        for a, b in pairwise((begin, *cuts)):
+            inside.update(fill(weights, options.bucket_bytes))
+        for a, b in pairwise((begin, *(begin + cut for cut in sorted(inside)))):
             again[stage] = max(again[stage], costs.kept_bytes[a:b].sum())
             is_read = (last_reader[a:b] >= b) & (last_reader[a:b] < end)
             waiting[stage] += costs.sent_bytes[a:b][is_read].sum()
@@ -252,11 +253,15 @@ class NodeLinks(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A layout with its flow, time and memory."""
+    """A layout with its flow, time and memory.
+
+    Attributes:
+        segments: most of each stage, each of which runs forward again; 0 keeps all activations.
+    """
 
     layout: ParallelLayout
     n_microbatches: int
-    recompute: bool
+    segments: int
     shard_state: ShardState
     step_s: float
     memory_bytes: int
@@ -264,7 +269,8 @@ class Choice:
     @property
     def name(self) -> str:
         name = f"{self.layout.name}, {self.n_microbatches} microbatches"
-        name += ", recomputed" if self.recompute else ""
+        name += ", recomputed" if self.segments else ""
+        name += " in segments" if self.segments > 1 else ""
         return name if self.shard_state == "none" else f"{name}, sharded {self.shard_state}"
 
 
@@ -273,7 +279,8 @@ def price(
     ends: Ints,
     n_microbatches: int,
     *,
-    recompute: bool,
+    segments: int,
+    cuts: Sequence[Sequence[int]],
     shard_state: ShardState,
     costs: GroupCosts,
     last_reader: Ints,
@@ -284,25 +291,31 @@ def price(
 
     Args:
         ends: one more than the position of each stage's last operator.
+        cuts: of each stage into segments, counted from its first operator.
         last_reader: of each operator's output, by position; -1 for none.
     """
     begins = np.concatenate([[0], ends[:-1]])
     forward, kept = _sums(costs.forward_s, ends), _sums(costs.kept_bytes, ends)
+    again_s = costs.forward_s * (segments > 0)
     recomputes_ahead = options.recomputes_ahead and shard_state != "parameters"
-    # Of the last stage backward follows forward at once, so that its values are still there.
-    repeats = recompute & (np.arange(layout.pp) < layout.pp - recomputes_ahead)
+    if recomputes_ahead:
+        # Where backward follows forward at once, the values of the last segment are still there.
+        for stage in range(layout.pp) if n_microbatches == 1 else (-1,):
+            again_s[begins[stage] + max(cuts[stage], default=0) : ends[stage]] = 0.0
+    again = _sums(again_s, ends)
+    recomputes_ahead &= not any(cuts)
     state = stage_state(
         shard_state,
         layout.dp,
         n_microbatches,
         ends=ends,
         costs=costs,
-        again_s=costs.forward_s * np.repeat(repeats, ends - begins),
+        again_s=again_s,
         all_reduce_s=partial(_all_reduce_s, layout, links=links),
         options=options,
     )
     backward = _sums(costs.backward_s, ends) + state.wait_s
-    work = forward * (1 + repeats) + backward
+    work = forward + again + backward
     crossing = np.array(
         [costs.sent_bytes[:b][last_reader[:b] >= b].sum() for b in begins], dtype=np.float64
     )
@@ -318,11 +331,11 @@ def price(
     # has run its forwards in flight, and the first of them again.
     after_s = on_the_way - forward + crossing_s
     awaited_s = forward.sum() + crossing_s.sum() + after_s.sum() - after_s.cumsum()
-    ahead_s = forward * (in_flight + repeats * recomputes_ahead)
+    ahead_s = forward * in_flight + again * recomputes_ahead
     ends_s = np.maximum(ends_s, awaited_s + n_microbatches * work - ahead_s)
     ends_s += state.owned_bytes * float(np.max(options.optimizer_s_per_byte)) + state.gather_s
-    if recompute:
-        waiting, kept = recomputed_bytes(shard_state, ends, costs, last_reader, options)
+    if segments:
+        waiting, kept = recomputed_bytes(shard_state, ends, cuts, costs, last_reader, options)
         active = in_flight * (crossing + waiting) + kept
     else:
         active = in_flight * (kept + crossing)
@@ -330,7 +343,7 @@ def price(
     return Choice(
         layout=layout,
         n_microbatches=n_microbatches,
-        recompute=recompute,
+        segments=segments,
         shard_state=shard_state,
         step_s=float(ends_s.max()),
         memory_bytes=int(np.ceil(memory.max())),

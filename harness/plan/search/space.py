@@ -164,7 +164,6 @@ def balanced_pipeline(
     *,
     n_stages: int = 0,
     schedule: ScheduleName = "1f1b",
-    recompute: bool = False,
     name: str = "pipeline",
 ) -> Strategy:
     """Stages of about equal time at this size of microbatch, on the devices as they are.
@@ -190,7 +189,6 @@ def balanced_pipeline(
         stages.groups,
         n_microbatches=n_microbatches,
         schedule=schedule,
-        recompute=recompute,
         name=name,
     )
 

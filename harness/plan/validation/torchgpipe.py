@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster
 from harness.errors import DataError
 from harness.inputs import find_int, shorten
@@ -77,8 +78,9 @@ class _Model:
             run.batch,
             n_microbatches=run.chunks,
             schedule="gpipe",
-            recompute=run.recomputes,
         )
+        if run.recomputes:
+            strategy = with_recomputation(strategy, simulator.graph, 1)
         return SimulatedRun(simulator, strategy)
 
 

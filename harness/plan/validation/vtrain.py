@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster
 from harness.domain.files import decode
 from harness.errors import DataError
@@ -203,9 +204,8 @@ class _VTrainRuns:
             simulator,
             run.batch,
             n_microbatches=run.n_microbatches,
-            recompute=True,
         )
-        return SimulatedRun(simulator, strategy)
+        return SimulatedRun(simulator, with_recomputation(strategy, simulator.graph, 1))
 
     def _simulator(self, run: _VTrainRun, times: _Times) -> Simulator:
         """Of a model on a number of devices; cached."""

@@ -77,25 +77,34 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
     Raises:
         StrategyError: the flags do not fit the model or the ranks.
     """
-    graph, cluster, batch = simulator.graph, simulator.cluster, case.batch
-    if case.strategy == "single":
-        strategy = builders.single(graph, batch)
-    elif case.strategy == "ddp":
-        is_even = max(shares) - min(shares) <= 1
-        strategy = builders.ddp(graph, cluster, batch, shares=None if is_even else shares)
-    elif case.strategy == "tensor":
-        strategy = builders.tensor_parallel(graph, cluster, batch)
-    elif case.strategy == "hybrid":
-        strategy = builders.hybrid(graph, cluster, batch)
-    else:
-        strategy = _fastest(case, simulator)
-    strategy = msgspec.structs.replace(strategy, shard_state=case.sharded_state)
-    if case.recompute:
-        strategy = with_recomputation(strategy, graph, case.recompute_segments)
-    validate(strategy, graph, cluster)
+    graph, cluster = simulator.graph, simulator.cluster
+    found = []
+    for plain in _candidates(case, simulator, shares):
+        strategy = msgspec.structs.replace(plain, shard_state=case.sharded_state)
+        if case.recompute:
+            strategy = with_recomputation(strategy, graph, case.recompute_segments)
+        validate(strategy, graph, cluster)
+        found.append(strategy)
+    strategy = _fastest(case, simulator, found)
     _check_shared_weights(simulator, strategy)
     made_for = fingerprint(graph, cluster, simulator.profile)
     return msgspec.structs.replace(strategy, made_for=made_for)
+
+
+def _candidates(case: TrainCase, simulator: Simulator, shares: Sequence[int]) -> list[Strategy]:
+    """One, or several numbers of microbatches of `pipeline` or given degrees."""
+    graph, cluster, batch = simulator.graph, simulator.cluster, case.batch
+    if case.strategy == "single":
+        return [builders.single(graph, batch)]
+    if case.strategy == "ddp":
+        is_even = max(shares) - min(shares) <= 1
+        return [builders.ddp(graph, cluster, batch, shares=None if is_even else shares)]
+    if case.strategy == "tensor":
+        return [builders.tensor_parallel(graph, cluster, batch)]
+    if case.strategy == "hybrid":
+        return [builders.hybrid(graph, cluster, batch)]
+    build = _by_degrees if is_layout(case.strategy) else _pipeline
+    return [build(case, simulator, n) for n in _microbatches(case, simulator)]
 
 
 def _check_shared_weights(simulator: Simulator, strategy: Strategy) -> None:
@@ -111,16 +120,8 @@ def _check_shared_weights(simulator: Simulator, strategy: Strategy) -> None:
         )
 
 
-def _fastest(case: TrainCase, simulator: Simulator) -> Strategy:
-    """Build `pipeline`, or the strategy of given degrees, with the number of microbatches that the
-    simulator predicts is fastest."""
-    build = _by_degrees if is_layout(case.strategy) else _pipeline
-    found = [
-        msgspec.structs.replace(build(case, simulator, n), shard_state=case.sharded_state)
-        for n in _microbatches(case, simulator)
-    ]
-    for strategy in found:
-        validate(strategy, simulator.graph, simulator.cluster)
+def _fastest(case: TrainCase, simulator: Simulator, found: Sequence[Strategy]) -> Strategy:
+    """The one that the simulator predicts is fastest."""
     if len(found) == 1:
         return found[0]
     if case.is_asynchronous:
@@ -148,7 +149,6 @@ def _pipeline(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Str
         n_microbatches,
         n_stages=case.stages or 0,
         schedule=case.schedule,
-        recompute=case.recompute,
     )
 
 
@@ -159,7 +159,6 @@ def _by_degrees(case: TrainCase, simulator: Simulator, n_microbatches: int) -> S
         case.batch,
         n_microbatches=n_microbatches,
         schedule=case.schedule,
-        recompute=case.recompute,
     )
 
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import SHARD_STATES, validate
@@ -25,7 +24,7 @@ from harness.plan.simulate.simulator import Simulator
 BATCH = 16
 # What the closed form leaves out: waits of 1F1B (4.4 % where four stages recompute in four
 # microbatches), halves of buckets.
-STEP, MEMORY = 0.045, 0.1
+STEP, MEMORY = 0.045, 0.13
 
 
 def chain(batch=BATCH):
@@ -57,27 +56,19 @@ def test_steps_and_memory_are_near_those_of_the_simulator_and_so_is_the_choice(s
     options = SimulatorOptions(
         n_optimizer_states=2, bucket_bytes=10_000_000, optimizer_s_per_byte=1e-10
     )
-    search = LayoutSearch(graph, profile, where, BATCH, options, shard_state=state)
+    search = LayoutSearch(graph, profile, where, BATCH, options, limit_bytes=0, shard_state=state)
     simulator = Simulator(graph, profile, where, options=options)
     steps = {}
     for choice in search.choices():
-        layout = choice.layout
-        strategy = layout_strategy(
-            ParallelLayout(tp=layout.tp, dp=layout.dp, pp=layout.pp, cuts=search.cuts(choice)),
-            graph,
-            where,
-            BATCH,
-            n_microbatches=choice.n_microbatches,
-            recompute=choice.recompute,
-        )
-        assert choice.shard_state == (state if layout.dp > 1 else "none")
-        simulated = simulator.simulate(replace(strategy, shard_state=choice.shard_state))
+        assert choice.shard_state == (state if choice.layout.dp > 1 else "none")
+        simulated = simulator.simulate(search.strategy(choice))
         memory_bytes = max(simulated.memory_bytes.values())
         assert choice.step_s == pytest.approx(simulated.step_s, rel=STEP), choice.name
         assert choice.memory_bytes == pytest.approx(memory_bytes, rel=MEMORY), choice.name
         steps[choice.name] = (choice.step_s, simulated.step_s)
-    # With and without recomputation, by the powers of two that divide a replica's samples.
-    assert len(steps) == 2 * (3 + 4 + 5 + 4 + 5)
+    # Without and with recomputation, in segments too, by the powers of two that divide a replica's
+    # samples.
+    assert len(steps) == 3 * (3 + 4 + 5 + 4 + 5)
     chosen = min(steps.values())
     assert chosen[1] <= 1.02 * min(simulated for _, simulated in steps.values())
 
@@ -92,7 +83,7 @@ def test_state_is_sharded_as_far_as_memory_needs():
     for limit_mb in (99.3, 75.3, 62.9, 46.9, 46.7):
         search = LayoutSearch(graph, profile, cluster(), BATCH, options, limit_bytes=limit_mb * 1e6)
         own = [c for c in search.choices() if c.layout.dp == 4 and c.n_microbatches == 4]
-        fitting = [c for c in own if c.memory_bytes <= limit_mb * 1e6 and not c.recompute]
+        fitting = [c for c in own if c.memory_bytes <= limit_mb * 1e6 and not c.segments]
         found[limit_mb] = [c.shard_state for c in fitting]
     assert list(found.values()) == [["none"], ["optimizer"], ["gradients"], ["parameters"], []]
 

@@ -9,6 +9,7 @@ from random import Random
 
 import msgspec
 
+from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.key_forms import POSITIONS, key_forms
@@ -317,16 +318,16 @@ def replicated_pipeline(
 ) -> Strategy:
     """Stages of equally many operators, stage s data parallel on `devices[s]`: PipeDream's 3-1 is
     [[0, 1, 2], [3]]."""
-    return pipeline(
+    found = pipeline(
         graph,
         batch,
         equal_stages(graph, len(devices)),
         devices,
         n_microbatches=n_microbatches,
         schedule=schedule,
-        recompute=recompute,
         name="-".join(str(len(own)) for own in devices),
     )
+    return with_recomputation(found, graph, 1) if recompute else found
 
 
 def _pipelines(graph: Graph, n_devices: int, batch: int) -> dict[str, Strategy]:
