@@ -27,6 +27,7 @@ from harness.errors import StrategyError
 from harness.inputs import find_int, shorten
 from harness.plan import builders
 from harness.plan.bottleneck import balance
+from harness.plan.simulate.activations import gradients_passed
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator, Trial, operator_seconds
 from harness.plan.simulate.transfers import Floats, Ints
@@ -264,6 +265,7 @@ class GroupCosts(NamedTuple):
 
     Attributes:
         kept_bytes: that forward keeps for backward.
+        passed_bytes: of gradients while its backward runs.
         sent_bytes: of the whole output, for readers of a later stage.
     """
 
@@ -271,6 +273,7 @@ class GroupCosts(NamedTuple):
     backward_s: Floats
     weight_bytes: Floats
     kept_bytes: Floats
+    passed_bytes: Floats
     sent_bytes: Floats
 
 
@@ -300,7 +303,7 @@ class Group:
         strategy = layout_strategy(layout, self._graph, self._cluster, samples, schedule="gpipe")
         trial = Trial.from_strategy(self._simulator, strategy)
         found, tables, placed = trial.outcome(), trial.tables, self._simulator.placed
-        costs = self._simulator.costs(samples)
+        costs, returns = self._simulator.costs(samples), self._simulator.returns
         rows = found.lowered.rows
         first = np.flatnonzero(rows % self._tp == 0)
         ops, end_s = rows[first] // self._tp, float(found.finish[first].max())
@@ -310,6 +313,7 @@ class Group:
             _seconds(backward, ops, placed, float(found.device_end_s[0])),
             tables.weight_bytes[placed].max(axis=1),
             (tables.output_bytes + tables.saved_bytes)[placed].max(axis=1),
+            gradients_passed(tables, 1, returns)[placed].max(axis=1) * costs.knows_saved,
             np.array([costs.wire_bytes(op) for op in placed]),
         )
 

@@ -128,7 +128,7 @@ def recomputed_bytes(
     options: SimulatorOptions,
 ) -> tuple[Floats, Floats]:
     """By stage that recomputes: bytes of a microbatch that wait for its backward beside the stage's
-    inputs, and those that the second forward keeps. A stage runs it by segments, with sharded
+    inputs, and the peak from its second forward on. A stage runs it by segments, with sharded
     parameters also unit by unit, so it keeps what each reads of the ones before."""
     waiting, again = np.zeros(len(ends)), np.zeros(len(ends))
     for stage, (begin, end) in enumerate(pairwise((0, *ends.tolist()))):
@@ -137,10 +137,16 @@ def recomputed_bytes(
             weights = costs.weight_bytes[begin:end].tolist()
             inside.update(fill(weights, options.bucket_bytes))
         for a, b in pairwise((begin, *(begin + cut for cut in sorted(inside)))):
-            again[stage] = max(again[stage], costs.kept_bytes[a:b].sum())
+            again[stage] = max(again[stage], _peak_bytes(costs, a, b))
             is_read = (last_reader[a:b] >= b) & (last_reader[a:b] < end)
             waiting[stage] += costs.sent_bytes[a:b][is_read].sum()
     return waiting, again
+
+
+def _peak_bytes(costs: GroupCosts, begin: int, end: int) -> float:
+    """Of some operators' activations and gradients in the backward of a microbatch."""
+    kept = costs.kept_bytes[begin:end].cumsum()
+    return float((kept + costs.passed_bytes[begin:end]).max())
 
 
 def _passing_bytes(
@@ -328,17 +334,20 @@ def price(
     ends_s = np.maximum(ends_s, reached + n_microbatches * crossing_s)
     in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
     # The first gradient comes after all forwards and the later stages' backwards; by then a stage
-    # has run its forwards in flight, and the first of them again.
+    # has run its forwards in flight, and the first of them again. After its last backward come the
+    # earlier stages'.
     after_s = on_the_way - forward + crossing_s
     awaited_s = forward.sum() + crossing_s.sum() + after_s.sum() - after_s.cumsum()
+    awaited_s += after_s.cumsum() - on_the_way + forward
     ahead_s = forward * in_flight + again * recomputes_ahead
     ends_s = np.maximum(ends_s, awaited_s + n_microbatches * work - ahead_s)
     ends_s += state.owned_bytes * float(np.max(options.optimizer_s_per_byte)) + state.gather_s
     if segments:
-        waiting, kept = recomputed_bytes(shard_state, ends, cuts, costs, last_reader, options)
-        active = in_flight * (crossing + waiting) + kept
+        waiting, peak = recomputed_bytes(shard_state, ends, cuts, costs, last_reader, options)
+        active = in_flight * (crossing + waiting) + peak
     else:
-        active = in_flight * (kept + crossing)
+        peak = np.array([_peak_bytes(costs, a, b) for a, b in zip(begins, ends, strict=True)])
+        active = in_flight * crossing + (in_flight - 1) * kept + peak
     memory = state.n_bytes + options.reserved_bytes + active
     return Choice(
         layout=layout,

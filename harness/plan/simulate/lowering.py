@@ -88,7 +88,7 @@ def lower(
     segment_of = cut_segments(tables, flow, units)
     passing = np.zeros((2, len(rows)))
     if tables.costs.knows_saved:
-        alive = gradients_passed(tables, flow, simulator.returns)
+        alive = gradients_passed(tables, flow.n_microbatches, simulator.returns)
         passing[BACKWARD] = alive.ravel()[rows]
     if is_sharded:
         passing += [p.ravel()[rows] for p in passing_bytes(tables, flow.n_microbatches)]
