@@ -153,7 +153,7 @@ def _work(
     meeting = meet(launch, os.environ, heartbeat_timeout_s=limit_s, channel=channel, comm=comm)
     world = meeting.world
     _log.info(
-        "%d ranks on %d hosts by %s: %s, %s, %s because %s",
+        "ranks: %d, hosts: %d, launcher: %s; %s, %s, %s because %s",
         world.size, len(set(world.hostnames)), launch.launcher, world.device_kind,
         world.interface, world.backend, world.backend_reason,
     )  # fmt: skip

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from itertools import groupby
 from typing import Any
 
-from harness.errors import EXIT_CODE, ConfigError
+from harness.errors import ConfigError
 from harness.inputs import refuse_old_spelling
 
 _USAGE = """\
@@ -48,12 +47,14 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
         print(_usage())
         raise SystemExit(0)
     if is_named and argv[0] not in WORKLOADS:
-        print(f"there is no workload {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
-        raise SystemExit(EXIT_CODE)
+        raise ConfigError(
+            f"there is no workload {argv[0]!r}: choose one of {', '.join(WORKLOADS)}, or see "
+            "entry.sh --help"
+        )
 
     import tyro
 
-    from harness.workloads.common.flags import RunOptions  # imports torch, which takes seconds
+    from harness.workloads.common.flags import RunOptions, flag  # imports torch: takes seconds
     from harness.workloads.common.help import prepare_help
 
     prepare_help(RunOptions)
@@ -71,6 +72,9 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     )
     flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)(command)
     parsed: Any = tyro.cli(flat, args=rest, prog=f"entry.sh {name}", description=WORKLOADS[name])
+    for field in dataclasses.fields(parsed.workload):
+        if getattr(parsed.workload, field.name) == () and flag(field.name) in rest:
+            raise ConfigError(f"{flag(field.name)} has no value: give one or more, or drop it")
     return name, parsed.workload, parsed.run
 
 

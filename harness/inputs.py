@@ -7,6 +7,7 @@ error that names the input; `find_*` return None, for readers that skip bad inpu
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import errno
 import json
@@ -15,7 +16,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from harness.errors import ConfigError, HarnessError
 
@@ -98,6 +99,14 @@ def refuse_old_spelling(words: Sequence[str], renamed: Mapping[str, str]) -> Non
         flag = word.partition("=")[0].replace("_", "-")
         if flag in renamed:
             raise ConfigError(f"{flag} is {renamed[flag]} now: give that")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Raises its errors, which `errors.run_command` prints as one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def parse_int(

@@ -79,9 +79,9 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.outcome != "inconclusive":
-            return f"{self.outcome} (ratio {self.ratio:.3f}, p = {self.p:.2g})"
+            return f"{self.outcome} ({self.ratio:.3f} times as long, p = {self.p:.2g})"
         return (
-            f"inconclusive (ratio {self.ratio:.3f}): "
+            f"inconclusive ({self.ratio:.3f} times as long): "
             f"about {self.n_more} more repeats of each would settle it"
         )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import harness
 from harness.domain.hostfile import Host, load_hostfile
 from harness.errors import ConfigError, EnvironmentSetupError, run_command
+from harness.inputs import CommandParser
 from harness.nodes.between import ALLREDUCE, MPI, TCP
 from harness.nodes.checks import CHECKS, judge_all, select
 from harness.nodes.facts import worst
@@ -32,7 +33,7 @@ _MAX_SOCKET_DIRECTORY = 45
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, CHECKS))
     table = "\n".join(f"  {name.ljust(width)}  {check.title}" for name, check in CHECKS.items())
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="setup/check_nodes.sh",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Check all hosts of a hostfile over ssh in parallel and print a remedy for\n"
@@ -170,8 +171,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the hosts; returns the exit code."""
-    arguments = _parser().parse_args(argv)
-    return run_command("check_nodes", lambda: _run(arguments))
+    return run_command("check_nodes", lambda: _run(_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from harness.errors import run_command
-from harness.inputs import refuse_old_spelling
+from harness.inputs import CommandParser, refuse_old_spelling
 
 # Module and help of each; the module has `add_arguments(parser)` and `run(args)`.
 COMMANDS = {
@@ -33,9 +33,9 @@ _RENAMED = {
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; exits with 2 and a usage line when it is wrong."""
+    """Parse the command line."""
     refuse_old_spelling(words, _RENAMED)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m harness.plan",
         description="Find how to spread a model over a cluster, and predict its step.",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, ResultsError, run_command
-from harness.inputs import one_line
+from harness.inputs import CommandParser, one_line
 
 EXIT_CODES = """exit codes:
   0  every figure that has data is drawn; stderr names unusable runs, files and lines
@@ -25,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     from harness.plot.figures import FIGURES
 
     figures = "".join(f"  {name:17} {title}\n" for name, title in FIGURES.items())
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m harness.plot",
         description="Draw figures and one self-contained HTML report from a results directory.\n"
         "The report begins with the fastest strategy, the verdicts and the warnings.\n\n"
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _trace_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m harness.plot trace",
         description="Write one run as a trace for https://ui.perfetto.dev or chrome://tracing: all "
         "ranks on one clock, with the predicted step next to the measured step.",

@@ -163,7 +163,7 @@ def cluster_identity(run: RunNumbers) -> str:
         [node.name, [[d.kind, d.speed] for d in node.devices]] for node in run.header.cluster.nodes
     ]
     ranks = [[r.rank, r.hostname, r.device_kind, round(r.n_cores, 2)] for r in run.header.ranks]
-    speed = speed_class(run.network_bytes_per_s)
+    speed = speed_class(run.network_bytes_per_s) if len(nodes) > 1 else None
     return hashlib.sha256(json.dumps([nodes, ranks, speed]).encode()).hexdigest()[:8]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import run_command
+from harness.inputs import CommandParser
 from harness.units import format_bandwidth, format_bytes, format_duration
 from harness.virtual import faults, lifecycle, node, plan, state
 from harness.virtual.state import Saved, State
@@ -30,14 +31,14 @@ exec and run return the command's exit code."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="setup/virtual_cluster.sh",
         description="A virtual cluster on this machine. Each node has its own host name, "
         "address, sshd, shaped link, CPU quota and memory limit.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    common = argparse.ArgumentParser(add_help=False)
+    common = CommandParser(add_help=False)
     common.add_argument(
         "--name", default=plan.DEFAULT_NAME, help="name of the cluster (default: virtual)"
     )
@@ -178,9 +179,9 @@ _COMMANDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns the exit code."""
-    arguments = _parser().parse_args(argv)
 
     def run() -> int:
+        arguments = _parser().parse_args(argv)
         place = State(state.state_root(), plan.check_name(arguments.name))
         return _COMMANDS[arguments.command](place, arguments)
 

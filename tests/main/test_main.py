@@ -88,13 +88,17 @@ def test_help_begins_with_the_flags_of_the_workload_itself_in_whole_paragraphs(c
     assert "None" not in plain
 
 
-def test_an_unknown_workload_is_refused_with_the_list(capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["matmull"])
-    assert left.value.code == 2
-    shown = capsys.readouterr().err
-    assert "there is no workload 'matmull'" in shown
-    assert "\n  matmul " in shown
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["matmull"], "there is no workload 'matmull': choose one of matmul, links"),
+        (["train", "--strategy", "--steps", "2"], "--strategy has no value: give one or more"),
+        (["matmul", "--sizes"], "--sizes has no value"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(words, message):
+    with pytest.raises(ConfigError, match=message):
+        main(words)
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def test_published_costs_refuse_unlike_devices(chain, tmp_path, capsys):
             "--search-seconds -1.0 must be",
         ),
         (["--topology", "2", "--bandwidth", "1e9", "--memory", "1kB"], "no plan fits"),
+        (["--cluster"], "argument --cluster: expected one argument; see python -m harness.plan"),
         (["--topology", "2", "--bandwidth", "1e9", "--memory", "0"], "--memory 0 must be above 0"),
         (["--cluster", "absent.json"], "absent.json: No such file"),
         (["--topology", "2", "--bandwidth", "1e9", "--graph", "absent"], "absent: No such file"),

@@ -97,7 +97,7 @@ def test_report_begins_with_an_answer_its_table_and_warnings(plots):
     assert first == ["#strategies", "#warnings", "#others"]
     order = [
         "resnet50 · batch 160 · fp32",
-        "No verdict yet: pipeline reads fastest",
+        "No verdict yet: pipeline was fastest",
         "ddp on 5",
         "Speed-up and verdict compare each strategy with ddp on 5.",
         "Warnings",
@@ -133,7 +133,7 @@ def test_json_holds_the_tables(comparison, tmp_path, capsys):
     assert plot(comparison, "--out", tmp_path, "--only", "throughput", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["report"] == str(tmp_path / "report.html")
-    assert printed["answers"][0]["sentence"].startswith("No verdict yet: pipeline reads fastest")
+    assert printed["answers"][0]["sentence"].startswith("No verdict yet: pipeline was fastest")
     rows = printed["tables"]["throughput"]
     assert {row["status"] for row in rows} == {"ok", "oom"}
     failed = next(row for row in rows if row["status"] == "oom")

@@ -200,7 +200,7 @@ class _Finding:
         n_more = max((v.n_more for v in verdicts if v.outcome == "inconclusive"), default=0)
         if not n_more:
             return f"No strategy is faster than {self._name(baseline)}"
-        return _undecided(f"{self._name(baseline)} reads fastest", baseline, n_more)
+        return _undecided(f"{self._name(baseline)} was fastest", baseline, n_more)
 
     def _lead_of_other(self, best: StrategyRow) -> str:
         name, baseline = self._name(best), self._name(self._measured[0])
@@ -208,9 +208,9 @@ class _Finding:
         against = best.verdict
         if against is None or against.outcome in ("inconclusive", "slower"):
             n_more = against.n_more if against else 0
-            return _undecided(f"{name} reads fastest ({reading})", best, n_more)
+            return _undecided(f"{name} was fastest ({reading})", best, n_more)
         if against.outcome == "same":
-            return f"{name} reads fastest and is no gain: {reading}, within 10%"
+            return f"{name} was fastest and is no gain: {reading}, within 10%"
         if rivals := self._rivals(best):
             leaders = [f"{name} ({reading})"]
             leaders += [f"{self._name(row)} ({row.speedup:.2f} times)" for row in rivals]
@@ -237,7 +237,7 @@ class _Finding:
 
     def _loss(self, row: StrategyRow) -> str:
         is_open = row.verdict is None or row.verdict.outcome == "inconclusive"
-        words = "reads slower" if is_open else "is no gain"
+        words = "was slower" if is_open else "is no gain"
         return f"{self._name(row)} {words} ({row.speedup:.2f} times)"
 
     def _cause(self, row: StrategyRow) -> str:
@@ -257,16 +257,16 @@ class _Finding:
 def _is_loss(row: StrategyRow) -> bool:
     if row.verdict is None or row.speedup is None:
         return False
-    reads_slower = row.verdict.outcome == "inconclusive" and row.speedup < 1
-    return row.verdict.outcome in ("slower", "same") or reads_slower
+    was_slower = row.verdict.outcome == "inconclusive" and row.speedup < 1
+    return row.verdict.outcome in ("slower", "same") or was_slower
 
 
 def _undecided(reading: str, row: StrategyRow, n_more: int) -> str:
     if n_more > MOST_REPEATS:
-        return f"No verdict: {reading}, the repeats vary too much to decide it"
+        return f"No verdict: {reading}, but the repeats vary too much to decide it"
     n = len(row.step_s)
     repeats = "1 repeat does" if n == 1 else f"{n} repeats do"
-    return f"No verdict yet: {reading}, {repeats} not decide it (about {n_more} more would)"
+    return f"No verdict yet: {reading}, but {repeats} not decide it (about {n_more} more would)"
 
 
 def _why(row: StrategyRow) -> str:

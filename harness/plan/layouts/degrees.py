@@ -203,6 +203,11 @@ def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches:
         raise StrategyError(
             f"layout {layout.name} needs {n} distinct devices, devices names {len(set(devices))}"
         )
+    if devices is not None and max(devices) >= cluster.n_devices:
+        raise StrategyError(
+            f"layout {layout.name} has device {max(devices)}, the cluster has {cluster.n_devices}: "
+            f"name devices from 0 to {cluster.n_devices - 1}"
+        )
     if layout.shares is not None and len(layout.shares) != layout.dp:
         raise StrategyError(
             f"layout {layout.name} has {layout.dp} replicas and {len(layout.shares)} shares: give "
@@ -210,8 +215,8 @@ def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches:
         )
     if not 1 <= n_microbatches <= batch or batch // n_microbatches < layout.dp:
         raise StrategyError(
-            f"a batch of {batch} in {n_microbatches} microbatches gives {layout.dp} replicas less "
-            "than a sample each: lower dp or the microbatches"
+            f"{n_microbatches} microbatches of {layout.dp} replicas need a sample each, the batch "
+            f"has {batch}: lower dp or the microbatches"
         )
 
 

@@ -211,7 +211,8 @@ def fit_options(
     elif not _takes(entry, size):
         raise ModelError(
             f"{name} cannot take images of {size} x {size}: use --image-size of at least "
-            f"{entry.min_image_size}, a multiple of {entry.size_multiple}"
+            f"{entry.min_image_size}"
+            + (f", a multiple of {entry.size_multiple}" if entry.size_multiple > 1 else "")
         )
     n_channels = options.n_channels or data_channels or entry.n_channels
     n_classes = options.n_classes or entry.n_classes

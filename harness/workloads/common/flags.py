@@ -54,7 +54,8 @@ def _check(config: Any, name: str, is_within: Callable[[float], bool], bound: st
     if all(math.isfinite(value) and is_within(value) for value in numbers):
         return
     text = " ".join(map(str, values))
-    raise ConfigError(f"{flag(name)} {text} must be {bound}{each}, and finite")
+    finite = "" if all(isinstance(value, int) for value in numbers) else ", and finite"
+    raise ConfigError(f"{flag(name)} {text} must be {bound}{each}{finite}")
 
 
 _LEAST_DLRM = {

@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from harness.domain.checkpoints import MOST_OF_STAGE
 from harness.domain.schedule import check_schedule
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, StrategyError
@@ -156,6 +157,9 @@ _AT_LEAST = {
 def _check_numbers(config: TrainConfig) -> None:
     config.check()
     check_at_least(config, _AT_LEAST)
+    n_segments = config.recompute_segments or 0
+    if n_segments > MOST_OF_STAGE:
+        raise ConfigError(f"--recompute-segments {n_segments} must be at most {MOST_OF_STAGE}")
     check_above_zero(
         config, ("learning_rate", "lr_gamma", "bucket_mib", "drift_threshold", "max_grad_norm")
     )
@@ -238,8 +242,8 @@ def _check(config: TrainConfig, n_ranks: int) -> None:
     check_changes(config)
     if config.batch_size and config.per_device_batch:
         raise ConfigError(
-            f"--batch-size {config.batch_size} and --per-device-batch {config.per_device_batch} "
-            "both set the batch: give one of them"
+            f"--batch-size {' '.join(map(str, config.batch_size))} and --per-device-batch "
+            f"{' '.join(map(str, config.per_device_batch))} both set the batch: give one of them"
         )
     for count in config.n_ranks:
         if count > n_ranks:

@@ -145,7 +145,8 @@ def _rows_of_repeats(
     for (_, status), found in repeats.items():
         if status == "ok" and len(found) > 1:
             first, of_repeats = found[0][0], [summary for _, summary in found]
-            rows.append((f"{_name(first, of_repeats[0])} x {len(found)}", _medians(of_repeats)))
+            name = f"{_name(first, of_repeats[0])}, {len(found)} repeats"
+            rows.append((name, _medians(of_repeats)))
         else:
             rows += [(f"{_name(run, s)} #{run.header.repeat}", s) for run, s in found]
     return rows

@@ -141,12 +141,12 @@ def test_communication_is_no_cause_where_the_rest_of_the_step_is_no_gain_either(
 def test_too_few_repeats_are_no_verdict():
     rows = row("single", 1, 2.0, 2), row("ddp", 5, 4.0, 2), row("searched", 5, 1.0, 2)
     assert finding(*rows) == (
-        "No verdict yet: searched reads fastest (2.00 times one device), 2 repeats do not decide "
-        "it (about 5 more would); ddp reads slower (0.50 times)."
+        "No verdict yet: searched was fastest (2.00 times one device), but 2 repeats do not "
+        "decide it (about 5 more would); ddp was slower (0.50 times)."
     )
     assert finding(row("single", 1, 1.0, 1), row("ddp", 5, 4.0, 1)) == (
-        "No verdict yet: one device reads fastest, 1 repeat does not decide it (about 6 more "
-        "would); ddp reads slower (0.25 times)."
+        "No verdict yet: one device was fastest, but 1 repeat does not decide it (about 6 "
+        "more would); ddp was slower (0.25 times)."
     )
 
 
@@ -156,7 +156,7 @@ def test_repeats_that_vary_more_than_strategies_differ_are_no_verdict():
     )
     ddp = replace(ddp, step_s=(0.99, 2.0))
     assert finding(single, ddp) == (
-        "No verdict: ddp reads fastest (1.01 times one device), the repeats vary too much to "
+        "No verdict: ddp was fastest (1.01 times one device), but the repeats vary too much to "
         "decide it."
     )
 
@@ -171,7 +171,7 @@ def test_strategies_that_the_repeats_do_not_separate_are_fastest_together():
 
 def test_an_effect_below_a_tenth_is_no_gain():
     assert finding(row("single", 1, 1.05), row("ddp", 2, 1.0)) == (
-        "ddp reads fastest and is no gain: 1.05 times one device, within 10%."
+        "ddp was fastest and is no gain: 1.05 times one device, within 10%."
     )
 
 

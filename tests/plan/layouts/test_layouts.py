@@ -173,7 +173,8 @@ def test_bad_text_is_refused(text, message):
     ("layout", "message"),
     [
         (ParallelLayout(dp=16), "needs 16 devices, the cluster has 8"),
-        (ParallelLayout(dp=8), "less than a sample each"),
+        (ParallelLayout(dp=8), "need a sample each, the batch has"),
+        (ParallelLayout(dp=2, devices=(0, 99)), "has device 99, the cluster has"),
         (ParallelLayout(pp=2, cuts=(4,)), "cannot be cut at 4"),
         (ParallelLayout(pp=2, cuts=(1, 2)), "cannot be cut at 1-2"),
         (ParallelLayout(dp=2, shares=(1,)), "2 replicas and 1 shares"),

@@ -58,6 +58,7 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ({"dropout": float("nan")}, "--dropout nan is a probability"),
         ({"dlrm_bottom_mlp": (64, 0)}, "--dlrm-bottom-mlp 64 0 must be at least 1 each"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1 must be at least 0"),
+        ({"recompute": True, "recompute_segments": 65}, "segments 65 must be at most 64"),
         ({"ema": 1.0}, "--ema 1.0 must be above 0 and below 1, such as 0.999"),
         (
             {"strategy": ("zero2",), "ema": 0.9},

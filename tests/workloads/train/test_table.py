@@ -78,7 +78,7 @@ def test_repeats_share_a_row_of_medians():
     ]
     lines = train_text(runs).splitlines()
     shown = [line.split("  ")[0] for line in lines if " on 2" in line and " batch 8 on" in line]
-    named = ["m single fp32 batch 8 on 2 x 2", "m ddp fp32 batch 8 on 2 #0"]
+    named = ["m single fp32 batch 8 on 2, 2 repeats", "m ddp fp32 batch 8 on 2 #0"]
     assert shown[:2] == named
     # Samples per second are those of the median step, as in the strategies' table.
     assert lines[1].split()[9:18] == ["ok", "6", "s", "4", "s", "to", "8", "s", "1.333"]
