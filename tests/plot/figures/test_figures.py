@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from made_runs import local_header
 from matplotlib.figure import Figure as Canvas
 
 from harness.measure.store import find_runs, read_results
@@ -216,6 +217,18 @@ def test_links_of_two_speeds_do_not_merge_even_when_no_header_tells(
     rows = table[(table["operation"] == "broadcast") & (table["size_bytes"] == 2**24)]
     assert sorted(rows["n_repeats"]) == [1, 1, 2, 2]  # two transports of two clusters
     assert {label.split(", ")[1] for label in rows["cluster"]} == {"0.094 Gbit/s", "0.94 Gbit/s"}
+
+
+def test_measured_links_do_not_divide_the_runs_of_one_node(
+    tmp_path, write, linked, trained, configured
+):
+    run = local_header(["one", "one"], workload="links", run_id="links")
+    write(tmp_path, run, linked(2))
+    config = configured("ddp", 32)
+    run = local_header(["one", "one"], workload="train", run_id="train", config=config)
+    write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+    (label,) = table_of("throughput", read_catalog(*find_runs(tmp_path)))["label"]
+    assert label.endswith("2 × test device")
 
 
 def test_samples_are_drawn_until_there_is_another_run(
