@@ -21,7 +21,6 @@ from harness.runtime.capture.capture import Captured
 from harness.runtime.executor.shards.base import ShardSpec, Wanted
 from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.profiling.subgraph import OperatorCall, as_leaves, tensors_in, written
-from harness.runtime.tracing.attention_region import AttentionRegion
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,9 @@ class OperatorShard:
 
     def call(self, call: OperatorCall) -> OperatorCall:
         """Convert a call of the operator to a call of the shard."""
-        inputs = tensors_in((call.args, call.kwargs))[: len(self.wants)]  # weights follow
         parameters = tuple(self.module.parameters())
-        return OperatorCall(self.module, _regions(inputs, self.wants), {}, parameters)
+        regions = _regions(_inputs(call, self.wants), self.wants)
+        return OperatorCall(self.module, regions, {}, parameters)
 
 
 def operator_shard(
@@ -54,8 +53,6 @@ def operator_shard(
         captured: the model, on the device of the call's tensors.
         call: the whole operator's call, with the batch that the graph was captured for.
     """
-    if not isinstance(call.function, nn.Module | AttentionRegion):
-        return None
     graph = captured.graph
     operators = {operator.name: operator for operator in graph.operators}
     operator = operators[name]
@@ -67,9 +64,7 @@ def operator_shard(
         _wanted(operator, shape, block, operators[producer], argument)
         for argument, producer in enumerate(operator.inputs)
     ]
-    inputs = tensors_in((call.args, call.kwargs))
-    if isinstance(call.function, AttentionRegion):
-        inputs = inputs[: call.function.n_inputs]
+    inputs = _inputs(call, wants)
     if [tuple(x.shape) for x in inputs] != [tuple(each.shape.values()) for each in wants]:
         return None
     shard = make_shard(
@@ -83,6 +78,11 @@ def operator_shard(
         )
     )
     return None if shard is None else OperatorShard(shard, wants)
+
+
+def _inputs(call: OperatorCall, wants: Sequence[Wanted]) -> list[Tensor]:
+    """The tensors that operators made; a function's weights follow them."""
+    return tensors_in((call.args, call.kwargs))[: len(wants)]
 
 
 def _wanted(

@@ -6,6 +6,7 @@ from operator import attrgetter
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from harness.errors import VerificationError
 from harness.runtime.capture.capture import capture
@@ -72,6 +73,25 @@ def test_a_part_computes_the_last_of_the_output_features(whole, x):
     # Sums of up to 36 terms of size 1, in another order.
     assert (part.function(*part.args) - module(x).narrow(dim, 5, 3)).abs().max() < 1e-13
     assert {p.dtype for p in part.parameters} == {torch.float64}
+
+
+class Function(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+def test_a_part_of_a_function_has_its_slices_of_the_weights():
+    model, x = Function().double(), torch.randn(2, 6, dtype=torch.float64)
+    spec = InputSpec(name="x", shape=(6,), dtype=x.dtype)
+    found = capture(Task(model=model, inputs=(spec,)), 2, "one")
+    call = OperatorCall(F.linear, (x, *model.parameters()), {}, tuple(model.parameters()))
+    part = operator_shard(found, "linear", "feature", 3, call).call(call)
+    assert (part.function(*part.args) - model(x)[:, 5:]).abs().max() < 1e-13  # sums of 6 terms
+    assert [tuple(p.shape) for p in part.parameters] == [(3, 6), (3,)]
 
 
 def test_a_part_of_the_contraction_has_no_bias_and_input_features_of_its_own():
