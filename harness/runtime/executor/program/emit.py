@@ -169,7 +169,7 @@ class SegmentBuilder:
         device, layout = self._device, self._layout
         spec = spec_of(layout, part, layout.captured.nodes[part.operator], device.root)
         if form == "dropout":
-            return make_dropout(spec, layout.position[part.operator], device.random)
+            return make_dropout(spec, device.random)
         if form == "shard":
             return make_shard(spec)
         devices = collective_devices(layout, part)

@@ -157,12 +157,12 @@ class RandomState:
     step: int = 0
     microbatch: int = 0
 
-    def generator(self, index: int) -> torch.Generator:
-        """A new generator for operator `index`, with the same seed in each call.
+    def generator(self, operator: str) -> torch.Generator:
+        """A new generator for an operator, with the same seed in each call.
 
         It runs on the host, because random numbers of a GPU depend on its number of processors.
         """
-        place = f"{self.seed} {self.step} {self.microbatch} {index}".encode()
+        place = f"{self.seed} {self.step} {self.microbatch} {operator}".encode()
         digest = hashlib.blake2b(place, digest_size=7).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
@@ -173,7 +173,7 @@ class ExactDropout(Shard):
     Args:
         sizes: shape of the whole mask; 1 along dims that are dropped together.
         block: block of that mask.
-        index: number of the operator, part of the seed of its masks.
+        operator: its name, part of the seed of its masks, because its place differs with --cache.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class ExactDropout(Shard):
         sizes: Sequence[int],
         block: Block,
         *,
-        index: int,
+        operator: str,
         state: RandomState,
         inward: Region | None = None,
     ) -> None:
         super().__init__()
         self._probability, self._sizes, self._block = probability, tuple(sizes), block
-        self._index, self._state, self._inward = index, state, inward or Region()
+        self._operator, self._state, self._inward = operator, state, inward or Region()
 
     def forward(self, *inputs: Tensor) -> Tensor:
         x = self._inward.take(inputs[0])
@@ -199,18 +199,17 @@ class ExactDropout(Shard):
     @uncompiled
     def _mask(self, x: Tensor) -> Tensor:
         kept = 1.0 - self._probability
-        generator = self._state.generator(self._index)
+        generator = self._state.generator(self._operator)
         whole = torch.rand(self._sizes, generator=generator, device="cpu") < kept
         block = whole[tuple(slice(*interval) for interval in self._block)]
         mask = block.to(x.device).to(x.dtype)
         return mask / kept if kept > 0 else mask
 
 
-def make_dropout(part: ShardSpec, index: int, state: RandomState) -> ExactDropout | None:
+def make_dropout(part: ShardSpec, state: RandomState) -> ExactDropout | None:
     """nn.Dropout, nn.Dropout2d or F.dropout, cut along any dims; None for another function.
 
     Args:
-        index: number of the operator, equal on every rank.
         state: random state that all dropouts of this rank share.
     """
     probability = _probability(part)
@@ -222,7 +221,8 @@ def make_dropout(part: ShardSpec, index: int, state: RandomState) -> ExactDropou
     sizes, block = list(part.sizes), list(part.output)
     if isinstance(part.module, nn.Dropout2d):
         sizes[2:], block[2:] = [1] * len(sizes[2:]), [(0, 1)] * len(sizes[2:])
-    shard = ExactDropout(probability, sizes, tuple(block), index=index, state=state, inward=inward)
+    name, cut = part.operator.name, tuple(block)
+    shard = ExactDropout(probability, sizes, cut, operator=name, state=state, inward=inward)
     return part.in_mode(shard)
 
 

@@ -16,14 +16,14 @@ from harness.runtime.executor.shards.pointwise import ExactDropout, RandomState,
 SHAPE = {"sample": 4, "feature": 6, "height": 5, "width": 3}
 
 
-def make(module, block, state, index=2, shape=SHAPE):
+def make(module, block, state, name="drop", shape=SHAPE):
     root = fx.symbolic_trace(nn.Sequential(module))
     node = next(n for n in root.graph.nodes if n.op == "call_module")
-    op = Operator(name="0", kind="elementwise", inputs=["x"], shape=SHAPE)
+    op = Operator(name=name, kind="elementwise", inputs=["x"], shape=SHAPE)
     part = ShardSpec(
         operator=op, node=node, root=root, shape=shape, block=block, wanted=[Wanted(shape, block)]
     )
-    return make_dropout(part, index, state)
+    return make_dropout(part, state)
 
 
 def whole(shape=SHAPE):
@@ -43,13 +43,13 @@ def test_blocks_drop_what_the_whole_drops(module, cuts):
 
 def test_masks_come_from_the_hosts_generator_whatever_the_device():
     x = torch.ones(4, 6, device="meta")
-    dropout = ExactDropout(0.25, x.shape, ((0, 4), (0, 6)), index=0, state=RandomState(0))
+    dropout = ExactDropout(0.25, x.shape, ((0, 4), (0, 6)), operator="0", state=RandomState(0))
     assert dropout(x).device == x.device
 
 
 def test_what_is_kept_is_scaled_and_its_gradient_too():
     x = torch.ones(1000, 20, requires_grad=True)
-    dropout = ExactDropout(0.25, x.shape, ((0, 1000), (0, 20)), index=0, state=RandomState(0))
+    dropout = ExactDropout(0.25, x.shape, ((0, 1000), (0, 20)), operator="0", state=RandomState(0))
     output = dropout(x)
     output.sum().backward()
     assert output.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
@@ -62,14 +62,14 @@ def test_computing_again_draws_the_same_and_moving_on_draws_anew():
     state = RandomState(seed=1)
     x = torch.ones(8, 6)
 
-    def draw(index=0):
+    def draw(operator="0"):
         shape = {"sample": 8, "feature": 6}
-        return ExactDropout(0.5, shape.values(), whole(shape), index=index, state=state)(x)
+        return ExactDropout(0.5, shape.values(), whole(shape), operator=operator, state=state)(x)
 
     first = draw()
     torch.rand(5)
     assert torch.equal(draw(), first)
-    masks = [first, draw(index=1)]
+    masks = [first, draw("1")]
     state.microbatch = 1
     masks.append(draw())
     state.step, state.microbatch = 1, 0
