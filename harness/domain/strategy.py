@@ -149,6 +149,11 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
             found[plan.stage].update(plan.devices)
         return [tuple(sorted(devices)) for devices in found]
 
+    @property
+    def n_devices(self) -> int:
+        """Devices from 0 to the last one that it uses."""
+        return 1 + max((device for own in self.stage_devices() for device in own), default=0)
+
     def n_ranks(self) -> int:
         """Number of pipeline ranks: stages before their device sets repeat."""
         sets = self.stage_devices()

@@ -25,6 +25,7 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
         step: its first step; the state is that of the steps before.
         state: directory of the state; empty: it begins again.
         strategy, strategy_digest: by which it goes on; empty: as configured.
+        change: planned changes of the strategy that are still to come, as the case gives them.
         until: it ends before this step, and the lost ranks join again; None: at the last step.
     """
 
@@ -33,6 +34,7 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     strategy: str = ""
     strategy_digest: str = ""
+    change: tuple[str, ...] = ()
     until: int | None = None
 
     @property

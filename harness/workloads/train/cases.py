@@ -75,12 +75,10 @@ def load_for(case: TrainCase) -> Strategy:
             "--to harness --graph GRAPH --output OUT.json`, and train that"
         )
     _check_batch(strategy, path, case)
-    devices = (device for plan in strategy.operators.values() for device in plan.devices)
-    n_devices = 1 + max(devices, default=0)
-    if n_devices > case.n_ranks:
+    if strategy.n_devices > case.n_ranks:
         raise StrategyError(
-            f"{path} is for {n_devices} devices, the run has {case.n_ranks} ranks: start more "
-            "(mpirun -np), or search again"
+            f"{path} is for {strategy.n_devices} devices, the run has {case.n_ranks} ranks: start "
+            "more (mpirun -np), or search again"
         )
     return strategy
 

@@ -21,14 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.domain.run import RunHeader
+from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, PeerError, ResultsError, StrategyError
 from harness.inputs import find_int, read_file
 from harness.measure.store import read_header
+from harness.plan.formats.detect import read_strategy_file
 from harness.runtime.ranks.failures import has_lost_peer
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Continuation, config_json
 from harness.workloads.common.flags import SearchFlags
-from harness.workloads.train.config import STRATEGIES, TrainCase, is_file
+from harness.workloads.train.config import STRATEGIES, TrainCase, is_file, parse_change
 
 if TYPE_CHECKING:
     from harness.runtime.executor.engine import ExecutorEngine
@@ -157,13 +159,16 @@ def find_continuation(case: TrainCase, run_dir: Path, lost: Sequence[int]) -> Co
     if not is_left and (case.rejoin is None or step <= case.first_step):
         return None
     lost = lost if is_left else ()
-    strategy = _next_strategy(case, runs, lost, step)
+    changed, strategy = _last_change(case, runs, step)
+    if lost:
+        strategy = _without(case, runs[0][0], lost)
     return Continuation(
         run_id=runs[0][1].run_id,
         step=step,
         state="" if directory is None else str(directory),
         strategy=strategy,
         strategy_digest=digest_of(strategy),
+        change=() if lost else tuple(_to_come(case, changed)),
         until=_end_of(case, step, has_lost=bool(lost)),
     )
 
@@ -190,30 +195,38 @@ def _with_continued(run_dir: Path) -> Iterator[tuple[Path, RunHeader]]:
         run_dir = run_dir.parent / earlier
 
 
-def _next_strategy(
-    case: TrainCase, runs: Sequence[tuple[Path, RunHeader]], lost: Sequence[int], step: int
-) -> str:
+def _without(case: TrainCase, run_dir: Path, lost: Sequence[int]) -> str:
     """A strategy's file, or the name of one that any number of ranks can build; empty: as it is."""
-    if not lost:
-        asked = config_json(case)
-        like = [
-            path
-            for path, header in runs
-            if len(header.ranks) == case.n_ranks
-            and not differing(asked, header.config) & STRATEGY_FLAGS
-        ]
-        changed = {find_int(path.stem.partition("-")[2]): path for path in _changes(like)}
-        last = max((at for at in changed if at is not None and at <= step), default=None)
-        return "" if last is None else str(changed[last])
-    ahead = plan_without(runs[0][0], lost[0])
+    ahead = plan_without(run_dir, lost[0])
     if len(lost) == 1 and ahead.exists():
         return str(ahead)
     is_built = case.strategy in STRATEGIES["executor"] and case.strategy != "searched"
     return "" if is_built else "ddp"
 
 
-def _changes(run_dirs: Sequence[Path]) -> list[Path]:
-    return [path for run_dir in run_dirs for path in run_dir.glob("strategy-*.json")]
+def _last_change(
+    case: TrainCase, runs: Sequence[tuple[Path, RunHeader]], last: int
+) -> tuple[int, str]:
+    """Step and file of the last change of as many ranks' strategy, up to a step; 0 if none."""
+    asked = config_json(case)
+    found = {
+        find_int(path.stem.partition("-")[2]): str(path)
+        for run_dir, header in reversed(runs)
+        if len(header.ranks) == case.n_ranks
+        and not differing(asked, header.config) & STRATEGY_FLAGS
+        for path in run_dir.glob("strategy-*.json")
+    }
+    return max(((n, path) for n, path in found.items() if n and n <= last), default=(0, ""))
+
+
+def _to_come(case: TrainCase, after: int) -> Iterator[str]:
+    """Planned changes later than a step, but those to strategies of more ranks."""
+    for text in case.change:
+        step, file = parse_change(text)
+        strategy = read_strategy_file(file).content
+        n_ranks = strategy.n_devices if isinstance(strategy, Strategy) else 0
+        if step > after and n_ranks <= case.n_ranks:
+            yield text
 
 
 def digest_of(strategy: str) -> str:
@@ -225,7 +238,7 @@ def digest_of(strategy: str) -> str:
 
 
 def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
-    """The case by which so many ranks go on; planned changes of other ranks' strategies end."""
+    """The case by which so many ranks go on."""
     strategy = found.strategy or case.strategy
     return replace(
         case,
@@ -233,7 +246,7 @@ def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
         strategy=strategy,
         asked_strategy=case.asked_strategy or case.strategy,
         strategy_digest=found.strategy_digest or case.strategy_digest,
-        change=(),
+        change=found.change,
         until=found.until,
         load_state=Path(found.state) if found.state else case.load_state,
         first_step=found.step,
@@ -244,12 +257,14 @@ def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
 # Flags that choose how a run trains, but not what.
 STRATEGY_FLAGS = frozenset({
     "strategy", "schedule", "microbatches", "stages", "shard_state", "recompute",
-    "recompute_segments", *(field.name for field in fields(SearchFlags)),
+    "recompute_segments", "shrink", "replicate", "cache", "cache_memory", "drift",
+    "drift_threshold", "controlled", *(field.name for field in fields(SearchFlags)),
 }) - {"ema"}  # fmt: skip
 # Flags that may differ between a run and the one that continues it, without a word.
 _MAY_DIFFER = {
     "n_ranks", "strategy_digest", "asked_strategy", "continues", "first_step", "load_state",
     "save_every", "save_model", "save_sharded", "evaluate", "survive", "rejoin", "n_workers",
+    "change",
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 from made_runs import header_of
 
 from harness.cases import Case, check_batches, find_earlier, find_resumed, plan_runs
+from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ConfigError
 from harness.measure.store import write_header
 from harness.workloads.common.contract import config_json
@@ -83,6 +84,18 @@ def test_all_ranks_go_on_by_their_last_strategy(runs):
     runs("b", 8)
     found = find_continuation(CASE, runs.second, [])
     assert (found.step, found.strategy) == (8, str(runs.first / "strategy-6.json"))
+
+
+def test_changes_that_were_not_made_follow_if_there_are_ranks_for_them(runs, tmp_path):
+    plan = Strategy(name="x", batch=8, operators={"a": OperatorPlan({}, [0, 2])})
+    (tmp_path / "x.json").write_bytes(plan.to_json())
+    (runs.first / "strategy-3.json").write_bytes(b"")
+    case = replace(CASE, change=tuple(f"{step}:{tmp_path}/x.json" for step in (3, 7, 12)))
+    runs("b", 8)
+    found = find_continuation(case, runs.second, [])
+    assert (found.strategy[-6:], go_on(case, found, 3).change) == ("3.json", case.change[1:])
+    for fewer, lost in ((replace(case, n_ranks=2), []), (case, [1])):
+        assert find_continuation(fewer, runs.second, lost).change == ()
 
 
 @pytest.mark.parametrize(
