@@ -56,27 +56,30 @@ def stage_operators(graph: Graph, strategy: Strategy, stage: int) -> list[int]:
     ]
 
 
+def can_recompute(graph: Graph) -> bool:
+    """Whether forward may run twice: it writes no buffer of the model."""
+    return not any(op.attrs.get("writes_buffers") for op in graph.operators)
+
+
 def with_recomputation(strategy: Strategy, graph: Graph, n_segments: int | None) -> Strategy:
     """The strategy with recomputation in all stages.
 
     Args:
-        n_segments: most of each stage, of which as many are used as need the fewest bytes; None: 1
-            in a pipeline, whose stages run forward again while they wait for gradients.
+        n_segments: most of each stage, of which as many are used as need the fewest bytes; None:
+            their number in a single stage, else 1, so that a stage of a pipeline runs forward again
+            while it waits for gradients.
     """
     if n_segments is None:
-        n_segments = 1 if len(strategy.stages) > 1 else MOST_OF_STAGE
-    stages = []
-    for number in range(len(strategy.stages)):
-        own = stage_operators(graph, strategy, number) if n_segments > 1 else []
-        stages.append(Stage(True, n_segments_of_least_memory(graph, own, n_segments)))
+        n_segments = 1
+        if len(strategy.stages) == 1:
+            n_segments = n_segments_of_least_memory(graph, stage_operators(graph, strategy, 0))
+    stages = [Stage(recompute=True, segments=n_segments)] * len(strategy.stages)
     return msgspec.structs.replace(strategy, stages=stages)
 
 
-def n_segments_of_least_memory(
-    graph: Graph, operators: Sequence[int], most: int = MOST_OF_STAGE
-) -> int:
-    """The number of segments, up to `most`, with which a stage needs the fewest bytes."""
-    return 1 + len(_best_cuts(graph, operators, most))
+def n_segments_of_least_memory(graph: Graph, operators: Sequence[int]) -> int:
+    """The number of segments with which a stage needs the fewest bytes."""
+    return 1 + len(_best_cuts(graph, operators, MOST_OF_STAGE))
 
 
 def _best_cuts(graph: Graph, operators: Sequence[int], most: int) -> list[int]:

@@ -16,10 +16,10 @@ from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import PlanError, StrategyError
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp
-from harness.plan.report import describe_strategy
+from harness.plan.report import describe_strategy, memory_saved
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.searches import Searches
-from harness.plan.search.space import standard_strategies
+from harness.plan.search.space import leaner, standard_strategies
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import explain
 from harness.plan.simulate.simulator import Simulation, Simulator, Trial, operator_seconds
@@ -202,18 +202,30 @@ def _nothing_fits(simulator: Simulator, objective: Objective) -> str:
 def _judge_standards(
     simulator: Simulator, batch: int, request: PlanRequest, objective: Objective
 ) -> Iterator[Simulation]:
-    """One device and the start in any case, the others while there is time and no limit."""
-    standards, start = standard_strategies(simulator, batch, request.shard_state), request.start
-    yield _judge(simulator, next(standards), objective)
-    if start is not None:
-        named = msgspec.structs.replace(start, name=f"start: {start.name}")
-        yield _judge(simulator, named, objective)
-    while request.most_replicas is None and not objective.is_out_of_time():
-        strategy = next(standards, None)
-        if strategy is None:
+    """One device and the start in any case, the others while there is time and no limit; leaner
+    forms of those that do not fit."""
+
+    def is_over() -> bool:
+        return request.most_replicas is not None or objective.is_out_of_time()
+
+    start = request.start
+    standards = standard_strategies(simulator, batch, request.shard_state)
+    for number, strategy in enumerate(standards):
+        if number and is_over():
             return
         validate(strategy, simulator.graph, simulator.cluster)
-        yield _judge(simulator, strategy, objective)
+        found = _judge(simulator, strategy, objective)
+        yield found
+        if number == 0 and start is not None:
+            named = msgspec.structs.replace(start, name=f"start: {start.name}")
+            yield _judge(simulator, named, objective)
+        for form in () if found.fits else leaner(strategy, simulator, request.shard_state):
+            if is_over():
+                return
+            found = _judge(simulator, form, objective)
+            yield found
+            if found.fits and len(form.stages) > 1:  # segments of stages take longer
+                break
 
 
 def _judge(simulator: Simulator, strategy: Strategy, objective: Objective) -> Simulation:
@@ -237,6 +249,7 @@ def _compare(simulation: Simulation, standards: list[Simulation]) -> list[str]:
 
 
 def _runners_up(found: Searched, chosen: Candidate) -> list[RunnerUp]:
+    """All but the chosen plan, without leaner forms that do not fit either."""
     lost = [
         RunnerUp(
             name=other.strategy.name,
@@ -245,6 +258,9 @@ def _runners_up(found: Searched, chosen: Candidate) -> list[RunnerUp]:
         )
         for other in found.standards
         if other.strategy.name != chosen.method
+        if other.fits
+        or not (saved := memory_saved(other.strategy))
+        or not other.strategy.name.endswith(saved)
     ]
     standard = {other.strategy.name for other in found.standards}
     lost += [

@@ -86,9 +86,15 @@ def describe_strategy(strategy: Strategy, graph: Graph) -> str:
         text = f"{len(strategy.stages)} stages on {replicas} devices, {text}"
     if strategy.n_microbatches > 1:
         text += f", {strategy.n_microbatches} microbatches ({strategy.schedule})"
-    if strategy.shard_state != "none":
-        text += f", sharded {strategy.shard_state}"
-    return text
+    return text + memory_saved(strategy)
+
+
+def memory_saved(strategy: Strategy) -> str:
+    """How it saves memory, such as `, recomputed, sharded parameters`; empty if it does not."""
+    text = ", recomputed" if any(stage.recompute for stage in strategy.stages) else ""
+    if len(strategy.stages) > 1 and any(stage.segments > 1 for stage in strategy.stages):
+        text += " in segments"
+    return text + (f", sharded {strategy.shard_state}" if strategy.shard_state != "none" else "")
 
 
 _MOST_DEVICES = 16

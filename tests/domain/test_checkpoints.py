@@ -83,7 +83,7 @@ def test_a_single_stage_gets_the_segments_of_least_memory_and_a_pipeline_one_eac
     assert single.stages == [Stage(recompute=True, segments=4)]
     two = strategy(graph, [Stage(), Stage()], lambda at: at // 8)
     assert with_recomputation(two, graph, None).stages == [Stage(recompute=True)] * 2
-    assert with_recomputation(two, graph, 3).stages == [Stage(recompute=True, segments=2)] * 2
+    assert with_recomputation(two, graph, 3).stages == [Stage(recompute=True, segments=3)] * 2
 
 
 @pytest.mark.parametrize("stage", [Stage(segments=2), Stage(recompute=True, segments=0)])

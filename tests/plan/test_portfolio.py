@@ -24,7 +24,12 @@ from harness.plan.published.pipedream.planner import plan as plan_by_pipedream
 from harness.plan.report import describe_strategy, result_lines
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
-from harness.plan.search.space import balanced_pipeline, microbatch_counts, standard_strategies
+from harness.plan.search.space import (
+    balanced_pipeline,
+    leaner,
+    microbatch_counts,
+    standard_strategies,
+)
 from harness.plan.simulate.simulator import Simulator
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -61,6 +66,29 @@ def test_every_standard_strategy_is_valid(n_devices):
     for strategy in found:
         validate(strategy, graph, cluster)
     assert len(found) == {1: 1, 2: 10, 4: 7, 6: 7}[n_devices]
+
+
+def test_what_does_not_fit_is_tried_with_sharded_state_and_with_recomputation():
+    graph, profile = layers(16, batch=32)
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e6, memory_bytes=GB)
+    simulator = Simulator(graph, profile, cluster)
+    ddp, pipeline = builders.ddp(graph, cluster, 32), balanced_pipeline(simulator, 32, 2)
+    forms = {form.name: form for one in (ddp, pipeline) for form in leaner(one, simulator)}
+    assert {name: form.stages[0] for name, form in forms.items()} == {
+        "ddp, sharded optimizer": Stage(),
+        "ddp, sharded gradients": Stage(),
+        "ddp, sharded parameters": Stage(),
+        "ddp, recomputed": Stage(recompute=True, segments=64),
+        "ddp, recomputed, sharded parameters": Stage(recompute=True, segments=64),
+        "pipeline, recomputed": Stage(recompute=True),
+        "pipeline, recomputed in segments": Stage(recompute=True, segments=64),
+    }
+    for form in forms.values():
+        validate(form, graph, cluster)
+    writing = msgspec.structs.replace(graph.operators[1], attrs={"writes_buffers": ["mean"]})
+    graph = msgspec.structs.replace(graph, operators=[graph.operators[0], writing])
+    simulator = Simulator(graph, profile, cluster)
+    assert not list(leaner(builders.single(graph, 32), simulator))
 
 
 # Enumerating three devices takes seconds.

@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
+from harness.domain.checkpoints import MOST_OF_STAGE, can_recompute, with_recomputation
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import Strategy
 from harness.errors import PlanError
@@ -63,13 +65,19 @@ class Change:
     best: Priced
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LargestBatch:
-    """The largest global batch that a strategy can train on some devices; 0: none."""
+    """The largest global batch that a strategy can train on some devices; 0: none.
+
+    Attributes:
+        recomputed: with recomputation by the segments that need the least memory; None where
+            forward may not run twice.
+    """
 
     strategy: str
     devices: str
     batch: int
+    recomputed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,15 +283,10 @@ class Adviser:
 
     def _largest(self, best: Priced) -> Iterator[LargestBatch]:
         """Alone on each kind of device; data parallel, with and without sharded state, and a
-        pipeline on the best set and on all."""
+        pipeline on the best set and on all; each with and without recomputation."""
         kinds = {device.kind: k for k, device in reversed(list(enumerate(self.cluster.devices)))}
         for kind, k in kinds.items():
-            batch = largest_batch(
-                self.request,
-                part_of(self.cluster, [k]),
-                lambda simulator, batch: builders.single(simulator.graph, batch),
-            )
-            yield LargestBatch(strategy="single", devices=kind, batch=batch)
+            yield self._largest_of("single", kind, part_of(self.cluster, [k]), _single, 1)
         groups = {"all machines": self.cluster}
         if 1 < best.cluster.n_devices < self.cluster.n_devices:
             groups = {"the best set": best.cluster, **groups}
@@ -293,8 +296,16 @@ class Adviser:
             for strategy, (build, n_each) in _SPREAD.items():
                 if family_of(strategy) in self.request.families:
                     least = n_each * cluster.n_devices
-                    batch = largest_batch(self.request, cluster, build, least)
-                    yield LargestBatch(strategy=strategy, devices=name, batch=batch)
+                    yield self._largest_of(strategy, name, cluster, build, least)
+
+    def _largest_of(
+        self, strategy: str, devices: str, cluster: Cluster, build: Build, least: int
+    ) -> LargestBatch:
+        batches = [
+            largest_batch(self.request, cluster, one, least)
+            for one in (build, partial(_recomputed, build))[: 1 + can_recompute(self.request.graph)]
+        ]
+        return LargestBatch(strategy, devices, *batches)
 
 
 def _devices_on(cluster: Cluster, names: set[str]) -> list[int]:
@@ -308,6 +319,14 @@ def _ranked(sets: list[Priced]) -> list[Priced]:
 
 def _rate(priced: Priced | None) -> float:
     return 0.0 if priced is None else priced.samples_per_s
+
+
+def _recomputed(build: Build, simulator: Simulator, batch: int) -> Strategy:
+    return with_recomputation(build(simulator, batch), simulator.graph, MOST_OF_STAGE)
+
+
+def _single(simulator: Simulator, batch: int) -> Strategy:
+    return builders.single(simulator.graph, batch)
 
 
 def _ddp(simulator: Simulator, batch: int) -> Strategy:

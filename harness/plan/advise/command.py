@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from harness.domain.checkpoints import MOST_OF_STAGE
 from harness.domain.cluster import CLUSTER_FILE
 from harness.domain.fingerprint import fingerprint
 from harness.domain.profile import default_profile, graph_beside
@@ -16,7 +17,13 @@ from harness.errors import ConfigError
 from harness.measure.store import write_atomically
 from harness.plan.advise.advice import Advice, Adviser
 from harness.plan.advise.pricing import AdviceRequest, Priced, Prices, find_prices, load_prices
-from harness.plan.advise.words import Presentation, advice_lines, advice_object, uncertainty_of
+from harness.plan.advise.words import (
+    Presentation,
+    advice_lines,
+    advice_object,
+    parse_label,
+    uncertainty_of,
+)
 from harness.plan.cli import add_cluster, add_model, check_output, request_from
 from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress
 from harness.plan.report import ProgressLine
@@ -241,9 +248,12 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
 
 
 def _strategy_words(args: argparse.Namespace, best: Priced) -> list[str]:
-    name, _, state = best.label.partition(", sharded ")
+    label = parse_label(best.label)
+    name, saved = label["name"], ["--recompute"] if label["again"] else []
+    saved += ["--recompute-segments", str(MOST_OF_STAGE)] if label["segments"] else []
+    saved += ["--shard-state", label["state"]] if label["state"] else []
     if name in _SIMPLE:
-        return [*_SIMPLE[name].split(), *(["--shard-state", state] if state else [])]
+        return [*_SIMPLE[name].split(), *saved]
     if args.output is not None:
         return [str(args.output)]
     flow = _IN_MICROBATCHES.fullmatch(name)
@@ -251,4 +261,4 @@ def _strategy_words(args: argparse.Namespace, best: Priced) -> list[str]:
         return ["searched"]
     schedule = "interleaved" if flow["way"] == "interleaved pipeline" else "1f1b"
     kind = "tp=1" if flow["way"] == "single" else "pipeline"
-    return [kind, "--schedule", schedule, "--microbatches", flow["n"]]
+    return [kind, "--schedule", schedule, "--microbatches", flow["n"], *saved]

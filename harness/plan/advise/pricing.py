@@ -30,7 +30,7 @@ from harness.inputs import decode_text, is_amount, one_line, read_file, shorten
 from harness.plan import builders
 from harness.plan.costs import FAMILIES, PlanRequest, family_of
 from harness.plan.portfolio import options_of, search_portfolio
-from harness.plan.search.space import standard_strategies
+from harness.plan.search.space import leaner, standard_strategies
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulation, Simulator
 from harness.units import format_bytes
@@ -227,6 +227,12 @@ def _standards(request: AdviceRequest, simulator: Simulator, batch: int) -> Iter
         simulation = simulator.simulate(strategy)
         if simulation.fits:
             yield simulation
+            continue
+        for found in map(simulator.simulate, leaner(strategy, simulator)):
+            if found.fits:
+                yield found
+                if len(strategy.stages) > 1:  # segments of stages take longer
+                    break
 
 
 def _named(simulator: Simulator, batch: int) -> Iterator[Strategy]:

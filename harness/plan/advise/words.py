@@ -27,6 +27,10 @@ _LONGEST_LABEL = 50  # of a strategy, so that a row fits a terminal; --json has 
 _MILLION = 1e6
 _J_PER_KWH = 3.6e6
 _GPU = re.compile(r"NVIDIA|Tesla|GeForce|Quadro|TITAN|Instinct|Radeon|\b[RG]TX\b")
+_LABEL = re.compile(
+    r"(?P<name>.*?)(?P<saved>(?P<again>, recomputed(?P<segments> in segments)?)?"
+    r"(, sharded (?P<state>\w+))?)"
+)
 # A machine that costs less is said to add nothing.
 _LEAST_COST = 1.05
 # A change of hardware that brings less is not shown.
@@ -83,10 +87,18 @@ def first_sentence(advice: Advice) -> str:
 
 def _in_words(label: str) -> str:
     """A strategy within a sentence."""
-    name, _, state = label.partition(", sharded ")
-    state = "optimizer state" if state == "optimizer" else state
-    name = re.sub(r", (\d+ microbatches)", r" in \1", name)
-    return f"{name} (sharded {state})" if state else name
+    found = parse_label(label)
+    name = re.sub(r", (\d+ microbatches)", r" in \1", found["name"])
+    saved = found["saved"].replace("sharded optimizer", "sharded optimizer state")
+    return f"{name} ({saved.removeprefix(', ')})" if saved else name
+
+
+def parse_label(label: str) -> re.Match[str]:
+    """Name and `plan.report.memory_saved` of a strategy, as groups: `name`, `saved`, and of the
+    latter `again`, `segments` and `state`."""
+    found = _LABEL.fullmatch(label)
+    assert found is not None, "it matches anything"
+    return found
 
 
 def device_word(advice: Advice) -> str:
@@ -221,10 +233,14 @@ def _change_table(advice: Advice) -> list[str]:
 
 def _batch_table(advice: Advice) -> list[str]:
     rows = [
-        [one.strategy, one.devices, str(one.batch) if one.batch else "does not fit"]
+        [
+            one.strategy,
+            one.devices,
+            *(cell(n, lambda n: str(n or "does not fit")) for n in (one.batch, one.recomputed)),
+        ]
         for one in advice.largest
     ]
-    return ["", *table(["strategy", "devices", "largest global batch"], rows)]
+    return ["", *table(["strategy", "devices", "largest global batch", "recomputed"], rows)]
 
 
 def _notes(advice: Advice, shown: Presentation) -> Iterator[str]:
@@ -271,7 +287,12 @@ def advice_object(advice: Advice, shown: Presentation) -> dict[str, Any]:
             for change in advice.changes
         ],
         "largest_batch": [
-            {"strategy": one.strategy, "devices": one.devices, "batch": one.batch}
+            {
+                "strategy": one.strategy,
+                "devices": one.devices,
+                "batch": one.batch,
+                "recomputed_batch": one.recomputed,
+            }
             for one in advice.largest
         ],
         "uncertainty": shown.uncertainty.source,

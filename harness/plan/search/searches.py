@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from harness.domain.checkpoints import n_segments_of_least_memory
+from harness.domain.checkpoints import can_recompute, n_segments_of_least_memory
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, ShardState, Stage
 from harness.plan.costs import PlanRequest
@@ -67,6 +67,7 @@ class Searches:
         self.budget = default if request.budget is None else max(1, request.budget)
         self.counts = microbatch_counts(simulator, batch)
         self._spaces: dict[int, Space] = {}
+        self._recomputes = can_recompute(simulator.graph)
         # Of all plans, and of further ones where memory binds.
         self._state: ShardState = request.shard_state or "none"
         n_devices, options = simulator.cluster.n_devices, simulator.options
@@ -95,13 +96,12 @@ class Searches:
         """For single-stage strategies: whole batches first. Where memory binds, also recomputation
         and two that hold one small microbatch at a time."""
         flows = [_Flow(n, shard_state=self._state) for n in (1, 2, 4) if n in self.counts]
-        if self.objective.memory_binds:
+        if self.objective.memory_binds and self._recomputes:
             flows.append(_Flow(1, self._recomputed(), shard_state=self._state))
         if self.objective.memory_binds and self.counts[-1] > 1:
-            flows += [
-                _Flow(self.counts[-1], schedule="1f1b", shard_state=self._state),
-                _Flow(self.counts[-1], self._recomputed(), shard_state=self._state),
-            ]
+            flows.append(_Flow(self.counts[-1], schedule="1f1b", shard_state=self._state))
+            if self._recomputes:
+                flows.append(_Flow(self.counts[-1], self._recomputed(), shard_state=self._state))
         if self.objective.memory_binds and self._states:
             fitting = (s for s in self._states if f"ddp, sharded {s}" in self.objective.best_of)
             flows.append(_Flow(1, shard_state=next(fitting, self._states[-1])))
@@ -137,7 +137,8 @@ class Searches:
                     if self._state != "parameters" or schedule != "zero_bubble":
                         search.judge(pipeline, objective, schedule, shard_state=self._state)
                 if objective.memory_binds:
-                    search.judge(pipeline, objective, recompute=True, shard_state=self._state)
+                    if self._recomputes:
+                        search.judge(pipeline, objective, recompute=True, shard_state=self._state)
                     if self._states and any(len(group) > 1 for group in pipeline.groups):
                         state = self._states[k % len(self._states)]
                         search.judge(pipeline, objective, shard_state=state)

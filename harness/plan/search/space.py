@@ -14,6 +14,7 @@ from itertools import combinations, pairwise
 
 import msgspec
 
+from harness.domain.checkpoints import MOST_OF_STAGE, can_recompute, with_recomputation
 from harness.domain.cluster import Cluster
 from harness.domain.key_forms import POSITIONS, key_forms
 from harness.domain.partition import REPLICA, SAMPLE, Cut
@@ -23,6 +24,7 @@ from harness.domain.strategy import OperatorPlan, ShardState, Strategy
 from harness.plan import builders
 from harness.plan.bottleneck import balance, balance_in_turn
 from harness.plan.builders import experts_of
+from harness.plan.report import memory_saved
 from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.sharded_state import useful_states
 from harness.plan.simulate.simulator import Simulator, operator_seconds
@@ -209,18 +211,27 @@ def standard_strategies(
     balanced pipelines.
 
     Args:
-        shard_state: of all of them; None shards nothing but what memory needs: if ddp does not
-            fit, it comes with each state sharded too.
+        shard_state: of all of them; None shards nothing.
     """
     for strategy in _unsharded(simulator, batch):
-        kept = shard_state or "none"
-        yield msgspec.structs.replace(strategy, shard_state=kept)
-        if shard_state is not None or strategy.name != "ddp":
-            continue
-        if not simulator.simulate(strategy).fits:
-            for state in useful_states(simulator.cluster.n_devices, simulator.options):
-                name = f"ddp, sharded {state}"
-                yield msgspec.structs.replace(strategy, name=name, shard_state=state)
+        yield msgspec.structs.replace(strategy, shard_state=shard_state or "none")
+
+
+def leaner(
+    strategy: Strategy, simulator: Simulator, shard_state: ShardState | None = None
+) -> Iterator[Strategy]:
+    """Forms of a standard strategy that need less memory: ddp with each state sharded, unless all
+    are to shard `shard_state`; recomputed, a pipeline by stages and by segments."""
+    found = [strategy]
+    if strategy.name == "ddp" and shard_state is None:
+        states = useful_states(simulator.cluster.n_devices, simulator.options)
+        found += [msgspec.structs.replace(strategy, shard_state=state) for state in states]
+    if can_recompute(simulator.graph):
+        plain = [strategy, found[-1]] if len(found) > 1 else found[:1]
+        counts = (1, MOST_OF_STAGE) if len(strategy.stages) > 1 else (MOST_OF_STAGE,)
+        found += [with_recomputation(one, simulator.graph, n) for one in plain for n in counts]
+    for one in found[1:]:
+        yield msgspec.structs.replace(one, name=strategy.name + memory_saved(one))
 
 
 def _unsharded(simulator: Simulator, batch: int) -> Iterator[Strategy]:

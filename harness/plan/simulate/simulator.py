@@ -112,6 +112,7 @@ class Simulator:
             [is_product(op) and op.name not in frozen for op in graph.operators]
         )
         self._costs: dict[int, Costs] = {}
+        self._segments: dict[tuple[tuple[int, ...], int], list[int]] = {}  # of any batch
 
     def costs(self, samples: int) -> Costs:
         """Prices at one size of microbatch, cached."""
@@ -119,6 +120,7 @@ class Simulator:
             self._costs[samples] = Costs(
                 self.graph, self.profile, self.cluster, samples, self.options
             )
+            self._costs[samples].segments = self._segments
         return self._costs[samples]
 
     def simulate(self, strategy: Strategy) -> Simulation:

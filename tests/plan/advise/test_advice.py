@@ -18,7 +18,13 @@ from harness.measure.store import read_header
 from harness.plan import builders
 from harness.plan.__main__ import main
 from harness.plan.advise.advice import Adviser
-from harness.plan.advise.pricing import AdviceRequest, find_prices, largest_batch, load_prices
+from harness.plan.advise.pricing import (
+    AdviceRequest,
+    find_prices,
+    largest_batch,
+    load_prices,
+    price,
+)
 from harness.plan.advise.sets import (
     next_ethernet,
     node_classes,
@@ -214,6 +220,18 @@ def test_data_parallelism_shards_its_state_where_only_that_fits():
     assert batches["ddp, sharded parameters", "all machines"] == 307
 
 
+def test_activations_are_recomputed_where_sharded_state_does_not_help():
+    # 1.4 GB of training state and 2.3 GB of activations.
+    graph = vit(320)
+    request = AdviceRequest(
+        graph=graph, profile=vit_profile(graph, 1.3, 2.7, 0.02), batch=640, families=("ddp",),
+        optimizer="adamw", memory_bytes=2_900_000_000,
+    )  # fmt: skip
+    found = price(request, part_of(tesla(), [0, 1]))
+    assert found is not None
+    assert found.label == "ddp, recomputed"
+
+
 def test_equal_nodes_are_interchangeable():
     assert node_classes(tesla()) == [[0, 1, 2], [3], [4]]
     # 4 x 2 x 2 - 1 sets of classes; equal nodes differ in number only.
@@ -357,6 +375,9 @@ def test_the_command_reads_a_results_directory(results, capsys):
     assert found["sets"][1]["predicted_step_s"] == pytest.approx(0.2198, rel=1e-3)
     assert found["sets"][1]["kwh_per_million"] is None
     assert [one["devices"] for one in found["largest_batch"][:3]] == [GTX_1070, P4, RTX_3070]
+    # Two cuts keep two of twelve outputs, and a segment of four runs again.
+    (batch, again) = (found["largest_batch"][2][key] for key in ("batch", "recomputed_batch"))
+    assert again / batch == pytest.approx(12 / 6, rel=0.1)
     assert json.loads(plan.read_text())["name"] == "single"
 
 

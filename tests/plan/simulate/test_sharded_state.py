@@ -163,6 +163,7 @@ def test_data_parallelism_shards_what_memory_needs(memory, state):
     options = SimulatorOptions(bucket_bytes=100_000)
     found = search_portfolio(request, options=options)
     fitting = {name for name in found.objective.best_of if name.startswith("ddp")}
+    fitting = {name for name in fitting if "recomputed" not in name}
     names = ["ddp", *(f"ddp, sharded {each}" for each in SHARD_STATES[1:])]
     wanted = names[:1] if state == "none" else names[SHARD_STATES.index(state) :]
     assert fitting == set(wanted)
