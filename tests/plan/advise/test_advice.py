@@ -17,14 +17,9 @@ from harness.errors import ConfigError
 from harness.measure.store import read_header
 from harness.plan import builders
 from harness.plan.__main__ import main
+from harness.plan.advise import pricing
 from harness.plan.advise.advice import Adviser
-from harness.plan.advise.pricing import (
-    AdviceRequest,
-    find_prices,
-    largest_batch,
-    load_prices,
-    price,
-)
+from harness.plan.advise.pricing import AdviceRequest, find_prices, largest_batch, load_prices
 from harness.plan.advise.sets import (
     next_ethernet,
     node_classes,
@@ -227,8 +222,7 @@ def test_activations_are_recomputed_where_sharded_state_does_not_help():
         graph=graph, profile=vit_profile(graph, 1.3, 2.7, 0.02), batch=640, families=("ddp",),
         optimizer="adamw", memory_bytes=2_900_000_000,
     )  # fmt: skip
-    found = price(request, part_of(tesla(), [0, 1]))
-    assert found is not None
+    found = pricing.price(request, part_of(tesla(), [0, 1]))
     assert found.label == "ddp, recomputed"
 
 
