@@ -196,7 +196,7 @@ def _rate(summary: TrainingSummary) -> list[str]:
         return ["-"] * 5
     return [
         format_duration(step.median),
-        f"{format_duration(step.low)} to {format_duration(step.high)}",
+        interval_words(step),
         cell(summary.throughput, format_number),
         cell(summary.throughput_per_device, format_number),
         f"{cell(summary.first_loss, '.4g')} to {cell(summary.last_loss, '.4g')}",
