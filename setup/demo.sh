@@ -57,6 +57,8 @@ run_locally() {
 }
 
 bash setup/install.sh
+# Refuses wrong flags before there is a cluster.
+(($# == 0)) || [[ " $* " == *" + "* ]] || ./entry.sh "$@" --dry-run >/dev/null
 status=0
 figure='' # process that draws it
 trap take_down EXIT
