@@ -75,7 +75,7 @@ def test_a_slice_that_a_rank_keeps_gets_the_layout_that_the_others_receive(ranks
     assert finding.is_equal, finding.text()
 
 
-def next_by_search(graph, start, bytes_per_s, n_frozen, most_replicas):
+def next_by_search(graph, start, bytes_per_s, n_frozen, most_replicas, budget):
     """The plan of the frozen model on three ranks, found as training finds it."""
     cluster = Cluster.uniform(3, 1, inside_bytes_per_s=bytes_per_s, memory_bytes=1 << 40)
     rates = {"device": DeviceRates(flops_per_s=1e7, memory_bytes_per_s=1e9)}
@@ -84,7 +84,7 @@ def next_by_search(graph, start, bytes_per_s, n_frozen, most_replicas):
     found = search_again(
         SearchAgain(
             graph=graph, cluster=cluster, profile=profile, options=options, batch=start.batch,
-            budget=200, start=start, most_replicas=most_replicas,
+            budget=budget, start=start, most_replicas=most_replicas,
         )
     )  # fmt: skip
     assert found.strategy is not None, found.error
@@ -92,17 +92,17 @@ def next_by_search(graph, start, bytes_per_s, n_frozen, most_replicas):
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "bytes_per_s", "n_fewer"),
-    [("vit", "sgd", 1e5, 2), ("mlp", "adamw", 1e6, 1)],
+    ("model", "optimizer", "bytes_per_s", "n_fewer", "budget"),
+    [("vit", "sgd", 1e5, 2, 1000), ("mlp", "adamw", 1e6, 1, 200)],
 )
 def test_freezing_shrinking_and_replicating_equal_one_device(
-    model, optimizer, bytes_per_s, n_fewer, ranks
+    model, optimizer, bytes_per_s, n_fewer, budget, ranks
 ):
     """Links are slow, so a pipeline of three shrinks; at the end most of the model is frozen."""
     graph = small_graph(model)
     start = named_strategies(graph, 3, 6)["1f1b"]
-    fewer = next_by_search(graph, start, bytes_per_s, 1, most_replicas=1)
-    more = next_by_search(graph, start, bytes_per_s, 2, most_replicas=None)
+    fewer = next_by_search(graph, start, bytes_per_s, 1, 1, budget)
+    more = next_by_search(graph, start, bytes_per_s, 2, None, budget)
     used = [{d for own in one.stage_devices() for d in own} for one in (fewer, more)]
     assert [len(devices) for devices in used] == [n_fewer, 3]
     case = Case(
