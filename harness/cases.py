@@ -268,10 +268,12 @@ def find_resumed(
     Logs a line about an earlier run whose state is loaded, or could be; rank 0 only.
     """
     find = plan.case.workload.find_continuation
-    for last in find_earlier(results, plan, planned, n_started) if find else ():
+    if find is None:
+        return None
+    for last in find_earlier(results, plan, planned, n_started):
         if is_whole(last.header):
             return last.header if last.header.config.get("continues") else None
-        if find and (found := find(plan.case.config, results / last.header.run_id, ())):
+        if found := find(plan.case.config, results / last.header.run_id, ()):
             _log.info("%s: %s", plan.title, last.text(found))
             return None if last.refusal else found
     return None

@@ -154,11 +154,9 @@ class LayoutSearch:
                     yield choice
                     if choice.memory_bytes <= self.limit_bytes:
                         break
-                if (
-                    segments
-                    and choice.shard_state == self._states(layout.dp)[0]
-                    and (choice.memory_bytes <= self.limit_bytes)
-                ):  # segments would take longer
+                fits_unsharded = choice.shard_state == self._states(layout.dp)[0]
+                fits_unsharded &= choice.memory_bytes <= self.limit_bytes
+                if segments and fits_unsharded:  # segments would take longer
                     break
 
     def _states(self, n_replicas: int) -> tuple[ShardState, ...]:
