@@ -286,13 +286,15 @@ def check_batches(planned: Sequence[PlannedRun], results: Path, n_started: int) 
     Raises:
         ConfigError: a run of more ranks and as many samples a rank could go on.
     """
-    counts = sorted({len(header.ranks) for _, header in headers_in(results)})
-    for plan in planned:
+    counts = {len(header.ranks) for _, header in headers_in(results)}
+    larger = sorted(n for n in counts if n > n_started)
+    for plan in planned if larger else ():
         case, n_ranks, find = plan.case, len(plan.ranks), plan.case.workload.find_continuation
-        own = find_earlier(results, plan, planned, n_started)
-        if find is None or any(not last.refusal for last in own):
+        if find is None:
             continue
-        for n in (n for n in counts if n > n_started):
+        if any(not last.refusal for last in find_earlier(results, plan, planned, n_started)):
+            continue
+        for n in larger:
             batch = case.config.batch * n // n_ranks
             other = replace(case, config=replace(case.config, batch=batch, n_ranks=n))
             like = replace(plan, case=other, ranks=tuple(range(n)))
