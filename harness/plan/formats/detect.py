@@ -73,6 +73,21 @@ def read_strategy_file(path: Path) -> Imported:
     return detect(read_file(path, "strategy file", StrategyError, is_given=True), source=str(path))
 
 
+def load_strategy_file(path: Path) -> Strategy:
+    """Read a strategy in the harness's own format.
+
+    Raises:
+        StrategyError: missing, malformed, or of another format; names the path.
+    """
+    found = read_strategy_file(path)
+    if not isinstance(found.content, Strategy):
+        raise StrategyError(
+            f"{path} is a {found.format}: convert it by `python -m harness.plan convert {path} "
+            "--to harness --graph GRAPH --output OUT.json`, and train that"
+        )
+    return found.content
+
+
 def detect(data: bytes, *, source: str) -> Imported:
     """Tell the format by content, not by the file's name.
 

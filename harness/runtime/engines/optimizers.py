@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -24,6 +24,8 @@ class OptimizerOptions:
     """An optimizer and its hyperparameters; only sgd uses `momentum`.
 
     Attributes:
+        factory: makes a user's own optimizer of named parameters, or slices of them, in the place
+            of the one that the other attributes describe.
         no_decay: parameters that `weight_decay` leaves alone: patterns of names such as
             `*.bias`, and `1d` for those of fewer than two dims.
         max_grad_norm: norm of all gradients, down to which larger ones are scaled; None: any.
@@ -37,6 +39,7 @@ class OptimizerOptions:
     no_decay: tuple[str, ...] = ()
     max_grad_norm: float | None = None
     ema: float | None = None
+    factory: Callable[[list[tuple[str, nn.Parameter]]], Optimizer] | None = None
 
     @property
     def n_states(self) -> int:
@@ -106,6 +109,39 @@ def make_optimizer(
     Raises:
         ConfigError: there is no such optimizer.
     """
+    if options.factory is not None:
+        optimizer = options.factory(list(parameters))
+    else:
+        optimizer = _known_optimizer(parameters, options, device)
+    if options.ema is not None:
+        _keep_averages(optimizer, options.ema)
+    return optimizer
+
+
+def checked_optimizer(optimizer: Any, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    """An optimizer that a user's factory has made of named parameters.
+
+    Raises:
+        ConfigError: it is none, or leaves out a parameter.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"the optimizer's factory returned a {type(optimizer).__name__}, not a "
+            "torch.optim.Optimizer: return the optimizer of the parameters that it is given"
+        )
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if missing := [name for name, parameter in named if parameter not in held]:
+        raise ConfigError(
+            f"the optimizer has {len(named) - len(missing)} of {len(named)} parameters, "
+            f"{missing[0]} is missing: give it all, and set requires_grad to False before for what "
+            "shall not be trained"
+        )
+    return optimizer
+
+
+def _known_optimizer(
+    parameters: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions, device: torch.device
+) -> Optimizer:
     check_optimizer(options.name)
     groups: Groups = [{"params": []}]
     if options.no_decay:
@@ -114,10 +150,7 @@ def make_optimizer(
     for name, parameter in parameters:
         groups[options.group_of(name, parameter.dim())]["params"].append(parameter)
         is_fused = is_fused and parameter.is_floating_point()
-    optimizer = OPTIMIZERS[options.name](groups, options, is_fused)
-    if options.ema is not None:
-        _keep_averages(optimizer, options.ema)
-    return optimizer
+    return OPTIMIZERS[options.name](groups, options, is_fused)
 
 
 # Key of a parameter's average in the optimizer's state, with which it is saved, cut and moved; key
@@ -162,7 +195,8 @@ def average_of(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     return average.detach()
 
 
-# Tensors that an optimizer keeps of each parameter, beside its number of steps.
+# Tensors that an optimizer keeps of each parameter, beside its number of steps and others by its
+# options; a user's own may keep any.
 _KEPT: dict[type[Optimizer], set[str]] = {
     SGD: {"momentum_buffer"},
     AdamW: {"exp_avg", "exp_avg_sq"},
@@ -181,8 +215,9 @@ def checked_state(
     state = {
         n: {k: v for k, v in values.items() if k not in left_out} for n, values in state.items()
     }
-    kept, found = _KEPT[type(optimizer)], {k for v in state.values() for k in v} - {"step", AVERAGE}
-    if found not in (kept, set()):
+    found = {k for v in state.values() for k in v} - {"step", AVERAGE}
+    kept = _KEPT.get(type(optimizer), found)
+    if found and not kept <= found:
         raise ConfigError(
             f"the state has {' and '.join(sorted(found))} of each parameter, this optimizer keeps "
             f"{' and '.join(sorted(kept))}: give the --optimizer that saved it"

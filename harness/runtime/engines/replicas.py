@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.errors import VerificationError
+from harness.errors import ModelError, VerificationError
+from harness.runtime.ranks.gather import gather_bytes
 from harness.runtime.ranks.world import World
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,3 +63,23 @@ def verify_replicas(model: nn.Module, world: World) -> str:
                 "training"
             )
     return digest(model)
+
+
+def check_alike(model: nn.Module, world: World) -> None:
+    """Check that every rank has built the same model; all ranks must call it.
+
+    Raises:
+        ModelError: names a rank and the first tensor that differs; raised on every rank.
+    """
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    mine = {name: fingerprint_of(tensor).tolist() for name, tensor in tensors}
+    first, *others = (
+        msgspec.json.decode(b) for b in gather_bytes(msgspec.json.encode(mine), world)
+    )
+    for rank, other in enumerate(others, start=1):
+        unequal = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if unequal:
+            raise ModelError(
+                f"ranks 0 and {rank} have unequal {unequal[0]}: call torch.manual_seed before the "
+                "model is made, or load the same weights on all ranks"
+            )

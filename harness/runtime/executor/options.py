@@ -49,6 +49,11 @@ class ExecutorPlan:
 
     def check(self, graph: Graph, n_ranks: int) -> None:
         """Check the strategy against model, ranks and schedule."""
+        if self.strategy.n_devices > n_ranks:
+            raise StrategyError(
+                f"strategy {self.strategy.name!r} is for {self.strategy.n_devices} devices, and "
+                f"there are {n_ranks} ranks: start more, or search again"
+            )
         ranks = Cluster.uniform(1, n_ranks, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
         validate(self.strategy, graph, ranks)
         self.check_schedule()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 import torch
+import torch.distributed as dist
 
+from harness.errors import LaunchError
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
 
@@ -45,6 +48,34 @@ class World:
     memory_bytes: int
     n_sharing: int = 1
     mpi: Any = None
+
+    @classmethod
+    def of_program(cls, device: torch.device | str | None = None) -> Self:
+        """The view of a program that has joined a process group of its own.
+
+        Args:
+            device: the current GPU under NCCL, else the CPU.
+
+        Raises:
+            LaunchError: it has joined none.
+        """
+        if not dist.is_initialized():
+            raise LaunchError(
+                "this program has no process group: call torch.distributed.init_process_group "
+                "first, and start it by torchrun"
+            )
+        has_nccl = "cuda:nccl" in dist.get_backend_config() and torch.cuda.is_available()
+        found = torch.device(device or ("cuda" if has_nccl else "cpu"))
+        if found.type == "cuda":  # under gloo too, for events and streams
+            torch.cuda.set_device(torch.cuda.current_device() if found.index is None else found)
+            found = torch.device("cuda", torch.cuda.current_device())
+        backend = "nccl" if has_nccl and found.type == "cuda" else "gloo"
+        host, size = platform.node(), dist.get_world_size()
+        return cls(
+            rank=dist.get_rank(), size=size, hostname=host, hostnames=[host] * size, device=found,
+            device_kind=found.type, backend=backend, backend_reason="the program's",
+            interface="", n_cores=1.0, n_threads=torch.get_num_threads(), memory_bytes=0,
+        )  # fmt: skip
 
     @property
     def wire(self) -> torch.device:

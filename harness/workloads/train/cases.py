@@ -14,7 +14,7 @@ from harness.domain.checkpoints import MOST_OF_STAGE
 from harness.domain.schedule import check_schedule
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, StrategyError
-from harness.plan.formats.detect import read_strategy_file
+from harness.plan.formats.detect import load_strategy_file
 from harness.plan.layouts.degrees import parse_layout
 from harness.runtime.data import DATA, DataOptions, entry_for, entry_of, fit_to_data
 from harness.runtime.engines.optimizers import check_optimizer
@@ -67,13 +67,7 @@ def load_for(case: TrainCase) -> Strategy:
         StrategyError: the file is missing, malformed, or for another batch or more ranks.
     """
     path = Path(case.strategy)
-    found = read_strategy_file(path)
-    strategy = found.content
-    if not isinstance(strategy, Strategy):
-        raise StrategyError(
-            f"{path} is a {found.format}: convert it by `python -m harness.plan convert {path} "
-            "--to harness --graph GRAPH --output OUT.json`, and train that"
-        )
+    strategy = load_strategy_file(path)
     _check_batch(strategy, path, case)
     if strategy.n_devices > case.n_ranks:
         raise StrategyError(
@@ -97,9 +91,8 @@ def check_files(case: TrainCase) -> None:
         load_for(case)
     for text in case.change:
         path = parse_change(text)[1]
-        strategy = read_strategy_file(path).content
-        if isinstance(strategy, Strategy):  # its ranks may be those that --resume has lost
-            _check_batch(strategy, path, case)
+        # Its ranks may be those that --resume has lost.
+        _check_batch(load_strategy_file(path), path, case)
     entry_of(case.data).check(data_options(case))
     if case.load_state is not None:
         from harness.runtime.executor.state.files import check_sharded

@@ -88,8 +88,11 @@ class StateGatherer:
         return self._model_names.get(piece.name, piece.name)
 
     def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that this rank updates, by the model's names."""
-        return [(self._model_name(piece), p) for piece, p in self._owners.own.items()]
+        """The parameters that this rank updates, by the model's names; a new one of one element if
+        there are none, because an optimizer needs one."""
+        own = [(self._model_name(piece), p) for piece, p in self._owners.own.items()]
+        name = min(self.trained_names(), default="")
+        return own or [(name, nn.Parameter(torch.zeros(1, device=self._world.device)))]
 
     def whole(self, parts: Parts) -> dict[str, Tensor]:
         """Assemble tensors from all ranks' slices, in host memory; all ranks must call it."""
@@ -159,8 +162,13 @@ class StateGatherer:
                 state.setdefault(numbers[name], {})[key] = tensor
         for name, values in _merged(self._world, single).items():
             state.setdefault(numbers[name], {}).update(values)
+        places = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        own = {self._model_name(piece): places[p] for piece, p in self._owners.own.items()}
+        group_of = dict(self.parameters)
+        for found in gather_objects(self._world, own):
+            group_of |= found  # a user's own optimizer has groups of its own
         groups = [
-            {**group, "params": [numbers[n] for n, own in self.parameters.items() if own == index]}
+            {**group, "params": [numbers[name] for name, k in group_of.items() if k == index]}
             for index, group in enumerate(optimizer.state_dict()["param_groups"])
         ]
         return {"state": dict(sorted(state.items())), "param_groups": groups}
@@ -176,6 +184,7 @@ class StateGatherer:
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     by_key.setdefault(key, {})[piece] = value
                 else:
+                    _check_uncut(key, value, piece, self._shapes[piece.name])
                     # On the host, because other ranks have other devices.
                     kept = value.cpu() if isinstance(value, Tensor) else value
                     single.setdefault(self._model_name(piece), {})[key] = kept
@@ -246,7 +255,7 @@ class StateGatherer:
             values = stored.get(numbers[self._model_name(piece)], {})
             shape = self._shapes[piece.name]
             sliced[places[parameter]] = {
-                key: _part_of(value, piece, shape) for key, value in values.items()
+                key: _part_of(key, value, piece, shape) for key, value in values.items()
             }
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": sliced, "param_groups": groups})
@@ -263,11 +272,25 @@ def _tensor_of(model: Mapping[str, Tensor], name: str, shape: torch.Size) -> Ten
     return found
 
 
-def _part_of(value: Any, piece: WeightSlice, whole: torch.Size) -> Any:
+def _check_uncut(key: str, value: Any, piece: WeightSlice, whole: torch.Size) -> None:
+    """Refuse an optimizer's state that cannot be cut as the parameter is."""
+    is_cut = piece.n_elements != whole.numel()
+    if is_cut and isinstance(value, Tensor) and value.numel() > 1:
+        raise ConfigError(
+            f"the optimizer keeps {key} of {tuple(value.shape)} for {piece.name} of "
+            f"{tuple(whole)}, which the strategy cuts: use an optimizer that treats each element "
+            "by itself, or a strategy that keeps this parameter whole"
+        )
+
+
+def _part_of(key: str, value: Any, piece: WeightSlice, whole: torch.Size) -> Any:
     """A slice as a copy, because each slice of a parameter counts its steps."""
     if not isinstance(value, Tensor):
         return value
-    return piece.take(value).clone() if value.shape == whole else value.clone()
+    if value.shape == whole:
+        return piece.take(value).clone()
+    _check_uncut(key, value, piece, whole)
+    return value.clone()
 
 
 def _in_order(piece: WeightSlice) -> tuple[str, tuple[tuple[int, int], ...]]:

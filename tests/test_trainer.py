@@ -1,0 +1,133 @@
+"""A program's own training by a strategy, against plain PyTorch on one device."""
+
+import multiprocessing
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from trainer_on_ranks import (
+    BATCH,
+    MAX_NORM,
+    N_EPOCHS,
+    make_data,
+    make_model,
+    make_optimizer,
+    make_scheduler,
+    train_and_change,
+)
+
+from harness.domain.cluster import Cluster
+from harness.errors import ConfigError, DataError, LaunchError, ModelError, StrategyError
+from harness.plan.builders import pipeline, single, tensor_parallel
+from harness.runtime.capture.capture import capture
+from harness.runtime.data import BatchPlan
+from harness.runtime.models import ModelOptions
+from harness.runtime.models.factory import task_of
+from harness.trainer import Trainer
+
+N_RANKS = 3
+
+
+def graph():
+    return capture(task_of("words", make_model(), ModelOptions()), BATCH, "words").graph
+
+
+def train_plainly():
+    """The losses and the state of plain PyTorch."""
+    model, _ = make_model()
+    optimizer = make_optimizer(list(model.named_parameters()))
+    scheduler, data = make_scheduler(optimizer), make_data()
+    plan = BatchPlan(n_samples=len(data), shares=(BATCH,), positions=((),), is_shuffled=True)
+    losses = []
+    for step in range(N_EPOCHS * plan.n_steps_per_epoch):
+        samples = [data[k] for k in plan.global_indices(step)]
+        words, labels = (torch.stack([s[key] for s in samples]) for key in ("words", "labels"))
+        logits = model(words=words)["logits"]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        losses.append(loss.item())
+        if step % plan.n_steps_per_epoch == plan.n_steps_per_epoch - 1:
+            scheduler.step()
+    return losses, model.state_dict()
+
+
+def test_strategies_train_what_plain_pytorch_does(tmp_path):
+    found = graph()
+    names = [op.name for op in found.operators if op.kind != "input"]
+    # Two of the three ranks; the third idles.
+    before = pipeline(found, BATCH, [names[:2], names[2:]], [[1], [0]], n_microbatches=3)
+    (tmp_path / "strategy.json").write_bytes(before.to_json())
+    cluster = Cluster.uniform(1, N_RANKS, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
+    after = msgspec.structs.replace(tensor_parallel(found, cluster, BATCH), shard_state="optimizer")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["harness.trainer", "torch._dynamo"])
+    ranks = [
+        context.Process(
+            target=train_and_change,
+            args=(rank, N_RANKS, str(tmp_path), str(tmp_path / "strategy.json"), after),
+        )
+        for rank in range(N_RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0] * N_RANKS
+    wanted_losses, wanted = train_plainly()
+    for rank in range(N_RANKS):
+        losses, state, groups, refusals = torch.load(tmp_path / f"result{rank}")
+        assert losses == pytest.approx(wanted_losses, rel=1e-12)
+        assert list(state) == list(wanted)
+        assert groups == [[0], [1, 2, 3, 4]]
+        torch.testing.assert_close(state, dict(wanted), rtol=1e-10, atol=1e-12)
+        assert "got Tensor: give what batches() of this Trainer yields" in refusals["wrong batch"]
+        assert "is of the optimizer AdamW, this one is RMSprop" in refusals["other optimizer"]
+        assert "which the strategy cuts: use an optimizer" in refusals["factors"]
+        assert refusals["unequal weights"].startswith("ranks 0 and 2 have unequal")
+
+
+def test_a_program_without_a_process_group_is_refused():
+    with pytest.raises(LaunchError, match="this program has no process group"):
+        Trainer(*make_model(), strategy="none.json", optimizer=make_optimizer)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def leave_out(named):
+    return torch.optim.SGD([p for name, p in named if name != "last.bias"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"strategy": "none.json"}, StrategyError, "none.json"),
+        ({"strategy": lambda g: single(g, BATCH, device=1)}, StrategyError, "2 devices, and"),
+        ({"model": nn.Linear(2, 2), "example": torch.rand(2, 2)}, StrategyError, "another model"),
+        ({"model": nn.Linear(2, 2), "example": None}, ModelError, "no example inputs of Linear"),
+        ({"dtype": "half"}, ConfigError, "'half' is none of fp32, bf16, fp16"),
+        ({"optimizer": leave_out}, ConfigError, "4 of 5 parameters, last.bias is missing"),
+        ({"optimizer": lambda named: named}, ConfigError, "returned a list"),
+        ({"data": make_data()[:4]}, DataError, "holds 4 samples, one batch"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+@pytest.mark.usefixtures("alone")
+def test_what_does_not_fit_is_refused(changes, error, message):
+    model, example = make_model()
+    given = {"model": model, "example": example, "optimizer": make_optimizer} | changes
+    data = given.pop("data", make_data())
+    strategy = given.get("strategy", lambda found: single(found, BATCH))
+    given["strategy"] = strategy(graph()) if callable(strategy) else strategy
+    with pytest.raises(error, match=message):
+        next(Trainer(**given).batches(data))

@@ -1,0 +1,118 @@
+"""What each rank of the trainer's test runs; importable by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from harness.domain.strategy import Strategy
+from harness.errors import HarnessError
+from harness.trainer import NamedParameters, Trainer
+
+BATCH, N_EPOCHS, MAX_NORM = 6, 3, 0.5
+
+
+class Words(nn.Module):
+    """A class for each word; its input is a keyword, so that the harness wraps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.inner, self.last = nn.Linear(8, 12), nn.Linear(12, 5)
+
+    def forward(self, *, words: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.last(torch.relu(self.inner(self.table(words))))}
+
+
+def make_model(seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(seed)
+    return Words().double(), {"words": torch.arange(8).view(2, 4)}
+
+
+def make_data() -> list[dict[str, torch.Tensor]]:
+    """Fifteen samples, of which some words have no target."""
+    drawn = torch.Generator().manual_seed(1)
+    words = torch.randint(11, (15, 4), generator=drawn)
+    labels = torch.randint(-2, 5, (15, 4), generator=drawn)
+    labels[labels < 0] = -100
+    return [{"words": w, "labels": y} for w, y in zip(words, labels, strict=True)]
+
+
+def make_optimizer(named: NamedParameters) -> Optimizer:
+    """Two groups with rates of their own."""
+    table = [p for name, p in named if name.startswith("table.")]
+    others = [p for name, p in named if not name.startswith("table.")]
+    return torch.optim.AdamW(
+        [{"params": table, "lr": 0.03}, {"params": others, "weight_decay": 0.1}],
+        lr=0.01,
+        amsgrad=True,
+    )
+
+
+def make_scheduler(optimizer: Optimizer) -> StepLR:
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
+def _refused(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except HarnessError as error:
+        return str(error)
+    return "not refused"
+
+
+def train_and_change(rank: int, size: int, directory: str, before: str, after: Strategy) -> None:
+    """Train two epochs by a strategy's file, then one by another strategy."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    data, losses = make_data(), []
+
+    def make(strategy: Strategy | str, seed: int = 0, optimizer: Any = make_optimizer) -> Trainer:
+        return Trainer(
+            *make_model(seed), strategy=strategy, optimizer=optimizer, max_grad_norm=MAX_NORM
+        )
+
+    def train(trainer: Trainer, epoch: int) -> None:
+        for batch in trainer.batches(data, epoch=epoch):
+            losses.append(trainer.mean_loss(trainer.step(batch)))
+
+    # Rank 0 alone has the file.
+    first = make(before if rank == 0 else "no file")
+    scheduler = make_scheduler(first.optimizer)
+    for epoch in range(2):
+        train(first, epoch)
+        scheduler.step()
+    groups = [one["params"] for one in first._engine.full_state()["optimizer"]["param_groups"]]
+    first.save(f"{directory}/saved")
+    refusals = {"wrong batch": _refused(lambda: first.step(torch.zeros(2)))}  # type: ignore[arg-type]
+    first.close()
+
+    second = make(after, seed=7)
+    make_scheduler(second.optimizer)
+    second.load(f"{directory}/saved")
+    train(second, 2)
+    state = second.state_dict()
+    second.close()
+
+    other = make(after, optimizer=torch.optim.RMSprop)
+    refusals["other optimizer"] = _refused(lambda: other.load(f"{directory}/saved"))
+    other.close()
+    whole = make(after, optimizer=torch.optim.Adafactor)
+    for batch in whole.batches(data[:BATCH]):
+        whole.step(batch)
+    refusals["factors"] = _refused(lambda: whole.save(f"{directory}/factors"))
+    whole.close()
+    refusals["unequal weights"] = _refused(lambda: make(after, seed=rank // 2))
+    torch.save((losses, state, groups, refusals), Path(directory, f"result{rank}"))
+    dist.barrier()
+    dist.destroy_process_group()
