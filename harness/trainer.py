@@ -155,7 +155,8 @@ class Trainer:
     def batches(
         self, data: Any, *, epoch: int = 0, shuffle: bool = True, n_workers: int = 0
     ) -> Iterator[RankBatch]:
-        """Iterate over this rank's samples of an epoch's batches, the same under every strategy.
+        """Iterate over this rank's samples of an epoch's whole batches, the same under every
+        strategy; samples after the last whole one are left out.
 
         Args:
             data: has a length and samples by index, as `--data` takes them; a sample depends on
