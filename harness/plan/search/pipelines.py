@@ -18,12 +18,11 @@ few orders of the devices (by node, fastest first, slowest first).
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, islice, permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +41,8 @@ MOST_SEGMENTS = 40  # operators are merged into so many runs before the programm
 MOST_RUN = 8  # devices: larger groups are multiples of it, or all that are left
 MOST_PAIRS = 3  # kept per state, unless there are so few pipelines that all can be kept
 ALL_PIPELINES_UP_TO = 20_000
+ALIKE = 0.01  # times of devices and links that differ by less are equal
+PROBE_BYTES = 1 << 20
 
 Group = tuple[int, ...]
 
@@ -186,8 +187,38 @@ class PipelineSearch:
         found: list[Pipeline] = []
         for order in self._orders():
             found += self._programme(order, limit_s, is_over)
-        unique = {(p.ends, p.groups): p for p in found if len(p.groups) > 1}
-        return heapq.nsmallest(n_best, unique.values(), key=lambda p: (p.bound_s, p.ends, p.groups))
+        first = self._interchangeable()
+        unique: dict[object, Pipeline] = {}
+        for p in sorted(found, key=lambda p: (p.bound_s, p.ends, p.groups)):
+            if len(p.groups) > 1:
+                places = tuple(tuple(sorted(first[d] for d in group)) for group in p.groups)
+                unique.setdefault((p.ends, places), p)
+        return list(islice(unique.values(), n_best))
+
+    def _interchangeable(self) -> list[int]:
+        """By device, the first one with which it may change places in any pipeline: as fast, and
+        with links as fast to all others. Where groups follow fixed orders, each is its own."""
+        n = self.costs.n_devices
+        first = list(range(n))
+        if n <= ALL_SUBSETS_UP_TO:
+            for a, b in combinations(range(n), 2):
+                if first[a] == a and first[b] == b and self._is_like(a, b):
+                    first[b] = a
+        return first
+
+    def _is_like(self, a: int, b: int) -> bool:
+        devices, network = self.simulator.cluster.devices, self.simulator.network
+        swapped = {a: b, b: a}
+        pairs = list(permutations(range(self.costs.n_devices), 2))
+        before = [network.transfer_s(c, d, PROBE_BYTES) for c, d in pairs]
+        after = [
+            network.transfer_s(swapped.get(c, c), swapped.get(d, d), PROBE_BYTES) for c, d in pairs
+        ]
+        return (
+            devices[a].memory_bytes == devices[b].memory_bytes
+            and np.allclose(self._seconds[:, a], self._seconds[:, b], rtol=ALIKE, atol=0)
+            and np.allclose(before, after, rtol=ALIKE, atol=0)
+        )
 
     def _orders(self) -> list[tuple[int, ...] | None]:
         """Orders of devices from which groups are taken; None for all subsets."""
