@@ -8,7 +8,7 @@ rounding from errors. The error names the first operator whose output or gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from harness.runtime.faithfulness.outcomes import (
     Keep,
     Narrowing,
     OperatorRun,
-    RandomSources,
     TrainedBatch,
     difference_of,
     first_beyond,
@@ -42,9 +41,9 @@ from harness.runtime.faithfulness.outcomes import (
     names_beyond,
     preserved,
     rounding_of,
-    seed_all,
     widened,
 )
+from harness.runtime.faithfulness.sides import AccumulatesTwice, Loss, Side
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import raise_on_all_ranks
 from harness.runtime.ranks.world import World
@@ -55,45 +54,6 @@ _SEED = 20
 # Steps after which a model that counts may compute something else.
 _LATER = (7, 100, 10_000, 10_000_000)
 _LONGEST = 160  # characters quoted from another library's message
-
-Loss = Callable[[Any, Batch], Tensor]
-
-
-class _Side:
-    """One of the two compared: the model or its graph.
-
-    Args:
-        parameters, buffers: return tensors by the model's names.
-    """
-
-    def __init__(
-        self,
-        call: Callable[[Batch], Any],
-        parameters: Callable[[], Mapping[str, Tensor]],
-        buffers: Callable[[], Mapping[str, Tensor]],
-    ) -> None:
-        self._call, self._parameters, self._buffers = call, parameters, buffers
-
-    def train(self, batches: Sequence[Batch], loss_of: Loss, keep: Keep) -> list[TrainedBatch]:
-        """Run forward and backward of each batch, without optimizer steps, from a fixed seed."""
-        seed_all(_SEED)
-        return [self._train(k, batch, loss_of, keep) for k, batch in enumerate(batches)]
-
-    def _train(self, k: int, batch: Batch, loss_of: Loss, keep: Keep) -> TrainedBatch:
-        parameters = self._parameters()
-        for parameter in parameters.values():
-            parameter.grad = None
-        loss = loss_of(self._call(batch), batch)
-        loss.backward()
-        zero = torch.zeros(1, dtype=torch.float64)
-        tensors = {"loss": keep(k, "loss", loss)}
-        for parameter_name, parameter in parameters.items():
-            gradient, parameter.grad = parameter.grad, None
-            name = f"gradient of {parameter_name}"
-            tensors[name] = keep(k, name, zero if gradient is None else gradient)
-        for name, buffer in self._buffers().items():
-            tensors[f"buffer {name}"] = keep(k, f"buffer {name}", buffer)
-        return TrainedBatch(float(loss.detach()), tensors, RandomSources().digests())
 
 
 def hold_to_model(task: Task, captured: Captured, name: str, dtype: str = "fp32") -> None:
@@ -132,12 +92,12 @@ class _Comparison:
         self._meta = MetaModel(captured, task.inputs, self._device)
         self._outputs: Any = None  # the model's latest outputs
         root = task.model
-        self._model = _Side(
+        self._model = Side(
             self._call_model,
             lambda: dict(root.named_parameters()),
             lambda: dict(root.named_buffers()),
         )
-        self._graph = _Side(self._call_graph, self._graph_parameters, self._graph_buffers)
+        self._graph = Side(self._call_graph, self._graph_parameters, self._graph_buffers)
 
     def _call_model(self, batch: Batch) -> Any:
         self._outputs = None
@@ -238,13 +198,18 @@ class _Comparison:
 
     def _train(
         self,
-        side: _Side,
+        side: Side,
         batches: Sequence[Batch],
         loss_of: Loss | None = None,
         keep: Keep = keep_bits,
     ) -> list[TrainedBatch]:
-        with preserved(self._task.model, self._captured.module):
-            return side.train(batches, loss_of or self._sum_loss, keep)
+        sides, loss_of = (self._task.model, self._captured.module), loss_of or self._sum_loss
+        try:
+            with preserved(*sides):
+                return side.train(batches, loss_of, keep, _SEED)
+        except AccumulatesTwice:
+            with preserved(*sides):
+                return side.train(batches, loss_of, keep, _SEED)
 
     def _train_graph(
         self, batches: Sequence[Batch], loss_of: Loss | None = None, keep: Keep = keep_bits
