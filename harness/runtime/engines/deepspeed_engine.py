@@ -250,12 +250,12 @@ class DeepSpeedEngine:
     def set_learning_rate(self, rate: float) -> None:
         set_rate(self._engine.optimizer, rate)
 
-    def model_state(self) -> dict[str, Tensor]:
+    def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         with self.whole_model() as model:
             state: dict[str, Tensor] = model.state_dict()
             return state if self._is_whole else {k: v.clone() for k, v in state.items()}
 
-    def averaged_state(self) -> dict[str, Tensor]:
+    def averaged_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         raise ConfigError("DeepSpeed keeps no averages by parameter: use another engine")
 
     def verify(self) -> str:

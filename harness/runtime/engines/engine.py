@@ -104,12 +104,16 @@ class Engine(Protocol):
         """Whether `step` supports `is_muted=True`."""
         ...
 
-    def model_state(self) -> dict[str, Tensor]:
-        """The whole model's state, as on one device."""
+    def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
+        """The whole model's state, as on one device; all ranks must call it.
+
+        Args:
+            is_for_first: the others need not have it in memory.
+        """
         ...
 
-    def averaged_state(self) -> dict[str, Tensor]:
-        """The same with the averages of the trained parameters; all ranks must call it."""
+    def averaged_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
+        """The same with the averages of the trained parameters."""
         ...
 
     def verify(self) -> str:

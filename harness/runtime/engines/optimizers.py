@@ -203,26 +203,21 @@ _KEPT: dict[type[Optimizer], set[str]] = {
 }
 
 
-def checked_state(
-    optimizer: Optimizer, state: Mapping[int, dict[str, Any]]
-) -> dict[int, dict[str, Any]]:
-    """A state that was saved, without averages if the optimizer keeps none.
+def kept_keys(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> set[str]:
+    """The keys of a saved state that the optimizer keeps; averages only if it has some.
 
     Raises:
         ConfigError: another optimizer has saved it.
     """
-    left_out = set() if _DECAY in optimizer.param_groups[0] else {AVERAGE}
-    state = {
-        n: {k: v for k, v in values.items() if k not in left_out} for n, values in state.items()
-    }
-    found = {k for v in state.values() for k in v} - {"step", AVERAGE}
+    saved = {key for values in state.values() for key in values}
+    found = saved - {"step", AVERAGE}
     kept = _KEPT.get(type(optimizer), found)
     if found and not kept <= found:
         raise ConfigError(
             f"the state has {' and '.join(sorted(found))} of each parameter, this optimizer keeps "
             f"{' and '.join(sorted(kept))}: give the --optimizer that saved it"
         )
-    return state
+    return saved if _DECAY in optimizer.param_groups[0] else saved - {AVERAGE}
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:

@@ -186,11 +186,11 @@ class TorchEngine:
     def set_learning_rate(self, rate: float) -> None:
         set_rate(self._optimizer, rate)
 
-    def model_state(self) -> dict[str, Tensor]:
+    def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._task.model.state_dict()
         return state
 
-    def averaged_state(self) -> dict[str, Tensor]:
+    def averaged_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         named = self._task.model.named_parameters(remove_duplicate=False)
         return self.model_state() | {n: average_of(self._optimizer, p) for n, p in named}
 

@@ -343,15 +343,15 @@ class ExecutorEngine:
         """Keep the gradients of each update from now on; see `StateGatherer.keep_gradients`."""
         return self._gatherer.keep_gradients(self._optimizer)
 
-    def model_state(self) -> dict[str, Tensor]:
-        """The state of the whole model, on every rank; all ranks must call it."""
+    def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
+        """See `Engine.model_state`; empty where it is not needed."""
         self.flush()
-        return self._gatherer.model_state()
+        return self._gatherer.model_state(is_for_first=is_for_first)
 
-    def averaged_state(self) -> dict[str, Tensor]:
+    def averaged_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         """See `Engine.averaged_state`."""
         self.flush()
-        return self._gatherer.averaged_state(self._optimizer)
+        return self._gatherer.averaged_state(self._optimizer, is_for_first=is_for_first)
 
     def full_state(self) -> dict[str, Any]:
         """The state of model and optimizer, on every rank; all ranks must call it."""

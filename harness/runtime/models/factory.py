@@ -9,7 +9,7 @@ import contextlib
 import copy
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -277,24 +277,29 @@ def task_of(name: str, built: Any, options: ModelOptions) -> Task:
 
 
 @contextlib.contextmanager
-def weights_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device when a module registers it.
-
-    Buffers and other tensors are real, because constructors read some of them
-    (`torch.linspace(...).tolist()`) and a graph contains values that are computed from others.
-    """
+def on_registration(act: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Call `act` with each parameter when a module registers it."""
     register: Any = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if isinstance(parameter, nn.Parameter) and type(parameter) is nn.Parameter:
-            _move(parameter)
+            act(parameter)
 
     with replaced(nn.Module, "register_parameter", registered):
         yield
 
 
-def _move(parameter: nn.Parameter) -> None:
+def weights_on_meta() -> contextlib.AbstractContextManager[None]:
+    """Move each parameter to the meta device when a module registers it.
+
+    Buffers and other tensors are real, because constructors read some of them
+    (`torch.linspace(...).tolist()`) and a graph contains values that are computed from others.
+    """
+    return on_registration(to_meta)
+
+
+def to_meta(parameter: nn.Parameter) -> None:
     """Move a parameter in place, so that a second name of it stays tied."""
     if parameter.is_meta:
         return

@@ -23,6 +23,7 @@ from harness.runtime.devices.memory import is_out_of_memory, record_peaks, reset
 from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import Task, build_task
+from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, run_on_rank_0, wait_for_all
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Workload
@@ -236,7 +237,7 @@ def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
     """Build the model on this rank's device, or on the host if it does not fit there, and capture
     its graph."""
     set_tensor_cores(config.dtype, context.world.device)
-    task = build_task(config.model, config.model_options())
+    task = build_on_host(lambda: build_task(config.model, config.model_options()), context.world)
     place = context.world.device
     try:
         task.model.to(place)  # before capture, which fixes the devices of new tensors

@@ -36,6 +36,7 @@ from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task, fit_options
+from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.ranks.gather import (
     barrier,
     broadcast_result,
@@ -273,7 +274,9 @@ class _Trial:
 
         self._recorder = Recorder(clock_for(context.world.device), context.recorder.reached)
         fitted = fit_options(search_config.model, search_config.model_options())
-        task = build_task(search_config.model, fitted, search_config.seed)
+        task = build_on_host(
+            lambda: build_task(search_config.model, fitted, search_config.seed), context.world
+        )
         self._engine = ExecutorEngine(
             task, context.world, self._recorder, _options(search_config),
             ExecutorPlan(

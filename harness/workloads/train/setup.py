@@ -36,6 +36,7 @@ from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.engines.unread import unread_parameters
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
+from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
 from harness.runtime.ranks.world import World
@@ -332,7 +333,7 @@ def prepare(
             contradict each other.
     """
     set_tensor_cores(case.dtype, world.device)
-    task = _place(case, make_task(case), world.device)
+    task = _place(case, build_on_host(lambda: make_task(case), world), world.device)
     n_parameters, n_bytes = _trained(task)
     executor_options: ExecutorPlan | None = None
     if planned is not None and case.engine == "executor":
@@ -347,9 +348,9 @@ def prepare(
         case, task, world, recorder, executor_options, shares[world.rank]
     )
     if case.load_state is not None:
-        from harness.runtime.executor.state.files import load_sharded
+        from harness.runtime.executor.state.files import open_sharded
 
-        cast("ExecutorEngine", engine).load_full_state(load_sharded(case.load_state))
+        cast("ExecutorEngine", engine).load_full_state(open_sharded(case.load_state))
     plan = _batch_plan(case, len(data), shares, engine, world)
     n_steps = case.epochs * plan.n_steps_per_epoch if case.epochs else case.steps
     batches = load_batches(

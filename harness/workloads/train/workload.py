@@ -21,6 +21,7 @@ from harness.runtime.data import Batch, entry_for
 from harness.runtime.devices.memory import record_peaks, reset_peak
 from harness.runtime.devices.telemetry import watched_device
 from harness.runtime.engines.engine import Engine, Share
+from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import logits_of
 from harness.runtime.ranks.gather import barrier, gather_numbers
 from harness.runtime.ranks.interfaces import NicCounter
@@ -48,7 +49,7 @@ class Evaluation:
         self._world = context.world
         entry = entry_for(case.data, case.model)
         state = torch.get_rng_state()  # which building a model advances
-        task = make_task(case)
+        task = build_on_host(lambda: make_task(case), self._world)
         torch.set_rng_state(state)
         self._is_averaging = case.ema is not None
         open_data: Any = entry.held_out
@@ -288,9 +289,10 @@ def _save_model(training: Training, context: Context, state: dict[str, Tensor], 
 
 def _save(case: TrainCase, training: Training, context: Context) -> None:
     if case.save_model:
-        _save_model(training, context, training.engine.model_state(), "model")
+        _save_model(training, context, training.engine.model_state(is_for_first=True), "model")
         if case.ema is not None:
-            _save_model(training, context, training.engine.averaged_state(), "averaged")
+            averaged = training.engine.averaged_state(is_for_first=True)
+            _save_model(training, context, averaged, "averaged")
     if case.save_sharded:
         training.executor.save_sharded(context.run_dir / "state")
 

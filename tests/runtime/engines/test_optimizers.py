@@ -10,7 +10,7 @@ from harness.runtime.engines.optimizers import (
     LearningRates,
     OptimizerOptions,
     average_of,
-    checked_state,
+    kept_keys,
     make_optimizer,
 )
 
@@ -95,10 +95,10 @@ def test_a_step_of_fp16_that_is_skipped_moves_no_average(name):
 
 
 @pytest.mark.parametrize(
-    ("ema", "kept"), [(0.9, ["average", "momentum_buffer"]), (None, ["momentum_buffer"])]
+    ("ema", "kept"), [(0.9, {"average", "momentum_buffer"}), (None, {"momentum_buffer"})]
 )
 def test_a_saved_average_is_left_out_where_none_is_kept(ema, kept):
     parameters = nn.Linear(1, 1).named_parameters()
     optimizer = make_optimizer(parameters, OptimizerOptions(ema=ema), torch.device("cpu"))
     state = {1: {"average": torch.ones(1), "momentum_buffer": torch.ones(1)}}
-    assert {n: list(values) for n, values in checked_state(optimizer, state).items()} == {1: kept}
+    assert kept_keys(optimizer, state) == kept

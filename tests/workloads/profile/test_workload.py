@@ -64,7 +64,9 @@ def test_a_model_is_captured_where_it_is_measured(monkeypatch):
         return capture(task, batch, name)
 
     monkeypatch.setattr(profile, "capture", capturing)
-    task, captured = profile._prepare(QUICK, SimpleNamespace(world=SimpleNamespace(device=device)))
+    task, captured = profile._prepare(
+        QUICK, SimpleNamespace(world=SimpleNamespace(device=device, size=1))
+    )
     assert set(captured_on) == {device}
     for model in (task.model, captured.module):
         assert {parameter.device for parameter in model.parameters()} == {device}
@@ -89,7 +91,7 @@ def test_a_model_too_large_for_the_device_is_captured_and_compared_on_the_host(
 
     monkeypatch.setattr(nn.Module, "to", to)
     monkeypatch.setattr(profile, "hold_once", hold)
-    world = SimpleNamespace(device=torch.device("meta"))
+    world = SimpleNamespace(device=torch.device("meta"), size=1)
     task, captured = profile._prepare(QUICK, SimpleNamespace(world=world))
     profile._hold(captured, task, QUICK, tmp_path)
     assert held == ([{"meta"}] if fits else []) + [{"cpu"}]

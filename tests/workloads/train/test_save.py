@@ -12,7 +12,7 @@ from harness.workloads.train.workload import _save
 class ModelOnly:
     """An engine whose optimizer's state nobody may ask for."""
 
-    def model_state(self):
+    def model_state(self, *, is_for_first):
         weight = torch.arange(6.0).reshape(2, 3)
         named = {"encoder.weight": weight, "decoder.weight": weight, "model.bias": torch.ones(2)}
         return {f"model.{name}": tensor for name, tensor in named.items()}

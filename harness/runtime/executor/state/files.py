@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -106,28 +106,55 @@ def save_sharded(
         save_file(tensors, str(temporary), metadata=told)
 
 
+class _Joined(Mapping[str, Tensor]):
+    """Tensors of a state, each assembled when it is read."""
+
+    def __init__(self, directory: Path, *, has_copies: bool) -> None:
+        self._directory, self._has_copies = directory, has_copies
+        self.parts: dict[str, tuple[str, Pieces]] = {}  # by key, with the tensor's name
+
+    def __getitem__(self, key: str) -> Tensor:
+        name, parts = self.parts[key]
+        return _join(name, parts, self._directory, has_copies=self._has_copies)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
 def load_sharded(directory: Path) -> dict[str, Any]:
     """Read the state that all ranks wrote with `save_sharded`, as `ExecutorEngine.full_state`.
 
     Raises:
         ResultsError: a shard or a part of a tensor is missing, or shards are of different saves.
     """
+    state = open_sharded(directory)
+    of_parameters = {n: dict(values) for n, values in state["optimizer"]["state"].items()}
+    return state | {"model": dict(state["model"]), "optimizer": {"state": of_parameters}}
+
+
+def open_sharded(directory: Path) -> dict[str, Any]:
+    """The same with mappings that assemble a tensor when it is read, because a host may not have
+    the memory for the state of all ranks; they raise ResultsError if a part is missing."""
     paths, metadata = check_sharded(directory)
     model, cut, single = _read(paths)
-    has_copies = metadata.is_survivors
-    whole = {n: _join(n, parts, directory, has_copies=has_copies) for n, parts in model.items()}
     numbers = {name: index for index, name in enumerate(metadata.parameters)}
-    state: dict[int, dict[str, Tensor]] = {}
+
+    def joined() -> _Joined:
+        return _Joined(directory, has_copies=metadata.is_survivors)
+
+    whole, state = joined(), defaultdict[int, _Joined](joined)
+    for name, first in metadata.names.items():
+        whole.parts[name] = first, _known(model, first, "tensors", directory)
     for (key, name), parts in cut.items():
-        index = _known(numbers, name, "parameters", directory)
-        state.setdefault(index, {})[key] = _join(name, parts, directory, has_copies=has_copies)
+        state[_known(numbers, name, "parameters", directory)].parts[key] = name, parts
     for (key, name), value in single.items():
-        state.setdefault(_known(numbers, name, "parameters", directory), {})[key] = value
+        piece = WeightSlice(name, tuple((0, size) for size in value.shape))
+        state[_known(numbers, name, "parameters", directory)].parts[key] = name, [(piece, value)]
     return {
-        "model": {
-            name: _known(whole, first, "tensors", directory)
-            for name, first in metadata.names.items()
-        },
+        "model": whole,
         "optimizer": {"state": dict(sorted(state.items()))},
         "step": metadata.step,
     }
@@ -299,7 +326,9 @@ def _join(name: str, parts: Pieces, directory: Path, *, has_copies: bool) -> Ten
     Args:
         has_copies: elements may be in several parts; that of the lowest rank counts.
     """
-    first = parts[0][1]
+    (piece, first), *others = parts
+    if not others and all(start == 0 for start, _ in piece.intervals):
+        return first
     if any((tensor.dim(), tensor.dtype) != (first.dim(), first.dtype) for _, tensor in parts):
         raise ResultsError(f"{directory} holds unlike parts of {shorten(name)}: save it again")
     shape = [max(piece.intervals[dim][1] for piece, _ in parts) for dim in range(first.dim())]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.errors import ConfigError, VerificationError
-from harness.runtime.engines.optimizers import OptimizerOptions, average_of, checked_state
+from harness.runtime.engines.optimizers import OptimizerOptions, average_of, kept_keys
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
@@ -94,8 +94,13 @@ class StateGatherer:
         name = min(self.trained_names(), default="")
         return own or [(name, nn.Parameter(torch.zeros(1, device=self._world.device)))]
 
-    def whole(self, parts: Parts) -> dict[str, Tensor]:
-        """Assemble tensors from all ranks' slices, in host memory; all ranks must call it."""
+    def whole(self, parts: Parts, *, is_for_first: bool = False) -> dict[str, Tensor]:
+        """Assemble tensors from all ranks' slices, in host memory; all ranks must call it.
+
+        Args:
+            is_for_first: return nothing on the other ranks.
+        """
+        is_kept = self._world.is_first or not is_for_first
         dtypes = {piece: tensor.dtype for piece, tensor in parts.items()}
         places = gather_objects(self._world, dtypes)
         found: dict[str, Tensor] = {}
@@ -108,6 +113,8 @@ class StateGatherer:
             if self._world.size > 1:
                 # As bytes, because gloo does not know 16-bit integers.
                 dist.broadcast(buffer.view(-1).view(torch.uint8), source)
+            if not is_kept:
+                continue
             name = self._model_name(piece)
             if name not in found:
                 found[name] = torch.zeros(self._shapes[piece.name], dtype=buffer.dtype)
@@ -130,20 +137,23 @@ class StateGatherer:
         optimizer.register_step_pre_hook(keep)
         return lambda: self.whole(kept)
 
-    def model_state(self) -> dict[str, Tensor]:
+    def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers by all their names, in the order of the model."""
-        return self._named(self._model_parts())
+        return self._named(self.whole(self._model_parts(), is_for_first=is_for_first))
 
-    def averaged_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+    def averaged_state(
+        self, optimizer: Optimizer, *, is_for_first: bool = False
+    ) -> dict[str, Tensor]:
         """The same with the averages of the trained parameters."""
         trained = {piece.name for piece in self._owners.keepers()}
         parts = {p: tensor for p, tensor in self._model_parts().items() if p.name not in trained}
         own = self._owners.own.items()
-        return self._named(parts | {piece: average_of(optimizer, p) for piece, p in own})
+        parts |= {piece: average_of(optimizer, p) for piece, p in own}
+        return self._named(self.whole(parts, is_for_first=is_for_first))
 
-    def _named(self, parts: Parts) -> dict[str, Tensor]:
-        known = {**self._unused, **self.whole(parts)}
-        return {name: known[first] for name, first in self.names.items()}
+    def _named(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        known = {**self._unused, **whole}
+        return {name: known[first] for name, first in self.names.items()} if whole else {}
 
     def _model_parts(self) -> dict[WeightSlice, Tensor]:
         """This rank's slices of the model's state."""
@@ -240,14 +250,20 @@ class StateGatherer:
         Raises:
             ConfigError: the state is of another model or optimizer.
         """
-        model = {self.names.get(name, name): tensor for name, tensor in state["model"].items()}
+        model = state["model"]
+        saved = {self.names.get(name, name): name for name in model}
+
+        def whole(name: str, shape: torch.Size) -> Tensor:
+            found = model[saved[name]] if name in saved else None
+            return _of_shape(found, name, shape)
+
         for piece, part in self._model_parts().items():
-            whole = _tensor_of(model, self._model_name(piece), self._shapes[piece.name])
-            part.copy_(piece.take(whole))
+            part.copy_(piece.take(whole(self._model_name(piece), self._shapes[piece.name])))
         for name, tensor in self._unused.items():
-            tensor.copy_(_tensor_of(model, name, tensor.shape))
+            tensor.copy_(whole(name, tensor.shape))
         numbers = {name: index for index, name in enumerate(self.parameters)}
-        stored = checked_state(optimizer, state["optimizer"]["state"])
+        stored = state["optimizer"]["state"]
+        keys = kept_keys(optimizer, stored)
         sliced: dict[int, dict[str, Any]] = {}
         grouped = [p for group in optimizer.param_groups for p in group["params"]]
         places = {parameter: index for index, parameter in enumerate(grouped)}
@@ -255,14 +271,13 @@ class StateGatherer:
             values = stored.get(numbers[self._model_name(piece)], {})
             shape = self._shapes[piece.name]
             sliced[places[parameter]] = {
-                key: _part_of(key, value, piece, shape) for key, value in values.items()
+                key: _part_of(key, values[key], piece, shape) for key in keys & values.keys()
             }
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": sliced, "param_groups": groups})
 
 
-def _tensor_of(model: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    found = model.get(name)
+def _of_shape(found: Tensor | None, name: str, shape: torch.Size) -> Tensor:
     if found is None or found.shape != shape:
         has = "no such tensor" if found is None else f"one of {tuple(found.shape)}"
         raise ConfigError(
