@@ -32,7 +32,7 @@ from harness.runtime.engines.optimizers import OptimizerOptions, checked_optimiz
 from harness.runtime.engines.replicas import check_alike
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.state.files import load_sharded
+from harness.runtime.executor.state.files import open_sharded
 from harness.runtime.executor.state.state import gather_objects
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import ModelOptions, Task
@@ -262,7 +262,7 @@ class Trainer:
                 f"{directory} is of the optimizer {saved.optimizer}, this one is {own}: train on "
                 "by the one that saved it"
             )
-        self._engine.load_full_state(load_sharded(directory))
+        self._engine.load_full_state(open_sharded(directory))
         groups = {} if saved is None else saved.groups
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
