@@ -97,11 +97,35 @@ def test_a_program_without_a_process_group_is_refused():
 
 
 @pytest.fixture
-def alone():
+def alone(request):
     """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = getattr(request, "param", "gloo")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "alone", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)], indirect=True
+)
+@pytest.mark.usefixtures("alone")
+def test_one_device_trains_what_plain_pytorch_does():
+    trainer = Trainer(
+        *make_model(),
+        strategy=single(graph(), BATCH),
+        optimizer=make_optimizer,
+        max_grad_norm=MAX_NORM,
+    )
+    scheduler, losses = make_scheduler(trainer.optimizer), []
+    for epoch in range(N_EPOCHS):
+        losses += [
+            trainer.mean_loss(trainer.step(b)) for b in trainer.batches(make_data(), epoch=epoch)
+        ]
+        scheduler.step()
+    wanted, state = train_plainly()
+    assert losses == pytest.approx(wanted, rel=1e-10)
+    torch.testing.assert_close(trainer.state_dict(), dict(state), rtol=1e-9, atol=1e-11)
+    trainer.close()
 
 
 def leave_out(named):
