@@ -56,12 +56,15 @@ class _Sheet(msgspec.Struct, frozen=True):
     """What the other ranks of the host need to map the file.
 
     Attributes:
+        path: of the file, as processes of the host see it.
+        mark: random bytes at the file's begin, because hosts may have one name.
         places: by name of a parameter or buffer; empty tensors have none.
         loose: digest of the tensors that modules have not registered.
         random_state: torch's, after the build.
     """
 
     path: str
+    mark: bytes
     places: dict[str, _Place]
     loose: str
     random_state: bytes
@@ -72,7 +75,8 @@ class _WeightsFile:
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
-        self._end, self._is_full = 0, False
+        self._mark = os.urandom(16)
+        self._end, self._is_full = mmap.ALLOCATIONGRANULARITY, False
         self._known: dict[int, tuple[_Place, Tensor]] = {}  # by address
 
     def close(self) -> None:
@@ -92,6 +96,7 @@ class _WeightsFile:
             if self._descriptor is None:
                 with tempfile.TemporaryFile() as file:
                     self._descriptor = os.dup(file.fileno())
+                os.pwrite(self._descriptor, self._mark, 0)
             os.posix_fallocate(self._descriptor, place.offset, n_bytes)
         except OSError as error:
             self._is_full = True
@@ -123,6 +128,7 @@ class _WeightsFile:
         self._known.clear()
         return _Sheet(
             path=f"/proc/{os.getpid()}/fd/{self._descriptor}",
+            mark=self._mark,
             places=places,
             loose=_digest(model),
             random_state=torch.get_rng_state().numpy().tobytes(),
@@ -237,12 +243,14 @@ def _map(model: nn.Module, encoded: bytes) -> bool:
         return False
     try:
         with open(sheet.path, "rb") as file:
+            if file.read(len(sheet.mark)) != sheet.mark:
+                return False
             for name, place in sheet.places.items():
                 data = place.mapped(file.fileno(), mmap.ACCESS_COPY)
                 if (data.shape, data.dtype) != (own[name].shape, own[name].dtype):
                     return False
                 _give(own[name], data)
-    except OSError:  # of another container with the same host name
+    except OSError:  # a host of the same name, or a container of its own
         return False
     torch.set_rng_state(torch.frombuffer(bytearray(sheet.random_state), dtype=torch.uint8))
     return True
