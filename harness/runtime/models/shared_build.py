@@ -17,12 +17,14 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from harness.inputs import open_regular
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.models.factory import on_registration, to_meta
 from harness.runtime.models.task import Task
@@ -57,7 +59,7 @@ class _Sheet(msgspec.Struct, frozen=True):
 
     Attributes:
         path: of the file, as processes of the host see it.
-        mark: random bytes at the file's begin, because hosts may have one name.
+        mark: random bytes at the file's start, because hosts may have one name.
         places: by name of a parameter or buffer; empty tensors have none.
         loose: digest of the tensors that modules have not registered.
         random_state: torch's, after the build.
@@ -242,7 +244,7 @@ def _map(model: nn.Module, encoded: bytes) -> bool:
     if any(isinstance(t, nn.Parameter) and has_gradient_hooks(t) for t in own.values()):
         return False
     try:
-        with open(sheet.path, "rb") as file:
+        with open_regular(Path(sheet.path)) as file:
             if file.read(len(sheet.mark)) != sheet.mark:
                 return False
             for name, place in sheet.places.items():
