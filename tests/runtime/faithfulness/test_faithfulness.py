@@ -133,6 +133,24 @@ def test_statistics_that_a_checkpoint_counts_twice_are_no_difference():
         hold(Normed(is_checkpointed=False, momentum=0.3), Normed(is_checkpointed=False))
 
 
+def test_a_gradient_that_two_checkpoints_add_to_is_compared_whole():
+    """Each of them, being reentrant, ends a backward of its own."""
+
+    def twice(self, x):
+        inner = checkpoint(self.second, x, use_reentrant=True)
+        return torch.tanh(checkpoint(self.second, inner, use_reentrant=True))
+
+    def plainly(self, x):
+        return torch.tanh(self.second(self.second(x)))
+
+    def half(self, x):
+        return torch.tanh(self.second(self.second(x).detach()) + 0 * self.second(x))
+
+    hold(net(twice), net(plainly))
+    with pytest.raises(ModelError, match=r"gradient of"):
+        hold(net(twice), net(half))
+
+
 def test_sums_in_another_order_are_no_error():
     def halves(self, x):
         weight, k = self.second.weight, WIDTH // 3
