@@ -7,8 +7,8 @@ cut k on the last m workers; a stage on r of them leads to V[m - r]. One (m, r) 
 product of arrays. Counting workers from the end makes the workers behind a stage, and so its
 minibatches in flight, known when it is placed.
 
-`balance` leaves out the transfers: a stage on several devices goes at the speed of the slowest of
-them, times their number.
+`balance` adds a stage's transfers to its operators: it does not know which of them hide each other.
+A stage on several devices goes at the speed of the slowest of them, times their number.
 """
 
 import itertools
@@ -187,11 +187,11 @@ class Balanced(NamedTuple):
 
 
 class _Consecutive:
-    """Stages of consecutive operators on consecutive workers, without transfers; each worker is one
-    of the devices."""
+    """Stages of consecutive operators on consecutive workers, each of which is one of the devices;
+    their time includes the transfers at their start."""
 
-    def __init__(self, totals: Floats) -> None:
-        self._totals = totals
+    def __init__(self, totals: Floats, crossing_s: Floats) -> None:
+        self._totals, self._crossing_s = totals, crossing_s
         self.n_workers, self.n_cuts = totals.shape
 
     def block(self, first: int, r: int, rows: slice) -> Floats:
@@ -200,6 +200,7 @@ class _Consecutive:
             self._totals[first : first + r, rows],
         )
         block: Floats = (ends[:, None, :] - starts[:, :, None]).max(axis=0) / r
+        block += self._crossing_s[rows, None]
         block[np.tri(*block.shape) > 0] = np.inf
         return block
 
@@ -207,11 +208,14 @@ class _Consecutive:
         return None
 
 
-def balance(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanced:
+def balance(
+    seconds: Sequence[Sequence[float]], n_stages: int, crossing_s: Sequence[float] = ()
+) -> Balanced:
     """Cut operators and devices into as many consecutive parts; exact, by dynamic programming.
 
     Args:
         seconds: by device, of each operator.
+        crossing_s: seconds of the transfers at a cut before each operator; none by default.
 
     Raises:
         StrategyError: more stages than operators or devices.
@@ -223,7 +227,15 @@ def balance(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanced:
             f"{n_stages} stages cannot be made of {n_ops} operators on {n_devices} devices: use "
             f"--stages 1 to {most}"
         )
-    return _balanced(_running_totals(seconds), n_stages)
+    totals = _running_totals(seconds)
+    return _balanced(totals, n_stages, _at_cuts(crossing_s, totals))
+
+
+def _at_cuts(crossing_s: Sequence[float], totals: Floats) -> Floats:
+    """(operators + 1,): nothing crosses before the first and after the last one."""
+    found = np.zeros(totals.shape[1])
+    found[1:-1] = crossing_s[1:] if len(crossing_s) else 0.0
+    return found
 
 
 def _running_totals(seconds: Sequence[Sequence[float]]) -> Floats:
@@ -232,8 +244,8 @@ def _running_totals(seconds: Sequence[Sequence[float]]) -> Floats:
     return np.concatenate([np.zeros((len(times), 1)), times.cumsum(axis=1)], axis=1)
 
 
-def _balanced(totals: Floats, n_stages: int) -> Balanced:
-    found = best_chain(_Consecutive(totals), n_stages)
+def _balanced(totals: Floats, n_stages: int, crossing_s: Floats) -> Balanced:
+    found = best_chain(_Consecutive(totals, crossing_s), n_stages)
     assert found is not None, "there are as many operators and workers as stages"
     return Balanced(
         tuple(stage.end for stage in found[1]),
@@ -241,8 +253,11 @@ def _balanced(totals: Floats, n_stages: int) -> Balanced:
     )
 
 
-def balance_in_turn(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanced:
-    """Cut operators into consecutive stages, stage s on device s modulo their number.
+def balance_in_turn(
+    seconds: Sequence[Sequence[float]], n_stages: int, crossing_s: Sequence[float] = ()
+) -> Balanced:
+    """Cut operators into consecutive stages, stage s on device s modulo their number; see
+    `balance`.
 
     The slowest stage is as fast as possible (exact). Where devices have several stages, ends are
     then moved one at a time for as long as the busiest device gets less to do, because all its
@@ -258,33 +273,34 @@ def balance_in_turn(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanc
         )
     totals = _running_totals(seconds)
     in_turn = [stage % n_devices for stage in range(n_stages)]
-    ends = list(_balanced(totals[in_turn], n_stages).ends)
+    at_cuts = _at_cuts(crossing_s, totals)
+    ends = list(_balanced(totals[in_turn], n_stages, at_cuts).ends)
     if n_stages > n_devices:
-        ends = _levelled(ends, totals)
+        ends = _levelled(ends, totals, at_cuts)
     return Balanced(tuple(ends), tuple((device,) for device in in_turn))
 
 
-def _levelled(ends: list[int], totals: Floats) -> list[int]:
+def _levelled(ends: list[int], totals: Floats, crossing_s: Floats) -> list[int]:
     """Move ends for as long as the busiest device gets less, or of equally busy ones fewer are."""
-    best, is_better = _load(ends, totals), True
+    best, is_better = _load(ends, totals, crossing_s), True
     while is_better:
         is_better = False
         for k in range(len(ends) - 1):
             first = ends[k - 1] + 1 if k else 1
             for end in range(first, ends[k + 1]):
                 moved = [*ends[:k], end, *ends[k + 1 :]]
-                load = _load(moved, totals)
+                load = _load(moved, totals, crossing_s)
                 if load < best:
                     ends, best, is_better = moved, load, True
     return ends
 
 
-def _load(ends: Sequence[int], totals: Floats) -> tuple[list[int], int]:
+def _load(ends: Sequence[int], totals: Floats, crossing_s: Floats) -> tuple[list[int], int]:
     """Seconds of each device, the busiest first; the longest stage. In whole numbers, so that
     loads that differ by rounding are equal."""
     n_devices = len(totals)
     stages = [
-        float(totals[stage % n_devices, end] - totals[stage % n_devices, start])
+        float(totals[stage % n_devices, end] - totals[stage % n_devices, start] + crossing_s[start])
         for stage, (start, end) in enumerate(pairwise((0, *ends)))
     ]
     loads = [sum(stages[device::n_devices]) for device in range(n_devices)]

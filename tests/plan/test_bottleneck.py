@@ -48,6 +48,14 @@ def test_a_slow_device_gets_a_short_stage():
     assert balance([[1, 1, 1, 1], [3, 3, 3, 3]], 2) == Balanced((3, 4), ((0,), (1,)))
 
 
+@pytest.mark.parametrize("cut", [balance, balance_in_turn])
+def test_a_cut_where_little_crosses_is_taken(cut):
+    """Stages of 2 and 2 would pay 3 for their cut, those of 3 and 1 nothing."""
+    seconds, crossing_s = [[1, 1, 1, 1]] * 2, [9, 3, 3, 0]
+    assert cut(seconds, 2).ends == (2, 4)
+    assert cut(seconds, 2, crossing_s).ends == (3, 4)
+
+
 @settings(max_examples=60)
 @given(TIMES)
 def test_no_other_cut_is_faster(seconds):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_graphs import GB, layers, request_of
+from made_graphs import GB, layers, profile_of, request_of
 
 from harness.domain.cluster import Cluster
+from harness.domain.graph import Operator
 from harness.domain.strategy import (
     Stage,
     check_fresh,
@@ -326,6 +327,27 @@ def test_microbatches_are_searched_in_multiples_of_the_devices_too():
     simulator = Simulator(graph, profile, cluster)
     assert microbatch_counts(simulator, 32) == [1, 2, 3, 4, 6, 8, 12]
     assert microbatch_counts(simulator, 5) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_standard_pipeline_does_not_send_wide_outputs(schedule):
+    """Stages of equal time would cut behind `wide`, whose output takes seconds to cross."""
+    graph, _ = layers(3)
+    shape = {"sample": 8, "feature": 1_000_000}
+    for name in ("wide", "last"):
+        inputs = [graph.operators[-1].name]
+        graph.operators.append(
+            Operator(
+                name=name, kind="linear", inputs=inputs, shape=shape, activation_bytes=32 * 10**6
+            )
+        )
+    seconds = {"fc0": 1.0, "fc1": 1.0, "fc2": 1.0, "wide": 2.0, "last": 2.0}
+    profile = profile_of(graph, {name: (s, s) for name, s in seconds.items()})
+    cluster = Cluster.uniform(3, 1, inside_bytes_per_s=1e6, memory_bytes=GB)
+    found = balanced_pipeline(
+        Simulator(graph, profile, cluster), 8, 2, n_stages=3, schedule=schedule
+    )
+    assert found.operators["wide"].stage == found.operators["last"].stage
 
 
 @pytest.mark.parametrize("n_devices", [2, 3])

@@ -29,7 +29,7 @@ from harness.plan import builders
 from harness.plan.bottleneck import balance
 from harness.plan.simulate.activations import gradients_passed
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.simulator import Simulator, Trial, operator_seconds
+from harness.plan.simulate.simulator import Simulator, Trial, crossing_seconds, operator_seconds
 from harness.plan.simulate.transfers import Floats, Ints
 
 _MOST_DEGREE = 4096
@@ -127,6 +127,7 @@ def layout_strategy(
     n_microbatches: int = 1,
     schedule: ScheduleName = "1f1b",
     seconds: Sequence[Sequence[float]] | None = None,
+    crossing_s: Sequence[float] = (),
 ) -> Strategy:
     """Every operator on the devices of its stage, cut by samples over replicas and by weights over
     the devices of a tensor-parallel group (`builders.tensor_parallel`).
@@ -134,13 +135,14 @@ def layout_strategy(
     Args:
         seconds: by device, of each operator that is placed: stages are balanced by their slowest
             device. By FLOPs when None.
+        crossing_s: seconds of the transfers at a cut before each of them; none by default.
 
     Raises:
         StrategyError: the degrees do not fit the cluster, the batch or the graph.
     """
     _check(layout, cluster, batch, n_microbatches)
     names = [op.name for op in graph.operators if has_tasks(op)]
-    cuts = _cuts(layout, graph, names, seconds)
+    cuts = _cuts(layout, graph, names, seconds, crossing_s)
     samples = max(1, batch // n_microbatches)
     group = Cluster.uniform(1, layout.tp, inside_bytes_per_s=1.0, memory_bytes=1)
     parts = builders.tensor_parallel(graph, group, samples // layout.dp).operators
@@ -171,24 +173,32 @@ def profiled_layout(
     n_microbatches: int = 1,
     schedule: ScheduleName = "1f1b",
 ) -> Strategy:
-    """The strategy of a layout whose stages are balanced by the profile.
+    """The strategy of a layout: of stages equal in computing, and those equal in computing and
+    transfers, what is predicted to be faster.
 
     Raises:
         StrategyError: as `layout_strategy`.
     """
-    seconds = None
+    seconds: list[list[float]] | None = None
+    crossings: list[list[float]] = [[]]
     if layout.pp > 1 and layout.cuts is None:
         _check(layout, simulator.cluster, batch, n_microbatches)
         seconds = operator_seconds(simulator, batch, n_microbatches).tolist()
-    return layout_strategy(
-        layout,
-        simulator.graph,
-        simulator.cluster,
-        batch,
-        n_microbatches=n_microbatches,
-        schedule=schedule,
-        seconds=seconds,
-    )
+        crossings.append(crossing_seconds(simulator, batch, n_microbatches))
+    found = [
+        layout_strategy(
+            layout,
+            simulator.graph,
+            simulator.cluster,
+            batch,
+            n_microbatches=n_microbatches,
+            schedule=schedule,
+            seconds=seconds,
+            crossing_s=crossing_s,
+        )
+        for crossing_s in crossings
+    ]
+    return min(found, key=simulator.step_s) if len(found) > 1 else found[0]
 
 
 def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches: int) -> None:
@@ -225,6 +235,7 @@ def _cuts(
     graph: Graph,
     names: Sequence[str],
     seconds: Sequence[Sequence[float]] | None,
+    crossing_s: Sequence[float],
 ) -> tuple[int, ...]:
     if layout.cuts is None:
         index = graph.index()
@@ -233,7 +244,7 @@ def _cuts(
             seconds = [flops] * layout.n_devices
         by_device = np.asarray(seconds)[list(layout.order)]
         slowest = by_device.reshape(layout.pp, -1, len(names)).max(axis=1)
-        return tuple(balance(slowest.tolist(), layout.pp).ends[:-1])
+        return tuple(balance(slowest.tolist(), layout.pp, crossing_s).ends[:-1])
     bounds = (0, *layout.cuts, len(names))
     if len(layout.cuts) != layout.pp - 1 or any(a >= b for a, b in pairwise(bounds)):
         raise StrategyError(

@@ -22,12 +22,12 @@ from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import CONTRACTION, HEADS, cuttable_dims, may_have_copies
 from harness.domain.strategy import OperatorPlan, ShardState, Strategy
 from harness.plan import builders
-from harness.plan.bottleneck import balance, balance_in_turn
+from harness.plan.bottleneck import Balanced, balance, balance_in_turn
 from harness.plan.builders import experts_of
 from harness.plan.report import memory_saved
 from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.sharded_state import useful_states
-from harness.plan.simulate.simulator import Simulator, operator_seconds
+from harness.plan.simulate.simulator import Simulator, crossing_seconds, operator_seconds
 
 ALL_SUBSETS_UP_TO = 4  # devices
 
@@ -168,7 +168,8 @@ def balanced_pipeline(
     schedule: ScheduleName = "1f1b",
     name: str = "pipeline",
 ) -> Strategy:
-    """Stages of about equal time at this size of microbatch, on the devices as they are.
+    """Stages of about equal time at this size of microbatch, on the devices as they are: of those
+    equal in computing, and those equal in computing and transfers, what is predicted to be faster.
 
     Args:
         n_stages: 0 is one for each device, or two under `interleaved`, which devices take in turn.
@@ -180,19 +181,26 @@ def balanced_pipeline(
     graph, n_devices = simulator.graph, simulator.cluster.n_devices
     names = [graph.operators[op].name for op in simulator.placed]
     seconds = operator_seconds(simulator, batch, n_microbatches).tolist()
-    if schedule == "interleaved":
-        stages = balance_in_turn(seconds, n_stages or 2 * n_devices)
-    else:
-        stages = balance(seconds, n_stages or min(n_devices, len(names)))
-    return builders.pipeline(
-        graph,
-        batch,
-        [names[a:b] for a, b in pairwise((0, *stages.ends))],
-        stages.groups,
-        n_microbatches=n_microbatches,
-        schedule=schedule,
-        name=name,
-    )
+    found: list[Balanced] = []
+    for crossing_s in ([], crossing_seconds(simulator, batch, n_microbatches)):
+        if schedule == "interleaved":
+            stages = balance_in_turn(seconds, n_stages or 2 * n_devices, crossing_s)
+        else:
+            stages = balance(seconds, n_stages or min(n_devices, len(names)), crossing_s)
+        found += [stages] if stages not in found else []
+    pipelines = [
+        builders.pipeline(
+            graph,
+            batch,
+            [names[a:b] for a, b in pairwise((0, *stages.ends))],
+            stages.groups,
+            n_microbatches=n_microbatches,
+            schedule=schedule,
+            name=name,
+        )
+        for stages in found
+    ]
+    return min(pipelines, key=simulator.step_s) if len(pipelines) > 1 else pipelines[0]
 
 
 def usual_microbatches(simulator: Simulator, batch: int) -> list[int]:

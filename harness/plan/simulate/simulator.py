@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -361,3 +362,21 @@ def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) 
             by_kind[key] = np.array([by_op[op] for op in simulator.placed])
         found.append(by_kind[key])
     return np.stack(found)
+
+
+def crossing_seconds(simulator: Simulator, batch: int, n_microbatches: int) -> list[float]:
+    """By placed operator, seconds of what crosses a cut before it, there and back, over the slowest
+    link between devices in a row."""
+    n, network = simulator.cluster.n_devices, simulator.network
+    if n == 1:
+        return []
+    costs = simulator.costs(-(-batch // n_microbatches))
+    place = {op: k for k, op in enumerate(simulator.placed)}
+    n_bytes = np.zeros(len(place))
+    for op, readers in enumerate(simulator.graph.consumers()):
+        last = max((place[reader] for reader in readers if reader in place), default=-1)
+        if op in place:
+            ways = 1 + bool(simulator.returns[op])
+            n_bytes[place[op] + 1 : last + 1] += ways * costs.wire_bytes(op)
+    a, b = max(pairwise(range(n)), key=lambda pair: network.transfer_s(pair[0], pair[1], 1 << 20))
+    return [network.transfer_s(a, b, amount) for amount in n_bytes.tolist()]
