@@ -121,6 +121,11 @@ class Trainer:
         for given, known in ((dtype, Dtype), (batch_norm, Scope), (dropout, Masks)):
             if given not in get_args(known):
                 raise ConfigError(f"{given!r} is none of {', '.join(get_args(known))}: give one")
+        if isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"optimizer is an {type(optimizer).__name__}, and a rank holds slices of the "
+                "model: give a function that makes it of the parameters that it gets"
+            )
         self._world = world = World.of_program(device)
         if lack := lack_of(dtype, world.device):
             raise ConfigError(f"dtype {dtype} {lack}: use fp32, or fp16 where all GPUs have it")
@@ -168,7 +173,7 @@ class Trainer:
             DataError: samples do not fit the model, or are fewer than a batch.
         """
         if self._data is None or self._data[0] is not data:
-            self._data = data, OwnData(type(data).__name__, data, self._task)
+            self._data = data, OwnData("the data", data, self._task)
         own = self._data[1]
         plan = BatchPlan(
             n_samples=len(own), shares=(self.strategy.batch,), positions=(tuple(self.samples),),
@@ -285,10 +290,9 @@ def _read_strategy(given: Strategy | Path | str) -> Strategy:
 
 
 def _task_of(model: nn.Module, example: Any) -> Task:
-    name = type(model).__name__
     if example is None and not hasattr(model, "main_input_name"):
         raise ModelError(
-            f"Trainer has no example inputs of {name}: give a dict of forward's arguments, or a "
-            "tuple, of two or more samples"
+            f"Trainer has no example inputs of {type(model).__name__}: give a dict of forward's "
+            "arguments, or a tuple, of two or more samples"
         )
-    return task_of(name, model if example is None else (model, example), ModelOptions())
+    return task_of("the model", model if example is None else (model, example), ModelOptions())

@@ -142,7 +142,11 @@ def leave_out(named):
         ({"dtype": "half"}, ConfigError, "'half' is none of fp32, bf16, fp16"),
         ({"optimizer": leave_out}, ConfigError, "4 of 5 parameters, last.bias is missing"),
         ({"optimizer": lambda named: named}, ConfigError, "returned a list"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, ConfigError, "is an SGD, and a rank"),
+        ({"example": {"words": torch.rand(2)}}, ModelError, "the model: its forward fails"),
         ({"data": make_data()[:4]}, DataError, "holds 4 samples, one batch"),
+        ({"data": iter(make_data())}, DataError, "^the data is a list_iterator, which has no len"),
+        ({"data": [{"words": 1}] * 9}, DataError, "sample 0 of the data has words, and the model"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip

@@ -72,7 +72,7 @@ class BatchPlan:
         if self.positions is not None and self.n_samples < self.global_batch:
             raise DataError(
                 f"the data holds {self.n_samples} samples, one batch of this strategy takes "
-                f"{self.global_batch}: lower --batch-size, or give more data"
+                f"{self.global_batch}: lower the batch size, or give more data"
             )
 
     @property

@@ -50,29 +50,29 @@ def open_own(name: str, offered: Mapping[str, Any], task: Task, *, is_held_out: 
             f"--evaluate measures held-out samples, --data {name!r} returned a "
             f"{type(built).__name__}: return a pair (trained by, held out)"
         )
-    if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
-        raise DataError(
-            f"--data {name!r} returned a {type(samples).__name__}, which has no length or no "
-            "samples by index: each rank takes its samples by index, so return a map-style Dataset"
-        )
-    return OwnData(name, samples, task)
+    return OwnData(f"--data {name!r}", samples, task)
 
 
 class OwnData(Dataset[Batch]):
     """Batches of a user's samples, in the order of a task's inputs.
 
     Args:
-        name: value of --data, for errors.
+        name: subject of errors: what the user calls the data.
         samples: has a length and samples by index; a sample depends on its index only.
 
     Raises:
-        DataError: the first sample does not fit the task.
+        DataError: it has no length or samples by index, or the first does not fit the task.
     """
 
     def __init__(self, name: str, samples: Any, task: Task) -> None:
         self._name, self._samples, self._task = name, samples, task
         self._specs = (*task.inputs, *task.labels)
         self._n_counted: dict[int, int] = {}
+        if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
+            raise DataError(
+                f"{name} is a {type(samples).__name__}, which has no length or no samples by "
+                "index: each rank takes its samples by index, so give a map-style Dataset"
+            )
         if len(samples):
             self._look_at(self._fetch([0])[0])
 
@@ -113,7 +113,7 @@ class OwnData(Dataset[Batch]):
         return tuple(self._n_counted[index] for index in indices)
 
     def _error(self, index: int, problem: str) -> DataError:
-        return DataError(f"sample {index} of --data {self._name!r} {problem}")
+        return DataError(f"sample {index} of {self._name} {problem}")
 
     def _fetch(self, indices: list[int]) -> Sequence[Any]:
         try:
@@ -135,14 +135,14 @@ class OwnData(Dataset[Batch]):
             unread = sample.keys() - {spec.name for spec in self._specs} - {self._label(sample)}
             if unread:
                 _log.warning(
-                    "--data %r: the model does not read %s: where it should, add it to the example "
-                    "of --model", self._name, ", ".join(sorted(map(str, unread))),
+                    "%s: the model does not read %s: where it should, add it to the example of the "
+                    "model", self._name, ", ".join(sorted(map(str, unread))),
                 )  # fmt: skip
         is_shifted = self._task.loss == "own" or not self._task.target_shape
         if not is_shifted and any(torch.equal(x, y) for x in inputs for y in labels):
             _log.warning(
-                "--data %r: the labels of sample 0 are an input, and the loss does not shift them: "
-                "where the model computes a loss, add labels to the example of --model", self._name
+                "%s: the labels of sample 0 are an input, and the loss does not shift them: where "
+                "the model computes a loss, add labels to the example of the model", self._name
             )  # fmt: skip
 
     def _label(self, sample: Mapping[str, Any]) -> str:
@@ -158,7 +158,7 @@ class OwnData(Dataset[Batch]):
                 raise self._error(
                     index,
                     f"has {', '.join(map(str, sample))}, and the model takes {', '.join(names)}: "
-                    f"add {missing[0]}, or leave it out of the example of --model",
+                    f"add {missing[0]}, or leave it out of the example of the model",
                 )
             return [sample[name] for name in names]
         if isinstance(sample, tuple | list) and len(sample) == len(self._specs):

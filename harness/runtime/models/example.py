@@ -41,7 +41,7 @@ class Example:
         self.tensors: list[Tensor] = [self._leaves[k] for k in self._places]
         if not self.tensors or not all(tensor.dim() for tensor in self.tensors):
             raise ModelError(
-                f"--model {name!r}: its example holds {_kinds(self._leaves)}: give tensors of "
+                f"{name}: its example holds {_kinds(self._leaves)}: give tensors of "
                 "several samples, and leave out what has a default"
             )
         self.specs = tuple(

@@ -38,8 +38,8 @@ _LONGEST = (
     "max_decoder_position_embeddings",
 )  # fmt: skip
 _EXPERTS = "batched_mm"
-_REMEDY = "return (model, example) from the factory, with example a dict of forward's arguments"
-_REMEDY_OF_EXAMPLE = "call the model with the example in the factory, and mend what fails there"
+_REMEDY = "give a pair (model, example), with example a dict of forward's arguments"
+_REMEDY_OF_EXAMPLE = "call the model with the example where it is made, and mend what fails there"
 
 
 def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bool) -> Task:
@@ -100,7 +100,7 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
 def _check_logits(name: str, logits: Tensor, n_samples: int) -> None:
     if logits.shape[:1] != (n_samples,) or not logits.is_floating_point():
         raise ModelError(
-            f"--model {name!r}: its forward returns {logits.dtype} of shape {tuple(logits.shape)} "
+            f"{name}: its forward returns {logits.dtype} of shape {tuple(logits.shape)} "
             f"for {n_samples} samples: return one row of real logits for each sample"
         )
 
@@ -192,7 +192,7 @@ def _not_taken(name: str, tensors: Iterable[Tensor], error: Exception, remedy: s
     if "'NoneType'" in reason:
         reason = "it reads an input that the example has not"
     return ModelError(
-        f"--model {name!r}: its forward fails on inputs of {shapes}{where} ({reason}): {remedy}"
+        f"{name}: its forward fails on inputs of {shapes}{where} ({reason}): {remedy}"
     )
 
 
@@ -212,14 +212,14 @@ def example_of(name: str, model: nn.Module, options: ModelOptions) -> Any:
         height, width = size if isinstance(size, tuple | list) else (size, size)
         return {main: torch.zeros(_N_SAMPLES, n_channels, height, width)}
     if main != _TOKENS:
-        raise ModelError(f"--model {name!r}: its main input is {main!r}: {_REMEDY}")
+        raise ModelError(f"{name}: its main input is {main!r}: {_REMEDY}")
     limits = [getattr(config, key, None) or 0 for key in _LONGEST]
     longest = min((limit for limit in limits if limit > 0), default=sys.maxsize)
     n_tokens = options.text.sequence_length or min(_N_TOKENS, longest - _n_reserved(model))
     tokens = torch.zeros(_N_SAMPLES, n_tokens, dtype=torch.int64)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
     if vocabulary is None:
-        raise ModelError(f"--model {name!r}: its configuration has no vocab_size: {_REMEDY}")
+        raise ModelError(f"{name}: its configuration has no vocab_size: {_REMEDY}")
     tokens[0, 0] = vocabulary - 1  # the largest
     names = [main, "decoder_input_ids"] if config.is_encoder_decoder else [main]
     return dict.fromkeys(names, tokens)
@@ -249,11 +249,14 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
         "image_size": options.image_size,
     }
     built = UserFunction(name, "--model", ModelError).call(offered)
-    return task_of(name, built, options)
+    return task_of(f"--model {name!r}", built, options)
 
 
 def task_of(name: str, built: Any, options: ModelOptions) -> Task:
     """The task of a factory's result.
+
+    Args:
+        name: subject of errors: what the user calls the model.
 
     Raises:
         ModelError: it has another type, or its model has weights without a shape or trains none.
@@ -266,8 +269,8 @@ def task_of(name: str, built: Any, options: ModelOptions) -> Task:
         built, example = built
     if not isinstance(built, nn.Module):
         raise ModelError(
-            f"--model {name!r} returned a {type(built).__name__}, not an nn.Module: return the "
-            "model, or the pair (model, example inputs)"
+            f"{name} is a {type(built).__name__}, not an nn.Module: give the model, or the pair "
+            "(model, example inputs)"
         )
     check_model(built)
     is_users = example is not None

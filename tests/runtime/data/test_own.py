@@ -135,7 +135,7 @@ def test_a_factory_gets_the_flags_that_it_takes(made):
     ("name", "is_held_out", "problem"),
     [
         ("nothing", False, "--data 'users_data:nothing': .*users_data.py has no callable"),
-        ("endless", False, "returned a list_iterator, which has no length"),
+        ("endless", False, "is a list_iterator, which has no length"),
         ("broken", False, "sample 0 .* cannot be read \\(OSError: no file 0\\)"),
         ("data", True, "returned a TensorDataset: return a pair"),
     ],

@@ -97,7 +97,10 @@ def test_checks_of_values_are_left_out_where_weights_have_none():
         ({}, "its example holds nothing: give tensors"),
         ({"tokens": 3}, "its example holds int: give tensors"),
         ({"tokens": TOKENS}, "its forward fails on inputs of 2x3 (TypeError"),
-        ({"tokens": TOKENS[0]}, ": call the model with the example in the factory, and mend what"),
+        (
+            {"tokens": TOKENS[0]},
+            ": call the model with the example where it is made, and mend what",
+        ),
     ],
 )
 def test_a_wrong_example_is_refused_in_one_line(example, message):

@@ -255,7 +255,7 @@ def test_a_model_that_no_plan_can_be_made_of_trains_where_none_is_needed(run_on_
     [
         ("no_such_module_at_all:factory", "No module named 'no_such_module_at_all'"),
         ("train_on_ranks:missing", "has no callable 'missing'"),
-        ("train_on_ranks:not_a_model", "returned a str, not an nn.Module"),
+        ("train_on_ranks:not_a_model", "is a str, not an nn.Module"),
         ("train_on_ranks:", "does not name a factory"),
     ],
 )
