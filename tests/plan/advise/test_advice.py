@@ -376,6 +376,8 @@ def test_the_command_reads_a_results_directory(results, capsys):
 
 
 def test_the_comparison_ends_in_advice(results, capfd):
+    two = part_of(tesla(), [0, 1])  # of which few sets are priced
+    (results / "cluster.json").write_bytes(two.to_json())
     _print_advice(results, SimpleNamespace(model="vit_b_16", dtype="fp32", batch=16))
     lines = capfd.readouterr().out.splitlines()
     assert lines[1] == "which machines to use (python -m harness.plan advise):"

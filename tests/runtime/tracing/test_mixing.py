@@ -1,5 +1,6 @@
 """What mixes the samples of a batch is found by running it, and nothing else is taken for it."""
 
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
@@ -154,22 +153,20 @@ def test_mixing_is_found_in_a_model_that_takes_multiples_of_a_size_alone(multipl
     assert mixing(function) == found
 
 
-@settings(max_examples=25)
-@given(
-    dims=st.permutations(range(3)),
-    dim=st.integers(0, 2),
-    name=st.sampled_from(["softmax", "cumsum", "logsumexp", "flip"]),
-)
-def test_a_function_mixes_samples_along_their_dim_alone(dims, dim, name):
+@pytest.mark.parametrize("dims", list(itertools.permutations(range(3))))
+def test_a_function_mixes_samples_along_their_dim_alone(dims):
+    names = ["softmax", "cumsum", "logsumexp", "flip"]
+    cases = [(name, dim) for name in names for dim in range(3)]
+
     def function(x):
         y = x.reshape(-1, 3, 4).permute(*dims)
-        y = getattr(torch, name)(y, dim if name != "flip" else (dim,))
-        return x * y.sum()  # which mixes too, and comes last
+        made = [getattr(torch, name)(y, (dim,) if name == "flip" else dim) for name, dim in cases]
+        return x * sum(one.sum() for one in made)  # which mixes too, and comes last
 
     found = mixing(function)
-    expected = [name] if dims[dim] == 0 else []
-    assert found[: len(expected)] == expected
-    assert found[len(expected) :] in (["sum"], [])
+    expected = [name for name, dim in cases if dims[dim] == 0]
+    assert found[:4] == expected
+    assert set(found[4:]) <= {"sum"}
 
 
 def test_microbatches_are_refused_by_the_operators_name():
