@@ -1,5 +1,6 @@
 """Fixtures for tests of several packages: a small disk, and restored process state."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -18,6 +19,10 @@ os.environ.setdefault("FIRST_GPU", os.environ.get("CUDA_VISIBLE_DEVICES", "0").s
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
     os.environ.setdefault(name, "1")
+
+# Most objects are those of torch and the tests, which stay: by default, looking for garbage among
+# them takes a tenth of the time.
+gc.set_threshold(20_000)
 
 # Tests run side by side, so an example's time says nothing.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -48,6 +53,11 @@ def pytest_collection_modifyitems(items):
             item.path not in forked,
         )
     )
+
+
+def pytest_collection_finish():
+    """Leave what the collection has imported out of garbage collections."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Runs a workload's body on n ranks of this machine, joined by gloo: no MPI, no launcher."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -25,6 +26,8 @@ def _rank(
     rank: int, size: int, directory: str, function: Callable[..., Any], argument: Any
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # collecting among all that was imported takes long
+    gc.set_threshold(20_000)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{directory}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
