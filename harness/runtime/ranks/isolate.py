@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -161,7 +160,6 @@ def _child(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Conne
     # Ctrl-C reaches the whole process group, but only the first process may end its child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    gc.freeze()  # a collection over all that has been imported takes 0.2 s
     value = function(*arguments)
     with contextlib.suppress(BrokenPipeError):  # the first process was killed
         pipe.send(value)
