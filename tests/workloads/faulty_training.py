@@ -47,7 +47,8 @@ _fault = ""  # of the model that this process has made
 
 def _is_third_step():
     """Whether this rank has recorded two; checks of the graph call the model as well."""
-    last = max(Path(sys.argv[1]).glob("*-train-*"))
+    runs = Path(sys.argv[1]).glob("*-train-*")
+    last = max(runs, key=lambda path: path.stat().st_mtime_ns)  # names tell seconds only
     records = last / "rank2.jsonl"
     return records.exists() and records.read_bytes().count(b'"kind":"step"') >= 2
 
