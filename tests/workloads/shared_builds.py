@@ -58,12 +58,19 @@ _MAKE = {
     "converted": lambda: Tied().double().to(memory_format=torch.channels_last),
     "reads_weights": ReadsWeights,
     "holds_loose_tensor": HoldsLooseTensor,
+    "draws_example": Tied,
 }
 
 
 def _build(name: str) -> Task:
     torch.manual_seed(3)
-    return Task(model=_MAKE[name](), inputs=(InputSpec(name="x", shape=(8,)),), n_classes=8)
+    model = _MAKE[name]()
+    drawn = torch.randint(5, (4, 2)) if name == "draws_example" else None
+    inputs = (
+        InputSpec(name="x", shape=(8,)),
+        InputSpec(name="k", shape=(2,), dtype=torch.int64, n_values=5, rows=drawn),
+    )
+    return Task(model=model, inputs=inputs, n_classes=8)
 
 
 def _n_mapped() -> int:
@@ -88,6 +95,7 @@ def _see(name: str, context: Context) -> dict[str, Any]:
     output = model(torch.ones(2, 8, dtype=model.first.weight.dtype))
     return {
         "state": before,
+        "rows": None if task.inputs[1].rows is None else task.inputs[1].rows.tolist(),
         "random": float(torch.rand(())),
         "is_unchanged": before == _bits(model),
         "is_tied": model.first.weight is model.last.weight and bool(output.isfinite().all()),

@@ -61,14 +61,14 @@ class _Sheet(msgspec.Struct, frozen=True):
         path: of the file, as processes of the host see it.
         mark: random bytes at the file's start, because hosts may have one name.
         places: by name of a parameter or buffer; empty tensors have none.
-        loose: digest of the tensors that modules have not registered.
+        others: digest of the task's other tensors.
         random_state: torch's, after the build.
     """
 
     path: str
     mark: bytes
     places: dict[str, _Place]
-    loose: str
+    others: str
     random_state: bytes
 
 
@@ -114,8 +114,9 @@ class _WeightsFile:
         tensor.data = data
         self._known[data.data_ptr()] = place, data
 
-    def sheet(self, model: nn.Module) -> _Sheet | None:
+    def sheet(self, task: Task) -> _Sheet | None:
         """Complete the file, and map the model's tensors privately; None if the disk is full."""
+        model = task.model
         places: dict[str, _Place] = {}
         for name, tensor in _tensors(model):
             if not self._holds(tensor):
@@ -132,7 +133,7 @@ class _WeightsFile:
             path=f"/proc/{os.getpid()}/fd/{self._descriptor}",
             mark=self._mark,
             places=places,
-            loose=_digest(model),
+            others=_digest(task),
             random_state=torch.get_rng_state().numpy().tobytes(),
         )
 
@@ -153,19 +154,27 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
-def _digest(model: nn.Module) -> str:
-    """A digest of the tensors that modules hold without registering them; empty if some of them
-    have no data."""
+def _digest(task: Task) -> str:
+    """A digest of samples of the task's example, which may have been drawn after the weights, and
+    of tensors that modules hold without registering them; empty if some of them have no data."""
     found = hashlib.sha256()
-    for path, module in model.named_modules():
+    for name, tensor in _other_tensors(task):
+        if tensor.is_meta:
+            return ""
+        found.update(f"{name} {_layout(tensor)}".encode())
+        found.update(fingerprint_of(tensor).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _other_tensors(task: Task) -> Iterator[tuple[str, Tensor]]:
+    for spec in (*task.inputs, *task.labels):
+        if spec.rows is not None:
+            yield f"{spec}", spec.rows
+    for path, module in task.model.named_modules():
         for key, value in vars(module).items():
             for leaf in tree_leaves(value) if key not in _REGISTERED else ():
                 if isinstance(leaf, Tensor):
-                    if leaf.is_meta:
-                        return ""
-                    found.update(f"{path}.{key} {_layout(leaf)}".encode())
-                    found.update(fingerprint_of(leaf).cpu().numpy().tobytes())
-    return found.hexdigest()
+                    yield f"{path}.{key}", leaf
 
 
 class _Counter:
@@ -201,7 +210,7 @@ def build_on_host(build: Callable[[], Task], world: World, share: float = _SHARE
         counter = _Counter(limit_bytes, file.take)
         with on_registration(counter):
             task = build()
-        sheet = file.sheet(task.model) if counter.is_exceeded else None
+        sheet = file.sheet(task) if counter.is_exceeded else None
         if _exchange(sheet, world, is_exceeded=counter.is_exceeded):
             wait_for_all(world)  # because others map the file
     return task
@@ -217,7 +226,7 @@ def _build_next(build: Callable[[], Task], limit_bytes: float, world: World, fir
         if not counter.is_exceeded:
             raise
     received = _exchange(None, world, is_exceeded=counter.is_exceeded)
-    if counter.is_exceeded and not (task and received[first] and _map(task.model, received[first])):
+    if counter.is_exceeded and not (task and received[first] and _map(task, received[first])):
         task = build()
     if received:
         wait_for_all(world)
@@ -233,13 +242,13 @@ def _exchange(sheet: _Sheet | None, world: World, *, is_exceeded: bool) -> list[
     return gather_bytes(b"" if sheet is None else msgspec.msgpack.encode(sheet), world)
 
 
-def _map(model: nn.Module, encoded: bytes) -> bool:
-    """Map the file's tensors into a model, and continue with its random state; false if it is not
-    the same model."""
-    sheet, own = msgspec.msgpack.decode(encoded, type=_Sheet), dict(_tensors(model))
+def _map(task: Task, encoded: bytes) -> bool:
+    """Map the file's tensors into the task's model, and continue with its random state; false if it
+    is not the same task."""
+    sheet, own = msgspec.msgpack.decode(encoded, type=_Sheet), dict(_tensors(task.model))
     if {name for name, tensor in own.items() if tensor.numel()} != sheet.places.keys():
         return False
-    if _digest(model) != sheet.loose:
+    if _digest(task) != sheet.others:
         return False
     if any(isinstance(t, nn.Parameter) and has_gradient_hooks(t) for t in own.values()):
         return False
