@@ -9,8 +9,9 @@ import torch
 from harness.errors import VerificationError
 from harness.runtime.data.images import DigitData
 from harness.workloads.train.config import TrainCase
+from harness.workloads.train.evaluation import Evaluation
 from harness.workloads.train.setup import make_task
-from harness.workloads.train.workload import Evaluation, TrainLoop
+from harness.workloads.train.workload import TrainLoop
 
 CASE = TrainCase(model="lenet", data="digits", batch=4)
 
