@@ -22,11 +22,12 @@ from equivalence_training import (
     train_and_save,
     train_step,
 )
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from harness.errors import ConfigError, ResultsError
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.state.files import load_sharded
+from harness.runtime.executor.state.files import load_sharded, open_sharded
 from harness.runtime.executor.state.weights import Weights
 
 AVERAGED = 3  # a seed with averages of parameters, some of which do not decay
@@ -180,7 +181,15 @@ def test_shards_that_do_not_belong_together_are_refused(ranks, tmp_path):
         load_sharded(tmp_path)
     move = make_move("mlp", 2, (2, 6, "tensor parallel"), (1, 6, "single"), tmp_path)
     ranks.run(2, train_and_save, move)
-    kept = tmp_path / "shard1.safetensors"
+    first, kept = tmp_path / "shard0.safetensors", tmp_path / "shard1.safetensors"
+    tensors = load_file(first)
+    others = {name.split()[-1] for name in load_file(kept)}
+    lost = next(n for n in tensors if n.startswith("model 0:") and n.split()[-1] in others)
+    with safe_open(first, framework="pt") as file:
+        metadata = file.metadata()
+    save_file({name: x for name, x in tensors.items() if name != lost}, first, metadata)
+    with pytest.raises(ResultsError, match=r"holds \d+ of the \d+ elements of"):
+        open_sharded(tmp_path)  # before anything is loaded
     kept.rename(tmp_path / "elsewhere")
     with pytest.raises(ResultsError, match=r"1 of 2 shards, shard1.safetensors is missing"):
         load_sharded(tmp_path)

@@ -137,10 +137,14 @@ def load_sharded(directory: Path) -> dict[str, Any]:
 
 def open_sharded(directory: Path) -> dict[str, Any]:
     """The same with mappings that assemble a tensor when it is read, because a host may not have
-    the memory for the state of all ranks; they raise ResultsError if a part is missing."""
+    the memory for the state of all ranks. Missing parts are refused before; parts that overlap are
+    when they are read."""
     paths, metadata = check_sharded(directory)
     model, cut, single = _read(paths)
     numbers = {name: index for index, name in enumerate(metadata.parameters)}
+
+    for name, parts in (*model.items(), *((name, parts) for (_, name), parts in cut.items())):
+        _shape_of(name, parts, directory, has_copies=metadata.is_survivors)
 
     def joined() -> _Joined:
         return _Joined(directory, has_copies=metadata.is_survivors)
@@ -320,30 +324,39 @@ def _read(
     return model, cut, single
 
 
+def _shape_of(name: str, parts: Pieces, directory: Path, *, has_copies: bool) -> list[int]:
+    """The shape of a tensor, whose parts must be alike and, without copies, as many elements."""
+    first = parts[0][1]
+    if any((tensor.dim(), tensor.dtype) != (first.dim(), first.dtype) for _, tensor in parts):
+        raise ResultsError(f"{directory} holds unlike parts of {shorten(name)}: save it again")
+    shape = [max(piece.intervals[dim][1] for piece, _ in parts) for dim in range(first.dim())]
+    if not has_copies:
+        _check_count(name, sum(tensor.numel() for _, tensor in parts), shape, directory)
+    return shape
+
+
+def _check_count(name: str, n_found: int, shape: list[int], directory: Path) -> None:
+    if n_found != math.prod(shape):
+        raise ResultsError(
+            f"{directory} holds {n_found} of the {math.prod(shape)} elements of {shorten(name)}: "
+            "save it again"
+        )
+
+
 def _join(name: str, parts: Pieces, directory: Path, *, has_copies: bool) -> Tensor:
     """Assemble a tensor from parts, which must cover each element once.
 
     Args:
         has_copies: elements may be in several parts; that of the lowest rank counts.
     """
-    (piece, first), *others = parts
-    if not others and all(start == 0 for start, _ in piece.intervals):
+    shape, first = _shape_of(name, parts, directory, has_copies=has_copies), parts[0][1]
+    if len(parts) == 1 and list(first.shape) == shape:
         return first
-    if any((tensor.dim(), tensor.dtype) != (first.dim(), first.dtype) for _, tensor in parts):
-        raise ResultsError(f"{directory} holds unlike parts of {shorten(name)}: save it again")
-    shape = [max(piece.intervals[dim][1] for piece, _ in parts) for dim in range(first.dim())]
-    n_found, n_wanted = sum(tensor.numel() for _, tensor in parts), math.prod(shape)
-    if has_copies or n_found == n_wanted:
-        whole, is_found = first.new_empty(shape), first.new_zeros(shape, dtype=torch.bool)
-        for piece, tensor in reversed(parts):
-            piece.take(whole).copy_(tensor)
-            piece.take(is_found).fill_(True)
-        n_found = int(is_found.sum())
-    if n_found != n_wanted:
-        raise ResultsError(
-            f"{directory} holds {n_found} of the {n_wanted} elements of {shorten(name)}: save it "
-            "again"
-        )
+    whole, is_found = first.new_empty(shape), first.new_zeros(shape, dtype=torch.bool)
+    for piece, tensor in reversed(parts):
+        piece.take(whole).copy_(tensor)
+        piece.take(is_found).fill_(True)
+    _check_count(name, int(is_found.sum()), shape, directory)
     return whole
 
 
