@@ -143,18 +143,26 @@ class Tried:
 
 
 def worth_trying(found: Searched, most: int) -> list[Candidate]:
-    """Choose at most `most` plans, best predictions first: the best plan, and the best plans of
-    other searches whose predictions are close, as long as all fit into memory together."""
+    """Choose at most `most` plans whose predictions are close to the best, as long as all fit into
+    memory together; fastest first."""
     chosen: list[Candidate] = []
     free = found.simulator.limits.copy()
-    for candidate in found.ranked():
-        needed = found.simulator.simulate(found.strategy(candidate)).outcome.memory_bytes
-        if candidate.step_s > _WORTH_TRYING * found.best.step_s or len(chosen) == most:
+    limit_s = _WORTH_TRYING * found.best.step_s
+    for candidate in unlike_first([c for c in found.ranked() if c.step_s <= limit_s]):
+        if len(chosen) == most:
             break
+        needed = found.simulator.simulate(found.strategy(candidate)).outcome.memory_bytes
         if np.all(needed <= free):
             free -= needed
             chosen.append(candidate)
-    return chosen
+    return sorted(chosen, key=lambda candidate: candidate.step_s)
+
+
+def unlike_first(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The first of each schedule and those without stages, then the others, because predictions of
+    like plans err alike."""
+    firsts = {len(c.stages) > 1 and c.schedule: c for c in reversed(ranked)}
+    return sorted(ranked, key=lambda candidate: candidate not in firsts.values())
 
 
 def try_out(search_config: SearchConfig, found: Searched | None, context: Context) -> list[Tried]:

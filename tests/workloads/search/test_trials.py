@@ -1,8 +1,10 @@
-"""Races of candidates whose times are written down."""
+"""Which plans are tried, and races of candidates whose times are written down."""
 
 import itertools
 
-from harness.workloads.search.trials import LEAST_ROUNDS, MOST_ROUNDS, places, race
+from harness.domain.strategy import Stage
+from harness.plan.search.objective import Candidate
+from harness.workloads.search.trials import LEAST_ROUNDS, MOST_ROUNDS, places, race, unlike_first
 
 
 def never_late():
@@ -44,3 +46,18 @@ def test_it_ends_when_it_is_late_after_the_first_rounds():
 
     found = race(racing([1.0, 1.1], [1.1, 1.0]), 2, is_late)
     assert [len(own) for own in found] == [LEAST_ROUNDS + 1] * 2
+
+
+def test_the_best_of_each_schedule_is_tried_before_second_bests():
+    def plan(method, schedule, n_stages):
+        return Candidate(
+            method=method, step_s=1.0, plans={}, batch=8, n_microbatches=2, schedule=schedule,
+            stages=(Stage(),) * n_stages,
+        )  # fmt: skip
+
+    ranked = [
+        plan("whole", "gpipe", 0), plan("MCMC", "gpipe", 1), plan("dp", "1f1b", 2),
+        plan("dp of 4", "1f1b", 4), plan("by hand", "interleaved", 4), plan("gpipe", "gpipe", 2),
+    ]  # fmt: skip
+    found = [candidate.method for candidate in unlike_first(ranked)]
+    assert found == ["whole", "dp", "by hand", "gpipe", "MCMC", "dp of 4"]
