@@ -283,6 +283,8 @@ class GroupCosts(NamedTuple):
         kept_bytes: that forward keeps for backward.
         passed_bytes: of gradients while its backward runs.
         sent_bytes: of the whole output, for readers of a later stage.
+        last_reader: position of the output's last reader, -1 for none.
+        crossing_bytes: of the outputs that cross a cut before the operator.
     """
 
     forward_s: Floats
@@ -291,6 +293,8 @@ class GroupCosts(NamedTuple):
     kept_bytes: Floats
     passed_bytes: Floats
     sent_bytes: Floats
+    last_reader: Ints
+    crossing_bytes: Floats
 
 
 class Group:
@@ -303,6 +307,10 @@ class Group:
         self._cluster = msgspec.structs.replace(cluster.part(range(tp)), collectives=[])
         self._simulator = Simulator(graph, profile, self._cluster, options=options)
         self._known: dict[int, GroupCosts] = {}
+        at, consumers = {op: k for k, op in enumerate(self._simulator.placed)}, graph.consumers()
+        self._last_reader: Ints = np.array(
+            [max((at[c] for c in consumers[op] if c in at), default=-1) for op in at]
+        )
 
     def costs(self, samples: int) -> GroupCosts:
         """For a microbatch of so many samples.
@@ -324,13 +332,19 @@ class Group:
         first = np.flatnonzero(rows % self._tp == 0)
         ops, end_s = rows[first] // self._tp, float(found.finish[first].max())
         backward = found.start[first + len(rows)]
+        sent = np.array([costs.wire_bytes(op) for op in placed])
+        crossing = np.zeros(len(placed))
+        for k, reader in enumerate(self._last_reader.tolist()):
+            crossing[k + 1 : reader + 1] += sent[k]
         return GroupCosts(
             _seconds(found.start[first], ops, placed, end_s),
             _seconds(backward, ops, placed, float(found.device_end_s[0])),
             tables.weight_bytes[placed].max(axis=1),
             (tables.output_bytes + tables.saved_bytes)[placed].max(axis=1),
             gradients_passed(tables, 1, returns)[placed].max(axis=1) * costs.knows_saved,
-            np.array([costs.wire_bytes(op) for op in placed]),
+            sent,
+            self._last_reader,
+            crossing,
         )
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
-import numpy as np
 
 from harness.domain.checkpoints import MOST_OF_STAGE, segment_numbers, with_recomputation
 from harness.domain.cluster import Cluster
@@ -23,10 +22,10 @@ from harness.errors import PlanError, StrategyError
 from harness.plan.bottleneck import balance
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.layouts.degrees import Group, GroupCosts, ParallelLayout, layout_strategy
-from harness.plan.layouts.pricing import Choice, NodeLinks, last_readers, price
+from harness.plan.layouts.pricing import Choice, NodeLinks, price, transfer_seconds
+from harness.plan.portfolio import options_of
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import useful_states
-from harness.plan.simulate.transfers import Ints
 from harness.units import format_bytes
 
 _MOST_RUNNERS_UP = 8
@@ -48,6 +47,7 @@ def plan(request: PlanRequest) -> PlanResult:
         profile,
         request.cluster,
         batch,
+        options_of(profile),
         limit_bytes=limit,
         shard_state=request.shard_state,
     )
@@ -100,9 +100,8 @@ class LayoutSearch:
         self.options = options or SimulatorOptions()
         self.links = NodeLinks.from_cluster(cluster)
         self._placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
-        self._last_reader = last_readers(graph, self._placed)
-        self._cuts: dict[tuple[int, int], list[int]] = {}
-        self._ends: dict[tuple[int, int, int, bool], Ints] = {}
+        self._segments: dict[tuple[int, int], list[int]] = {}
+        self._stages: dict[tuple[int, int, int, bool], list[tuple[int, ...]]] = {}
 
     def choices(self) -> Iterator[Choice]:
         """Every layout, with each size of microbatch that is a power of two."""
@@ -137,26 +136,25 @@ class LayoutSearch:
             except StrategyError:  # a group of this size cannot share an operator
                 return
             for segments in (0, 1, MOST_OF_STAGE):
-                ends = self._stages(layout, samples, costs, recompute=segments > 0)
-                for state in self._states(layout.dp):
-                    choice = price(
-                        layout,
-                        ends,
-                        own // samples,
-                        segments=segments,
-                        cuts=self._segment_cuts(ends, segments),
-                        shard_state=state,
-                        costs=costs,
-                        last_reader=self._last_reader,
-                        links=self.links,
-                        options=self.options,
-                    )
-                    yield choice
-                    if choice.memory_bytes <= self.limit_bytes:
-                        break
-                fits_unsharded = choice.shard_state == self._states(layout.dp)[0]
-                fits_unsharded &= choice.memory_bytes <= self.limit_bytes
-                if segments and fits_unsharded:  # segments would take longer
+                fit_unsharded = True
+                for cut in self._cut(layout, samples, costs, recompute=segments > 0):
+                    for state in self._states(layout.dp):
+                        choice = price(
+                            cut,
+                            own // samples,
+                            segments=segments,
+                            segment_cuts=self._segment_cuts(cut, segments),
+                            shard_state=state,
+                            costs=costs,
+                            links=self.links,
+                            options=self.options,
+                        )
+                        yield choice
+                        if choice.memory_bytes <= self.limit_bytes:
+                            break
+                    fit_unsharded &= choice.shard_state == self._states(layout.dp)[0]
+                    fit_unsharded &= choice.memory_bytes <= self.limit_bytes
+                if segments and fit_unsharded:  # segments would take longer
                     break
 
     def _states(self, n_replicas: int) -> tuple[ShardState, ...]:
@@ -166,36 +164,40 @@ class LayoutSearch:
         is_free = self.shard_state is None
         return ("none", *(useful_states(n_replicas, self.options) if is_free else ()))
 
-    def _stages(
+    def _cut(
         self, layout: ParallelLayout, samples: int, costs: GroupCosts, *, recompute: bool
-    ) -> Ints:
-        """Ends of the balanced stages."""
+    ) -> list[ParallelLayout]:
+        """With stages equal in computing, and with those equal in computing and transfers."""
         key = (layout.tp, layout.pp, samples, recompute)
-        if key not in self._ends:
+        if key not in self._stages:
             seconds = costs.forward_s * (1 + recompute) + costs.backward_s
-            ends = balance([seconds.tolist()] * layout.pp, layout.pp).ends
-            self._ends[key] = np.array(ends, dtype=np.int64)
-        return self._ends[key]
+            far = layout.n_devices > self.links.n_each
+            crossing_s = 2 * transfer_seconds(layout, costs.crossing_bytes, self.links, far)
+            found = [
+                balance([seconds.tolist()] * layout.pp, layout.pp, each_s.tolist()).ends[:-1]
+                for each_s in (crossing_s * 0, crossing_s)
+            ]
+            self._stages[key] = list(dict.fromkeys(found))
+        return [replace(layout, cuts=cuts) for cuts in self._stages[key]]
 
-    def _segment_cuts(self, ends: Ints, segments: int) -> list[list[int]]:
+    def _segment_cuts(self, layout: ParallelLayout, segments: int) -> list[list[int]]:
         """Where the segments of each stage begin but the first, counted from the stage's first
         operator."""
         found = []
-        for stage in pairwise((0, *ends.tolist())):
-            if segments > 1 and stage not in self._cuts:
+        for stage in pairwise((0, *(layout.cuts or ()), len(self._placed))):
+            if segments > 1 and stage not in self._segments:
                 own = self._placed[slice(*stage)]
                 numbers = segment_numbers(self.graph, own, segments)
-                self._cuts[stage] = [k for k in range(1, len(own)) if numbers[k] > numbers[k - 1]]
-            found.append(self._cuts[stage] if segments > 1 else [])
+                self._segments[stage] = [
+                    k for k in range(1, len(own)) if numbers[k] > numbers[k - 1]
+                ]
+            found.append(self._segments[stage] if segments > 1 else [])
         return found
 
     def strategy(self, choice: Choice) -> Strategy:
         """A choice on all devices."""
-        layout = choice.layout
-        samples = self.batch // layout.dp // choice.n_microbatches
-        ends = self._ends[layout.tp, layout.pp, samples, choice.segments > 0]
         strategy = layout_strategy(
-            replace(layout, cuts=tuple(ends[:-1].tolist())),
+            choice.layout,
             self.graph,
             self.cluster,
             self.batch,

@@ -29,9 +29,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.domain.cluster import Cluster, Link
-from harness.domain.graph import Graph
 from harness.domain.sharding import first_bucket_bytes
 from harness.domain.strategy import ShardState
 from harness.errors import PlanError
@@ -124,7 +124,6 @@ def recomputed_bytes(
     ends: Ints,
     cuts: Sequence[Sequence[int]],
     costs: GroupCosts,
-    last_reader: Ints,
     options: SimulatorOptions,
 ) -> tuple[Floats, Floats]:
     """By stage that recomputes: bytes of a microbatch that wait for its backward beside the stage's
@@ -138,7 +137,7 @@ def recomputed_bytes(
             inside.update(fill(weights, options.bucket_bytes))
         for a, b in pairwise((begin, *(begin + cut for cut in sorted(inside)))):
             again[stage] = max(again[stage], _peak_bytes(costs, a, b))
-            is_read = (last_reader[a:b] >= b) & (last_reader[a:b] < end)
+            is_read = (costs.last_reader[a:b] >= b) & (costs.last_reader[a:b] < end)
             waiting[stage] += costs.sent_bytes[a:b][is_read].sum()
     return waiting, again
 
@@ -282,34 +281,32 @@ class Choice:
 
 def price(
     layout: ParallelLayout,
-    ends: Ints,
     n_microbatches: int,
     *,
     segments: int,
-    cuts: Sequence[Sequence[int]],
+    segment_cuts: Sequence[Sequence[int]],
     shard_state: ShardState,
     costs: GroupCosts,
-    last_reader: Ints,
     links: NodeLinks,
     options: SimulatorOptions,
 ) -> Choice:
     """The step and the fullest device's memory.
 
     Args:
-        ends: one more than the position of each stage's last operator.
-        cuts: of each stage into segments, counted from its first operator.
-        last_reader: of each operator's output, by position; -1 for none.
+        layout: with its cuts.
+        segment_cuts: of each stage into segments, counted from its first operator.
     """
-    begins = np.concatenate([[0], ends[:-1]])
+    begins = np.array([0, *(layout.cuts or ())])
+    ends = np.append(begins[1:], len(costs.forward_s))
     forward, kept = _sums(costs.forward_s, ends), _sums(costs.kept_bytes, ends)
     again_s = costs.forward_s * (segments > 0)
     recomputes_ahead = options.recomputes_ahead and shard_state != "parameters"
     if recomputes_ahead:
         # Where backward follows forward at once, the values of the last segment are still there.
         for stage in range(layout.pp) if n_microbatches == 1 else (-1,):
-            again_s[begins[stage] + max(cuts[stage], default=0) : ends[stage]] = 0.0
+            again_s[begins[stage] + max(segment_cuts[stage], default=0) : ends[stage]] = 0.0
     again = _sums(again_s, ends)
-    recomputes_ahead &= not any(cuts)
+    recomputes_ahead &= not any(segment_cuts)
     state = stage_state(
         shard_state,
         layout.dp,
@@ -322,10 +319,9 @@ def price(
     )
     backward = _sums(costs.backward_s, ends) + state.wait_s
     work = forward + again + backward
-    crossing = np.array(
-        [costs.sent_bytes[:b][last_reader[:b] >= b].sum() for b in begins], dtype=np.float64
-    )
-    crossing_s = _crossing_s(layout, crossing, links)
+    crossing = costs.crossing_bytes[begins]
+    node = np.arange(layout.pp) * layout.tp * layout.dp // links.n_each
+    crossing_s = transfer_seconds(layout, crossing, links, np.diff(node, prepend=0) > 0)
     on_the_way = forward + backward if recomputes_ahead else work
     reached = np.cumsum(on_the_way + 2 * crossing_s) - on_the_way
     window_s = backward - state.first_s + (state.n_rounds - 1) * work
@@ -343,7 +339,7 @@ def price(
     ends_s = np.maximum(ends_s, awaited_s + n_microbatches * work - ahead_s)
     ends_s += state.owned_bytes * float(np.max(options.optimizer_s_per_byte)) + state.gather_s
     if segments:
-        waiting, peak = recomputed_bytes(shard_state, ends, cuts, costs, last_reader, options)
+        waiting, peak = recomputed_bytes(shard_state, ends, segment_cuts, costs, options)
         active = in_flight * (crossing + waiting) + peak
     else:
         peak = np.array([_peak_bytes(costs, a, b) for a, b in zip(begins, ends, strict=True)])
@@ -363,14 +359,17 @@ def _sums(values: Floats, ends: Ints) -> Floats:
     return np.diff(np.concatenate([[0.0], values.cumsum()[ends - 1]]))
 
 
-def _crossing_s(layout: ParallelLayout, n_bytes: Floats, links: NodeLinks) -> Floats:
-    """Of one microbatch into each stage, one way."""
-    width = layout.tp * layout.dp
-    first = np.arange(layout.pp) * width // links.n_each
-    is_inside = np.concatenate([[True], first[1:] == first[:-1]])
-    shared = links.between / min(width, links.n_each)
-    inside_s = n_bytes / links.inside
-    return np.where(is_inside, inside_s, n_bytes / shared + links.latency_s) * (n_bytes > 0)
+def transfer_seconds(
+    layout: ParallelLayout, n_bytes: Floats, links: NodeLinks, far: bool | npt.NDArray[np.bool_]
+) -> Floats:
+    """Of one microbatch into a stage, one way.
+
+    Args:
+        far: whether the stage before it is on another node.
+    """
+    shared = links.between / min(layout.tp * layout.dp, links.n_each)
+    far_s = n_bytes / shared + links.latency_s
+    return np.where(far, far_s, n_bytes / links.inside) * (n_bytes > 0)
 
 
 def _all_reduce_s(layout: ParallelLayout, n_bytes: Floats, *, links: NodeLinks) -> Floats:
@@ -382,10 +381,3 @@ def _all_reduce_s(layout: ParallelLayout, n_bytes: Floats, *, links: NodeLinks) 
     if dp * tp > links.n_each:
         rate, latency_s = min(links.inside, links.between / min(tp, links.n_each)), links.latency_s
     return 2 * (dp - 1) * (n_bytes / dp / rate + latency_s)
-
-
-def last_readers(graph: Graph, placed: list[int]) -> Ints:
-    """By placed operator: position of its last consumer, -1 for none."""
-    at = {op: k for k, op in enumerate(placed)}
-    consumers = graph.consumers()
-    return np.array([max((at[c] for c in consumers[op] if c in at), default=-1) for op in placed])

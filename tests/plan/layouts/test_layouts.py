@@ -95,6 +95,33 @@ def test_state_is_sharded_as_far_as_memory_needs():
     assert list(found.values()) == [["none"], ["optimizer"], ["gradients"], ["parameters"], []]
 
 
+def test_stages_are_cut_where_little_crosses_if_that_is_faster():
+    graph, profile = chain()
+    wide = [replace(op, activation_bytes=400 * op.activation_bytes) for op in graph.operators[3:4]]
+    graph = replace(graph, operators=[*graph.operators[:3], *wide, *graph.operators[4:]])
+    where = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=10**10)
+    search = LayoutSearch(graph, profile, where, BATCH)
+    steps = {}
+    for choice in search.choices():
+        if choice.layout.pp == 2 and not choice.segments and choice.n_microbatches == 4:
+            simulated = Simulator(graph, profile, where).simulate(search.strategy(choice))
+            assert choice.step_s == pytest.approx(simulated.step_s, rel=STEP)
+            steps[choice.layout.cuts] = choice.step_s
+    assert list(steps) == [(4,), (5,)]
+    assert steps[5,] < 0.8 * steps[4,]
+
+
+def test_values_of_16_bits_travel_as_such():
+    graph, profile = chain()
+    halves = [replace(point, dtype="bfloat16") for point in profile.measurements]
+    profile = replace(profile, measurements=halves)
+    where = Cluster.uniform(1, 4, inside_bytes_per_s=2e7, memory_bytes=10**9)
+    found = run("layouts", PlanRequest(cluster=where, graph=graph, profile=profile))
+    options = SimulatorOptions(wire_bytes_per_fp32_byte=0.5)
+    choices = LayoutSearch(graph, profile, where, BATCH, options).choices()
+    assert found.predicted_step_s == min(choice.step_s for choice in choices)
+
+
 def test_memory_decides_where_it_binds():
     asked = request(cluster())
     free = run("layouts", asked)
