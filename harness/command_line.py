@@ -54,8 +54,11 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
 
     import tyro
 
-    from harness.workloads.common.flags import RunOptions, flag  # imports torch: takes seconds
-    from harness.workloads.common.help import prepare_help
+    from harness.workloads.common.flags import (  # imports torch: takes seconds
+        RunOptions,
+        flag,
+        prepare_help,
+    )
 
     prepare_help(RunOptions)
     if not is_named:

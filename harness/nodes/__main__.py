@@ -63,8 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--deep", action="store_true", help="run a kernel on every GPU")
     parser.add_argument("--only", default=[], type=_names, metavar="CHECKS", help="run only these")
     parser.add_argument("--skip", default=[], type=_names, metavar="CHECKS", help="skip these")
+    # The virtual environment of this process, else that of the checkout.
+    env = Path(sys.prefix) if sys.prefix != sys.base_prefix else _REPO / ".venv"
     parser.add_argument(
-        "--env", type=Path, default=_default_env(), metavar="PATH",
+        "--env", type=Path, default=env, metavar="PATH",
         help="the Python environment, at the same path on every host (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -73,11 +75,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _default_env() -> Path:
-    """The virtual environment of this process, else that of the checkout."""
-    return Path(sys.prefix) if sys.prefix != sys.base_prefix else _REPO / ".venv"
 
 
 class _ProgressLine:

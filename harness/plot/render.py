@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from harness.errors import HarnessError, first_line
 from harness.measure.store import write_atomically
 from harness.plot.catalog import Catalog, workers
-from harness.plot.figure import Figure
-from harness.plot.figures import load_figure
+from harness.plot.figures import Figure, load_figure
 from harness.plot.style import drawing_style
 
 if TYPE_CHECKING:

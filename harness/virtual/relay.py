@@ -59,13 +59,10 @@ class Direction:
             due.append(self.waiting.popleft()[1])
         return due
 
-    def next_due_s(self) -> float | None:
-        return self.waiting[0][0] if self.waiting else None
-
 
 def wait_s(directions: Iterable[Direction], now_s: float) -> float | None:
     """Seconds until the next frame is due; None if the queues are empty."""
-    due = [at for direction in directions if (at := direction.next_due_s()) is not None]
+    due = [direction.waiting[0][0] for direction in directions if direction.waiting]
     return max(0.0, min(due) - now_s) if due else None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.domain.gpu_code import kernel_support, where_built
+from harness.domain.torch_builds import kernel_support, where_built
 from harness.nodes.facts import GpuFacts, PythonFacts, Status, TorchCuda
 from harness.nodes.parse import split_sections
 from harness.nodes.parse_gpu import parse_gpus

@@ -26,11 +26,11 @@ from harness.workloads.common.contract import config_json
 from harness.workloads.planning.config import SearchConfig
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.search.workload import run_search
-from harness.workloads.train import changes, shrink
+from harness.workloads.train import changes, replanning
 from harness.workloads.train.config import TrainCase, parse_change
-from harness.workloads.train.drift import MeanComputeTime
 from harness.workloads.train.next_plan import BesideSearch
 from harness.workloads.train.plan import plan_training, search_config_of
+from harness.workloads.train.replanning import MeanComputeTime
 from harness.workloads.train.requests import read_answer, write_request
 from harness.workloads.train.setup import prepare
 from harness.workloads.train.workload import TrainLoop, run_train
@@ -279,7 +279,7 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
         change = () if case.controlled else tuple(f"{step}:{file}" for step, file in files)
         try:
             with (
-                mock.patch.multiple(shrink, has_ended=waited_for, is_worth=is_faster),
+                mock.patch.multiple(replanning, has_ended=waited_for, is_worth=is_faster),
                 mock.patch.object(changes, "has_ended", waited_for),
             ):
                 summary = run_train(replace(case, change=change), context)

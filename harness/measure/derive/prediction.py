@@ -232,23 +232,18 @@ def _measured_parts_of(records: Sequence[Record], wanted: np.ndarray) -> dict[st
         return {}
     compute_s, optimizer_s = windows.working_s(computing), windows.working_s(optimizer)
     active_s = windows.covered_s(windows.mask_of((*COMPUTE_KINDS, "communication")))
-    no_sync_s = _no_sync_s(records)
+    alone = samples_of(records, "no_sync_compute_s")
     columns = {
         "compute": compute_s,
         "exposed_communication": active_s - compute_s - optimizer_s,
         "optimizer": optimizer_s,
         "rest": windows.step_s - active_s,
     }
-    if no_sync_s is not None:
+    if alone:  # steps without communication
+        no_sync_s = median(sample.value for sample in alone)
         columns["contention"] = compute_s + optimizer_s - no_sync_s
         columns["compute"] = compute_s - columns["contention"]
     return {name: fmean(columns[name][counts].tolist()) for name in PARTS if name in columns}
-
-
-def _no_sync_s(records: Iterable[Record]) -> float | None:
-    """Median computing time of a rank in steps without communication; None when unknown."""
-    samples = samples_of(records, "no_sync_compute_s")
-    return median(sample.value for sample in samples) if samples else None
 
 
 def _memory(run: Run, prediction: Prediction) -> tuple[MemoryPeak, ...]:

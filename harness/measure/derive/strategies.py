@@ -211,20 +211,17 @@ class _Finding:
             return _undecided(f"{name} was fastest ({reading})", best, n_more)
         if against.outcome == "same":
             return f"{name} was fastest and is no gain: {reading}, within 10%"
-        if rivals := self._rivals(best):
+        rivals = [  # strategies other than the baseline without a verdict that they are slower
+            row
+            for row in self._measured[1:]
+            if row is not best and verdict(best.step_s, row.step_s).outcome != "faster"
+        ]
+        if rivals:
             leaders = [f"{name} ({reading})"]
             leaders += [f"{self._name(row)} ({row.speedup:.2f} times)" for row in rivals]
             names = f"{', '.join(leaders[:-1])} and {leaders[-1]}"
             return f"{names} are fastest: their repeats do not separate them"
         return f"{name} is fastest: {reading}"
-
-    def _rivals(self, best: StrategyRow) -> list[StrategyRow]:
-        """Strategies other than the baseline without a verdict that they are slower."""
-        return [
-            row
-            for row in self._measured[1:]
-            if row is not best and verdict(best.step_s, row.step_s).outcome != "faster"
-        ]
 
     def losses(self) -> list[str]:
         """Strategies that are no faster than the baseline, or whose median is slower; the slowest

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from harness.domain.gpu_code import kernel_support, where_built
+from harness.domain.torch_builds import kernel_support, where_built
 from harness.nodes.facts import GpuFacts, Judgement, SmiGpu, Status, critical, ok, unknown, warn
 from harness.nodes.parse_gpu import BROKEN
 from harness.nodes.survey import HostReport, Survey

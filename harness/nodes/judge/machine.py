@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from harness.domain.torch_releases import torch_problem
+from harness.domain.torch_builds import torch_problem
 from harness.nodes.facts import Facts, InterfaceFacts, Judgement, critical, ok, unknown, warn
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.derive.links import nic_limit_bytes_per_s
 from harness.plot.catalog import Catalog, RepeatGroup, merged
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     LIMIT,
     MUTED,

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.derive.changes import ChangeRow
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     draw_bar_panels,
     joint_legend,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.numbers import TELEMETRY, RunNumbers
 from harness.plot.style import WIDTH_IN, series_style, shorten, wrap_label
 

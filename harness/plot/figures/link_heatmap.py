@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from harness.plot.catalog import Catalog, RepeatGroup
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     MUTED,
     WIDTH_IN,

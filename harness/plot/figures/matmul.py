@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.plot.catalog import Catalog, RepeatGroup, merged, short_kind
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     FAILED,
     WIDTH_IN,

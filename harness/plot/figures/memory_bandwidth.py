@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.derive.devices import MemoryRow
 from harness.plot.catalog import Catalog, RepeatGroup, merged, short_kind
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     SERIES,
     draw_bar_panels,

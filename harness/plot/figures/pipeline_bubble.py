@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.measure.derive.pipeline import PipelineSummary
 from harness.plot.catalog import Catalog, TrainingCase, merged
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     MUTED,
     colour_of,

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.predicted import PlannedCase, PlannedRepeat, planned_cases
 from harness.plot.style import (
     FAILED,

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.derive.prediction import CellSummary, RankedStrategy, cell_summary
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.predicted import PlannedCase, competing, planned_cases
 from harness.plot.style import (
     FAILED,

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.derive.prediction import PARTS, mean_parts
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.predicted import PlannedCase, planned_cases
 from harness.plot.style import (
     LIMIT,

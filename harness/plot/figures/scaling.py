@@ -19,7 +19,7 @@ from harness.plot.catalog import (
     short_kind,
     speed_class,
 )
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     LEGEND_ROW_IN,
     MUTED,

@@ -11,7 +11,7 @@ import pandas as pd
 
 from harness.measure.derive.pipeline import PipelineSummary
 from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     KIND_COLOURS,
     draw_bar_panels,

@@ -10,7 +10,7 @@ import pandas as pd
 
 from harness.measure.derive.spans import PHASES
 from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     PHASE_COLOURS,
     draw_bar_panels,

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     FAILED,
     LIMIT,

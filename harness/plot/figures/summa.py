@@ -9,7 +9,7 @@ import pandas as pd
 from harness.measure.derive.devices import SummaRow
 from harness.measure.statistics import known_median
 from harness.plot.catalog import Catalog, RepeatGroup, merged
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     FAILED,
     LIMIT,

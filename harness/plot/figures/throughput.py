@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.statistics import known_median
 from harness.plot.catalog import Catalog, TrainingCase, batch_of, merged
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
     colour_of,
     draw_bar,

@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.measure.derive.spans import covered_by_group
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.numbers import PASSES, SIDES
 from harness.plot.predicted import PlannedCase, planned_cases
 from harness.plot.style import (

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.domain.validation import ValidatedPoint, Validation
 from harness.plot.catalog import Catalog
-from harness.plot.figure import Figure, Rows
+from harness.plot.figures import Figure, Rows
 from harness.plot.style import LIMIT, MUTED, SERIES, WIDTH_IN, plain_log_axis
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from harness.domain.gpu_code import kernel_support, where_built
 from harness.domain.interface import Interface
+from harness.domain.torch_builds import kernel_support, where_built
 from harness.errors import LaunchError
 from harness.inputs import find_int
 from harness.runtime.ranks.cgroup import cgroup_memory_bytes, cpu_quota_s

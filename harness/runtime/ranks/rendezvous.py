@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from harness.domain.interface import choose_interface
-from harness.domain.torch_releases import torch_problem
+from harness.domain.torch_builds import torch_problem
 from harness.errors import LaunchError, first_line
 from harness.inputs import parse_int
 from harness.runtime.agent.wire import Channel

@@ -1,17 +1,24 @@
-"""Flags of several workloads: of the model, the search and every run, with their checks.
+"""Flags of several workloads: of the model, the search and every run, with their checks and
+`--help`.
 
 None and `auto` mean automatic and pass every check.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import tyro
 
 from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
@@ -21,6 +28,7 @@ from harness.units import parse_bytes
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16"]
 DTYPES = get_args(Dtype)
+_METAVARS = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
 
 
 def flag(name: str) -> str:
@@ -58,14 +66,6 @@ def _check(config: Any, name: str, is_within: Callable[[float], bool], bound: st
     raise ConfigError(f"{flag(name)} {text} must be {bound}{each}{finite}")
 
 
-_LEAST_DLRM = {
-    "dlrm_bottom_mlp": 1,
-    "dlrm_top_mlp": 1,
-    "dlrm_table_rows": 1,
-    "dlrm_lookups": 1,
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class DlrmFlags:
     """Sizes of dlrm."""
@@ -82,10 +82,6 @@ class DlrmFlags:
     dlrm_interaction: Literal["cat", "dot"] = "cat"
     """dlrm: how the vectors are combined: concatenated (cat), or by pairwise dot products (dot)."""
 
-    def check_dlrm(self) -> None:
-        """Refuse sizes below 1."""
-        check_at_least(self, _LEAST_DLRM)
-
     def dlrm_options(self) -> DlrmOptions:
         return DlrmOptions(
             bottom_mlp=self.dlrm_bottom_mlp,
@@ -96,18 +92,11 @@ class DlrmFlags:
         )
 
 
-_SIZES = (
-    "sequence_length",
-    "vocabulary_size",
-    "n_layers",
-    "width",
-    "n_heads",
-    "n_groups",
-    "mlp_width",
-    "n_experts",
-    "n_experts_per_token",
-    "capacity_factor",
+_TEXT_COUNTS = (
+    *("sequence_length", "vocabulary_size", "n_layers", "width", "n_heads", "n_groups"),
+    *("mlp_width", "n_experts", "n_experts_per_token"),
 )
+_SIZES = (*_TEXT_COUNTS, "capacity_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,17 +128,15 @@ class TextFlags:
     """text: prediction of bert_base: classes, span (of an answer) or tokens. Default: the data's,
     else classes."""
 
-    def check_text(self) -> None:
-        """Refuse sizes below 1."""
-        check_at_least(self, {name: 1 for name in _SIZES if name != "capacity_factor"})
-        check_above_zero(self, ("capacity_factor",))
-
     def text_options(self) -> TextOptions:
         sizes = {name: getattr(self, name) or 0 for name in _SIZES}
         return TextOptions(**sizes, head=self.head)
 
 
-_LEAST_MODEL = {"image_size": 1, "n_classes": 1}
+_LEAST_MODEL = dict.fromkeys((
+    "dlrm_bottom_mlp", "dlrm_top_mlp", "dlrm_table_rows", "dlrm_lookups", *_TEXT_COUNTS,
+    "image_size", "n_classes",
+), 1)  # fmt: skip
 # Sizes that models of one kind have.
 _OF_KIND = {
     "images": ("image_size",),
@@ -184,9 +171,8 @@ class ModelFlags(DlrmFlags, TextFlags):
 
     def check(self) -> None:
         """Refuse numbers that no model accepts."""
-        self.check_dlrm()
-        self.check_text()
         check_at_least(self, _LEAST_MODEL)
+        check_above_zero(self, ("capacity_factor",))
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ConfigError(
                 f"--dropout {self.dropout} is a probability: give 0 or more, and below 1"
@@ -331,3 +317,41 @@ class RunOptions:
                 f"--collective-timeout-s {self.collective_timeout_s:g}: lower the first or raise "
                 "the second"
             )
+
+
+def prepare_help(config: Any) -> None:
+    """Order the flags of a dataclass, its own before those of its bases, and show each docstring as
+    one paragraph, without None and defaults that mean automatic."""
+    bases = [base for base in config.__mro__ if "__annotations__" in vars(base)]
+    known, hints = config.__dataclass_fields__, get_type_hints(config, include_extras=True)
+    for base in bases:
+        docs = dict(_docstrings(base))
+        for name in base.__annotations__:
+            if name not in known or known[name].metadata:
+                continue
+            known[name].metadata = MappingProxyType({"help": docs.get(name, "")})
+            if known[name].default in (None, ()):
+                base.__annotations__[name] = _automatic(hints[name])
+    names = [name for base in bases for name in base.__annotations__ if name in known]
+    config.__dataclass_fields__ = {name: known[name] for name in names}
+
+
+def _automatic(hint: Any) -> Any:
+    """A type whose flag shows neither None nor its default."""
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    metavar = None
+    if NoneType in get_args(hint) and len(kinds) == 1:
+        choices = ",".join(map(str, get_args(kinds[0])))
+        metavar = f"{{{choices}}}" if choices else _METAVARS[kinds[0]]
+    return Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint="")]
+
+
+def _docstrings(config: type) -> Iterator[tuple[str, str]]:
+    """The docstring below each field of a class, without its line breaks."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
+    assert isinstance(body, ast.ClassDef)
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            assert isinstance(field.target, ast.Name)
+            assert isinstance(below.value, ast.Constant)
+            yield field.target.id, " ".join(str(below.value.value).split())

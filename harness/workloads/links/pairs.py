@@ -1,26 +1,37 @@
-"""Latency and bandwidth of every ordered pair of ranks, one pair at a time.
+"""Latency and bandwidth of every ordered pair of ranks, and the Cluster file made of them.
 
     source   |--- message --->          |
     target                 |--- ack --->|     a round trip; the ack is 4 bytes
 
-Half a round trip of the smallest message is the latency. The one-way time of a larger message is
-its round trip minus the shortest latency, which is the time of its ack (subtracting the median
-could make a link look too fast). All times are read on the source's clock.
+One pair is measured at a time. Half a round trip of the smallest message is the latency. The
+one-way time of a larger message is its round trip minus the shortest latency, which is the time of
+its ack (subtracting the median could make a link look too fast). All times are read on the source's
+clock.
 """
 
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import accumulate, permutations
+from pathlib import Path
 from statistics import median
 
+import msgspec
 import torch
 
+from harness.domain.cluster import Cluster, CollectivePoint, Link, Node
+from harness.domain.run import RunHeader, device_names
 from harness.errors import VerificationError
+from harness.measure.derive.devices import matmul_table
+from harness.measure.store import headers_in, read_run, write_atomically
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.gather import maximum_over_ranks, raise_on_all_ranks
 from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
-from harness.workloads.links.collectives import Limits
-from harness.workloads.links.operations import ELEMENT_BYTES, Transport, pattern
+from harness.workloads.links.operations import ELEMENT_BYTES, Limits, Transport, pattern
+
+_log = logging.getLogger(__name__)
 
 Pair = tuple[int, int]
 # Enough that at least one is undisturbed by other work on either host.
@@ -241,3 +252,122 @@ def _gather_pairs(
         times = {n: next(shared) for n in sizes}
         found[pair] = PairTimes(latency_s, {n: t for n, t in times.items() if t > 0})
     return found
+
+
+def fit_link(times: PairTimes) -> tuple[float, float]:
+    """Fit latency (s) and bandwidth (bytes/s) of t = latency + n_bytes / bandwidth.
+
+    The latency is the measured one. The seconds per byte are the median of (t - latency) / n_bytes
+    weighted by n_bytes, which minimises the absolute deviation from the measured times: large
+    messages count most, and an outlier at one size has no effect. For a message that takes less
+    than two latencies, t - latency is mostly noise, so t / n_bytes is used instead.
+
+    Raises:
+        ValueError: no transfer was measured.
+    """
+    latency_s = times.latency_s
+    slopes = sorted(
+        ((time_s - latency_s if time_s > 2 * latency_s else time_s) / n_bytes, n_bytes)
+        for n_bytes, time_s in times.transfers.items()
+    )
+    if not slopes:
+        raise ValueError("a link needs the time of at least one message beside its latency")
+    passed = list(accumulate(n_bytes for _, n_bytes in slopes))
+    middle = bisect_left(passed, passed[-1] / 2)
+    return latency_s, 1.0 / slopes[middle][0]
+
+
+def _links(pairs: dict[Pair, PairTimes], names: list[str]) -> list[Link]:
+    links = []
+    for (source, target), times in sorted(pairs.items()):
+        if times.transfers:
+            latency_s, bandwidth = fit_link(times)
+            links.append(
+                Link(
+                    source=names[source],
+                    target=names[target],
+                    latency_s=latency_s,
+                    bandwidth_bytes_per_s=bandwidth,
+                )
+            )
+    return links
+
+
+def _nic_bytes_per_s(node: Node, links: list[Link]) -> float | None:
+    """Bandwidth of the fastest link to or from another node; None if there is no other node.
+
+    Links are measured one pair at a time, so the fastest one has the NIC to itself.
+    """
+    inside = {device.name for device in node.devices}
+    between = [
+        link.bandwidth_bytes_per_s
+        for link in links
+        if (link.source in inside) != (link.target in inside)
+    ]
+    return max(between, default=None)
+
+
+def _signatures(header: RunHeader) -> list[tuple[str, str]]:
+    return [(info.hostname, info.device_kind) for info in header.ranks]
+
+
+def measured_flops(results: Path, header: RunHeader) -> list[dict[str, float]]:
+    """Best matmul FLOP/s of each rank by dtype, from the newest matmul run on these devices.
+
+    Empty for every rank if there is no such run.
+    """
+    usable = [
+        (path, other)
+        for path, other in headers_in(results)
+        if other.workload == "matmul" and other.status == "ok"
+        if _signatures(other) == _signatures(header)
+    ]
+    rates: list[dict[str, float]] = [{} for _ in header.ranks]
+    if not usable:
+        return rates
+    run, _ = read_run(*max(usable, key=lambda one: one[1].start_utc))
+    for row in matmul_table(run):
+        best = rates[row.rank]
+        best[row.dtype] = max(best.get(row.dtype, 0.0), row.flops_per_s)
+    return rates
+
+
+def build_cluster(
+    header: RunHeader,
+    pairs: dict[Pair, PairTimes],
+    collectives: list[CollectivePoint],
+    flops: list[dict[str, float]],
+    host_s_per_byte: list[float],
+) -> Cluster:
+    """Build the launch's cluster with its measured links, collectives and devices.
+
+    Args:
+        flops: FLOP/s by dtype of each rank.
+        host_s_per_byte: communication overhead of each rank; empty if it was not measured.
+    """
+    names = [*device_names(header.ranks).values()]
+    costs = host_s_per_byte or [0.0] * len(names)
+    measured = {
+        name: {"flops_per_s": rates, "host_s_per_byte": cost}
+        for name, rates, cost in zip(names, flops, costs, strict=True)
+    }
+    links = _links(pairs, names)
+    nodes = [
+        msgspec.structs.replace(
+            node,
+            devices=[
+                msgspec.structs.replace(device, **measured.get(device.name, {}))
+                for device in node.devices
+            ],
+            nic_bytes_per_s=_nic_bytes_per_s(node, links),
+        )
+        for node in header.cluster.nodes
+    ]
+    return Cluster(nodes=nodes, links=links, collectives=collectives)
+
+
+def write_cluster(cluster: Cluster, paths: Sequence[Path]) -> None:
+    """Write the cluster to each path; rank 0 only."""
+    for path in paths:
+        write_atomically(path, cluster.to_json())
+        _log.info("wrote %s", path)

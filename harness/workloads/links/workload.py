@@ -20,15 +20,27 @@ from harness.measure.derive.links import (
 from harness.measure.store import Run, check_place, read_header
 from harness.measure.text import columns, run_texts
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.world import Context, World
+from harness.runtime.ranks.world import Context
 from harness.units import format_bandwidth, format_bytes, format_duration, parse_bytes
 from harness.workloads.common.contract import Workload
 from harness.workloads.common.flags import check_above_zero, check_at_least
-from harness.workloads.links.cluster import build_cluster, measured_flops, write_cluster
-from harness.workloads.links.collectives import Limits, measure_collectives
-from harness.workloads.links.operations import OPERATIONS, MpiTransport, TorchTransport, Transport
+from harness.workloads.links.operations import (
+    OPERATIONS,
+    Limits,
+    MpiTransport,
+    TorchTransport,
+    Transport,
+    measure_collectives,
+)
 from harness.workloads.links.overhead import measure_overhead
-from harness.workloads.links.pairs import Pair, PairTimes, measure_pairs
+from harness.workloads.links.pairs import (
+    Pair,
+    PairTimes,
+    build_cluster,
+    measure_pairs,
+    measured_flops,
+    write_cluster,
+)
 from harness.workloads.planning.files import is_complete
 
 _LARGEST_BYTES = 8 << 30
@@ -121,17 +133,6 @@ def _limits(config: LinksConfig, has_sizes: bool) -> Limits:
     return Limits(budget=budget, longest_s=float("inf") if has_sizes else _LONGEST_S)
 
 
-def _collective_sizes(config: LinksConfig, world: World) -> list[int]:
-    larger = ("64MiB", "256MiB") if world.backend == "nccl" else ()
-    return _sizes(config.sizes, ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", *larger))
-
-
-def _pair_sizes(config: LinksConfig, world: World) -> list[int]:
-    return _sizes(
-        config.pair_sizes, ("1MiB", "64MiB") if world.backend == "nccl" else ("256KiB", "4MiB")
-    )
-
-
 def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
     """Measure pairs, then collectives, over each transport, then the overhead on computing.
 
@@ -141,17 +142,21 @@ def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
         VerificationError: data arrived wrong.
     """
     world = context.world
+    larger = ("64MiB", "256MiB") if world.backend == "nccl" else ()
+    sizes = _sizes(config.sizes, ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", *larger))
+    of_pairs = ("1MiB", "64MiB") if world.backend == "nccl" else ("256KiB", "4MiB")
+    pair_sizes = _sizes(config.pair_sizes, of_pairs)
     pairs: dict[str, dict[Pair, PairTimes]] = {}
     points: list[CollectivePoint] = []
     left_out: list[str] = []
     transports = _transports(config, context)
     for transport in transports:
         if config.measure in ("all", "pairs"):
-            sizes, limits = _pair_sizes(config, world), _limits(config, bool(config.pair_sizes))
-            pairs[transport.name], slow = measure_pairs(sizes, transport, context, limits)
+            limits = _limits(config, bool(config.pair_sizes))
+            pairs[transport.name], slow = measure_pairs(pair_sizes, transport, context, limits)
             left_out += slow
         if config.measure in ("all", "collectives"):
-            sizes, limits = _collective_sizes(config, world), _limits(config, bool(config.sizes))
+            limits = _limits(config, bool(config.sizes))
             found = measure_collectives(list(config.operations), sizes, transport, context, limits)
             points += found[0]
             left_out += found[1]

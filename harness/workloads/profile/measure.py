@@ -73,9 +73,6 @@ def shape_text(shape: dict[str, int]) -> str:
     return "x".join(f"{dim}{size}" for dim, size in shape.items())
 
 
-_Name = tuple[str, tuple[tuple[str, int], ...]]  # a point's key and shape
-
-
 @dataclass
 class Measured:
     """Measurements of this rank, and skipped points with their reasons."""
@@ -124,11 +121,11 @@ class PointMeasurer:
             processor=time.process_time if is_cpu else None,
         )
         self._between = between
-        self._saved_bytes: dict[_Name, int] = {}  # of verified points
-        self._samples: dict[_Name, OperatorSamples] = {}
-        self._unmeasurable: set[_Name] = set()
+        self._saved_bytes: dict[object, int] = {}  # of verified points
+        self._samples: dict[object, OperatorSamples] = {}
+        self._unmeasurable: set[object] = set()
         self._has_finite_loss: dict[int, bool] = {}
-        self._recorded: set[_Name] = set()  # in this call of `measure`
+        self._recorded: set[object] = set()  # in this call of `measure`
         self._found = Measured()
         self._n_points = 0
 
@@ -141,7 +138,7 @@ class PointMeasurer:
             VerificationError: an operator's result is not finite.
             ModelError: an operator cannot run by itself.
         """
-        points = [point for point in points if _name(point) not in self._unmeasurable]
+        points = [point for point in points if point.identity not in self._unmeasurable]
         self._found, self._n_points = Measured(), len(points)
         self._recorded = set()
         for samples in dict.fromkeys(point.samples for point in points):
@@ -193,8 +190,8 @@ class PointMeasurer:
     def _measure_subgraph(self, part: ModelPart, points: list[Point]) -> None:
         with self._precision.autocast():
             subgraph = part.subgraph()
-        self._verify(subgraph, [p for p in points if _name(p) not in self._saved_bytes])
-        can_run = [point for point in points if _name(point) in self._saved_bytes]
+        self._verify(subgraph, [p for p in points if p.identity not in self._saved_bytes])
+        can_run = [point for point in points if point.identity in self._saved_bytes]
         waiting: dict[str, list[Point]] = defaultdict(list)
         for point in can_run:
             waiting[point.operator].append(point)
@@ -225,7 +222,7 @@ class PointMeasurer:
             self._keep(point, found[name])
 
     def _keep(self, point: Point, found: OperatorSamples) -> None:
-        key = _name(point)
+        key = point.identity
         before = self._samples.get(key)
         n_before = 0 if before is None else len(before.forward_s)
         self._samples[key] = found if before is None else before + found
@@ -238,7 +235,7 @@ class PointMeasurer:
                 self._sample(metric, value, point, step=step)
 
     def _record(self, point: Point) -> None:
-        samples = self._samples[_name(point)]
+        samples = self._samples[point.identity]
         measurement = Measurement(
             device_kind=self._context.world.device_kind,
             operator=point.key,
@@ -246,15 +243,15 @@ class PointMeasurer:
             dtype=DTYPE_NAMES[self._dtype],
             forward_s=samples.median_forward_s,
             backward_s=samples.median_backward_s,
-            saved_bytes=self._saved_bytes[_name(point)],
+            saved_bytes=self._saved_bytes[point.identity],
             spread=round(samples.spread, 4),
             n_samples=len(samples.forward_s),
         )
         self._found.measurements.append(measurement)
-        self._recorded.add(_name(point))
+        self._recorded.add(point.identity)
 
     def _is_done(self, point: Point) -> bool:
-        return _name(point) in self._unmeasurable | self._recorded
+        return point.identity in self._unmeasurable | self._recorded
 
     # Verification
 
@@ -294,7 +291,7 @@ class PointMeasurer:
             subject = f"operator {point.operator!r}"
             saved_bytes = verify(call, subject, self._precision.autocast, is_sound)
             self._sample("operator_saved_bytes", saved_bytes, point)
-            self._saved_bytes[_name(point)] = saved_bytes
+            self._saved_bytes[point.identity] = saved_bytes
         except Exception as error:
             if is_out_of_memory(error):  # a smaller part of the model may leave enough
                 raise
@@ -334,9 +331,5 @@ class PointMeasurer:
         for point in points:
             _log.warning("operator %s %s: %s", point.operator, shape_text(point.shape), reason)
             self._sample("operator_skipped", 1, point, reason=reason)
-            self._unmeasurable.add(_name(point))
+            self._unmeasurable.add(point.identity)
             self._found.skipped.append((point, reason))
-
-
-def _name(point: Point) -> _Name:
-    return point.key, tuple(point.shape.items())

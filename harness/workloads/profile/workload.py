@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import platform
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -57,22 +56,6 @@ _N_STEPS = 16
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _KindGroup:
-    """Kinds of all ranks' devices, and this rank's index among the `n_ranks` of its kind."""
-
-    kinds: list[str]
-    index: int
-    n_ranks: int
-
-    @classmethod
-    def of(cls, context: Context) -> _KindGroup:
-        world = context.world
-        kinds = [kind.decode() for kind in gather_bytes(world.device_kind.encode(), world)]
-        same = [rank for rank, kind in enumerate(kinds) if kind == world.device_kind]
-        return cls(kinds=kinds, index=same.index(world.rank), n_ranks=len(same))
-
-
 class _Profiler:
     """Profiles a model on this rank; all ranks call the same methods."""
 
@@ -81,16 +64,19 @@ class _Profiler:
         self._context = context
         self._dtype = DTYPE_NAMES[config.dtype]
         self._path = config.path(context.run_dir.parent)
-        self._group = _KindGroup.of(context)
-        self._kind = context.world.device_kind
+        world = context.world
+        self._kind = world.device_kind
+        self._kinds = [kind.decode() for kind in gather_bytes(self._kind.encode(), world)]
+        # Ranks with this kind of device, which divide the points among themselves.
+        self._alike = [rank for rank, kind in enumerate(self._kinds) if kind == self._kind]
         _log.info("capturing %s as a graph, and comparing the graph with the model", config.model)
         self._task, self._captured = task, captured = _prepare(config, context)
         results = context.run_dir.parent
-        run_on_rank_0(lambda: _hold(captured, task, config, results), context.world)
+        run_on_rank_0(lambda: _hold(captured, task, config, results), world)
         self.graph = captured.graph
         self.profile = self._read()
         self._new: dict[MeasurementKey, Measurement] = {}
-        counts = config.counts(context.world.size)
+        counts = config.counts(world.size)
         self._points = points_of(self.graph, counts, counts)
 
     def _read(self) -> Profile:
@@ -131,7 +117,7 @@ class _Profiler:
 
     def _time_optimizer(self) -> None:
         """Time an optimizer step on every device if the file lacks it for any kind."""
-        kinds, options = self._group.kinds, self._config.optimizer_options()
+        kinds, options = self._kinds, self._config.optimizer_options()
         if all(self.profile.optimizer_s_per_byte(kind, options.variant) for kind in kinds):
             return
         world, recorder = self._context.world, self._context.recorder
@@ -148,7 +134,7 @@ class _Profiler:
         missing = missing_points(
             self.profile, self._kind, self._dtype, points, self._config.min_samples
         )
-        return missing[self._group.index :: self._group.n_ranks]
+        return missing[self._alike.index(self._context.world.rank) :: len(self._alike)]
 
     def _gather(self, found: list[Measurement]) -> None:
         """Gather all ranks' measurements into the profile."""
@@ -195,7 +181,7 @@ class _Profiler:
         world = self._context.world
         wait_for_all(world)
         measured = {} if steps is None else steps.seconds
-        seconds = gather_steps(measured, self._group.kinds, world)
+        seconds = gather_steps(measured, self._kinds, world)
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
         self._write()
         if world.is_first:
@@ -207,7 +193,7 @@ class _Profiler:
             if step.graph_hash == graph_hash and step.dtype == self._dtype:
                 labels: dict[str, Any] = {"device_kind": step.device_kind, "batch": step.batch}
                 recorder.sample("profile_calibration", step.calibration, **labels)
-        for kind in dict.fromkeys(self._group.kinds):
+        for kind in dict.fromkeys(self._kinds):
             errors = fit_errors(self.profile, self.graph, kind, self._dtype)
             for key, error in errors.items():
                 recorder.sample("profile_fit_error", error, device_kind=kind, signature=key)

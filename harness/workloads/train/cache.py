@@ -148,7 +148,8 @@ class TrainingCache:
             self._compute(missing, training)
             survey = self._activations.survey(rest.values, world)
             assert not survey.missing(), "every sample has been computed"
-        readers = self._readers(engine)
+        flags = gather_numbers(float(engine.is_cache_read), world)
+        readers = [rank for rank, flag in enumerate(flags) if flag]
         self._activations.exchange(survey, readers, world)
         sample = self._context.recorder.sample
         sample("cache_computed", len(missing), step=step)
@@ -180,10 +181,6 @@ class TrainingCache:
         if rest is None:
             return self._data
         return CachedData(self._data, self._activations, rest, is_read=engine.is_cache_read)
-
-    def _readers(self, engine: ExecutorEngine) -> list[int]:
-        flags = gather_numbers(float(engine.is_cache_read), self._context.world)
-        return [rank for rank, flag in enumerate(flags) if flag]
 
     def _compute(self, samples: list[int], training: Training) -> None:
         """Run the forward of samples that no step has read, which records them."""

@@ -145,18 +145,6 @@ _AT_LEAST = {
 }  # fmt: skip
 
 
-def _check_numbers(config: TrainConfig) -> None:
-    config.check()
-    check_at_least(config, _AT_LEAST)
-    n_segments = config.recompute_segments or 0
-    if n_segments > MOST_OF_STAGE:
-        raise ConfigError(f"--recompute-segments {n_segments} must be at most {MOST_OF_STAGE}")
-    check_above_zero(
-        config, ("learning_rate", "lr_gamma", "bucket_mib", "drift_threshold", "max_grad_norm")
-    )
-    config.check_search()
-
-
 def engine_of(strategy: str, engine: str, *, needs_executor: bool = False) -> EngineName:
     """Choose the engine that trains by a strategy.
 
@@ -226,7 +214,15 @@ def _check_unset(config: TrainConfig, name: str, why: str, remedy: str) -> None:
 
 
 def _check(config: TrainConfig, n_ranks: int) -> None:
-    _check_numbers(config)
+    config.check()
+    check_at_least(config, _AT_LEAST)
+    n_segments = config.recompute_segments or 0
+    if n_segments > MOST_OF_STAGE:
+        raise ConfigError(f"--recompute-segments {n_segments} must be at most {MOST_OF_STAGE}")
+    check_above_zero(
+        config, ("learning_rate", "lr_gamma", "bucket_mib", "drift_threshold", "max_grad_norm")
+    )
+    config.check_search()
     check_dtypes(config.dtype)
     check_optimizer(config.optimizer)
     _check_unused(config)

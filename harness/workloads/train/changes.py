@@ -35,9 +35,9 @@ from harness.workloads.train.next_plan import NextPlanner
 from harness.workloads.train.plan import Planned
 from harness.workloads.train.policies import POLICIES
 from harness.workloads.train.policy import LEAD_STEPS, Current, Due, PolicyInputs
+from harness.workloads.train.replanning import has_ended
 from harness.workloads.train.requests import ChangeAnswer, answer_request, read_request
 from harness.workloads.train.setup import Training, continue_by
-from harness.workloads.train.shrink import has_ended
 
 if TYPE_CHECKING:
     from harness.runtime.executor.cache.activations import Tap

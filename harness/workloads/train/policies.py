@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,12 +33,11 @@ from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.units import format_duration
 from harness.workloads.planning.files import only_devices
 from harness.workloads.train.config import TrainCase, parse_change
-from harness.workloads.train.drift import DriftPolicy
 from harness.workloads.train.keeper import plan_without
 from harness.workloads.train.next_plan import BesideSearch
 from harness.workloads.train.policy import LEAD_STEPS, Due, Policy, PolicyInputs
+from harness.workloads.train.replanning import DriftPolicy, ShrinkPolicy
 from harness.workloads.train.requests import UNREADABLE, Request, read_request
-from harness.workloads.train.shrink import ShrinkPolicy
 
 if TYPE_CHECKING:
     from harness.runtime.executor.gradients.norms import LayerNorms
@@ -153,10 +151,14 @@ class FreezingPolicy(Policy):
     def _catch_up(self, layers: Sequence[FreezableLayer]) -> FreezingState | None:
         """Go on from a saved state: the layers that it does not train are frozen again, and others
         later if that had been decided on. Returns what it holds of the gradient rule."""
-        first, directory, saved = self._case.first_step, self._case.load_state, None
+        first, directory = self._case.first_step, self._case.load_state
+        saved: FreezingState | None = None
         trained: list[str] = []
         if self._case.freeze == "gradient" and directory is not None:
-            saved, trained = _frozen_in(directory)
+            from harness.runtime.executor.state.files import check_sharded
+
+            metadata = check_sharded(directory)[1]
+            saved, trained = metadata.freezing, metadata.trained
         if saved is None:
             while (end := self.next_step()) is not None and end <= first:
                 self._pass(end)
@@ -213,14 +215,6 @@ class FreezingPolicy(Policy):
         if norms is None:
             return n_frozen_layers(self._n_layers, alpha, self._interval)
         return n_frozen_by_norms(alpha, self._n_frozen, norms) if any(norms) else self._n_frozen
-
-
-def _frozen_in(state: Path) -> tuple[FreezingState | None, list[str]]:
-    """What a saved state holds of the gradient rule, and the parameters that it trains."""
-    from harness.runtime.executor.state.files import check_sharded
-
-    metadata = check_sharded(state)[1]
-    return metadata.freezing, metadata.trained
 
 
 class CachePolicy(Policy):

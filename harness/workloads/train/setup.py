@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -32,7 +33,6 @@ from harness.runtime.devices.precision import Precision, set_tensor_cores
 from harness.runtime.devices.sampling import settle
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
-from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.engines.unread import unread_parameters
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
@@ -49,35 +49,11 @@ if TYPE_CHECKING:
     from harness.runtime.executor.engine import ExecutorEngine
 
 
-def _torch(
-    task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
-) -> Engine:
-    return TorchEngine(task, world, recorder, options)
-
-
-def _deepspeed(
-    task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
-) -> Engine:
-    from harness.runtime.engines.deepspeed_engine import DeepSpeedEngine  # its import takes a while
-
-    return DeepSpeedEngine(task, world, recorder, options)
-
-
-def _executor(
-    task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
-) -> Engine:
-    from harness.runtime.executor.engine import ExecutorEngine
-
-    assert plan is not None, "training by the executor is planned"
-    return ExecutorEngine(task, world, recorder, options, plan)
-
-
-MakeEngine = Callable[[Task, World, Recorder, EngineOptions, ExecutorPlan | None], Engine]
-
-ENGINES: dict[EngineName, MakeEngine] = {
-    "torch": _torch,
-    "executor": _executor,
-    "deepspeed": _deepspeed,
+# Module and class of each engine, imported when it trains; the executor also takes its plan.
+ENGINES: dict[EngineName, tuple[str, str]] = {
+    "torch": ("harness.runtime.engines.torch_engine", "TorchEngine"),
+    "executor": ("harness.runtime.executor.engine", "ExecutorEngine"),
+    "deepspeed": ("harness.runtime.engines.deepspeed_engine", "DeepSpeedEngine"),
 }
 
 
@@ -282,7 +258,9 @@ def _make_engine(
         is_compiled=case.compile,
     )
     if plan is None or not plan.is_elastic:
-        return ENGINES[case.engine](task, world, recorder, options, plan), None
+        module, name = ENGINES[case.engine]
+        make: Callable[..., Engine] = getattr(import_module(module), name)
+        return make(task, world, recorder, options, *(() if plan is None else (plan,))), None
     from harness.runtime.executor.change.elastic import ElasticExecutor
 
     elastic = ElasticExecutor(task, world, recorder, options, plan)
@@ -309,12 +287,6 @@ def _batch_plan(
     return plan
 
 
-def _trained(task: Task) -> tuple[int, int]:
-    """Number and bytes of the trained parameters."""
-    trained = [p for p in task.model.parameters() if p.requires_grad]
-    return sum(p.numel() for p in trained), sum(p.numel() * p.element_size() for p in trained)
-
-
 def prepare(
     case: TrainCase,
     world: World,
@@ -334,7 +306,8 @@ def prepare(
     """
     set_tensor_cores(case.dtype, world.device)
     task = _place(case, build_on_host(lambda: make_task(case), world), world.device)
-    n_parameters, n_bytes = _trained(task)
+    trained = [p for p in task.model.parameters() if p.requires_grad]
+    n_bytes = sum(p.numel() * p.element_size() for p in trained)
     executor_options: ExecutorPlan | None = None
     if planned is not None and case.engine == "executor":
         executor_options = executor_plan(case, planned.strategy, timeout_s)
@@ -375,7 +348,7 @@ def prepare(
         n_tokens=task.n_tokens,
         prefix=task.prefix,
         flops=flops,
-        n_parameters=n_parameters,
+        n_parameters=sum(p.numel() for p in trained),
         gradient_bytes=n_bytes if case.strategy in _DATA_PARALLEL else None,
     )
 

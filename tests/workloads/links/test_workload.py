@@ -18,8 +18,13 @@ from harness.measure.recorder import HostClock
 from harness.measure.store import write_header
 from harness.runtime.devices.sampling import Budget
 from harness.workloads.links import overhead as links_overhead
-from harness.workloads.links.cluster import build_cluster, fit_link, measured_flops
-from harness.workloads.links.pairs import PairTimes, time_pair
+from harness.workloads.links.pairs import (
+    PairTimes,
+    build_cluster,
+    fit_link,
+    measured_flops,
+    time_pair,
+)
 from harness.workloads.links.workload import LinksConfig, links_cases, links_text
 
 MB = 1e6

@@ -7,8 +7,13 @@ import pytest
 from harness.domain.record import Span
 from harness.plan.estimates import DeviceRates
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.drift import N_SKIPPED, DeviceSpeeds, MeanComputeTime, largest_drift
 from harness.workloads.train.plan import search_config_of
+from harness.workloads.train.replanning import (
+    N_SKIPPED,
+    DeviceSpeeds,
+    MeanComputeTime,
+    largest_drift,
+)
 
 CASE = TrainCase(
     model="lenet", batch=12, n_samples=36, steps=100, warm_up=1, no_sync_steps=0, n_ranks=2,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.domain.torch_releases import END, FIRST, torch_problem
+from harness.domain.torch_builds import END, FIRST, torch_problem
 
 
 def test_the_package_requires_these_releases():

@@ -1,4 +1,4 @@
-"""Which code runs on which GPU."""
+"""Which builds of torch the harness works with, and on which GPUs their code runs."""
 
 import re
 from collections.abc import Iterable
@@ -28,3 +28,15 @@ def kernel_support(capability: tuple[int, int], arch_list: Iterable[str]) -> str
 def where_built(capability: tuple[int, int]) -> str:
     """Where to find a torch with code for a device: builds for CUDA 13 have none before Turing."""
     return "docs/start.md#old-gpus" if capability < (7, 5) else "pytorch.org"
+
+
+FIRST, END = (2, 9), (3, 0)
+
+
+def torch_problem(version: str) -> str:
+    """What is wrong with a release of torch; empty for one that works or is unknown."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or FIRST <= (int(found[1]), int(found[2])) < END:
+        return ""
+    first, end = (".".join(map(str, release)) for release in (FIRST, END))
+    return f"torch {version} is none of {first} to {end}, whose graphs of models are understood"
