@@ -22,7 +22,7 @@ from harness.domain.interface import Interface, choose_interface
 from harness.nodes.facts import Facts
 from harness.nodes.mpi import Hello, find_mpirun, run_hello
 from harness.nodes.probe import Order
-from harness.nodes.session import Agent, AgentError, Session
+from harness.nodes.ssh import Agent, AgentError, Session
 
 
 @dataclass(frozen=True, kw_only=True)

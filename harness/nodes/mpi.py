@@ -15,7 +15,7 @@ from harness.errors import ConfigError
 from harness.inputs import parse_json
 from harness.nodes import processes, ssh
 from harness.nodes.facts import Facts
-from harness.nodes.session import remote_text
+from harness.nodes.ssh import remote_text
 
 _HELLO = "@harness:hello "
 _N_SINGLE_AT_ONCE = 8

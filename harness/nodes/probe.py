@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from harness.domain.hostfile import Host
 from harness.inputs import find_int
 from harness.nodes import processes, ssh
-from harness.nodes.session import Session, open_session, remote_text
-from harness.nodes.ssh import Login
+from harness.nodes.ssh import Login, Session, open_session, remote_text
 
 _END = "@harness:end"
 _N_CLOCK_READINGS = 3

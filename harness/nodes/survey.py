@@ -25,8 +25,7 @@ from harness.nodes.facts import Facts
 from harness.nodes.mpi import Hello, find_mpirun
 from harness.nodes.parse import parse_facts
 from harness.nodes.probe import Order, Probe, probe, proxy_gates
-from harness.nodes.session import Session
-from harness.nodes.ssh import Login
+from harness.nodes.ssh import Login, Session
 
 # Limit of concurrent ssh sessions.
 _N_AT_ONCE = 128

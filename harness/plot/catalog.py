@@ -25,8 +25,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from harness.domain.prediction import Validation, validation_file
 from harness.domain.run import RunHeader
-from harness.domain.validation import Validation, validation_file
 from harness.errors import HarnessError, ResultsError
 from harness.measure.derive.devices import PeakKey, SummaRow, peaks_of, with_efficiency
 from harness.measure.derive.settings import configured_number

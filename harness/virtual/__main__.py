@@ -11,7 +11,7 @@ from typing import Any
 from harness.errors import run_command
 from harness.inputs import CommandParser
 from harness.units import format_bandwidth, format_bytes, format_duration
-from harness.virtual import faults, lifecycle, node, plan, state
+from harness.virtual import lifecycle, node, plan, state
 from harness.virtual.state import Saved, State
 from harness.virtual.system import check_rights, check_tools
 
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("argv", nargs="+", metavar="CMD", help="after --")
     fault = commands.add_parser("fault", parents=[common], help="inject a fault, or heal it")
     fault.add_argument("node", help="name or position")
-    fault.add_argument("--kind", choices=faults.KINDS, required=True)
+    fault.add_argument("--kind", choices=lifecycle.KINDS, required=True)
     return parser
 
 
@@ -162,8 +162,8 @@ def _execute(place: State, arguments: argparse.Namespace) -> int:
 def _fault(place: State, arguments: argparse.Namespace) -> int:
     name = state.load(place).plan.node(arguments.node).name
     with state.locked(place.root):
-        faults.inject(place, name, arguments.kind)
-    print(f"{name}: {faults.condition(place, name)}")
+        lifecycle.inject(place, name, arguments.kind)
+    print(f"{name}: {lifecycle.condition(place, name)}")
     return 0
 
 

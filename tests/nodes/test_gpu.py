@@ -14,7 +14,7 @@ from harness.domain.torch_builds import kernel_support, where_built
 from harness.nodes.facts import GpuFacts, PythonFacts, Status, TorchCuda
 from harness.nodes.parse import split_sections
 from harness.nodes.parse_gpu import parse_gpus
-from harness.nodes.session import remote_text
+from harness.nodes.ssh import remote_text
 
 Xml = Callable[[str], str]
 CUDA_128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")

@@ -12,7 +12,7 @@ from harness.nodes.mpi import (
     mpi_command,
     run_hello,
 )
-from harness.nodes.session import remote_text
+from harness.nodes.ssh import remote_text
 
 
 def facts(address, *, prefix=24):

@@ -13,7 +13,7 @@ from waiting import wait_until
 
 from harness.nodes.parse import parse_facts, split_sections
 from harness.nodes.probe import Order, script
-from harness.nodes.session import remote_text
+from harness.nodes.ssh import remote_text
 
 SHELLS = [s for s in (["dash"], ["bash", "--posix"], ["busybox", "sh"]) if shutil.which(s[0])]
 

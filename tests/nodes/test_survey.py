@@ -22,7 +22,7 @@ from waiting import wait_until
 from harness.nodes.__main__ import main
 from harness.nodes.between import connect_pairs, get_ready, run_allreduce
 from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute
-from harness.nodes.session import open_session
+from harness.nodes.ssh import open_session
 
 FAKE_SSH = """#!/bin/sh
 while [ "$1" != -- ]; do

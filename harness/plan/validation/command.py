@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from harness.domain.validation import PartScores, ValidatedPoint, Validation, validation_file
+from harness.domain.prediction import PartScores, ValidatedPoint, Validation, validation_file
 from harness.errors import DataError, HarnessError
 from harness.measure.statistics import rank_correlation
 from harness.measure.store import write_atomically

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.domain.validation import ValidatedPoint, Validation
+from harness.domain.prediction import ValidatedPoint, Validation
 from harness.plot.catalog import Catalog
 from harness.plot.figures import Figure, Rows
 from harness.plot.style import LIMIT, MUTED, SERIES, WIDTH_IN, plain_log_axis

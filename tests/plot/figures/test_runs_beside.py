@@ -3,8 +3,8 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+from harness.domain.prediction import ValidatedPoint, Validation
 from harness.domain.record import Record, Sample, Span
-from harness.domain.validation import ValidatedPoint, Validation
 from harness.measure.derive.changes import change_rows
 from harness.measure.store import Run, find_runs
 from harness.plot.catalog import Catalog, read_validations
