@@ -17,6 +17,7 @@ from trainer_on_ranks import (
     make_scheduler,
     train_and_change,
 )
+from waiting import start_and_join
 
 from harness.domain.cluster import Cluster
 from harness.errors import ConfigError, DataError, LaunchError, ModelError, StrategyError
@@ -66,18 +67,8 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
     after = msgspec.structs.replace(tensor_parallel(found, cluster, BATCH), shard_state="optimizer")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["harness.trainer", "torch._dynamo"])
-    ranks = [
-        context.Process(
-            target=train_and_change,
-            args=(rank, N_RANKS, str(tmp_path), str(tmp_path / "strategy.json"), after),
-        )
-        for rank in range(N_RANKS)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0] * N_RANKS
+    directory, file = str(tmp_path), str(tmp_path / "strategy.json")
+    start_and_join(context, train_and_change, N_RANKS, directory, file, after)
     wanted_losses, wanted = train_plainly()
     for rank in range(N_RANKS):
         losses, state, groups, refusals = torch.load(tmp_path / f"result{rank}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 
 def wait_until(is_so: Callable[[], object], timeout_s: float = 30.0) -> None:
@@ -25,3 +27,15 @@ def is_alive(pid: int | str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def start_and_join(
+    context: ForkServerContext, target: Callable[..., None], size: int, *arguments: Any
+) -> None:
+    """Run a function of (rank, size, ...) in so many processes; all must succeed."""
+    ranks = [context.Process(target=target, args=(rank, size, *arguments)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0] * size

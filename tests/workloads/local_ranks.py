@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from made_runs import local_header, world_of
+from waiting import start_and_join
 
+from harness.errors import HarnessError
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter, Run, read_header, read_run, write_header
 from harness.runtime.devices.sampling import clock_for
@@ -77,20 +79,21 @@ def run_on_ranks(
                 *workloads,
             ]
         )
-        ranks = [
-            context.Process(target=_rank, args=(rank, size, directory, function, argument))
-            for rank in range(size)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        assert [process.exitcode for process in ranks] == [0] * size
+        start_and_join(context, _rank, size, directory, function, argument)
         results = [torch.load(f"{directory}/result{rank}") for rank in range(size)]
         run_dir = Path(directory) / "run"
         run, skipped = read_run(run_dir, read_header(run_dir))
         assert not skipped, skipped
         return results, run
+
+
+def refusal_of(act: Callable[..., object], *arguments: Any) -> str:
+    """The text of the error that an act ends with."""
+    try:
+        act(*arguments)
+    except HarnessError as error:
+        return str(error)
+    return "not refused"
 
 
 def matmul_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
@@ -114,7 +117,6 @@ def matmul_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
 
 def matmul_with_a_wrong_block(config: Any, context: Context) -> str:
     """Distribute one product whose block on rank 1 is spoiled; returns the error's text."""
-    from harness.errors import VerificationError
     from harness.workloads.matmul.scaling import DistributedProduct, _RankPart, measure_point
 
     multiply = _RankPart.multiply
@@ -126,27 +128,17 @@ def matmul_with_a_wrong_block(config: Any, context: Context) -> str:
         return duration_s
 
     _RankPart.multiply = spoil  # type: ignore[method-assign]
-    try:
-        measure_point(
-            DistributedProduct(scaling="strong", n_ranks=2, size=64), "fp32", [1.0, 1.0], context, 1
-        )
-    except VerificationError as error:
-        return str(error)
-    return "no error"
+    product = DistributedProduct(scaling="strong", n_ranks=2, size=64)
+    return refusal_of(measure_point, product, "fp32", [1.0, 1.0], context, 1)
 
 
 def matmul_with_little_memory(config: Any, context: Context) -> str:
     """Multiply where rank 1's device has 256 MiB; the refusal."""
-    from harness.errors import ConfigError
     from harness.workloads.matmul.workload import run_matmul
 
     n_bytes = 1 << 28 if context.world.rank == 1 else context.world.memory_bytes
     world = replace(context.world, memory_bytes=n_bytes)
-    try:
-        run_matmul(config, replace(context, world=world))
-    except ConfigError as error:
-        return str(error)
-    return "not refused"
+    return refusal_of(run_matmul, config, replace(context, world=world))
 
 
 def links_with_cluster(config: Any, context: Context) -> str:
@@ -173,7 +165,6 @@ def links_beside_a_cluster(configs: list[Any], context: Context) -> list[str]:
 
 def corrupted_pairs(config: Any, context: Context) -> str:
     """Measure pairs where rank 1 receives a wrong element; the error's text."""
-    from harness.errors import VerificationError
     from harness.runtime.devices.sampling import Budget
     from harness.workloads.links.operations import TorchTransport
     from harness.workloads.links.pairs import Limits, measure_pairs
@@ -186,11 +177,7 @@ def corrupted_pairs(config: Any, context: Context) -> str:
 
     transport = Corrupting.of(context.world, context.recorder.clock)
     limits = Limits(budget=Budget(time_s=0.001, n_min=1, n_warm_up=1), longest_s=1.0)
-    try:
-        measure_pairs([1 << 10], transport, context, limits)
-    except VerificationError as error:
-        return str(error)
-    return "no error"
+    return refusal_of(measure_pairs, [1 << 10], transport, context, limits)
 
 
 def slow_pairs(config: Any, context: Context) -> Any:
@@ -213,11 +200,6 @@ def slow_pairs(config: Any, context: Context) -> Any:
 
 def refused_links(config: Any, context: Context) -> str:
     """Run links that must be refused; the error's text."""
-    from harness.errors import ConfigError
     from harness.workloads.links.workload import run_links
 
-    try:
-        run_links(config, context)
-    except ConfigError as error:
-        return str(error)
-    return "not refused"
+    return refusal_of(run_links, config, context)

@@ -44,6 +44,14 @@ def write_links(results: Path, size: int, *, start_utc: str = "", rate: float = 
     return path
 
 
+def write_inputs(
+    results: Path, search_config: SearchConfig, size: int, rates: DeviceRates = RATES
+) -> None:
+    """Finished links and profile runs, as planning needs them."""
+    write_links(results, size)
+    write_profile(results, search_config, size, rates)
+
+
 def write_profile(
     results: Path, search_config: SearchConfig, size: int, rates: DeviceRates = RATES
 ) -> None:

@@ -1,7 +1,7 @@
-"""Gradients: buckets and their overlap, microbatches added up, weight passes."""
+"""Gradients and partial sums: buckets and their overlap, microbatches added up, weight passes."""
 
 import pytest
-from simulated import chain, cluster_of, op, profile_of, simulate, timeline
+from simulated import chain, cluster_of, op, profile_of, simulate, timeline, two_linears
 
 from harness.domain.graph import Graph
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
@@ -109,3 +109,114 @@ def test_buckets_of_the_same_devices_start_in_one_order():
     # n's gradients are there before, but b's bucket comes first.
     assert end["n #1"] < start["weights of b #1"]
     assert end["weights of b #1"] == start["all-reduce b"] < start["all-reduce n"]
+
+
+def test_contraction_reads_what_features_left_and_sums_among_two_pairwise():
+    found = simulate(*two_linears(2))
+    moved = [e for e in timeline(found) if e[1] < 10 and "->" in e[0]]
+    # Nothing between a and b; then both send their 32 B of partial sums to the other.
+    assert moved == [("b node0:0 -> node0:1", 4, 6), ("b node0:1 -> node0:0", 4, 6)]
+    assert [e for e in timeline(found) if "all-reduce" in e[0]] == []
+    # Weights, a state and all outputs: c's are freed before the first gradient.
+    assert found.memory_bytes["node0:0"] == 2 * (40 + 20) + 16 + 32 + 16 + 32
+
+
+def test_partial_sums_of_more_than_two_devices_are_all_reduced():
+    found = simulate(*two_linears(4))
+    # A ring of 4: 6 steps of 8 B at 16 B/s; forward before c and backward before b.
+    assert [e for e in timeline(found) if "sum" in e[0]] == [
+        ("sum of b", 2.0, 5.0),
+        ("gradient of sum of b", 8.0, 11.0),
+    ]
+    assert not [e for e in timeline(found) if "->" in e[0]]
+    assert found.step_s == 15.0
+
+
+def test_what_travels_as_bf16_is_half_of_fp32():
+    graph, profile, cluster, plans = two_linears(4)
+    half = SimulatorOptions(wire_bytes_per_fp32_byte=0.5, stream_s_per_byte=0.01)
+    whole = SimulatorOptions(stream_s_per_byte=0.01)
+    for reader in (plans["c"], OperatorPlan({"sample": 4}, [0, 1, 2, 3])):
+        given = graph, profile, cluster, plans | {"c": reader}
+        found, all_of_it = (simulate(*given, options=o).outcome.lowered for o in (half, whole))
+        assert [one.n_bytes for one in found.edges.sums] == [(16, 16) for _ in all_of_it.edges.sums]
+        assert [one.n_bytes for one in all_of_it.edges.sums] == [(32, 32) for _ in found.edges.sums]
+        assert (found.edges.n_bytes * 2).tolist() == all_of_it.edges.n_bytes.tolist()
+
+
+def test_partial_sums_are_sent_where_others_want_them_or_not_all_of_them():
+    graph, profile, cluster, plans = two_linears(4)
+    for reader in (
+        OperatorPlan({"sample": 4}, [0, 1, 2, 3]),
+        OperatorPlan({}, [0]),
+        OperatorPlan({"feature": 3}, [0, 1, 2]),
+    ):
+        found = simulate(graph, profile, cluster, plans | {"c": reader})
+        names = [e[0] for e in timeline(found)]
+        assert not [name for name in names if "sum" in name]
+        assert [name for name in names if "b node0:1 -> node0:0" in name]
+
+
+def with_copies(n_devices):
+    """A contraction, an elementwise that all devices compute, and a reader cut by features."""
+    graph, _, cluster, plans = two_linears(n_devices)
+    ops = [*graph.operators[:3], op("r", ["b"], 4, kind="elementwise"), op("c", ["r"], 4, 0)]
+    graph = Graph(name="copies", batch=8, operators=ops)
+    seconds = {"a": (4.0, 8.0), "b": (4.0, 8.0), "r": (1.0, 2.0), "c": (4.0, 8.0)}
+    devices = list(range(n_devices))
+    plans = plans | {"r": OperatorPlan({"replica": n_devices}, devices)}
+    return graph, profile_of(graph, seconds), cluster, plans
+
+
+def test_copies_have_what_they_read_and_give_without_a_word():
+    found = timeline(simulate(*with_copies(2)))
+    # Forward the partial sums of b meet before r; backward those of r's gradient before r.
+    moved = {e for e in found if "->" in e[0]}
+    assert moved == {
+        ("b node0:0 -> node0:1", 4, 6),
+        ("b node0:1 -> node0:0", 4, 6),
+        ("gradient of r node0:0 -> node0:1", 13, 15),
+        ("gradient of r node0:1 -> node0:0", 13, 15),
+    }
+    # Every copy is all of r.
+    assert [e for e in found if e[0] == "r"] == [("r", 6, 7), ("r", 6, 7)] + [("r", 15, 17)] * 2
+
+
+def test_copies_on_more_than_two_devices_are_all_reduced_once_each_way():
+    found = timeline(simulate(*with_copies(4)))
+    assert not [e for e in found if "->" in e[0]]
+    assert [e[0] for e in found if "sum" in e[0]] == ["sum of b", "gradient of sum of r"]
+
+
+def test_a_copy_elsewhere_reads_and_one_copy_alone_gives_its_gradient_back():
+    graph, profile, cluster, plans = with_copies(2)
+    plans |= {
+        "b": OperatorPlan({}, [0]),
+        "r": OperatorPlan({"replica": 2}, [0, 1]),
+        "c": OperatorPlan({}, [1]),
+    }
+    moved = [e[0] for e in timeline(simulate(graph, profile, cluster, plans)) if "->" in e[0]]
+    # c's gradient goes to both copies of r, but b has its own device's already.
+    assert moved == [
+        "a node0:1 -> node0:0",
+        "b node0:0 -> node0:1",
+        "gradient of r node0:1 -> node0:0",
+        "gradient of a node0:0 -> node0:1",
+    ]
+
+
+def test_global_batch_norm_sums_its_statistics():
+    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 80)]
+    operators += [op("n", ["a"], 4, 0, kind="batch_norm"), op("b", ["n"], 4)]
+    graph = Graph(name="norm", batch=8, operators=operators)
+    profile = profile_of(graph, {"a": (2.0, 4.0), "n": (2.0, 4.0), "b": (2.0, 4.0)})
+    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in "anb"}
+    local = simulate(graph, profile, cluster_of(), plans)
+    options = SimulatorOptions(batch_norm="global")
+    found = simulate(graph, profile, cluster_of(), plans, options=options)
+    # Forward two all-reduces of 4 features in 4 B, 1 s each; backward one of twice as many in 8 B.
+    assert [e for e in timeline(found) if "statistics" in e[0]] == [
+        ("statistics of n", 2.0, 4.0),
+        ("gradient of statistics of n", 9.0, 13.0),
+    ]
+    assert found.step_s == local.step_s + 2 + 4

@@ -105,8 +105,7 @@ def trained(run_on_ranks):
     import train_on_ranks
 
     def beside(directory):
-        planned_results.write_links(directory, 2)
-        planned_results.write_profile(directory, search_config_of(CASE), 2)
+        planned_results.write_inputs(directory, search_config_of(CASE), 2)
         write_strategies(directory)
 
     return run_on_ranks(train_on_ranks.changing_trainings, CASES, 2, beside)[0]

@@ -79,9 +79,8 @@ def trained(run_on_ranks):
     import train_on_ranks
 
     def beside(directory):
-        planned_results.write_links(directory, 2)
         rates = DeviceRates(flops_per_s=2e8, memory_bytes_per_s=5e9)
-        planned_results.write_profile(directory, search_config_of(CASE), 2, rates)
+        planned_results.write_inputs(directory, search_config_of(CASE), 2, rates)
 
     return run_on_ranks(train_on_ranks.drifting_trainings, CASES, 2, beside)[0]
 

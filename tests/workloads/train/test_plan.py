@@ -3,6 +3,7 @@
 import shlex
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -76,16 +77,19 @@ def ranks(run_on_ranks):
     return train_on_ranks, planned_results
 
 
+def measured(results, search_config=None):
+    """Writes what planning reads into the directory of a run on two ranks."""
+    return partial(
+        results.write_inputs, search_config=search_config or search_config_of(CASE), size=2
+    )
+
+
 @pytest.fixture(scope="session")
 def trained(run_on_ranks, ranks):
     """By rank: the losses of each case, or the error it ended with."""
     train, results = ranks
 
-    def beside(directory):
-        results.write_links(directory, 2)
-        results.write_profile(directory, search_config_of(CASE), 2)
-
-    return run_on_ranks(train.planned_trainings, CASES, 2, beside)[0]
+    return run_on_ranks(train.planned_trainings, CASES, 2, measured(results))[0]
 
 
 def largest_difference(a, b):
@@ -170,13 +174,9 @@ def test_what_rank_0_refuses_all_refuse(trained):
 def test_flops_of_the_ranks_sum_to_those_of_one(run_on_ranks, ranks):
     _, results = ranks
 
-    def beside(directory):
-        results.write_links(directory, 2)
-        results.write_profile(directory, search_config_of(CASE), 2)
-
     rates = []
     for case in (CASES["tensor"], replace(CASE, strategy="ddp", n_samples=24)):
-        _, run = run_on_ranks(run_train, case, 2, beside)
+        _, run = run_on_ranks(run_train, case, 2, measured(results))
         summary = training_summary(run)
         rates.append(summary.flops_per_s * summary.duration.median)
     # An executed step counts the same products, however they are cut.
@@ -289,11 +289,7 @@ def searched(run_on_ranks, ranks, body=run_search, **changes):
     _, results = ranks
     search_config = replace(search_config_of(CASE), search_budget=40, **changes)
 
-    def beside(directory):
-        results.write_links(directory, 2)
-        results.write_profile(directory, search_config, 2)
-
-    return run_on_ranks(body, search_config, 2, beside)
+    return run_on_ranks(body, search_config, 2, measured(results, search_config))
 
 
 def test_a_plan_that_the_backend_refuses_is_not_tried(run_on_ranks, ranks):
@@ -331,11 +327,7 @@ def test_without_trials_the_prediction_decides(run_on_ranks, ranks):
 def test_a_plan_is_kept_and_predicted_by_the_present_calibration(run_on_ranks, ranks, name):
     train, results = ranks
 
-    def beside(directory):
-        results.write_links(directory, 2)
-        results.write_profile(directory, search_config_of(CASE), 2)
-
-    found = run_on_ranks(train.plans_at_two_calibrations, CASES[name], 2, beside)[0][0]
+    found = run_on_ranks(train.plans_at_two_calibrations, CASES[name], 2, measured(results))[0][0]
     made, again, slower = (
         Prediction.from_json(files[PREDICTION_FILE], source=name) for files in found
     )
@@ -352,12 +344,8 @@ def test_a_plan_is_kept_and_predicted_by_the_present_calibration(run_on_ranks, r
 def test_a_repeat_is_predicted_by_the_speeds_that_it_measured(run_on_ranks, ranks):
     train, results = ranks
 
-    def beside(directory):
-        results.write_links(directory, 2)
-        results.write_profile(directory, search_config_of(CASE), 2)
-
     case = replace(CASE, strategy="ddp", balance="speed")
-    found = run_on_ranks(train.plans_at_two_speeds, case, 2, beside)[0][0]
+    found = run_on_ranks(train.plans_at_two_speeds, case, 2, measured(results))[0][0]
     first, second = (Strategy.from_json(data) for data in found)
     assert _shares(first) == [8, 4]
     assert _shares(second) == [4, 8]

@@ -2,9 +2,11 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from harness.domain.record import Sample, Span
 from harness.errors import ConfigError, DataError, ModelError
@@ -18,7 +20,7 @@ from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import search_config_of
 from harness.workloads.train.setup import _optimizer_options, make_task, set_norm_scope
 from harness.workloads.train.table import train_text
-from harness.workloads.train.workload import run_train
+from harness.workloads.train.workload import _save, run_train
 
 # 40 samples in batches of 17: every third batch has 6, which 5 ranks share as 2, 1, 1, 1, 1.
 CASE = TrainCase(
@@ -300,3 +302,23 @@ def test_missing_data_says_where_it_should_be(tmp_path):
 def test_images_cannot_feed_dlrm():
     with pytest.raises(ConfigError, match="--data cifar10 cannot feed --model dlrm"):
         entry_for("cifar10", "dlrm")
+
+
+class ModelOnly:
+    """An engine whose optimizer's state nobody may ask for."""
+
+    def model_state(self, *, is_for_first):
+        weight = torch.arange(6.0).reshape(2, 3)
+        named = {"encoder.weight": weight, "decoder.weight": weight, "model.bias": torch.ones(2)}
+        return {f"model.{name}": tensor for name, tensor in named.items()}
+
+
+def test_tied_weights_are_written_under_each_name_and_no_optimizer_is_gathered(tmp_path):
+    context = SimpleNamespace(world=SimpleNamespace(is_first=True), run_dir=tmp_path)
+    _save(TrainCase(save_model=True), SimpleNamespace(engine=ModelOnly(), prefix="model."), context)
+    found = load_file(tmp_path / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in found.items()} == {
+        "encoder.weight": (2, 3), "decoder.weight": (2, 3), "model.bias": (2,)
+    }  # fmt: skip
+    assert torch.equal(found["decoder.weight"], found["encoder.weight"])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

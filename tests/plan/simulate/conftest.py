@@ -1,6 +1,0 @@
-"""Puts what the simulator's tests share on the path."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
