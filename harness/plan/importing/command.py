@@ -32,7 +32,6 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         HarnessError: a file is missing or malformed, or flags contradict each other.
     """
-    args.output.mkdir(parents=True, exist_ok=True)
     for flag, least, most in (
         ("batch_size", 1, 2**31),
         ("n_layers", 1, 10_000),
@@ -45,13 +44,13 @@ def run(args: argparse.Namespace) -> None:
     if args.operators is None and args.layer_times is None and args.topology is None:
         raise ConfigError("give --operators or --layer-times, or --topology for a cluster")
     said: list[str] = []
-    cluster = None
-    if args.topology is not None:
-        cluster = _cluster(args, said)
+    cluster = _cluster(args, said) if args.topology is not None else None
+    model = _model(args, cluster, said)
+    args.output.mkdir(parents=True, exist_ok=True)
+    if cluster is not None:
         path = args.output / "cluster.json"
         write_atomically(path, cluster.to_json())
         said.insert(0, f"wrote {path}")
-    model = _model(args, cluster, said)
     if model is not None:
         graph, profile = model
         path = args.output / f"profile-{graph.name}.json"
@@ -147,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=int, metavar="N", help="of --collectives, where the files do not say"
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="an existing directory"
+        "--output", type=Path, required=True, metavar="DIR", help="made if it is missing"
     )
     add_cluster(parser)
     parser.set_defaults(cost="simulator", profile=None, model=None)

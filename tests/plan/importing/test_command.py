@@ -92,9 +92,11 @@ def predicted(folder, capsys, layout, *words):
 def test_bad_layer_times_are_refused(tmp_path, capsys, rows, message):
     header = "" if rows.startswith("{") else TIMES.splitlines()[0] + "\n"
     (tmp_path / "gpt.csv").write_text(header + rows + "\n")
-    words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path)]
+    words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path / "out")]
+    words += ["--topology", "1x2", "--bandwidth", "1e9", "--memory", "1GB"]
     assert main(["import", *words]) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
