@@ -142,6 +142,7 @@ class OpTimer:
         *,
         n_in_flight: int = 1,
         is_added: bool = False,
+        show: Callable[[float], None] = lambda share: None,
     ) -> dict[str, OperatorSamples]:
         """Measure forward and backward seconds, minus the overhead of idle laps.
 
@@ -150,6 +151,7 @@ class OpTimer:
             substitutes: calls that are timed in place of operators, by operator.
             n_in_flight: microbatches that run forward before the first runs backward.
             is_added: whether gradients of parameters are added to those of earlier microbatches.
+            show: called before each sample with the share of them that is taken.
 
         Returns:
             Samples by name, without operators that are not in the subgraph.
@@ -160,7 +162,9 @@ class OpTimer:
         budget = replace(self._budget, time_s=self._budget.time_s * len(names))
         samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
         idle = _Idle([], [])
-        for _ in range(budget.count(whole_s * n_each)):
+        n_samples = budget.count(whole_s * n_each)
+        for taken in range(n_samples):
+            show(taken / n_samples)
             laps = self._sample(run, subgraph, n_each)
             ratio = self._wall_ratio(laps)
             for name, forward in laps.forward.items():

@@ -93,6 +93,7 @@ class PointMeasurer:
         task: the model, on the device, or on the host if it does not fit there.
         captured: its graph, with the module where the model is.
         between: called after each pass over points of the whole batch.
+        n_points: of all calls of `measure` together, for the progress.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class PointMeasurer:
         budget: Budget,
         *,
         between: Callable[[], None] = lambda: None,
+        n_points: int = 0,
     ) -> None:
         self._task = task
         self._captured = captured
@@ -127,7 +129,7 @@ class PointMeasurer:
         self._has_finite_loss: dict[int, bool] = {}
         self._recorded: set[object] = set()  # in this call of `measure`
         self._found = Measured()
-        self._n_points = 0
+        self._n_points, self._n_done = n_points, 0
 
     def measure(self, points: Sequence[Point]) -> Measured:
         """Measure points, and combine their samples with those of earlier calls.
@@ -138,8 +140,9 @@ class PointMeasurer:
             VerificationError: an operator's result is not finite.
             ModelError: an operator cannot run by itself.
         """
+        self._n_done += sum(point.identity in self._unmeasurable for point in points)
         points = [point for point in points if point.identity not in self._unmeasurable]
-        self._found, self._n_points = Measured(), len(points)
+        self._found = Measured()
         self._recorded = set()
         for samples in dict.fromkeys(point.samples for point in points):
             self._measure_batch(samples, [p for p in points if p.samples == samples])
@@ -206,8 +209,6 @@ class PointMeasurer:
 
     def _time(self, wanted: dict[str, Point], subgraph: Subgraph, part: ModelPart) -> None:
         """Time one point per operator, by the operator's name."""
-        done = len(self._found.measurements) + len(self._found.skipped)
-        self._context.progress.update("operators", done, self._n_points, next(iter(wanted)))
         shards = {
             name: ShardCall(self._captured, point) for name, point in wanted.items() if point.dim
         }
@@ -217,9 +218,13 @@ class PointMeasurer:
             shards,
             n_in_flight=part.n_in_flight,
             is_added=part.is_added,
+            show=lambda share: self._context.progress.update(
+                "operators", self._n_done + int(share * len(wanted)), self._n_points
+            ),
         )
         for name, point in wanted.items():
             self._keep(point, found[name])
+        self._n_done += len(wanted)
 
     def _keep(self, point: Point, found: OperatorSamples) -> None:
         key = point.identity
@@ -333,3 +338,4 @@ class PointMeasurer:
             self._sample("operator_skipped", 1, point, reason=reason)
             self._unmeasurable.add(point.identity)
             self._found.skipped.append((point, reason))
+        self._n_done += len(points)

@@ -93,6 +93,9 @@ class _Profiler:
         the file's operators to the current speed of the devices.
         """
         steps = self._step_sampler()
+        sizes = dict.fromkeys(point.samples for point in self._points)
+        by_size = [[p for p in self._points if p.samples == size] for size in sizes]
+        batches = [self._assigned(points) for points in by_size]
         measurer = PointMeasurer(
             self._task,
             self._captured,
@@ -100,10 +103,8 @@ class _Profiler:
             self._context,
             self._config.budget(self._context.world.device.type),
             between=steps.take_when_due if steps is not None else lambda: None,
+            n_points=self._config.rounds * sum(map(len, batches)),
         )
-        sizes = dict.fromkeys(point.samples for point in self._points)
-        by_size = [[p for p in self._points if p.samples == size] for size in sizes]
-        batches = [self._assigned(points) for points in by_size]
         for _ in range(self._config.rounds):
             for batch in batches:
                 self._gather(measurer.measure(batch).measurements)
