@@ -28,6 +28,8 @@ from harness.measure.rank_records import MAX_RANKS, Records, read_records
 _LONGEST_LINE = 10_000  # of a reason
 
 Problem = tuple[Path, str]
+Found = tuple[Path, RunHeader]
+SAMPLES = "sample-"  # begins the names of committed runs
 """An unusable file, and the reason."""
 
 # Files that a results directory may hold beside runs.
@@ -326,7 +328,7 @@ def _run_directories(root: Path, skipped: list[Problem]) -> Iterator[Path]:
             skipped.append((entry, "not a run's directory"))
 
 
-def find_runs(root: Path) -> tuple[list[tuple[Path, RunHeader]], list[Problem]]:
+def find_runs(root: Path) -> tuple[list[Found], list[Problem]]:
     """The directory and header of every run below `root` (or of `root` itself, if it is a run),
     oldest first, and the entries that are not runs.
 
@@ -335,7 +337,7 @@ def find_runs(root: Path) -> tuple[list[tuple[Path, RunHeader]], list[Problem]]:
     """
     if not root.is_dir():
         raise ResultsError(f"{root} is not a directory: give the results directory of a run")
-    found: list[tuple[Path, RunHeader]] = []
+    found: list[Found] = []
     skipped: list[Problem] = []
     try:
         is_run = (root / HEADER_FILE).exists()
@@ -353,11 +355,19 @@ def find_runs(root: Path) -> tuple[list[tuple[Path, RunHeader]], list[Problem]]:
     return _without_copies(found, skipped), skipped
 
 
-def _without_copies(
-    found: Sequence[tuple[Path, RunHeader]], skipped: list[Problem]
-) -> list[tuple[Path, RunHeader]]:
+def without_samples(found: Sequence[Found]) -> tuple[list[Found], list[Problem]]:
+    """Runs less the samples that come with the harness, unless they are all there is."""
+    own = [(path, header) for path, header in found if not path.name.startswith(SAMPLES)]
+    n_samples = len(found) - len(own)
+    if not own or not n_samples:
+        return list(found), []
+    reason = f"{n_samples} runs that come with the harness are not drawn with others"
+    return own, [(own[0][0].with_name(f"{SAMPLES}*"), reason)]
+
+
+def _without_copies(found: Sequence[Found], skipped: list[Problem]) -> list[Found]:
     """Keep one of several directories with the same run, because a copy is not a repeat."""
-    first: dict[tuple[str, str, str], tuple[Path, RunHeader]] = {}
+    first: dict[tuple[str, str, str], Found] = {}
     for path, header in found:
         identity = (header.run_id, header.key, header.start_utc)
         known, _ = first.setdefault(identity, (path, header))

@@ -95,8 +95,8 @@ def _make_directory(path: Path) -> None:
 
 def _plot(args: argparse.Namespace) -> int:
     names = _chosen(args.only)
-    from harness.measure.store import find_runs, write_atomically
-    from harness.plot.catalog import read_catalog, read_validations, without_samples
+    from harness.measure.store import find_runs, without_samples, write_atomically
+    from harness.plot.catalog import read_catalog, read_validations
     from harness.plot.headlines import answers
     from harness.plot.render import Timings, render
     from harness.plot.report import build_report

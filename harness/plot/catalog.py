@@ -59,7 +59,6 @@ def workers() -> Iterator[Executor]:
 
 BRANDS = re.compile(r"\((?:R|TM)\)|\b(?:NVIDIA|GeForce|Intel|CPU|Processor)\b|@.*", re.IGNORECASE)
 GIGABIT = 1.2e8  # bytes/s that 1 Gbit/s Ethernet carries
-SAMPLES = "sample-"  # begins the names of committed runs
 LONGEST_NAME = 60  # letters of a device's kind or a host, in labels
 Found = tuple[Path, RunHeader]
 ROWS_NAME_ALL = ("matmul", "links")
@@ -267,16 +266,6 @@ def read_validations(results: Path) -> tuple[list[Validation], list[Problem]]:
         except HarnessError as error:
             problems.append((path, str(error)))
     return found, problems
-
-
-def without_samples(found: Sequence[Found]) -> tuple[list[Found], list[Problem]]:
-    """Runs less the samples that come with the harness, unless they are all there is."""
-    own = [(path, header) for path, header in found if not path.name.startswith(SAMPLES)]
-    n_samples = len(found) - len(own)
-    if not own or not n_samples:
-        return list(found), []
-    reason = f"{n_samples} runs that come with the harness are not drawn with others"
-    return own, [(own[0][0].with_name(f"{SAMPLES}*"), reason)]
 
 
 def read_catalog(

@@ -16,7 +16,7 @@ from harness.errors import HarnessError
 from harness.inputs import one_line
 from harness.measure.derive.prediction import read_prediction
 from harness.measure.derive.training import step_times
-from harness.measure.store import find_runs, read_run
+from harness.measure.store import find_runs, read_run, without_samples
 from harness.measure.text import cell, table
 from harness.plan.advise.advice import Advice, LeftOut
 from harness.plan.advise.pricing import Priced, Prices, memory_words
@@ -338,12 +338,11 @@ def uncertainty_of(results: Path | None, cluster: Cluster) -> Uncertainty:
 def _ratios(results: Path | None, cluster: Cluster) -> Iterator[tuple[str, float]]:
     if results is None or not results.is_dir():
         return
-    names = [node.name for node in cluster.nodes]
+    known = _kinds(cluster)
     runs = [
         (path, header)
-        for path, header in find_runs(results)[0]
-        if header.workload == "train" and header.status == "ok"
-        if [node.name for node in header.cluster.nodes] == names
+        for path, header in without_samples(find_runs(results)[0])[0]
+        if header.workload == "train" and header.status == "ok" and _kinds(header.cluster) <= known
     ]
     for path, header in runs[-_MOST_RUNS:]:
         try:
@@ -359,3 +358,7 @@ def _ratios(results: Path | None, cluster: Cluster) -> Iterator[tuple[str, float
                 f"{header.config.get('model')} {prediction.strategy}",
                 (measured_s / prediction.step_s),
             )
+
+
+def _kinds(cluster: Cluster) -> set[tuple[str, str]]:
+    return {(node.name, device.kind) for node in cluster.nodes for device in node.devices}

@@ -8,11 +8,8 @@ import pytest
 from made_runs import local_header
 from matplotlib.figure import Figure as Canvas
 
-from harness.measure.store import find_runs, read_results
-from harness.plot.catalog import (
-    read_catalog,
-    without_samples,
-)
+from harness.measure.store import find_runs, read_results, without_samples
+from harness.plot.catalog import read_catalog
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.prediction import _name_misses
 from harness.plot.figures.scaling import draw as draw_scaling
