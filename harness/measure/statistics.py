@@ -101,6 +101,12 @@ def known_median(values: Iterable[float | None]) -> float | None:
     return float(np.median(known)) if known else None
 
 
+def known_mean(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
 def median_interval_ranks(n: int, confidence: float = CONFIDENCE) -> tuple[int, int, float]:
     """Ranks (from 0) of the sorted samples that enclose the median, and their coverage.
 

@@ -37,7 +37,7 @@ class StrategyRow:
         throughput: samples per second of the job, at the median of `step_s`.
         interval: of `step_s`, or of the steps of the only repeat.
         run_ids: of the repeats that ended ok.
-        exposed_share: share of exposed communication in the mean step, median over repeats.
+        exposed_share: share of exposed communication in the mean step of the repeats.
         sent_bytes: bytes that the busiest rank sends in a step, median over repeats.
         against: the baseline of `speedup` and `verdict`; empty for the baseline itself.
     """
@@ -119,7 +119,7 @@ def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
         throughput=n_samples / median(steps) if n_samples and steps else None,
         interval=_interval(ok, steps),
         run_ids=tuple(summary.run_id for summary in ok),
-        exposed_share=known_median(_exposed_share(summary) for summary in ok),
+        exposed_share=_exposed_share(ok),
         sent_bytes=known_median(
             summary.sent_bytes_per_s and summary.sent_bytes_per_s * duration.median
             for summary, duration in timed
@@ -127,9 +127,10 @@ def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
     )
 
 
-def _exposed_share(summary: TrainingSummary) -> float | None:
-    step_s = sum(summary.phases.values())
-    return summary.phases["exposed_communication"] / step_s if step_s else None
+def _exposed_share(repeats: Sequence[TrainingSummary]) -> float | None:
+    phases = [summary.phases for summary in repeats if summary.phases]
+    step_s = sum(sum(found.values()) for found in phases)
+    return sum(found["exposed_communication"] for found in phases) / step_s if step_s else None
 
 
 def _interval(repeats: Sequence[TrainingSummary], steps: Sequence[float]) -> Summary | None:
@@ -211,10 +212,11 @@ class _Finding:
             return _undecided(f"{name} was fastest ({reading})", best, n_more)
         if against.outcome == "same":
             return f"{name} was fastest and is no gain: {reading}, within 10%"
-        rivals = [  # strategies other than the baseline without a verdict that they are slower
+        rivals = [  # strategies that are no loss, and without a verdict that they are slower
             row
             for row in self._measured[1:]
-            if row is not best and verdict(best.step_s, row.step_s).outcome != "faster"
+            if row is not best and not _is_loss(row)
+            if verdict(best.step_s, row.step_s).outcome != "faster"
         ]
         if rivals:
             leaders = [f"{name} ({reading})"]

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from harness.measure.derive.spans import PHASES
+from harness.measure.statistics import known_mean
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
@@ -35,20 +36,15 @@ WORDS = {
 }
 
 
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
-
-
 def _row(case: TrainingCase) -> dict[str, Any]:
     row = case.identity | {"n_repeats": len(case.summaries)}
     known = [summary for summary in case.summaries if summary.phases]
     if not case.case.is_ok or not known:
         return row
-    means = {f"{p}_s": _mean([summary.phases[p] for summary in known]) for p in PHASES}
+    means = {f"{p}_s": known_mean(summary.phases[p] for summary in known) for p in PHASES}
     row |= means | {"step_s": sum(value or 0.0 for value in means.values())}
     for name in ESTIMATES:
-        row[name] = _mean([getattr(summary, name) for summary in known])
+        row[name] = known_mean(getattr(summary, name) for summary in known)
     return row
 
 

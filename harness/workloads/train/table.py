@@ -11,7 +11,7 @@ from harness.measure.derive.devices import matmul_peaks
 from harness.measure.derive.pipeline import pipeline_summary
 from harness.measure.derive.strategies import StrategyRow, strategy_tables
 from harness.measure.derive.training import TrainingSummary, change_times, training_summary
-from harness.measure.statistics import known_median, summarize
+from harness.measure.statistics import known_mean, known_median, summarize
 from harness.measure.store import Run, headers_in, read_run
 from harness.measure.text import cell, columns, interval_words
 from harness.units import (
@@ -65,7 +65,7 @@ def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
         cell(row.throughput, format_number),
         cell(step_s, format_duration),
         interval_words(row.interval) if row.interval else "-",
-        cell(known_median(s.exposed_communication_s for _, s in repeats), format_duration),
+        cell(known_mean(s.exposed_communication_s for _, s in repeats), format_duration),
         cell(known_median(_bubble(run) for run, _ in repeats), ".0%"),
         cell(known_median(_memory(summary) for _, summary in repeats), format_bytes),
         cell(predicted_s, format_duration),
@@ -146,23 +146,28 @@ def _rows_of_repeats(
         if status == "ok" and len(found) > 1:
             first, of_repeats = found[0][0], [summary for _, summary in found]
             name = f"{_name(first, of_repeats[0])}, {len(found)} repeats"
-            rows.append((name, _medians(of_repeats)))
+            rows.append((name, _over_repeats(of_repeats)))
         else:
             rows += [(f"{_name(run, s)} #{run.header.repeat}", s) for run, s in found]
     return rows
 
 
-def _medians(repeats: Sequence[TrainingSummary]) -> TrainingSummary:
-    """Return the first summary with each number replaced by its median over the repeats; the
-    throughput is that of the median step."""
+_PARTS = ("phases", "communication_s", "exposed_communication_s", "no_sync_exposed_s",
+          "slowed_compute_s", "overlap", "synchronisations_per_s")  # fmt: skip
+
+
+def _over_repeats(repeats: Sequence[TrainingSummary]) -> TrainingSummary:
+    """Return the first summary with each number replaced by its median over the repeats, of parts
+    of a step their mean; the throughput is that of the median step."""
     steps = [s.duration.median for s in repeats if s.duration is not None]
     found: dict[str, Any] = {"duration": summarize(steps) if steps else None}
     for name in (field.name for field in fields(TrainingSummary)):
         values = [getattr(summary, name) for summary in repeats]
+        centre = known_mean if name in _PARTS else known_median
         if isinstance(values[0], dict):
-            found[name] = {k: known_median(v.get(k) for v in values) for k in values[0]}
+            found[name] = {k: centre(v.get(k) for v in values) for k in values[0]}
         elif any(isinstance(value, float) for value in values):
-            found[name] = known_median(values)
+            found[name] = centre(values)
     if steps and found["n_samples"]:
         found["throughput"] = found["n_samples"] / found["duration"].median
     return replace(repeats[0], **found)

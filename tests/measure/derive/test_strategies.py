@@ -169,6 +169,19 @@ def test_strategies_that_the_repeats_do_not_separate_are_fastest_together():
     )
 
 
+def test_a_strategy_slower_than_the_baseline_is_not_among_the_fastest():
+    single, pipeline, searched = (
+        row("single", 1, 1.5),
+        row("pipeline", 5, 1.6),
+        row("searched", 5, 1.0),
+    )
+    # One of seven repeats is as fast as the slowest of `searched`, so that no verdict parts them.
+    wide = replace(pipeline, step_s=(*pipeline.step_s[:-2], 0.9, 0.95))
+    assert finding(single, wide, searched) == (
+        "searched is fastest: 1.50 times one device; pipeline was slower (0.94 times)."
+    )
+
+
 def test_an_effect_below_a_tenth_is_no_gain():
     assert finding(row("single", 1, 1.05), row("ddp", 2, 1.0)) == (
         "ddp was fastest and is no gain: 1.05 times one device, within 10%."

@@ -86,6 +86,17 @@ def test_repeats_share_a_row_of_medians():
     assert set(shown) == set(named)
 
 
+def test_parts_over_repeats_are_means_that_sum_to_the_mean_step():
+    lines = train_text([make_run("single", r, step_s=s) for r, s in enumerate((4.0, 4.0, 10.0))])
+    (heads, cells) = (
+        [cell.strip() for cell in line.split("  ") if cell.strip()]
+        for line in lines.split("mean step")[1].splitlines()[:2]
+    )
+    # A step of 4 s, 4 s and 10 s is forward and backward of a quarter each.
+    parts = dict(zip(heads, cells[1:], strict=True))
+    assert (parts["forward"], parts["backward"], parts["other"]) == ("1.5 s", "1.5 s", "3 s")
+
+
 def test_microbatches_that_were_asked_for_are_rows_of_their_own():
     runs = [make_run("pipeline", 0, microbatches=8), make_run("pipeline", 1)]
     found = {row[0] for row in rows(runs)[1:3]}
