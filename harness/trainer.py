@@ -1,31 +1,30 @@
 """Train in a PyTorch program of one's own by a strategy that search, a planner or an editor wrote.
 
-trainer = Trainer(model, example, strategy="strategy.json", optimizer=make_optimizer)
-for batch in trainer.batches(data):
-    loss = trainer.step(batch)
+with Trainer(make_model, strategy="strategy.json", optimizer=make_optimizer) as trainer:
+    for batch in trainer.batches(data):
+        loss = trainer.step(batch)
+    print(trainer.evaluate(held_out))
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.domain.files import decode
 from harness.domain.strategy import Strategy
-from harness.errors import ConfigError, ModelError, ResultsError, StrategyError
-from harness.inputs import read_file
+from harness.errors import ConfigError, ModelError, StrategyError
 from harness.measure.recorder import HostClock, Recorder
-from harness.measure.store import write_atomically
 from harness.plan.formats.detect import load_strategy_file
+from harness.runtime.capture.capture import capture
 from harness.runtime.data import Batch, BatchPlan, load_batches
-from harness.runtime.data.own import OwnData
+from harness.runtime.data.own import OwnData, PaddedData
 from harness.runtime.devices.precision import lack_of
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, checked_optimizer
@@ -33,8 +32,10 @@ from harness.runtime.engines.replicas import check_alike
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.state.files import open_sharded
-from harness.runtime.executor.state.state import gather_objects
+from harness.runtime.executor.state.groups import OptimizerGroups
+from harness.runtime.faithfulness.comparison import evaluates_alike, hold_alike
 from harness.runtime.models.factory import task_of
+from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import ModelOptions, Task
 from harness.runtime.ranks.gather import (
     barrier,
@@ -48,16 +49,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Scope = Literal["local", "global"]
 Masks = Literal["local", "exact"]
 NamedParameters = list[tuple[str, nn.Parameter]]
-
-_GROUPS = "groups.json"  # beside the shards of a checkpoint
-_PARAMETERS = ("params", "param_names")  # of an optimizer's group
-
-
-class _SavedGroups(msgspec.Struct, frozen=True):
-    """The optimizer's class, and of each parameter the values of its group, such as `lr`."""
-
-    optimizer: str
-    groups: dict[str, dict[str, Any]]
+MakeModel = Callable[[], nn.Module | tuple[nn.Module, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +58,7 @@ class RankBatch:
 
     batch: Batch
     share: Share
+    trainer: Trainer = field(repr=False)
 
 
 class Trainer:
@@ -75,7 +68,9 @@ class Trainer:
     slices of the model, on its device, and empties the rest of it.
 
     Args:
-        model: the whole model, with equal weights on every rank.
+        model: the whole model, with equal weights on every rank; or a function that makes it, or
+            the pair (model, example), after torch was seeded: a host whose memory copies for all
+            its ranks would fill then has one.
         example: inputs of two or more samples, as a factory of `--model` returns them: a dict of
             forward's arguments, or a tuple; a model of transformers needs none.
         strategy: its file, which rank 0 alone reads, or the strategy.
@@ -88,7 +83,8 @@ class Trainer:
             rank's.
         dropout: `exact` draws the same masks under every strategy, `local` each rank's own.
         max_grad_norm: norm of all gradients, down to which larger ones are scaled.
-        seed: of the order of samples, and of dropout; seeds torch's default generator.
+        ema_decay: of a moving average of each parameter; None: none is kept.
+        seed: of a made model, the order of samples, and dropout; seeds torch's default generator.
         compile: compile forward and backward by torch.compile.
         timeout_s: how long a rank waits for another before it raises PeerError.
         device: the current GPU under NCCL, else the CPU.
@@ -104,7 +100,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | MakeModel,
         example: Any = None,
         *,
         strategy: Strategy | Path | str,
@@ -113,6 +109,7 @@ class Trainer:
         batch_norm: Scope = "local",
         dropout: Masks = "local",
         max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
         seed: int = 0,
         compile: bool = False,
         timeout_s: float = 300.0,
@@ -126,14 +123,20 @@ class Trainer:
                 f"optimizer is an {type(optimizer).__name__}, and a rank holds slices of the "
                 "model: give a function that makes it of the parameters that it gets"
             )
+        if ema_decay is not None and not 0 < ema_decay < 1:
+            raise ConfigError(f"ema_decay is {ema_decay}: give one between 0 and 1")
         self._world = world = World.of_program(device)
         if lack := lack_of(dtype, world.device):
             raise ConfigError(f"dtype {dtype} {lack}: use fp32, or fp16 where all GPUs have it")
         self.strategy = broadcast_result(lambda: _read_strategy(strategy), Strategy, world)
-        task = _task_of(model, example)
+        if isinstance(model, nn.Module):
+            task = _task_of(model, example)
+        else:
+            torch.manual_seed(seed)
+            task = build_on_host(lambda: _task_of(model(), example), world)
         check_alike(task.model, world)
-        self._task, self._seed = task, seed
-        self._data: tuple[Any, OwnData] | None = None
+        self._task, self._seed, self._is_averaging = task, seed, ema_decay is not None
+        self._data: dict[str, tuple[Any, OwnData]] = {}  # that was given last, by its use
 
         def make(named: NamedParameters) -> Optimizer:
             self._names = {p: name.removeprefix(task.prefix) for name, p in named}
@@ -145,17 +148,47 @@ class Trainer:
         self._recorder = Recorder(HostClock())
         options = EngineOptions(
             dtype=dtype,
-            optimizer=OptimizerOptions(factory=make, max_grad_norm=max_grad_norm),
+            optimizer=OptimizerOptions(factory=make, max_grad_norm=max_grad_norm, ema=ema_decay),
             is_compiled=compile,
         )
         plan = ExecutorPlan(
             strategy=self.strategy, batch_norm=batch_norm, dropout=dropout,
-            is_compiled=compile, seed=seed, timeout_s=timeout_s,
+            is_compiled=compile, seed=seed, timeout_s=timeout_s, is_held=True,
         )  # fmt: skip
-        self._engine = ExecutorEngine(task, world, self._recorder, options, plan)
-        self.samples: Sequence[int] = self._engine.samples
+        captured = capture(task, self.strategy.batch, "model")
+        plan.check(captured.graph, world.size)
+        hold_alike(task, captured, dtype, world)
+        self._is_evaluated_alike = evaluates_alike(task, captured)
+        operators = captured.graph.operators
+        self._is_mixing = any(op.attrs.get("mixes_samples") for op in operators)
+        engine = ExecutorEngine(task, world, self._recorder, options, plan, captured)
+        self._open_engine: ExecutorEngine | None = engine
+        self.samples: Sequence[int] = engine.samples
         self._held = self._engine.held_state()
         self.optimizer = self._held.optimizer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        if kind is None:  # else other ranks may still be in a step
+            self.close()
+
+    @property
+    def _engine(self) -> ExecutorEngine:
+        if self._open_engine is None:
+            raise ConfigError(
+                "this Trainer is closed: make another, or close it after its last use"
+            )
+        return self._open_engine
+
+    def _opened(self, use: str, data: Any) -> OwnData:
+        """Data for batches or evaluation; kept, because it remembers how many targets count."""
+        if use not in self._data or self._data[use][0] is not data:
+            self._data[use] = data, OwnData("the data", data, self._task)
+        return self._data[use][1]
 
     def batches(
         self, data: Any, *, epoch: int = 0, shuffle: bool = True, n_workers: int = 0
@@ -171,22 +204,24 @@ class Trainer:
 
         Raises:
             DataError: samples do not fit the model, or are fewer than a batch.
+            ConfigError: the Trainer is closed.
         """
-        if self._data is None or self._data[0] is not data:
-            self._data = data, OwnData("the data", data, self._task)
-        own = self._data[1]
+        own, batch, samples = self._opened("batches", data), self.strategy.batch, self._samples()
         plan = BatchPlan(
-            n_samples=len(own), shares=(self.strategy.batch,), positions=(tuple(self.samples),),
+            n_samples=len(own), shares=(batch,), positions=(samples,),
             is_shuffled=shuffle, seed=self._seed,
         )  # fmt: skip
         first = epoch * plan.n_steps_per_epoch
-        found = load_batches(
-            own, plan, 0, n_workers=n_workers, device=self._world.device, first_step=first
-        )
-        for step, batch in zip(range(first, first + plan.n_steps_per_epoch), found, strict=False):
+        steps = range(first, first + plan.n_steps_per_epoch)
+        device = self._world.device
+        found = load_batches(own, plan, 0, n_workers=n_workers, device=device, first_step=first)
+        for step, one in zip(steps, found, strict=False):
             counts = own.count_targets(plan.global_indices(step))
-            share = Share(n_local=len(self.samples), n_global=plan.global_batch, counts=counts)
-            yield RankBatch(batch=batch, share=share)
+            share = Share(n_local=len(samples), n_global=batch, counts=counts)
+            yield RankBatch(batch=one, share=share, trainer=self)
+
+    def _samples(self) -> tuple[int, ...]:
+        return tuple(self._engine.samples)
 
     def step(self, batch: RankBatch) -> Tensor:
         """Run one optimizer step, without waiting for the device.
@@ -197,16 +232,55 @@ class Trainer:
         Raises:
             PeerError: another rank died or hangs; NCCL ends this process instead.
             StrategyError: the batch is none that this Trainer's `batches` yields.
+            ConfigError: the Trainer is closed.
         """
-        given = batch.share.n_local if isinstance(batch, RankBatch) else type(batch).__name__
-        if given != len(self.samples):
+        engine = self._engine
+        if not isinstance(batch, RankBatch) or batch.trainer is not self:
+            is_other = isinstance(batch, RankBatch)
+            given = "one of another" if is_other else f"a {type(batch).__name__}"
             raise StrategyError(
-                f"step takes this rank's {len(self.samples)} samples, got {given}: give what "
-                "batches() of this Trainer yields"
+                f"step takes a batch of this Trainer, got {given}: give what its batches() yields"
             )
-        loss = self._engine.step(lambda: batch.batch, batch.share)
+        loss = engine.step(lambda: batch.batch, batch.share)
         self._recorder.discard()
         return loss
+
+    def evaluate(self, data: Any, *, n_workers: int = 0) -> float:
+        """The mean loss over held-out data under the strategy, in evaluation mode; waits for all
+        ranks. Training goes on as if it had not run.
+
+        Args:
+            data: as for `batches`. All samples count; of a model that mixes samples those of whole
+                batches.
+
+        Raises:
+            ModelError: the graph does not compute in evaluation mode what the model does.
+            DataError: samples do not fit the model, or are too few.
+            ConfigError: the Trainer is closed.
+        """
+        engine = self._engine
+        raise_on_all_ranks(self._check_evaluation, self._world)
+        own, batch = self._opened("evaluate", data), self.strategy.batch
+        n_samples = len(own) - (len(own) % batch if self._is_mixing else 0)
+        padded = PaddedData(own, n_samples, batch)
+        plan = BatchPlan(n_samples=len(padded), shares=(batch,), positions=(self._samples(),))
+        summed = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        with torch.random.fork_rng(devices=[]):  # a loader draws from it
+            found = load_batches(padded, plan, 0, n_workers=n_workers, device=self._world.device)
+            for at, one in zip(range(0, len(padded), batch), found, strict=False):
+                summed += engine.evaluate(one) * (batch if at < n_samples else -padded.n_filled)
+                self._recorder.discard()
+        counted = own.count_targets(range(self._world.rank, n_samples, self._world.size))
+        totals = [gather_numbers(float(x), self._world) for x in (summed, sum(counted))]
+        return sum(totals[0]) / max(1.0, sum(totals[1]))
+
+    def _check_evaluation(self) -> None:
+        if not self._is_evaluated_alike:
+            raise ModelError(
+                f"{self._task.model._get_name()} computes otherwise in evaluation mode than its "
+                "graph without dropout and with running statistics: load state_dict() into a whole "
+                "model, and evaluate that"
+            )
 
     def mean_loss(self, loss: Tensor) -> float:
         """The mean loss of a batch, from each rank's part; waits for all ranks."""
@@ -214,8 +288,17 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's state on every rank, in host memory, by the model's own names."""
-        state = self._engine.model_state()
-        return {name.removeprefix(self._task.prefix): tensor for name, tensor in state.items()}
+        return self._own_names(self._engine.model_state())
+
+    def averaged_state_dict(self) -> dict[str, Tensor]:
+        """The same with the moving averages of the trained parameters.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if not self._is_averaging:
+            raise ConfigError("this Trainer keeps no averages: give it an ema_decay, such as 0.999")
+        return self._own_names(self._engine.averaged_state())
 
     def save(self, directory: Path | str) -> None:
         """Write model, optimizer and its groups, each rank its slices, for any strategy and number
@@ -225,11 +308,9 @@ class Trainer:
             ConfigError: the optimizer's state of a cut parameter cannot be cut likewise.
             ResultsError: a file cannot be written.
         """
-        groups: dict[str, dict[str, Any]] = {}
-        for found in gather_objects(self._world, self._groups()):
-            groups |= found
-        saved = _SavedGroups(type(self.optimizer).__name__, groups)
-        raise_on_all_ranks(lambda: self._save(Path(directory), saved), self._world)
+        names = self._names if self._held.owners.own else {}
+        groups = OptimizerGroups.gathered(self.optimizer, names, self._world)
+        raise_on_all_ranks(lambda: self._save(Path(directory), groups), self._world)
 
     def load(self, directory: Path | str) -> None:
         """Go on from what `save`, or `./entry.sh train --save-every`, has written.
@@ -238,61 +319,44 @@ class Trainer:
             ConfigError: the state is of another model or optimizer.
             ResultsError: a shard is missing, or shards are of different saves.
         """
-        path = Path(directory) / _GROUPS
-        saved = broadcast_result(lambda: _read_groups(path), _SavedGroups | None, self._world)
-        raise_on_all_ranks(lambda: self._load(Path(directory), saved), self._world)
+        path = Path(directory)
+        groups = broadcast_result(
+            lambda: OptimizerGroups.read(path), OptimizerGroups | None, self._world
+        )
+        raise_on_all_ranks(lambda: self._load(path, groups), self._world)
 
     def close(self) -> None:
         """Destroy the process groups that it has made, after the last step of all ranks."""
-        barrier()
-        self._engine.close()
+        if self._open_engine is not None:
+            barrier()
+            self._open_engine.close()
+            self._open_engine = None
 
-    def _groups(self) -> dict[str, dict[str, Any]]:
-        """By parameter that this rank updates, the values of its group."""
-        found: dict[str, dict[str, Any]] = {}
-        for group in self.optimizer.param_groups if self._held.owners.own else []:
-            values = {key: _plain(v) for key, v in group.items() if key not in _PARAMETERS}
-            found |= {self._names[parameter]: values for parameter in group["params"]}
-        return found
+    def _own_names(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.removeprefix(self._task.prefix): tensor for name, tensor in state.items()}
 
-    def _save(self, directory: Path, saved: _SavedGroups) -> None:
+    def _save(self, directory: Path, groups: OptimizerGroups) -> None:
         self._engine.save_sharded(directory)
         if self._world.is_first:
-            write_atomically(directory / _GROUPS, msgspec.json.encode(saved))
+            groups.write(directory)
 
-    def _load(self, directory: Path, saved: _SavedGroups | None) -> None:
-        own = type(self.optimizer).__name__
-        if saved is not None and saved.optimizer != own:
-            raise ConfigError(
-                f"{directory} is of the optimizer {saved.optimizer}, this one is {own}: train on "
-                "by the one that saved it"
-            )
+    def _load(self, directory: Path, groups: OptimizerGroups | None) -> None:
+        if groups is not None:
+            groups.check(self.optimizer)
         self._engine.load_full_state(open_sharded(directory))
-        groups = {} if saved is None else saved.groups
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                group.update(groups.get(self._names[parameter], {}))
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _read_groups(path: Path) -> _SavedGroups | None:
-    if not path.exists():
-        return None
-    data = read_file(path, "optimizer's groups", ResultsError)
-    return decode(data, _SavedGroups, source=str(path), error=ResultsError)
+        if groups is not None:
+            groups.give(self.optimizer, self._names)
 
 
 def _read_strategy(given: Strategy | Path | str) -> Strategy:
     return given if isinstance(given, Strategy) else load_strategy_file(Path(given))
 
 
-def _task_of(model: nn.Module, example: Any) -> Task:
-    if example is None and not hasattr(model, "main_input_name"):
+def _task_of(built: Any, example: Any) -> Task:
+    model, *given = built if isinstance(built, tuple) else (built,)
+    if example is None and not given and not hasattr(model, "main_input_name"):
         raise ModelError(
             f"Trainer has no example inputs of {type(model).__name__}: give a dict of forward's "
             "arguments, or a tuple, of two or more samples"
         )
-    return task_of("the model", model if example is None else (model, example), ModelOptions())
+    return task_of("the model", built if example is None else (model, example), ModelOptions())

@@ -1,5 +1,6 @@
 """A program's own training by a strategy, against plain PyTorch on one device."""
 
+import copy
 import multiprocessing
 
 import msgspec
@@ -7,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import TensorDataset
 from trainer_on_ranks import (
     BATCH,
+    EMA_DECAY,
     MAX_NORM,
     N_EPOCHS,
     make_data,
@@ -35,26 +38,34 @@ def graph():
     return capture(task_of("words", make_model(), ModelOptions()), BATCH, "words").graph
 
 
+def loss_of(model, samples):
+    words, labels = (torch.stack([s[key] for s in samples]) for key in ("words", "labels"))
+    logits = model(words=words)["logits"]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def train_plainly():
-    """The losses and the state of plain PyTorch."""
+    """The losses, the state, the averaged state and the loss of all samples of plain PyTorch."""
     model, _ = make_model()
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(EMA_DECAY)
+    )
+    average.update_parameters(model)
     optimizer = make_optimizer(list(model.named_parameters()))
     scheduler, data = make_scheduler(optimizer), make_data()
     plan = BatchPlan(n_samples=len(data), shares=(BATCH,), positions=((),), is_shuffled=True)
     losses = []
     for step in range(N_EPOCHS * plan.n_steps_per_epoch):
-        samples = [data[k] for k in plan.global_indices(step)]
-        words, labels = (torch.stack([s[key] for s in samples]) for key in ("words", "labels"))
-        logits = model(words=words)["logits"]
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = loss_of(model, [data[k] for k in plan.global_indices(step)])
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
+        average.update_parameters(model)
         losses.append(loss.item())
         if step % plan.n_steps_per_epoch == plan.n_steps_per_epoch - 1:
             scheduler.step()
-    return losses, model.state_dict()
+    return losses, model.state_dict(), average.module.state_dict(), loss_of(model, data).item()
 
 
 def test_strategies_train_what_plain_pytorch_does(tmp_path):
@@ -69,14 +80,19 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
     context.set_forkserver_preload(["harness.trainer", "torch._dynamo"])
     directory, file = str(tmp_path), str(tmp_path / "strategy.json")
     start_and_join(context, train_and_change, N_RANKS, directory, file, after)
-    wanted_losses, wanted = train_plainly()
+    wanted_losses, wanted, wanted_average, wanted_evaluation = train_plainly()
     for rank in range(N_RANKS):
-        losses, state, groups, refusals = torch.load(tmp_path / f"result{rank}")
+        losses, results, groups, refusals = torch.load(tmp_path / f"result{rank}")
+        state, average, evaluation = results
         assert losses == pytest.approx(wanted_losses, rel=1e-12)
-        assert list(state) == list(wanted)
+        assert list(state) == list(average) == list(wanted)
         assert groups == [[0], [1, 2, 3, 4]]
         torch.testing.assert_close(state, dict(wanted), rtol=1e-10, atol=1e-12)
-        assert "got Tensor: give what batches() of this Trainer yields" in refusals["wrong batch"]
+        torch.testing.assert_close(average, dict(wanted_average), rtol=1e-10, atol=1e-12)
+        assert evaluation == pytest.approx(wanted_evaluation, rel=1e-7)  # a loss is in fp32
+        assert "a batch of this Trainer, got a Tensor: give" in refusals["wrong batch"]
+        assert "a batch of this Trainer, got one of another: give" in refusals["another's batch"]
+        assert refusals["closed"].startswith("this Trainer is closed")
         assert "is of the optimizer AdamW, this one is RMSprop" in refusals["other optimizer"]
         assert "which the strategy cuts: use an optimizer" in refusals["factors"]
         assert refusals["unequal weights"].startswith("ranks 0 and 2 have unequal")
@@ -113,10 +129,51 @@ def test_one_device_trains_what_plain_pytorch_does():
             trainer.mean_loss(trainer.step(b)) for b in trainer.batches(make_data(), epoch=epoch)
         ]
         scheduler.step()
-    wanted, state = train_plainly()
+    wanted, state, *_ = train_plainly()
     assert losses == pytest.approx(wanted, rel=1e-10)
     torch.testing.assert_close(trainer.state_dict(), dict(state), rtol=1e-9, atol=1e-11)
     trainer.close()
+
+
+class Dropping(nn.Module):
+    """Trained otherwise than evaluated, by modules and by functions."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.drop, self.last, self.factor = nn.Dropout(0.3), nn.Linear(8, 3), factor
+
+    def forward(self, x):
+        found = self.drop(self.norm(self.first(x)))
+        found = torch.dropout(nn.functional.dropout(found, 0.4, self.training), 0.1, self.training)
+        return self.last(found) * (1 if self.training else self.factor)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("factor", [1, 2])
+def test_evaluation_is_that_of_the_model_or_refused(factor):
+    torch.manual_seed(0)
+    model, example = Dropping(factor), torch.rand(2, 4)
+    strategy = single(capture(task_of("", (model, example), ModelOptions()), 4, "").graph, 4)
+    rows, classes = torch.rand(10, 4), torch.arange(10) % 3
+    data, losses = TensorDataset(rows, classes), []
+    for is_evaluated in (False, factor == 1):
+        given = copy.deepcopy(model), example
+        with Trainer(*given, strategy=strategy, optimizer=make_optimizer) as trainer:
+            for batch in trainer.batches(data):
+                losses.append(trainer.mean_loss(trainer.step(batch)))
+                if is_evaluated:
+                    trainer.evaluate(data)
+            if factor == 1:
+                found, state = trainer.evaluate(data), trainer.state_dict()
+            else:
+                with pytest.raises(ModelError, match=r"^Dropping computes otherwise in evaluation"):
+                    trainer.evaluate(data)
+    assert losses[:2] == losses[2:]  # evaluations have changed nothing
+    if factor == 1:
+        model.load_state_dict(state)
+        wanted = nn.functional.cross_entropy(model.eval()(rows), classes)
+        assert found == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def leave_out(named):
@@ -130,6 +187,7 @@ def leave_out(named):
         ({"strategy": lambda g: single(g, BATCH, device=1)}, StrategyError, "2 devices, and"),
         ({"model": nn.Linear(2, 2), "example": torch.rand(2, 2)}, StrategyError, "another model"),
         ({"model": nn.Linear(2, 2), "example": None}, ModelError, "no example inputs of Linear"),
+        ({"ema_decay": 1.5}, ConfigError, "ema_decay is 1.5: give one between"),
         ({"dtype": "half"}, ConfigError, "'half' is none of fp32, bf16, fp16"),
         ({"optimizer": leave_out}, ConfigError, "4 of 5 parameters, last.bias is missing"),
         ({"optimizer": lambda named: named}, ConfigError, "returned a list"),

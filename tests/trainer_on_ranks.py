@@ -17,7 +17,7 @@ from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
 from harness.trainer import NamedParameters, Trainer
 
-BATCH, N_EPOCHS, MAX_NORM = 6, 3, 0.5
+BATCH, N_EPOCHS, MAX_NORM, EMA_DECAY = 6, 3, 0.5, 0.9
 
 
 class Words(nn.Module):
@@ -79,8 +79,9 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
 
     def make(strategy: Strategy | str, seed: int = 0, optimizer: Any = make_optimizer) -> Trainer:
         return Trainer(
-            *make_model(seed), strategy=strategy, optimizer=optimizer, max_grad_norm=MAX_NORM
-        )
+            lambda: make_model(seed), strategy=strategy, optimizer=optimizer,
+            max_grad_norm=MAX_NORM, ema_decay=EMA_DECAY,
+        )  # fmt: skip
 
     def train(trainer: Trainer, epoch: int) -> None:
         for batch in trainer.batches(data, epoch=epoch):
@@ -101,10 +102,13 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     make_scheduler(second.optimizer)
     second.load(f"{directory}/saved")
     train(second, 2)
-    state = second.state_dict()
+    results = second.state_dict(), second.averaged_state_dict(), second.evaluate(data)
+    batch = next(second.batches(data))
     second.close()
+    refusals["closed"] = _refused(lambda: second.step(batch))
 
     other = make(after, optimizer=torch.optim.RMSprop)
+    refusals["another's batch"] = _refused(lambda: other.step(batch))
     refusals["other optimizer"] = _refused(lambda: other.load(f"{directory}/saved"))
     other.close()
     whole = make(after, optimizer=torch.optim.Adafactor)
@@ -113,6 +117,6 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     refusals["factors"] = _refused(lambda: whole.save(f"{directory}/factors"))
     whole.close()
     refusals["unequal weights"] = _refused(lambda: make(after, seed=rank // 2))
-    torch.save((losses, state, groups, refusals), Path(directory, f"result{rank}"))
+    torch.save((losses, results, groups, refusals), Path(directory, f"result{rank}"))
     dist.barrier()
     dist.destroy_process_group()

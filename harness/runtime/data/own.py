@@ -202,3 +202,26 @@ class OwnData(Dataset[Batch]):
 
 def _is_real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+class PaddedData(Dataset[Batch]):
+    """The first samples of a data set in whole batches, filled with its sample 0; if any were, one
+    more batch has that sample alone, by which its part of the loss can be subtracted.
+
+    Attributes:
+        n_filled: how often sample 0 fills a batch.
+    """
+
+    def __init__(self, data: OwnData, n_samples: int, batch: int) -> None:
+        self._data, self._n_samples = data, n_samples
+        self.n_filled = -n_samples % batch
+        self._length = n_samples + self.n_filled + (batch if self.n_filled else 0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        return self._data.__getitems__([k if k < self._n_samples else 0 for k in indices])

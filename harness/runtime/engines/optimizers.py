@@ -155,13 +155,13 @@ def _known_optimizer(
 
 # Key of a parameter's average in the optimizer's state, with which it is saved, cut and moved; key
 # of the decay in the optimizer's groups.
-AVERAGE, _DECAY = "average", "ema"
+AVERAGE, DECAY = "average", "ema"
 
 
 def _keep_averages(optimizer: Optimizer, decay: float) -> None:
     """Average each parameter, from its value before its first update on, after every update."""
     for group in optimizer.param_groups:
-        group[_DECAY] = decay
+        group[DECAY] = decay
     first: dict[Tensor, Tensor] = {}
 
     # The optimizer makes a parameter's state at its first step, and only if there is none.
@@ -217,7 +217,7 @@ def kept_keys(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> s
             f"the state has {' and '.join(sorted(found))} of each parameter, this optimizer keeps "
             f"{' and '.join(sorted(kept))}: give the --optimizer that saved it"
         )
-    return saved if _DECAY in optimizer.param_groups[0] else saved - {AVERAGE}
+    return saved if DECAY in optimizer.param_groups[0] else saved - {AVERAGE}
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:

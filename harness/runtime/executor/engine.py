@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from harness.errors import StrategyError
@@ -19,7 +18,7 @@ from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
 from harness.runtime.executor.cache.boundary import check_rows
-from harness.runtime.executor.cache.prefix import Prefix, run_forward
+from harness.runtime.executor.cache.prefix import Prefix
 from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.counts import count_rounds
@@ -33,8 +32,9 @@ from harness.runtime.executor.program.lower import Lowering
 from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.run.feed import Feed
 from harness.runtime.executor.run.flight import Stash
+from harness.runtime.executor.run.forward import evaluating, run_forward
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.run.priming import is_needed, kept_alike, prime
+from harness.runtime.executor.run.priming import is_needed, prime
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
@@ -136,18 +136,10 @@ class ExecutorEngine:
         )
         self._sync = self._make_sync(options.bucket_bytes)
         self._runner = Runner(
-            strategy,
-            self._programs,
-            self._channels,
-            self._phases,
-            Precision(options.dtype, world.device),
-            self._gradients,
-            self._random,
-            self._stash,
-            self._update_microbatch,
-            self._gathers,
-            prefix.tap,
-        )
+            strategy, self._programs, self._channels, self._phases,
+            Precision(options.dtype, world.device), self._gradients, self._random, self._stash,
+            self._update_microbatch, self._gathers, prefix.tap,
+        )  # fmt: skip
         own = self._gatherer.own_parameters()
         self._optimizer = make_optimizer(own, options.optimizer, world.device)
         self._clip = GradientClip(options.optimizer.max_grad_norm, world)
@@ -226,14 +218,23 @@ class ExecutorEngine:
 
     # Training
 
-    def compute_forward(self, batch: Batch | None) -> None:
+    def compute_forward(self, batch: Batch | None) -> Tensor:
         """Run the forward of this rank's samples of a batch, which alters no state; all ranks must
-        call it."""
-        batch = batch and batch.to(self._world.device)
-        with kept_alike(self._runner.buffers(), self._world.device):
-            n_samples = self.plan.strategy.batch
-            run_forward(self._runner, self._feed, self._timetable.step(), batch, n_samples)
+        call it. Returns this rank's part of the summed loss, divided by the strategy's batch."""
+        device, n_samples = self._world.device, self.plan.strategy.batch
+        given = self._runner, self._feed, self._timetable.step(), batch and batch.to(device)
+        loss = run_forward(*given, n_samples, device)
         self._finish_sends()
+        return loss
+
+    def evaluate(self, batch: Batch | None) -> Tensor:
+        """Run `compute_forward` in evaluation mode."""
+        if self.is_priming_due:
+            n_samples = self.plan.strategy.batch
+            share = Share(n_local=len(self.samples), n_global=n_samples)
+            self._prime(batch and batch.to(self._world.device), share)
+        with evaluating(self._runner.modules()):
+            return self.compute_forward(batch)
 
     @property
     def n_synchronisations(self) -> int:
@@ -277,8 +278,7 @@ class ExecutorEngine:
             self._finish_sends(self._timetable.n_finished)
         self._timetable.advance()
         self._random.step += 1
-        loss = self._runner.loss  # None on a rank that computes none
-        return torch.zeros((), device=self._world.device) if loss is None else loss
+        return self._runner.loss
 
     def set_learning_rate(self, rate: float) -> None:
         """See `Engine.set_learning_rate`."""

@@ -8,7 +8,9 @@ rounding from errors. The error names the first operator whose output or gradien
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.devices.precision import Precision, repeatable
 from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.executor.geometry.values import MetaModel
+from harness.runtime.executor.run.forward import evaluating
 from harness.runtime.faithfulness.first_difference import find_first_difference
 from harness.runtime.faithfulness.hidden_state import counted_on, counters, writes_copies
 from harness.runtime.faithfulness.outcomes import (
@@ -30,7 +33,9 @@ from harness.runtime.faithfulness.outcomes import (
     Keep,
     Narrowing,
     OperatorRun,
+    RandomSources,
     TrainedBatch,
+    bits_of,
     difference_of,
     first_beyond,
     in_float64,
@@ -41,6 +46,7 @@ from harness.runtime.faithfulness.outcomes import (
     names_beyond,
     preserved,
     rounding_of,
+    seed_all,
     widened,
 )
 from harness.runtime.faithfulness.sides import AccumulatesTwice, Loss, Side
@@ -71,6 +77,14 @@ def hold_to_model(task: Task, captured: Captured, name: str, dtype: str = "fp32"
     """
     for precision in dict.fromkeys(("fp32", dtype)):
         _Comparison(task, captured, name, precision).run()
+
+
+def evaluates_alike(task: Task, captured: Captured) -> bool:
+    """Whether a captured graph computes in evaluation mode what its model does there.
+
+    Costs two forward passes of two samples. Restores the model.
+    """
+    return _Comparison(task, captured, task.model._get_name(), "fp32").evaluates_alike()
 
 
 def hold_alike(task: Task, captured: Captured, dtype: str, world: World) -> None:
@@ -123,6 +137,31 @@ class _Comparison:
         """Compare; see `hold_to_model`."""
         with repeatable(self._device):
             self._compare()
+
+    def evaluates_alike(self) -> bool:
+        """Compare loss, buffers and random states; see the function."""
+        (batch,) = self._batches(_SIZES[1:])
+        try:
+            expected = self._evaluated(batch, self._model, nullcontext())
+            mode = evaluating([self._captured.module])
+            found = self._evaluated(batch, self._graph, mode)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return False
+        tolerance = rounding_of(self._task.model, "fp32")
+        return math.isclose(found[0], expected[0], rel_tol=tolerance) and found[1:] == expected[1:]
+
+    def _evaluated(
+        self, batch: Batch, side: Side, mode: AbstractContextManager[None]
+    ) -> tuple[float, dict[str, list[Any]], dict[str, str]]:
+        roots = self._task.model, self._captured.module
+        with preserved(*roots), repeatable(self._device), mode, torch.no_grad():
+            self._task.model.eval()
+            seed_all(_SEED)
+            loss = float(self._sum_loss(side.call(batch), batch))
+            buffers = {name: bits_of(b).tolist() for name, b in side.buffers().items()}
+            return loss, buffers, RandomSources().digests()
 
     def _compare(self) -> None:
         before = fingerprint(self._task.model)

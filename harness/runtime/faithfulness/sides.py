@@ -35,7 +35,7 @@ class Side:
         parameters: Callable[[], Mapping[str, Tensor]],
         buffers: Callable[[], Mapping[str, Tensor]],
     ) -> None:
-        self._call, self._parameters, self._buffers = call, parameters, buffers
+        self.call, self._parameters, self.buffers = call, parameters, buffers
         self.frees_gradients = True
 
     def train(
@@ -54,7 +54,7 @@ class Side:
         parameters = self._parameters()
         for parameter in parameters.values():
             parameter.grad = None
-        loss = loss_of(self._call(batch), batch)
+        loss = loss_of(self.call(batch), batch)
 
         def keep_gradient(name: str, gradient: Tensor) -> Tensor:
             return keep(k, f"gradient of {name}", gradient)
@@ -68,7 +68,7 @@ class Side:
                 kept[name] = keep_gradient(name, zero if gradient is None else gradient)
         tensors = {"loss": keep(k, "loss", loss)}
         tensors |= {f"gradient of {name}": kept[name] for name in parameters}
-        for name, buffer in self._buffers().items():
+        for name, buffer in self.buffers().items():
             tensors[f"buffer {name}"] = keep(k, f"buffer {name}", buffer)
         return TrainedBatch(float(loss.detach()), tensors, RandomSources().digests())
 

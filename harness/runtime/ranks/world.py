@@ -71,8 +71,10 @@ class World:
             found = torch.device("cuda", torch.cuda.current_device())
         backend = "nccl" if has_nccl and found.type == "cuda" else "gloo"
         host, size = platform.node(), dist.get_world_size()
+        hosts = [host] * size
+        dist.all_gather_object(hosts, host)
         return cls(
-            rank=dist.get_rank(), size=size, hostname=host, hostnames=[host] * size, device=found,
+            rank=dist.get_rank(), size=size, hostname=host, hostnames=hosts, device=found,
             device_kind=found.type, backend=backend, backend_reason="the program's",
             interface="", n_cores=1.0, n_threads=torch.get_num_threads(), memory_bytes=0,
         )  # fmt: skip

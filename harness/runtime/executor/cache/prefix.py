@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from harness.domain.schedule import Action
-from harness.runtime.data.batch import Batch
-from harness.runtime.engines.engine import Share
 from harness.runtime.executor.cache.activations import Tap
 from harness.runtime.executor.cache.boundary import Rest
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.program.program import Program
-from harness.runtime.executor.run.feed import Feed
-from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.state.weights import Holders, Use, Weights
 
 
@@ -64,19 +58,3 @@ class Prefix:
                 holders.add([piece], Use(device, stage=0, position=0))
             if tensor is not None:
                 weights.hold(piece, tensor)
-
-
-@torch.no_grad()
-def run_forward(
-    runner: Runner, feed: Feed, actions: Sequence[Action], batch: Batch | None, n_samples: int
-) -> None:
-    """Run the forward actions of a step alone.
-
-    Args:
-        batch: this device's samples.
-        n_samples: of the global batch.
-    """
-    share = Share(n_local=len(feed.samples), n_global=n_samples)
-    flights = feed.split(batch, share, 1.0, is_asynchronous=False)
-    runner.run(tuple(action for action in actions if action.kind == "forward"), flights)
-    runner.forget()

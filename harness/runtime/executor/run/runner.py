@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.domain.schedule import Action
 from harness.domain.strategy import Strategy
@@ -79,7 +79,7 @@ class Runner:
         self._receives_of: dict[tuple[Action, ...], Receives] = {}
         self._flights: dict[int, Flight] = {}
         self._at_action = 0  # number of the action in the step
-        self.loss: Tensor | None = None
+        self.loss = torch.zeros((), device=self._device)
 
     def run(self, actions: tuple[Action, ...], fed: Sequence[Flight], first: int = 0) -> None:
         """Run every action in order.
@@ -92,7 +92,7 @@ class Runner:
         Raises:
             PeerError: another rank died or hangs.
         """
-        self.loss = None
+        self.loss = torch.zeros((), device=self._device)
         if actions not in self._receives_of:
             self._receives_of[actions] = self._make_receives(actions)
         self._receives = self._receives_of[actions]
@@ -134,11 +134,15 @@ class Runner:
         """Drop microbatches whose backward will not run."""
         self._flights.clear()
 
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of all segments."""
+        for program, _ in self._programs.values():
+            yield from program.modules()
+
     def buffers(self) -> Iterator[Tensor]:
         """Buffers that a step may change, such as running statistics."""
-        for program, _ in self._programs.values():
-            for module in program.modules():
-                yield from module.buffers()
+        for module in self.modules():
+            yield from module.buffers()
 
     def _apply(self, flight: Flight) -> None:
         """With versions, update the weights by this microbatch's gradients."""
@@ -225,8 +229,7 @@ class Runner:
         leaf = output.detach()
         if key.value == "loss":
             if key in program.counted:
-                weighed = leaf * flight.loss_share
-                self.loss = weighed if self.loss is None else self.loss + weighed
+                self.loss = self.loss + leaf * flight.loss_share
         elif key.value in program.differentiable and has_gradients(leaf):
             leaf.requires_grad_()
         flight.leaves[key] = leaf

@@ -1,0 +1,77 @@
+"""The groups of a user's optimizer, beside the shards of a state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harness.domain.files import decode
+from harness.errors import ConfigError, ResultsError
+from harness.inputs import read_file
+from harness.measure.store import write_atomically
+from harness.runtime.engines.optimizers import DECAY
+from harness.runtime.executor.state.state import gather_objects
+from harness.runtime.ranks.world import World
+
+Names = Mapping[nn.Parameter, str]
+
+_FILE = "groups.json"
+_NOT_SAVED = ("params", "param_names", DECAY)
+
+
+class OptimizerGroups(msgspec.Struct, frozen=True):
+    """The optimizer's class, and of each parameter the values of its group, such as `lr`."""
+
+    optimizer: str
+    groups: dict[str, dict[str, Any]]
+
+    @classmethod
+    def gathered(cls, optimizer: Optimizer, names: Names, world: World) -> Self:
+        """Of all ranks' parameters; all ranks must call it.
+
+        Args:
+            names: of the parameters that this rank updates; empty if it updates none.
+        """
+        own: dict[str, dict[str, Any]] = {}
+        for group in optimizer.param_groups if names else []:
+            values = {key: _plain(v) for key, v in group.items() if key not in _NOT_SAVED}
+            own |= {names[parameter]: values for parameter in group["params"]}
+        groups = {name: v for found in gather_objects(world, own) for name, v in found.items()}
+        return cls(type(optimizer).__name__, groups)
+
+    @classmethod
+    def read(cls, directory: Path) -> Self | None:
+        """Read them; None if the directory has none. Raises ResultsError if they are malformed."""
+        path = directory / _FILE
+        if not path.exists():
+            return None
+        data = read_file(path, "optimizer's groups", ResultsError)
+        return decode(data, cls, source=str(path), error=ResultsError)
+
+    def write(self, directory: Path) -> None:
+        """Write them; one rank must call it. Raises ResultsError if it cannot."""
+        write_atomically(directory / _FILE, msgspec.json.encode(self))
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer of another class, by ConfigError."""
+        own = type(optimizer).__name__
+        if self.optimizer != own:
+            raise ConfigError(
+                f"the state is of the optimizer {self.optimizer}, this one is {own}: train on by "
+                "the one that saved it"
+            )
+
+    def give(self, optimizer: Optimizer, names: Names) -> None:
+        """Give the optimizer's groups the saved values of their parameters."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                group.update(self.groups.get(names[parameter], {}))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
