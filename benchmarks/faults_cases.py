@@ -354,12 +354,12 @@ FAULTS = [
     ),
     Fault(
         name="ctrl-c", title="Ctrl-C", words=DDP, inject=_signal_mpirun(signal.SIGINT),
-        limit_s=AT_ONCE_S, limit="at once", reason=("interrupted",), node=None,
+        limit_s=AT_ONCE_S, limit="at once", statuses=("interrupted",), node=None,
     ),
     Fault(
         name="sigterm", title="SIGTERM to mpirun", words=DDP,
         inject=_signal_mpirun(signal.SIGTERM), limit_s=AT_ONCE_S, limit="at once",
-        reason=("interrupted",), node=None,
+        statuses=("interrupted",), node=None,
         is_quick=False,
     ),
     Fault(

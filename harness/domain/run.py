@@ -19,11 +19,12 @@ from harness.inputs import MOST_NUMBER, shorten
 SCHEMA = "harness-run"
 SCHEMA_VERSION = 2  # spans have fields for stage, microbatch, pass, operator and peer
 
-Status = Literal["running", "ok", "oom", "timeout", "crash", "skipped", "invalid"]
+Status = Literal["running", "ok", "oom", "timeout", "crash", "interrupted", "skipped", "invalid"]
 STATUS_WORDS = {
     "oom": "out of memory",
     "timeout": "timed out",
     "crash": "crashed",
+    "interrupted": "interrupted",
     "skipped": "skipped",
     "invalid": "invalid",
     "running": "not finished",

@@ -189,7 +189,10 @@ def test_an_interrupted_run_is_closed_before_the_launcher_kills(run_dir, number)
     process.send_signal(number)
     process.communicate(timeout=60)
     header = json.loads((run_dir / "run.json").read_text())
-    assert (header["status"], header["reason"].partition(";")[0]) == ("crash", "interrupted")
+    assert (header["status"], header["reason"].partition(";")[0]) == (
+        "interrupted",
+        "by Ctrl-C or SIGTERM, --resume runs it again",
+    )
 
 
 def test_a_first_process_that_the_kernel_killed_for_memory_is_told_with_its_limit(monkeypatch):
