@@ -170,6 +170,15 @@ def test_a_state_of_another_model_or_optimizer_is_refused():
         engine.load_full_state(state)
 
 
+def test_averages_of_a_state_are_dropped_with_a_warning(caplog):
+    _, _, engine = one_device("disordered")
+    state = engine.full_state()
+    engine.load_full_state({**state, "optimizer": {"state": {0: {"average": torch.ones(())}}}})
+    assert caplog.messages == [
+        "averages of parameters in the state are dropped: give --ema to keep them"
+    ]
+
+
 def test_a_pipe_is_no_shard(tmp_path):
     os.mkfifo(tmp_path / "shard0.safetensors")
     with pytest.raises(ResultsError, match=r"shard0.safetensors .*Not a regular file"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,13 +19,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.errors import ConfigError, VerificationError
-from harness.runtime.engines.optimizers import OptimizerOptions, average_of, kept_keys
+from harness.runtime.engines.optimizers import (
+    AVERAGE,
+    OptimizerOptions,
+    average_of,
+    kept_keys,
+)
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Holders, Weights
 from harness.runtime.ranks.world import World
+
+_log = logging.getLogger(__name__)
 
 Parts = Mapping[WeightSlice, Tensor]
 
@@ -264,6 +272,9 @@ class StateGatherer:
         numbers = {name: index for index, name in enumerate(self.parameters)}
         stored = state["optimizer"]["state"]
         keys = kept_keys(optimizer, stored)
+        has_averages = any(AVERAGE in values for values in stored.values())
+        if has_averages and AVERAGE not in keys and self._world.is_first:
+            _log.warning("averages of parameters in the state are dropped: give --ema to keep them")
         sliced: dict[int, dict[str, Any]] = {}
         grouped = [p for group in optimizer.param_groups for p in group["params"]]
         places = {parameter: index for index, parameter in enumerate(grouped)}
