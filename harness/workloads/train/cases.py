@@ -19,7 +19,13 @@ from harness.plan.layouts.degrees import parse_layout
 from harness.runtime.data import DATA, DataOptions, entry_for, entry_of, fit_to_data
 from harness.runtime.engines.optimizers import check_optimizer
 from harness.runtime.models import ModelOptions, fit_options
-from harness.workloads.common.flags import check_above_zero, check_at_least, check_dtypes, flag
+from harness.workloads.common.flags import (
+    check_above_zero,
+    check_at_least,
+    check_dtypes,
+    flag,
+    flag_words,
+)
 from harness.workloads.train.config import (
     SHARDABLE,
     STRATEGIES,
@@ -227,11 +233,12 @@ def _check(config: TrainConfig, n_ranks: int) -> None:
     check_optimizer(config.optimizer)
     _check_unused(config)
     check_changes(config)
-    if config.batch_size and config.per_device_batch:
-        raise ConfigError(
-            f"--batch-size {' '.join(map(str, config.batch_size))} and --per-device-batch "
-            f"{' '.join(map(str, config.per_device_batch))} both set the batch: give one of them"
-        )
+    for name, other, what in (
+        ("batch_size", "per_device_batch", "batch"), ("steps", "epochs", "number of steps"),
+    ):  # fmt: skip
+        if getattr(config, name) and getattr(config, other):
+            words = " ".join(flag_words(vars(config), (name, other), TrainConfig()))
+            raise ConfigError(f"{words} both set the {what}: give one of them")
     for count in config.n_ranks:
         if count > n_ranks:
             raise ConfigError(
@@ -336,6 +343,7 @@ def _flows(config: TrainConfig) -> list[dict[str, Any]]:
 def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     names = [field.name for field in dataclasses.fields(TrainSettings)]
     shared: dict[str, Any] = {name: getattr(config, name) for name in names}
+    shared["steps"] = config.steps or TrainCase.steps
     cases: list[TrainCase] = []
     for strategy in config.strategy:
         has_flow = strategy == "pipeline" or is_layout(strategy)

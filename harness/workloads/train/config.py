@@ -73,8 +73,8 @@ class TrainSettings(SearchFlags, ModelFlags):
     n_samples: int | None = None
     """Number of synthetic samples. Default: a few global batches. If it is no multiple of the
     batch, the last batch of every epoch is smaller."""
-    steps: int = 20
-    """Number of measured optimizer steps."""
+    steps: int | None = None
+    """Number of measured optimizer steps. Default: 20, or those of --epochs."""
     epochs: int | None = None
     """Number of measured passes over the data, instead of --steps."""
     warm_up: int = 3
@@ -264,6 +264,7 @@ class TrainCase(TrainSettings):
         asked_strategy: the launch's --strategy, of a run that continues another.
     """
 
+    steps: int = 20
     engine: EngineName = "torch"
     strategy: str = "ddp"
     strategy_digest: str = ""
@@ -368,11 +369,11 @@ def check_changes(config: TrainConfig) -> None:
             f"--shrink pipetransformer shortens a pipeline, {' '.join(config.strategy)} has none: "
             "use --strategy pipeline, or --shrink search"
         )
-    last = 0
+    last, n_steps = 0, config.steps or TrainCase.steps
     for text in config.change:
         step, _ = parse_change(text)
-        if step <= last or (config.epochs is None and step >= config.steps):
-            bound = "" if config.epochs else f" and below --steps {config.steps}"
+        if step <= last or (config.epochs is None and step >= n_steps):
+            bound = "" if config.epochs else f" and below --steps {n_steps}"
             raise ConfigError(
                 f"--change {text} is for step {step}: steps must be above {last}{bound}, ascending"
             )

@@ -67,7 +67,11 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ({"no_decay": ("1d",)}, "--no-decay 1d leaves parameters out of --weight-decay, which"),
         ({"microbatches": (4, -1)}, "--microbatches 4 -1 must be at least 1 each"),
         ({"batch_size": (0,)}, "--batch-size"),
-        ({"batch_size": (8,), "per_device_batch": (4,)}, "both set the batch"),
+        (
+            {"batch_size": (8,), "per_device_batch": (4,)},
+            "--batch-size 8 --per-device-batch 4 both set the batch: give one of them",
+        ),
+        ({"epochs": 2, "steps": 20}, "--steps 20 --epochs 2 both set the number of steps"),
         ({"batch_size": (3,)}, "a global batch of 3 leaves some of 4 ranks"),
         ({"n_ranks": (5,)}, "needs 5 ranks, 4 were started"),
         (
