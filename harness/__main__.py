@@ -290,7 +290,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
         return 0
     if options.dry_run:
         if launch.rank == 0:
-            print_dry_run(cases)
+            print_dry_run(cases, options, launch.size)
         return 0
     return _work(name, options, cases, launch, argv, channel, comm)
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import groupby
-from typing import Any
+import platform
+from dataclasses import replace
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError
-from harness.inputs import refuse_old_spelling
+from harness.inputs import parse_flags, refuse_old_spelling
+
+if TYPE_CHECKING:
+    from harness.workloads.common.flags import RunOptions
 
 _USAGE = """\
 usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun, srun or torchrun
@@ -62,10 +67,8 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
 
     prepare_help(RunOptions)
     if not is_named:
-        options = tyro.cli(
-            RunOptions, args=argv, prog="entry.sh", config=(tyro.conf.FlagCreatePairsOff,)
-        )
-        return "", None, options
+        pairs_off = (tyro.conf.FlagCreatePairsOff,)
+        return "", None, parse_flags(RunOptions, argv, "entry.sh", config=pairs_off)
     name, *rest = argv
     workload = load_workload(name)
     refuse_old_spelling(rest, workload.renamed)
@@ -74,7 +77,7 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
         "Command", [("workload", workload.config), ("run", RunOptions)], frozen=True
     )
     flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)(command)
-    parsed: Any = tyro.cli(flat, args=rest, prog=f"entry.sh {name}", description=WORKLOADS[name])
+    parsed = parse_flags(flat, rest, f"entry.sh {name}", description=WORKLOADS[name])
     for field in dataclasses.fields(parsed.workload):
         if getattr(parsed.workload, field.name) == () and flag(field.name) in rest:
             raise ConfigError(f"{flag(field.name)} has no value: give one or more, or drop it")
@@ -108,13 +111,54 @@ def _changed_flags(config: Any) -> str:
     return " ".join(f"{name}={getattr(config, name)}" for name in changed) or "(defaults)"
 
 
-def print_dry_run(cases: list[Any]) -> None:
+def _found_before(cases: list[Any], options: RunOptions, n_ranks: int) -> list[str]:
+    """What --resume finds of each run, as text; empty: the run is made from its beginning.
+
+    Runs of as many ranks count whose first is on this host: a dry run does not ask the others.
+    """
+    from harness.cases import (
+        check_batches,
+        describe_cluster,
+        find_resumed,
+        finished_repeats,
+        plan_runs,
+        remaining_repeats,
+    )
+    from harness.domain.run import RankInfo, RunHeader, run_key
+
+    host = platform.node()
+    ranks = [
+        RankInfo(rank=k, hostname=host, device="", device_kind="", n_cores=0, memory_bytes=1)
+        for k in range(n_ranks)
+    ]
+    planned = plan_runs(cases, ranks)
+    check_batches(planned, options.results, n_ranks)
+    done: dict[str, list[RunHeader]] = {}
+    for header in chain.from_iterable(finished_repeats(options.results).values()):
+        if [info.hostname for info in header.ranks[:1]] == [host]:
+            cluster = describe_cluster(ranks[: len(header.ranks)])
+            done.setdefault(run_key(header.workload, header.config, cluster), []).append(header)
+    texts = []
+    for plan, repeat in zip(planned, remaining_repeats(planned, done), strict=True):
+        if repeat is None:
+            texts.append(f"is done: {done[plan.key][plan.repeat].run_id}")
+            continue
+        found = find_resumed(options.results, replace(plan, repeat=repeat), planned, n_ranks)
+        if isinstance(found, RunHeader):
+            texts.append(f"is done: {found.run_id}")
+        else:
+            texts.append(f"would go on from step {found.step} of {found.run_id}" if found else "")
+    return texts
+
+
+def print_dry_run(cases: list[Any], options: RunOptions, n_ranks: int) -> None:
     """Print every run in order, each after the needs that no earlier run meets."""
     from harness.cases import adjacent_cases, case_of, needs_of
 
     made = {case.name for case in cases if case.name != "train"}
+    before = _found_before(cases, options, n_ranks) if options.resume else [""] * len(cases)
     for adjacent in adjacent_cases(cases):
-        for need in needs_of([cases[at] for at in adjacent]):
+        for need in needs_of([cases[at] for at in adjacent if not before[at].startswith("is")]):
             if need.name not in made:
                 made.add(need.name)
                 place = f"[{adjacent[0] + 1}/{len(cases)}]"
@@ -123,4 +167,6 @@ def print_dry_run(cases: list[Any]) -> None:
                     f"{place} before it, where missing: {need.name} {_changed_flags(needed.config)}"
                 )
         for at in adjacent:
-            print(f"[{at + 1}/{len(cases)}] {cases[at].name} {_changed_flags(cases[at].config)}")
+            found = f" {before[at] or 'would run'};" if options.resume else ""
+            flags = _changed_flags(cases[at].config)
+            print(f"[{at + 1}/{len(cases)}] {cases[at].name}{found} {flags}")

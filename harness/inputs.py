@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import errno
+import io
 import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -101,8 +105,64 @@ def refuse_old_spelling(words: Sequence[str], renamed: Mapping[str, str]) -> Non
             raise ConfigError(f"{flag} is {renamed[flag]} now: give that")
 
 
+def refuse_empty(words: Sequence[str]) -> None:
+    """Refuse an empty word of a command line, as of a shell's variable that is not set: an empty
+    path would be the working directory."""
+    for number, (before, word) in enumerate(pairwise(("", *words)), 1):
+        if not word or (word.startswith("--") and word.endswith("=")):
+            name = word[:-1] or (before if before.startswith("-") else f"argument {number}")
+            raise ConfigError(f"{name} has an empty value: give one, or drop it")
+
+
+_TYROS_WORDS = {
+    "Error parsing ": "",
+    "Unrecognized options: ": "unknown flags or values: ",
+    "Could not find valid parse for arguments:": "these cannot be read:",
+    "invalid literal for int() with base 10:": "no whole number:",
+    "could not convert string to float:": "no number:",
+}
+_OF_UNION = re.compile(r"no type matching .* Got errors: .*- <class '\w+'>: ")
+_RULE = re.compile(r"\W*─{9}\W*")
+_SUGGESTED = re.compile(r"\W {5}(--[\w-]+)")
+
+
+def parse_flags(kind: Any, words: Sequence[str], prog: str, **options: Any) -> Any:
+    """Read a dataclass from a command line by tyro, with one line instead of its box of an error.
+
+    No colours, because mpirun gives its ranks a terminal also where its own output is a file.
+
+    Raises:
+        ConfigError: tyro refuses the words.
+        SystemExit: `--help` has been printed.
+    """
+    import tyro
+
+    refuse_empty(words)
+    tyro._experimental_options["ansi_codes"] = False
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(kind, args=words, prog=prog, **options)
+    except SystemExit as left:
+        if not left.code:
+            raise
+    _, *lines = box.getvalue().splitlines()
+    told = takewhile(lambda line: not _RULE.fullmatch(line), lines)
+    text = _OF_UNION.sub("", " ".join(line.strip("│ ") for line in told))
+    for its, ours in _TYROS_WORDS.items():
+        text = text.replace(its, ours)
+    near = [found[1] for line in lines if (found := _SUGGESTED.match(line))]
+    meant = f": perhaps {' or '.join(near)}" if near and text.startswith("unknown") else ""
+    raise ConfigError(f"{text.rstrip('.')}{meant}; see {prog} --help")
+
+
 class CommandParser(argparse.ArgumentParser):
     """Raises its errors, which `errors.run_command` prints as one line, without the usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, without empty words."""
+        refuse_empty(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, ResultsError, run_command
-from harness.inputs import CommandParser, one_line
+from harness.inputs import CommandParser, one_line, parse_flags
 
 EXIT_CODES = """exit codes:
   0  every figure that has data is drawn; stderr names unusable runs, files and lines
@@ -163,11 +163,9 @@ def _complain(lines: Sequence[str]) -> None:
 
 
 def _import(words: Sequence[str]) -> None:
-    import tyro
-
     from harness.plot.imports import ImportOptions, import_logs
 
-    facts = tyro.cli(ImportOptions, args=words, prog="python -m harness.plot import")
+    facts = parse_flags(ImportOptions, words, "python -m harness.plot import")
     for name in ("batch_per_device", "epoch_samples", "weak_share"):
         if not getattr(facts, name) > 0:
             flag = f"--{name.replace('_', '-')}"

@@ -1,6 +1,7 @@
 """The command line: what it teaches, what it refuses, and what it leaves behind."""
 
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -10,10 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_runs import header_of
 
 from harness.__main__ import _preloaded, main
+from harness.command_line import parse_all
 from harness.errors import ConfigError, HarnessError, LaunchError, StrategyError
-from harness.measure.store import read_results
+from harness.measure.store import read_results, write_header
+from harness.workloads.common.contract import config_json
+from harness.workloads.train.cases import train_cases
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,9 +126,31 @@ def test_ranks_must_not_wait_longer_for_a_sample_than_for_a_collective(workload)
         main(words)
 
 
-def test_a_flag_that_makes_no_sense_names_it():
-    with pytest.raises(ConfigError, match="magic"):
-        main(["train", "--strategy", "magic"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "--strategy", "magic"], "there is no strategy 'magic'"),
+        (["train", "--stpes", "5"], "unknown flags or values: --stpes, 5: perhaps --steps or"),
+        (["train", "--steps", "abc"], "--steps: no whole number: 'abc'; see entry.sh train --help"),
+        (["train", "--learning-rate", "x"], "--learning-rate: no number: 'x'; see"),
+        (["matmul", "--sizes", "a"], "--sizes: these cannot be read: ['a']; see"),
+        (["matmul", "--results", ""], "--results has an empty value: give one, or drop it"),
+        (["--results="], "--results has an empty value"),
+    ],
+)
+def test_a_flag_that_makes_no_sense_is_named_in_one_line(words, told):
+    with pytest.raises(ConfigError) as error:
+        main(words)
+    assert str(error.value).startswith(told)
+    assert "\n" not in str(error.value)
+
+
+def test_help_has_no_colours_on_the_terminal_that_mpirun_gives_a_rank(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(SystemExit):
+        main(["matmul", "--help"])
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_a_dry_run_lists_the_runs_and_writes_nothing(tmp_path, capsys):
@@ -165,6 +192,17 @@ def test_a_dry_run_tells_first_what_neighbouring_runs_build_on(tmp_path, capsys)
     assert needs == ["profile", "search"]
     assert all("before it" in line for line in lines[:2])
     assert len(lines) == 2 + 6
+
+
+def test_a_resumed_dry_run_says_which_runs_are_done(tmp_path, capsys):
+    words = ["train", "--strategy", "single", "ddp", "--dry-run", "--resume", "--results"]
+    *_, (_, config, _) = parse_all([*words, str(tmp_path)])
+    case = next(case for case in train_cases(config, 1) if case.strategy == "ddp")
+    header = header_of([platform.node()], workload="train", config=config_json(case), status="ok")
+    write_header(tmp_path / header.run_id, header)
+    assert main([*words, str(tmp_path)]) == 0
+    lines = [line.partition(";")[0][6:] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(lines) == [f"train is done: {header.run_id}", "train would run"]
 
 
 def test_other_ranks_leave_usage_errors_to_rank_0(monkeypatch, capsys):

@@ -21,7 +21,7 @@ import tyro
 
 from harness.domain.files import decode
 from harness.errors import ConfigError, HarnessError, ResultsError
-from harness.inputs import read_file
+from harness.inputs import parse_flags, read_file
 from harness.measure.heartbeat import HEADER_FILE
 from harness.measure.store import read_header, write_atomically
 
@@ -174,6 +174,6 @@ def _wait(options: ControlOptions, request: Request) -> ChangeAnswer:
 
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
-    options = tyro.cli(ControlOptions, args=argv, prog="entry.sh control")
+    options = parse_flags(ControlOptions, argv, "entry.sh control")
     print(control(options))
     return 0
