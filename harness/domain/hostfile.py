@@ -232,7 +232,7 @@ def explain_name(name: str, options: str) -> str:
             "slots: give it a name in /etc/hosts or ~/.ssh/config, and write that name, like "
             "`node1 slots=1`"
         )
-    explains = (_marked, _list, _colon, _user, _bracket, _dot, _underscore, _quoted)
+    explains = (_marked, _list, _colon, _misspelt, _underscore)
     texts = [*(explain(name, _slots(options)) for explain in explains), _swapped(name, options)]
     if text := next(filter(None, texts), None):
         return f"{shorten(name)} is not a host name or address; {text}"
@@ -257,27 +257,6 @@ def _colon(name: str, slots: str) -> str | None:
     return f"it is MPICH's form: write `{match[1]} {count}`"
 
 
-def _user(name: str, slots: str) -> str | None:
-    match = re.fullmatch(rf"({_NAME})@({_NAME})", name, re.ASCII)
-    if match is None:
-        return None
-    return (
-        f"it has a user's name: write `{match[2]} {slots}`, and `User {match[1]}` below "
-        f"`Host {match[2]}` in ~/.ssh/config"
-    )
-
-
-def _bracket(name: str, slots: str) -> str | None:
-    """Slurm's `gpu[01-04,7]`."""
-    match = re.fullmatch(r"([A-Za-z0-9._-]*)\[([0-9]{1,9})[0-9,-]*\]([A-Za-z0-9._-]*)(,.*)?", name)
-    if match is None:
-        return None
-    return (
-        f"it is Slurm's list of hosts: write a line for each, the first "
-        f"`{match[1]}{match[2]}{match[3]} {slots}`; `scontrol show hostnames` lists them"
-    )
-
-
 def _list(name: str, slots: str) -> str | None:
     names = [part for part in re.split("[,;]", name) if part]
     if not names or len(names) == len(name) or re.search("[,;]", name) is None:
@@ -289,11 +268,28 @@ def _list(name: str, slots: str) -> str | None:
     return f"it is not one host: write one a line, {lines}"
 
 
-def _dot(name: str, slots: str) -> str | None:
-    bare = name.rstrip(".")
-    if bare == name or not re.fullmatch(_NAME, bare, re.ASCII):
-        return None
-    return f"it ends with a dot: write `{bare} {slots}`"
+# Other spellings of a name, and what to write for its parts.
+_SPELLINGS = (
+    (
+        rf"({_NAME})@({_NAME})",
+        "it has a user's name: write `{1} {slots}`, and `User {0}` below `Host {1}` in "
+        "~/.ssh/config",
+    ),
+    (
+        r"([A-Za-z0-9._-]*)\[([0-9]{1,9})[0-9,-]*\]([A-Za-z0-9._-]*)(?:,.*)?",
+        "it is Slurm's list of hosts: write a line for each, the first `{0}{1}{2} {slots}`; "
+        "`scontrol show hostnames` lists them",
+    ),
+    (rf"({_NAME})\.+", "it ends with a dot: write `{0} {slots}`"),
+    (rf"(?=.*['\"])['\"]*({_NAME})['\"]*", "it has quotes: write `{0} {slots}`"),
+)
+
+
+def _misspelt(name: str, slots: str) -> str | None:
+    for pattern, text in _SPELLINGS:
+        if match := re.fullmatch(pattern, name, re.ASCII):
+            return text.format(*match.groups(), slots=slots)
+    return None
 
 
 def _underscore(name: str, slots: str) -> str | None:
@@ -312,13 +308,6 @@ def _marked(name: str, _: str) -> str | None:
     if name.startswith(("+", "^")):
         return "it does not name one host: write the name of a host, like `node1 slots=1`"
     return None
-
-
-def _quoted(name: str, slots: str) -> str | None:
-    bare = name.strip("'\"")
-    if bare == name or not re.fullmatch(_NAME, bare, re.ASCII):
-        return None
-    return f"it has quotes: write `{bare} {slots}`"
 
 
 def _swapped(name: str, options: str) -> str | None:

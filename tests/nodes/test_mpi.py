@@ -100,24 +100,10 @@ ORTE was unable to reliably start one or more daemons.
 
 
 @pytest.mark.mpi
-def test_the_real_mpirun_says_hello_here():
+@pytest.mark.parametrize(("python", "starts"), [(sys.executable, True), ("/no/such/python", False)])
+def test_the_real_mpirun_says_hello_here_or_why_not(python, starts):
     mpirun = find_mpirun(sys.prefix)
     if mpirun is None:
         pytest.skip("no mpirun")
-    hello = asyncio.run(
-        run_hello(mpirun, {"localhost": Facts()}, python=sys.executable, timeout_s=60)
-    )
-    assert hello.error == ""
-    assert len(hello.names) == 1
-
-
-@pytest.mark.mpi
-def test_a_rank_that_cannot_start_is_told_in_mpiruns_words():
-    mpirun = find_mpirun(sys.prefix)
-    if mpirun is None:
-        pytest.skip("no mpirun")
-    hello = asyncio.run(
-        run_hello(mpirun, {"localhost": Facts()}, python="/no/such/python", timeout_s=30)
-    )
-    assert hello.names == ()
-    assert hello.error
+    hello = asyncio.run(run_hello(mpirun, {"localhost": Facts()}, python=python, timeout_s=60))
+    assert (len(hello.names), hello.error == "") == (int(starts), starts)

@@ -338,7 +338,7 @@ class Costs:
         if found is None:
             wanting = [Reader(op, self.wants(producer, op, plan, b)) for op, b in readers]
             sums = self._sums(producer, plan, wanting, syncs_norms=syncs_norms)
-            found = self._transfers[key] = make_transfers(producer, self.n_devices, wanting, sums)
+            found = self._transfers[key] = make_transfers(producer, wanting, sums)
         return found
 
     def _sums(

@@ -178,9 +178,7 @@ class Edges:
         return cls(**joined, sums=sums + tuple(each for one in parts for each in one.sums))
 
 
-def make_transfers(
-    producer: int, n_devices: int, readers: Sequence[Reader], sums: tuple[Sum, ...]
-) -> Edges:
+def make_transfers(producer: int, readers: Sequence[Reader], sums: tuple[Sum, ...]) -> Edges:
     """Merge the wants of the readers, first readers first.
 
     Args:

@@ -196,12 +196,10 @@ class _AmpExperiment:
             heavy = bool(self._is_heavy[k])
             parameters = round(heavy * parameters_each * _BYTES)
             saved = heavy * known.saved_bytes(tp)
-            for half in range(2):
-                layers.append(
-                    PlannedLayer(
-                        f"layer{k}.{half}", parameters // 2, known.output_bytes, saved // 2
-                    )
-                )
+            layers += [
+                PlannedLayer(f"layer{k}.{half}", parameters // 2, known.output_bytes, saved // 2)
+                for half in range(2)
+            ]
         if ends:
             # The layer before the loss multiplies by the embedding.
             layers[0] = PlannedLayer(layers[0].name, ends, known.output_bytes)

@@ -111,6 +111,16 @@ def trained(run_on_ranks):
     return run_on_ranks(train_on_ranks.changing_trainings, CASES, 2, beside)[0]
 
 
+def changes_of(trained, name):
+    """Step and labels of each change of a case, on rank 0."""
+    samples = trained[0][name]["samples"]
+    return [(step, labels) for metric, step, _, labels in samples if metric == "change_s"]
+
+
+def strategies_after(trained, name):
+    return [(step, labels["after"]) for step, labels in changes_of(trained, name)]
+
+
 @pytest.mark.parametrize("name", ["changed", "controlled", "other model"])
 def test_a_change_alters_no_loss(trained, name):
     wanted = trained[0]["unchanged"]["losses"]
@@ -121,8 +131,7 @@ def test_every_change_is_recorded(trained):
     samples = trained[0]["changed"]["samples"]
     changes = [
         (step, labels["before"], labels["after"], labels["why"].partition("/")[0])
-        for metric, step, _, labels in samples
-        if metric == "change_s"
+        for step, labels in changes_of(trained, "changed")
     ]
     assert changes == [
         (2, "ddp", "pipeline", "--change 2:"),
@@ -137,12 +146,7 @@ def test_every_change_is_recorded(trained):
 
 def test_freezing_and_a_change_by_hand_go_together(trained):
     """Of the 4 layers of lenet, 2 are frozen after an interval and 3 after two."""
-    changes = [
-        (step, labels["after"])
-        for metric, step, _, labels in trained[0]["frozen"]["samples"]
-        if metric == "change_s"
-    ]
-    assert changes == [
+    assert strategies_after(trained, "frozen") == [
         (2, "ddp, 2 layers frozen"),
         (3, "pipeline, 2 layers frozen"),
         (4, "pipeline, 3 layers frozen"),
@@ -179,9 +183,8 @@ def test_freezing_and_a_change_by_hand_go_together(trained):
 )
 def test_a_frozen_model_is_planned_again(trained, name, changes):
     found = [
-        labels["after"].replace(", whole convolutions on devices, whole MLPs on devices", "")
-        for metric, _, _, labels in trained[0][name]["samples"]
-        if metric == "change_s"
+        after.replace(", whole convolutions on devices, whole MLPs on devices", "")
+        for _, after in strategies_after(trained, name)
     ]
     assert found == changes
     wanted = trained[0]["frozen pipeline"]["losses"]
@@ -212,12 +215,7 @@ def test_a_cached_run_equals_the_uncached_one_bit_for_bit(trained):
             if metric == "cache_bytes"
         }
         assert bytes_on["disk", 6] > 0
-    names = [
-        (step, labels["after"])
-        for metric, step, _, labels in trained[0]["cached"]["samples"]
-        if metric == "change_s"
-    ]
-    assert names == [
+    assert strategies_after(trained, "cached") == [
         (3, "ddp, 2 layers frozen"),
         (6, "ddp, 3 layers frozen, 2 cached"),
         (7, "pipeline, 3 layers frozen, 2 cached"),
@@ -236,12 +234,7 @@ def test_all_layers_are_trained_again_when_the_learning_rate_drops(trained):
     assert found["losses"] == wanted["losses"]
     assert found["digest"] == wanted["digest"]
     assert wanted["losses"][:11] == trained[0]["uncached"]["losses"][:11]
-    names = [
-        (step, labels["after"])
-        for metric, step, _, labels in found["samples"]
-        if metric == "change_s" and step >= 9
-    ]
-    assert names == [
+    assert [one for one in strategies_after(trained, "unfrozen cached") if one[0] >= 9] == [
         (9, "pipeline, 4 layers frozen, 3 cached"),
         (10, "pipeline"),
         (13, "pipeline, 2 layers frozen"),
