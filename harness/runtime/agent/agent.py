@@ -15,9 +15,15 @@ from typing import Any
 
 from harness.errors import EXIT_CODE, LaunchError
 from harness.runtime.agent import CHECK, family
-from harness.runtime.agent.ended import exit_fault, fault_of, start_stand_in
+from harness.runtime.agent.ended import (
+    Deadline,
+    OpenRun,
+    begin_start,
+    exit_fault,
+    fault_of,
+    start_stand_in,
+)
 from harness.runtime.agent.peers import GRACE_S, Fault, Hub, Peers, Spoke, stopped_reason
-from harness.runtime.agent.row import Deadline, OpenRun, begin_start
 from harness.runtime.agent.wire import Message, decode
 from harness.runtime.ranks.cgroup import n_oom_kills
 from harness.runtime.ranks.environment import Launch, read_launch

@@ -1,16 +1,143 @@
-"""Why a rank's program ended, and the process that connects its agent if the program could not."""
+"""Why a rank's program ended, and the row of a run whose processes have ended without closing it.
+
+If the program could not connect its agent to the others, another process does so.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from harness.measure.heartbeat import HEADER_FILE, RESERVE_FILE, Heartbeat
 from harness.runtime.agent import CHANNEL_VARIABLE, SEE_OUTPUT
 from harness.runtime.agent.peers import Fault
 from harness.runtime.ranks.cgroup import UNLIMITED_BYTES, cgroup_memory_bytes, n_oom_kills
+
+# A hanging file server must not keep the launch from ending.
+_WRITE_TIMEOUT_S = 10.0
+
+
+class Deadline(NamedTuple):
+    """When this rank's part of a run must be over."""
+
+    at_s: float
+    run: str
+    is_isolated: bool
+    timeout_s: float
+
+
+class OpenRun:
+    """The open run on rank 0: writes its heartbeat, and its final status if nobody else does."""
+
+    def __init__(self, run_dir: Path, now_s: float) -> None:
+        self.run_dir = run_dir
+        self._start_s = now_s
+        self._heartbeat = Heartbeat(run_dir)
+        self._heartbeat.__enter__()
+
+    def stop(self) -> None:
+        """Stop the heartbeat, because the run's process has closed the row."""
+        self._heartbeat.stop()
+
+    def close(self, status: str, reason: str, now_s: float) -> None:
+        """Close the row unless it is closed; give up after `_WRITE_TIMEOUT_S` on a hanging disk."""
+        arguments = (status, reason, now_s - self._start_s)
+        writer = threading.Thread(target=self._write, args=arguments, daemon=True)
+        writer.start()
+        writer.join(_WRITE_TIMEOUT_S)
+
+    def _write(self, status: str, reason: str, duration_s: float) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            header = json.loads((self.run_dir / HEADER_FILE).read_bytes())
+            if header.get("status") == "running":
+                header["status"] = status
+                first, *rest = reason.split("\n")
+                header["reason"] = "\n".join([f"{first}; {recorded(self.run_dir)}", *rest])
+                header["duration_s"] = round(duration_s, 3)
+                _replace(self.run_dir, json.dumps(header, indent=1, ensure_ascii=False) + "\n")
+        self._heartbeat.stop()
+
+
+def _replace(run_dir: Path, text: str) -> None:
+    """Write the header into its reserved space and rename that file."""
+    reserve = run_dir / RESERVE_FILE
+    fd = os.open(reserve, os.O_WRONLY | os.O_CREAT, 0o666)
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.truncate()
+        file.flush()
+        os.fsync(fd)
+    reserve.replace(run_dir / HEADER_FILE)
+
+
+def recorded(run_dir: Path) -> str:
+    """A short description of the ranks' files on this disk."""
+    parts = []
+    for path in filter(Path.is_file, sorted(run_dir.glob("rank*.jsonl"))):
+        data = path.read_bytes()
+        n_steps = data.count(b'"kind":"step"')
+        parts.append(f"{path.stem} {data.count(10)} records ({n_steps} steps)")
+    return f"recorded: {', '.join(parts)}" if parts else "nothing was recorded"
+
+
+def begin_start(argv: Sequence[str], since_s: float = 0.0) -> Path | None:
+    """Begin the row of a launch that ends while no run is open; returns its directory, or None if
+    it cannot be written or a rank of this host has written one.
+
+    Args:
+        argv: the command line of the rank's program.
+        since_s: the launch's start (seconds since 1970).
+    """
+    words = list(argv[argv.index("harness") + 1 :]) if "harness" in argv else None
+    if words is None:  # no program of the harness
+        return None
+    workload = words[0] if words and words[0].isalpha() else "launch"
+    flags, host = flags_in(words), os.uname().nodename
+    n_bytes = min(cgroup_memory_bytes(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    now_s, stamp = time.time(), "%Y%m%dT%H%M%S"
+    run_id = f"{time.strftime(stamp, time.gmtime(now_s))}-{workload}-start"
+    device = {"name": f"{host}:0", "kind": "unknown", "memory_bytes": n_bytes}
+    header: dict[str, Any] = {
+        "schema": "harness-run", "version": 2, "run_id": run_id, "workload": workload,
+        "key": "start", "repeat": 0, "argv": ["./entry.sh", *words], "config": flags,
+        "cluster": {"nodes": [{"name": host, "devices": [device]}]}, "ranks": [], "versions": {},
+        "commit": "", "status": "running",
+        "start_utc": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(now_s)),
+    }  # fmt: skip
+    run_dir = Path(flags.get("results") or "results") / run_id
+    try:
+        if any(row.stat().st_mtime > since_s for row in run_dir.parent.glob("*-start")):
+            return None
+        run_dir.mkdir(parents=True)
+        _replace(run_dir, json.dumps(header))
+    except OSError:
+        return None
+    return run_dir
+
+
+def flags_in(words: Sequence[str]) -> dict[str, str]:
+    """Flags of the first workload of a command line, with their values as text."""
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word == "+":
+            break
+        if word.startswith("--"):
+            flag, _, value = word[2:].partition("=")
+            name = flag.replace("-", "_")
+            found[name] = value
+        elif name:
+            found[name] = f"{found[name]} {word}".strip()
+    return found
 
 
 def exit_fault(label: str, code: int, why: str) -> Fault:

@@ -29,7 +29,6 @@ from harness.runtime.capture.operators import (
     Attributes,
     describe_node,
     draws_random,
-    function_name,
     is_dropout,
     is_known,
     is_opaque,
@@ -48,7 +47,7 @@ from harness.runtime.capture.saved import KeptBytes, tensors_within
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
 from harness.runtime.models.factory import weights_on_meta
 from harness.runtime.models.task import check_weights, logits_of
-from harness.runtime.tracing.constructs import WRITES, WRITTEN
+from harness.runtime.tracing.constructs import WRITES, WRITTEN, function_name
 from harness.runtime.tracing.mixing import SampleMixing
 from harness.runtime.tracing.patches import has_gradient_hooks
 from harness.runtime.tracing.refusals import refusal

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,47 +19,28 @@ from harness.runtime.capture.meta_copy import fake_copy, meta_copy
 from harness.runtime.capture.operators import is_opaque
 from harness.runtime.capture.saved import SavedTensors, call_saving
 from harness.runtime.models.task import Task
-from harness.runtime.tracing.constructs import NO_GRAD
-from harness.runtime.tracing.functions import GradientHooks
+from harness.runtime.tracing.constructs import NO_GRAD, GradientHooks
 from harness.runtime.tracing.patches import values_unchecked
 
 # Their operands have no weights: an attention's scores and weighted sums.
 _OF_ACTIVATIONS = ("bmm", "baddbmm", "scaled_dot_product")
 
 
-class FlopCounts:
-    """A context manager that counts FLOPs; a multiplication and an addition count as two."""
+class FlopCounts(FlopCounterMode):
+    """Counts FLOPs in its block; a multiplication and an addition count as two."""
 
     def __init__(self) -> None:
-        self._mode = FlopCounterMode(display=False)
-
-    def __enter__(self) -> FlopCounts:
-        self._mode.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._mode.__exit__(kind, error, traceback)
+        super().__init__(display=False)
 
     @property
     def total(self) -> float:
-        return float(self._mode.get_total_flops())
+        return float(self.get_total_flops())
 
     @property
     def of_activations(self) -> float:
         """FLOPs of products of activations with each other."""
-        found = self._mode.get_flop_counts().get("Global", {})
-        return float(
-            sum(
-                n
-                for operator, n in found.items()
-                if any(a in str(operator) for a in _OF_ACTIVATIONS)
-            )
-        )
+        found = self.get_flop_counts().get("Global", {}).items()
+        return float(sum(n for of, n in found if any(a in str(of) for a in _OF_ACTIVATIONS)))
 
 
 class MetaResult:
@@ -178,16 +159,9 @@ def parameters_of(node: fx.Node, module: fx.GraphModule) -> dict[str, nn.Paramet
         owned = module.get_submodule(path).named_parameters()
         return {f"{path}.{name}": parameter for name, parameter in owned}
     if node.op == "get_attr":
-        value = _attribute(module, str(node.target))
+        value = attrgetter(str(node.target))(module)
         return {str(node.target): value} if isinstance(value, nn.Parameter) else {}
     return {}
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def untrained(module: fx.GraphModule, measured: dict[fx.Node, MetaResult]) -> frozenset[str]:

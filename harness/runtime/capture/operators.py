@@ -19,10 +19,10 @@ from harness.domain.graph import Attribute
 from harness.runtime.models.attention import GroupedAttention
 from harness.runtime.models.mixture import Router, is_single_operator
 from harness.runtime.tracing.attention_region import AttentionRegion
-from harness.runtime.tracing.functions import CustomFunction, OpaqueFunction
+from harness.runtime.tracing.autocast import AutocastFunction, AutocastModule
+from harness.runtime.tracing.constructs import CustomFunction, OpaqueFunction, function_name
+from harness.runtime.tracing.matrix_products import transposed_linear
 from harness.runtime.tracing.patches import has_own_hooks
-from harness.runtime.tracing.projections import transposed_linear
-from harness.runtime.tracing.regions import AutocastFunction, AutocastModule
 
 Attributes = dict[str, Attribute]
 
@@ -203,15 +203,6 @@ _FUNCTIONS: dict[Any, str] = {
     F.embedding_bag: "embedding",
     F.scaled_dot_product_attention: "attention",
 }
-
-
-def function_name(target: Any) -> str:
-    """The bare name of an fx target: `add` for operator.add, torch.add and aten.add.Tensor."""
-    if isinstance(target, str):
-        return target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target.overloadpacket.__name__)
-    return str(getattr(target, "__name__", target))
 
 
 def _kind_of_name(name: str, n_tensors: int) -> str:

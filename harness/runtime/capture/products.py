@@ -15,7 +15,7 @@ from torch import fx
 
 from harness.domain.einsum import Equation
 from harness.domain.graph import Attribute
-from harness.runtime.capture.operators import function_name
+from harness.runtime.tracing.constructs import function_name
 
 _FEWEST_STACKED = 3
 _MATMULS = ("matmul", "bmm")

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import tensors_in_order
-from harness.runtime.capture.operators import function_name
+from harness.runtime.tracing.constructs import function_name
 
 _log = logging.getLogger(__name__)
 

@@ -102,11 +102,17 @@ def _synthetic(options: DataOptions, task: Task, global_batch: int) -> Dataset[B
     return SyntheticData(task, n_samples, options.seed)
 
 
-def _cifar(name: str) -> Open:
+def _cifar(name: str, n_classes: int) -> DataEntry:
     def open_it(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
         return open_cifar(name, options.data_dir, task.inputs[0].shape[-1])
 
-    return open_it
+    return DataEntry(
+        open=open_it,
+        check=lambda options: open_cifar(name, options.data_dir, 32),
+        n_classes=lambda _: n_classes,
+        image_size=32,
+        n_channels=3,
+    )
 
 
 def _digits(
@@ -145,20 +151,8 @@ def _text(
 
 DATA: dict[str, DataEntry] = {
     "synthetic": DataEntry(open=_synthetic, is_shuffled=False, feeds=None),
-    "cifar10": DataEntry(
-        open=_cifar("cifar10"),
-        check=lambda options: open_cifar("cifar10", options.data_dir, 32),
-        n_classes=lambda _: 10,
-        image_size=32,
-        n_channels=3,
-    ),
-    "cifar100": DataEntry(
-        open=_cifar("cifar100"),
-        check=lambda options: open_cifar("cifar100", options.data_dir, 32),
-        n_classes=lambda _: 100,
-        image_size=32,
-        n_channels=3,
-    ),
+    "cifar10": _cifar("cifar10", 10),
+    "cifar100": _cifar("cifar100", 100),
     "digits": DataEntry(
         open=_digits,
         held_out=partial(_digits, is_held_out=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from harness.errors import DataError
 
@@ -33,6 +35,20 @@ class Batch(NamedTuple):
         """Copy to the device; asynchronously from pinned memory."""
         inputs = tuple(t.to(device, non_blocking=True) for t in self.inputs)
         return Batch(inputs, self.targets.to(device, non_blocking=True))
+
+
+class BatchedData(Dataset[Batch], ABC):
+    """A data set whose samples are read in batches."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitems__(self, indices: list[int]) -> Batch:
+        """The samples of some indices, in order."""
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])
 
 
 def split_by_weight(total: int, weights: Sequence[float]) -> list[int]:

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from harness.errors import DataError
 from harness.inputs import one_line
-from harness.runtime.data.batch import Batch
+from harness.runtime.data.batch import Batch, BatchedData
 from harness.runtime.models.task import DlrmOptions
 
 _LAYOUT = "X_int (samples, dense features), X_cat (samples, tables x lookups) and y (samples,)"
@@ -80,7 +79,7 @@ def _check_data(path: Path, data: Any, options: DlrmOptions) -> None:
             )
 
 
-class DlrmHdf5(Dataset[Batch]):
+class DlrmHdf5(BatchedData):
     """Reads samples from the file on demand; each loader process opens its own handle."""
 
     def __init__(self, path: Path, options: DlrmOptions) -> None:
@@ -97,9 +96,6 @@ class DlrmHdf5(Dataset[Batch]):
 
     def __len__(self) -> int:
         return self._n_samples
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
         order = np.argsort(indices)  # HDF5 selects in increasing order only

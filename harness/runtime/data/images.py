@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from harness.errors import DataError
 from harness.inputs import one_line
-from harness.runtime.data.batch import Batch
+from harness.runtime.data.batch import Batch, BatchedData
 from harness.runtime.models.torchvision_import import import_torchvision
 
 CIFAR_LAYOUT = {
@@ -25,7 +24,7 @@ _N_DIGITS = 1440
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class ImageData(Dataset[Batch]):
+class ImageData(BatchedData):
     """Batches from a torchvision data set of (image tensor, class)."""
 
     def __init__(self, images: Any) -> None:
@@ -33,9 +32,6 @@ class ImageData(Dataset[Batch]):
 
     def __len__(self) -> int:
         return len(self._images)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
         samples = [self._sample(index) for index in indices]
@@ -78,7 +74,7 @@ def open_cifar(name: str, data_dir: Path, image_size: int) -> ImageData:
         ) from error
 
 
-class DigitData(Dataset[Batch]):
+class DigitData(BatchedData):
     """The 8 x 8 images of handwritten digits that scikit-learn ships: 1440 to train by, and 357
     held out.
 
@@ -105,9 +101,6 @@ class DigitData(Dataset[Batch]):
 
     def __len__(self) -> int:
         return len(self._labels)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
         rows = torch.tensor(indices, dtype=torch.int64)

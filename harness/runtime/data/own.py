@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from harness.errors import DataError, HarnessError, first_line
 from harness.inputs import one_line, shorten
-from harness.runtime.data.batch import Batch
+from harness.runtime.data.batch import Batch, BatchedData
 from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.models.user_code import UserFunction
 
@@ -53,7 +52,7 @@ def open_own(name: str, offered: Mapping[str, Any], task: Task, *, is_held_out: 
     return OwnData(f"--data {name!r}", samples, task)
 
 
-class OwnData(Dataset[Batch]):
+class OwnData(BatchedData):
     """Batches of a user's samples, in the order of a task's inputs.
 
     Args:
@@ -78,9 +77,6 @@ class OwnData(Dataset[Batch]):
 
     def __len__(self) -> int:
         return len(self._samples)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
         found = self._fetch(indices)
@@ -204,7 +200,7 @@ def _is_real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-class PaddedData(Dataset[Batch]):
+class PaddedData(BatchedData):
     """The first samples of a data set in whole batches, filled with its sample 0; if any were, one
     more batch has that sample alone, by which its part of the loss can be subtracted.
 
@@ -219,9 +215,6 @@ class PaddedData(Dataset[Batch]):
 
     def __len__(self) -> int:
         return self._length
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
         return self._data.__getitems__([k if k < self._n_samples else 0 for k in indices])

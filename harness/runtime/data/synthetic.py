@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from psutil import virtual_memory
-from torch.utils.data import Dataset
 
-from harness.runtime.data.batch import Batch
+from harness.runtime.data.batch import Batch, BatchedData
 from harness.runtime.models.task import Task
 from harness.units import format_bytes
 
@@ -37,7 +36,7 @@ def draw_batch(task: Task, n_samples: int, seed: int, device: torch.device) -> B
     return Batch(inputs, task.draw_targets(n_samples, generator=generator)).to(device)
 
 
-class SyntheticData(Dataset[Batch]):
+class SyntheticData(BatchedData):
     """Copies prepared samples from memory, and draws others on demand."""
 
     def __init__(self, task: Task, n_samples: int, seed: int) -> None:
@@ -66,9 +65,6 @@ class SyntheticData(Dataset[Batch]):
         self._rows = {index: row for row, index in enumerate(indices)}
         for index, row in self._rows.items():
             self._draw_into(self._prepared, row, index)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
         if all(index in self._rows for index in indices):

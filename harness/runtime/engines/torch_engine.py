@@ -18,11 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.domain.sharding import BUCKET_BYTES
 from harness.measure.recorder import Recorder
+from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_ins
 from harness.runtime.data.batch import Batch
+from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.compiling import compiled_by_torch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share, fetch_batch
@@ -30,6 +33,31 @@ from harness.runtime.engines.optimizers import average_of, make_optimizer, set_r
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
+
+_N_SAMPLES = 2  # by which parameters without a gradient are found
+
+
+def unread_parameters(task: Task) -> tuple[str, ...]:
+    """Names of the trained parameters that the loss of a batch has no gradient of, for which
+    DistributedDataParallel would wait.
+
+    Forward and backward run on tensors without data. Empty for a model that reads their values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = next(task.model.parameters()).device
+    batch = draw_batch(task, _N_SAMPLES, 0, device)
+    with forgotten_stand_ins():
+        try:
+            model = fake_copy(task.model, mode)
+            inputs = [fake(x, mode) for x in batch.inputs]
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            with mode:
+                loss = task.sum_loss(model(*inputs), fake(batch.targets, mode))
+                found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        except Exception:  # of any operator that asks for a value
+            return ()
+    pairs = zip(trained, found, strict=True)
+    return tuple(name for name, gradient in pairs if gradient is None)
 
 
 def without_buffer_sync() -> dict[str, Any]:

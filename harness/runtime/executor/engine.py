@@ -23,9 +23,13 @@ from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.counts import count_rounds
 from harness.runtime.executor.gradients.deferred import WeightGradients
-from harness.runtime.executor.gradients.norms import GradientClip, LayerNorms
 from harness.runtime.executor.gradients.sums import Bucket, GradientSync, sum_buckets
-from harness.runtime.executor.gradients.update import LossScale, ParameterHooks
+from harness.runtime.executor.gradients.update import (
+    GradientClip,
+    LayerNorms,
+    LossScale,
+    ParameterHooks,
+)
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
 from harness.runtime.executor.program.lower import Lowering
@@ -47,8 +51,7 @@ from harness.runtime.executor.state.weights import Holders, Weights, canonical_n
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import find_messages, shared_sums
-from harness.runtime.executor.transport.moves import Moves
-from harness.runtime.executor.transport.partial_sums import key_passer, norm_reducer
+from harness.runtime.executor.transport.moves import Moves, key_passer, norm_reducer
 from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World

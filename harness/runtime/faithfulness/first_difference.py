@@ -22,12 +22,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from harness.runtime.capture.capture import Captured
-from harness.runtime.capture.operators import UNDEFINED, function_name
+from harness.runtime.capture.meta_run import tensors_in_order
+from harness.runtime.capture.operators import UNDEFINED
 from harness.runtime.data.batch import Batch
 from harness.runtime.executor.geometry.layout import owners
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.faithfulness.outcomes import OperatorRun, bits_of, seed_all
 from harness.runtime.models.task import Task
+from harness.runtime.tracing.constructs import function_name
 
 _TORCH = str(Path(torch.__file__).parent)
 _TORCH_FUNCTIONS = ("BackwardHookFunction", "CheckpointFunction")
@@ -90,14 +92,6 @@ def _fingerprint(tensor: Tensor) -> _Print:
     return tensor.shape, tensor.dtype, tuple(bits_of(tensor).tolist())
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-
-
 class _DifferenceRecorder(TorchFunctionMode):
     """Keeps the model's results and the constructs that it uses."""
 
@@ -120,14 +114,14 @@ class _DifferenceRecorder(TorchFunctionMode):
             self._add_construct("a hook on a tensor", _user_frame())
         if (has_gradient, has_autocast) != self._outer:
             self._add_context(is_autocast=has_autocast != self._outer[1])
-        for tensor in _tensors(result):
+        for tensor in tensors_in_order(result):
             self.results.add(tensor)
         return result
 
     def add_output(self, module: nn.Module, given: Any, result: Any) -> None:
         """Keep a module's result, because an autograd function's result bypasses this mode."""
         with torch._C.DisableTorchFunction():  # the fingerprint's calls are not the model's
-            for tensor in _tensors(result):
+            for tensor in tensors_in_order(result):
                 self.results.add(tensor)
 
     def _add_context(self, *, is_autocast: bool) -> None:

@@ -86,16 +86,8 @@ def _vit_b_16(options: ModelOptions) -> nn.Module:
     return _torchvision("vit_b_16", options, image_size=options.image_size)
 
 
-def _inception_v3(options: ModelOptions) -> nn.Module:
-    return _torchvision("inception_v3", options, aux_logits=False, init_weights=True)
-
-
 def _lenet(options: ModelOptions) -> nn.Module:
     return LeNet(options.n_classes, options.n_channels, options.image_size)
-
-
-def _dlrm(options: ModelOptions) -> nn.Module:
-    return Dlrm(options.dlrm)
 
 
 def _text_entry(
@@ -139,10 +131,14 @@ MODELS: dict[str, ModelEntry] = {
     "resnet50": ModelEntry(build=partial(_torchvision, "resnet50")),
     "resnet152": ModelEntry(build=partial(_torchvision, "resnet152")),
     "resnet101": ModelEntry(build=partial(_torchvision, "resnet101")),
-    "inception_v3": ModelEntry(build=_inception_v3, image_size=299, min_image_size=75),
+    "inception_v3": ModelEntry(
+        build=partial(_torchvision, "inception_v3", aux_logits=False, init_weights=True),
+        image_size=299,
+        min_image_size=75,
+    ),
     "densenet121": ModelEntry(build=partial(_torchvision, "densenet121")),
     "vit_b_16": ModelEntry(build=_vit_b_16, min_image_size=16, size_multiple=16),
-    "dlrm": ModelEntry(build=_dlrm, image_size=0, n_channels=0),
+    "dlrm": ModelEntry(build=lambda options: Dlrm(options.dlrm), image_size=0, n_channels=0),
     "bert_base": _text_entry(
         Bert, _BERT, "tokens", "segments", heads=("classes", "span", "tokens")
     ),

@@ -18,9 +18,10 @@ from harness.domain.partition import Block
 from harness.domain.sharding import full_shape, input_block, output_sizes
 from harness.errors import VerificationError
 from harness.runtime.capture.capture import Captured
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.executor.shards.base import ShardSpec, Wanted
 from harness.runtime.executor.shards.kinds import make_shard
-from harness.runtime.profiling.subgraph import OperatorCall, as_leaves, tensors_in, written
+from harness.runtime.profiling.subgraph import OperatorCall, as_leaves, written
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def operator_shard(
 
 def _inputs(call: OperatorCall, wants: Sequence[Wanted]) -> list[Tensor]:
     """The tensors that operators made; a function's weights follow them."""
-    return tensors_in((call.args, call.kwargs))[: len(wants)]
+    return tensors_within((call.args, call.kwargs))[: len(wants)]
 
 
 def _wanted(
@@ -135,7 +136,7 @@ def verify(
     with hooks, autocast():
         output = written(call)()
     gradients = _gradients(call, output)
-    for kind, tensors in (("output", tensors_in(output)), ("gradient", gradients)):
+    for kind, tensors in (("output", tensors_within(output)), ("gradient", gradients)):
         for tensor in tensors:
             values = tensor.coalesce().values() if tensor.is_sparse else tensor
             if not bool(torch.isfinite(values).all()) and not is_sound():
@@ -148,7 +149,7 @@ def verify(
 
 def _gradients(call: OperatorCall, output: Any) -> list[Tensor]:
     """Gradients of the tensors that a call wants, from output gradients of 1."""
-    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    outputs = [tensor for tensor in tensors_within(output) if tensor.requires_grad]
     if not outputs or not call.wanted:
         return []
     ones = [torch.ones_like(tensor) for tensor in outputs]

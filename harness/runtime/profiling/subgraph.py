@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from harness.domain.graph import Graph
 from harness.runtime.capture.capture import Captured
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.devices.precision import has_gradients
 from harness.runtime.executor.shards.inplace import works_in_place
 
@@ -50,7 +51,7 @@ class OperatorCall:
     @property
     def wanted(self) -> list[Tensor]:
         """Distinct tensors that need a gradient: inputs, then parameters."""
-        leaves = [*tensors_in((self.args, self.kwargs)), *self.parameters]
+        leaves = [*tensors_within((self.args, self.kwargs)), *self.parameters]
         unique = {id(tensor): tensor for tensor in leaves if tensor.requires_grad}
         return list(unique.values())
 
@@ -152,7 +153,7 @@ def _tensors(
     node: fx.Node, modules: Mapping[str, nn.Module], function: Callable[..., Any]
 ) -> tuple[Tensor, ...]:
     if node.op == "get_attr":
-        return tuple(tensors_in(function()))
+        return tuple(tensors_within(function()))
     if node.op != "call_module":
         return ()
     module = modules[str(node.target)]
@@ -261,13 +262,13 @@ class Subgraph:
         found: dict[int, list[Tensor]] = {}
         for step in self.steps:
             if step.node in self._ends:
-                for leaf in tensors_in(flight.values[step.node]):
+                for leaf in tensors_within(flight.values[step.node]):
                     found[id(leaf)] = [torch.ones_like(leaf)]
         for step in reversed(self.steps):
             if step.is_attribute:
                 continue
-            leaves = tensors_in(flight.values.pop(step.node))
-            outputs = tensors_in(flight.outputs.pop(step.node))
+            leaves = tensors_within(flight.values.pop(step.node))
+            outputs = tensors_within(flight.outputs.pop(step.node))
             reached = [
                 (output, found.pop(id(leaf)))
                 for output, leaf in zip(outputs, leaves, strict=True)
@@ -281,17 +282,6 @@ class Subgraph:
             for leaf, gradient in zip(call.wanted, run(step, pending, call.wanted), strict=True):
                 if gradient is not None:
                     found.setdefault(id(leaf), []).append(gradient)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """List all tensors of nested tuples, lists and dicts, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in tensors_in(part)]
-    return []
 
 
 def as_leaves(value: Any, *, has_gradient: bool) -> Any:

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.measure.recorder import Clock
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.profiling.subgraph import OperatorCall, Pending, Step, Subgraph, tensors_in
+from harness.runtime.profiling.subgraph import OperatorCall, Pending, Step, Subgraph
 
 # Maximum number of iterations in a sample.
 _MOST_EACH = 1024
@@ -300,7 +301,7 @@ class _Iteration:
             return self._time_forward(step.name, call)
         timed = substitute(call)
         output = self._time_forward(step.name, timed)
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_within(output) if tensor.requires_grad]
         self._waiting[step.name].append(_SubstituteCall(timed, outputs))
         del output, outputs
         return call()

@@ -20,7 +20,7 @@ import msgspec
 from harness.domain.interface import Interface, choose_interface
 from harness.errors import LaunchError
 from harness.inputs import find_number
-from harness.runtime.agent.row import flags_in
+from harness.runtime.agent.ended import flags_in
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.environment import Launch, read_launch
 from harness.runtime.ranks.interfaces import list_interfaces

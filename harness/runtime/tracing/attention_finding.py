@@ -20,11 +20,11 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from harness.domain.partition import Interval
-from harness.runtime.capture.operators import draws_random, function_name
+from harness.runtime.capture.operators import draws_random
 from harness.runtime.executor.shards.base import has_plain_weights
 from harness.runtime.tracing.attention_joining import JoinedGraph, computed_bias, share_of
 from harness.runtime.tracing.attention_positions import find_positions
-from harness.runtime.tracing.constructs import AUTOCAST, HOOKS, NO_GRAD
+from harness.runtime.tracing.constructs import AUTOCAST, HOOKS, NO_GRAD, function_name
 from harness.runtime.tracing.dim_rules import (
     ATTENTION,
     LINEAR,
@@ -41,7 +41,7 @@ from harness.runtime.tracing.dim_rules import (
     size_of,
     slice_bounds,
 )
-from harness.runtime.tracing.projections import transposed_linear
+from harness.runtime.tracing.matrix_products import transposed_linear
 
 _AFTER_SOFTMAX = ("dropout", "to", "type_as", "contiguous", "clone", "slice")
 

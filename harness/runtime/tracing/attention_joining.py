@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from harness.domain.partition import Interval
-from harness.runtime.tracing.attention_core import Core
-from harness.runtime.tracing.attention_positions import FoundPositions
+from harness.runtime.tracing.attention_positions import Core, FoundPositions
 from harness.runtime.tracing.attention_region import (
     AttentionRegion,
     Mixing,
@@ -23,7 +22,7 @@ from harness.runtime.tracing.attention_region import (
     SlicedRows,
 )
 from harness.runtime.tracing.dim_rules import NORMS, is_size, operator_name
-from harness.runtime.tracing.projections import transposed_linear
+from harness.runtime.tracing.matrix_products import transposed_linear
 
 _SIZE = torch.ops.aten.sym_size.int
 _SLICE = torch.ops.aten.slice.Tensor

@@ -1,29 +1,231 @@
-"""Find out how an attention with its projections is cut by positions.
+"""Find out how an attention with its projections is cut by positions, and what mixes its values.
 
 Operators that lead to keys or values alone, or to these and queries, compute `keys`; a device does
-so for all positions, or for its own. All others compute queries, scores and output of its own.
+so for all positions, or for its own. All others compute queries, scores and output of its own. The
+core of an attention is read off its graph: queries, keys, values, mask and form.
+
+q ------------------------------------+
+k -> repeat for queries -> transpose -+- product -> scale -> add mask -> softmax -+- product
+v -> repeat for queries ----------------------------------------------------------+
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
 
-from harness.runtime.tracing.attention_core import Core, find_core
+from harness.runtime.capture.operators import SOMETIMES_RANDOM
+from harness.runtime.models.attention import AttentionForm
 from harness.runtime.tracing.dim_rules import (
     ATTENTION,
     PRODUCTS,
     DimRules,
     NotCuttableError,
+    module_of,
+    natural,
     operator_name,
     require,
     shape_of,
     size_of,
     slice_bounds,
+    softmax_dim,
 )
+
+_REPEATS = (
+    "unsqueeze", "slice", "expand", "view", "reshape", "_unsafe_view", "clone", "contiguous",
+    "repeat_interleave",
+)  # fmt: skip
+_CASTS = ("to", "type_as", "contiguous", "clone", "alias")
+
+
+class Core(NamedTuple):
+    """Nodes of a model's graph.
+
+    Attributes:
+        scores, output: the operators that read queries and give mixed values.
+        key, value: (samples, groups, positions, features), before they are repeated.
+        mask: its reader, and itself; added to the scores, or true where they count.
+        scores_all: there are scores of hidden positions, too.
+    """
+
+    scores: fx.Node
+    key: fx.Node
+    value: fx.Node
+    mask: tuple[fx.Node, fx.Node] | None
+    output: fx.Node
+    n_groups: int
+    scores_all: bool
+    form: AttentionForm
+
+
+class _Steps(NamedTuple):
+    """What is between the products of an attention."""
+
+    scores: fx.Node
+    key: Any
+    scale: float
+    mask: tuple[fx.Node, fx.Node] | None
+    dropout: float
+
+
+def find_core(
+    attention: fx.Node, heads: Mapping[fx.Node, int], rows: Mapping[fx.Node, int]
+) -> Core | None:
+    """The parts of an attention; None if it does more than scale and mask its scores.
+
+    Args:
+        attention: PyTorch's function, or the product with the values.
+        heads, rows: positions of the dims of heads and of positions, by the attention's operators.
+    """
+    is_function = attention.target is ATTENTION
+    steps = _of_function(attention) if is_function else _of_products(attention)
+    if steps is None or (steps.mask is not None and steps.mask[1] in rows):
+        return None
+    value: Any = attention.args[2 if is_function else 1]
+    key, value = map(_before_repeats, (steps.key, value))
+    query: Any = steps.scores.args[0]
+    for node in (query, key, value, attention):
+        if len(shape_of(node)) != 4 or (heads.get(node), rows.get(node)) != (1, 2):
+            return None
+    n_heads, n_groups = shape_of(query)[1], shape_of(key)[1]
+    widths = {shape_of(node)[3] for node in (query, key, value)}
+    if len(widths) > 1 or n_heads % n_groups or shape_of(value)[1] != n_groups:
+        return None
+    is_causal = is_function and bool(_argument(attention, 5, "is_causal", False))
+    hidden = "any" if steps.mask is None else _hidden(steps.mask[1])
+    (head_dim,) = widths
+    form = AttentionForm(
+        head_dim=head_dim,
+        queries_per_group=n_heads // n_groups,
+        is_causal=is_causal or hidden == "later",
+        scale=steps.scale,
+        dropout=steps.dropout,
+    )
+    return Core(
+        scores=steps.scores,
+        key=key,
+        value=value,
+        mask=steps.mask if hidden == "any" else None,
+        output=attention,
+        n_groups=n_groups,
+        scores_all=not is_causal,
+        form=form,
+    )
+
+
+def _of_function(node: fx.Node) -> _Steps:
+    mask = _argument(node, 3, "attn_mask", None)
+    scale = _argument(node, 6, "scale", None)
+    return _Steps(
+        scores=node,
+        key=node.args[1],
+        scale=scale or shape_of(node)[-1] ** -0.5,
+        mask=None if mask is None else (node, mask),
+        dropout=float(_argument(node, 4, "dropout_p", 0.0)),
+    )
+
+
+def _of_products(node: fx.Node) -> _Steps | None:
+    scale, dropout, mask = 1.0, 0.0, None
+    at: Any = node.args[0]
+    while operator_name(at) != "softmax":
+        if operator_name(at) == "dropout" and not dropout:
+            dropout = _probability(at)
+        elif operator_name(at) not in _CASTS:
+            return None
+        at = at.args[0]
+    if natural(softmax_dim(at), len(shape_of(at))) != len(shape_of(at)) - 1:
+        return None
+    accurate = [at]
+    at = at.args[0]
+    while operator_name(at) not in PRODUCTS:
+        name, other = operator_name(at), at.args[1] if len(at.args) > 1 else None
+        number = _number(other)
+        if name == "add" and isinstance(other, fx.Node) and not (at.kwargs or mask):
+            if scale != 1.0 or not other.meta["val"].is_floating_point():
+                return None
+            mask = at, other
+        elif name in ("mul", "div") and number and not at.kwargs:
+            scale = scale * number if name == "mul" else scale / number
+        elif name not in _CASTS:
+            return None
+        accurate.append(at)
+        at = at.args[0]
+    if any(_is_narrower(each, at) for each in accurate):
+        return None
+    key = at.args[1]
+    if operator_name(key) != "transpose":
+        return None
+    rank = len(shape_of(key))
+    if {natural(dim, rank) for dim in key.args[1:3]} != {rank - 2, rank - 1}:
+        return None
+    return _Steps(at, key.args[0], scale, mask, dropout)
+
+
+def _before_repeats(node: Any) -> fx.Node:
+    """The value of which an operand has copies for the queries of a group."""
+    while operator_name(node) in _REPEATS:
+        node = node.args[0]
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _probability(node: fx.Node) -> float:
+    """That of a dropout, 0 if it is off."""
+    if node.op == "call_module":
+        module: Any = module_of(node)
+        return float(module.p) if module.training else 0.0
+    _, flag, is_training = SOMETIMES_RANDOM["dropout"]
+    assert flag is not None
+    is_on = _argument(node, flag, "train", node.kwargs.get("training", is_training))
+    return float(_argument(node, 1, "p", 0.5)) if is_on else 0.0
+
+
+def _number(value: Any) -> float | None:
+    """A number, or the only element of a constant."""
+    if isinstance(value, fx.Node):
+        value = _constant(value)
+        value = value.item() if value is not None and value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _constant(node: fx.Node) -> Tensor | None:
+    if node.op != "get_attr" or node.graph.owning_module is None:
+        return None
+    found = attrgetter(str(node.target))(node.graph.owning_module)
+    is_known = isinstance(found, Tensor) and not isinstance(found, nn.Parameter)
+    return found if is_known and not found.is_meta else None
+
+
+def _is_narrower(node: fx.Node, than: fx.Node) -> bool:
+    """Whether a value is less accurate than another."""
+    own, other = node.meta["val"].dtype, than.meta["val"].dtype
+    return bool(torch.promote_types(own, other) != own)
+
+
+def _hidden(node: fx.Node) -> Literal["nothing", "later", "any"]:
+    """The positions that a mask hides, if it is a constant of all samples and heads."""
+    mask = _constant(node)
+    if mask is None or mask.dim() < 2 or mask.numel() != math.prod(mask.shape[-2:]):
+        return "any"
+    mask = mask.view(mask.shape[-2:])
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+    hidden = mask.new_full(mask.shape, torch.finfo(mask.dtype).min).triu(1)
+    if not bool(mask.any()):
+        return "nothing"
+    is_later = mask.shape[0] == mask.shape[1] and torch.equal(mask.clamp(min=hidden.min()), hidden)
+    return "later" if is_later else "any"
 
 
 class RowSlice(NamedTuple):

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from harness.runtime.capture.operators import (
-    UNDEFINED,
-    describe_node,
-    draws_random,
+from harness.runtime.capture.operators import UNDEFINED, describe_node, draws_random
+from harness.runtime.executor.shards.inplace import works_in_place
+from harness.runtime.tracing.constructs import (
+    AUTOCAST,
+    CALLS,
+    HOOKS,
+    WRITTEN,
+    OpaqueFunction,
     function_name,
 )
-from harness.runtime.executor.shards.inplace import works_in_place
-from harness.runtime.tracing.constructs import AUTOCAST, CALLS, HOOKS, WRITTEN
-from harness.runtime.tracing.functions import OpaqueFunction
 
 # Two batch sizes, both above 1.
 _SIZES = (2, 3)

@@ -1,11 +1,17 @@
-"""Marks in the `meta` of traced nodes, for facts that an operator's target does not show."""
+"""Operators of a traced graph for constructs that torch.fx has no node for, and marks of its nodes.
+
+Marks are in the `meta` of nodes, for facts that an operator's target does not show.
+"""
 
 from __future__ import annotations
 
-from torch import fx
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
 
 from harness.errors import ModelError
-from harness.runtime.capture.operators import function_name
 
 # Keys of `Node.meta`: computed with gradients off; is the `data` of a tensor; hooks on its
 # gradient; whether it writes a buffer.
@@ -31,3 +37,109 @@ class ConstructError(ModelError):
 def is_view(node: fx.Node) -> bool:
     """Whether a node may share memory with its first argument."""
     return node.op in CALLS and function_name(node.target) in _VIEWS
+
+
+def function_name(target: Any) -> str:
+    """The bare name of an fx target: `add` for operator.add, torch.add and aten.add.Tensor."""
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return str(getattr(target, "__name__", target))
+
+
+# Gradient of a tensor -> its replacement, or None to keep it.
+GradientHook = Callable[[Tensor], Tensor | None]
+
+
+def detach(value: Any) -> Any:
+    """Detach a tensor, or each tensor of a tuple or list; return other values unchanged."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        return type(value)(detach(part) for part in value)
+    return value
+
+
+class OpaqueFunction:
+    """A callable that torch.fx does not trace into; copies of a graph share it."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = __name__
+
+    def __deepcopy__(self, memo: object) -> OpaqueFunction:
+        return self
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+class CustomFunction(OpaqueFunction):
+    """A call of a `torch.autograd.Function`.
+
+    Args:
+        fixed: arguments that a graph cannot represent, by position.
+    """
+
+    def __init__(self, function: type[torch.autograd.Function], fixed: dict[int, Any]) -> None:
+        super().__init__(function.__name__)
+        self.function, self._fixed = function, fixed
+
+    def __call__(self, *args: Any) -> Any:
+        given = iter(args)
+        n_args = len(args) + len(self._fixed)
+        values = [self._fixed[k] if k in self._fixed else next(given) for k in range(n_args)]
+        if self.writes_inputs:
+            values = [x.clone() if isinstance(x, Tensor) else x for x in values]
+        return self.function.apply(*values)
+
+    @property
+    def writes_inputs(self) -> bool:
+        """Whether it may change its inputs in place."""
+        codes = (getattr(self.function, name) for name in ("forward", "setup_context"))
+        names = [n for f in codes for n in getattr(getattr(f, "__code__", None), "co_names", ())]
+        return "mark_dirty" in names
+
+
+class ReadBuffer(OpaqueFunction):
+    """Copies a buffer's value at the start of forward."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"read_{name.replace('.', '_')}")
+        self.name = name
+
+    def __call__(self, buffer: Tensor) -> Tensor:
+        return buffer.clone()
+
+
+class WriteBuffer(OpaqueFunction):
+    """Stores a value in a buffer and returns a copy."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"write_{name.replace('.', '_')}")
+        self.name = name
+
+    def __call__(self, buffer: Tensor, value: Tensor) -> Tensor:
+        with torch.no_grad():
+            return buffer.copy_(value).clone()
+
+
+def copied(target: Tensor, source: Any, *_: Any) -> Tensor:
+    """Out-of-place `target.copy_(source)`."""
+    return target.clone().copy_(source)
+
+
+class GradientHooks(OpaqueFunction):
+    """The identity in forward; in backward, calls hooks on the gradient in order."""
+
+    def __init__(self, hooks: Sequence[GradientHook]) -> None:
+        super().__init__("register_hook")
+        self.hooks = list(hooks)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        output = x.clone()
+        if output.requires_grad:
+            for hook in self.hooks:
+                output.register_hook(hook)
+        return output

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from harness.runtime.capture.operators import function_name
 from harness.runtime.executor.shards.base import has_plain_weights
-from harness.runtime.tracing.constructs import CALLS
+from harness.runtime.tracing.constructs import CALLS, function_name
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 LINEAR = torch.ops.aten.linear.default

@@ -16,25 +16,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.errors import ModelError
 from harness.runtime.capture.meta_copy import fake, fake_copy
-from harness.runtime.capture.operators import function_name
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing import patches
+from harness.runtime.tracing.autocast import AutocastRegion
 from harness.runtime.tracing.constructs import (
     AUTOCAST,
     NO_GRAD,
     WRITES,
     WRITTEN,
     ConstructError,
+    function_name,
     is_view,
 )
-from harness.runtime.tracing.exported_functions import ExportedFunctions
-from harness.runtime.tracing.joined_samples import JoinedSamples
-from harness.runtime.tracing.known_values import KnownValues
-from harness.runtime.tracing.loops import loops_found
+from harness.runtime.tracing.export_modes import JoinedSamples, KnownValues
+from harness.runtime.tracing.kept_calls import ExportedFunctions, join_vmaps, loops_found
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
-from harness.runtime.tracing.regions import AutocastRegion
 from harness.runtime.tracing.tracer import users_frame
-from harness.runtime.tracing.vmaps import join_vmaps
 from harness.runtime.tracing.writes import read_written
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

@@ -26,17 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import parameters_of, tensors_in_order
-from harness.runtime.capture.operators import (
-    UNDEFINED,
-    draws_random,
-    function_name,
-    is_known,
-    is_opaque,
-)
+from harness.runtime.capture.operators import UNDEFINED, draws_random, is_known, is_opaque
 from harness.runtime.capture.sample_dims import Values, batch_sizes, is_uneven, placed
 from harness.runtime.devices.precision import Float32Watch, has_gradients
-from harness.runtime.tracing.constructs import ConstructError
-from harness.runtime.tracing.functions import GradientHooks
+from harness.runtime.tracing.constructs import ConstructError, GradientHooks, function_name
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.runtime.executor.shards.inplace import out_of_place, works_in_place
-from harness.runtime.tracing.constructs import ConstructError, is_view
-from harness.runtime.tracing.functions import ReadBuffer, WriteBuffer, copied
+from harness.runtime.tracing.constructs import (
+    ConstructError,
+    ReadBuffer,
+    WriteBuffer,
+    copied,
+    is_view,
+)
 from harness.runtime.tracing.patches import replaced
 
 _COPYING = {"copy_": copied, "zero_": torch.zeros_like, "fill_": torch.full_like}
@@ -122,7 +127,7 @@ class States:
                 copying: Any = _COPYING[str(node.target)]
                 node.op, node.target = "call_function", copying
             else:
-                out_of_place(self._tracer.graph, node, self._modules)
+                out_of_place(node, self._modules)
             self.replace(source, node)
         elif (name := self._viewed(source)) is not None:
             raise ConstructError(

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.capture.meta_copy import forgotten_stand_ins, meta_copy
-from harness.runtime.capture.operators import draws_random, function_name
+from harness.runtime.capture.operators import draws_random
 from harness.runtime.capture.sample_dims import values_at
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.models.mixture import is_single_operator
@@ -39,15 +39,17 @@ from harness.runtime.tracing.constructs import (
     NO_GRAD,
     WRITTEN,
     ConstructError,
+    GradientHooks,
+    OpaqueFunction,
+    detach,
+    function_name,
 )
 from harness.runtime.tracing.dim_rules import module_of, operator_name
 from harness.runtime.tracing.export import export
-from harness.runtime.tracing.functions import GradientHooks, OpaqueFunction, detach
-from harness.runtime.tracing.loops import LoopError, with_large_shares
+from harness.runtime.tracing.kept_calls import LoopError, with_large_shares
+from harness.runtime.tracing.matrix_products import join_projections, keep_dims, keep_heads
 from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
-from harness.runtime.tracing.projections import join_projections, keep_dims
 from harness.runtime.tracing.refusals import refusal
-from harness.runtime.tracing.stacked_products import keep_heads
 from harness.runtime.tracing.tracer import ModelTracer
 from harness.runtime.tracing.tuples import index_fields
 

@@ -27,8 +27,10 @@ from harness.runtime.tracing.constructs import (
     IS_DATA,
     NO_GRAD,
     ConstructError,
+    CustomFunction,
+    GradientHook,
+    detach,
 )
-from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach
 from harness.runtime.tracing.module_calls import is_own_norm, norm_as_call
 from harness.runtime.tracing.states import States
 

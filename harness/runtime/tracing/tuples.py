@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from harness.errors import ModelError
-from harness.runtime.capture.operators import CONCATENATIONS, function_name
+from harness.runtime.capture.operators import CONCATENATIONS
 from harness.runtime.executor.shards.inplace import changes_first
 from harness.runtime.models.task import choose_logits, named_outputs
+from harness.runtime.tracing.constructs import function_name
 
 
 def split_tuples(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:

@@ -13,7 +13,6 @@ operators write them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,14 +23,14 @@ from torch import Tensor, fx
 
 from harness.errors import ModelError
 from harness.runtime.capture.meta_copy import meta_copy
-from harness.runtime.capture.operators import function_name
+from harness.runtime.capture.meta_run import tensors_in_order
 from harness.runtime.executor.shards.inplace import (
     COPIES,
     changes_first,
-    copying_call,
+    out_of_place,
     works_in_place,
 )
-from harness.runtime.tracing.functions import OpaqueFunction
+from harness.runtime.tracing.constructs import OpaqueFunction, function_name
 from harness.runtime.tracing.tuples import check_sizes, drop_empty_parts, split_tuples
 
 
@@ -140,7 +139,7 @@ class _Memory:
 
     def _reads_elements(self, user: fx.Node) -> bool:
         is_writer = user in self.changed  # which may return nothing
-        return user.op == "output" or is_writer or bool(_tensors(self.values.get(user)))
+        return user.op == "output" or is_writer or bool(tensors_in_order(self.values.get(user)))
 
     def chain(self, node: fx.Node) -> list[fx.Node]:
         """The chain of views from a base tensor, or a writer's output, to a node."""
@@ -159,14 +158,6 @@ class _Memory:
             and a.stride() == b.stride()
             and a.storage_offset() == b.storage_offset()
         )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []
 
 
 def replace_in_place_writes(module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
@@ -245,22 +236,12 @@ def _work_out_of_place(module: fx.GraphModule, memory: _Memory, writer: fx.Node)
         writer.kwargs = {k: v for k, v in writer.kwargs.items() if k != "out"}
         return
     is_first = bool(writer.args) and writer.args[0] is memory.target(writer)
-    if not is_first or not works_in_place(writer, dict(module.named_modules())):
+    owned = dict(module.named_modules())
+    if not is_first or not works_in_place(writer, owned):
         raise _error(writer, memory.target(writer))
+    out_of_place(writer, owned)
     if writer.op == "call_module":
-        _copy_module(module, writer)
-    elif writer.kwargs.get("inplace"):
-        writer.kwargs = {**writer.kwargs, "inplace": False}
-    else:
-        writer.op, writer.target = "call_function", copying_call(writer)
-
-
-def _copy_module(module: fx.GraphModule, writer: fx.Node) -> None:
-    copying = copy.copy(module.get_submodule(str(writer.target)))
-    copying.inplace = False  # type: ignore[assignment]
-    path = f"{writer.target}_copying".replace(".", "_")
-    module.add_submodule(path, copying)
-    writer.target = path
+        module.add_submodule(str(writer.target), owned[str(writer.target)])
 
 
 def _updated_base(

@@ -20,6 +20,7 @@ import torch
 from harness.domain.profile import DTYPE_NAMES, Measurement
 from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.capture.capture import Captured
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.devices.precision import Precision
@@ -34,7 +35,6 @@ from harness.runtime.profiling.subgraph import (
     is_microbatch,
     stage_bounds,
     steps_of,
-    tensors_in,
 )
 from harness.runtime.profiling.timer import OperatorSamples, OpTimer
 from harness.runtime.ranks.world import Context
@@ -155,7 +155,7 @@ class PointMeasurer:
         n_stages = n_devices if is_micro else 1
         drawn, targets = draw_batch(self._task, samples, 0, device)
         steps = steps_of(
-            self._captured, lambda output: self._task.sum_loss(tensors_in(output)[0], targets)
+            self._captured, lambda output: self._task.sum_loss(tensors_within(output)[0], targets)
         )
         inputs = self._captured.module.graph.find_nodes(op="placeholder")
         fed = dict(zip(inputs, drawn, strict=True))
@@ -280,7 +280,7 @@ class PointMeasurer:
             task = self._task
             inputs, targets = draw_batch(task, samples, 0, self._context.world.device)
             with torch.no_grad(), self._precision.autocast():
-                loss = task.sum_loss(tensors_in(task.model(*inputs))[0], targets)
+                loss = task.sum_loss(tensors_within(task.model(*inputs))[0], targets)
             self._has_finite_loss[samples] = bool(loss.isfinite())
         return self._has_finite_loss[samples]
 

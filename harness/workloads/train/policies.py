@@ -40,7 +40,7 @@ from harness.workloads.train.replanning import DriftPolicy, ShrinkPolicy
 from harness.workloads.train.requests import UNREADABLE, Request, read_request
 
 if TYPE_CHECKING:
-    from harness.runtime.executor.gradients.norms import LayerNorms
+    from harness.runtime.executor.gradients.update import LayerNorms
 
 _log = logging.getLogger(__name__)
 

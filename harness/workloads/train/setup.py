@@ -33,7 +33,7 @@ from harness.runtime.devices.precision import Precision, set_tensor_cores
 from harness.runtime.devices.sampling import settle
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
-from harness.runtime.engines.unread import unread_parameters
+from harness.runtime.engines.torch_engine import unread_parameters
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
 from harness.runtime.models.shared_build import build_on_host

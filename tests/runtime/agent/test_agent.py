@@ -12,7 +12,7 @@ from waiting import is_alive, wait_until
 
 from harness.measure.store import find_runs
 from harness.runtime.agent import ended, family
-from harness.runtime.agent.row import OpenRun
+from harness.runtime.agent.ended import OpenRun
 
 ROOT = Path(__file__).parents[3]
 AGENT = [sys.executable, "-SP", str(ROOT / "harness/runtime/agent/__main__.py")]

@@ -15,7 +15,7 @@ from harness.runtime.engines.deepspeed_engine import TimedBackend
 from harness.runtime.engines.engine import CompletionStream, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.engines.replicas import digest, fingerprint
-from harness.runtime.engines.unread import unread_parameters
+from harness.runtime.engines.torch_engine import unread_parameters
 from harness.runtime.models import ModelOptions
 from harness.runtime.models.factory import task_of
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from harness.errors import VerificationError
 from harness.runtime.capture.capture import capture
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.models import ModelOptions, build_task, fit_options
 from harness.runtime.profiling.shards import verify
 from harness.runtime.profiling.subgraph import (
@@ -17,7 +18,6 @@ from harness.runtime.profiling.subgraph import (
     Subgraph,
     resident,
     steps_of,
-    tensors_in,
     values_at,
 )
 
@@ -69,7 +69,7 @@ def test_subgraphs_in_a_row_give_the_gradients_of_the_model(bounds, device):
         subgraph = Subgraph(steps[begin:end], values_at(steps, begin, fed, device), later)
         with resident(steps[begin:end], device):
             flight = subgraph.forward(run)
-            losses = tensors_in(flight.outputs.get(steps[-1].node))
+            losses = tensors_within(flight.outputs.get(steps[-1].node))
             last = Collecting()
             subgraph.backward(flight, last)
         assert last.order == [step.name for step in reversed(steps[begin:end])]

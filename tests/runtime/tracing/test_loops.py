@@ -7,8 +7,8 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import ModelOptions
-from harness.runtime.tracing import loops
-from harness.runtime.tracing.loops import LONGEST, WholeModule
+from harness.runtime.tracing import kept_calls
+from harness.runtime.tracing.kept_calls import LONGEST, WholeModule
 
 
 class Decay(nn.Module):
@@ -71,7 +71,7 @@ def test_what_follows_the_values_of_a_forward_does_not_make_it_a_loop(monkeypatc
             ones, y = [torch.ones(6) for _ in range(x.shape[1])], super().forward(x)
             return torch.stack([y[:, 0] * one for one in ones], 1)
 
-    monkeypatch.setattr(loops, "LONGEST", 40)
+    monkeypatch.setattr(kept_calls, "LONGEST", 40)
     model = nn.Sequential(*(Masked(6, 6) for _ in range(3)))
     found = capture(
         task_of("masks", (model, {"input": torch.randn(2, 8, 6)}), ModelOptions()), 8, "masks"

@@ -9,8 +9,8 @@ from torch import nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from harness.errors import ModelError
+from harness.runtime.tracing.kept_calls import Vmap
 from harness.runtime.tracing.trace import trace
-from harness.runtime.tracing.vmaps import Vmap
 
 X = torch.zeros(4, 6)
 

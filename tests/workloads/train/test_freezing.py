@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from harness.domain.freezing import FreezableLayer
 from harness.errors import ConfigError
 from harness.runtime.engines.optimizers import LearningRates
-from harness.runtime.executor.gradients.norms import LayerNorms
+from harness.runtime.executor.gradients.update import LayerNorms
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.policies import FreezingPolicy
 

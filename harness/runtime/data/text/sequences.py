@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from harness.errors import DataError
 from harness.inputs import decode_text, read_file, shorten
-from harness.runtime.data.batch import Batch
+from harness.runtime.data.batch import Batch, BatchedData
 from harness.runtime.models.task import IGNORED, PADDING, Task
 
 PAD, UNKNOWN, BEGIN, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
@@ -76,7 +75,7 @@ class Vocabulary:
 _LARGEST_FILE_BYTES = 4 << 30
 
 
-class TextData(Dataset[Batch]):
+class TextData(BatchedData):
     """Copies samples from memory.
 
     Args:
@@ -94,9 +93,6 @@ class TextData(Dataset[Batch]):
     def count_targets(self, indices: Sequence[int]) -> tuple[int, ...]:
         """Number of targets that count, of each sample."""
         return tuple(self._counts[index] for index in indices)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
         rows = torch.tensor(indices, dtype=torch.int64)

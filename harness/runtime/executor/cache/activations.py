@@ -11,10 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from harness.measure.recorder import Clock
-from harness.runtime.data.batch import Batch
+from harness.runtime.data.batch import Batch, BatchedData
 from harness.runtime.executor.cache.boundary import Rest
 from harness.runtime.executor.cache.store import Rows
 from harness.runtime.executor.program.program import Recorded
@@ -165,7 +164,7 @@ def _send_and_receive(
         rows.write(samples, flat.to("cpu").view(like.dtype).view(like.shape))
 
 
-class CachedData(Dataset[Batch]):
+class CachedData(BatchedData):
     """A data set for an engine that skips frozen layers.
 
     Args:
@@ -179,9 +178,6 @@ class CachedData(Dataset[Batch]):
 
     def __len__(self) -> int:
         return len(self.data)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
         batch: Batch = self.data.__getitems__(indices)

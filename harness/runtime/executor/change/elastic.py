@@ -46,7 +46,7 @@ from harness.runtime.executor.cache.prefix import Parked, Prefix
 from harness.runtime.executor.change.transfer import Bits, StateTransfer, find_all_migrations
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.gradients.norms import LayerNorms
+from harness.runtime.executor.gradients.update import LayerNorms
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.state.state import gather_objects
 from harness.runtime.executor.state.weights import CHANNELS_LAST, IS_REPEATED

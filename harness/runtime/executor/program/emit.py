@@ -27,10 +27,10 @@ from harness.runtime.executor.program.program import (
     WeightKey,
 )
 from harness.runtime.executor.shards.attention import MixingShard
+from harness.runtime.executor.shards.base import named_tensor
 from harness.runtime.executor.shards.batch_norm import BatchNormShard, Reduce, make_batch_norm
 from harness.runtime.executor.shards.forms import (
     Forms,
-    attribute_of,
     collective_devices,
     key_blocks,
     node_sources,
@@ -263,12 +263,12 @@ class SegmentBuilder:
             emitted.target = self._own(path, module)
             self._operator_of[emitted.target] = part.operator, path
         if self._must_copy(part, node, arguments):
-            emitted = out_of_place(self._graph, emitted, self._owned)
+            emitted = out_of_place(emitted, self._owned)
         self._register(part, node, emitted, is_gathered=is_gathered)
 
     def _tensor(self, name: str, piece: WeightSlice, *, is_viewed: bool) -> fx.Node:
         """A node for a parameter or constant of the model."""
-        held = self._device.weights.hold(piece, attribute_of(self._device.root, name))
+        held = self._device.weights.hold(piece, named_tensor(self._device.root, name))
         if is_viewed:
             own_gradients([held])
         return self._graph.get_attr(self._own(name, held))

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from harness.domain.schedule import Action
-from harness.runtime.capture.operators import function_name
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import Share
 from harness.runtime.executor.run.feed import Feed
 from harness.runtime.executor.run.priming import kept_alike
 from harness.runtime.executor.run.runner import Runner
+from harness.runtime.tracing.constructs import function_name
 
 
 @torch.no_grad()

@@ -35,8 +35,7 @@ from harness.runtime.executor.sharded.gathers import WeightGathers
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.messages import Message, Place
-from harness.runtime.executor.transport.moves import Fetch, Moves, Receives
-from harness.runtime.executor.transport.partial_sums import Sums
+from harness.runtime.executor.transport.moves import Fetch, Moves, Receives, Sums
 
 
 class Runner:

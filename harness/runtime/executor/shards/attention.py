@@ -94,8 +94,6 @@ def make_grouped_attention(part: ShardSpec) -> GroupedAttentionShard | None:
         is_own = index == 0 or (index == 1 and part.has_own_keys)
         needed.append((part.output[0], part.output[1] if is_own else positions, *rest))
     inward = regions(part, needed)
-    if inward is None:
-        return None
     first = part.output[1][0]
     first_key = first if part.has_own_keys else 0
     return GroupedAttentionShard(part, module.form, groups, first, first_key, inward)
@@ -190,8 +188,6 @@ def make_attention(part: ShardSpec) -> AttentionShard | None:
         positions = part.output[1] if is_own else (0, n_positions)
         needed.append((part.output[0], positions, (0, n_features)))
     inward = regions(part, needed)
-    if inward is None:
-        return None
     return AttentionShard(part, module, heads, roles, inward)
 
 
@@ -325,6 +321,4 @@ def make_attention_region(part: ShardSpec) -> RegionShard | None:
         cut = {SAMPLE: part.output[0], **({POSITIONS: part.output[1]} if is_own else {})}
         needed.append([cut.get(dim, (0, size)) for dim, size in wanted.shape.items()])
     inward = regions(part, needed)
-    if inward is None:
-        return None
     return RegionShard(part, joined, held, groups, rows, inward)

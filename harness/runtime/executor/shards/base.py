@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +13,8 @@ from torch.nn.utils import parametrize
 
 from harness.domain.graph import Operator
 from harness.domain.partition import Block, Interval
-from harness.runtime.capture.operators import function_name
 from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.tracing.constructs import function_name
 
 ShardT = TypeVar("ShardT", bound=nn.Module)
 
@@ -176,15 +177,13 @@ class Shard(nn.Module):
         self.sources[name] = source
 
 
-# Makes the shard of one part; None if the cut has none.
+# Makes the shard of one part; None, or a LackingError of `regions`, if the cut has none.
 Make = Callable[[ShardSpec], Shard | None]
 
 
 def named_tensor(root: nn.Module, name: str) -> Tensor:
     """A parameter, buffer or plain tensor of a module by its dotted name."""
-    value: Any = root
-    for step in name.split("."):
-        value = getattr(value, step)
+    value = attrgetter(name)(root)
     assert isinstance(value, Tensor)
     return value
 

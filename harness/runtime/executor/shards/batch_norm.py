@@ -111,9 +111,8 @@ class GlobalBatchNorm(BatchNormShard):
         factor = self._count_batch()
         mean, variance, n_values = merge_statistics(x.detach(), self._reduce)
         self._track(mean, variance * (n_values / (n_values - 1)), factor)
-        return batch_norm(
-            x, self.weight, self.bias, mean, variance, n_values, self._eps, self._reduce
-        )
+        apply: Callable[..., Tensor] = _Normalise.apply
+        return apply(x, self.weight, self.bias, mean, variance, n_values, self._eps, self._reduce)
 
     def _track(self, mean: Tensor, variance: Tensor, factor: float) -> None:
         is_tracking = self.training and self.track_running_stats
@@ -145,30 +144,13 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     return variance.double(), mean.double()
 
 
-def batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    n_values: Tensor,
-    eps: float,
-    reduce: Reduce,
-) -> Tensor:
-    """Normalise by global statistics, whose gradients flow back to `x`.
-
-    Gradients of weight and bias cover this block only.
-    """
-    apply: Callable[..., Tensor] = _Normalise.apply
-    return apply(x, weight, bias, mean, variance, n_values, eps, reduce)
-
-
 class _Normalise(torch.autograd.Function):
     """y = gamma z + beta with z = (x - mean) / sqrt(variance + eps), and with g = dL/dy
 
     dL/dx = gamma / sqrt(variance + eps) (g - (sum g) / n - z (sum g z) / n)
 
-    by Ioffe and Szegedy (Batch Normalization, 2015); the sums run over all devices.
+    by Ioffe and Szegedy (Batch Normalization, 2015); the sums run over all devices. Gradients of
+    weight and bias cover this block only.
     """
 
     @staticmethod
@@ -222,8 +204,7 @@ def make_batch_norm_shard(part: ShardSpec) -> BatchNormShard | None:
     """A batch norm by the block's own statistics."""
     if not isinstance(part.module, _BatchNorm) or len(part.wanted) != 1:
         return None
-    inward = region(part.wanted[0], part.output)
-    return None if inward is None else BatchNormShard(part, part.module, inward)
+    return BatchNormShard(part, part.module, region(part.wanted[0], part.output))
 
 
 def make_batch_norm(part: ShardSpec, reduce: Reduce = _identity) -> GlobalBatchNorm | None:

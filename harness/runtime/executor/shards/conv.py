@@ -133,8 +133,6 @@ def make_conv2d(part: ShardSpec) -> ConvShard | None:
         )
         needed.append(rows)
     inward = region(part.wanted[0], needed)
-    if inward is None:
-        return None
     runs = list(_runs(filters, filters_each, channels_each))
     return ConvShard(part, spec, runs, (padding[0], padding[1]), inward)
 
@@ -238,7 +236,7 @@ def make_pool(part: ShardSpec) -> PoolShard | None:
         return _adaptive(part, function, options)
     if part.is_side_whole(2) and part.is_side_whole(3):
         inward = region(part.wanted[0], (*part.output[:2], *_whole_sides(part)))
-        return None if inward is None else PoolShard(function, options, inward)
+        return PoolShard(function, options, inward)
     return _windowed(part, name, options)
 
 
@@ -262,19 +260,17 @@ def _whole_sides(part: ShardSpec) -> tuple[Interval, Interval]:
 
 def _adaptive(
     part: ShardSpec, function: Callable[..., Tensor], options: dict[str, Any]
-) -> PoolShard | None:
+) -> PoolShard:
     """Pool whole channels and crop the block."""
     inward = region(part.wanted[0], (*part.output[:2], *_whole_sides(part)))
     whole = dict(zip(part.dims, part.sizes, strict=True))
     blocks = tuple((0, stop - start) for start, stop in part.output[:2])
     sides = tuple((0, size) for size in part.sizes[2:])
     outward = region(Wanted(whole, (*blocks, *sides)), (*blocks, *part.output[2:]))
-    if inward is None:
-        return None
     return PoolShard(function, options, inward, outward=outward)
 
 
-def _windowed(part: ShardSpec, name: str, options: dict[str, Any]) -> PoolShard | None:
+def _windowed(part: ShardSpec, name: str, options: dict[str, Any]) -> PoolShard:
     kernel = pair(options["kernel_size"])
     stride = pair(options.get("stride") or kernel)
     padding = pair(options.get("padding", 0))
@@ -290,8 +286,6 @@ def _windowed(part: ShardSpec, name: str, options: dict[str, Any]) -> PoolShard 
         for side in range(2)
     ]
     inward = region(part.wanted[0], (*part.output[:2], *rows))
-    if inward is None:
-        return None
     if name == "max_pool2d":
         read: dict[str, Any] = {"kernel_size": kernel, "stride": stride, "dilation": dilation}
         return PoolShard(F.max_pool2d, read, inward, fill=-torch.inf)

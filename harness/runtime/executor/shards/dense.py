@@ -17,7 +17,7 @@ from harness.domain.einsum import equation_of
 from harness.domain.partition import Interval
 from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
 from harness.runtime.executor.shards.regions import Region, region, regions
-from harness.runtime.tracing.projections import transposed_linear
+from harness.runtime.tracing.matrix_products import transposed_linear
 
 # Multiplies an input by weight and bias, as F.linear does.
 Linear = Callable[[Tensor, nn.Parameter, nn.Parameter | None], Tensor]
@@ -72,8 +72,6 @@ def make_linear(part: ShardSpec) -> LinearShard | None:
     n_summed = part.tensor(weight).shape[0 if is_transposed else 1]
     summed = part.partial("contraction") or (0, n_summed)
     inward = region(part.wanted[0], (*part.output[:-1], summed))
-    if inward is None:
-        return None
     return LinearShard(part, weight, bias, summed, inward, is_transposed=is_transposed)
 
 
@@ -129,13 +127,13 @@ def make_embedding(part: ShardSpec) -> EmbeddingShard | None:
     rank = len(part.wanted[0].shape)
     if isinstance(table, nn.Embedding):
         inward = region(part.wanted[0], part.output[:-1])
-        return None if inward is None else EmbeddingShard(part, F.embedding, options, inward)
+        return EmbeddingShard(part, F.embedding, options, inward)
     if rank != 2:
         return None
     options |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
     bags = list(part.wanted[0].shape.values())
     inward = region(part.wanted[0], (part.output[0], (0, bags[1])))
-    return None if inward is None else EmbeddingShard(part, F.embedding_bag, options, inward)
+    return EmbeddingShard(part, F.embedding_bag, options, inward)
 
 
 class LayerNormShard(Shard):
@@ -187,7 +185,7 @@ def make_layer_norm(part: ShardSpec) -> LayerNormShard | None:
         return None
     dims = range(len(part.output) - len(normalized), len(part.output))
     inward = region(part.wanted[0], part.output)
-    if inward is None or not all(part.is_whole(dim) for dim in dims):
+    if not all(part.is_whole(dim) for dim in dims):
         return None
     shape, eps = tuple(normalized), read.get("eps", 1e-5)
 
@@ -258,7 +256,4 @@ def make_einsum(part: ShardSpec) -> EinsumShard | None:
         [intervals.get(x, (0, n)) for x, n in zip(letters, wanted.shape.values(), strict=True)]
         for letters, wanted in zip(equation.inputs, part.wanted, strict=True)
     ]
-    inward = regions(part, needed)
-    if inward is None:
-        return None
-    return EinsumShard(part, equation.plain, operands, intervals, inward)
+    return EinsumShard(part, equation.plain, operands, intervals, regions(part, needed))

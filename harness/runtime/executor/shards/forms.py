@@ -26,18 +26,13 @@ from harness.domain.sharding import BUCKET_BYTES, CONTRACTION, has_tasks
 from harness.domain.strategy import Strategy
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
-from harness.runtime.capture.operators import (
-    draws_random,
-    function_name,
-    is_dropout,
-    is_frozen_norm,
-)
+from harness.runtime.capture.operators import draws_random, is_dropout, is_frozen_norm
 from harness.runtime.executor.geometry.layout import Layout, Part, check_samples
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.sharded.gathers import UnitPlan
-from harness.runtime.executor.shards.base import Shard, ShardSpec, Wanted
+from harness.runtime.executor.shards.base import Shard, ShardSpec, Wanted, named_tensor
 from harness.runtime.executor.shards.batch_norm import (
     check_shared_norms,
     check_writers,
@@ -45,6 +40,7 @@ from harness.runtime.executor.shards.batch_norm import (
 )
 from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.executor.state.weights import Holders, Use, canonical_names
+from harness.runtime.tracing.constructs import function_name
 
 _log = logging.getLogger(__name__)
 
@@ -362,12 +358,5 @@ def node_sources(node: fx.Node, root: nn.Module) -> dict[str, WeightSlice]:
     for source in node.all_input_nodes:
         if source.op == "get_attr":
             name = str(source.target)
-            found[name] = WeightSlice.whole(name, attribute_of(root, name))
-    return found
-
-
-def attribute_of(root: nn.Module, name: str) -> nn.Parameter:
-    """A parameter or buffer by its full name."""
-    path, _, attribute = name.rpartition(".")
-    found: nn.Parameter = getattr(root.get_submodule(path), attribute)
+            found[name] = WeightSlice.whole(name, named_tensor(root, name))
     return found

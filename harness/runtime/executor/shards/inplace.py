@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from harness.runtime.capture.operators import function_name
-from harness.runtime.tracing.functions import OpaqueFunction
+from harness.runtime.tracing.constructs import OpaqueFunction, function_name
 
 # Key in a node's `meta` for modules that must not change their input.
 COPIES = "copies"
@@ -80,8 +79,12 @@ def copying_function(target: Any) -> Any:
     return _ARITHMETIC.get(target) or next(iter(_of_torch(name)), None)
 
 
-def out_of_place(graph: fx.Graph, node: fx.Node, owned: dict[str, Any]) -> fx.Node:
-    """Change an in-place node so that it does not change its argument; returns the node."""
+def out_of_place(node: fx.Node, owned: dict[str, Any]) -> fx.Node:
+    """Change an in-place node so that it does not change its argument; returns the node.
+
+    Args:
+        owned: modules by path, to which that of the node is added.
+    """
     if not works_in_place(node, owned):
         return node
     if node.op == "call_module":

@@ -17,6 +17,7 @@ from harness.runtime.executor.shards.dense import (
     make_linear,
 )
 from harness.runtime.executor.shards.pointwise import make_pointwise
+from harness.runtime.executor.shards.regions import LackingError
 
 _MAKERS: dict[str, Make] = {
     "linear": make_linear,
@@ -43,5 +44,8 @@ def make_shard(part: ShardSpec) -> Shard | None:
     make = _MAKERS.get(part.operator.kind)
     if make is None or (part.module is not None and not has_plain_weights(part.module)):
         return None
-    shard = make(part)
+    try:
+        shard = make(part)
+    except LackingError:
+        return None
     return None if shard is None else part.in_mode(shard)

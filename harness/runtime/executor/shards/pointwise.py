@@ -72,8 +72,6 @@ def make_pointwise(part: ShardSpec) -> PointwiseShard | None:
     if len(known) < len(blocks) or "out" in kwargs:
         return None
     inward = regions(part, known)
-    if inward is None:
-        return None
     if part.node.op == "call_function":
         args, kwargs = _out_of_place(part.node.target, args, kwargs)
     shard = PointwiseShard(function, args, kwargs, inward)
@@ -216,8 +214,6 @@ def make_dropout(part: ShardSpec, state: RandomState) -> ExactDropout | None:
     if probability is None or len(part.wanted) != 1:
         return None
     inward = region(part.wanted[0], part.output)
-    if inward is None:
-        return None
     sizes, block = list(part.sizes), list(part.output)
     if isinstance(part.module, nn.Dropout2d):
         sizes[2:], block[2:] = [1] * len(sizes[2:]), [(0, 1)] * len(sizes[2:])

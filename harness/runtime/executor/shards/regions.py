@@ -39,17 +39,25 @@ class Region:
         return x
 
 
-def region(wanted: Wanted, needed: Sequence[Interval]) -> Region | None:
-    """The padding and crops to the needed region; None if the received block lacks a part."""
+class LackingError(Exception):
+    """A received block lacks a part of what a shard needs, so that the cut has no shard."""
+
+
+def region(wanted: Wanted, needed: Sequence[Interval]) -> Region:
+    """The padding and crops to the needed region.
+
+    Raises:
+        LackingError: the received block lacks a part.
+    """
     if len(needed) != len(wanted.block):
-        return None
+        raise LackingError
     pads: list[int] = []
     crops: list[tuple[int, int, int]] = []
     sides = zip(wanted.shape.values(), wanted.block, needed, strict=True)
     for dim, (size, (low, high), (start, stop)) in enumerate(sides):
         real = max(0, start), min(size, stop)
         if real[0] < real[1] and not low <= real[0] < real[1] <= high:
-            return None
+            raise LackingError
         before, after = max(0, low - start), max(0, stop - high)
         pads = [before, after, *pads]
         skipped = start - (low - before)
@@ -58,11 +66,9 @@ def region(wanted: Wanted, needed: Sequence[Interval]) -> Region | None:
     return Region(tuple(pads) if any(pads) else (), tuple(crops))
 
 
-def regions(part: ShardSpec, needed: Iterable[Sequence[Interval]]) -> list[Region] | None:
-    """The padding and crops of every input; None if a received block lacks a part."""
-    found = [region(wanted, block) for wanted, block in zip(part.wanted, needed, strict=True)]
-    known = [each for each in found if each is not None]
-    return known if len(known) == len(found) else None
+def regions(part: ShardSpec, needed: Iterable[Sequence[Interval]]) -> list[Region]:
+    """The padding and crops of every input; raises as `region`."""
+    return [region(wanted, block) for wanted, block in zip(part.wanted, needed, strict=True)]
 
 
 def window(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -70,22 +69,25 @@ class KeyRing:
 
 def make_mix(keys: KeyForm, ring: KeyRing) -> Mix:
     """The mixing of values by a device that projects keys and values of its own positions."""
-    return partial(_mix_around if keys == "ring" else _mix_gathered, ring)
+    gather: Callable[..., Tensor] = _Gather.apply
+    mix_around: Callable[..., Tensor] = _MixAround.apply
 
+    def mix(
+        form: AttentionForm,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor | None,
+        mask: Tensor | None,
+        first: int,
+    ) -> Tensor:
+        own = torch.stack((k, v))
+        if keys == "ring":
+            return mix_around(q, own, table, mask, form, ring)
+        k, v = gather(own, ring).unbind()
+        return mix_values(form, q, k, v, table, mask, first)
 
-def _mix_gathered(
-    ring: KeyRing,
-    form: AttentionForm,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    mask: Tensor | None,
-    first: int,
-) -> Tensor:
-    apply: Callable[..., Tensor] = _Gather.apply
-    k, v = apply(torch.stack((k, v)), ring).unbind()
-    return mix_values(form, q, k, v, table, mask, first)
+    return mix
 
 
 class _Gather(torch.autograd.Function):
@@ -107,20 +109,6 @@ class _Gather(torch.autograd.Function):
             place = ring.place(k)
             held = ring.start(held, ring.shape(gradient, place))() + parts[place]
         return held, None
-
-
-def _mix_around(
-    ring: KeyRing,
-    form: AttentionForm,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    mask: Tensor | None,
-    first: int,
-) -> Tensor:
-    apply: Callable[..., Tensor] = _MixAround.apply
-    return apply(q, torch.stack((k, v)), table, mask, form, ring)
 
 
 class _MixAround(torch.autograd.Function):

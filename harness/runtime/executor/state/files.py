@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import torch
@@ -31,12 +31,9 @@ from harness.errors import ResultsError
 from harness.inputs import find_int, one_line, open_regular, shorten
 from harness.measure.store import replacing
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.gradients.norms import LayerNorms, NormSums
+from harness.runtime.executor.gradients.update import LayerNorms, NormSums
 from harness.runtime.executor.state.state import RankParts, StateGatherer
 from harness.runtime.ranks.world import World
-
-if TYPE_CHECKING:
-    pass
 
 _FORMAT = "state shards 2"
 _UNCUT = "-"

@@ -113,7 +113,7 @@ def test_an_operator_out_of_place_leaves_its_argument_as_it_is(op, target, args,
     graph = fx.Graph()
     node = graph.create_node(op, target, (graph.placeholder("x"), *args))
     given = torch.full((2, 2), 3.0, requires_grad=True)
-    found = out_of_place(graph, node, {}).target(given, *args)
+    found = out_of_place(node, {}).target(given, *args)
     assert found.tolist() == wanted
     assert found.requires_grad
     assert given.tolist() == [[3, 3], [3, 3]]

@@ -1,8 +1,12 @@
-"""Answer reads of values during an export (`if`, `item()`) that no input's values can change.
+"""Modes under which a model is exported.
 
-A tensor that forward makes of sizes alone, such as a mask of ones, is computed beside its fake
-twin, for some numbers of samples; where all give the same number, that is the answer. A check
-whether values are finite is answered as if they were.
+One answers reads of values (`if`, `item()`) that no input's values can change. A tensor that
+forward makes of sizes alone, such as a mask of ones, is computed beside its fake twin, for some
+numbers of samples; where all give the same number, that is the answer. A check whether values are
+finite is answered as if they were.
+
+The other follows `torch.cat(list(x))`, by which models join the samples of x again. The list has
+one row in the place of all samples, because their number is open.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.runtime.capture.operators import (
     ALWAYS_RANDOM,
+    CONCATENATIONS,
     SOMETIMES_RANDOM,
     UNDEFINED,
-    function_name,
 )
+from harness.runtime.tracing.constructs import ConstructError, function_name
 from harness.runtime.tracing.tracer import users_frame
 
 _log = logging.getLogger(__name__)
@@ -176,3 +181,38 @@ def size_of(x: Any, n_samples: int) -> Any:
     if any(str(symbol).startswith("u") for symbol in expression.free_symbols):
         raise _UnknownError  # a size that depends on values
     return int(expression.subs(dict.fromkeys(expression.free_symbols, n_samples)))
+
+
+class JoinedSamples(TorchFunctionMode):
+    """Lets a model join samples, and refuses what else it does with one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._samples: dict[int, tuple[Tensor, Tensor]] = {}  # the row, and x
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, function_name(func)
+        if name == "unbind" and not any((*args[1:], *kwargs.values())) and _is_open(args[0]):
+            row = args[0][0]
+            self._samples[id(row)] = row, args[0]
+            return (row,)
+        if name == "__len__" and any(args[0] is whole for _, whole in self._samples.values()):
+            raise TypeError("the number of samples is open")  # `list` asks, and does without
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        found = [self._samples[id(x)][1] for x in tensors if id(x) in self._samples]
+        if not found or name == "__get__":
+            return func(*args, **kwargs)
+        if len(tensors) == 1 and not any((*args[1:], *kwargs.values())):
+            if name in CONCATENATIONS:
+                return found[0].flatten(0, 1)
+            if name == "stack":
+                return found[0]
+        raise ConstructError(
+            "forward loops over the samples of a batch: compute on all of them at once"
+        )
+
+
+def _is_open(x: Tensor) -> bool:
+    return x.dim() > 0 and isinstance(x.shape[0], SymInt)

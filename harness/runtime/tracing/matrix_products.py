@@ -1,4 +1,10 @@
-"""Keep samples and heads apart in products of stacks of matrices, so that they can be cut by heads.
+"""Keep dims apart in products of matrices of an export, so that they can be cut along them.
+
+Linear layers: GPT-2 in transformers multiplies by a weight (inputs, outputs), `addmm` between two
+views. PyTorch's attention merges steps and samples into rows, (steps, samples, width) -> (rows,
+width), for its last linear layer; rows in the order of the steps could not be cut by samples.
+
+Stacks of matrices, so that they can be cut by heads:
 
     (samples, heads, rows, width) -> view (samples * heads, rows, width) --+
                                                                            bmm -> view (samples,
@@ -14,13 +20,90 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from harness.runtime.tracing.dim_rules import operator_name
+from harness.runtime.tracing.dim_rules import LINEAR, operator_name
 
-_VIEWS = ("view", "reshape", "_unsafe_view")
+_ATEN = torch.ops.aten
+_VIEWS = (_ATEN.view.default, _ATEN.reshape.default)
+_VIEW_NAMES = ("view", "reshape", "_unsafe_view")
 _POINTWISE = ("mul", "div", "add", "sub", "to", "contiguous", "clone", "dropout", "type_as", "neg")
 _WITH_DIMS = {"softmax": 1, "transpose": 2, "gather": 1}  # number of dims among the arguments
 _PRODUCTS = ("bmm", "baddbmm")
-_ATEN = torch.ops.aten
+
+
+def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply (..., inputs) by a weight (inputs, outputs)."""
+    rows = x.reshape(-1, x.shape[-1])
+    product = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+    return product.view(*x.shape[:-1], weight.shape[1])
+
+
+def keep_dims(module: fx.GraphModule) -> None:
+    """Replace view to rows, linear layer, view of the rows by a view and a linear layer."""
+    for node in module.graph.find_nodes(op="call_function", target=LINEAR):
+        before, after = node.args[0], next(iter(node.users), None)
+        if len(node.users) != 1 or not isinstance(before, fx.Node) or after is None:
+            continue
+        if {before.target, after.target} - {*_VIEWS} or not _keeps_width(node, after):
+            continue
+        views: Any = (before, after)
+        (source, (*_, width)), (_, sizes) = (view.args for view in views)
+        with module.graph.inserting_before(after):
+            wide = module.graph.call_function(_VIEWS[1], (source, [*sizes[:-1], width]))
+            kept = module.graph.call_function(LINEAR, (wide, *node.args[1:]))
+        wide.meta, kept.meta = {**before.meta}, {**after.meta}
+        wide.meta["val"] = before.meta["val"].new_empty((*after.meta["val"].shape[:-1], width))
+        _replace(module.graph, (before, node, after), kept)
+    module.recompile()
+
+
+def _replace(graph: fx.Graph, chain: tuple[fx.Node, fx.Node, fx.Node], made: fx.Node) -> None:
+    """Put a new node in the place of a chain; its first node stays if others read it."""
+    first, middle, last = chain
+    last.replace_all_uses_with(made)
+    graph.erase_node(last)
+    graph.erase_node(middle)
+    if not first.users:
+        graph.erase_node(first)
+
+
+def _keeps_width(node: fx.Node, after: fx.Node) -> bool:
+    found, made = node.meta.get("val"), after.meta.get("val")
+    if not isinstance(found, Tensor) or not isinstance(made, Tensor):
+        return False
+    return found.dim() == 2 and made.dim() > 2 and str(found.shape[-1]) == str(made.shape[-1])
+
+
+def join_projections(module: fx.GraphModule) -> None:
+    """Replace view, addmm by a parameter, view."""
+    for node in module.graph.find_nodes(op="call_function", target=_ATEN.addmm.default):
+        found = _parts(node)
+        if found is None:
+            continue
+        before, after = found
+        bias, _, weight = node.args
+        with module.graph.inserting_before(after):
+            joined = module.graph.call_function(transposed_linear, (before.args[0], weight, bias))
+        joined.meta = {**after.meta}
+        _replace(module.graph, (before, node, after), joined)
+    module.recompile()
+
+
+def _parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The views before and after a product of equally many dims."""
+    if len(node.args) != 3 or node.kwargs or len(node.users) != 1:
+        return None
+    bias, before, weight = node.args
+    (after,) = node.users
+    if not isinstance(before, fx.Node) or {before.target, after.target} - {*_VIEWS}:
+        return None
+    if any(not isinstance(x, fx.Node) or x.op != "get_attr" for x in (bias, weight)):
+        return None
+    source = before.args[0]
+    given, made = (x.meta.get("val") for x in (source, after) if isinstance(x, fx.Node))
+    if not isinstance(given, Tensor) or not isinstance(made, Tensor):
+        return None
+    is_kept = list(map(str, given.shape[:-1])) == list(map(str, made.shape[:-1]))
+    return (before, after) if is_kept and given.dim() > 1 else None
 
 
 def keep_heads(module: fx.GraphModule) -> None:
@@ -38,7 +121,7 @@ def keep_heads(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
     for node in reversed(module.graph.nodes):
         is_size = isinstance(node.meta.get("val"), torch.SymInt)
-        if not node.users and (is_size or operator_name(node) in (*_VIEWS, "repeat")):
+        if not node.users and (is_size or operator_name(node) in (*_VIEW_NAMES, "repeat")):
             module.graph.erase_node(node)
     module.graph.lint()
     module.recompile()
@@ -51,7 +134,7 @@ def _shape(node: Any) -> list[str]:
 
 def _divides(node: fx.Node) -> bool:
     """Whether a view splits the first of three dims into samples and heads."""
-    if operator_name(node) not in _VIEWS:
+    if operator_name(node) not in _VIEW_NAMES:
         return False
     merged, apart = _shape(node.args[0]), _shape(node)
     if len(merged) != 3 or len(apart) != 4 or not apart[1].isdigit() or apart[2:] != merged[1:]:
@@ -105,7 +188,7 @@ class _Stack:
             return self._call(node)
         source: Any = node.args[0] if node.args else None
         name, n_stacked = operator_name(node), _shape(node)[0]
-        if name in _VIEWS and _shape(source) == list(map(str, self._sizes(node))):
+        if name in _VIEW_NAMES and _shape(source) == list(map(str, self._sizes(node))):
             return source  # type: ignore[no-any-return]
         first = next(each for each in self.inside if node in each.all_input_nodes)
         stack = [1, 1] if n_stacked == "1" else [-1, self._n_heads]
