@@ -8,7 +8,7 @@ from __future__ import annotations
 import hmac
 import socket
 import time
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from harness.runtime.agent.wire import Message, Wire
 
@@ -39,30 +39,6 @@ def _fault_in(message: Message) -> Fault | None:
         case [str(status), str(reason), list(hosts), int(exit_code)]:
             return Fault(status, reason, tuple(map(str, hosts)), exit_code)
     return None
-
-
-class Peers(Protocol):
-    """An agent's connections to other agents."""
-
-    def wires(self) -> list[socket.socket | Wire]:
-        """The sockets to poll."""
-        ...
-
-    def receive(self, now_s: float) -> None:
-        """Process all messages that have arrived."""
-        ...
-
-    def beat(self, state: Message) -> None:
-        """Send a heartbeat; it may be dropped."""
-        ...
-
-    def notify(self, message: Message) -> None:
-        """Send a message that must arrive."""
-        ...
-
-    def judge(self, now_s: float) -> Fault | None:
-        """The fault that ends the launch, or None."""
-        ...
 
 
 def _utc(ago_s: float) -> str:
@@ -103,10 +79,12 @@ class Hub:
         return f"rank {rank} ({self._hostnames[rank]})"
 
     def wires(self) -> list[socket.socket | Wire]:
+        """The sockets to poll."""
         unidentified = [wire for wire, _ in self._unidentified]
         return [self._listener, *unidentified, *self._wires.values()]
 
     def receive(self, now_s: float) -> None:
+        """Process all messages that have arrived."""
         self._accept(now_s)
         for rank, wire in list(self._wires.items()):
             for message in wire.receive():
@@ -166,14 +144,17 @@ class Hub:
         self.add_fault(Fault("crash", reason), now_s)
 
     def beat(self, state: Message) -> None:
+        """Send a heartbeat; it may be dropped."""
         for wire in self._wires.values():
             wire.send({"beat": 1}, is_urgent=False)
 
     def notify(self, message: Message) -> None:
+        """Send a message that must arrive."""
         for wire in self._wires.values():
             wire.send(message)
 
     def judge(self, now_s: float) -> Fault | None:
+        """The fault that ends the launch, or None."""
         is_due = any(now_s >= due_s for due_s, _ in self._faults)
         return (
             (self.pending() if is_due else None)
@@ -217,7 +198,7 @@ class Hub:
 
 
 class Spoke:
-    """Another rank's connection to rank 0's agent."""
+    """Another rank's connection to rank 0's agent, with the methods of a Hub."""
 
     def __init__(
         self,
@@ -267,3 +248,6 @@ class Spoke:
             f"{_utc(age_s)}",
             (self._first_host,),
         )
+
+
+Peers = Hub | Spoke  # an agent's connections to other agents

@@ -207,14 +207,6 @@ class _Builder:
             return "einsum", attrs | product.attributes, product
         return kind, attrs, None
 
-    def _is_cut_by_samples(
-        self, kind: str, function: str, node: fx.Node, sources: list[fx.Node]
-    ) -> bool:
-        def described(node: fx.Node) -> tuple[torch.Size, tuple[int, ...]]:
-            return self._shape(node), self._sample_dims(node)
-
-        return is_cut_by_samples(kind, function, described(node), map(described, sources))
-
     def _free_name(self, node: fx.Node) -> str:
         """A unique operator name: the path of the node's module, or else the node's name."""
         name = str(node.target) if node.op == "call_module" else node.name
@@ -255,7 +247,8 @@ class _Builder:
         if node.meta.get(WRITES) or mixes:
             attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
         function = "" if is_opaque_node else str(attrs["function"])
-        if not self._is_cut_by_samples(kind, function, node, sources):
+        made, *read = [(self._shape(n), self._sample_dims(n)) for n in (node, *sources)]
+        if not is_cut_by_samples(kind, function, made, read):
             attrs["is_cut_by_samples"] = False
         is_random = draws_random(node, self._module) and not is_dropout(node, self._module)
         if is_opaque_node or is_unknown or is_hooked or is_random:
@@ -284,7 +277,7 @@ class _Builder:
                 name=name,
                 kind=kind,
                 inputs=[self._name_of[n] for n in sources],
-                shape=named_shape(value.shape, self._sample_dims(node)),
+                shape=named_shape(*made),
                 dtype=str(value.dtype).removeprefix("torch."),
                 forward_flops=found.forward_flops,
                 backward_flops=found.backward_flops,
@@ -374,12 +367,8 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
     last = next(o for o in builder.operators if o.name == builder.output)
     operators = [*builder.with_kept_bytes(), _loss_operator(task, last, batch)]
     graph = Graph.from_unordered(name, operators, batch=batch)
-    return Captured(
-        graph=graph,
-        module=module,
-        nodes=builder.nodes,
-        untrained=untrained(module, measured),
-    )
+    never = untrained(module, measured)
+    return Captured(graph=graph, module=module, nodes=builder.nodes, untrained=never)
 
 
 def capture_model(name: str, batch: int, options: ModelOptions | None = None) -> Graph:

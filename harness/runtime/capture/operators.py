@@ -78,10 +78,6 @@ def _transposed_linear(node: fx.Node) -> tuple[str, Attributes]:
     return "linear", {"function": "transposed_linear", **attributes}
 
 
-def _embedding(module: nn.Embedding | nn.EmbeddingBag) -> Attributes:
-    return {"n_rows": module.num_embeddings, "out_features": module.embedding_dim}
-
-
 def _attention(module: nn.MultiheadAttention) -> Attributes:
     has_more = module.bias_k is not None or module.add_zero_attn or not module.batch_first
     drops = module.training and module.dropout > 0
@@ -118,32 +114,9 @@ def _attention_region(region: AttentionRegion) -> Attributes:
     return {**found, "has_dropout": has_dropout, "scores_all": mixing.scores_all}
 
 
-def _router(module: Router) -> Attributes:
-    return {
-        "in_features": module.scores.in_features,
-        "n_experts": module.n_experts,
-        "n_chosen": module.n_chosen,
-    }
-
-
-def _lstm(module: nn.LSTM) -> Attributes:
-    return {
-        "in_features": module.input_size,
-        "out_features": module.hidden_size,
-        "n_layers": module.num_layers,
-    }
-
-
-def _layer_norm(module: nn.LayerNorm | nn.RMSNorm) -> Attributes:
-    return {"n_normalized": len(module.normalized_shape)}
-
-
-def _none(module: nn.Module) -> Attributes:
-    return {}
-
-
-def _probability(module: Any) -> Attributes:
-    return {"probability": float(module.p)}
+def _read(**names: str) -> Callable[[Any], Attributes]:
+    """A reader of attributes under the names that a module has for them."""
+    return lambda module: {key: getattr(module, name) for key, name in names.items()}
 
 
 # Module types, kind and reader of attributes; the first match counts.
@@ -151,23 +124,43 @@ _MODULES: list[tuple[tuple[type[nn.Module], ...], str, Callable[[Any], Attribute
     ((nn.Conv2d,), "conv2d", _conv2d),
     ((nn.Linear,), "linear", _linear),
     ((nn.MaxPool2d, nn.AvgPool2d), "pool", _pool),
-    ((nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), "pool", _none),
-    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), "batch_norm", _none),
-    ((nn.LayerNorm, nn.RMSNorm), "layer_norm", _layer_norm),
-    ((nn.GroupNorm,), "layer_norm", _none),
-    ((nn.Embedding, nn.EmbeddingBag), "embedding", _embedding),
+    ((nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), "pool", _read()),
+    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), "batch_norm", _read()),
+    (
+        (nn.LayerNorm, nn.RMSNorm),
+        "layer_norm",
+        lambda norm: {"n_normalized": len(norm.normalized_shape)},
+    ),
+    ((nn.GroupNorm,), "layer_norm", _read()),
+    (
+        (nn.Embedding, nn.EmbeddingBag),
+        "embedding",
+        _read(n_rows="num_embeddings", out_features="embedding_dim"),
+    ),
     ((nn.MultiheadAttention,), "attention", _attention),
     ((GroupedAttention,), "attention", _grouped_attention),
-    ((Router,), "router", _router),
-    ((nn.LSTM,), "lstm", _lstm),
-    ((nn.Softmax, nn.LogSoftmax), "softmax", _none),
-    ((nn.Flatten,), "flatten", _none),
-    ((nn.Dropout, nn.Dropout2d), "elementwise", _probability),
+    (
+        (Router,),
+        "router",
+        lambda router: {
+            "in_features": router.scores.in_features,
+            "n_experts": router.n_experts,
+            "n_chosen": router.n_chosen,
+        },
+    ),
+    (
+        (nn.LSTM,),
+        "lstm",
+        _read(in_features="input_size", out_features="hidden_size", n_layers="num_layers"),
+    ),
+    ((nn.Softmax, nn.LogSoftmax), "softmax", _read()),
+    ((nn.Flatten,), "flatten", _read()),
+    ((nn.Dropout, nn.Dropout2d), "elementwise", lambda dropout: {"probability": float(dropout.p)}),
     (
         (nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.Identity,
          nn.Hardswish, nn.Hardsigmoid, nn.ELU, nn.Softplus),
         "elementwise",
-        _none,
+        _read(),
     ),
 ]  # fmt: skip
 

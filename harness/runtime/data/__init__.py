@@ -121,14 +121,6 @@ def _digits(
     return DigitData(task.inputs[0].shape, is_held_out=is_held_out)
 
 
-def _folder(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
-    return open_folder(options.data_dir, task.inputs[0].shape[-1])
-
-
-def _dlrm_hdf5(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
-    return DlrmHdf5(options.data_dir, options.dlrm)
-
-
 OpenText = Callable[[Path, Vocabulary, Task], TextData]
 
 
@@ -161,13 +153,13 @@ DATA: dict[str, DataEntry] = {
         n_channels=1,
     ),
     "imagefolder": DataEntry(
-        open=_folder,
+        open=lambda options, task, _: open_folder(options.data_dir, task.inputs[0].shape[-1]),
         check=lambda options: class_names(options.data_dir),
         n_classes=lambda data_dir: len(class_names(data_dir)),
         n_channels=3,
     ),
     "dlrm_hdf5": DataEntry(
-        open=_dlrm_hdf5,
+        open=lambda options, *_: DlrmHdf5(options.data_dir, options.dlrm),
         check=lambda options: DlrmHdf5(options.data_dir, options.dlrm),
         feeds="dlrm",
     ),

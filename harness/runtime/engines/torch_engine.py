@@ -80,10 +80,6 @@ class BucketTimer:
         self.last_ready: Any = None
         self.last_done: Any = None
 
-    def start_step(self) -> None:
-        """Reset the number of buckets."""
-        self.n_buckets = 0
-
     def all_reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """All-reduce a bucket; DDP calls it when the bucket's gradients are computed."""
         clock = self._recorder.clock
@@ -171,7 +167,7 @@ class TorchEngine:
             at_forward = mark()
             add("forward", at_copy, at_forward)
             if self._timer:
-                self._timer.start_step()
+                self._timer.n_buckets = 0
             begin("backward")
             self._precision.scaler.scale(loss).backward()
         at_backward = mark()

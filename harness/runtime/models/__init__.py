@@ -82,14 +82,6 @@ def _torchvision(name: str, options: ModelOptions, **fixed: Any) -> nn.Module:
     return model
 
 
-def _vit_b_16(options: ModelOptions) -> nn.Module:
-    return _torchvision("vit_b_16", options, image_size=options.image_size)
-
-
-def _lenet(options: ModelOptions) -> nn.Module:
-    return LeNet(options.n_classes, options.n_channels, options.image_size)
-
-
 def _text_entry(
     build: Callable[[ModelOptions], nn.Module],
     sizes: TextOptions,
@@ -124,7 +116,13 @@ _NMT = TextOptions(
 )  # fmt: skip
 
 MODELS: dict[str, ModelEntry] = {
-    "lenet": ModelEntry(build=_lenet, image_size=28, min_image_size=28, n_channels=1, n_classes=10),
+    "lenet": ModelEntry(
+        build=lambda given: LeNet(given.n_classes, given.n_channels, given.image_size),
+        image_size=28,
+        min_image_size=28,
+        n_channels=1,
+        n_classes=10,
+    ),
     "alexnet": ModelEntry(build=partial(_torchvision, "alexnet"), min_image_size=63),
     "vgg16": ModelEntry(build=partial(_torchvision, "vgg16")),
     "resnet18": ModelEntry(build=partial(_torchvision, "resnet18")),
@@ -137,7 +135,11 @@ MODELS: dict[str, ModelEntry] = {
         min_image_size=75,
     ),
     "densenet121": ModelEntry(build=partial(_torchvision, "densenet121")),
-    "vit_b_16": ModelEntry(build=_vit_b_16, min_image_size=16, size_multiple=16),
+    "vit_b_16": ModelEntry(
+        build=lambda given: _torchvision("vit_b_16", given, image_size=given.image_size),
+        min_image_size=16,
+        size_multiple=16,
+    ),
     "dlrm": ModelEntry(build=lambda options: Dlrm(options.dlrm), image_size=0, n_channels=0),
     "bert_base": _text_entry(
         Bert, _BERT, "tokens", "segments", heads=("classes", "span", "tokens")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -139,6 +140,22 @@ def initialise(model: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
+def _blocks(
+    sizes: TextOptions, mlp: Callable[[], nn.Module], norm: Norm, dropout: float, *,
+    is_post_norm: bool = False, **attention: Any,
+) -> nn.ModuleList:  # fmt: skip
+    """Blocks whose attention, a GroupedAttention with some options, is over their own input."""
+
+    def attend() -> nn.Module:
+        width, n_heads, n_groups = sizes.width, sizes.n_heads, sizes.n_groups
+        return GroupedAttention(width, n_heads, n_groups=n_groups, **attention)
+
+    return nn.ModuleList(
+        Block(sizes.width, attend(), mlp(), norm, dropout, is_post_norm=is_post_norm)
+        for _ in range(sizes.n_layers)
+    )
+
+
 class Bert(nn.Module):
     """An encoder. Called with tokens and segments (n, length); padding is masked.
 
@@ -156,17 +173,11 @@ class Bert(nn.Module):
         self.segments = nn.Embedding(2, width)
         self.positions = nn.Parameter(self.tokens.weight.new_empty(sizes.sequence_length, width))
         self.norm, self.dropout = norm(width), nn.Dropout(0.1)
-        self.blocks = nn.ModuleList(
-            Block(
-                width,
-                GroupedAttention(width, sizes.n_heads, n_groups=sizes.n_groups),
-                Mlp(width, sizes.mlp_width, nn.GELU(), has_bias=True),
-                norm,
-                0.1,
-                is_post_norm=True,
-            )
-            for _ in range(sizes.n_layers)
-        )
+
+        def mlp() -> nn.Module:
+            return Mlp(width, sizes.mlp_width, nn.GELU(), has_bias=True)
+
+        self.blocks = _blocks(sizes, mlp, norm, 0.1, is_post_norm=True)
         if self.head == "tokens":
             self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), norm(width))
         elif self.head == "classes":
@@ -200,16 +211,11 @@ class Gpt2(nn.Module):
         self.tokens = nn.Embedding(sizes.vocabulary_size, width)
         self.positions = nn.Parameter(self.tokens.weight.new_empty(sizes.sequence_length, width))
         self.dropout = nn.Dropout(0.1)
-        self.blocks = nn.ModuleList(
-            Block(
-                width,
-                GroupedAttention(width, sizes.n_heads, n_groups=sizes.n_groups, is_causal=True),
-                Mlp(width, sizes.mlp_width, nn.GELU(approximate="tanh"), has_bias=True),
-                nn.LayerNorm,
-                0.1,
-            )
-            for _ in range(sizes.n_layers)
-        )
+
+        def mlp() -> nn.Module:
+            return Mlp(width, sizes.mlp_width, nn.GELU(approximate="tanh"), has_bias=True)
+
+        self.blocks = _blocks(sizes, mlp, nn.LayerNorm, 0.1, is_causal=True)
         self.norm = nn.LayerNorm(width)
         initialise(self)
         nn.init.normal_(self.positions, std=_STD)
@@ -243,23 +249,10 @@ class Llama(nn.Module):
         width = sizes.width
         norm = partial(nn.RMSNorm, eps=1e-5)
         self.tokens = nn.Embedding(sizes.vocabulary_size, width)
-        self.blocks = nn.ModuleList(
-            Block(
-                width,
-                GroupedAttention(
-                    width,
-                    sizes.n_heads,
-                    n_groups=sizes.n_groups,
-                    has_bias=False,
-                    is_causal=True,
-                    rotary_base=_ROTARY_BASE,
-                ),
-                _mlp(sizes),
-                norm,
-                0.0,
-            )
-            for _ in range(sizes.n_layers)
-        )
+        self.blocks = _blocks(
+            sizes, partial(_mlp, sizes), norm, 0.0,
+            has_bias=False, is_causal=True, rotary_base=_ROTARY_BASE,
+        )  # fmt: skip
         self.norm = norm(width)
         self.output = nn.Linear(width, sizes.vocabulary_size, bias=False)
         initialise(self)

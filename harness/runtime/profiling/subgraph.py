@@ -286,38 +286,29 @@ class Subgraph:
 
 def as_leaves(value: Any, *, has_gradient: bool) -> Any:
     """Detach nested tensors; real and complex ones get `requires_grad=has_gradient`."""
-
-    def leaf(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        return part.detach().requires_grad_(has_gradient and has_gradients(part))
-
-    return fx.node.map_aggregate(value, leaf)
+    return _mapped(lambda x: x.detach().requires_grad_(has_gradient and has_gradients(x)), value)
 
 
 def _detached(value: Any) -> Any:
     """Detach nested tensors and keep their `requires_grad`."""
+    return _mapped(lambda x: x.detach().requires_grad_(x.requires_grad), value)
 
-    def leaf(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        return part.detach().requires_grad_(part.requires_grad)
 
-    return fx.node.map_aggregate(value, leaf)
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Replace nested tensors."""
+    return fx.node.map_aggregate(value, lambda x: function(x) if isinstance(x, Tensor) else x)
 
 
 def written(call: OperatorCall) -> OperatorCall:
     """Make the same call on copies of its tensors, differentiably; equal tensors share a copy."""
     known: dict[int, Tensor] = {}
 
-    def copied(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        if id(part) not in known:
-            known[id(part)] = part.clone()
-        return known[id(part)]
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor.clone()
+        return known[id(tensor)]
 
-    args, kwargs = fx.node.map_aggregate((call.args, call.kwargs), copied)
+    args, kwargs = _mapped(copied, (call.args, call.kwargs))
     return OperatorCall(call.function, args, kwargs, call.parameters)
 
 

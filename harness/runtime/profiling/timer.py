@@ -129,8 +129,8 @@ class OpTimer:
         shortest_s: float = 0.0,
         processor: Callable[[], float] | None = None,
     ) -> None:
-        self._clock, self._budget, self._autocast = clock, budget, autocast
-        self._hold = hold or (lambda: None)
+        self._clock, self._budget = clock, budget
+        self.autocast, self.hold = autocast, hold or (lambda: None)
         self._shortest_s = shortest_s
         self._processor = processor
         self._tiny = torch.zeros(1, device=device, requires_grad=True)
@@ -226,15 +226,9 @@ class OpTimer:
     def mark(self) -> Mark:
         return Mark(self._clock.mark(), 0.0 if self._processor is None else self._processor())
 
-    def hold(self) -> None:
-        self._hold()
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        return self._autocast()
-
     def idle_forward(self) -> Lap:
         """Time two readings of the clock around a view, which computes nothing."""
-        self._hold()
+        self.hold()
         start = self.mark()
         self._tiny.view_as(self._tiny)
         return start, self.mark()
@@ -243,7 +237,7 @@ class OpTimer:
         """Time the start of autograd, which a whole step pays only once, with clock readings."""
         output = self._tiny.view_as(self._tiny)
         one = torch.ones_like(output)
-        self._hold()
+        self.hold()
         start = self.mark()
         torch.autograd.grad([output], [self._tiny], [one], allow_unused=True)
         return start, self.mark()

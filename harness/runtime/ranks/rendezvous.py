@@ -144,11 +144,6 @@ def _driven_gpus(facts: list[HostFacts], hostnames: list[str]) -> list[Gpu | Non
     return found
 
 
-def _n_sharing(driven: list[Gpu | None]) -> Counter[str]:
-    """Number of ranks on each GPU, by UUID, because CUDA indices may differ between ranks."""
-    return Counter(gpu.uuid for gpu in driven if gpu is not None)
-
-
 def _choose_backend(facts: list[HostFacts], driven: list[Gpu | None]) -> tuple[str, str]:
     """The backend and the reason: nccl if every rank has its own GPU, else gloo."""
     n_sharing = Counter(gpu.board for gpu in driven if gpu is not None)
@@ -190,7 +185,8 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, requested: s
     backend, reason = _choose_backend(facts, driven)
     gpu = driven[launch.rank]
     n_cores = mine.n_cores / local_size
-    n_sharing = _n_sharing(driven)[gpu.uuid] if gpu else 1
+    # By UUID, because CUDA indices may differ between ranks.
+    n_sharing = sum(each is not None and each.uuid == gpu.uuid for each in driven) if gpu else 1
     return World(
         rank=launch.rank,
         size=launch.size,

@@ -208,13 +208,10 @@ class JoinedGraph:
             arguments = (source, weight, self._sliced_bias(node) or bias)
         else:
             part: Any = self._module.get_submodule(str(node.target))
-            if isinstance(part, nn.RMSNorm):
-                weights = self._factors[node][:1]
-                function = F.rms_norm
-                arguments = (source, list(part.normalized_shape), *weights, part.eps)
-            elif isinstance(part, nn.LayerNorm):
-                weights = self._factors[node]
-                function = F.layer_norm
+            if isinstance(part, nn.RMSNorm | nn.LayerNorm):
+                is_layer_norm = isinstance(part, nn.LayerNorm)
+                function = F.layer_norm if is_layer_norm else F.rms_norm
+                weights = self._factors[node][: 1 + is_layer_norm]
                 arguments = (source, list(part.normalized_shape), *weights, part.eps)
             elif isinstance(part, nn.Softmax):
                 function, arguments = F.softmax, (source, part.dim)

@@ -114,7 +114,7 @@ def keep_heads(module: fx.GraphModule) -> None:
         source = view.args[0]
         assert isinstance(source, fx.Node)
         stack = _Stack(view, source)
-        if not stack.has_products:
+        if not any(operator_name(node) in _PRODUCTS for node in stack.inside):
             continue
         view.replace_all_uses_with(stack.apart(source))
         for node in (view, *reversed(stack.inside)):
@@ -163,10 +163,6 @@ class _Stack:
             found -= shared
         self.inside = [node for node in view.graph.nodes if node in found]
         self._apart: dict[fx.Node, fx.Node] = {}
-
-    @property
-    def has_products(self) -> bool:
-        return any(operator_name(node) in _PRODUCTS for node in self.inside)
 
     def _keeps_stack(self, node: fx.Node) -> bool:
         shape, name = _shape(node), operator_name(node)

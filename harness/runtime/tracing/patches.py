@@ -78,11 +78,11 @@ def autocast_on_meta(created: Callable[[Any, Any, bool], None]) -> Iterator[None
 def masks_unread() -> AbstractContextManager[None]:
     """Keep PyTorch's transformer layers from reading whether a mask is causal: they then apply the
     mask as it is."""
-
-    def is_said_to_be_causal(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-        return is_causal is True
-
-    return replaced(nn.modules.transformer, "_detect_is_causal_mask", is_said_to_be_causal)
+    return replaced(
+        nn.modules.transformer,
+        "_detect_is_causal_mask",
+        lambda mask, said=None, size=None: bool(said),
+    )
 
 
 def values_unchecked() -> AbstractContextManager[None]:

@@ -33,7 +33,6 @@ from harness.runtime.devices.precision import Precision, set_tensor_cores
 from harness.runtime.devices.sampling import settle
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
-from harness.runtime.engines.torch_engine import unread_parameters
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
 from harness.runtime.models.shared_build import build_on_host
@@ -247,14 +246,18 @@ def _make_engine(
 ) -> tuple[Engine, ElasticExecutor | None]:
     # Ranks need different dropout masks, because their samples are independent.
     torch.manual_seed(case.seed * world.size + world.rank)
-    is_users = case.engine == "torch" and ":" in case.model and world.size > 1
+    unread: tuple[str, ...] = ()
+    if case.engine == "torch" and ":" in case.model and world.size > 1:
+        from harness.runtime.engines.torch_engine import unread_parameters
+
+        unread = unread_parameters(task)
     options = EngineOptions(
         dtype=case.dtype,
         optimizer=_optimizer_options(case, task),
         bucket_bytes=round(case.bucket_mib * (1 << 20)),
         zero_stage=case.zero_stage,
         batch=n_local,
-        unread=unread_parameters(task) if is_users else (),
+        unread=unread,
         is_compiled=case.compile,
     )
     if plan is None or not plan.is_elastic:
