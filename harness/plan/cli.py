@@ -73,6 +73,7 @@ def request_from(
         seconds=args.search_seconds,
         start=_start(args, graph, batch),
         shard_state=args.shard_state,
+        reduce_dtype=args.reduce_dtype or "fp32",
         seed=args.seed,
         progress=progress,
     )
@@ -366,6 +367,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=list(DTYPE_NAMES),
         help="dtype of training, whose times are taken from the profile (default: the profile's)",
+    )
+    model.add_argument(
+        "--reduce-dtype",
+        choices=["fp32", "bf16"],
+        help="dtype in which gradients are summed over devices (default: fp32)",
     )
     model.add_argument("--batch-size", type=int, metavar="B", help="global batch, samples")
 

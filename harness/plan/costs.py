@@ -52,6 +52,7 @@ class PlanRequest:
         most_replicas: most devices of a stage, in which case pipelines alone are searched; None
             for no limit.
         shard_state: what every plan shards of its training state; None: what memory needs.
+        reduce_dtype: fp32, or bf16 if gradients are rounded for their sum over devices.
         seed: equal requests with equal seeds give equal plans (unless `seconds` ends the search).
         progress: called at most a few times a second, from the planning thread. An interrupt
             (KeyboardInterrupt) inside a search must end it with the best plan found.
@@ -67,6 +68,7 @@ class PlanRequest:
     start: Strategy | None = None
     most_replicas: int | None = None
     shard_state: ShardState | None = None
+    reduce_dtype: str = "fp32"
     seed: int = 0
     progress: Callable[[SearchProgress], None] = ignore_progress
 
@@ -186,18 +188,18 @@ COSTS = {
         module="harness.plan.published.pipedream.planner",
         summary="PipeDream's published formula with transfers counted, by exact dynamic "
         "programming",
-        unread=("start", "shard_state"),
+        unread=("start", "shard_state", "reduce_dtype"),
     ),
     "maxload": Cost(
         module="harness.plan.published.maxload.planner",
         summary="the busiest device's load, values counted (Tarnawski et al., 2020), by exact "
         "dynamic programming, then annealing",
-        unread=("start", "search_seconds", "shard_state"),
+        unread=("start", "search_seconds", "shard_state", "reduce_dtype"),
     ),
     "flexflow2018": Cost(
         module="harness.plan.published.flexflow2018.search",
         summary="FlexFlow's cost model of 2018, repaired, on its AlexNet, by MCMC",
-        unread=(*_MODEL, *_HARDWARE, "start", "shard_state"),
+        unread=(*_MODEL, *_HARDWARE, "start", "shard_state", "reduce_dtype"),
     ),
 }
 

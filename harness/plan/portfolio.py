@@ -135,7 +135,7 @@ def search_portfolio(
         graph,
         profile,
         request.cluster,
-        options=options or options_of(profile),
+        options=options or options_of(profile, request.reduce_dtype),
         memory_bytes=request.memory_bytes,
     )
     _check_times(simulator, batch)
@@ -158,11 +158,15 @@ def search_portfolio(
     )
 
 
-def options_of(profile: Profile) -> SimulatorOptions:
-    """Options that follow from the profile's dtype: under autocast fp32 values are sent as it."""
+def options_of(profile: Profile, reduce_dtype: str = "fp32") -> SimulatorOptions:
+    """Options that follow from dtypes: under autocast fp32 values are sent as the profile's, and
+    gradients are summed as `reduce_dtype`."""
     dtypes = {point.dtype for point in profile.measurements}
     is_half = bool(dtypes) and dtypes <= {"bfloat16", "float16"}
-    return SimulatorOptions(wire_bytes_per_fp32_byte=0.5 if is_half else 1.0)
+    return SimulatorOptions(
+        wire_bytes_per_fp32_byte=0.5 if is_half else 1.0,
+        reduce_bytes_per_gradient_byte=0.5 if reduce_dtype == "bf16" else 1.0,
+    )
 
 
 def _check_times(simulator: Simulator, batch: int) -> None:

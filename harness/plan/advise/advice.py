@@ -34,7 +34,7 @@ _SLOWER = 1.2
 NEARLY = 0.95
 
 # Of the time, left after pricing the sets, and after searching.
-_SHARES_LEFT = (0.5, 0.3)
+_SHARES_LEFT = (0.5, 0.35)
 
 Progress = Callable[[int, int], None]
 
@@ -59,7 +59,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The best samples/s with other hardware."""
+    """The best samples/s with other hardware, or with gradients in a smaller dtype."""
 
     name: str
     best: Priced
@@ -163,7 +163,7 @@ class Adviser:
         return replace(
             advice,
             left_out=list(self._left_out(advice.best, sets)),
-            changes=self._changes(advice.best),
+            changes=self._changes(advice.best, sets),
             largest=list(self._largest(advice.best)),
         )
 
@@ -249,19 +249,26 @@ class Adviser:
     def _node_s(self, node: int) -> float:
         return self.device_s[self.cluster.node_of().index(node)]
 
-    def _changes(self, best: Priced) -> list[Change]:
+    def _changes(self, best: Priced, sets: Sequence[Priced]) -> list[Change]:
         """Every change that is worth more than the uncertainty of a comparison, best first."""
         found = []
         for name, cluster, node in self._changed_clusters():
             names = set(best.node_names) | ({node} if node is not None else set())
-            wanted = [
-                _devices_on(cluster, names),
-                list(range(cluster.n_devices)),
-            ]
+            wanted = [_devices_on(cluster, names), list(range(cluster.n_devices))]
             priced = [price(self.request, part_of(cluster, devices)) for devices in wanted]
             fits = [one for one in priced if one is not None]
             found.append(Change(name=name, best=best_of([*fits, best])))
+        if self.request.reduce_dtype == "fp32" and self.cluster.n_devices > 1:
+            found.append(self._with_rounded_gradients(best, sets))
         return sorted(found, key=lambda change: -change.best.samples_per_s)
+
+    def _with_rounded_gradients(self, best: Priced, sets: Sequence[Priced]) -> Change:
+        """On the fastest set of each number of devices."""
+        request = replace(self.request, reduce_dtype="bf16")
+        fastest = {one.cluster.n_devices: one.cluster for one in reversed(sets)}
+        priced = [price(request, cluster) for n, cluster in fastest.items() if n > 1]
+        fits = [one for one in priced if one is not None]
+        return Change(name="--reduce-dtype bf16", best=best_of([*fits, best]))
 
     def _changed_clusters(self) -> Iterator[tuple[str, Cluster, str | None]]:
         """Name, cluster, and the changed node (None: all)."""

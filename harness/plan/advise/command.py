@@ -221,6 +221,7 @@ def _advice_request(args: argparse.Namespace, request: PlanRequest) -> AdviceReq
         families=tuple(args.strategies),
         optimizer=args.optimizer,
         overlap=not args.no_overlap,
+        reduce_dtype=request.reduce_dtype,
     )
 
 
@@ -243,7 +244,8 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
     ) else []  # fmt: skip
     words += ["./entry.sh", "train", "--model", advice.request.graph.name]
     words += ["--batch-size", str(best.batch), *_OPTIMIZER_FLAGS[args.optimizer]]
-    words += ["--dtype", args.dtype] if args.dtype else []
+    for flag in ("dtype", "reduce_dtype"):
+        words += [f"--{flag.replace('_', '-')}", value] if (value := getattr(args, flag)) else []
     return shlex.join([*words, "--strategy", *_strategy_words(args, best)])
 
 

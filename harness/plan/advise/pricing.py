@@ -144,6 +144,7 @@ class AdviceRequest:
         batch: global batch; None where each device gets `per_device_batch`.
         families: of strategies that may be used.
         overlap: gradients are synchronised during the backward pass.
+        reduce_dtype: in which gradients are summed over devices, fp32 or bf16.
     """
 
     graph: Graph
@@ -154,6 +155,7 @@ class AdviceRequest:
     families: tuple[str, ...] = FAMILIES
     optimizer: str = "momentum"
     overlap: bool = True
+    reduce_dtype: str = "fp32"
 
     def batch_on(self, n_devices: int) -> int:
         """The global batch on so many devices."""
@@ -172,7 +174,8 @@ class AdviceRequest:
         )
 
     def options(self, cluster: Cluster) -> SimulatorOptions:
-        options = options_of(self.profile).with_optimizer(self.optimizer, self.profile, cluster)
+        options = options_of(self.profile, self.reduce_dtype)
+        options = options.with_optimizer(self.optimizer, self.profile, cluster)
         return replace(options, overlap=self.overlap)
 
 

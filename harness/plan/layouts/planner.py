@@ -47,7 +47,7 @@ def plan(request: PlanRequest) -> PlanResult:
         profile,
         request.cluster,
         batch,
-        options_of(profile),
+        options_of(profile, request.reduce_dtype),
         limit_bytes=limit,
         shard_state=request.shard_state,
     )

@@ -93,9 +93,12 @@ def stage_state(
     weights = np.array([costs.weight_bytes[a:b].sum() for a, b in stages])
     kept, gradients, wait_s = weights, weights * ratio, np.zeros(len(stages))
     owned = weights if shard_state == "none" else weights / n_replicas
-    sync_s = all_reduce_s(gradients)
+    sent = gradients * options.reduce_bytes_per_gradient_byte
+    sync_s = all_reduce_s(sent)
     last_share = np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
     gather_s = wait_s if shard_state == "none" else all_reduce_s(weights) / 2
+    if options.reduce_bytes_per_gradient_byte < 1 and n_replicas > 1:
+        gradients = gradients + sent  # rounded copies
     if shards_gradients(shard_state):
         n_rounds = n_microbatches
         sync_s, last_share = n_rounds * sync_s / 2, last_share / n_rounds
@@ -191,8 +194,9 @@ def _waits(
         starts = np.array([0, *fill(weights.tolist(), options.bucket_bytes)[:-1]])
         n_bytes = np.add.reduceat(weights, starts)
         gather_s = all_reduce_s(n_bytes) / 2
-        gradients = n_bytes * options.gradient_bytes_per_weight_byte
-        sum_s = all_reduce_s(gradients) / 2 * options.overlap
+        sent = n_bytes * options.gradient_bytes_per_weight_byte
+        sent *= options.reduce_bytes_per_gradient_byte
+        sum_s = all_reduce_s(sent) / 2 * options.overlap
         forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
         backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)
         wait_s = _wait_s(forward_s, backward_s, gather_s, sum_s) if len(starts) > 1 else 0.0

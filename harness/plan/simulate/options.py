@@ -35,6 +35,7 @@ class SimulatorOptions:
             devices hold into buckets.
         gradient_bytes_per_weight_byte: size of gradients and of what is all-reduced: 2 for FP16
             weights with FP32 gradients.
+        reduce_bytes_per_gradient_byte: 0.5 where FP32 gradients are summed over devices as bf16.
         wire_bytes_per_fp32_byte: bytes sent within a microbatch per FP32 byte of a value that
             depends on weights; below 1 under autocast, whose dtype is smaller.
         batch_norm: `local` normalises each block by its statistics, as DDP does; `global` by those
@@ -62,6 +63,7 @@ class SimulatorOptions:
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
     stream_s_per_byte: float | tuple[float, ...] = 0.0
     gradient_bytes_per_weight_byte: float = 1.0
+    reduce_bytes_per_gradient_byte: float = 1.0
     wire_bytes_per_fp32_byte: float = 1.0
     batch_norm: Literal["local", "global"] = "local"
     activation_share: float = 1.0
@@ -87,11 +89,9 @@ class SimulatorOptions:
                 f"{self.gradient_bytes_per_weight_byte} B of gradient per byte of weights, "
                 f"{self.reserved_bytes} B reserved: the first must be above 0, the second >= 0"
             )
-        if not 0 < self.wire_bytes_per_fp32_byte <= 1:
-            raise PlanError(
-                f"a byte of fp32 travels as {self.wire_bytes_per_fp32_byte} B: that must be > 0 "
-                "and <= 1"
-            )
+        for share in (self.wire_bytes_per_fp32_byte, self.reduce_bytes_per_gradient_byte):
+            if not 0 < share <= 1:
+                raise PlanError(f"a byte of fp32 travels as {share} B: that must be > 0 and <= 1")
         if not np.all(np.asarray(self.stream_s_per_byte) >= 0):
             raise PlanError(f"a byte of memory takes {self.stream_s_per_byte} s: that must be >= 0")
 

@@ -335,7 +335,8 @@ def reduction_columns(
     """Fields of `Work`: of all sums forward, of all sums backward, of buckets, and of gathered
     weights."""
     network = simulator.network
-    sums, sizes = tables.edge_rows().sums, buckets.n_bytes.astype(int).tolist()
+    sums, sent = tables.edge_rows().sums, simulator.options.reduce_bytes_per_gradient_byte
+    sizes = (buckets.n_bytes * sent).astype(int).tolist()
     found = [_sum(network, one, way, tables.mean_size) for way in (0, 1) for one in sums]
     shares = buckets.n_rounds.tolist()
     found += map(_all_reduce, itertools.repeat(network), buckets.groups, sizes, shares)

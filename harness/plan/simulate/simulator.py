@@ -251,7 +251,11 @@ class Trial:
             begin = np.where(works, done - done[works].min(), 0.0)
             found = _run(lowered, begin)
         options = simulator.options
-        summed = owned if shards_gradients(self.shard_state) else weights
+        is_sharded = shards_gradients(self.shard_state)
+        summed = owned if is_sharded else weights
+        if options.reduce_bytes_per_gradient_byte < 1 and not is_sharded:
+            sent = tables.shared_bytes.sum(axis=0)  # rounded copies
+            summed = summed + sent * options.reduce_bytes_per_gradient_byte
         static = (
             weights
             - lowered.saved

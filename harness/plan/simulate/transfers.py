@@ -31,8 +31,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-# Memory traffic of copying a byte, and of adding it to another.
-COPIES, ADDS = 2, 3
+# Memory traffic of copying a byte, of adding it to another, and of rounding it to half and back.
+COPIES, ADDS, ROUNDS = 2, 3, 3
 
 
 # Forward, backward, both, neither.

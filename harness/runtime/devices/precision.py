@@ -65,6 +65,12 @@ def wire_bytes_per_fp32_byte(dtype: str) -> float:
     return _AUTOCAST.get(dtype, torch.float32).itemsize / torch.float32.itemsize
 
 
+def reduced(gradients: Tensor, reduce_dtype: str) -> Tensor:
+    """Gradients as their sum over ranks is sent: fp32 ones rounded to `reduce_dtype`."""
+    is_fp32 = gradients.dtype == torch.float32
+    return gradients.to(_AUTOCAST.get(reduce_dtype, torch.float32)) if is_fp32 else gradients
+
+
 @contextlib.contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
     """Use kernels that give equal bits in each run in the block, where the GPU has such."""

@@ -144,6 +144,8 @@ def _settings(options: EngineOptions) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+    if options.reduce_dtype != "fp32":
+        settings["communication_data_type"] = options.reduce_dtype
     if options.dtype in _INPUTS:
         settings[options.dtype] = {"enabled": True}
     return settings

@@ -49,6 +49,7 @@ class EngineOptions:
     Attributes:
         dtype: fp32, tf32, bf16 or fp16.
         bucket_bytes: size of a bucket of gradients.
+        reduce_dtype: bf16 rounds fp32 gradients for their sum over ranks; fp32 does not.
         zero_stage: 0: ZeRO partitions nothing; 1: optimizer state; 2: gradients; 3: parameters.
         batch: largest number of samples of this rank in a step.
         unread: parameters without a gradient, which DistributedDataParallel leaves out.
@@ -58,6 +59,7 @@ class EngineOptions:
     dtype: str
     optimizer: OptimizerOptions
     bucket_bytes: int = BUCKET_BYTES
+    reduce_dtype: str = "fp32"
     zero_stage: int = 0
     batch: int = 1
     unread: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_i
 from harness.runtime.data.batch import Batch
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.compiling import compiled_by_torch
-from harness.runtime.devices.precision import Precision
+from harness.runtime.devices.precision import Precision, reduced
 from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share, fetch_batch
 from harness.runtime.engines.optimizers import average_of, make_optimizer, set_rate
 from harness.runtime.engines.replicas import verify_replicas
@@ -74,8 +74,9 @@ def without_buffer_sync() -> dict[str, Any]:
 class BucketTimer:
     """DDP's communication hook: all-reduces each bucket and records a span for it."""
 
-    def __init__(self, recorder: Recorder, world: World) -> None:
+    def __init__(self, recorder: Recorder, world: World, reduce_dtype: str) -> None:
         self._recorder, self._completion = recorder, CompletionStream(world)
+        self._reduce_dtype = reduce_dtype
         self.n_buckets = 0
         self.last_ready: Any = None
         self.last_done: Any = None
@@ -86,14 +87,15 @@ class BucketTimer:
         start = self.last_ready = clock.mark()
         self.n_buckets += 1
         buffer = bucket.buffer()
-        name, n_bytes = f"bucket{bucket.index()}", buffer.numel() * buffer.element_size()
-        work: Any = dist.all_reduce(buffer, async_op=True)
+        sent = reduced(buffer, self._reduce_dtype)
+        name, n_bytes = f"bucket{bucket.index()}", sent.nbytes
+        work: Any = dist.all_reduce(sent, async_op=True)
 
         def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             # Runs after the all-reduce: in gloo's thread, or on a stream that waits for NCCL.
             end = self.last_done = self._completion.mark(work, clock)
             self._recorder.add_marks("communication", start, end, name=name, n_bytes=n_bytes)
-            return future.value()[0]
+            return future.value()[0] if sent is buffer else buffer.copy_(sent)
 
         done: torch.futures.Future[Tensor] = work.get_future().then(finish)
         return done
@@ -132,7 +134,7 @@ class TorchEngine:
         self._forward_model: Callable[..., Any] = task.model
         self._sum_loss: Callable[..., Any] = task.sum_loss
         if world.size > 1:
-            self._timer = BucketTimer(recorder, world)
+            self._timer = BucketTimer(recorder, world, options.reduce_dtype)
             self._forward_model = _distribute(task.model, world.device, options, self._timer)
         self._replica = self._forward_model
         if options.is_compiled:

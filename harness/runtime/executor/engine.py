@@ -137,7 +137,7 @@ class ExecutorEngine:
             world,
             self._phases,
         )
-        self._sync = self._make_sync(options.bucket_bytes)
+        self._sync = self._make_sync(options.bucket_bytes, options.reduce_dtype)
         self._runner = Runner(
             strategy, self._programs, self._channels, self._phases,
             Precision(options.dtype, world.device), self._gradients, self._random, self._stash,
@@ -201,17 +201,17 @@ class ExecutorEngine:
         )
         return Lowering(tasks).program()
 
-    def _make_sync(self, bucket_bytes: int) -> GradientSync:
+    def _make_sync(self, bucket_bytes: int, reduce_dtype: str) -> GradientSync:
         is_each, world = self.plan.strategy.shards_gradients, self._world
         programs = {size: program for size, (program, _) in self._programs.items()}
         sizes = self.plan.strategy.microbatch_sizes()
         rounds = count_rounds(programs, sizes, is_each=is_each)
         queues: Mapping[tuple[int, ...], Sequence[Bucket]]
         if is_each:
-            queues = scatter_buckets(self.owners.shared, bucket_bytes, world)
+            queues = scatter_buckets(self.owners.shared, bucket_bytes, world, reduce_dtype)
         else:
             trained, buffers = self.weights.trainable(), self._gradients.buffers
-            queues = sum_buckets(trained, self.holders.of, bucket_bytes, buffers)
+            queues = sum_buckets(trained, self.holders.of, bucket_bytes, buffers, reduce_dtype)
         # Where operators on different devices share a weight, a peer may sum its gradients only
         # after it has got what this backward leads to.
         is_blocking = all(map(self.holders.is_used_alike, dict(self.holders.trained())))

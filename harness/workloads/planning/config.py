@@ -25,6 +25,7 @@ from harness.runtime.models import ModelOptions, fit_options
 from harness.workloads.common.flags import (
     Dtype,
     ModelFlags,
+    ReduceDtype,
     SearchFlags,
     check_above_zero,
     check_at_least,
@@ -230,6 +231,8 @@ class SearchConfig(SearchFlags, ModelFlags):
     """Momentum of sgd."""
     bucket_mib: float = 25.0
     """MiB of gradients in a bucket, which is all-reduced as a whole."""
+    reduce_dtype: ReduceDtype = "fp32"
+    """bf16 sums gradients over ranks in bf16, which halves their bytes on the links."""
     n_ranks: int | None = None
     """Number of ranks to plan for, from rank 0 on. Default: all."""
     seed: int = 0
@@ -266,6 +269,7 @@ class SearchConfig(SearchFlags, ModelFlags):
             overlap=True,
             batch_norm=self.norm_scope,
             bucket_bytes=round(self.bucket_mib * (1 << 20)),
+            reduce_bytes_per_gradient_byte=wire_bytes_per_fp32_byte(self.reduce_dtype),
             wire_bytes_per_fp32_byte=wire_bytes_per_fp32_byte(self.dtype),
         )
 

@@ -327,5 +327,9 @@ class _Trial:
 def _options(search_config: SearchConfig) -> EngineOptions:
     # Constant weights: values that grow or diverge could change the time of a step.
     optimizer = replace(search_config.optimizer_options(), learning_rate=0.0)
-    bucket_bytes = round(search_config.bucket_mib * (1 << 20))
-    return EngineOptions(dtype=search_config.dtype, optimizer=optimizer, bucket_bytes=bucket_bytes)
+    return EngineOptions(
+        dtype=search_config.dtype,
+        optimizer=optimizer,
+        bucket_bytes=round(search_config.bucket_mib * (1 << 20)),
+        reduce_dtype=search_config.reduce_dtype,
+    )

@@ -119,7 +119,7 @@ def _training_command(run: Run) -> str:
     """The command that trains the plan; flags at their defaults are left out."""
     config = run.header.config
     names = [field.name for field in fields(ModelFlags)]
-    names += ["dtype", "optimizer", "momentum", "ema", "bucket_mib"]
+    names += ["dtype", "optimizer", "momentum", "ema", "bucket_mib", "reduce_dtype"]
     words = ["./entry.sh", "train", *flag_words(config, names, SearchConfig())]
     words += ["--batch-size", str(config["batch_size"]), "--n-ranks", str(config["n_ranks"])]
     return shlex.join([*words, "--strategy", str(run.path / STRATEGY_FILE)])

@@ -358,12 +358,14 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
                     strategy_digest=digest_of(strategy),
                     engine=engine,
                     dtype=dtype,
+                    reduce_dtype=reduce_dtype,
                     batch=batch,
                     n_ranks=count,
                     **flow,
                     **shared,
                 )
                 for dtype in config.dtype
+                for reduce_dtype in (config.reduce_dtype if count > 1 else ("fp32",))
                 for batch in _batches(config, strategy, count, max(counts))
                 for flow in (_flows(config) if has_flow else [{}])
             ]

@@ -12,7 +12,7 @@ from harness.errors import ConfigError
 from harness.inputs import parse_int
 from harness.runtime.engines.optimizers import LrSchedule, OptimizerOptions
 from harness.runtime.ranks.isolate import GRACE_S
-from harness.workloads.common.flags import ModelFlags, SearchFlags
+from harness.workloads.common.flags import ModelFlags, ReduceDtype, SearchFlags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
 
@@ -243,6 +243,9 @@ class TrainConfig(TrainSettings):
     takes the fastest (degrees without a pipeline: one)."""
     dtype: tuple[str, ...] = ("fp32",)
     """fp32, tf32, bf16 or fp16. Parameters stay fp32; bf16 and fp16 use autocast."""
+    reduce_dtype: tuple[ReduceDtype, ...] = ("fp32",)
+    """bf16 sums gradients over ranks in bf16, which halves their bytes on the links; parameters and
+    optimizer state stay fp32, and losses differ a little from one device's."""
     n_ranks: tuple[int, ...] = ()
     """Numbers of ranks to train on, counted from rank 0, such as 1 2 4. Default: all."""
     repeats: int = 1
@@ -271,6 +274,7 @@ class TrainCase(TrainSettings):
     schedule: ScheduleName = "1f1b"
     microbatches: int | None = None
     dtype: str = "fp32"
+    reduce_dtype: ReduceDtype = "fp32"
     batch: int = 32
     n_ranks: int = 1
     first_step: int = 0

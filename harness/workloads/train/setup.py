@@ -29,7 +29,7 @@ from harness.runtime.data import (
     split_by_weight,
 )
 from harness.runtime.data.synthetic import draw_batch
-from harness.runtime.devices.precision import Precision, set_tensor_cores
+from harness.runtime.devices.precision import Precision, reduced, set_tensor_cores
 from harness.runtime.devices.sampling import settle
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
@@ -255,6 +255,7 @@ def _make_engine(
         dtype=case.dtype,
         optimizer=_optimizer_options(case, task),
         bucket_bytes=round(case.bucket_mib * (1 << 20)),
+        reduce_dtype=case.reduce_dtype,
         zero_stage=case.zero_stage,
         batch=n_local,
         unread=unread,
@@ -310,7 +311,9 @@ def prepare(
     set_tensor_cores(case.dtype, world.device)
     task = _place(case, build_on_host(lambda: make_task(case), world), world.device)
     trained = [p for p in task.model.parameters() if p.requires_grad]
-    n_bytes = sum(p.numel() * p.element_size() for p in trained)
+    n_bytes = sum(
+        p.numel() * reduced(p.new_empty(0), case.reduce_dtype).element_size() for p in trained
+    )
     executor_options: ExecutorPlan | None = None
     if planned is not None and case.engine == "executor":
         executor_options = executor_plan(case, planned.strategy, timeout_s)

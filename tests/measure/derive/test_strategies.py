@@ -238,6 +238,13 @@ def test_pipelines_and_degrees_are_named_after_their_flow(strategy):
     assert row.strategy == f"{strategy}-gpipe-4-microbatches on 2"
 
 
+def test_runs_that_round_summed_gradients_are_named_after_it_and_compared():
+    runs = [trained("ddp", 2, 1.0), trained("ddp", 2, 0.6, reduce_dtype="bf16")]
+    rows = table(*runs)
+    assert [row.strategy for row in rows] == ["ddp on 2", "ddp-reduced-bf16 on 2"]
+    assert rows[0].workload == rows[1].workload
+
+
 def test_a_run_that_goes_on_is_named_after_its_first_step():
     one, two = (trained(*on, 1.0, first_step=559) for on in (("single", 1), ("ddp", 2)))
     _, row = table(one, two)

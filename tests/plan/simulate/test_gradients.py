@@ -34,6 +34,26 @@ def test_data_parallel_overlaps_buckets_with_the_backward_pass():
     assert found.step_s == 11.0
 
 
+def test_rounded_gradients_send_half_and_need_their_copies():
+    graph, profile = chain()
+    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
+    whole, rounded = (
+        simulate(
+            graph, profile, cluster_of(), plans,
+            options=SimulatorOptions(bucket_bytes=1, reduce_bytes_per_gradient_byte=share),
+        )
+        for share in (1.0, 0.5)
+    )  # fmt: skip
+    # Sums of 2.5 s and 5 s take half; the first begins as before.
+    assert timeline(whole)[-1] == ("all-reduce a", 6.0, 11.0)
+    assert timeline(rounded)[-1] == ("all-reduce a", 4.75, 7.25)
+    copies = sum(op.weight_bytes for op in graph.operators) / 2
+    more = [
+        rounded.memory_bytes[device] - n_bytes for device, n_bytes in whole.memory_bytes.items()
+    ]
+    assert more == [copies, copies]
+
+
 def test_without_overlap_gradients_wait_for_the_whole_backward_pass():
     graph, profile = chain()
     plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}

@@ -44,6 +44,40 @@ def test_gradients_lie_in_a_bucket_as_their_parameters_do_in_memory():
     assert all(parameter.grad is bucket.views[parameter] for parameter in parameters)
 
 
+def test_fp32_gradients_are_sent_as_bf16_on_request(monkeypatch):
+    seen = []
+
+    def double(tensor, **_):
+        seen.append(tensor.dtype)
+        tensor.mul_(2)
+
+    def exchange(received, sent, *_, **__):
+        seen.append(sent.dtype)
+        received.view(2, -1).copy_(sent[: len(received) // 2].expand(2, -1))
+
+    monkeypatch.setattr(dist, "all_reduce", double)
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    value = 1 + 2**-12  # bf16 keeps 8 bits
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    whole = SumBucket("bucket0", "", [parameter], "bf16")
+    piece = WeightSlice.whole("w", parameter)
+    parts = tuple(piece.part(k, 2) for k in range(2))
+    own = nn.Parameter(parts[0].take(parameter.detach()).clone())
+    slices = [SharedSlice(piece, parameter, (0, 1), parts, own, 0)]
+    scattered = ScatterBucket("bucket0", slices, 0, SimpleNamespace(backend="gloo"), "bf16")
+    for bucket in (whole, scattered):
+        parameter.grad = torch.full((2, 2), value)
+        bucket.collect()
+        bucket.start(None)
+        bucket.finish()
+        bucket.assign()
+        assert bucket.n_bytes == 8
+    assert seen == [torch.bfloat16] * 2
+    assert whole.flat.dtype == torch.float32
+    assert whole.flat.tolist() == [2.0] * 4
+    assert own.grad.tolist() == [[2.0, 2.0]]
+
+
 @pytest.mark.parametrize(("n_rows", "dtype"), [(4, torch.float32), (3, torch.complex64)])
 def test_gradients_on_their_way_by_nccl_are_kept_until_they_have_arrived(
     n_rows, dtype, monkeypatch

@@ -26,6 +26,12 @@ def test_lists_are_swept_and_each_repeat_holds_every_combination():
         }
 
 
+def test_what_dtype_gradients_are_summed_in_is_swept_where_they_are_summed():
+    config = TrainConfig(strategy=("single", "ddp"), reduce_dtype=("fp32", "bf16"))
+    found = [(case.strategy, case.reduce_dtype) for case in train_cases(config, 4)]
+    assert sorted(found) == [("ddp", "bf16"), ("ddp", "fp32"), ("single", "fp32")]
+
+
 def test_the_order_is_random_but_equal_on_every_rank():
     config = TrainConfig(batch_size=(8, 16, 32, 64), repeats=4, seed=3)
     orders = [case.batch for case in train_cases(config, 4)]

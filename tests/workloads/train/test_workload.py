@@ -55,6 +55,7 @@ CASES = {
     "local": replace(CASE, model="train_on_ranks:tiny_norm", batch_norm="local", steps=6),
     "bf16": replace(CASE, dtype="bf16"),
     "fp16": replace(CASE, dtype="fp16"),
+    "reduced": replace(CASE, reduce_dtype="bf16"),
     "short": replace(CASE, steps=3),
     "stopped": replace(CASE, steps=6, lr_schedule="step", lr_step_size=3, lr_gamma=1e-12),
 }  # fmt: skip
@@ -103,7 +104,7 @@ def test_the_learning_rate_of_a_step_is_the_schedules(one_rank):
     assert largest_difference(short, stopped) < 1e-9
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "reduced"])
 def test_narrow_dtypes_train_nearly_the_same(one_rank, more_ranks, dtype):
     exact, narrow = one_rank["uneven"]["losses"], more_ranks[2][0][dtype]["losses"]
     assert not torch.equal(exact, narrow)
@@ -286,10 +287,12 @@ def test_deepspeed_trains_the_same(run_on_ranks, ranks):
     )  # fmt: skip
     zero = replace(case, engine="deepspeed", n_ranks=2)
     cases = {name: replace(zero, strategy=name) for name in ("zero2", "zero3")}
+    reduced = replace(zero, strategy="zero2", reduce_dtype="bf16")
     (alone,), _ = run_on_ranks(ranks.model_states, {"alone": case}, 1)
-    (together, _), _ = run_on_ranks(ranks.model_states, cases, 2)
+    (together, _), _ = run_on_ranks(ranks.model_states, {**cases, "reduced": reduced}, 2)
     for name in cases:
         assert largest_difference(alone["alone"], together[name]) < TOLERANCE, name
+    assert TOLERANCE < largest_difference(alone["alone"], together["reduced"]) < 0.1
 
 
 def test_missing_data_says_where_it_should_be(tmp_path):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from harness.domain.sharding import first_bucket_bytes
 from harness.errors import PeerError
 from harness.measure.recorder import Recorder
+from harness.runtime.devices.precision import reduced
 from harness.runtime.engines.engine import CompletionStream
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
@@ -39,14 +40,19 @@ class Bucket(ABC):
     Attributes:
         label: names its weights.
         most_on_their_way: buckets of one set of devices that may be on their way at once.
+        n_bytes: as they are sent.
     """
 
     most_on_their_way = math.inf
 
-    def __init__(self, name: str, label: str, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, name: str, label: str, parameters: Sequence[nn.Parameter], reduce_dtype: str
+    ) -> None:
         self.name, self.label, self.parameters = name, label, list(parameters)
+        self.reduce_dtype = reduce_dtype
         self.n_elements = sum(parameter.numel() for parameter in self.parameters)
-        self.n_bytes = self.n_elements * self.parameters[0].element_size()
+        none = self.parameters[0].new_empty(0)
+        self.n_bytes = self.n_elements * reduced(none, reduce_dtype).element_size()
 
     def reset(self) -> None:  # noqa: B027 (only some buckets keep sums)
         """Begin a step."""
@@ -71,11 +77,18 @@ class Bucket(ABC):
 
 
 class SumBucket(Bucket):
-    """Gradients that are all-reduced in place."""
+    """Gradients that are all-reduced, in place unless they are rounded."""
 
-    def __init__(self, name: str, label: str, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(name, label, parameters)
+    def __init__(
+        self,
+        name: str,
+        label: str,
+        parameters: Sequence[nn.Parameter],
+        reduce_dtype: str = "fp32",
+    ) -> None:
+        super().__init__(name, label, parameters, reduce_dtype)
         first = self.parameters[0]
+        self._sent: Tensor | None = None
         self.flat = torch.zeros(self.n_elements, dtype=first.dtype, device=first.device)
         self.views: dict[nn.Parameter, Tensor] = {}
         at = 0
@@ -97,7 +110,13 @@ class SumBucket(Bucket):
                 self.take(parameter)
 
     def start(self, group: Any) -> Any:
-        return dist.all_reduce(self.flat, group=group, async_op=True)
+        self._sent = reduced(self.flat, self.reduce_dtype)
+        return dist.all_reduce(self._sent, group=group, async_op=True)
+
+    def finish(self) -> None:
+        if self._sent is not self.flat and self._sent is not None:
+            self.flat.copy_(self._sent)
+        self._sent = None
 
 
 def sum_buckets(
@@ -105,6 +124,7 @@ def sum_buckets(
     devices_of: Callable[[WeightSlice], Group],
     bucket_bytes: int,
     buffers: GradientBuffers,
+    reduce_dtype: str,
 ) -> dict[Group, list[SumBucket]]:
     """The buckets of replicated weights, by the devices that hold them.
 
@@ -117,7 +137,7 @@ def sum_buckets(
     members = ((devices_of(piece), parameter) for piece, parameter in parameters.items())
     for number, (devices, chunk) in enumerate(buckets_of(members, bucket_bytes)):
         label = " to ".join(dict.fromkeys((names[chunk[0]], names[chunk[-1]])))
-        bucket = SumBucket(f"bucket{number}", label, chunk)
+        bucket = SumBucket(f"bucket{number}", label, chunk, reduce_dtype)
         for parameter, view in bucket.views.items():
             buffers.assign(parameter, view)
         found[devices].append(bucket)

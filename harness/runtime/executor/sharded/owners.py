@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.strategy import ShardState
+from harness.runtime.devices.precision import reduced
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.sums import Bucket, buckets_of, view_like
 from harness.runtime.executor.state.weights import Holders, Weights
@@ -218,8 +219,16 @@ class ScatterBucket(Bucket):
 
     most_on_their_way = 1  # because their memory is not freed yet
 
-    def __init__(self, name: str, slices: Sequence[SharedSlice], here: int, world: World) -> None:
-        super().__init__(name, slices[0].piece.name, [one.parameter for one in slices])
+    def __init__(
+        self,
+        name: str,
+        slices: Sequence[SharedSlice],
+        here: int,
+        world: World,
+        reduce_dtype: str = "fp32",
+    ) -> None:
+        parameters = [one.parameter for one in slices]
+        super().__init__(name, slices[0].piece.name, parameters, reduce_dtype)
         self.slices, self.here = list(slices), here
         self._is_nccl = world.backend == "nccl"
         first = self.slices[0].parameter
@@ -270,7 +279,8 @@ class ScatterBucket(Bucket):
     def start(self, group: Any) -> Any:
         assert self.flat is not None, "a bucket has parameters"
         # Kept until `finish`: the mark at its end makes NCCL's work forget its tensors.
-        packed, self._sent, self.flat = self.flat, self.flat, None
+        packed, self.flat = reduced(self.flat, self.reduce_dtype), None
+        self._sent = packed
         n = self.sizes[self.here]
         if self._is_nccl:
             self._received = packed.new_empty(n)
@@ -316,7 +326,7 @@ def _in_order(part: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def scatter_buckets(
-    shared: Iterable[SharedSlice], bucket_bytes: int, world: World
+    shared: Iterable[SharedSlice], bucket_bytes: int, world: World, reduce_dtype: str
 ) -> dict[Group, list[ScatterBucket]]:
     """The buckets of sharded weights, by the devices that hold them."""
     slices = {one.parameter: one for one in shared}
@@ -324,5 +334,5 @@ def scatter_buckets(
     members = ((one.devices, parameter) for parameter, one in slices.items())
     for number, (devices, chunk) in enumerate(buckets_of(members, bucket_bytes)):
         here, own = devices.index(world.rank), [slices[parameter] for parameter in chunk]
-        found[devices].append(ScatterBucket(f"bucket{number}", own, here, world))
+        found[devices].append(ScatterBucket(f"bucket{number}", own, here, world, reduce_dtype))
     return found
