@@ -46,6 +46,7 @@ from harness.runtime.ranks.gather import (
 from harness.runtime.ranks.world import World
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+ReduceDtype = Literal["fp32", "bf16"]
 Scope = Literal["local", "global"]
 Masks = Literal["local", "exact"]
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -79,6 +80,7 @@ class Trainer:
             RMSprop) trains as on one device, one that needs the whole (Muon, Adafactor, LAMB) does
             so only where it is uncut.
         dtype: bf16 and fp16 are torch's autocast; fp32 leaves the model's own dtypes.
+        reduce_dtype: bf16 rounds fp32 gradients for their sum over ranks, which halves their bytes.
         batch_norm: `global` normalises over all ranks' samples of a microbatch, `local` over each
             rank's.
         dropout: `exact` draws the same masks under every strategy, `local` each rank's own.
@@ -106,6 +108,7 @@ class Trainer:
         strategy: Strategy | Path | str,
         optimizer: Callable[[NamedParameters], Optimizer],
         dtype: Dtype = "fp32",
+        reduce_dtype: ReduceDtype = "fp32",
         batch_norm: Scope = "local",
         dropout: Masks = "local",
         max_grad_norm: float | None = None,
@@ -115,7 +118,10 @@ class Trainer:
         timeout_s: float = 300.0,
         device: torch.device | str | None = None,
     ) -> None:
-        for given, known in ((dtype, Dtype), (batch_norm, Scope), (dropout, Masks)):
+        choices = (
+            (dtype, Dtype), (reduce_dtype, ReduceDtype), (batch_norm, Scope), (dropout, Masks),
+        )  # fmt: skip
+        for given, known in choices:
             if given not in get_args(known):
                 raise ConfigError(f"{given!r} is none of {', '.join(get_args(known))}: give one")
         if isinstance(optimizer, Optimizer):
@@ -148,6 +154,7 @@ class Trainer:
         self._recorder = Recorder(HostClock())
         options = EngineOptions(
             dtype=dtype,
+            reduce_dtype=reduce_dtype,
             optimizer=OptimizerOptions(factory=make, max_grad_norm=max_grad_norm, ema=ema_decay),
             is_compiled=compile,
         )
