@@ -195,13 +195,13 @@ def _click_seeds() -> list[bytes]:
 
 
 def _questions(path: Path) -> None:
-    from harness.runtime.data.text.labelled import _read
+    from harness.runtime.data.text.formats import _read
 
     list(_read(path))
 
 
 def _sentences(path: Path) -> None:
-    from harness.runtime.data.text.labelled import _read_sentences
+    from harness.runtime.data.text.formats import _read_sentences
 
     _read_sentences(path)
 

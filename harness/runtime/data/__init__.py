@@ -19,8 +19,16 @@ from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
 from harness.runtime.data.images import DigitData, class_names, open_cifar, open_folder
 from harness.runtime.data.own import factory_of, open_own
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
-from harness.runtime.data.text.labelled import open_squad, open_sst2, squad_file, sst2_file
-from harness.runtime.data.text.plain import open_pairs, open_text, pair_files, text_files
+from harness.runtime.data.text.formats import (
+    open_pairs,
+    open_squad,
+    open_sst2,
+    open_text,
+    pair_files,
+    squad_file,
+    sst2_file,
+    text_files,
+)
 from harness.runtime.data.text.sequences import TextData, Vocabulary, check_vocabulary
 from harness.runtime.models import fit_options, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task

@@ -27,13 +27,14 @@ from harness.runtime.engines.replicas import fingerprint
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.run.forward import evaluating
 from harness.runtime.faithfulness.first_difference import find_first_difference
-from harness.runtime.faithfulness.hidden_state import counted_on, counters, writes_copies
 from harness.runtime.faithfulness.outcomes import (
     EXACT,
+    AccumulatesTwice,
     Keep,
+    Loss,
     Narrowing,
     OperatorRun,
-    RandomSources,
+    Side,
     TrainedBatch,
     bits_of,
     difference_of,
@@ -44,12 +45,17 @@ from harness.runtime.faithfulness.outcomes import (
     keep_distance,
     keep_values,
     names_beyond,
-    preserved,
     rounding_of,
-    seed_all,
     widened,
 )
-from harness.runtime.faithfulness.sides import AccumulatesTwice, Loss, Side
+from harness.runtime.faithfulness.state import (
+    RandomSources,
+    counted_on,
+    counters,
+    preserved,
+    seed_all,
+    writes_copies,
+)
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import raise_on_all_ranks
 from harness.runtime.ranks.world import World

@@ -27,7 +27,8 @@ from harness.runtime.capture.operators import UNDEFINED
 from harness.runtime.data.batch import Batch
 from harness.runtime.executor.geometry.layout import owners
 from harness.runtime.executor.geometry.values import MetaModel
-from harness.runtime.faithfulness.outcomes import OperatorRun, bits_of, seed_all
+from harness.runtime.faithfulness.outcomes import OperatorRun, bits_of
+from harness.runtime.faithfulness.state import seed_all
 from harness.runtime.models.task import Task
 from harness.runtime.tracing.constructs import function_name
 

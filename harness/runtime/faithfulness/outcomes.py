@@ -1,123 +1,27 @@
-"""Run a model and leave no trace; results of training a few batches, and their difference.
+"""Train a few batches by a model or by its graph; what they computed, and its difference.
 
-Run a model in float64, where a difference between model and graph is no rounding error.
-
-Run a captured graph operator by operator, as the executor does on one device.
+A difference in float64 is no rounding error. The graph is run operator by operator, as the executor
+does on one device.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import pickle
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from harness.runtime.capture.capture import Captured
+from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import has_gradients
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.values import MetaModel
-
-_CONTAINERS = (dict, list, set)
-
-
-def seed_all(seed: int) -> None:
-    """Seed every source of random numbers that a model may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-class RandomSources:
-    """A snapshot of the states of torch's, Python's and numpy's random generators."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-
-    def restore(self) -> None:
-        """Reset the generators to the snapshot."""
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-    def digests(self) -> dict[str, str]:
-        """A digest of the state, by source."""
-        states = {
-            "torch": [self._torch.tolist(), [state.tolist() for state in self._cuda]],
-            "Python's random": self._python,
-            "numpy.random": [str(part) for part in self._numpy],
-        }
-        return {k: hashlib.sha256(pickle.dumps(v)).hexdigest() for k, v in states.items()}
-
-
-class _Snapshot:
-    """State of modules that forward and backward may change, except parameter values."""
-
-    def __init__(self, roots: tuple[nn.Module, ...]) -> None:
-        modules = {id(module): module for root in roots for module in root.modules()}
-        self._attributes = [(m, dict(m.__dict__), _contents(m)) for m in modules.values()]
-        buffers = {id(b): b for m in modules.values() for b in _plain_tensors(m)}
-        self._buffers = [(b, b.detach().clone()) for b in buffers.values()]
-        parameters = {id(p): p for root in roots for p in root.parameters()}
-        self._gradients = [(p, p.grad) for p in parameters.values()]
-
-    def restore(self) -> None:
-        """Restore the state in place, so that references to containers and tensors stay valid."""
-        for module, attributes, contents in self._attributes:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, content in contents.items():
-                _refill(attributes[name], content)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    return {k: v.copy() for k, v in module.__dict__.items() if isinstance(v, _CONTAINERS)}
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, list):
-        container.extend(content)
-    else:
-        container.update(content)
-
-
-def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Buffers and tensors that are plain attributes."""
-    for value in (*module._buffers.values(), *module.__dict__.values()):
-        if isinstance(value, Tensor) and value.is_leaf:
-            yield value
-
-
-@contextmanager
-def preserved(*roots: nn.Module) -> Iterator[None]:
-    """Restore modules and random states at the block's end, also after an error; the block starts
-    without gradients."""
-    snapshot, state = _Snapshot(roots), RandomSources()
-    for root in roots:
-        root.zero_grad(set_to_none=True)
-    try:
-        yield
-    finally:
-        snapshot.restore()
-        state.restore()
+from harness.runtime.faithfulness.state import RandomSources, seed_all
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -314,3 +218,90 @@ def names_beyond(found: list[TrainedBatch]) -> set[str]:
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+Loss = Callable[[Any, Batch], Tensor]
+
+
+class AccumulatesTwice(Exception):
+    """A backward adds to a gradient that has been kept and freed."""
+
+
+class Side:
+    """One of the two compared: the model or its graph.
+
+    A gradient is freed once it is kept, because those of a large model need as much memory as its
+    weights.
+
+    Args:
+        parameters, buffers: return tensors by the model's names.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Batch], Any],
+        parameters: Callable[[], Mapping[str, Tensor]],
+        buffers: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        self.call, self._parameters, self.buffers = call, parameters, buffers
+        self.frees_gradients = True
+
+    def train(
+        self, batches: Sequence[Batch], loss_of: Loss, keep: Keep, seed: int
+    ) -> list[TrainedBatch]:
+        """Run forward and backward of each batch, without optimizer steps.
+
+        Raises:
+            AccumulatesTwice: a second call, from the same state, will keep all gradients to the
+                end.
+        """
+        seed_all(seed)
+        return [self._train(k, batch, loss_of, keep) for k, batch in enumerate(batches)]
+
+    def _train(self, k: int, batch: Batch, loss_of: Loss, keep: Keep) -> TrainedBatch:
+        parameters = self._parameters()
+        for parameter in parameters.values():
+            parameter.grad = None
+        loss = loss_of(self.call(batch), batch)
+
+        def keep_gradient(name: str, gradient: Tensor) -> Tensor:
+            return keep(k, f"gradient of {name}", gradient)
+
+        with self._freed(parameters, keep_gradient) as kept:
+            loss.backward()
+        zero = torch.zeros(1, dtype=torch.float64)
+        for name, parameter in parameters.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None or name not in kept:
+                kept[name] = keep_gradient(name, zero if gradient is None else gradient)
+        tensors = {"loss": keep(k, "loss", loss)}
+        tensors |= {f"gradient of {name}": kept[name] for name in parameters}
+        for name, buffer in self.buffers().items():
+            tensors[f"buffer {name}"] = keep(k, f"buffer {name}", buffer)
+        return TrainedBatch(float(loss.detach()), tensors, RandomSources().digests())
+
+    @contextmanager
+    def _freed(
+        self, parameters: Mapping[str, Tensor], keep: Callable[[str, Tensor], Tensor]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Keep and free each gradient when backward has computed it."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        kept: dict[str, Tensor] = {}
+
+        def free(parameter: Tensor) -> None:
+            name = names[id(parameter)]
+            if name in kept:
+                self.frees_gradients = False
+                raise AccumulatesTwice
+            if parameter.grad is not None:
+                kept[name] = keep(name, parameter.grad)
+                parameter.grad = None
+
+        is_freed = self.frees_gradients
+        trained = [p for p in parameters.values() if is_freed and p.is_leaf and p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(free) for p in trained]
+        try:
+            yield kept
+        finally:
+            for hook in hooks:
+                hook.remove()

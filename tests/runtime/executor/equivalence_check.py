@@ -104,6 +104,12 @@ def _otherwise_split(case: Case) -> list[Trace]:
     return [train_alone(msgspec.structs.replace(case, strategy=one)) for one in splits]
 
 
+def assert_equal(case: Case, ranks: RanksBySize) -> None:
+    """Fail unless training a case equals training on one device."""
+    finding = check(case, ranks)
+    assert finding.is_equal, finding.text()
+
+
 def check(case: Case, ranks: RanksBySize) -> Finding:
     """Carry out a case and compare it; never raises for what the executor does wrong."""
     start = time.perf_counter()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 from equivalence_cases import Case, any_case, copied_case, random_case
-from equivalence_check import check
+from equivalence_check import assert_equal, check
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond, worst
 from equivalence_models import small_graph
 from equivalence_ranks import RanksFailedError, local_world
@@ -44,11 +44,6 @@ def make_case(model, strategy, n_ranks, **changes):
 
 def named(model, n_ranks, batch, name):
     return named_strategies(small_graph(model), n_ranks, batch)[name]
-
-
-def assert_equal(case, ranks):
-    finding = check(case, ranks)
-    assert finding.is_equal, finding.text()
 
 
 def assert_as_stale_as_stated(case, ranks):

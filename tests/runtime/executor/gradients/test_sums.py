@@ -1,4 +1,4 @@
-"""Which gradients are summed together: as DistributedDataParallel does by itself."""
+"""Gradients: those that are summed together, and those of a segment's inputs that share memory."""
 
 import gc
 import random
@@ -13,7 +13,10 @@ from torch import nn
 from harness.domain.sharding import BUCKET_BYTES, first_bucket_bytes
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.sums import SumBucket, bucketed
+from harness.runtime.executor.program.program import PartKey
+from harness.runtime.executor.run.flight import Flight
 from harness.runtime.executor.sharded.owners import ScatterBucket, SharedSlice
+from harness.runtime.executor.shards.regions import Relative
 
 
 @pytest.mark.parametrize("cap", [BUCKET_BYTES, 4 << 20, 1 << 16])
@@ -105,3 +108,20 @@ def test_gradients_on_their_way_by_nccl_are_kept_until_they_have_arrived(
     assert packed() is None
     bucket.assign()
     assert own.grad.tolist() == [[2, 2]] * (n_rows // 2)
+
+
+def test_an_addition_to_one_gradient_changes_no_other():
+    flight = Flight(batch=None, samples=(0, 1), input_names=())
+    one, other = PartKey("one", "one", 0), PartKey("other", "other", 0)
+    for key in (one, other):
+        flight.leaves[key] = torch.zeros(4, requires_grad=True)
+    given = torch.arange(4.0).view(2, 2)
+    (flight.leaves[one].view(2, 2) + flight.leaves[other].view(2, 2)).backward(given)
+    assert flight.gradient(one).data_ptr() == flight.gradient(other).data_ptr() == given.data_ptr()
+
+    flight.add_gradient(one, Relative.of(((0, 4),), ((0, 4),)), torch.ones(4))
+
+    assert flight.gradient(one).tolist() == [1, 2, 3, 4]
+    assert flight.gradient(other).tolist() == given.flatten().tolist() == [0, 1, 2, 3]
+    flight.own_gradient(other)
+    assert flight.gradient(other).data_ptr() != given.data_ptr()
