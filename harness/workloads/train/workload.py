@@ -77,6 +77,8 @@ class TrainLoop:
         self._begin_epoch()
         if 0 < self._first < n_steps and self._changes is not None:
             self.training = self._changes.before_step(self._first, self.training)
+        if self._first:  # no step warms up, and the first shall not hold another rank's planning
+            barrier()
         measure_steps(
             self._step,
             self._context,

@@ -10,7 +10,7 @@ import torch
 from launching import NEEDS_MPIRUN, PROGRAM, launch
 from safetensors.torch import load_file
 
-from harness.domain.record import Span
+from harness.domain.record import Sample, Span
 from harness.measure.store import Run, read_results
 
 HERE = Path(__file__).parents[1]
@@ -137,6 +137,13 @@ def test_replicas_lose_nothing_but_a_step_and_the_lost_rank_trains_again(runs, o
     ]
     assert [len(run.header.ranks) for run in runs.rejoined] == [3, 2, 3]
     assert [steps_of(run) for run in runs.rejoined] == [[0, 1], [2, 3], [4, 5]]
+    # No rank's first step waits while rank 0 plans without each rank, which took 0.5 s.
+    began = [
+        next(r.start_s for r in records if isinstance(r, Span) and r.kind == "step")
+        - next(r.value for r in records if isinstance(r, Sample) and r.metric == "clock_offset_s")
+        for records in back.ranks.values()
+    ]
+    assert max(began) - min(began) < 0.2
     assert {run.header.status for run in (without, back)} == {"ok"}
     assert_equals(back, one_device)
 
