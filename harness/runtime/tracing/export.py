@@ -61,7 +61,9 @@ def export(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes half a second
 
     sizes = _open_sizes(model, len(examples))
-    _refuse_hooks(model)
+    for path, part in model.named_modules():
+        if patches.has_backward_hooks(part):
+            raise ConstructError(f"module {path!r} has backward hooks, which torch.export drops")
     fixed: list[str | None] = []
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     functions, copied = ExportedFunctions(), fake_copy(model, mode)
@@ -196,12 +198,6 @@ def _with_tensors_of(model: nn.Module, module: fx.GraphModule) -> fx.GraphModule
             node.target = name.replace(".", "_")
             found[node.target] = attrgetter(name)(module)
     return fx.GraphModule(found, module.graph, type(model).__name__)
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if patches.has_backward_hooks(module):
-            raise ConstructError(f"module {path!r} has backward hooks, which torch.export drops")
 
 
 @contextmanager

@@ -77,7 +77,10 @@ def finish(
         if node.name in _RESERVED:
             node._rename(f"{node.name}_")
         if hooks := node.meta.get(HOOKS):
-            _insert_hooks(graph, node, GradientHooks(hooks))
+            with graph.inserting_after(node):
+                hooked = graph.call_function(GradientHooks(hooks), (node,))
+            others = {user for user in node.users if user is not hooked}
+            node.replace_all_uses_with(hooked, delete_user_cb=others.__contains__)
     _end_regions(graph)
 
 
@@ -144,12 +147,6 @@ def _check_in_place(
             f"forward changes {changed.name} in place under no_grad, which autograd does not "
             "track: change a copy (clone) of it"
         )
-
-
-def _insert_hooks(graph: fx.Graph, node: fx.Node, hooks: GradientHooks) -> None:
-    with graph.inserting_after(node):
-        hooked = graph.call_function(hooks, (node,))
-    node.replace_all_uses_with(hooked, delete_user_cb=lambda user: user is not hooked)
 
 
 def _end_regions(graph: fx.Graph) -> None:

@@ -182,16 +182,12 @@ class Layout:
     def arguments(self, operator: str) -> list[fx.Node]:
         """The tensor nodes that an operator reads, in the order of its `inputs`."""
         if operator not in self.captured.nodes:
-            return [self._output_node()]
+            (output,) = self.captured.module.graph.find_nodes(op="output")
+            return [next(n for n in output.all_input_nodes if n in self.owner)]
         found: list[fx.Node] = []
         node = self.captured.nodes[operator]
         fx.node.map_arg((node.args, node.kwargs), found.append)
         return [argument for argument in found if argument in self.owner]
-
-    def _output_node(self) -> fx.Node:
-        (output,) = self.captured.module.graph.find_nodes(op="output")
-        found: fx.Node = next(n for n in output.all_input_nodes if n in self.owner)
-        return found
 
     def value_shape(self, node: fx.Node) -> dict[str, int]:
         """Named sizes of a value, without partial dims.
@@ -266,7 +262,8 @@ class Layout:
             copies=part.copies,
             pieces=pieces,
             returns=returns,
-            is_sum=len(pieces) > 1 and self._is_partial(owner),
+            is_sum=len(pieces) > 1
+            and any(is_partial(owner, dim) for dim in self.plan(owner.name).partition),
             first_consumer=self.position[consumer.name],
             stage=part.stage,
         )
@@ -293,10 +290,6 @@ class Layout:
             )
 
         return chosen(found.goes), chosen(found.returns)
-
-    def _is_partial(self, operator: Operator) -> bool:
-        cuts = self.plan(operator.name).partition
-        return any(is_partial(operator, dim) for dim in cuts)
 
     def want_of(self, part: Part, argument: int, node: fx.Node) -> Want:
         """The want that serves one argument of a task."""

@@ -129,16 +129,12 @@ def defer(
 
 
 def _can_defer(module: nn.Module) -> bool:
-    if not has_plain_weights(module) or _is_complex(module):
+    # Gradients of complex weights are products with conjugates, which are left to autograd.
+    if not has_plain_weights(module) or any(x.is_complex() for x in module.parameters()):
         return False
     if isinstance(module, nn.Conv2d):
         return module.padding_mode == "zeros" and not isinstance(module.padding, str)
     return _is_linear(module) or (isinstance(module, ConvShard) and module.is_single)
-
-
-def _is_complex(module: nn.Module) -> bool:
-    """Whether gradients of its weights are products with conjugates, which are left to autograd."""
-    return any(parameter.is_complex() for parameter in module.parameters())
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -93,7 +93,9 @@ class Runner:
         """
         self.loss = torch.zeros((), device=self._device)
         if actions not in self._receives_of:
-            self._receives_of[actions] = self._make_receives(actions)
+            self._receives_of[actions] = Receives(
+                actions, self._at, len(self._sizes), self._channels, self._phases, self._dtype
+            )
         self._receives = self._receives_of[actions]
         self._receives.start(first)
         self._gathers.start_step(actions, is_muted=self._channels.is_muted)
@@ -159,12 +161,6 @@ class Runner:
 
     def _at(self, microbatch: int) -> tuple[Program, Moves]:
         return self._programs[self._sizes[self._number(microbatch)]]
-
-    def _make_receives(self, actions: Sequence[Action]) -> Receives:
-        n_microbatches = len(self._sizes)
-        return Receives(
-            actions, self._at, n_microbatches, self._channels, self._phases, self._dtype
-        )
 
     def _dtype(self, sent: Message | Fetch) -> torch.dtype:
         """The dtype in which a value is sent: autocast's if it is on and weights made the value."""

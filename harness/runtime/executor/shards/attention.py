@@ -86,8 +86,6 @@ def make_grouped_attention(part: ShardSpec) -> GroupedAttentionShard | None:
     module, groups = part.module, part.partial("heads")
     if not isinstance(module, GroupedAttention) or groups is None:
         return None
-    if len(part.output) != 3 or not part.is_whole(2):
-        return None
     needed: list[Block] = []
     for index, wanted in enumerate(part.wanted):
         positions, *rest = [(0, size) for size in wanted.shape.values()][1:]
@@ -178,8 +176,6 @@ def make_attention(part: ShardSpec) -> AttentionShard | None:
     roles = _roles(part, module)
     heads = part.partial("heads")
     if roles is None or heads is None or not _has_unread_weights(part.node):
-        return None
-    if len(part.output) != 3 or not part.is_whole(2):
         return None
     needed: list[Block] = []
     for index, wanted in enumerate(part.wanted):
@@ -302,8 +298,6 @@ def make_attention_region(part: ShardSpec) -> RegionShard | None:
     joined, groups, read = part.node.target, part.partial("heads"), part.arguments()
     if not isinstance(joined, AttentionRegion) or groups is None or read is None:
         return None
-    if len(part.output) != 3 or not part.is_whole(2):
-        return None
     rows = None if part.is_whole(1) else OwnPositions(part.output[1], part.has_own_keys)
     positions = joined.positions
     if rows is not None and (positions is None or (rows.has_own_keys and not positions.mixing)):
@@ -322,3 +316,11 @@ def make_attention_region(part: ShardSpec) -> RegionShard | None:
         needed.append([cut.get(dim, (0, size)) for dim, size in wanted.shape.items()])
     inward = regions(part, needed)
     return RegionShard(part, joined, held, groups, rows, inward)
+
+
+def make_any_attention(part: ShardSpec) -> MixingShard | None:
+    """An attention of any kind with outputs (samples, positions, features), cut along the first two
+    and along heads."""
+    if len(part.output) != 3 or not part.is_whole(2):
+        return None
+    return make_attention_region(part) or make_grouped_attention(part) or make_attention(part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,17 +124,21 @@ def make_conv2d(part: ShardSpec) -> ConvShard | None:
             padding[side] = spec.padding[side]
             needed.append(part.wanted[0].block[2 + side])
             continue
-        rows = window(
-            part.output[2 + side],
-            kernel=kernel[side],
-            stride=spec.stride[side],
-            padding=spec.padding[side],
-            dilation=spec.dilation[side],
-        )
-        needed.append(rows)
+        needed.append(_window(part, side, kernel, spec.stride, spec.padding, spec.dilation))
     inward = region(part.wanted[0], needed)
     runs = list(_runs(filters, filters_each, channels_each))
     return ConvShard(part, spec, runs, (padding[0], padding[1]), inward)
+
+
+def _window(part: ShardSpec, side: int, *numbers: Sequence[int]) -> Interval:
+    """The rows or columns of the input that a block reads.
+
+    Args:
+        numbers: kernel, stride, padding and dilation, of height and width each.
+    """
+    kernel, stride, padding, dilation = (each[side] for each in numbers)
+    output = part.output[2 + side]
+    return window(output, kernel=kernel, stride=stride, padding=padding, dilation=dilation)
 
 
 def pair(value: Any) -> Pair:
@@ -275,16 +279,7 @@ def _windowed(part: ShardSpec, name: str, options: dict[str, Any]) -> PoolShard:
     stride = pair(options.get("stride") or kernel)
     padding = pair(options.get("padding", 0))
     dilation = pair(options.get("dilation", 1))
-    rows = [
-        window(
-            part.output[2 + side],
-            kernel=kernel[side],
-            stride=stride[side],
-            padding=padding[side],
-            dilation=dilation[side],
-        )
-        for side in range(2)
-    ]
+    rows = [_window(part, side, kernel, stride, padding, dilation) for side in range(2)]
     inward = region(part.wanted[0], (*part.output[:2], *rows))
     if name == "max_pool2d":
         read: dict[str, Any] = {"kernel_size": kernel, "stride": stride, "dilation": dilation}

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from harness.runtime.executor.shards.attention import (
-    make_attention,
-    make_attention_region,
-    make_grouped_attention,
-)
+from harness.runtime.executor.shards.attention import make_any_attention
 from harness.runtime.executor.shards.base import Make, Shard, ShardSpec, has_plain_weights
 from harness.runtime.executor.shards.batch_norm import make_batch_norm_shard
 from harness.runtime.executor.shards.conv import make_conv2d, make_pool
@@ -29,9 +25,7 @@ _MAKERS: dict[str, Make] = {
     "add": make_pointwise,
     "embedding": make_embedding,
     "einsum": make_einsum,
-    "attention": lambda part: (
-        make_attention_region(part) or make_grouped_attention(part) or make_attention(part)
-    ),
+    "attention": make_any_attention,
 }
 
 
