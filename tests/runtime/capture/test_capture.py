@@ -30,6 +30,10 @@ OPTIONS = ModelOptions(
 )
 
 
+def task_of(model, shape=(4,), n_classes=4):
+    return Task(model=model, inputs=(InputSpec(name="x", shape=shape),), n_classes=n_classes)
+
+
 def meta_task(name):
     with torch.device("meta"):
         return build_task(name, fit_options(name, OPTIONS))
@@ -77,13 +81,8 @@ def test_frozen_statistics_of_a_function_are_told_too(is_training):
             mean, variance = torch.zeros(3), torch.ones(3)
             return F.batch_norm(images, mean, variance, training=is_training).flatten(1)
 
-    task = Task(
-        model=Normalised(),
-        inputs=(InputSpec(name="images", shape=(3, 4, 4)),),
-        loss="cross_entropy",
-        n_classes=48,
-    )
-    (norm,) = (o for o in capture(task, 4, "normalised").graph.operators if o.kind == "batch_norm")
+    operators = capture(task_of(Normalised(), (3, 4, 4), 48), 4, "normalised").graph.operators
+    (norm,) = (o for o in operators if o.kind == "batch_norm")
     assert ("statistics" in norm.attrs) != is_training
 
 
@@ -116,8 +115,7 @@ class Twice(nn.Module):
 
 
 def test_a_shared_weight_is_counted_once_and_named_twice():
-    task = Task(model=Twice(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
-    graph = capture(task, 2, "twice").graph
+    graph = capture(task_of(Twice()), 2, "twice").graph
     linears = [o for o in graph.operators if o.kind == "linear"]
     assert [o.parameter_bytes for o in linears] == [80, 0]
     assert {o.attrs["module"] for o in linears} == {"linear"}
@@ -135,15 +133,13 @@ class Looping(nn.Module):
 
 
 def test_what_fx_cannot_trace_is_exported():
-    task = Task(model=Looping(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
-    graph = capture(task, 2, "looping").graph
+    graph = capture(task_of(Looping()), 2, "looping").graph
     assert graph.parameter_bytes == 80
     assert sum(o.kind == "linear" for o in graph.operators) == 1
 
 
 def test_a_model_is_exported_on_the_device_that_it_is_on():
-    model = Looping().to("meta")
-    task = Task(model=model, inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
+    task = task_of(Looping().to("meta"))
     assert capture(task, 2, "looping").module.linear.weight.device.type == "meta"
 
 
@@ -162,9 +158,8 @@ def test_an_exported_model_takes_batches_of_any_size(batch):
 
 @pytest.mark.parametrize("batch", [1, 6])
 def test_a_model_that_exporting_ties_to_a_batch_size_is_refused(batch):
-    task = Task(model=ByRows(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
     with pytest.raises(ModelError, match="ByRows cannot be captured: forward loops"):
-        capture(task, batch, "rows")
+        capture(task_of(ByRows()), batch, "rows")
 
 
 class Selecting(nn.Module):
@@ -173,12 +168,11 @@ class Selecting(nn.Module):
 
 
 def test_an_operator_without_a_shape_is_named_with_its_model():
-    task = Task(model=Selecting(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
     line = Selecting.forward.__code__.co_firstlineno + 1
     place = rf"\(test_capture.py:{line} in forward\)"
     message = rf"^Selecting cannot be captured: the shape of .* {place}: .*--engine torch"
     with pytest.raises(ModelError, match=message):
-        capture(task, 2, "selecting")
+        capture(task_of(Selecting()), 2, "selecting")
 
 
 class Construct(nn.Module):
@@ -214,10 +208,6 @@ def of_a_slope(net, x):
 def of_a_pass(net, x):
     x.sum().backward(retain_graph=True)
     return x
-
-
-def task_of(model):
-    return Task(model=model, inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
 
 
 @pytest.mark.parametrize(
@@ -330,8 +320,7 @@ def test_unknown_functions_are_named_in_one_line_with_their_flops(caplog):
     model = nn.Sequential(
         nn.LocalResponseNorm(2), nn.ConvTranspose2d(3, 4, 2, 2), nn.Flatten(), nn.Linear(256, 5)
     )
-    task = Task(model=model, inputs=(InputSpec(name="x", shape=(3, 4, 4)),), n_classes=5)
-    capture(task, 2, "model")
+    capture(task_of(model, (3, 4, 4), 5), 2, "model")
     n_flops = 2 * 2 * 4 * 4 * 3 * 4 * 2 * 2
     (record,) = caplog.records
     names = "ConvTranspose2d (1), LocalResponseNorm (0)"

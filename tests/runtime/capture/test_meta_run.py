@@ -22,21 +22,15 @@ from harness.runtime.models import (
 
 
 def test_counting_without_memory_equals_counting_a_real_step():
-    def build():
-        return build_task("lenet", fit_options("lenet", ModelOptions()))
-
-    task = build()
+    task = build_task("lenet", fit_options("lenet", ModelOptions()))
     with FlopCounterMode(display=False) as counter:
         task.sum_loss(task.model(torch.randn(3, 1, 28, 28)), torch.tensor([1, 2, 3])).backward()
     assert step_flops(task, 3) == (counter.get_total_flops(), 0.0)
 
 
 def test_a_vit_step_counts_about_three_forwards():
-    def build():
-        return build_task("vit_b_16", fit_options("vit_b_16", ModelOptions()))
-
     with torch.device("meta"):
-        task = build()
+        task = build_task("vit_b_16", fit_options("vit_b_16", ModelOptions()))
     # 17.56 GMAC by torchvision's documentation, attention's products not among them.
     flops = step_flops(task, 1)
     assert flops is not None
@@ -48,10 +42,7 @@ def test_a_decoder_counts_six_flops_a_parameter_and_token_beside_its_scores():
         sequence_length=16, vocabulary_size=50, n_layers=2, width=32, n_heads=4, mlp_width=64
     )
 
-    def build():
-        return build_task("llama", fit_options("llama", ModelOptions(text=sizes)))
-
-    task, tokens = build(), 3 * 16
+    task, tokens = build_task("llama", fit_options("llama", ModelOptions(text=sizes))), 3 * 16
     flops = step_flops(task, 3)
     assert flops is not None
     # Of 2 layers, forward and twice backward: scores and sums of 16 x 16 positions of width 32.
@@ -69,10 +60,8 @@ def test_a_model_that_needs_values_is_not_counted():
         def forward(self, x):
             return self.layer(x) if float(x.sum()) > 0 else self.layer(-x)
 
-    def build():
-        return Task(model=Looks(), inputs=(InputSpec(name="x", shape=(8,)),), n_classes=4)
-
-    assert step_flops(build(), 2) is None
+    task = Task(model=Looks(), inputs=(InputSpec(name="x", shape=(8,)),), n_classes=4)
+    assert step_flops(task, 2) is None
 
 
 class Tied(nn.Module):
