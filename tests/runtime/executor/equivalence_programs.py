@@ -235,31 +235,3 @@ def is_normed(program: str) -> bool:
 def is_dropping(program: str) -> bool:
     """Whether it draws masks."""
     return any(line.name == "dropout" for line in lines_of(program))
-
-
-def shorter(program: str) -> list[str]:
-    """The same program without one of its instructions, whose readers read its first argument of
-    the same kind instead."""
-    lines, found = lines_of(program), []
-    kinds = _kinds(lines)
-    for at, line in enumerate(lines):
-        number = at + len(_INPUTS)
-        instead = next((k for k in line.arguments if kinds[k] == kinds[number]), None)
-        is_read = any(number in other.arguments for other in lines)
-        if (instead is None and is_read) or any(
-            other.parts == number for other in lines if other is not line
-        ):
-            continue
-
-        def moved(k: int, number: int = number, instead: int | None = instead) -> int:
-            k = k if k != number or instead is None else instead
-            return k - (k > number)
-
-        rest = [
-            Line(one.name, tuple(map(moved, one.arguments)), moved(one.parts), one.is_frozen)
-            for one in lines
-            if one is not line
-        ]
-        if rest:
-            found.append(text_of(rest, options_of(program)))
-    return found
