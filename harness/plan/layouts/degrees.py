@@ -280,14 +280,19 @@ class GroupCosts(NamedTuple):
     """By operator that is placed, on one device of the group.
 
     Attributes:
+        again_s: of its forward in a stage that recomputes, where what others sent has stayed.
         kept_bytes: that forward keeps for backward.
         passed_bytes: of gradients while its backward runs.
-        sent_bytes: of the whole output, for readers of a later stage.
+        sent_bytes: of the whole output.
         last_reader: position of the output's last reader, -1 for none.
-        crossing_bytes: of the outputs that cross a cut before the operator.
+        crossing_bytes: (2, 2, operators) of the outputs that cross a cut before the operator and of
+            their gradients: those of a device, and between the two devices that exchange most.
+        tied: positions of operators that share weights, and bytes of these, of which
+            `weight_bytes` counts the first operator's.
     """
 
     forward_s: Floats
+    again_s: Floats
     backward_s: Floats
     weight_bytes: Floats
     kept_bytes: Floats
@@ -295,6 +300,7 @@ class GroupCosts(NamedTuple):
     sent_bytes: Floats
     last_reader: Ints
     crossing_bytes: Floats
+    tied: list[tuple[list[int], float]]
 
 
 class Group:
@@ -307,10 +313,9 @@ class Group:
         self._cluster = msgspec.structs.replace(cluster.part(range(tp)), collectives=[])
         self._simulator = Simulator(graph, profile, self._cluster, options=options)
         self._known: dict[int, GroupCosts] = {}
-        at, consumers = {op: k for k, op in enumerate(self._simulator.placed)}, graph.consumers()
-        self._last_reader: Ints = np.array(
-            [max((at[c] for c in consumers[op] if c in at), default=-1) for op in at]
-        )
+        kind = cluster.devices[0].kind
+        two = Cluster.uniform(1, 2 * tp, inside_bytes_per_s=1.0, memory_bytes=1, kind=kind)
+        self._two = Simulator(graph, profile, two, options=options)
 
     def costs(self, samples: int) -> GroupCosts:
         """For a microbatch of so many samples.
@@ -332,20 +337,47 @@ class Group:
         first = np.flatnonzero(rows % self._tp == 0)
         ops, end_s = rows[first] // self._tp, float(found.finish[first].max())
         backward = found.start[first + len(rows)]
-        sent = np.array([costs.wire_bytes(op) for op in placed])
-        crossing = np.zeros(len(placed))
-        for k, reader in enumerate(self._last_reader.tolist()):
-            crossing[k + 1 : reader + 1] += sent[k]
+        at = {op: k for k, op in enumerate(placed)}
+        readers = [[c for c in found if c in at] for found in self._graph.consumers()]
+        last_reader = [max((at[c] for c in readers[op]), default=-1) for op in placed]
+        crossing = np.zeros((2, 2, len(placed)))
+        for k, last in enumerate(last_reader):
+            if last > k:
+                sent = self._sent_bytes(placed[k], readers[placed[k]], tables.plans, samples)
+                crossing[:, :, k + 1 : last + 1] += sent[:, :, None]
         return GroupCosts(
             _seconds(found.start[first], ops, placed, end_s),
+            tables.forward_s[placed].max(axis=1),
             _seconds(backward, ops, placed, float(found.device_end_s[0])),
             tables.weight_bytes[placed].max(axis=1),
             (tables.output_bytes + tables.saved_bytes)[placed].max(axis=1),
             gradients_passed(tables, 1, returns)[placed].max(axis=1) * costs.knows_saved,
-            sent,
-            self._last_reader,
+            np.array([costs.wire_bytes(op) for op in placed]),
+            np.array(last_reader),
             crossing,
+            [
+                ([at[op] for op in ops], float(tables.weight_bytes[ops[0]].max()))
+                for ops in tables.tied.values()
+            ],
         )
+
+    def _sent_bytes(
+        self, op: int, readers: list[int], plans: dict[int, OperatorPlan], samples: int
+    ) -> Floats:
+        """(2, 2) bytes of an output and of its gradient, if its readers are on another group: those
+        of a device, and between the two devices that exchange most."""
+        moved = [
+            (c, msgspec.structs.replace(plans[c], devices=[self._tp + k for k in plans[c].devices]))
+            for c in readers
+        ]
+        costs, n = self._two.costs(samples), 2 * self._tp
+        edges = costs.transfers(op, plans[op], moved, syncs_norms=False)
+        if edges.sums:  # each device adds to all of it
+            return np.full((2, 2), costs.wire_bytes(op))
+        pairs = edges.source % n * n + edges.target % n
+        ways = (edges.goes, edges.returns & self._simulator.returns[op])
+        found = [np.bincount(pairs, edges.n_bytes * way, minlength=1) for way in ways]
+        return np.array([[one.sum() / self._tp for one in found], [one.max() for one in found]])
 
 
 def _seconds(start: Floats, ops: Ints, placed: list[int], end_s: float) -> Floats:

@@ -22,7 +22,8 @@ from harness.errors import PlanError, StrategyError
 from harness.plan.bottleneck import balance
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.layouts.degrees import Group, GroupCosts, ParallelLayout, layout_strategy
-from harness.plan.layouts.pricing import Choice, NodeLinks, price, transfer_seconds
+from harness.plan.layouts.links import NodeLinks, transfer_seconds
+from harness.plan.layouts.pricing import Choice, price
 from harness.plan.portfolio import options_of
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import useful_states
@@ -170,9 +171,10 @@ class LayoutSearch:
         """With stages equal in computing, and with those equal in computing and transfers."""
         key = (layout.tp, layout.pp, samples, recompute)
         if key not in self._stages:
-            seconds = costs.forward_s * (1 + recompute) + costs.backward_s
+            seconds = costs.forward_s + costs.again_s * recompute + costs.backward_s
             far = layout.n_devices > self.links.n_each
-            crossing_s = 2 * transfer_seconds(layout, costs.crossing_bytes, self.links, far)
+            sent_s, latency_s = transfer_seconds(layout, costs.crossing_bytes, self.links, far)
+            crossing_s = sent_s.sum(axis=0) + 2 * latency_s
             found = [
                 balance([seconds.tolist()] * layout.pp, layout.pp, each_s.tolist()).ends[:-1]
                 for each_s in (crossing_s * 0, crossing_s)

@@ -1,15 +1,9 @@
-"""The step of a layout, in closed form over its stages.
+"""The step of a layout, stage by stage.
 
-Replicas are alike, and so are the devices of a tensor-parallel group: a stage is one device. With M
-microbatches, a stage of w seconds each that is reached after p seconds of earlier stages, and whose
-gradients take y seconds to all-reduce, ends after
-
-    M w + max(p, p / 3 + y - h)
-
-(see `search/pipelines.py`), and the step is the last one's end. The last backward hides h of the
-all-reduce once its first bucket is full, but not the last bucket. A stage that recomputes runs
-forward again while it waits for the first gradient, so that p is without it. Rings of a node's
-devices share its NIC.
+Replicas are alike, and so are the devices of a tensor-parallel group: a stage is one device, and
+`flow` says when its last backward ends. That backward hides a part of the all-reduce of gradients
+once its first bucket is full, but not the last bucket; weights that several stages share are summed
+after the last backward of all of these. Rings of a node's devices share its NIC.
 
 With parameters sharded, a stage gathers the next unit while it computes one, and in its backward
 also sums the gradients of the unit before:
@@ -29,13 +23,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from harness.domain.cluster import Cluster, Link
 from harness.domain.sharding import first_bucket_bytes
 from harness.domain.strategy import ShardState
-from harness.errors import PlanError
 from harness.plan.layouts.degrees import GroupCosts, ParallelLayout
+from harness.plan.layouts.links import NodeLinks, all_reduce_seconds, queues, transfer_seconds
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import (
     bucket_memory,
@@ -45,8 +37,8 @@ from harness.plan.simulate.sharded_state import (
 )
 from harness.plan.simulate.transfers import Floats, Ints
 
-# Seconds of an all-reduce, by its bytes.
-RingSeconds = Callable[[Floats], Floats]
+# Seconds of an all-reduce, by its bytes, among the replicas of a number of stages.
+RingSeconds = Callable[[Floats, int], Floats]
 
 
 class StageState(NamedTuple):
@@ -57,6 +49,7 @@ class StageState(NamedTuple):
         sync_s, hideable_s: collectives of gradients of a whole step beside those waits, and the
             part of them that computing may hide, in so many rounds, from `first_s` of a backward
             pass on, when its first bucket is full.
+        shared: stages with a weight in common, and seconds of its all-reduce.
         gather_s: all-gathers before the first microbatch or after the optimizer.
         owned_bytes: of the weights that the device updates.
         n_bytes: weights, gradients and optimizer state at the peak.
@@ -67,6 +60,7 @@ class StageState(NamedTuple):
     hideable_s: Floats
     n_rounds: int
     first_s: Floats
+    shared: list[tuple[Ints, float]]
     gather_s: Floats
     owned_bytes: Floats
     n_bytes: Floats
@@ -91,17 +85,32 @@ def stage_state(
     stages = list(pairwise((0, *ends.tolist())))
     ratio, n_rounds = options.gradient_bytes_per_weight_byte, 1
     weights = np.array([costs.weight_bytes[a:b].sum() for a, b in stages])
+    first_s = np.array([_first_bucket_s(costs, a, b, options) for a, b in stages])
+    own, tied_s = weights.copy(), np.zeros(len(stages))
+    shared, reduced = list[tuple[Ints, float]](), options.reduce_bytes_per_gradient_byte
+    for ops, n_bytes in costs.tied:
+        users = np.unique(np.searchsorted(ends, ops, side="right"))
+        if len(users) == 1:  # the first bucket waits for the weight's first operator
+            first_s[users] = [costs.backward_s[slice(*stages[users[0]])].sum()]
+        else:
+            own[users[0]] -= n_bytes
+            weights[users[1:]] += n_bytes
+            found = n_bytes * np.array([ratio * reduced, 0.5])  # gradients, and weights one way
+            summed_s, gathered_s = all_reduce_s(found, len(users)).tolist()
+            shared.append((users, summed_s / (1 + shards_gradients(shard_state))))
+            tied_s[users] += gathered_s
     kept, gradients, wait_s = weights, weights * ratio, np.zeros(len(stages))
     owned = weights if shard_state == "none" else weights / n_replicas
-    sent = gradients * options.reduce_bytes_per_gradient_byte
-    sync_s = all_reduce_s(sent)
+    sync_s = all_reduce_s(own * ratio * reduced, 1)
     last_share = np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
-    gather_s = wait_s if shard_state == "none" else all_reduce_s(weights) / 2
-    if options.reduce_bytes_per_gradient_byte < 1 and n_replicas > 1:
-        gradients = gradients + sent  # rounded copies
+    gather_s = np.zeros(len(stages)) if shard_state == "none" else all_reduce_s(own, 1) / 2 + tied_s
+    if reduced < 1 and n_replicas > 1:
+        gradients = gradients * (1 + reduced)  # rounded copies
     if shards_gradients(shard_state):
         n_rounds = n_microbatches
         sync_s, last_share = n_rounds * sync_s / 2, last_share / n_rounds
+        for users, each_s in shared:
+            sync_s[users] += (n_rounds - 1) * each_s
         passing = [_passing_bytes(costs, a, b, n_microbatches, options) for a, b in stages]
         gradients = owned * ratio + passing
     if shard_state == "parameters":
@@ -115,7 +124,8 @@ def stage_state(
         sync_s=sync_s,
         hideable_s=sync_s * (1 - last_share) * options.overlap,
         n_rounds=n_rounds,
-        first_s=np.array([_first_bucket_s(costs, a, b, options) for a, b in stages]),
+        first_s=first_s,
+        shared=shared,
         gather_s=gather_s,
         owned_bytes=owned,
         n_bytes=kept + gradients + owned * options.n_optimizer_states,
@@ -193,10 +203,10 @@ def _waits(
         weights = costs.weight_bytes[begin:end]
         starts = np.array([0, *fill(weights.tolist(), options.bucket_bytes)[:-1]])
         n_bytes = np.add.reduceat(weights, starts)
-        gather_s = all_reduce_s(n_bytes) / 2
+        gather_s = all_reduce_s(n_bytes, 1) / 2
         sent = n_bytes * options.gradient_bytes_per_weight_byte
         sent *= options.reduce_bytes_per_gradient_byte
-        sum_s = all_reduce_s(sent) / 2 * options.overlap
+        sum_s = all_reduce_s(sent, 1) / 2 * options.overlap
         forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
         backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)
         wait_s = _wait_s(forward_s, backward_s, gather_s, sum_s) if len(starts) > 1 else 0.0
@@ -215,49 +225,6 @@ def _wait_s(forward_s: Floats, backward_s: Floats, gather_s: Floats, sum_s: Floa
     summed = [*[0.0] * last, *sum_s[2:][::-1], sum_s[1] + sum_s[0]]
     beside_s = np.array(gathered) + np.array(summed)
     return float(np.maximum(0.0, beside_s - np.array(computed)).sum())
-
-
-class NodeLinks(NamedTuple):
-    """Links of equal nodes: bytes/s and seconds."""
-
-    n_each: int
-    inside: float
-    between: float
-    latency_s: float
-
-    @classmethod
-    def from_cluster(cls, cluster: Cluster) -> NodeLinks:
-        """The slowest link inside the first node, and from it to the second one.
-
-        Raises:
-            PlanError: nodes or devices differ, or a bandwidth is missing.
-        """
-        shapes = {
-            (tuple((d.kind, d.speed, d.memory_bytes) for d in node.devices), node.nic_bytes_per_s)
-            for node in cluster.nodes
-        }
-        if len(shapes) > 1 or len(set(next(iter(shapes))[0])) > 1:
-            raise PlanError(
-                f"--cost layouts plans for equal nodes of equal devices, and the cluster has "
-                f"{len(shapes)} kinds of node: use --cost simulator"
-            )
-        n_each = len(cluster.nodes[0].devices)
-        own = {device.name for device in cluster.nodes[0].devices}
-        near: list[Link] = []
-        far: list[Link] = []
-        for link in cluster.links:
-            if link.source in own:
-                (near if link.target in own else far).append(link)
-        nic = cluster.nodes[0].nic_bytes_per_s
-        if (n_each > 1 and not near) or (len(cluster.nodes) > 1 and not far and nic is None):
-            raise PlanError("the cluster lacks links of its first node: measure or write them")
-        rates = [link.bandwidth_bytes_per_s for link in far] + ([nic] if nic else [])
-        return cls(
-            n_each,
-            min((link.bandwidth_bytes_per_s for link in near), default=np.inf),
-            min(rates, default=np.inf),
-            max((link.latency_s for link in far or near), default=0.0),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,10 +267,12 @@ def price(
         layout: with its cuts.
         segment_cuts: of each stage into segments, counted from its first operator.
     """
+    from harness.plan.layouts.flow import last_backwards
+
     begins = np.array([0, *(layout.cuts or ())])
     ends = np.append(begins[1:], len(costs.forward_s))
     forward, kept = _sums(costs.forward_s, ends), _sums(costs.kept_bytes, ends)
-    again_s = costs.forward_s * (segments > 0)
+    again_s = costs.again_s * (segments > 0)
     recomputes_ahead = options.recomputes_ahead and shard_state != "parameters"
     if recomputes_ahead:
         # Where backward follows forward at once, the values of the last segment are still there.
@@ -318,70 +287,46 @@ def price(
         ends=ends,
         costs=costs,
         again_s=again_s,
-        all_reduce_s=partial(_all_reduce_s, layout, links=links),
+        all_reduce_s=partial(all_reduce_seconds, layout, links=links),
         options=options,
     )
     backward = _sums(costs.backward_s, ends) + state.wait_s
     work = forward + again + backward
-    crossing = costs.crossing_bytes[begins]
-    node = np.arange(layout.pp) * layout.tp * layout.dp // links.n_each
-    crossing_s = transfer_seconds(layout, crossing, links, np.diff(node, prepend=0) > 0)
-    on_the_way = forward + backward if recomputes_ahead else work
-    reached = np.cumsum(on_the_way + 2 * crossing_s) - on_the_way
     window_s = backward - state.first_s + (state.n_rounds - 1) * work
-    exposed_s = state.sync_s - np.minimum(window_s, state.hideable_s)
-    ends_s = n_microbatches * work + np.maximum(reached, reached / 3 + exposed_s)
-    ends_s = np.maximum(ends_s, reached + n_microbatches * crossing_s)
+    after_s = state.sync_s - np.minimum(window_s, state.hideable_s) + state.gather_s
+    after_s += state.owned_bytes * float(np.max(options.optimizer_s_per_byte))
+    if not recomputes_ahead:
+        backward, again = again + backward, np.zeros(layout.pp)
+    node = np.arange(layout.pp) * layout.tp * layout.dp // links.n_each
+    crossing = costs.crossing_bytes[:, :, begins]
+    sent = transfer_seconds(layout, crossing, links, np.diff(node, prepend=0) > 0)
+    begin_s = np.zeros(layout.pp)
+    for _ in range(1 + (layout.pp > 1)):  # of two steps the second, as by `Trial.outcome`
+        passes = (forward, again, backward)
+        last_s = last_backwards(n_microbatches, *passes, *sent, queues(node), begin_s)
+        ends_s = last_s + after_s
+        for stages, shared_s in state.shared:
+            ends_s[stages] = ends_s[stages].max() + shared_s
+        step_s = float((ends_s - begin_s).max())
+        begin_s = ends_s - ends_s.min()
     in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
-    # The first gradient comes after all forwards and the later stages' backwards; by then a stage
-    # has run its forwards in flight, and the first of them again. After its last backward come the
-    # earlier stages'.
-    after_s = on_the_way - forward + crossing_s
-    awaited_s = forward.sum() + crossing_s.sum() + after_s.sum() - after_s.cumsum()
-    awaited_s += after_s.cumsum() - on_the_way + forward
-    ahead_s = forward * in_flight + again * recomputes_ahead
-    ends_s = np.maximum(ends_s, awaited_s + n_microbatches * work - ahead_s)
-    ends_s += state.owned_bytes * float(np.max(options.optimizer_s_per_byte)) + state.gather_s
+    received = crossing[0, 0]
     if segments:
         waiting, peak = recomputed_bytes(shard_state, ends, segment_cuts, costs, options)
-        active = in_flight * (crossing + waiting) + peak
+        active = in_flight * (received + waiting) + peak
     else:
         peak = np.array([_peak_bytes(costs, a, b) for a, b in zip(begins, ends, strict=True)])
-        active = in_flight * crossing + (in_flight - 1) * kept + peak
+        active = in_flight * received + (in_flight - 1) * kept + peak
     memory = state.n_bytes + options.reserved_bytes + active
     return Choice(
         layout=layout,
         n_microbatches=n_microbatches,
         segments=segments,
         shard_state=shard_state,
-        step_s=float(ends_s.max()),
+        step_s=step_s,
         memory_bytes=int(np.ceil(memory.max())),
     )
 
 
 def _sums(values: Floats, ends: Ints) -> Floats:
     return np.diff(np.concatenate([[0.0], values.cumsum()[ends - 1]]))
-
-
-def transfer_seconds(
-    layout: ParallelLayout, n_bytes: Floats, links: NodeLinks, far: bool | npt.NDArray[np.bool_]
-) -> Floats:
-    """Of one microbatch into a stage, one way.
-
-    Args:
-        far: whether the stage before it is on another node.
-    """
-    shared = links.between / min(layout.tp * layout.dp, links.n_each)
-    far_s = n_bytes / shared + links.latency_s
-    return np.where(far, far_s, n_bytes / links.inside) * (n_bytes > 0)
-
-
-def _all_reduce_s(layout: ParallelLayout, n_bytes: Floats, *, links: NodeLinks) -> Floats:
-    """A ring of the replicas of each device of a group; the rings of a node share its NIC."""
-    dp, tp = layout.dp, layout.tp
-    if dp == 1:
-        return np.zeros(len(n_bytes))
-    rate, latency_s = links.inside, 0.0
-    if dp * tp > links.n_each:
-        rate, latency_s = min(links.inside, links.between / min(tp, links.n_each)), links.latency_s
-    return 2 * (dp - 1) * (n_bytes / dp / rate + latency_s)

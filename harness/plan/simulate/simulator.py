@@ -222,11 +222,8 @@ class Trial:
         return lowering.lower(self.simulator, self.tables, self._current_flow(), self.shard_state)
 
     def slices(self) -> list[Slice]:
-        """The slices of all operators' weights."""
-        costs = self.tables.costs
-        return [
-            one for op, plan in self.tables.plans.items() for one in costs.operator(op, plan).slices
-        ]
+        """The slices of all operators' weights, those of tied ones once."""
+        return [one for op in self.tables.plans for one in self.tables.held(op)]
 
     def outcome(self) -> EventTimes:
         """Run the events of a step.

@@ -259,7 +259,7 @@ class Tables:
         has_closed: set[tuple[int, ...]] = set()  # groups whose first bucket is full
         alone = np.zeros((self.n_ops, self.n_devices))
         for op in reversed(self.parameterised):
-            for n_bytes, group in self._gradients(op):
+            for n_bytes, group in self.held(op, self.options.gradient_bytes_per_weight_byte):
                 if len(group) < 2:
                     # The executor keeps the memory of large ones from step to step.
                     is_linear = self.costs.graph.operators[op].kind == "linear"
@@ -305,11 +305,14 @@ class Tables:
             alone=alone,
         )
 
-    def _gradients(self, op: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Bytes of each slice of gradients with the devices that add them up; of tied weights all
-        devices that have one of their operators, with the last one."""
+    def held(self, op: int, share: float = 1.0) -> list[tuple[int, tuple[int, ...]]]:
+        """Bytes of each slice of weights, or of their gradients, with the devices that hold it; of
+        tied weights all devices that have one of their operators, with the last one.
+
+        Args:
+            share: bytes per byte of weights.
+        """
         own, operators = self._slices[op], self.costs.graph.operators
-        share = self.options.gradient_bytes_per_weight_byte
         if self.last_user.get(op, op) != op:
             own_bytes = operators[op].weight_bytes - operators[self.last_user[op]].tied_bytes
             share *= max(0.0, own_bytes / operators[op].weight_bytes)

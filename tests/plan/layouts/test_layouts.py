@@ -111,6 +111,23 @@ def test_stages_are_cut_where_little_crosses_if_that_is_faster():
     assert steps[5,] < 0.8 * steps[4,]
 
 
+def test_a_slow_link_and_a_tied_weight_are_priced_as_by_the_simulator():
+    layers = [PlannedLayer(f"l{k}", 4_000_000, 100_000, 300_000) for k in range(8)]
+    layers[-1] = layers[-1]._replace(tied_to="l0")
+    graph = chain_graph("tied", layers, BATCH, n_parts=4)
+    _, profile = chain()
+    where = Cluster.uniform(
+        2, 2, inside_bytes_per_s=1e8, between_bytes_per_s=2e7, memory_bytes=10**9, latency_s=1e-3
+    )
+    search = LayoutSearch(graph, profile, where, BATCH)
+    simulator = Simulator(graph, profile, where)
+    pipelines = [choice for choice in search.choices() if choice.layout.pp == 4]
+    assert len(pipelines) > 10
+    for choice in pipelines:  # one device a stage
+        step_s = simulator.step_s(search.strategy(choice))
+        assert choice.step_s == pytest.approx(step_s, rel=1e-9), choice.name
+
+
 def test_values_of_16_bits_travel_as_such():
     graph, profile = chain()
     halves = [replace(point, dtype="bfloat16") for point in profile.measurements]

@@ -14,6 +14,7 @@ from harness.plan.importing.times import (
 )
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.simulator import Simulator, Trial
 
 KIND = "device"
 FAST = Cluster.uniform(1, 4, inside_bytes_per_s=1e9, memory_bytes=10**6)
@@ -102,6 +103,9 @@ def test_tied_weights_are_counted_once_on_each_device_and_summed_over_all():
         )
         return list(done.memory_bytes.values()), done.step_s
 
+    simulator = Simulator(graph, profile, cluster)
+    both = {op: OperatorPlan({"sample": 2}, [0, 1]) for op in range(3)}
+    assert sorted(Trial(simulator, both, batch=4).slices()) == [(100, (0, 1)), (400, (0, 1))]
     (near, _), near_s = found(0, 1)
     (first, last), far_s = found(1, 2)
     assert near_s == pytest.approx(9.0)

@@ -1,0 +1,105 @@
+"""The links of equal nodes, and seconds of a layout's transfers and all-reduces over them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.domain.cluster import Cluster, Link
+from harness.errors import PlanError
+from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.simulate.transfers import Floats, Ints
+
+
+class NodeLinks(NamedTuple):
+    """Links of equal nodes: bytes/s and seconds."""
+
+    n_each: int
+    inside: float
+    inside_latency_s: float
+    between: float
+    between_latency_s: float
+    nic: float
+
+    def shared(self, n_flows: int) -> float:
+        """Bytes/s of each of some flows from one node to another."""
+        return min(self.between, self.nic / min(n_flows, self.n_each))
+
+    @classmethod
+    def from_cluster(cls, cluster: Cluster) -> NodeLinks:
+        """The slowest link inside the first node, and from it to the second one.
+
+        Raises:
+            PlanError: nodes or devices differ, or a bandwidth is missing.
+        """
+        shapes = {
+            (tuple((d.kind, d.speed, d.memory_bytes) for d in node.devices), node.nic_bytes_per_s)
+            for node in cluster.nodes
+        }
+        if len(shapes) > 1 or len(set(next(iter(shapes))[0])) > 1:
+            raise PlanError(
+                f"--cost layouts plans for equal nodes of equal devices, and the cluster has "
+                f"{len(shapes)} kinds of node: use --cost simulator"
+            )
+        n_each = len(cluster.nodes[0].devices)
+        own = {device.name for device in cluster.nodes[0].devices}
+        near: list[Link] = []
+        far: list[Link] = []
+        for link in cluster.links:
+            if link.source in own:
+                (near if link.target in own else far).append(link)
+        nic = cluster.nodes[0].nic_bytes_per_s
+        if (n_each > 1 and not near) or (len(cluster.nodes) > 1 and not far and nic is None):
+            raise PlanError("the cluster lacks links of its first node: measure or write them")
+        return cls(
+            n_each,
+            min((link.bandwidth_bytes_per_s for link in near), default=np.inf),
+            max((link.latency_s for link in near), default=0.0),
+            min((link.bandwidth_bytes_per_s for link in far), default=np.inf),
+            max((link.latency_s for link in far), default=0.0),
+            nic or np.inf,
+        )
+
+
+def transfer_seconds(
+    layout: ParallelLayout, n_bytes: Floats, links: NodeLinks, far: bool | npt.NDArray[np.bool_]
+) -> tuple[Floats, Floats]:
+    """Of one microbatch into a stage and of its gradient back: (2, stages) that a link is occupied,
+    and latency.
+
+    Args:
+        n_bytes: see `GroupCosts.crossing_bytes`.
+        far: whether the stage before it is on another node.
+    """
+    sent_s = np.where(
+        far, n_bytes[0] / links.shared(layout.tp * layout.dp), n_bytes[1] / links.inside
+    )
+    latency_s = np.where(far, links.between_latency_s, links.inside_latency_s)
+    return sent_s, latency_s * (n_bytes[0, 0] > 0)
+
+
+def queues(node: Ints) -> Ints:
+    """(2, stages, 2): what a transfer into each stage, and one back, occupy: the NICs of both
+    nodes, out of one and into the other, or a link inside a node."""
+    before, inward = np.append(node[0], node[:-1]), node.max() + 1
+    ways = np.array([[before, node + inward], [node, before + inward]])
+    links = 2 * inward + np.arange(2 * len(node)).reshape(2, 1, -1)
+    return np.ascontiguousarray(np.where(before == node, links, ways).swapaxes(1, 2))
+
+
+def all_reduce_seconds(
+    layout: ParallelLayout, n_bytes: Floats, n_stages: int, *, links: NodeLinks
+) -> Floats:
+    """A ring of the replicas, in some stages, of each device of a group; the rings of a node share
+    its NIC."""
+    n = layout.dp * n_stages
+    width = layout.n_devices if n_stages > 1 else layout.dp * layout.tp
+    rate, latency_s = links.inside, links.inside_latency_s
+    if width > links.n_each:
+        hops = [links.shared(layout.tp)] + [links.inside] * (
+            layout.dp > 1 and layout.tp < links.n_each
+        )
+        rate, latency_s = min(hops), links.between_latency_s
+    return 2 * (n - 1) * (n_bytes / n / rate + latency_s)
