@@ -45,11 +45,11 @@ smoke() {
         + train "${own[@]}" --recompute --ema 0.9 --weight-decay 0.1 --no-decay 1d --max-grad-norm 1 \
         + train "${own[@]}" --data digits --epochs 1 --evaluate --save-every 9 --save-model \
         + train "${own[@]}" --data digits --freeze schedule --freeze-interval 2 \
-        + train "${steps[@]}" --strategy zero2 zero3 || code=1
+        + train "${steps[@]}" --strategy zero2 zero3 --reduce-dtype bf16 || code=1
     own=("${steps[@]}" --engine executor)
     mpirun --oversubscribe -np 2 ./entry.sh links --time-budget-s 0.01 --results "$out/smoke" \
-        + train "${own[@]}" --strategy ddp pipeline tp=2 --recompute + train "${own[@]}" --strategy ddp --drift \
-        + train "${own[@]}" --strategy ddp --shard-state parameters --survive --save-every 2 \
+        + train "${own[@]}" --strategy ddp pipeline tp=2 --recompute --reduce-dtype bf16 + train "${own[@]}" --strategy ddp --drift \
+        + train "${own[@]}" --strategy ddp --shard-state parameters --reduce-dtype bf16 --survive --save-every 2 \
         + train "${own[@]}" --strategy pipeline --schedule zero_bubble || code=1
     return "$code"
 }
