@@ -257,7 +257,7 @@ def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
 # Flags that choose how a run trains, but not what.
 STRATEGY_FLAGS = frozenset({
     "strategy", "schedule", "microbatches", "stages", "shard_state", "recompute",
-    "recompute_segments", "shrink", "replicate", "cache", "cache_memory", "drift",
+    "recompute_segments", "reduce_dtype", "shrink", "replicate", "cache", "cache_memory", "drift",
     "drift_threshold", "controlled", *(field.name for field in fields(SearchFlags)),
 }) - {"ema"}  # fmt: skip
 # Flags that may differ between a run and the one that continues it, without a word.
