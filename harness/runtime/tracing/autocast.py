@@ -25,7 +25,7 @@ from harness.runtime.tracing.constructs import (
     function_name,
     is_view,
 )
-from harness.runtime.tracing.patches import autocast_on_meta, replaced
+from harness.runtime.tracing.patches import replaced
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,19 @@ class Regions:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Patch torch.autocast to keep the stack up to date."""
+        initialize: Any = torch.autocast.__init__
         enter: Any = torch.autocast.__enter__
         leave: Any = torch.autocast.__exit__
         on_meta: WeakKeyDictionary[Any, AutocastRegion] = WeakKeyDictionary()
 
-        def created(context: Any, dtype: Any, is_enabled: bool) -> None:
-            on_meta[context] = AutocastRegion("meta", dtype, is_enabled)
+        def initialized(
+            context: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any
+        ) -> None:
+            # A model is traced on the meta device, for which PyTorch has no autocast.
+            is_meta = device_type == "meta"
+            initialize(context, "cpu" if is_meta else device_type, dtype, enabled, *args)
+            if is_meta:
+                on_meta[context] = AutocastRegion("meta", dtype, enabled)
 
         def entered(context: Any) -> Any:
             region = AutocastRegion(context.device, context.fast_dtype, context._enabled)
@@ -173,7 +180,7 @@ class Regions:
             return leave(context, *args)
 
         with ExitStack() as stack:
-            stack.enter_context(autocast_on_meta(created))
+            stack.enter_context(replaced(torch.autocast, "__init__", initialized))
             stack.enter_context(replaced(torch.autocast, "__enter__", entered))
             stack.enter_context(replaced(torch.autocast, "__exit__", left))
             yield

@@ -70,7 +70,7 @@ def export(
     functions.keep_whole(model, copied, whole)
     with (
         _no_dropped_constructs(functions),
-        patches.grad_mode_kept(),
+        torch.set_grad_enabled(torch.is_grad_enabled()),  # which a model may set itself
         patches.masks_unread(),
         patches.users_code(model),
         _sizes_fixed(ShapeEnv, fixed),

@@ -52,29 +52,6 @@ def autograd_functions(apply: Apply) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def autocast_on_meta(created: Callable[[Any, Any, bool], None]) -> Iterator[None]:
-    """Let a model create `torch.autocast` for the meta device, on which it is traced.
-
-    PyTorch has none there, so the context becomes one of the CPU.
-
-    Args:
-        created: takes the context, its dtype and whether it is enabled.
-    """
-    initialize: Any = torch.autocast.__init__
-
-    def initialized(
-        context: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any
-    ) -> None:
-        is_meta = device_type == "meta"
-        initialize(context, "cpu" if is_meta else device_type, dtype, enabled, *args)
-        if is_meta:
-            created(context, dtype, enabled)
-
-    with replaced(torch.autocast, "__init__", initialized):
-        yield
-
-
 def masks_unread() -> AbstractContextManager[None]:
     """Keep PyTorch's transformer layers from reading whether a mask is causal: they then apply the
     mask as it is."""
@@ -130,16 +107,6 @@ def original_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Apply a function inside `autograd_functions`."""
     original: Callable[..., Any] = torch._C._FunctionBase.__dict__["apply"]
     return original.__get__(None, function)(*args)
-
-
-@contextmanager
-def grad_mode_kept() -> Iterator[None]:
-    """Restore the grad mode, which a model may set without a context."""
-    before = torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(before)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -78,7 +78,7 @@ def finish(
             node._rename(f"{node.name}_")
         if hooks := node.meta.get(HOOKS):
             with graph.inserting_after(node):
-                hooked = graph.call_function(GradientHooks(hooks), (node,))
+                hooked = graph.call_function(GradientHooks(list(hooks.values())), (node,))
             others = {user for user in node.users if user is not hooked}
             node.replace_all_uses_with(hooked, delete_user_cb=others.__contains__)
     _end_regions(graph)

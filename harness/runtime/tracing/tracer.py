@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from operator import attrgetter
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import base_types
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from harness.runtime.models.mixture import is_single_operator
 from harness.runtime.ranks.failures import is_from_user
@@ -92,31 +94,20 @@ class _Keywords(dict[str, Any]):
     """The value of forward's `**kwargs`: empty."""
 
 
-class HookHandle:
-    """The result of `register_hook` during tracing."""
-
-    def __init__(self, hooks: list[GradientHook], hook: GradientHook) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
-
-
 class ModelProxy(fx.Proxy):
     """A tensor of a traced model."""
 
-    def register_hook(self, hook: GradientHook) -> HookHandle:
+    def register_hook(self, hook: GradientHook) -> RemovableHandle:
         """Record a hook on this tensor's gradient."""
         if self.node.op == "get_attr":
             raise ConstructError(
                 f"forward calls register_hook on {self.node.target!r}, which adds a hook in every "
                 "step: register it once, where the model is made"
             )
-        hooks = self.node.meta.setdefault(HOOKS, [])
-        hooks.append(hook)
-        return HookHandle(hooks, hook)
+        hooks = self.node.meta.setdefault(HOOKS, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Record the change in place; the value of a written buffer continues as a copy."""
@@ -170,9 +161,8 @@ class ModelTracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """As `fx.Tracer.trace`, under the patches."""
         with ExitStack() as stack:
-            stack.enter_context(patches.grad_mode_kept())
             stack.enter_context(patches.users_code(root))
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.enable_grad())  # restores what a model may set itself
             stack.enter_context(patches.autograd_functions(self._apply))
             stack.enter_context(self._regions.watched())
             stack.enter_context(self.states.watched(root))
