@@ -88,7 +88,8 @@ class Trainer:
         ema_decay: of a moving average of each parameter; None: none is kept.
         seed: of a made model, the order of samples, and dropout; seeds torch's default generator.
         compile: compile forward and backward by torch.compile.
-        timeout_s: how long a rank waits for another before it raises PeerError.
+        timeout_s: how long a rank waits for another in a step before it raises PeerError; elsewhere
+            the process group's timeout holds.
         device: the current GPU under NCCL, else the CPU.
 
     Attributes:

@@ -1,6 +1,7 @@
 """A program's own training by a strategy, against plain PyTorch on one device."""
 
 import copy
+import dataclasses
 import multiprocessing
 
 import msgspec
@@ -27,8 +28,11 @@ from harness.errors import ConfigError, DataError, LaunchError, ModelError, Stra
 from harness.plan.builders import pipeline, single, tensor_parallel
 from harness.runtime.capture.capture import capture
 from harness.runtime.data import BatchPlan
+from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.models import ModelOptions
 from harness.runtime.models.factory import task_of
+from harness.runtime.ranks.gather import wait_for_all
+from harness.runtime.ranks.world import World
 from harness.trainer import Trainer
 
 N_RANKS = 3
@@ -133,6 +137,14 @@ def test_one_device_trains_what_plain_pytorch_does():
     assert losses == pytest.approx(wanted, rel=1e-10)
     torch.testing.assert_close(trainer.state_dict(), dict(state), rtol=1e-9, atol=1e-11)
     trainer.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_wait_of_a_program_outlasts_its_timeouts(monkeypatch):
+    world = World.of_program()
+    assert Groups(world, timeout_s=1.0).for_gradients((0,)) is not dist.group.WORLD
+    monkeypatch.setattr(dist, "new_group", None)  # a group of wait_for_all's waits a day
+    wait_for_all(dataclasses.replace(world, size=2))
 
 
 class Dropping(nn.Module):

@@ -145,9 +145,12 @@ def barrier() -> None:
 
 
 def wait_for_all(world: World) -> None:
-    """A barrier that waits up to a day, asleep in the kernel, for ranks with much longer work; all
-    ranks must call it."""
+    """A barrier that waits up to a day, asleep in the kernel, for ranks with much longer work, in a
+    bounded world up to the process group's timeout; all ranks must call it."""
     if world.size == 1:
+        return
+    if world.is_bounded:
+        barrier()
         return
     group = dist.new_group(backend="gloo", timeout=_BARRIER_TIMEOUT)
     dist.barrier(group)

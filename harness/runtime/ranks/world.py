@@ -31,6 +31,8 @@ class World:
         n_sharing: ranks on this rank's GPU, itself included; 1 on a CPU.
         hostnames: every rank's host, by rank.
         mpi: mpi4py's COMM_WORLD if the workload runs in the rank's first process, else None.
+        is_bounded: every wait for other ranks ends by the process group's timeout, because no agent
+            watches over them.
     """
 
     rank: int
@@ -48,6 +50,7 @@ class World:
     memory_bytes: int
     n_sharing: int = 1
     mpi: Any = None
+    is_bounded: bool = False
 
     @classmethod
     def of_program(cls, device: torch.device | str | None = None) -> Self:
@@ -77,6 +80,7 @@ class World:
             rank=dist.get_rank(), size=size, hostname=host, hostnames=hosts, device=found,
             device_kind=found.type, backend=backend, backend_reason="the program's",
             interface="", n_cores=1.0, n_threads=torch.get_num_threads(), memory_bytes=0,
+            is_bounded=True,
         )  # fmt: skip
 
     @property

@@ -60,13 +60,15 @@ class Groups:
         return group
 
     def for_gradients(self, devices: tuple[int, ...]) -> Any:
-        """A group for gradients of replicated weights; torch's default group for all devices.
+        """A group for gradients of replicated weights; torch's default group for all devices, where
+        an agent ends a wait.
 
         Raises:
             StrategyError: under NCCL, a rank has too many groups.
         """
         # NCCL's default group was made before, and may share its stream with a new group.
-        if len(devices) == self._world.size and not self._is_nccl:
+        is_default = not (self._is_nccl or self._world.is_bounded)
+        if len(devices) == self._world.size and is_default:
             return dist.group.WORLD
         return self.for_sums(devices)
 
