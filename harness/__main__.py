@@ -273,7 +273,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
                 options.check(config)
                 cases += _cases(workload, config, launch, [] if has_gpu else None)
             if options.dry_run and launch.rank == 0:  # a launch checks them when the ranks have met
-                check_files(cases)
+                check_files(cases, options.results)
         if not options.dry_run:
             _start_children(cases)
     except BrokenPipeError:  # nobody reads `--help` to its end

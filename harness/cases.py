@@ -61,7 +61,7 @@ class PlannedRun:
         return " ".join(word for word in words if word)
 
 
-def check_files(cases: Sequence[Case]) -> None:
+def check_files(cases: Sequence[Case], results: Path) -> None:
     """Refuse cases whose files are missing or malformed, once for all repeats; rank 0 only.
 
     Raises:
@@ -69,7 +69,7 @@ def check_files(cases: Sequence[Case]) -> None:
     """
     checks = {(case.name, case.config): case.workload.check for case in cases}
     for (_, config), check in checks.items():
-        check(config)
+        check(config, results)
 
 
 def describe_cluster(ranks: list[RankInfo]) -> Cluster:

@@ -93,7 +93,7 @@ class Launcher:
         try:
             self._check_results()
             if self._world.is_first:
-                check_files(cases)
+                check_files(cases, self._results)
                 if self._options.resume:
                     check_batches(plan_runs(cases, self.ranks), self._results, self._world.size)
         except HarnessError as error:

@@ -81,8 +81,8 @@ class Workload:
             or by which strategy, on any number of ranks; without any, `--resume` continues the
             second by the first.
         strategy_flags: those that only choose the strategy.
-        check: checks the files that a case names, once before any run of the sweep; called on rank
-            0 only, raises HarnessError.
+        check: checks the files that a case names, given the results directory, once before any run
+            of the sweep; called on rank 0 only, raises HarnessError.
     """
 
     config: type
@@ -96,7 +96,7 @@ class Workload:
     go_on: Callable[[Any, Continuation, int], Any] | None = None
     differing: Callable[[dict[str, Any], dict[str, Any]], frozenset[str]] | None = None
     strategy_flags: frozenset[str] = frozenset()
-    check: Callable[[Any], None] = lambda config: None
+    check: Callable[[Any, Path], None] = lambda config, results: None
 
 
 @dataclass(frozen=True, kw_only=True)

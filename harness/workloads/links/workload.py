@@ -260,6 +260,6 @@ WORKLOAD = Workload(
     cases=links_cases,
     body=run_links,
     table=links_text,
-    check=lambda config: check_place("--cluster-file", config.cluster_file),
+    check=lambda config, _: check_place("--cluster-file", config.cluster_file),
     is_isolated=False,
 )

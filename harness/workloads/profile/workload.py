@@ -275,5 +275,5 @@ WORKLOAD = Workload(
     cases=profile_cases,
     body=run_profile,
     table=profile_text,
-    check=lambda config: check_place("--profile-file", config.profile_file),
+    check=lambda config, _: check_place("--profile-file", config.profile_file),
 )

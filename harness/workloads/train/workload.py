@@ -26,10 +26,10 @@ from harness.runtime.ranks.interfaces import NicCounter
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import UNTIL, Workload
 from harness.workloads.train import keeper as states
-from harness.workloads.train.cases import check_files, train_cases
+from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
 from harness.workloads.train.evaluation import Evaluation
-from harness.workloads.train.plan import Planned, plan_training, train_needs
+from harness.workloads.train.plan import Planned, check_inputs, plan_training, train_needs
 from harness.workloads.train.setup import Training, prepare
 from harness.workloads.train.table import train_text
 
@@ -352,5 +352,5 @@ WORKLOAD = Workload(
     go_on=states.go_on,
     differing=states.differing,
     strategy_flags=states.STRATEGY_FLAGS,
-    check=check_files,
+    check=check_inputs,
 )

@@ -14,7 +14,12 @@ from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.cases import check_files, load_for
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.plan import build_strategy, load_strategy, search_config_of
+from harness.workloads.train.plan import (
+    build_strategy,
+    check_inputs,
+    load_strategy,
+    search_config_of,
+)
 
 CASE = TrainCase(model="lenet", strategy="pipeline", engine="executor", batch=24, n_ranks=3)
 
@@ -137,6 +142,17 @@ def test_a_change_to_another_batch_is_refused_before_the_launch(simulator, tmp_p
     check_files(replace(CASE, change=(f"3:{path}",)))
     with pytest.raises(StrategyError, match=r"next\.json is for a batch of 24, the run has 12"):
         check_files(replace(CASE, change=(f"3:{path}",), batch=12))
+
+
+def test_a_plan_that_does_not_fit_the_model_is_refused_before_it_is_profiled(simulator, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(built(simulator, strategy="ddp").to_json())
+    case = replace(CASE, strategy=str(path))
+    check_inputs(case, tmp_path)
+    with pytest.raises(StrategyError, match="it is for another model"):
+        check_inputs(replace(case, model="resnet18"), tmp_path)
+    with pytest.raises(StrategyError, match="15 stages cannot be made of the 13 operators of len"):
+        check_inputs(replace(CASE, n_ranks=20, stages=15), tmp_path)
 
 
 def test_a_stale_file_is_refused_with_what_changed(simulator, load):
