@@ -32,7 +32,7 @@ comparison of training strategies runs; it accepts the flags that all workloads 
 Draw figures and the report from results with: python -m harness.plot results/
 
 exit codes: 0 every run is ok or out of memory, 1 a run failed and none continued it to its end,
-  2 bad input, 130 interrupted
+  2 bad input, 130 interrupted (under mpirun 1)
 """
 
 

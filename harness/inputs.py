@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, takewhile
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -122,7 +122,7 @@ _TYROS_WORDS = {
     "could not convert string to float:": "no number:",
 }
 _OF_UNION = re.compile(r"no type matching .* Got errors: .*- <class '\w+'>: ")
-_RULE = re.compile(r"\W*─{9}\W*")
+_RULE = re.compile(r"\W*[─-]{9}\W*")
 _SUGGESTED = re.compile(r"\W {5}(--[\w-]+)")
 
 
@@ -147,7 +147,8 @@ def parse_flags(kind: Any, words: Sequence[str], prog: str, **options: Any) -> A
         if not left.code:
             raise
     _, *lines = box.getvalue().splitlines()
-    told = takewhile(lambda line: not _RULE.fullmatch(line), lines)
+    inside = dropwhile(_RULE.fullmatch, lines)  # without UTF-8 the title has a rule below it
+    told = takewhile(lambda line: not _RULE.fullmatch(line), inside)
     text = _OF_UNION.sub("", " ".join(line.strip("│ ") for line in told))
     for its, ours in _TYROS_WORDS.items():
         text = text.replace(its, ours)

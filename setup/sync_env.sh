@@ -24,6 +24,7 @@ updates the hosts that differ, in parallel, and compares again. Programs under h
 checkout lacks are removed from the hosts. Installations use this machine's proxies and package
 indexes (http_proxy, https_proxy, no_proxy, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT).
 
+  --dry-run     compare only, as without --apply
   --dir PATH    path on the hosts (default: that of this checkout, which mpirun needs)
   --torch T     passed to setup/install.sh, also on hosts that do not differ
   --python P    passed to setup/install.sh, for hosts whose python3 is too old or lacks torch

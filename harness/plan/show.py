@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Print a graph, profile, cluster or strategy, of our formats or PipeDream's or FlexFlow's; "
         "the content says which kind it is."
     )
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, help="of any of these kinds")
     parser.add_argument("--dot", action="store_true", help="a graph as Graphviz source")
     parser.add_argument(
         "--graph", type=Path, metavar="FILE", help="with --dot, of a strategy: its graph"

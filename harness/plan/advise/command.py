@@ -180,6 +180,8 @@ def _find_files(args: argparse.Namespace) -> None:
             for path in sorted(results.glob("profile-*.json"))
             if not path.name.endswith(".graph.json")
         ]
+        if not results.is_dir():
+            raise ConfigError(f"{results} is not a directory: give the results of ./entry.sh")
         if len(found) != 1:
             names = ", ".join(path.stem.removeprefix("profile-") for path in found) or "none"
             raise ConfigError(f"{results} has profiles of {names}: name one with --model")

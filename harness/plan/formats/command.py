@@ -12,7 +12,7 @@ from harness.plan.show import load_graph
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.description = "Write a strategy in another format; the file's content says which it has."
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, help="strategy of any of these formats")
     parser.add_argument("--to", choices=FORMATS, default="harness", help="default: harness")
     parser.add_argument("--graph", type=Path, metavar="FILE", help="graph of the strategy")
     parser.add_argument(
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="order of a FlexFlow file's dims (default: innermost_first; the simulator of 2018 "
         "prints samples first)",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="write the strategy here"
+    )
 
 
 def run(args: argparse.Namespace) -> None:

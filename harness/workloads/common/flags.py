@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import operator
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -22,6 +22,7 @@ import tyro
 
 from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
+from harness.inputs import MOST_COUNT
 from harness.runtime.models import DlrmOptions, HeadName, ModelOptions, TextOptions, input_kind
 from harness.runtime.ranks.introduction import HEARTBEAT_TIMEOUT_S, RUN_TIMEOUT_S
 from harness.units import parse_bytes
@@ -60,10 +61,13 @@ def _check(config: Any, name: str, is_within: Callable[[float], bool], bound: st
     given = getattr(config, name)
     values, each = (given, " each") if isinstance(given, tuple) else ((given,), "")
     numbers = [value for value in values if value not in (None, "auto")]
-    if all(math.isfinite(value) and is_within(value) for value in numbers):
+    is_whole = all(isinstance(value, int) for value in numbers)
+    most = MOST_COUNT if is_whole else sys.float_info.max
+    if all(is_within(value) and value <= most for value in numbers):
         return
     text = " ".join(map(str, values))
-    finite = "" if all(isinstance(value, int) for value in numbers) else ", and finite"
+    is_large = is_whole and any(value > most for value in numbers)
+    finite = ", and at most 2**53" if is_large else "" if is_whole else ", and finite"
     raise ConfigError(f"{flag(name)} {text} must be {bound}{each}{finite}")
 
 

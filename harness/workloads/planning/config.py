@@ -284,7 +284,8 @@ def search_cases(config: SearchConfig, n_ranks: int) -> list[SearchConfig]:
 
 def _check(config: SearchConfig, n_ranks: int) -> None:
     config.check()
-    check_at_least(config, {"batch_size": 1, "n_channels": 1, "momentum": 0, "n_ranks": 1})
+    least = {"batch_size": 1, "n_channels": 1, "momentum": 0, "n_ranks": 1, "seed": 0}
+    check_at_least(config, least)
     check_above_zero(config, ("bucket_mib",))
     config.check_search()
     check_optimizer(config.optimizer)

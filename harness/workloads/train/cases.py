@@ -141,7 +141,7 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
 _AT_LEAST = {
     **dict.fromkeys((
         "warm_up", "no_sync_steps", "n_workers", "momentum", "weight_decay", "lr_warm_up",
-        "cache_memory",
+        "cache_memory", "seed",
     ), 0),
     **dict.fromkeys((
         "steps", "epochs", "n_samples", "repeats", "stages", "batch_size", "per_device_batch",

@@ -71,6 +71,7 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
             "--ema needs the executor, zero2 is trained by deepspeed: use --strategy ddp",
         ),
         ({"no_decay": ("1d",)}, "--no-decay 1d leaves parameters out of --weight-decay, which"),
+        ({"seed": 2**60}, "--seed 1152921504606846976 must be at least 0, and at most 2"),
         ({"microbatches": (4, -1)}, "--microbatches 4 -1 must be at least 1 each"),
         ({"batch_size": (0,)}, "--batch-size"),
         (
