@@ -2,7 +2,7 @@
 warnings; then one row per strategy, measured and predicted. Repeats share a row of medians.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
@@ -67,7 +67,7 @@ def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
         interval_words(row.interval) if row.interval else "-",
         cell(known_mean(s.exposed_communication_s for _, s in repeats), format_duration),
         cell(known_median(_bubble(run) for run, _ in repeats), ".0%"),
-        cell(known_median(_memory(summary) for _, summary in repeats), format_bytes),
+        cell(_peak(_memory(summary) for _, summary in repeats), format_bytes),
         cell(predicted_s, format_duration),
         "-" if not predicted_s or not step_s else f"{predicted_s / step_s - 1:+.0%}",
         cell(row.speedup, ".2f"),
@@ -81,6 +81,10 @@ def _bubble(run: Run) -> float | None:
 
 def _memory(summary: TrainingSummary) -> float | None:
     return next((summary.memory_bytes[k] for k in _MEMORY_KINDS if k in summary.memory_bytes), None)
+
+
+def _peak(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _is_asynchronous(repeats: Sequence[Repeat]) -> bool:
@@ -158,12 +162,13 @@ _PARTS = ("phases", "communication_s", "exposed_communication_s", "no_sync_expos
 
 def _over_repeats(repeats: Sequence[TrainingSummary]) -> TrainingSummary:
     """Return the first summary with each number replaced by its median over the repeats, of parts
-    of a step their mean; the throughput is that of the median step."""
+    of a step their mean, of memory the peak; the throughput is that of the median step."""
     steps = [s.duration.median for s in repeats if s.duration is not None]
     found: dict[str, Any] = {"duration": summarize(steps) if steps else None}
     for name in (field.name for field in fields(TrainingSummary)):
         values = [getattr(summary, name) for summary in repeats]
         centre = known_mean if name in _PARTS else known_median
+        centre = _peak if name == "memory_bytes" else centre
         if isinstance(values[0], dict):
             found[name] = {k: centre(v.get(k) for v in values) for k in values[0]}
         elif any(isinstance(value, float) for value in values):

@@ -86,8 +86,12 @@ def test_repeats_share_a_row_of_medians():
     assert set(shown) == set(named)
 
 
-def test_parts_over_repeats_are_means_that_sum_to_the_mean_step():
-    lines = train_text([make_run("single", r, step_s=s) for r, s in enumerate((4.0, 4.0, 10.0))])
+def test_parts_over_repeats_are_means_that_sum_to_the_mean_step_and_memory_is_the_peak():
+    runs = [make_run("single", r, step_s=s) for r, s in enumerate((4.0, 4.0, 10.0))]
+    peak = Sample(metric="memory_peak_bytes", value=3 << 30, labels={"kind": "rss"})
+    runs[0].ranks[0].append(peak)
+    lines = train_text(runs)
+    assert lines.count("3 GiB") == 2
     (heads, cells) = (
         [cell.strip() for cell in line.split("  ") if cell.strip()]
         for line in lines.split("mean step")[1].splitlines()[:2]
