@@ -25,7 +25,7 @@ from harness.runtime.models.task import (
 )
 from harness.runtime.models.text import T5, Bert, Gpt2, Llama, Nmt, check_text
 from harness.runtime.models.torchvision_import import import_torchvision
-from harness.runtime.models.user_code import source_of
+from harness.runtime.models.user_code import UserFunction, source_of
 
 __all__ = [
     "MODELS",
@@ -157,6 +157,8 @@ def entry_of(name: str) -> ModelEntry | None:
     Raises:
         ModelError: the name is in neither form.
     """
+    if ":" in name:
+        UserFunction(name, "--model", ModelError).parts()
     if name in MODELS or ":" in name:
         return MODELS.get(name)
     raise ModelError(

@@ -61,7 +61,12 @@ class UserFunction:
     def _error(self, problem: str, separator: str = ": ") -> HarnessError:
         return self.error(f"{self.flag} {self.name!r}{separator}{problem}")
 
-    def _load(self) -> Callable[..., Any]:
+    def parts(self) -> tuple[str, str]:
+        """The names of the module and of its function, of which nothing is imported.
+
+        Raises:
+            HarnessError: the name has another form.
+        """
         module_name, _, attribute = self.name.partition(":")
         if not module_name or not attribute:
             raise self._error(f"does not name a factory: {_EXAMPLE}", " ")
@@ -72,6 +77,10 @@ class UserFunction:
                 "it can be imported",
                 " ",
             )
+        return module_name, attribute
+
+    def _load(self) -> Callable[..., Any]:
+        module_name, attribute = self.parts()
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         allow_torchvision()

@@ -216,6 +216,8 @@ def test_what_one_strategy_follows_may_be_given_beside_others():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ({"model": "nets/own.py:net"}, "'nets/own.py:net' names a file: write nets.own:net"),
+        ({"model": ":net"}, "--model ':net' does not name a factory"),
         ({"model": "resnet19"}, "no model 'resnet19': choose one of lenet, alexnet"),
         ({"model": "vit_b_16", "image_size": 60}, "a multiple of 16"),
         ({"model": "alexnet", "image_size": 32}, "at least 63"),
