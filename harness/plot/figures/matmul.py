@@ -163,7 +163,8 @@ def _draw_devices(
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(f"best {unit} (black bar: published peak)")
+    mark = " (black bar: published peak)" if best["peak"].notna().any() else ""
+    axes.set_xlabel(f"best {unit}{mark}")
     axes.set_title("Best size of each device")
 
 
