@@ -25,6 +25,7 @@ class FakeWorld(msgspec.Struct):
     size: int = 3
     device: torch.device = torch.device("cpu")
     wire: torch.device = torch.device("cpu")
+    is_bounded: bool = False
 
 
 def channels_of(world, messages=(), **groups):
@@ -131,12 +132,14 @@ def test_more_groups_than_streams_are_refused_on_every_rank(monkeypatch):
         assert len(fabric.made) == 32
 
 
-def test_a_group_of_all_is_made_where_streams_count(monkeypatch):
+def test_a_group_of_all_is_made_where_streams_or_timeouts_count(monkeypatch):
     fabric = Fabric(monkeypatch)
     Groups(FakeWorld(), 7.0).for_gradients((0, 1, 2))
     assert fabric.made == []
-    Groups(FakeWorld("nccl"), 7.0).for_gradients((0, 1, 2))
-    assert [ranks for ranks, _ in fabric.made] == [[0, 1, 2]]
+    for world in (FakeWorld("nccl"), FakeWorld(is_bounded=True)):
+        Groups(world, 7.0).for_gradients((0, 1, 2))
+        assert [ranks for ranks, _ in fabric.made] == [[0, 1, 2]]
+        fabric.made.clear()
 
 
 def test_groups_are_let_go_of_together(monkeypatch):
