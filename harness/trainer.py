@@ -136,7 +136,7 @@ class Trainer:
         if lack := lack_of(dtype, world.device):
             raise ConfigError(f"dtype {dtype} {lack}: use fp32, or fp16 where all GPUs have it")
         self.strategy = broadcast_result(lambda: _read_strategy(strategy), Strategy, world)
-        if isinstance(model, nn.Module):
+        if isinstance(model, nn.Module) or not callable(model):
             task = _task_of(model, example)
         else:
             torch.manual_seed(seed)
@@ -362,7 +362,8 @@ def _read_strategy(given: Strategy | Path | str) -> Strategy:
 
 def _task_of(built: Any, example: Any) -> Task:
     model, *given = built if isinstance(built, tuple) else (built,)
-    if example is None and not given and not hasattr(model, "main_input_name"):
+    is_own = isinstance(model, nn.Module) and not hasattr(model, "main_input_name")
+    if is_own and example is None and not given:
         raise ModelError(
             f"Trainer has no example inputs of {type(model).__name__}: give a dict of forward's "
             "arguments, or a tuple, of two or more samples"

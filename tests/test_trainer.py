@@ -196,6 +196,8 @@ def leave_out(named):
         ({"strategy": lambda g: single(g, BATCH, device=1)}, StrategyError, "2 devices, and"),
         ({"model": nn.Linear(2, 2), "example": torch.rand(2, 2)}, StrategyError, "another model"),
         ({"model": nn.Linear(2, 2), "example": None}, ModelError, "no example inputs of Linear"),
+        ({"model": lambda: None, "example": None}, ModelError, "the model is a NoneType, not an"),
+        ({"model": "own:net"}, ModelError, "the model is a str, not an nn.Module"),
         ({"ema_decay": 1.5}, ConfigError, "ema_decay is 1.5: give one between"),
         ({"dtype": "half"}, ConfigError, "'half' is none of fp32, bf16, fp16"),
         ({"optimizer": leave_out}, ConfigError, "4 of 5 parameters, last.bias is missing"),
