@@ -184,7 +184,9 @@ def profiled_layout(
     if layout.pp > 1 and layout.cuts is None:
         _check(layout, simulator.cluster, batch, n_microbatches)
         seconds = operator_seconds(simulator, batch, n_microbatches).tolist()
-        crossings.append(crossing_seconds(simulator, batch, n_microbatches))
+        crossing_s = crossing_seconds(simulator, batch, n_microbatches)
+        # Beside computing that a stage's devices share: on links of their own, and on a shared NIC.
+        crossings += [[n * one for one in crossing_s] for n in {1, layout.tp * layout.dp}]
     found = [
         layout_strategy(
             layout,
@@ -198,7 +200,7 @@ def profiled_layout(
         )
         for crossing_s in crossings
     ]
-    return min(found, key=simulator.step_s) if len(found) > 1 else found[0]
+    return simulator.fastest(found)
 
 
 def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches: int) -> None:

@@ -200,7 +200,7 @@ def balanced_pipeline(
         )
         for stages in found
     ]
-    return min(pipelines, key=simulator.step_s) if len(pipelines) > 1 else pipelines[0]
+    return simulator.fastest(pipelines)
 
 
 def usual_microbatches(simulator: Simulator, batch: int) -> list[int]:

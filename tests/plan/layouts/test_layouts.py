@@ -18,7 +18,12 @@ from harness.plan.importing.times import (
     chain_graph,
     layer_profile,
 )
-from harness.plan.layouts.degrees import ParallelLayout, layout_strategy, parse_layout
+from harness.plan.layouts.degrees import (
+    ParallelLayout,
+    layout_strategy,
+    parse_layout,
+    profiled_layout,
+)
 from harness.plan.layouts.planner import LayoutSearch
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
@@ -195,6 +200,19 @@ def test_layout_names_cuts_shares_and_devices():
     assert [plan.stage for plan in found.operators.values()] == [0, 1, 1, 1]
     assert found.operators["l0"].partition == {"sample": [3, 1]}
     assert found.operators["l1"].devices == [1, 5]
+
+
+@pytest.mark.parametrize("memory_bytes", [1, 10**12])
+def test_layout_is_cut_where_little_crosses_whether_it_fits_or_not(memory_bytes):
+    graph, profile = chain()
+    wide = [replace(op, activation_bytes=40 * op.activation_bytes) for op in graph.operators[3:5]]
+    graph = replace(graph, operators=[*graph.operators[:3], *wide, *graph.operators[5:]])
+    where = Cluster.uniform(
+        2, 2, inside_bytes_per_s=1e10, between_bytes_per_s=2e9, memory_bytes=memory_bytes
+    )
+    simulator = Simulator(graph, profile, where)
+    found = profiled_layout(parse_layout("dp=2,pp=2"), simulator, BATCH, n_microbatches=2)
+    assert [plan.stage for plan in found.operators.values()].index(1) in (3, 6)
 
 
 @pytest.mark.parametrize(
