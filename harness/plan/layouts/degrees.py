@@ -284,7 +284,8 @@ class GroupCosts(NamedTuple):
     Attributes:
         again_s: of its forward in a stage that recomputes, where what others sent has stayed.
         kept_bytes: that forward keeps for backward.
-        passed_bytes: of gradients while its backward runs.
+        passed_bytes: (2, operators) of gradients while its backward runs, of one microbatch a step
+            and of several.
         sent_bytes: of the whole output.
         last_reader: position of the output's last reader, -1 for none.
         crossing_bytes: (2, 2, operators) of the outputs that cross a cut before the operator and of
@@ -339,6 +340,7 @@ class Group:
         first = np.flatnonzero(rows % self._tp == 0)
         ops, end_s = rows[first] // self._tp, float(found.finish[first].max())
         backward = found.start[first + len(rows)]
+        passed = [gradients_passed(tables, n, returns) for n in (1, 2)]
         at = {op: k for k, op in enumerate(placed)}
         readers = [[c for c in found if c in at] for found in self._graph.consumers()]
         last_reader = [max((at[c] for c in readers[op]), default=-1) for op in placed]
@@ -353,7 +355,7 @@ class Group:
             _seconds(backward, ops, placed, float(found.device_end_s[0])),
             tables.weight_bytes[placed].max(axis=1),
             (tables.output_bytes + tables.saved_bytes)[placed].max(axis=1),
-            gradients_passed(tables, 1, returns)[placed].max(axis=1) * costs.knows_saved,
+            np.array([one[placed].max(axis=1) for one in passed]) * costs.knows_saved,
             np.array([costs.wire_bytes(op) for op in placed]),
             np.array(last_reader),
             crossing,

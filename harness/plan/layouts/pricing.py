@@ -137,6 +137,7 @@ def recomputed_bytes(
     ends: Ints,
     cuts: Sequence[Sequence[int]],
     costs: GroupCosts,
+    passed_bytes: Floats,
     options: SimulatorOptions,
 ) -> tuple[Floats, Floats]:
     """By stage that recomputes: bytes of a microbatch that wait for its backward beside the stage's
@@ -149,16 +150,16 @@ def recomputed_bytes(
             weights = costs.weight_bytes[begin:end].tolist()
             inside.update(fill(weights, options.bucket_bytes))
         for a, b in pairwise((begin, *(begin + cut for cut in sorted(inside)))):
-            again[stage] = max(again[stage], _peak_bytes(costs, a, b))
+            again[stage] = max(again[stage], _peak_bytes(costs, passed_bytes, a, b))
             is_read = (costs.last_reader[a:b] >= b) & (costs.last_reader[a:b] < end)
             waiting[stage] += costs.sent_bytes[a:b][is_read].sum()
     return waiting, again
 
 
-def _peak_bytes(costs: GroupCosts, begin: int, end: int) -> float:
+def _peak_bytes(costs: GroupCosts, passed_bytes: Floats, begin: int, end: int) -> float:
     """Of some operators' activations and gradients in the backward of a microbatch."""
     kept = costs.kept_bytes[begin:end].cumsum()
-    return float((kept + costs.passed_bytes[begin:end]).max())
+    return float((kept + passed_bytes[begin:end]).max())
 
 
 def _passing_bytes(
@@ -311,11 +312,16 @@ def price(
         begin_s = ends_s - ends_s.min()
     in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
     received = crossing[0, 0]
+    passed_bytes = costs.passed_bytes[int(n_microbatches > 1)]
     if segments:
-        waiting, peak = recomputed_bytes(shard_state, ends, segment_cuts, costs, options)
+        waiting, peak = recomputed_bytes(
+            shard_state, ends, segment_cuts, costs, passed_bytes, options
+        )
         active = in_flight * (received + waiting) + peak
     else:
-        peak = np.array([_peak_bytes(costs, a, b) for a, b in zip(begins, ends, strict=True)])
+        peak = np.array(
+            [_peak_bytes(costs, passed_bytes, a, b) for a, b in zip(begins, ends, strict=True)]
+        )
         active = in_flight * received + (in_flight - 1) * kept + peak
     memory = state.n_bytes + options.reserved_bytes + active
     return Choice(

@@ -133,6 +133,17 @@ def test_a_slow_link_and_a_tied_weight_are_priced_as_by_the_simulator():
         assert choice.step_s == pytest.approx(step_s, rel=1e-9), choice.name
 
 
+def test_gradients_of_weights_are_there_beside_those_of_earlier_microbatches():
+    (graph, profile), where = chain(), cluster()
+    kept = [replace(op, attrs={**op.attrs, KEPT: op.activation_bytes}) for op in graph.operators]
+    graph = replace(graph, operators=kept)
+    search, simulator = LayoutSearch(graph, profile, where, BATCH), Simulator(graph, profile, where)
+    for choice in search.choices():
+        if choice.layout.pp == 4 and choice.n_microbatches == 4:
+            memory_bytes = max(simulator.simulate(search.strategy(choice)).memory_bytes.values())
+            assert choice.memory_bytes == pytest.approx(memory_bytes, rel=0.01), choice.name
+
+
 def test_values_of_16_bits_travel_as_such():
     graph, profile = chain()
     halves = [replace(point, dtype="bfloat16") for point in profile.measurements]
