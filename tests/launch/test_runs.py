@@ -106,7 +106,7 @@ def test_rank_0_looks_once_at_what_repeats_name(tmp_path, rank, looked_at):
     seen: list[str] = []
     workload = Workload(
         config=str, cases=lambda config, n: [config], body=lambda config, context: {},
-        table=lambda runs: "", check=seen.append,
+        table=lambda runs: "", check=lambda config, results: seen.append(config),
     )  # fmt: skip
     cases = [Case(name="case", workload=workload, config=config) for config in "abab"]
     assert launcher(rank, tmp_path).problem(cases) == ""

@@ -27,6 +27,8 @@ def test_a_kernel_is_compiled_anew_when_one_that_it_calls_has_changed(tmp_path, 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     plan = tmp_path / "harness" / "plan"
     plan.mkdir(parents=True)
+    for package in (plan.parent, plan):
+        (package / "__init__.py").touch()
     shutil.copy(PLAN / "compiled.py", plan)
     (plan / "calling.py").write_text(CALLER)
 
