@@ -88,7 +88,7 @@ class AutoPipe:
                 f"a batch of {self._start.batch} has no sample for each of {len(stages)} "
                 f"microbatches on {self._replicas_of(len(stages))} replicas: raise --batch-size"
             )
-        return min(found, key=simulator.step_s)
+        return simulator.fastest(found)
 
     def _replicas_of(self, n_stages: int) -> int:
         if not self._replicates:

@@ -123,11 +123,9 @@ def _check_shared_weights(simulator: Simulator, strategy: Strategy) -> None:
 
 def _fastest(case: TrainCase, simulator: Simulator, found: Sequence[Strategy]) -> Strategy:
     """The one that the simulator predicts is fastest."""
-    if len(found) == 1:
-        return found[0]
-    if case.is_asynchronous:
+    if case.is_asynchronous and len(found) > 1:
         return min(found, key=lambda strategy: simulate_unflushed(simulator, strategy).step_s)
-    return min(found, key=simulator.step_s)
+    return simulator.fastest(found)
 
 
 def _microbatches(case: TrainCase, simulator: Simulator) -> list[int]:
