@@ -34,7 +34,7 @@ _SLOWER = 1.2
 NEARLY = 0.95
 
 # Of the time, left after pricing the sets, and after searching.
-_SHARES_LEFT = (0.5, 0.35)
+_SHARES_LEFT = (0.65, 0.55)
 
 Progress = Callable[[int, int], None]
 
@@ -254,7 +254,7 @@ class Adviser:
         found = []
         for name, cluster, node in self._changed_clusters():
             names = set(best.node_names) | ({node} if node is not None else set())
-            wanted = [_devices_on(cluster, names), list(range(cluster.n_devices))]
+            wanted = {tuple(_devices_on(cluster, names)), tuple(range(cluster.n_devices))}
             priced = [price(self.request, part_of(cluster, devices)) for devices in wanted]
             fits = [one for one in priced if one is not None]
             found.append(Change(name=name, best=best_of([*fits, best])))
@@ -263,10 +263,11 @@ class Adviser:
         return sorted(found, key=lambda change: -change.best.samples_per_s)
 
     def _with_rounded_gradients(self, best: Priced, sets: Sequence[Priced]) -> Change:
-        """On the fastest set of each number of devices."""
+        """On today's fastest set of several devices, and on all."""
         request = replace(self.request, reduce_dtype="bf16")
-        fastest = {one.cluster.n_devices: one.cluster for one in reversed(sets)}
-        priced = [price(request, cluster) for n, cluster in fastest.items() if n > 1]
+        several = [one.cluster for one in sets if one.cluster.n_devices > 1][:1]
+        wanted = {cluster.n_devices: cluster for cluster in (*several, self.cluster)}
+        priced = [price(request, cluster) for cluster in wanted.values()]
         fits = [one for one in priced if one is not None]
         return Change(name="--reduce-dtype bf16", best=best_of([*fits, best]))
 

@@ -113,6 +113,7 @@ class Simulator:
             [is_product(op) and op.name not in frozen for op in graph.operators]
         )
         self._costs: dict[int, Costs] = {}
+        self.operator_seconds: dict[tuple[int, int], Floats] = {}  # by batch and microbatches
         self._segments: dict[tuple[tuple[int, ...], int], list[int]] = {}  # of any batch
 
     def costs(self, samples: int) -> Costs:
@@ -353,7 +354,9 @@ class Simulation:
 
 def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) -> Floats:
     """(n_devices, n_placed) seconds of forward plus backward of a microbatch, for each whole
-    operator on each device."""
+    operator on each device; cached."""
+    if (known := simulator.operator_seconds.get((batch, n_microbatches))) is not None:
+        return known
     devices, rates = simulator.cluster.devices, np.asarray(simulator.options.stream_s_per_byte)
     by_kind: dict[object, Floats] = {}
     found = []
@@ -369,7 +372,8 @@ def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) 
             by_op = dict(zip(ops, lowered.work.seconds[:3].sum(axis=0), strict=True))
             by_kind[key] = np.array([by_op[op] for op in simulator.placed])
         found.append(by_kind[key])
-    return np.stack(found)
+    seconds = simulator.operator_seconds[batch, n_microbatches] = np.stack(found)
+    return seconds
 
 
 def crossing_seconds(simulator: Simulator, batch: int, n_microbatches: int) -> list[float]:
