@@ -282,7 +282,7 @@ class GroupCosts(NamedTuple):
     """By operator that is placed, on one device of the group.
 
     Attributes:
-        again_s: of its forward in a stage that recomputes, where what others sent has stayed.
+        again_s: of its forward in a stage that recomputes, where values from others have stayed.
         kept_bytes: that forward keeps for backward.
         passed_bytes: (2, operators) of gradients while its backward runs, of one microbatch a step
             and of several.

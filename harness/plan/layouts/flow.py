@@ -22,7 +22,7 @@ def last_backwards(
     backward_s: Any,
     sent_s: Any,  # (2, stages) of the link to the stage before: its input, and its gradient
     latency_s: Any,  # (stages,) of that link
-    queues: Any,  # (2, stages, 2) what they occupy: numbers of links and NICs
+    queues: Any,  # (2, stages, 2) numbers of the links and NICs that they occupy
     begin_s: Any,  # by stage
 ) -> Any:
     """(stages,) end of each one's last backward. Passes run in the order in which they end, so that

@@ -21,6 +21,7 @@ from harness.runtime.agent.ended import (
     begin_start,
     exit_fault,
     fault_of,
+    interruption,
     start_stand_in,
 )
 from harness.runtime.agent.peers import GRACE_S, Fault, Hub, Peers, Spoke, stopped_reason
@@ -41,11 +42,6 @@ _TIME_TO_END_ALL_S = 5.0
 _TIME_TO_JOIN_S = 60.0
 _TIME_TO_GIVE_UP_S = 2.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
-_INTERRUPTED = Fault("interrupted", "by Ctrl-C or SIGTERM, --resume runs it again")
-_NOT_BEGUN = (
-    "stopped by the launcher or by Ctrl-C before the first run began; if not by you, another rank "
-    f"could not start: see the launcher's output, and {CHECK}"
-)
 
 
 def watch_over(pid: int, channel_fd: int, forwarded: Sequence[signal.Signals]) -> int:
@@ -350,7 +346,7 @@ class RankAgent:
         follow from the interruption of other ranks."""
         own = None if self._failure and self._failure.is_secondary else self._failure
         reported = own or (self._peers.primary() if isinstance(self._peers, Hub) else None)
-        fault = reported or (_INTERRUPTED if self._has_begun else Fault("crash", _NOT_BEGUN))
+        fault = reported or interruption(has_begun=self._has_begun)
         if not (self._has_begun or self._has_left or self._rank or self._size == 1):
             self._begin_start(now_s)
         if self._run is not None:

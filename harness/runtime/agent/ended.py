@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.measure.heartbeat import HEADER_FILE, RESERVE_FILE, Heartbeat
-from harness.runtime.agent import CHANNEL_VARIABLE, SEE_OUTPUT
+from harness.runtime.agent import CHANNEL_VARIABLE, CHECK, SEE_OUTPUT
 from harness.runtime.agent.peers import Fault
 from harness.runtime.ranks.cgroup import UNLIMITED_BYTES, cgroup_memory_bytes, n_oom_kills
 
@@ -33,6 +33,17 @@ class Deadline(NamedTuple):
     run: str
     is_isolated: bool
     timeout_s: float
+
+
+def interruption(*, has_begun: bool) -> Fault:
+    """Why a launch ended that Ctrl-C or a signal of the launcher has ended."""
+    if has_begun:
+        return Fault("interrupted", "by Ctrl-C or SIGTERM, --resume runs it again")
+    return Fault(
+        "crash",
+        "stopped by the launcher or by Ctrl-C before the first run began; if not by you, another "
+        f"rank could not start: see the launcher's output, and {CHECK}",
+    )
 
 
 class OpenRun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.counts import count_rounds
 from harness.runtime.executor.gradients.deferred import WeightGradients
-from harness.runtime.executor.gradients.sums import Bucket, GradientSync, sum_buckets
+from harness.runtime.executor.gradients.sums import GradientSync, sum_buckets
 from harness.runtime.executor.gradients.update import (
     GradientClip,
     LayerNorms,
@@ -204,9 +204,7 @@ class ExecutorEngine:
     def _make_sync(self, bucket_bytes: int, reduce_dtype: str) -> GradientSync:
         is_each, world = self.plan.strategy.shards_gradients, self._world
         programs = {size: program for size, (program, _) in self._programs.items()}
-        sizes = self.plan.strategy.microbatch_sizes()
-        rounds = count_rounds(programs, sizes, is_each=is_each)
-        queues: Mapping[tuple[int, ...], Sequence[Bucket]]
+        rounds = count_rounds(programs, self.plan.strategy.microbatch_sizes(), is_each=is_each)
         if is_each:
             queues = scatter_buckets(self.owners.shared, bucket_bytes, world, reduce_dtype)
         else:
@@ -214,10 +212,10 @@ class ExecutorEngine:
             queues = sum_buckets(trained, self.holders.of, bucket_bytes, buffers, reduce_dtype)
         # Where operators on different devices share a weight, a peer may sum its gradients only
         # after it has got what this backward leads to.
-        is_blocking = all(map(self.holders.is_used_alike, dict(self.holders.trained())))
         return GradientSync(
-            world, queues, self._gradient_groups, rounds, self._recorder, is_blocking=is_blocking
-        )
+            world, queues, self._gradient_groups, rounds, self._recorder,
+            is_blocking=all(map(self.holders.is_used_alike, dict(self.holders.trained()))),
+        )  # fmt: skip
 
     # Training
 
@@ -233,8 +231,7 @@ class ExecutorEngine:
     def evaluate(self, batch: Batch | None) -> Tensor:
         """Run `compute_forward` in evaluation mode."""
         if self.is_priming_due:
-            n_samples = self.plan.strategy.batch
-            share = Share(n_local=len(self.samples), n_global=n_samples)
+            share = Share(n_local=len(self.samples), n_global=self.plan.strategy.batch)
             self._prime(batch and batch.to(self._world.device), share)
         with evaluating(self._runner.modules()):
             return self.compute_forward(batch)

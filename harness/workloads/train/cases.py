@@ -26,6 +26,7 @@ from harness.workloads.common.flags import (
     flag,
     flag_words,
 )
+from harness.workloads.train.checks import check_changes, check_compiled
 from harness.workloads.train.config import (
     SHARDABLE,
     STRATEGIES,
@@ -35,8 +36,6 @@ from harness.workloads.train.config import (
     TrainCase,
     TrainConfig,
     TrainSettings,
-    check_changes,
-    check_compiled,
     is_file,
     is_layout,
     is_shardable,

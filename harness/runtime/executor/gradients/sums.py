@@ -125,7 +125,7 @@ def sum_buckets(
     bucket_bytes: int,
     buffers: GradientBuffers,
     reduce_dtype: str,
-) -> dict[Group, list[SumBucket]]:
+) -> Mapping[Group, Sequence[Bucket]]:
     """The buckets of replicated weights, by the devices that hold them.
 
     Args:

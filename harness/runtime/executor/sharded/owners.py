@@ -19,7 +19,7 @@ all-to-all and a local sum, because gloo's own is an all-reduce.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -327,7 +327,7 @@ def _in_order(part: Tensor, parameter: nn.Parameter) -> Tensor:
 
 def scatter_buckets(
     shared: Iterable[SharedSlice], bucket_bytes: int, world: World, reduce_dtype: str
-) -> dict[Group, list[ScatterBucket]]:
+) -> Mapping[Group, Sequence[Bucket]]:
     """The buckets of sharded weights, by the devices that hold them."""
     slices = {one.parameter: one for one in shared}
     found: dict[Group, list[ScatterBucket]] = defaultdict(list)
