@@ -16,7 +16,8 @@ import torch
 
 from harness.domain.profile import DTYPE_NAMES, Measurement, MeasurementKey, Profile, graph_beside
 from harness.errors import first_line
-from harness.measure.store import check_place, write_atomically
+from harness.measure.places import check_place
+from harness.measure.store import write_atomically
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.devices.memory import is_out_of_memory, record_peaks, reset_peak
 from harness.runtime.devices.precision import set_tensor_cores
