@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -147,23 +147,40 @@ class OwnLoss:
             return ""
         generator = torch.Generator().manual_seed(0)
         draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-        targets = self.draw(_N_CHECKED, generator)
-        # Outputs may have to be positive, or probabilities, for a loss that is a number.
-        for outputs in (join(draws), join([draw.softmax(-1) for draw in draws])):
-            try:
-                whole = self.sum(outputs, targets)
-                pairs = zip(outputs.split(1), targets.split(1), strict=True)
-                parts = torch.stack([self.sum(*pair) for pair in pairs]).sum()
-            except Exception as error:
-                return f"its loss takes the example's number of samples only ({first_line(error)})"
-            if torch.allclose(whole, parts, rtol=_TOLERANCE, atol=0):
-                return ""
-            if torch.isfinite(whole) and torch.isfinite(parts):
-                return (
-                    f"its loss of {_N_CHECKED} samples together adds up to {whole:.4g}, of each by "
-                    f"itself to {parts:.4g}, so that it cannot be computed in parts"
-                )
-        return "its loss is not finite for random outputs, so that its parts cannot be checked"
+        # Labels of an example may be alike, as masks of ones are; others need not be legal.
+        free = tuple(
+            replace(s, rows=None, n_values=s.n_values and max(2, s.n_values)) for s in self.labels
+        )
+        for is_given, labels in ((True, self.labels), (False, free)):
+            targets = replace(self, labels=labels).draw(_N_CHECKED, generator)
+            # Outputs may have to be positive, or probabilities, for a loss that is a number.
+            for outputs in (join(draws), join([draw.softmax(-1) for draw in draws])):
+                try:
+                    whole, parts = self._in_parts(outputs, targets)
+                except Exception as error:
+                    if not is_given:
+                        break
+                    reason = first_line(error)
+                    return f"its loss takes the example's number of samples only ({reason})"
+                if torch.allclose(whole, parts, rtol=_TOLERANCE, atol=0):
+                    break
+                if torch.isfinite(whole) and torch.isfinite(parts):
+                    return (
+                        f"its loss of {_N_CHECKED} samples together adds up to {whole:.4g}, of "
+                        f"each by itself to {parts:.4g}, so that it cannot be computed in parts"
+                    )
+            else:
+                if is_given:
+                    return (
+                        "its loss is not finite for random outputs, so that its parts cannot be "
+                        "checked"
+                    )
+        return ""
+
+    def _in_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of all samples together, and that of each by itself."""
+        pairs = zip(outputs.split(1), targets.split(1), strict=True)
+        return self.sum(outputs, targets), torch.stack([self.sum(*pair) for pair in pairs]).sum()
 
 
 @dataclass(frozen=True, kw_only=True)
