@@ -147,34 +147,36 @@ class OwnLoss:
             return ""
         generator = torch.Generator().manual_seed(0)
         draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+        # Some losses take labels of the outputs' dtype alone.
+        given = tuple(
+            replace(s, dtype=torch.float64) if s.dtype.is_floating_point else s for s in self.labels
+        )
         # Labels of an example may be alike, as masks of ones are; others need not be legal.
         free = tuple(
-            replace(s, rows=None, n_values=s.n_values and max(2, s.n_values)) for s in self.labels
+            replace(s, rows=None, n_values=s.n_values and max(2, s.n_values)) for s in given
         )
-        for is_given, labels in ((True, self.labels), (False, free)):
-            targets = replace(self, labels=labels).draw(_N_CHECKED, generator)
+        for is_given, labels in ((True, given), (False, free)):
+            drawn = replace(self, labels=labels)
+            targets = drawn.draw(_N_CHECKED, generator)
+            flaw = "its loss is not finite for random outputs, so that its parts cannot be checked"
             # Outputs may have to be positive, or probabilities, for a loss that is a number.
             for outputs in (join(draws), join([draw.softmax(-1) for draw in draws])):
                 try:
-                    whole, parts = self._in_parts(outputs, targets)
+                    whole, parts = drawn._in_parts(outputs, targets)
                 except Exception as error:
-                    if not is_given:
-                        break
                     reason = first_line(error)
-                    return f"its loss takes the example's number of samples only ({reason})"
+                    flaw = f"its loss takes the example's number of samples only ({reason})"
+                    continue
                 if torch.allclose(whole, parts, rtol=_TOLERANCE, atol=0):
+                    flaw = ""
                     break
                 if torch.isfinite(whole) and torch.isfinite(parts):
                     return (
                         f"its loss of {_N_CHECKED} samples together adds up to {whole:.4g}, of "
                         f"each by itself to {parts:.4g}, so that it cannot be computed in parts"
                     )
-            else:
-                if is_given:
-                    return (
-                        "its loss is not finite for random outputs, so that its parts cannot be "
-                        "checked"
-                    )
+            if flaw and is_given:
+                return flaw
         return ""
 
     def _in_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def test_inputs_and_targets_are_read_off_an_example():
     task = task_of("m:f", (Tagger(), {"tokens": TOKENS, "more": {"table": table}}), OPTIONS)
     assert task.inputs == (
         InputSpec(name="tokens", shape=(3,), dtype=torch.int64, n_values=5),
-        InputSpec(name="more_table", shape=(3, 6)),
+        InputSpec(name="more_table", shape=(3, 6), is_fraction=True),
     )
     assert (task.n_classes, task.target_shape, task.loss) == (9, (3,), "cross_entropy")
     assert task.prefix == "model."
@@ -302,6 +302,22 @@ def test_a_loss_that_parts_cannot_compute_stays_in_the_model(form):
     captured = capture(task, 4, form)
     hold_to_model(task, captured, form)
     assert captured.graph.mixing_operator() is not None
+
+
+class Autoencoder(nn.Linear):
+    """Its loss takes pixels between 0 and 1 alone."""
+
+    def forward(self, x):
+        y = super().forward(x).sigmoid()
+        return y, F.binary_cross_entropy(y, x)
+
+
+def test_real_values_are_between_0_and_1_where_those_of_the_example_are():
+    task = task_of("m:f", (Autoencoder(6, 6), torch.rand(2, 6)), OPTIONS)
+    assert isinstance(task, LabelledTask)
+    hold_to_model(task, capture(task, 4, "autoencoder"), "autoencoder")
+    task = task_of("m:f", (nn.Linear(6, 6), torch.zeros(2, 6)), OPTIONS)
+    assert not task.inputs[0].is_fraction
 
 
 @pytest.mark.parametrize(
