@@ -281,7 +281,7 @@ class Launcher:
         """Record the run by which some ranks of the launch go on with a case."""
         case = continued(plan.case, found, len(ranks))
         (then,) = plan_runs([case], [self.ranks[rank] for rank in ranks])
-        title = f"[{len(ranks)} ranks {found.text}] {then.title}"
+        title = f"[{len(ranks)} of {self._world.size} ranks {found.text}] {then.title}"
         self._record_run(replace(then, repeat=plan.repeat), name, title)
 
     def _resumed(self, plan: PlannedRun, planned: Sequence[PlannedRun]) -> PlannedRun | None:

@@ -210,7 +210,9 @@ def _rate(summary: TrainingSummary) -> list[str]:
         interval_words(step),
         cell(summary.throughput, format_number),
         cell(summary.throughput_per_device, format_number),
-        f"{cell(summary.first_loss, '.4g')} to {cell(summary.last_loss, '.4g')}",
+        "-"
+        if summary.first_loss is None
+        else f"{summary.first_loss:.4g} to {cell(summary.last_loss, '.4g')}",
         cell(summary.accuracy, ".1%"),
         cell(summary.averaged_accuracy, ".1%"),
     ]
