@@ -305,6 +305,15 @@ def test_a_file_that_is_missing_is_said_before_anything_runs(tmp_path, flags, me
     assert list((tmp_path / "results").iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [["profile"], ["search"], ["train", "--strategy", "pipeline"]])
+def test_a_damaged_profile_is_refused_before_anything_runs(tmp_path, words):
+    (tmp_path / "profile-lenet.json").write_text('{"schema": ')
+    said = refused(*words, "--model", "lenet", "--results", tmp_path)
+    assert said.startswith(f"{tmp_path / 'profile-lenet.json'} is not JSON in line 1, ")
+    assert said.endswith(": restore the file, or remove it to measure again")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_one_rank_trains_and_its_results_can_be_read(tmp_path):
     done = entry("train", "--model", "lenet", "--steps", "3", "--results", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,13 @@ from harness.workloads.common.contract import Need, Workload
 from harness.workloads.common.flags import ModelFlags, RunOptions, fitted_flags, flag_words
 from harness.workloads.planning.config import SearchConfig, search_cases
 from harness.workloads.planning.files import write_plan
-from harness.workloads.planning.inputs import links_need, predict, profile_need, read_inputs
+from harness.workloads.planning.inputs import (
+    check_profile,
+    links_need,
+    predict,
+    profile_need,
+    read_inputs,
+)
 from harness.workloads.search.trials import Tried, trial_lines, try_out
 
 
@@ -155,4 +161,5 @@ WORKLOAD = Workload(
     body=run_search,
     table=search_text,
     needs=_needs,
+    check=lambda config, results: check_profile(config.profile_config(), results),
 )

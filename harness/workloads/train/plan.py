@@ -39,6 +39,7 @@ from harness.workloads.planning.files import find_failure, find_plan, find_searc
 from harness.workloads.planning.inputs import (
     Inputs,
     capture_graph,
+    check_profile,
     links_need,
     predict,
     predict_asynchronous,
@@ -198,6 +199,8 @@ def check_inputs(case: TrainCase, results: Path) -> None:
     A user's model is captured by the run alone, because its code may end or block the process.
     """
     check_files(case)
+    if train_needs(case):
+        check_profile(search_config_of(case).profile_config(), results)
     if ":" in case.model or not (case.stages or case.change or is_file(case.strategy)):
         return
     search_config = search_config_of(case)
