@@ -7,7 +7,7 @@ NCCL, no error is raised: the watchdog of its group ends this process after the 
 
 With gloo, tensors of a GPU are copied to the host before sending and from it after receiving.
 gloo does not report when a send is done. But when a message of another rank arrives, that rank has
-received all messages that its earlier actions waited for:
+received all messages that the segments up to the one that sent it waited for:
 
     this rank     F0 -------> F1 ------->            the output of F0 may be freed
     another rank      F0          B0 ---> this rank
@@ -42,6 +42,9 @@ Label = Callable[[], str]
 _N_TAGS = 2**31 - 1
 _WAYS = (False, True)  # forward, backward
 
+# Position of an action of a rank, and of a segment in the order in which the action runs it.
+Moment = tuple[int, int]
+
 
 class _Pair(NamedTuple):
     """Two ends and a direction, whose messages share a process group under NCCL."""
@@ -53,7 +56,7 @@ class _Pair(NamedTuple):
 
 @dataclass
 class Transfer:
-    """A receive; the message was sent in the source's action `sent_at`.
+    """A receive; the source sent the message after its segment at `sent_at`.
 
     Attributes:
         pieces: those that have not been taken, by the numbers of their routes; None until the
@@ -65,7 +68,7 @@ class Transfer:
     message: Message
     is_backward: bool
     label: Label
-    sent_at: int
+    sent_at: Moment
     pieces: dict[tuple[int, int], Tensor] | None = None
 
     @property
@@ -92,13 +95,13 @@ class Buffers:
 
 
 class _Sent(NamedTuple):
-    """A pending send, read in the target's action `read_at`; keeps the tensor alive."""
+    """A pending send, read before the target's segment at `read_at`; keeps the tensor alive."""
 
     work: Any
     tensor: Tensor
     label: Label
     microbatch: int
-    read_at: int
+    read_at: Moment
 
 
 class Channels:
@@ -257,7 +260,8 @@ class Channels:
         with self._waiting(label, reader.rank):
             route = self._route(message, microbatch, is_backward=is_backward)
             work = dist.isend(tensor, reader.rank, **route)
-        read_at = self._order(reader.stage, microbatch, is_backward)
+        order = self._order(reader.stage, microbatch, is_backward)
+        read_at = order, -message.after if is_backward else message.before
         self._sending[reader.rank].append(_Sent(work, tensor, label, microbatch, read_at))
 
     def receive(
@@ -278,7 +282,8 @@ class Channels:
                 work = dist.irecv(buffer, sender.rank, **route)
         elif not buffer.is_floating_point():
             buffer.zero_()  # because indices must be valid
-        sent_at = self._order(sender.stage, microbatch, is_backward)
+        order = self._order(sender.stage, microbatch, is_backward)
+        sent_at = order, -message.before if is_backward else message.after
         return Transfer(work, buffer, message, is_backward, label, sent_at)
 
     def wait(self, transfer: Transfer) -> None:
@@ -292,7 +297,7 @@ class Channels:
             self._wait(transfer.work)
         transfer.buffer = self._on_device(transfer.buffer)
         transfer.pieces = transfer.message.split(transfer.buffer, is_backward=transfer.is_backward)
-        self._finish_sends(transfer.source, lambda sent: sent.read_at < transfer.sent_at)
+        self._finish_sends(transfer.source, lambda sent: sent.read_at <= transfer.sent_at)
 
     def _on_device(self, buffer: Tensor) -> Tensor:
         """Move a received tensor to the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -225,6 +226,18 @@ def test_no_message_is_received_into_what_is_being_sent(monkeypatch):
     channels.finish_sends()
     channels.give_back(buffer)
     assert channels.buffers.take((2,), torch.float32) is buffer
+
+
+def test_a_message_tells_which_sends_its_sender_has_read(monkeypatch):
+    monkeypatch.setattr(dist, "isend", mock.Mock())
+    monkeypatch.setattr(dist, "irecv", mock.Mock())
+    channels = channels_of(FakeWorld())
+    sent = [replace(message(k), before=k) for k in range(3)]
+    for one in sent:  # read before segments 0, 1 and 2 of rank 1
+        channels.send(torch.zeros(2), one, 0, is_backward=False)
+    back = replace(message(3, 1, 0), after=1)  # sent after segment 1
+    channels.wait(channels.receive(back, torch.float32, 0, is_backward=False))
+    assert [one.read_at for one in channels._sending[1]] == [(0, 2)]
 
 
 def sync_of(world, parameter, recorder):
