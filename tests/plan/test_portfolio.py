@@ -201,7 +201,11 @@ def test_recomputation_is_used_when_activations_alone_do_not_fit():
 
 def test_recomputation_is_tried_where_something_slower_fits():
     graph, profile = layers(8, batch=8, parameters=10)
-    cluster = Cluster.uniform(1, 3, inside_bytes_per_s=100, memory_bytes=200)
+    change = msgspec.structs.replace
+    saving = [change(op, attrs={"saved_bytes": 512}) for op in graph.operators[1:]]
+    graph = change(graph, operators=[graph.operators[0], *saving])
+    profile = change(profile, graph_hash="")
+    cluster = Cluster.uniform(1, 3, inside_bytes_per_s=100, memory_bytes=500)
     first = msgspec.structs.replace(cluster.devices[0], memory_bytes=GB)
     nodes = [msgspec.structs.replace(cluster.nodes[0], devices=[first, *cluster.devices[1:]])]
     cluster = msgspec.structs.replace(cluster, nodes=nodes)

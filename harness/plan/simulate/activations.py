@@ -1,7 +1,8 @@
 """Bytes of activations that a task keeps until its backward, and that it needs only meanwhile.
 
-Backward needs the outputs that a trained operator reads, and the executor keeps what it has sent.
-Any other output of an operator without a backward is freed after its last reader:
+Backward needs the outputs that a trained operator reads, and the executor keeps the outputs that
+leave their segment, which ends where the device sends and before it waits. Any other output of an
+operator without a backward is freed after its last reader:
 
     input -> frozen a -> frozen b -> trained c
              until b     until backward of c
@@ -59,14 +60,63 @@ class HeldOutputs(NamedTuple):
     brief: Floats
 
 
-def held_outputs(tables: Tables, flow: Flow, has_backward: Flags, readers: Readers) -> HeldOutputs:
+class Segments(NamedTuple):
+    """(n_ops, n_devices) what a device runs without waiting, and again together.
+
+    Attributes:
+        number: ascends in the order of stages, and of operators within them.
+        leaving_bytes: of an output that is read after its segment, here or elsewhere.
+    """
+
+    number: Ints
+    leaving_bytes: Floats
+
+
+def find_segments(tables: Tables, flow: Flow, recomputed: Ints, has_backward: Flags) -> Segments:
+    """The segments of all devices, by the executor's rule (`executor.program.program`).
+
+    Args:
+        recomputed: (n_ops,) number of what a stage runs again together.
+    """
+    edges, active = tables.edge_rows(), tables.active
+    begins, ends = np.zeros((2, *active.shape), dtype=np.int64)
+    begins.ravel()[edges.target] = ends.ravel()[edges.source] = 1
+    for one in edges.sums:
+        ends.ravel()[list(one.sources)] = 1
+        begins.ravel()[list(one.sources if one.is_collective else one.targets)] = 1
+    order = flow.stage_ops
+    both = np.stack([flow.stage_of[order], recomputed[order]])
+    changes = (np.diff(both, prepend=both[:, :1]) != 0).any(axis=0)
+    number = np.zeros_like(ends)
+    before = np.cumsum(ends[order], axis=0) - ends[order]
+    number[order] = np.cumsum(begins[order] + changes[:, None], axis=0) + before
+    sources, readers = np.array(tables.edges, dtype=np.int64).reshape(-1, 2).T
+    leaves = (number[sources] != number[readers]) & active[sources] & active[readers]
+    leaves &= has_backward[sources, None]
+    np.maximum.at(ends, sources, leaves)
+    return Segments(number, ends * tables.output_bytes * tables.costs.wire_share[:, None])
+
+
+def received_bytes(tables: Tables) -> Floats:
+    """(n_ops, n_devices) bytes of what others send, assembled for its first reader."""
+    edges = tables.edge_rows()
+    found = np.bincount(edges.target, weights=edges.n_held, minlength=tables.active.size)
+    for one in edges.sums:
+        found[list(one.targets)] += one.n_bytes[0] * (one.n_rounds[0] > 0)
+    return found.astype(np.float64).reshape(tables.active.shape)
+
+
+def held_outputs(
+    tables: Tables, flow: Flow, has_backward: Flags, readers: Readers, leaving_bytes: Floats
+) -> HeldOutputs:
     """The bytes that every operator holds on every device."""
     outputs = tables.output_bytes
     if not len(readers.producers):
-        return HeldOutputs(_with_sent(tables, outputs + tables.saved_bytes), np.zeros_like(outputs))
+        kept = np.maximum(outputs + tables.saved_bytes, leaving_bytes)
+        return HeldOutputs(kept, np.zeros_like(outputs))
     brief = np.where(_is_brief(tables, flow, has_backward, readers), outputs, 0.0)
     kept = outputs - brief + tables.saved_bytes * has_backward[:, None]
-    return HeldOutputs(_with_sent(tables, kept), _alive(tables, brief, readers))
+    return HeldOutputs(np.maximum(kept, leaving_bytes), _alive(tables, brief, readers))
 
 
 def gradients_passed(tables: Tables, n_microbatches: int, has_backward: Flags) -> Floats:
@@ -77,18 +127,6 @@ def gradients_passed(tables: Tables, n_microbatches: int, has_backward: Flags) -
     found = outputs + tables.weight_bytes * (n_microbatches > 1)
     np.add.at(found, readers, outputs[sources] * has_backward[sources, None])
     return np.where(tables.active & has_backward[:, None], found, 0.0)
-
-
-def _with_sent(tables: Tables, kept: Floats) -> Floats:
-    """At least the outputs that are sent, each as large as on the wire."""
-    edges = tables.edge_rows()
-    sent = edges.source[edges.goes]
-    shares = tables.costs.wire_share[sent // kept.shape[1]]
-    found = kept.copy()
-    found.ravel()[sent] = np.maximum(
-        found.ravel()[sent], tables.output_bytes.ravel()[sent] * shares
-    )
-    return found
 
 
 def _is_brief(tables: Tables, flow: Flow, has_backward: Flags, readers: Readers) -> Flags:

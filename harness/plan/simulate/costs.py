@@ -313,8 +313,9 @@ class Costs:
             source=columns[1].astype(np.int64),
             n_bytes=columns[2],
             n_streamed=columns[3],
-            goes=columns[4] > 0,
-            returns=columns[5] > 0,
+            n_held=columns[4],
+            goes=columns[5] > 0,
+            returns=columns[6] > 0,
             shared=shared,
         )
 

@@ -12,7 +12,12 @@ import numpy.typing as npt
 
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.domain.strategy import ShardState
-from harness.plan.simulate.activations import gradients_passed, held_outputs
+from harness.plan.simulate.activations import (
+    find_segments,
+    gradients_passed,
+    held_outputs,
+    received_bytes,
+)
 from harness.plan.simulate.sharded_state import (
     Gathers,
     Unit,
@@ -92,9 +97,11 @@ def lower(
         passing[BACKWARD] = alive.ravel()[rows]
     if is_sharded:
         passing += [p.ravel()[rows] for p in passing_bytes(tables, flow.n_microbatches)]
-    following, position, first, last, gate, peak = _ordered(
-        simulator, tables, flow, rows, row_at, returns, passing, alone.ravel()[rows], segment_of
-    )
+    repeats = _recomputes(simulator, flow)[flow.stage_of]
+    if repeats.any() and simulator.options.recomputes_ahead and not units:
+        repeats &= ~_stays(flow, segment_of)
+    own = row_at, returns, passing, alone.ravel()[rows], segment_of, repeats[rows // n_devices]
+    following, position, first, last, gate, peak = _ordered(simulator, tables, flow, rows, *own)
     is_deferred = _defers_weights(simulator, tables, flow, rows)
     if is_sharded:
         buckets = in_rounds(buckets, flow.n_microbatches)
@@ -105,10 +112,7 @@ def lower(
     gathers = plan_gathers(tables, flow, units, row_at, len(rows), following)
     n_summed = 1 if is_sharded else flow.n_microbatches
     # Freed weights are gathered once for a unit's second forward and its backward.
-    recomputes_ahead = simulator.options.recomputes_ahead and not segment_of.any()
-    repeats = _recomputes(simulator, flow)[flow.stage_of]
-    if repeats.any() and simulator.options.recomputes_ahead and not units:
-        repeats &= ~_stays(flow, segment_of)
+    recomputes_ahead = simulator.options.recomputes_ahead and not (units and segment_of.any())
     seconds = _seconds(
         simulator, tables, rows, is_deferred, n_summed, repeats[rows // n_devices], recomputes_ahead
     )
@@ -174,49 +178,36 @@ def _ordered(
     passing: Floats,
     gradient_bytes: Floats,
     segment_of: Ints,
+    repeats: npt.NDArray[np.bool_],
 ) -> tuple[Any, ...]:
     """Call `order_tasks` and return its result."""
-    n_devices, edges = tables.n_devices, tables.edge_rows()
-    to_row, fetched = row_at[edges.target], edges.n_bytes * edges.goes
-    received = np.bincount(to_row, weights=fetched, minlength=len(rows))
+    edges, received = tables.edge_rows(), received_bytes(tables)
     receives = np.zeros((N_PASSES, len(rows)), dtype=np.bool_)
-    receives[FORWARD, to_row[edges.goes]] = True
+    receives[FORWARD, row_at[edges.target[edges.goes]]] = True
     receives[BACKWARD, row_at[edges.source[returns]]] = True
-    stage_of = flow.stage_of
-    held = held_outputs(tables, flow, simulator.returns, simulator.readers)
-    crosses = stage_of[edges.source // n_devices] != stage_of[edges.target // n_devices]
-    outside = np.bincount(to_row[crosses], weights=fetched[crosses], minlength=len(rows))
-    recomputes = _recomputes(simulator, flow)
-    left = (_left_bytes(tables, flow, segment_of) * recomputes[stage_of, None]).ravel()
+    segments = find_segments(tables, flow, segment_of, simulator.returns)
+    leaving = segments.leaving_bytes
+    held = held_outputs(tables, flow, simulator.returns, simulator.readers, leaving)
     found: tuple[Any, ...] = order_tasks(
         flow.n_microbatches,
-        row_at.reshape(-1, n_devices),
+        row_at.reshape(-1, tables.n_devices),
         receives,
         RECEIVES_AT_FIRST,
         RECEIVES_AHEAD,
-        held.kept.ravel()[rows] + received + left[rows],
-        outside + left[rows],
+        (held.kept + received).ravel()[rows],
+        (leaving + received).ravel()[rows],
         held.brief.ravel()[rows],
         passing,
         gradient_bytes,
         flow.stage_ptr,
         flow.stage_ops,
-        segment_of,
-        recomputes,
+        segments.number.ravel()[rows],
+        repeats,
         flow.rank_of,
         flow.action_ptr,
         flow.actions,
         flow.split_weight,
     )
-    return found
-
-
-def _left_bytes(tables: Tables, flow: Flow, segment_of: Ints) -> Floats:
-    """(n_ops, n_devices) bytes of outputs that a later segment of the same stage reads."""
-    found = np.zeros_like(tables.output_bytes)
-    for op, reader in tables.edges if segment_of.any() else ():
-        if flow.stage_of[op] == flow.stage_of[reader] and segment_of[op] != segment_of[reader]:
-            found[op] = np.where(tables.active[reader], tables.output_bytes[op], found[op])
     return found
 
 

@@ -197,7 +197,7 @@ class Trial:
         """Give one operator another plan."""
         self.tables.replace(op, plan)
 
-    def _current_flow(self) -> Flow:
+    def current_flow(self) -> Flow:
         """Recompute the flow if the operators' stages or the stages' devices have changed."""
         plans, n_devices = self.tables.plans, self.tables.n_devices
         if self._flow is not None and len(self.stages) == 1:
@@ -227,7 +227,7 @@ class Trial:
         """The step's tasks with their durations."""
         from harness.plan.simulate import lowering
 
-        return lowering.lower(self.simulator, self.tables, self._current_flow(), self.shard_state)
+        return lowering.lower(self.simulator, self.tables, self.current_flow(), self.shard_state)
 
     def slices(self) -> list[Slice]:
         """The slices of all operators' weights, those of tied ones once."""

@@ -65,6 +65,7 @@ class Wants:
             always both if an end has copies (see `domain.routes`).
         n_streamed: (m,) the piece's share of the bytes of memory read and written to assemble its
             want; 0 if it is the whole want, which needs no assembling.
+        n_held: (m,) the piece's share of the bytes of its assembled want, which its reader keeps.
         shared: by region, the all-reduce that may replace the pieces.
     """
 
@@ -75,6 +76,7 @@ class Wants:
     source: Ints
     n_bytes: Floats
     n_streamed: Floats
+    n_held: Floats
     goes: npt.NDArray[np.bool_]
     returns: npt.NDArray[np.bool_]
     shared: dict[int, Shared]
@@ -88,23 +90,22 @@ class Wants:
         self, producer: int, consumer: int, kept: npt.NDArray[np.bool_] | None = None
     ) -> Edges:
         """Merge the pieces between each pair of devices; of the `kept` wants, or of all."""
-        source, want, n_bytes, streamed = self.source, self.want, self.n_bytes, self.n_streamed
         ways = self.goes + 2 * self.returns
-        if kept is not None:
-            chosen = kept[want]
-            source, want, n_bytes = source[chosen], want[chosen], n_bytes[chosen]
-            streamed, ways = streamed[chosen], ways[chosen]
         n = self.n_devices
-        pair = (source * n + self.device[want]) * _N_WAYS + ways
-        amounts = np.bincount(pair, weights=n_bytes).astype(float)
+        pair = (self.source * n + self.device[self.want]) * _N_WAYS + ways
+        amounts = np.stack([self.n_bytes, self.n_streamed, self.n_held])
+        if kept is not None:
+            chosen = kept[self.want]
+            pair, amounts = pair[chosen], amounts[:, chosen]
         found: Ints = np.flatnonzero(np.bincount(pair))  # unknown bytes are 0
-        copies = np.bincount(pair, weights=streamed).astype(float)
+        summed = [np.bincount(pair, weights=one).astype(float)[found] for one in amounts]
         pairs, ways = np.divmod(found, _N_WAYS)
         return Edges(
             source=pairs // n + producer * n,
             target=pairs % n + consumer * n,
-            n_bytes=amounts[found],
-            n_streamed=copies[found],
+            n_bytes=summed[0],
+            n_streamed=summed[1],
+            n_held=summed[2],
             goes=ways % 2 > 0,
             returns=ways // 2 > 0,
         )
@@ -159,6 +160,7 @@ class Edges:
     Attributes:
         source, target: (m,) rows, as operator * n_devices + device.
         n_streamed: (m,) bytes of memory read and written to assemble the received pieces.
+        n_held: (m,) bytes of what is assembled.
         goes, returns: (m,) see `Wants`.
     """
 
@@ -166,6 +168,7 @@ class Edges:
     target: Ints
     n_bytes: Floats
     n_streamed: Floats
+    n_held: Floats
     goes: npt.NDArray[np.bool_]
     returns: npt.NDArray[np.bool_]
     sums: tuple[Sum, ...] = ()
@@ -173,7 +176,7 @@ class Edges:
     @classmethod
     def joined(cls, parts: Sequence[Edges], sums: tuple[Sum, ...] = ()) -> Edges:
         """All transfers and all-reduces of the parts, and further all-reduces."""
-        columns = ("source", "target", "n_bytes", "n_streamed", "goes", "returns")
+        columns = ("source", "target", "n_bytes", "n_streamed", "n_held", "goes", "returns")
         joined = {name: np.concatenate([getattr(one, name) for one in parts]) for name in columns}
         return cls(**joined, sums=sums + tuple(each for one in parts for each in one.sums))
 
@@ -187,7 +190,7 @@ def make_transfers(producer: int, readers: Sequence[Reader], sums: tuple[Sum, ..
     nothing = np.zeros(0, dtype=np.int64)
     if any(not one.is_collective for one in sums) or not readers:
         none, no = np.zeros(0), np.zeros(0, dtype=np.bool_)
-        return Edges(nothing, nothing, none, none, no, no, sums)
+        return Edges(nothing, nothing, none, none, none, no, no, sums)
     parts = []
     seen = nothing
     for k, reader in enumerate(readers):
@@ -347,14 +350,14 @@ class PricedPieces:
         elements, goes, returns = found.n_elements, found.goes, found.returns
         n_pieces, is_remote = np.count_nonzero(goes), holders != device
         sent = (elements * (goes & is_remote)).sum()
+        each, held = 0.0, 1.0
         if n_pieces > 1:  # local pieces are copied or added too
             each = (ADDS if self._is_summed else COPIES) * (elements * goes).sum() / max(sent, 1)
-        else:
-            each = 0.0
+            held = volume(bounds.tolist()) / max(sent, 1)
         for part in np.flatnonzero((goes | returns) & is_remote).tolist():
             n_bytes = float(elements[part]) * self._bytes
-            streamed = n_bytes * each if goes[part] else 0.0
-            self._rows.append((number, holders[part], n_bytes, streamed, goes[part], returns[part]))
+            amounts = n_bytes, n_bytes * each * goes[part], n_bytes * held * goes[part]
+            self._rows.append((number, holders[part], *amounts, goes[part], returns[part]))
         return self._shared(found, volume(bounds.tolist()), copies)
 
     def _shared(self, found: Pieces, whole: int, copies: tuple[int, ...]) -> Shared | None:
@@ -369,5 +372,5 @@ class PricedPieces:
         return Shared(devices, whole_bytes(whole, self._bytes), goes, returns)
 
     def columns(self) -> Floats:
-        """(6, n) want, source, bytes, bytes streamed, whether it goes, whether it returns."""
-        return np.array(self._rows, dtype=np.float64).reshape(-1, 6).T
+        """(7, n) want, source, bytes, bytes streamed and held, whether it goes and returns."""
+        return np.array(self._rows, dtype=np.float64).reshape(-1, 7).T

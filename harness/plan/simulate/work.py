@@ -33,12 +33,23 @@ def _held_bytes(
     count in backward.
 
     Args:
-        recomputes: its stage recomputes.
+        recomputes: it runs again.
     """
     if pass_ == FORWARD:
         freed = kept_bytes - outside_bytes if recomputes else 0.0
         return kept_bytes + brief_bytes, freed + brief_bytes
     return 0.0, kept_bytes if pass_ == (WEIGHT if split_weight else BACKWARD) else 0.0
+
+
+@inlined
+def _append(task: int, device: int, following: Any, position: Any, first: Any, last: Any) -> None:
+    """Let a device run a task after its last one."""
+    if last[device] == NONE:
+        first[device], position[task] = task, 0
+    else:
+        following[last[device]] = task
+        position[task] = position[last[device]] + 1
+    last[device] = task
 
 
 @compiled
@@ -49,14 +60,14 @@ def order_tasks(
     n_first: int,  # exchanges posted before the step, and ahead in a wait; arguments, because
     n_ahead: int,  # numba's cache would not notice changed constants
     kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
-    outside_bytes: Any,  # (R,) the part that recomputation keeps: what others sent or read
+    outside_bytes: Any,  # (R,) the part that recomputation keeps: what others sent, or what leaves
     brief_bytes: Any,  # (R,) held during its forward only
     passing_bytes: Any,  # (2, R) of gradients to other owners, in memory during forward, backward
     gradient_bytes: Any,  # (R,) allocated by the first backward, and held to the end of the step
     stage_ptr: Any,  # (S + 1,) into stage_ops
     stage_ops: Any,  # operators by stage, in topological order
-    segment_of: Any,  # (operators,) what its stage recomputes together; consecutive in stage_ops
-    recompute: Any,  # (S,)
+    segment_of: Any,  # (R,) what a device runs again together
+    recompute: Any,  # (R,) whether it runs again
     rank_of: Any,  # (D,) pipeline rank of a device, or NONE
     action_ptr: Any,  # (P + 1,) into actions
     actions: Any,  # (n, 3) pass, microbatch, stage by rank
@@ -91,55 +102,48 @@ def order_tasks(
         for a in range(action_ptr[rank], action_ptr[rank + 1]):
             kind, microbatch, stage = actions[a, 0], actions[a, 1], actions[a, 2]
             low, high = stage_ptr[stage], stage_ptr[stage + 1]
-            recomputes = recompute[stage]
-            for pass_ in (RECOMPUTE, kind):
-                # A backward action of a recomputing stage first runs forward again.
-                if pass_ == RECOMPUTE and not (kind == BACKWARD and recomputes):
+            repeated = NONE  # the segment that has run again before its backward
+            for k in range(high - low):
+                place = low + k if kind == FORWARD else high - 1 - k
+                row = row_at[stage_ops[place], device]
+                if row == NONE:
                     continue
-                segment = NONE
-                for k in range(high - low):
-                    forwards = pass_ in (FORWARD, RECOMPUTE)
-                    op = stage_ops[low + k] if forwards else stage_ops[high - 1 - k]
-                    row = row_at[op, device]
-                    if row == NONE:
-                        continue
-                    task = (pass_ * n_microbatches + microbatch) * rows + row
-                    taken, freed = _held_bytes(
-                        pass_,
-                        recomputes,
-                        split_weight,
-                        kept_bytes[row],
-                        outside_bytes[row],
-                        brief_bytes[row],
-                    )
-                    if receives[pass_, row]:
-                        if n_exchanges >= n_first:
-                            posted = max(0, n_exchanges - n_ahead)
-                            gate[task] = before_wait[posted % n_ahead]
-                        before_wait[n_exchanges % n_ahead] = last[device]
-                        n_exchanges += 1
-                    if recomputes and pass_ == BACKWARD and segment_of[op] != segment:
-                        segment, begin = segment_of[op], high - 1 - k
-                        while begin > low and segment_of[stage_ops[begin - 1]] == segment:
-                            begin -= 1
-                        for place in range(begin, high - k):
-                            again = row_at[stage_ops[place], device]
-                            if again != NONE:
-                                memory += kept_bytes[again] - outside_bytes[again]
-                                peak[device] = max(peak[device], memory + brief_bytes[again])
-                    if pass_ == (WEIGHT if split_weight else BACKWARD):
-                        memory += missing[row]
-                        missing[row] = 0.0
-                    memory += taken
-                    passing = passing_bytes[FORWARD if forwards else BACKWARD, row]
-                    peak[device] = max(peak[device], memory + passing)
-                    memory -= freed
-                    if last[device] == NONE:
-                        first[device], position[task] = task, 0
-                    else:
-                        following[last[device]] = task
-                        position[task] = position[last[device]] + 1
-                    last[device] = task
+                if kind == BACKWARD and recompute[row] and segment_of[row] != repeated:
+                    repeated, begin = segment_of[row], place
+                    while begin > low:
+                        before = row_at[stage_ops[begin - 1], device]
+                        if before != NONE and segment_of[before] != repeated:
+                            break
+                        begin -= 1
+                    for again in row_at[stage_ops[begin : place + 1], device]:
+                        if again != NONE:
+                            memory += kept_bytes[again] - outside_bytes[again]
+                            peak[device] = max(peak[device], memory + brief_bytes[again])
+                            task = (RECOMPUTE * n_microbatches + microbatch) * rows + again
+                            _append(task, device, following, position, first, last)
+                task = (kind * n_microbatches + microbatch) * rows + row
+                taken, freed = _held_bytes(
+                    kind,
+                    recompute[row],
+                    split_weight,
+                    kept_bytes[row],
+                    outside_bytes[row],
+                    brief_bytes[row],
+                )
+                if receives[kind, row]:
+                    if n_exchanges >= n_first:
+                        posted = max(0, n_exchanges - n_ahead)
+                        gate[task] = before_wait[posted % n_ahead]
+                    before_wait[n_exchanges % n_ahead] = last[device]
+                    n_exchanges += 1
+                if kind == (WEIGHT if split_weight else BACKWARD):
+                    memory += missing[row]
+                    missing[row] = 0.0
+                memory += taken
+                passing = passing_bytes[FORWARD if kind == FORWARD else BACKWARD, row]
+                peak[device] = max(peak[device], memory + passing)
+                memory -= freed
+                _append(task, device, following, position, first, last)
     return following, position, first, last, gate, peak
 
 

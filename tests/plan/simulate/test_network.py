@@ -269,9 +269,9 @@ def test_gathering_the_input_moves_it_and_projects_all_of_it():
 def test_a_ring_keeps_keys_of_its_own_positions_only():
     kept = {keys: simulated(keys).memory_bytes["node0:0"] for keys in ("input", "gathered", "ring")}
     # Queries and mixed values of 4 positions; keys and values of 8 positions of width 4, or of 4 of
-    # width 1; and 4 positions of the input, received.
+    # width 1; and 8 positions of the input, 4 of them received.
     assert kept["gathered"] - kept["ring"] == 2 * 8 * 4 - 8
-    assert kept["input"] - kept["gathered"] == 4 * 4
+    assert kept["input"] - kept["gathered"] == 8 * 4
 
 
 def test_every_device_of_a_ring_with_cut_heads_meets_those_with_its_heads():

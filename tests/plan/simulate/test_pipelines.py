@@ -52,10 +52,28 @@ def test_a_stage_that_recomputes_in_segments_holds_one_of_them_and_what_crosses_
 
     (plain_s, plain), (cut_s, cut) = run(Stage()), run(Stage(recompute=True, segments=2))
     # Beside weights and optimizer state of 120 B: six outputs of 32 B and one gradient of 10 B; or
-    # the output at the cut, three of the first segment, and by then four gradients.
+    # the output at the cut, three of the last segment, and one gradient.
     assert plain == 120 + 6 * 32 + 10
-    assert cut == 120 + (1 + 3) * 32 + 4 * 10
+    assert cut == 120 + (1 + 3) * 32 + 10
     assert cut_s == plain_s + 3 * 1.0  # the last segment need not run again
+
+
+def test_a_device_runs_again_what_lies_between_its_exchanges_and_keeps_what_it_exchanged():
+    operators = [op("x", [], 4, kind="input")]
+    operators += [op(name, [before], 4, 10) for before, name in pairwise("xabcd")]
+    graph = Graph(name="g", batch=8, operators=operators)
+    profile = profile_of(graph, dict.fromkeys("abcd", (1.0, 2.0)))
+    plans = {name: OperatorPlan({}, [int(name == "c")]) for name in "abcd"}
+    found = simulate(
+        graph, profile, cluster_of(bandwidth=1e30), plans, n_microbatches=2,
+        stages=[Stage(recompute=True)],
+    )  # fmt: skip
+    # Beside weights and optimizer state of 60 B: what has been sent and received of both
+    # microbatches, 16 B each time, d's output, and its gradient of 10 B.
+    assert found.memory_bytes["node0:0"] == 60 + 2 * (16 + 16) + 16 + 10
+    ran = [name.split(" #")[0] for name, *_ in timeline(found) if "->" not in name]
+    again = ["recompute d", "d", "recompute a", "recompute b", "b", "a"]
+    assert [name for name in ran if name[-1] != "c"] == [*"abdabd", *again, *again]
 
 
 def test_weight_passes_fill_the_bubble_of_zero_bubble():
@@ -95,9 +113,9 @@ def test_recomputation_costs_a_forward_and_saves_activations():
     # Rank 1 is done with B0 at 4.0; then rank 0 repeats backward 1 s, recomputation 0.5 s, and
     # only its first recomputation is hidden: 4 + 4 * 1 + 3 * 0.5.
     assert (plain.step_s, again.step_s) == pytest.approx((7.5, 9.5), abs=1e-12)
-    # One microbatch's output is 8 B on rank 0; rank 1 keeps the 8 B it received of each, and has
+    # Rank 0 keeps the 8 B that it sent of each microbatch, rank 1 the 8 B that it received, with
     # 4 B of its own output at the peak instead of 4 times that.
-    assert again.memory_bytes == {"node0:0": 240 + 8, "node0:1": 120 + 4 * 8 + 4}
+    assert again.memory_bytes == {"node0:0": 240 + 4 * 8, "node0:1": 120 + 4 * 8 + 4}
     assert plain.memory_bytes == {"node0:0": 240 + 4 * 8, "node0:1": 120 + 4 * (8 + 4)}
 
 

@@ -103,8 +103,8 @@ def test_freed_weights_are_gathered_once_for_forward_again_and_backward():
     [
         # One unit: outputs and saved values of all layers, and the bucket of their gradients.
         (10**6, 3 * (16 + 80) + 240),
-        # Three: inputs of the second and third, one unit's values, and the buckets of two.
-        (1, 2 * 16 + (16 + 80) + 80 + 2 * 80),
+        # Three: the second's output and saved values, its input, and the buckets of two.
+        (1, (16 + 80) + 16 + 80 + 2 * 80),
     ],
 )
 def test_each_unit_of_a_stage_that_recomputes_runs_again_by_itself(bucket_bytes, kept_bytes):

@@ -332,11 +332,13 @@ class Runner:
                 self._channels.buffers.give_back(gradient)
 
     def _repeat(self, flight: Flight, segment: Segment, place: tuple[int, int]) -> None:
-        """Run a segment's forward again, with gradients."""
+        """Run a segment's forward again, with gradients; the first one's outputs are freed."""
         with repeated(flight.random.pop(place), self._device), on_buffer_copies(segment.module):
             inputs = [flight.input(key) for key in segment.inputs]
             with torch.enable_grad(), self._precision.autocast():
                 flight.outputs[place] = _call(segment, flight, inputs)
+        for key, output in zip(segment.outputs, flight.outputs[place], strict=True):
+            flight.leaves[key].data = output.detach()
 
     def _differentiate(
         self, flight: Flight, segment: Segment, place: tuple[int, int], action: Action

@@ -221,7 +221,7 @@ class Transcriber(nn.Module):
 
 
 class Packed(nn.Module):
-    """An RNN over packed sequences."""
+    """Refused: its shapes depend on lengths."""
 
     def __init__(self) -> None:
         super().__init__()
