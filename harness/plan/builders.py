@@ -310,8 +310,7 @@ def _copied_after_sums(strategy: Strategy, graph: Graph) -> Strategy:
             if copied.union(whole).issuperset(readers[name])
         }
     for name in filter(copied.__contains__, placed):  # producers first: their plans change too
-        given = (plans[n].devices for n in placed[name].inputs if n in placed)
-        devices = sorted(set(itertools.chain(*given)))
+        devices = sorted(set(itertools.chain(*(plans[n].devices for n in placed[name].inputs))))
         plans[name] = OperatorPlan({REPLICA: len(devices)}, devices)
     return msgspec.structs.replace(strategy, operators=plans)
 

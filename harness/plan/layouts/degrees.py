@@ -2,16 +2,11 @@
 
 Device of stage p, replica d and part t is (p * dp + d) * tp + t, so a tensor-parallel group is on
 neighbouring devices (of one node, where tp divides its devices), and stages are farthest apart.
-
-All groups of a layout on equal nodes are alike, so `Group` simulates one of them, on the first
-devices of a node. An operator's seconds last from its start to that of the next one, and so contain
-the all-reduces that it waits for.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +14,6 @@ import numpy as np
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.partition import SAMPLE, Cut, n_parts
-from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import full_units, has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
@@ -27,10 +21,7 @@ from harness.errors import StrategyError
 from harness.inputs import find_int, shorten
 from harness.plan import builders
 from harness.plan.bottleneck import balance
-from harness.plan.simulate.activations import gradients_passed
-from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.simulator import Simulator, Trial, crossing_seconds, operator_seconds
-from harness.plan.simulate.transfers import Floats, Ints
+from harness.plan.simulate.simulator import Simulator, crossing_seconds, operator_seconds
 
 _MOST_DEGREE = 4096
 _FORM = "tp=2,dp=4,pp=2"
@@ -266,6 +257,8 @@ def _replicated(
     """A group's plan on every replica."""
     if layout.dp == 1:
         return msgspec.structs.replace(plan, devices=[devices[k] for k in plan.devices])
+    if SAMPLE not in units and not plan.partition:  # such as indices, equal for all samples
+        return msgspec.structs.replace(plan, devices=[devices[0]])
     if units.get(SAMPLE, 0) < layout.dp:
         raise StrategyError(f"operator {name!r} cannot be cut into {layout.dp} replicas: lower dp")
     own = plan.partition.get(SAMPLE, 1)
@@ -276,120 +269,3 @@ def _replicated(
         cut = [share for share in layout.shares for _ in range(n_own)]
     found = [devices[d * layout.tp + k] for d in range(layout.dp) for k in plan.devices]
     return msgspec.structs.replace(plan, partition={SAMPLE: cut, **rest}, devices=found)
-
-
-class GroupCosts(NamedTuple):
-    """By operator that is placed, on one device of the group.
-
-    Attributes:
-        again_s: of its forward in a stage that recomputes, where values from others have stayed.
-        kept_bytes: that forward keeps for backward.
-        passed_bytes: (2, operators) of gradients while its backward runs, of one microbatch a step
-            and of several.
-        sent_bytes: of the whole output.
-        last_reader: position of the output's last reader, -1 for none.
-        crossing_bytes: (2, 2, operators) of the outputs that cross a cut before the operator and of
-            their gradients: those of a device, and between the two devices that exchange most.
-        tied: positions of operators that share weights, and bytes of these, of which
-            `weight_bytes` counts the first operator's.
-    """
-
-    forward_s: Floats
-    again_s: Floats
-    backward_s: Floats
-    weight_bytes: Floats
-    kept_bytes: Floats
-    passed_bytes: Floats
-    sent_bytes: Floats
-    last_reader: Ints
-    crossing_bytes: Floats
-    tied: list[tuple[list[int], float]]
-
-
-class Group:
-    """Groups of one size, by the first devices of the first node."""
-
-    def __init__(
-        self, graph: Graph, profile: Profile, cluster: Cluster, tp: int, options: SimulatorOptions
-    ) -> None:
-        self._graph, self._tp = graph, tp
-        self._cluster = msgspec.structs.replace(cluster.part(range(tp)), collectives=[])
-        self._simulator = Simulator(graph, profile, self._cluster, options=options)
-        self._known: dict[int, GroupCosts] = {}
-        kind = cluster.devices[0].kind
-        two = Cluster.uniform(1, 2 * tp, inside_bytes_per_s=1.0, memory_bytes=1, kind=kind)
-        self._two = Simulator(graph, profile, two, options=options)
-
-    def costs(self, samples: int) -> GroupCosts:
-        """For a microbatch of so many samples.
-
-        Raises:
-            StrategyError: the group cannot share the operators.
-        """
-        if samples not in self._known:
-            self._known[samples] = self._simulate(samples)
-        return self._known[samples]
-
-    def _simulate(self, samples: int) -> GroupCosts:
-        layout = ParallelLayout(tp=self._tp)
-        strategy = layout_strategy(layout, self._graph, self._cluster, samples, schedule="gpipe")
-        trial = Trial.from_strategy(self._simulator, strategy)
-        found, tables, placed = trial.outcome(), trial.tables, self._simulator.placed
-        costs, returns = self._simulator.costs(samples), self._simulator.returns
-        rows = found.lowered.rows
-        first = np.flatnonzero(rows % self._tp == 0)
-        ops, end_s = rows[first] // self._tp, float(found.finish[first].max())
-        backward = found.start[first + len(rows)]
-        passed = [gradients_passed(tables, n, returns) for n in (1, 2)]
-        at = {op: k for k, op in enumerate(placed)}
-        readers = [[c for c in found if c in at] for found in self._graph.consumers()]
-        last_reader = [max((at[c] for c in readers[op]), default=-1) for op in placed]
-        crossing = np.zeros((2, 2, len(placed)))
-        for k, last in enumerate(last_reader):
-            if last > k:
-                sent = self._sent_bytes(placed[k], readers[placed[k]], tables.plans, samples)
-                crossing[:, :, k + 1 : last + 1] += sent[:, :, None]
-        return GroupCosts(
-            _seconds(found.start[first], ops, placed, end_s),
-            tables.forward_s[placed].max(axis=1),
-            _seconds(backward, ops, placed, float(found.device_end_s[0])),
-            tables.weight_bytes[placed].max(axis=1),
-            (tables.output_bytes + tables.saved_bytes)[placed].max(axis=1),
-            np.array([one[placed].max(axis=1) for one in passed]) * costs.knows_saved,
-            np.array([costs.wire_bytes(op) for op in placed]),
-            np.array(last_reader),
-            crossing,
-            [
-                ([at[op] for op in ops], float(tables.weight_bytes[ops[0]].max()))
-                for ops in tables.tied.values()
-            ],
-        )
-
-    def _sent_bytes(
-        self, op: int, readers: list[int], plans: dict[int, OperatorPlan], samples: int
-    ) -> Floats:
-        """(2, 2) bytes of an output and of its gradient, if its readers are on another group: those
-        of a device, and between the two devices that exchange most."""
-        moved = [
-            (c, msgspec.structs.replace(plans[c], devices=[self._tp + k for k in plans[c].devices]))
-            for c in readers
-        ]
-        costs, n = self._two.costs(samples), 2 * self._tp
-        edges = costs.transfers(op, plans[op], moved, syncs_norms=False)
-        if edges.sums:  # each device adds to all of it
-            return np.full((2, 2), costs.wire_bytes(op))
-        pairs = edges.source % n * n + edges.target % n
-        ways = (edges.goes, edges.returns & self._simulator.returns[op])
-        found = [np.bincount(pairs, edges.n_bytes * way, minlength=1) for way in ways]
-        return np.array([[one.sum() / self._tp for one in found], [one.max() for one in found]])
-
-
-def _seconds(start: Floats, ops: Ints, placed: list[int], end_s: float) -> Floats:
-    """By placed operator: from its start to the next one's, 0 where it has no task."""
-    runs = np.flatnonzero(~np.isnan(start))
-    order = runs[np.argsort(start[runs], kind="stable")]
-    found = dict.fromkeys(placed, 0.0)
-    ends = [*start[order[1:]].tolist(), end_s]
-    for op, begin, end in zip(ops[order].tolist(), start[order].tolist(), ends, strict=True):
-        found[op] += max(0.0, end - begin)
-    return np.array([found[op] for op in placed])

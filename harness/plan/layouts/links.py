@@ -66,12 +66,12 @@ class NodeLinks(NamedTuple):
 def transfer_seconds(
     layout: ParallelLayout, n_bytes: Floats, links: NodeLinks, far: bool | npt.NDArray[np.bool_]
 ) -> tuple[Floats, Floats]:
-    """Of one microbatch into a stage and of its gradient back: (2, stages) that a link is occupied,
+    """Of one microbatch into a stage and of its gradient back: (2, pairs) that a link is occupied,
     and latency.
 
     Args:
-        n_bytes: see `GroupCosts.crossing_bytes`.
-        far: whether the stage before it is on another node.
+        n_bytes: (2, 2, pairs) see `GroupCosts.sent_bytes`.
+        far: whether the two stages are on different nodes.
     """
     sent_s = np.where(
         far, n_bytes[0] / links.shared(layout.tp * layout.dp), n_bytes[1] / links.inside
@@ -80,11 +80,16 @@ def transfer_seconds(
     return sent_s, latency_s * (n_bytes[0, 0] > 0)
 
 
-def queues(node: Ints) -> Ints:
-    """(2, stages, 2): what a transfer into each stage, and one back, occupy: the NICs of both
-    nodes, out of one and into the other, or a link inside a node."""
-    before, inward = np.append(node[0], node[:-1]), node.max() + 1
-    ways = np.array([[before, node + inward], [node, before + inward]])
+def queues(nodes: Ints) -> Ints:
+    """(2, pairs, 2): what a transfer between the stages of a pair, and one back, occupy: the NICs
+    of both nodes, out of one and into the other, or a link inside a node.
+
+    Args:
+        nodes: (2, pairs) of the stages.
+    """
+    before, node = nodes
+    inward = nodes.max(initial=0) + 1
+    ways = np.array([[before, inward + node], [node, inward + before]])
     links = 2 * inward + np.arange(2 * len(node)).reshape(2, 1, -1)
     return np.ascontiguousarray(np.where(before == node, links, ways).swapaxes(1, 2))
 

@@ -21,7 +21,8 @@ from harness.domain.strategy import ShardState, Strategy
 from harness.errors import PlanError, StrategyError
 from harness.plan.bottleneck import balance
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
-from harness.plan.layouts.degrees import Group, GroupCosts, ParallelLayout, layout_strategy
+from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
+from harness.plan.layouts.group import Group, GroupCosts
 from harness.plan.layouts.links import NodeLinks, transfer_seconds
 from harness.plan.layouts.pricing import Choice, price
 from harness.plan.portfolio import options_of

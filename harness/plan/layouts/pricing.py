@@ -26,11 +26,12 @@ import numpy as np
 
 from harness.domain.sharding import first_bucket_bytes
 from harness.domain.strategy import ShardState
-from harness.plan.layouts.degrees import GroupCosts, ParallelLayout
+from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.layouts.group import GroupCosts
 from harness.plan.layouts.links import NodeLinks, all_reduce_seconds, queues, transfer_seconds
+from harness.plan.layouts.memory import active_bytes, bucket_bytes_at, segment_starts
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import (
-    bucket_memory,
     fill,
     shards_gradients,
     unit_memory,
@@ -52,7 +53,7 @@ class StageState(NamedTuple):
         shared: stages with a weight in common, and seconds of its all-reduce.
         gather_s: all-gathers before the first microbatch or after the optimizer.
         owned_bytes: of the weights that the device updates.
-        n_bytes: weights, gradients and optimizer state at the peak.
+        n_bytes: weights, gradients in no bucket on its way, and optimizer state.
     """
 
     wait_s: Floats
@@ -111,8 +112,7 @@ def stage_state(
         sync_s, last_share = n_rounds * sync_s / 2, last_share / n_rounds
         for users, each_s in shared:
             sync_s[users] += (n_rounds - 1) * each_s
-        passing = [_passing_bytes(costs, a, b, n_microbatches, options) for a, b in stages]
-        gradients = owned * ratio + passing
+        gradients = owned * ratio
     if shard_state == "parameters":
         units = [_sizes(costs.weight_bytes[a:b], options) for a, b in stages]
         kept = owned + [unit_memory(sizes) for sizes in units]
@@ -130,51 +130,6 @@ def stage_state(
         owned_bytes=owned,
         n_bytes=kept + gradients + owned * options.n_optimizer_states,
     )
-
-
-def recomputed_bytes(
-    shard_state: ShardState,
-    ends: Ints,
-    cuts: Sequence[Sequence[int]],
-    costs: GroupCosts,
-    passed_bytes: Floats,
-    options: SimulatorOptions,
-) -> tuple[Floats, Floats]:
-    """By stage that recomputes: bytes of a microbatch that wait for its backward beside the stage's
-    inputs, and the peak from its second forward on. A stage runs it by segments, with sharded
-    parameters also unit by unit, so it keeps what each reads of the ones before."""
-    waiting, again = np.zeros(len(ends)), np.zeros(len(ends))
-    for stage, (begin, end) in enumerate(pairwise((0, *ends.tolist()))):
-        inside = {end - begin, *cuts[stage]}
-        if shard_state == "parameters":
-            weights = costs.weight_bytes[begin:end].tolist()
-            inside.update(fill(weights, options.bucket_bytes))
-        for a, b in pairwise((begin, *(begin + cut for cut in sorted(inside)))):
-            again[stage] = max(again[stage], _peak_bytes(costs, passed_bytes, a, b))
-            is_read = (costs.last_reader[a:b] >= b) & (costs.last_reader[a:b] < end)
-            waiting[stage] += costs.sent_bytes[a:b][is_read].sum()
-    return waiting, again
-
-
-def _peak_bytes(costs: GroupCosts, passed_bytes: Floats, begin: int, end: int) -> float:
-    """Of some operators' activations and gradients in the backward of a microbatch."""
-    kept = costs.kept_bytes[begin:end].cumsum()
-    return float((kept + passed_bytes[begin:end]).max())
-
-
-def _passing_bytes(
-    costs: GroupCosts, begin: int, end: int, n_microbatches: int, options: SimulatorOptions
-) -> float:
-    """Bytes of a stage's buckets of gradients at its peak of memory, beside all activations: when a
-    bucket is filled, backward has freed those of the operators after it."""
-    weights = costs.weight_bytes[begin:end][::-1] * options.gradient_bytes_per_weight_byte
-    ends = fill(weights.tolist(), options.bucket_bytes)
-    freed = np.concatenate([[0.0], costs.kept_bytes[begin:end][::-1].cumsum()])
-    sizes = [float(weights[a:b].sum()) for a, b in pairwise((0, *ends))]
-    held = [
-        n_bytes - freed[a] for n_bytes, a in zip(bucket_memory(sizes), (0, *ends), strict=False)
-    ]
-    return float(max(*held, 2 * sizes[-1] * (n_microbatches > 1)))
 
 
 def _first_bucket_s(costs: GroupCosts, begin: int, end: int, options: SimulatorOptions) -> float:
@@ -272,15 +227,23 @@ def price(
 
     begins = np.array([0, *(layout.cuts or ())])
     ends = np.append(begins[1:], len(costs.forward_s))
-    forward, kept = _sums(costs.forward_s, ends), _sums(costs.kept_bytes, ends)
+    forward = _sums(costs.forward_s, ends)
     again_s = costs.again_s * (segments > 0)
     recomputes_ahead = options.recomputes_ahead and shard_state != "parameters"
-    if recomputes_ahead:
-        # Where backward follows forward at once, the values of the last segment are still there.
-        for stage in range(layout.pp) if n_microbatches == 1 else (-1,):
-            again_s[begins[stage] + max(segment_cuts[stage], default=0) : ends[stage]] = 0.0
+    spans = list(zip(begins.tolist(), ends.tolist(), strict=True))
+    # Where backward follows forward at once, the values of the last segment are still there.
+    stays = np.arange(layout.pp) >= (0 if n_microbatches == 1 else layout.pp - 1)
+    stays &= recomputes_ahead
+    starts = [
+        segment_starts(shard_state, stage, cuts, costs, options, stays=stay)
+        for stage, cuts, stay in zip(spans, segment_cuts, stays.tolist(), strict=True)
+    ]
+    for own, (_, end), stay in zip(starts, spans, stays.tolist(), strict=True):
+        if stay:
+            again_s[own[-1] : end] = 0.0
     again = _sums(again_s, ends)
-    recomputes_ahead &= not any(segment_cuts)
+    ahead = np.array([again_s[own[-1] : end].sum() for own, end in zip(starts, ends, strict=True)])
+    ahead *= recomputes_ahead
     state = stage_state(
         shard_state,
         layout.dp,
@@ -296,34 +259,35 @@ def price(
     window_s = backward - state.first_s + (state.n_rounds - 1) * work
     after_s = state.sync_s - np.minimum(window_s, state.hideable_s) + state.gather_s
     after_s += state.owned_bytes * float(np.max(options.optimizer_s_per_byte))
-    if not recomputes_ahead:
-        backward, again = again + backward, np.zeros(layout.pp)
-    node = np.arange(layout.pp) * layout.tp * layout.dp // links.n_each
-    crossing = costs.crossing_bytes[:, :, begins]
-    sent = transfer_seconds(layout, crossing, links, np.diff(node, prepend=0) > 0)
+    backward, again = again - ahead + backward, ahead
+    pairs, crossing, entering = _crossing(costs, ends)
+    nodes = pairs * layout.tp * layout.dp // links.n_each
+    sent = transfer_seconds(layout, crossing, links, nodes[0] < nodes[1])
     begin_s = np.zeros(layout.pp)
     for _ in range(1 + (layout.pp > 1)):  # of two steps the second, as by `Trial.outcome`
         passes = (forward, again, backward)
-        last_s = last_backwards(n_microbatches, *passes, *sent, queues(node), begin_s)
+        flow = pairs, crossing[0] > 0, *sent, queues(nodes)
+        last_s = last_backwards(n_microbatches, *passes, *flow, begin_s)
         ends_s = last_s + after_s
         for stages, shared_s in state.shared:
             ends_s[stages] = ends_s[stages].max() + shared_s
         step_s = float((ends_s - begin_s).max())
         begin_s = ends_s - ends_s.min()
     in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
-    received = crossing[0, 0]
-    passed_bytes = costs.passed_bytes[int(n_microbatches > 1)]
-    if segments:
-        waiting, peak = recomputed_bytes(
-            shard_state, ends, segment_cuts, costs, passed_bytes, options
+    passed_bytes = costs.passed_bytes[int(n_microbatches > 1)].copy()
+    for begin, end in spans if shards_gradients(shard_state) else ():
+        weights = costs.weight_bytes[begin:end] * options.gradient_bytes_per_weight_byte
+        passed_bytes[begin:end] += bucket_bytes_at(weights, n_microbatches, options)
+    active = [
+        active_bytes(
+            costs, end, own, passed_bytes, entering_bytes, n_microbatches, n,
+            recomputes=segments > 0, has_alone=layout.dp == 1,
         )
-        active = in_flight * (received + waiting) + peak
-    else:
-        peak = np.array(
-            [_peak_bytes(costs, passed_bytes, a, b) for a, b in zip(begins, ends, strict=True)]
+        for own, end, entering_bytes, n in zip(
+            starts, ends.tolist(), entering.tolist(), in_flight.tolist(), strict=True
         )
-        active = in_flight * received + (in_flight - 1) * kept + peak
-    memory = state.n_bytes + options.reserved_bytes + active
+    ]  # fmt: skip
+    memory = state.n_bytes + options.reserved_bytes + np.array(active)
     return Choice(
         layout=layout,
         n_microbatches=n_microbatches,
@@ -332,6 +296,24 @@ def price(
         step_s=step_s,
         memory_bytes=int(np.ceil(memory.max())),
     )
+
+
+def _crossing(costs: GroupCosts, ends: Ints) -> tuple[Ints, Floats, Floats]:
+    """Pairs of stages, the bytes between them (`GroupCosts.sent_bytes`), and those that enter each
+    stage. A stage gets an output once."""
+    source, reader = np.searchsorted(ends, costs.reads, side="right")
+    moved = np.stack([costs.reads[0], reader])[:, source < reader]
+    ops, targets = np.unique(moved, axis=1)
+    n = len(ends)
+    pairs, at = np.unique(
+        np.searchsorted(ends, ops, side="right") * n + targets, return_inverse=True
+    )
+    found = np.zeros((2, 2, len(pairs)))
+    for way, bound in np.ndindex(2, 2):
+        sent = costs.sent_bytes[bound, way, ops]
+        found[bound, way] = np.bincount(at, sent, minlength=len(pairs))
+    entering = np.bincount(targets, costs.held_bytes[ops], minlength=n).astype(float)
+    return np.stack(np.divmod(pairs, n)), found, entering
 
 
 def _sums(values: Floats, ends: Ints) -> Floats:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,7 +26,6 @@ from harness.domain.freezing import (
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, HarnessError
 from harness.inputs import read_file
-from harness.measure.derive.settings import file_name
 from harness.measure.store import write_atomically
 from harness.plan.again import FoundAgain, SearchAgain, search_again
 from harness.plan.simulate.options import SimulatorOptions
@@ -66,8 +64,7 @@ class ScheduledPolicy(Policy):
                     )
                 data = read_file(file, "strategy file", ConfigError)
                 planned = inputs.planner.plan(data, str(file))
-                why = f"--change {step}:{file_name(file)}"
-                found.append(Due(planned=planned, why=why, step=step))
+                found.append(Due(planned=planned, why=f"--change {text}", step=step))
             return found
 
         self._later: list[Due] = broadcast_result(read, list[Due], inputs.context.world)
@@ -104,8 +101,7 @@ class ControlledPolicy(Policy):
         except HarnessError as error:
             found = UNREADABLE if request is None else request.id
             return Due(why="control", request=found, error=str(error))
-        why = f"control {file_name(Path(request.source))}"
-        return Due(planned=planned, why=why, request=request.id)
+        return Due(planned=planned, why=f"control {request.source}", request=request.id)
 
 
 class FreezingPolicy(Policy):

@@ -1,0 +1,169 @@
+"""What a tensor-parallel group's operators cost.
+
+All groups of a layout on equal nodes are alike, so `Group` simulates one of them, on the first
+devices of a node. An operator's seconds last from its start to that of the next one, and so contain
+the all-reduces that it waits for.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+from harness.domain.strategy import OperatorPlan
+from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
+from harness.plan.simulate.activations import (
+    find_segments,
+    gradients_passed,
+    received_bytes,
+)
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.simulate.transfers import Floats, Ints
+
+
+class GroupCosts(NamedTuple):
+    """By operator that is placed, on one device of the group.
+
+    Attributes:
+        again_s: of its forward in a stage that recomputes, where values from others have stayed.
+        alone_bytes: of gradients that only one device of the group has, and its backward allocates.
+        kept_bytes, received_bytes: that forward keeps for backward, own and assembled from others'.
+        passed_bytes: (2, operators) of gradients while its backward runs, of one microbatch a step
+            and of several.
+        output_bytes: of the output, as it is sent.
+        leaves: whether the output is read after its segment.
+        segment: number of what runs without waiting for the group.
+        last_reader: position of the output's last reader, -1 for none.
+        sent_bytes: (2, 2, operators) of the output that another group reads, and of its gradient:
+            those of a device, and between the two devices that exchange most.
+        crossing_bytes: the same of all outputs that cross a cut before the operator.
+        held_bytes: of the output, on a device of another group that reads it.
+        reads: (2, reads) positions of an operator and of a reader of its output.
+        tied: positions of operators that share weights, and bytes of these, of which
+            `weight_bytes` counts the first operator's.
+    """
+
+    forward_s: Floats
+    again_s: Floats
+    backward_s: Floats
+    weight_bytes: Floats
+    alone_bytes: Floats
+    kept_bytes: Floats
+    received_bytes: Floats
+    passed_bytes: Floats
+    output_bytes: Floats
+    leaves: npt.NDArray[np.bool_]
+    segment: Ints
+    last_reader: Ints
+    crossing_bytes: Floats
+    sent_bytes: Floats
+    held_bytes: Floats
+    reads: Ints
+    tied: list[tuple[list[int], float]]
+
+
+class Group:
+    """Groups of one size, by the first devices of the first node."""
+
+    def __init__(
+        self, graph: Graph, profile: Profile, cluster: Cluster, tp: int, options: SimulatorOptions
+    ) -> None:
+        self._graph, self._tp = graph, tp
+        self._cluster = msgspec.structs.replace(cluster.part(range(tp)), collectives=[])
+        self._simulator = Simulator(graph, profile, self._cluster, options=options)
+        self._known: dict[int, GroupCosts] = {}
+        kind = cluster.devices[0].kind
+        two = Cluster.uniform(1, 2 * tp, inside_bytes_per_s=1.0, memory_bytes=1, kind=kind)
+        self._two = Simulator(graph, profile, two, options=options)
+
+    def costs(self, samples: int) -> GroupCosts:
+        """For a microbatch of so many samples.
+
+        Raises:
+            StrategyError: the group cannot share the operators.
+        """
+        if samples not in self._known:
+            self._known[samples] = self._simulate(samples)
+        return self._known[samples]
+
+    def _simulate(self, samples: int) -> GroupCosts:
+        layout = ParallelLayout(tp=self._tp)
+        strategy = layout_strategy(layout, self._graph, self._cluster, samples, schedule="gpipe")
+        trial = Trial.from_strategy(self._simulator, strategy)
+        found, tables, placed = trial.outcome(), trial.tables, self._simulator.placed
+        costs, returns = self._simulator.costs(samples), self._simulator.returns
+        rows = found.lowered.rows
+        first = np.flatnonzero(rows % self._tp == 0)
+        ops, end_s = rows[first] // self._tp, float(found.finish[first].max())
+        backward = found.start[first + len(rows)]
+        passed = [gradients_passed(tables, n, returns) for n in (1, 2)]
+        together = np.zeros(tables.n_ops, dtype=np.int64)
+        segments = find_segments(tables, trial.current_flow(), together, returns)
+        kept = np.maximum(tables.output_bytes + tables.saved_bytes, segments.leaving_bytes)
+        at = {op: k for k, op in enumerate(placed)}
+        readers = [[c for c in found if c in at] for found in self._graph.consumers()]
+        last_reader = [max((at[c] for c in readers[op]), default=-1) for op in placed]
+        crossing, sent = np.zeros((2, 2, 2, len(placed)))
+        held = np.zeros(len(placed))
+        for k, last in enumerate(last_reader):
+            if last > k:
+                sent[:, :, k], held[k] = self._sent_bytes(
+                    placed[k], readers[placed[k]], tables.plans, samples
+                )
+                crossing[:, :, k + 1 : last + 1] += sent[:, :, k, None]
+        return GroupCosts(
+            _seconds(found.start[first], ops, placed, end_s),
+            tables.forward_s[placed].max(axis=1),
+            _seconds(backward, ops, placed, float(found.device_end_s[0])),
+            tables.weight_bytes[placed].max(axis=1),
+            tables.buckets().alone[placed].max(axis=1),
+            kept[placed].max(axis=1),
+            received_bytes(tables)[placed].max(axis=1),
+            np.array([one[placed].max(axis=1) for one in passed]) * costs.knows_saved,
+            (tables.output_bytes * costs.wire_share[:, None])[placed].max(axis=1),
+            segments.leaving_bytes[placed].max(axis=1) > 0,
+            segments.number[placed, 0],
+            np.array(last_reader),
+            crossing,
+            sent,
+            held,
+            np.array([(at[op], at[c]) for op in placed for c in readers[op]]).reshape(-1, 2).T,
+            [
+                ([at[op] for op in ops], float(tables.weight_bytes[ops[0]].max()))
+                for ops in tables.tied.values()
+            ],
+        )
+
+    def _sent_bytes(
+        self, op: int, readers: list[int], plans: dict[int, OperatorPlan], samples: int
+    ) -> tuple[Floats, float]:
+        """`GroupCosts.sent_bytes` and `GroupCosts.held_bytes` of one operator."""
+        moved = [
+            (c, msgspec.structs.replace(plans[c], devices=[self._tp + k for k in plans[c].devices]))
+            for c in readers
+        ]
+        costs, n = self._two.costs(samples), 2 * self._tp
+        edges = costs.transfers(op, plans[op], moved, syncs_norms=False)
+        if edges.sums:  # each device adds to all of it
+            return np.full((2, 2), costs.wire_bytes(op)), costs.wire_bytes(op)
+        pairs = edges.source % n * n + edges.target % n
+        ways = (edges.goes, edges.returns & self._simulator.returns[op])
+        found = [np.bincount(pairs, edges.n_bytes * way, minlength=1) for way in ways]
+        sent = np.array([[one.sum() / self._tp for one in found], [one.max() for one in found]])
+        return sent, float(edges.n_held.sum()) / self._tp
+
+
+def _seconds(start: Floats, ops: Ints, placed: list[int], end_s: float) -> Floats:
+    """By placed operator: from its start to the next one's, 0 where it has no task."""
+    runs = np.flatnonzero(~np.isnan(start))
+    order = runs[np.argsort(start[runs], kind="stable")]
+    found = dict.fromkeys(placed, 0.0)
+    ends = [*start[order[1:]].tolist(), end_s]
+    for op, begin, end in zip(ops[order].tolist(), start[order].tolist(), ends, strict=True):
+        found[op] += max(0.0, end - begin)
+    return np.array([found[op] for op in placed])
