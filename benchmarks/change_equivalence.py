@@ -44,8 +44,9 @@ class Options:
     """Freeze more layers at each change, or train some again, on one device too."""
     any: bool = False
     """Draw models and strategies of all kinds, on up to 6 ranks."""
-    device: Literal["cpu", "cuda:0"] = "cpu"
-    """Train on this device, which all ranks share; plain PyTorch stays on the CPU."""
+    device: Literal["cpu", "cuda:0", "nccl_rules"] = "cpu"
+    """Train on this device, which all ranks share; plain PyTorch stays on the CPU. nccl_rules:
+    CPUs, with process groups that keep NCCL's rules."""
     changes: int = 100
     """Number of changes over which groups, files and memory are counted. 0 skips it."""
     json: bool = False

@@ -61,9 +61,10 @@ class Options:
     """Run only cases on these numbers of ranks."""
     shard_state: ShardState | None = None
     """Shard this state in every case, and run 1f1b where zero bubble cannot."""
-    device: Literal["cpu", "cuda:0"] = "cpu"
+    device: Literal["cpu", "cuda:0", "nccl_rules"] = "cpu"
     """Train the strategies on this device, which all ranks share; one device in plain PyTorch, with
-    which they are compared, is the CPU."""
+    which they are compared, is the CPU. nccl_rules: CPUs, with process groups that keep NCCL's
+    rules."""
     compile: Literal["", "aot_eager", "inductor"] = ""
     """Compile segments by this backend of torch.compile in every case, but for asynchronous ones.
     aot_eager only traces them, and is faster."""

@@ -108,6 +108,7 @@ def counts() -> Iterator[list[str]]:
     """One row for each program that counts cases."""
     kinds = {
         "": "",
+        "--device nccl_rules": " on CPUs under NCCL's rules",
         "--shard-state parameters": " with sharded parameters",
         "--series programs": " of drawn models",
     }

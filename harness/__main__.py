@@ -265,7 +265,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
 
             import torch
 
-            from harness.cases import check_files
+            from harness.cases import check_dry_run
 
             # CUDA must not be initialized before the fork; `_work` makes the comparison's cases.
             has_gpu = torch.cuda.is_available() if options.dry_run else _NVIDIA.exists()
@@ -273,7 +273,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
                 options.check(config)
                 cases += _cases(workload, config, launch, [] if has_gpu else None)
             if options.dry_run and launch.rank == 0:  # a launch checks them when the ranks have met
-                check_files(cases, options.results)
+                check_dry_run(cases, options.results)
         if not options.dry_run:
             _start_children(cases)
     except BrokenPipeError:  # nobody reads `--help` to its end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,10 @@ import msgspec
 
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader, device_names, run_key
-from harness.errors import ConfigError
+from harness.errors import ConfigError, ModelError
+from harness.measure.places import check_results
 from harness.measure.store import headers_in
+from harness.runtime.models.user_code import UserFunction
 from harness.workloads import load_workload
 from harness.workloads.common.contract import (
     UNTIL,
@@ -62,14 +65,36 @@ class PlannedRun:
 
 
 def check_files(cases: Sequence[Case], results: Path) -> None:
-    """Refuse cases whose files are missing or malformed, once for all repeats; rank 0 only.
+    """Refuse cases whose files or models are missing or malformed, once for all repeats; rank 0
+    only.
 
     Raises:
-        HarnessError: names the file.
+        HarnessError: names the file or the model.
     """
+    for factory in _factories(cases):
+        factory.find()
     checks = {(case.name, case.config): case.workload.check for case in cases}
     for (_, config), check in checks.items():
         check(config, results)
+
+
+def check_dry_run(cases: Sequence[Case], results: Path) -> None:
+    """Refuse what a launch refuses before its first run, and a user's model that cannot be
+    imported.
+
+    Raises:
+        HarnessError: names the directory, the file or the model.
+    """
+    check_results(results, platform.node(), is_dry=True)
+    check_files(cases, results)
+    for factory in _factories(cases):
+        factory.check()
+
+
+def _factories(cases: Sequence[Case]) -> list[UserFunction]:
+    """The users' own models."""
+    names = dict.fromkeys(getattr(case.config, "model", "") for case in cases)
+    return [UserFunction(name, "--model", ModelError) for name in names if ":" in name]
 
 
 def describe_cluster(ranks: list[RankInfo]) -> Cluster:

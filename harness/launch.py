@@ -41,8 +41,9 @@ from harness.cases import (
 from harness.domain.run import RankInfo, RunHeader
 from harness.errors import HarnessError, ResultsError
 from harness.measure.heartbeat import Heartbeat
+from harness.measure.places import check_results
 from harness.measure.reached import ReachedReader
-from harness.measure.store import Run, read_run, try_directory, write_header
+from harness.measure.store import Run, read_run, write_header
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
 from harness.runtime.devices.peaks import peak_flops_per_s
 from harness.runtime.ranks.control import copy_to_first
@@ -91,7 +92,7 @@ class Launcher:
         """
         problem = ""
         try:
-            self._check_results()
+            check_results(self._results, self._world.hostname)
             if self._world.is_first:
                 check_files(cases, self._results)
                 if self._options.resume:
@@ -99,15 +100,6 @@ class Launcher:
         except HarnessError as error:
             problem = str(error)
         return next(filter(None, self._control.gather("problem", problem, str)), "")
-
-    def _check_results(self) -> None:
-        try:
-            try_directory(self._results)
-        except OSError as error:
-            raise ResultsError(
-                f"--results {self._results} cannot be written on {self._world.hostname} "
-                f"({error.strerror}): give a directory that you may write to"
-            ) from None
 
     def run_cases(self, cases: Sequence[Case]) -> list[RunHeader]:
         """Run every case in order; returns the headers (complete on rank 0).
@@ -289,7 +281,7 @@ class Launcher:
         """Record the run by which some ranks of the launch go on with a case."""
         case = continued(plan.case, found, len(ranks))
         (then,) = plan_runs([case], [self.ranks[rank] for rank in ranks])
-        title = f"[{len(ranks)} ranks {found.text}] {then.title}"
+        title = f"[{len(ranks)} of {self._world.size} ranks {found.text}] {then.title}"
         self._record_run(replace(then, repeat=plan.repeat), name, title)
 
     def _resumed(self, plan: PlannedRun, planned: Sequence[PlannedRun]) -> PlannedRun | None:

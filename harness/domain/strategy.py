@@ -186,7 +186,7 @@ def check_fresh(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
 
 def validate(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
     """Refuse a strategy that does not fit a graph and a cluster."""
-    _check_numbers(strategy)
+    check_numbers(strategy)
     check_names(strategy, graph)
     sizes = sorted(set(strategy.microbatch_sizes()))
     for operator in graph.operators:
@@ -238,7 +238,8 @@ def check_buffers(strategy: Strategy, graph: Graph) -> None:
                 )
 
 
-def _check_numbers(strategy: Strategy) -> None:
+def check_numbers(strategy: Strategy) -> None:
+    """Refuse numbers of samples, microbatches, stages and segments that no strategy has."""
     most = min(strategy.batch, _MOST_MICROBATCHES)
     if strategy.batch < 1 or not 1 <= strategy.n_microbatches <= most:
         raise StrategyError(

@@ -9,7 +9,6 @@ derivations get only records whose numbers and labels are within bounds.
 import contextlib
 import errno
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -94,33 +93,6 @@ def write_atomically(path: Path, data: bytes) -> None:
     """
     with replacing(path) as temporary:
         temporary.write_bytes(data)
-
-
-def try_directory(directory: Path) -> None:
-    """Create a directory, and try to write a temporary file in it.
-
-    Raises:
-        OSError: it cannot be created or written to.
-    """
-    if directory.exists() and not directory.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=directory):
-        pass
-
-
-def check_place(flag: str, path: Path | None) -> None:
-    """Refuse a path that cannot be written, before its contents are measured; None is none."""
-    if path is None:
-        return
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        try_directory(path.parent)
-    except OSError as error:
-        raise ResultsError(
-            f"{flag} {path} cannot be written ({error.strerror}): give a file that you may write"
-        ) from None
 
 
 def write_header(run_dir: Path, header: RunHeader) -> None:

@@ -310,7 +310,8 @@ def _copied_after_sums(strategy: Strategy, graph: Graph) -> Strategy:
             if copied.union(whole).issuperset(readers[name])
         }
     for name in filter(copied.__contains__, placed):  # producers first: their plans change too
-        devices = sorted(set(itertools.chain(*(plans[n].devices for n in placed[name].inputs))))
+        given = (plans[n].devices for n in placed[name].inputs if n in placed)
+        devices = sorted(set(itertools.chain(*given)))
         plans[name] = OperatorPlan({REPLICA: len(devices)}, devices)
     return msgspec.structs.replace(strategy, operators=plans)
 

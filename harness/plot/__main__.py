@@ -82,7 +82,7 @@ def _chosen(names: Sequence[str]) -> list[str]:
 
 def _make_directory(path: Path) -> None:
     """Make the output directory before results are read."""
-    from harness.measure.store import try_directory
+    from harness.measure.places import try_directory
 
     try:
         try_directory(path)

@@ -240,6 +240,39 @@ def test_results_that_cannot_be_written_are_said(tmp_path):
     assert said.endswith("(Not a directory): give a directory that you may write to")
 
 
+def test_a_dry_run_refuses_results_that_cannot_be_written(tmp_path):
+    (tmp_path / "taken").touch()
+    results = tmp_path / "taken" / "new"
+    said = refused("train", "--model", "lenet", "--dry-run", "--results", results)
+    assert said.startswith(f"--results {results} cannot be written on ")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("unwritten.nets:small", "No module named 'unwritten'; start in the directory that holds"),
+        ("dry_nets:none", "dry_nets.py has no callable 'none'"),
+        ("dry_broken:small", "ValueError: no flag (dry_broken.py:1 in <module>)"),
+    ],
+)
+def test_a_dry_run_refuses_a_users_model_that_cannot_be_imported(
+    tmp_path, monkeypatch, model, message
+):
+    (tmp_path / "dry_nets.py").touch()
+    (tmp_path / "dry_broken.py").write_text("raise ValueError('no flag')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for workload in ("train", "profile"):
+        said = refused(workload, "--model", model, "--dry-run", "--results", tmp_path)
+        assert said.startswith(f"--model {model!r}: ")
+        assert message in said
+
+
+def test_a_launch_refuses_a_module_that_is_missing_before_anything_runs(tmp_path):
+    said = refused("train", "--model", "unwritten.nets:small", "--results", tmp_path / "results")
+    assert said.startswith("--model 'unwritten.nets:small': No module named 'unwritten'; start in")
+    assert list((tmp_path / "results").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("workload", "flag", "path", "why"),
     [
@@ -270,6 +303,15 @@ def test_a_file_that_is_missing_is_said_before_anything_runs(tmp_path, flags, me
     said = refused("train", "--model", "lenet", *flags, "--results", tmp_path / "results")
     assert said.startswith(message.format(dir=tmp_path / "none"))
     assert list((tmp_path / "results").iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["profile"], ["search"], ["train", "--strategy", "pipeline"]])
+def test_a_damaged_profile_is_refused_before_anything_runs(tmp_path, words):
+    (tmp_path / "profile-lenet.json").write_text('{"schema": ')
+    said = refused(*words, "--model", "lenet", "--results", tmp_path)
+    assert said.startswith(f"{tmp_path / 'profile-lenet.json'} is not JSON in line 1, ")
+    assert said.endswith(": restore the file, or remove it to measure again")
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_one_rank_trains_and_its_results_can_be_read(tmp_path):

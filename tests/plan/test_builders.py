@@ -72,6 +72,17 @@ def test_hybrid_pairs_linear_layers_too():
     assert cuts == {"l0": ["feature"], "r0": ["feature"], "l1": ["contraction"], "r1": ["replica"]}
 
 
+@pytest.mark.parametrize("build", [builders.tensor_parallel, builders.hybrid])
+def test_a_sum_of_the_models_input_is_copied_too(build):
+    graph = mlp(2)
+    shape = graph.operators[0].shape
+    added = Operator(name="add", kind="elementwise", inputs=["in", "r1"], shape=shape)
+    graph = Graph(name="residual", batch=8, operators=[*graph.operators, added])
+    strategy = build(graph, CLUSTER, 8)
+    validate(strategy, graph, CLUSTER)
+    assert strategy.operators["add"] == OperatorPlan({"replica": 4}, [0, 1, 2, 3])
+
+
 def test_what_is_read_by_samples_is_cut_by_samples_after_sums_too():
     graph = mlp(3)
     shape = graph.operators[4].shape

@@ -38,9 +38,7 @@ def strategy_name(run: Headed) -> str:
     strategy += "" if state in ("auto", "none") or is_file else f"-sharded-{state}"
     is_usual = engine == "torch" or (engine == "executor" and strategy not in ("single", "ddp"))
     if is_file:
-        # Runs write theirs as strategy.json, so the run's name identifies them.
-        path = PurePath(strategy)
-        strategy = path.stem if path.name != STRATEGY_FILE else path.parent.name or path.stem
+        strategy = file_name(PurePath(strategy))
         strategy += "-asynchronous" if run.header.config.get("asynchronous") else ""
     strategy += _elastic_name(run)
     reduce_dtype = run.header.config.get("reduce_dtype", "fp32")
@@ -49,6 +47,12 @@ def strategy_name(run: Headed) -> str:
     first = configured_number(run, "first_step")  # of a run that goes on with another
     strategy += f"-from-step-{first:.0f}" if first else ""
     return strategy if is_usual else f"{engine}-{strategy}"
+
+
+def file_name(path: PurePath) -> str:
+    """A strategy that was read from a file: the file's name, or the run's, because runs write
+    theirs as strategy.json."""
+    return path.stem if path.name != STRATEGY_FILE else path.parent.name or path.stem
 
 
 def _elastic_name(run: Headed) -> str:

@@ -46,6 +46,8 @@ class TrainingSummary:
         no_sync_exposed_s: second estimate: median step minus median `no_sync_step_s`.
         slowed_compute_s: contention: median compute in a step minus that in steps without
             synchronisation. The second estimate includes it, the first does not.
+        accuracy, averaged_accuracy: on held-out samples after the last epoch, by the parameters and
+            by their averages.
         ring_bytes: bytes that a ring all-reduce of the gradients sends, per rank and step.
         outlier_steps: steps far above the others.
     """
@@ -80,6 +82,8 @@ class TrainingSummary:
     ring_bytes: float | None = None
     first_loss: float | None = None
     last_loss: float | None = None
+    accuracy: float | None = None
+    averaged_accuracy: float | None = None
     ranks: tuple[RankSummary, ...] = ()
     outlier_steps: tuple[int, ...] = ()
     warnings: tuple[Doubt, ...] = ()
@@ -182,7 +186,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     working = {r: table for r, table in steps.items() if computes(spans_of(run.ranks[r]))} or steps
     n_samples = _samples_per_unit(run)
     n_ranks = len(run.header.ranks) or len(run.ranks) or 1
-    numbers: dict[str, Any] = dict(_losses(run))
+    numbers: dict[str, Any] = dict(_learned(run))
     if duration is not None:
         numbers |= _rates(run, duration, n_samples, ranks)
         numbers |= _communication(run, duration, working)
@@ -318,12 +322,20 @@ def _ring_bytes(run: Run, n_ranks: int) -> float | None:
     return 2 * (n_ranks - 1) / n_ranks * max(known) if known else None
 
 
-def _losses(run: Run) -> dict[str, float]:
-    by_step = _values_by_step(run, "loss")
-    if not by_step:
-        return {}
-    series = [by_rank[min(by_rank)] for by_rank in by_step.values()]
-    return {"first_loss": series[0], "last_loss": series[-1]}
+def _learned(run: Run) -> dict[str, float]:
+    """First and last loss, and the last accuracies."""
+    found = {}
+    if losses := _first_rank(run, "loss"):
+        found = {"first_loss": losses[0], "last_loss": losses[-1]}
+    for metric in ("accuracy", "averaged_accuracy"):
+        if values := _first_rank(run, metric):
+            found[metric] = values[-1]
+    return found
+
+
+def _first_rank(run: Run, metric: str) -> list[float]:
+    """Samples of the first rank that has them, by step."""
+    return [by_rank[min(by_rank)] for by_rank in _values_by_step(run, metric).values()]
 
 
 def _with_warnings(summary: TrainingSummary) -> TrainingSummary:

@@ -189,7 +189,7 @@ def _own_entry(name: str) -> DataEntry:
 
     return DataEntry(
         open=open_it,
-        check=lambda _: factory_of(name).load(),
+        check=lambda _: factory_of(name).check(),
         held_out=partial(open_it, is_held_out=True),
         feeds=None,
     )

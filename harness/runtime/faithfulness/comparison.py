@@ -112,10 +112,11 @@ class _Comparison:
         self._meta = MetaModel(captured, task.inputs, self._device)
         self._outputs: Any = None  # the model's latest outputs
         root = task.model
+        names = [name for name, _ in root.named_buffers()]  # without those that forward registers
         self._model = Side(
             self._call_model,
             lambda: dict(root.named_parameters()),
-            lambda: dict(root.named_buffers()),
+            lambda: {name: root.get_buffer(name) for name in names},
         )
         self._graph = Side(self._call_graph, self._graph_parameters, self._graph_buffers)
 

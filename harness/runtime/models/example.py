@@ -24,9 +24,10 @@ class Example:
     """An example's tensors and their places among a model's arguments.
 
     Attributes:
-        specs: of the tensors. Integers of a synthetic sample are those of one of the example's; any
-            from 0 to the largest without `has_rows`, or where some are negative, which do not count
-            as labels.
+        specs: of the tensors. Real values of synthetic samples lie between 0 and 1 where those of a
+            user's example do. Integers of one are those of one of the example's samples; any from 0
+            to the largest without `has_rows`, or where some are negative, which do not count as
+            labels.
 
     Raises:
         ModelError: it has no tensors, or one without samples.
@@ -132,9 +133,16 @@ def _name_of(path: tuple[Any, ...], position: int) -> str:
     return "_".join(map(str, words)) or f"input_{position}"
 
 
+def _is_fraction(tensor: Tensor) -> bool:
+    """Whether values lie between 0 and 1; equal ones say nothing."""
+    lowest, highest = float(tensor.min()), float(tensor.max())
+    return 0 <= lowest < highest <= 1
+
+
 def _spec(name: str, tensor: Tensor, has_rows: bool) -> InputSpec:
     shape, dtype = tuple(tensor.shape[1:]), tensor.dtype
     if has_gradients(tensor):
-        return InputSpec(name=name, shape=shape, dtype=dtype)
+        is_fraction = has_rows and dtype.is_floating_point and _is_fraction(tensor)
+        return InputSpec(name=name, shape=shape, dtype=dtype, is_fraction=is_fraction)
     rows = tensor.clone() if has_rows and bool((tensor >= 0).all()) else None
     return InputSpec(name=name, shape=shape, dtype=dtype, n_values=int(tensor.max()) + 1, rows=rows)

@@ -20,7 +20,7 @@ from harness.errors import ModelError, first_line
 from harness.inputs import one_line
 from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_ins
 from harness.runtime.models.example import Example
-from harness.runtime.models.loss_split import CallRecorder, SplitLoss, split_loss
+from harness.runtime.models.loss_split import CallRecorder, SplitLoss, loss_name, split_loss
 from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, Call, LabelledTask
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_model, logits_of
 from harness.runtime.models.user_code import UserFunction
@@ -66,20 +66,20 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
         more = [torch.cat([x, x[:1]]) for x in tensors]
         return _run_once(name, bound, more, remedy)[2], len(more[0])
 
-    split = split_loss(output, inputs, specs, calls, recall)
+    loss = loss_name(output)
+    split = split_loss(output, loss, inputs, specs, calls, recall) if loss else None
     if isinstance(split, str):
         _log.warning(
             "%s computes its loss on whole batches, which leaves out microbatches: %s", name, split
         )
-        whole = BatchLoss(given.bind(model, outputs=["loss"]))
+        whole = BatchLoss(given.bind(model, outputs=[str(loss)]))
         return BatchLossTask(model=whole, inputs=specs, loss="own", n_tokens=_n_tokens(specs))
     if split is not None:
         kept = [k for k in range(len(specs)) if k not in split.labels or k in split.also_read]
         is_named = list(split.loss.outputs) in (["logits"], ["out"])
         chosen = () if is_named else tuple(split.loss.outputs)
-        without = given.bind(model, kept, chosen)
-        if not _runs(without, [tensors[k] for k in kept]):  # it always computes its loss
-            without = given.bind(model, kept, chosen, has_blanks=True)
+        has_blanks = not _is_alike(split, given.bind(model, kept), [tensors[k] for k in kept])
+        without = given.bind(model, kept, chosen, has_blanks=has_blanks)
         return _labelled(without, specs, kept, split)
     logits = logits_of(output)
     _check_logits(name, logits, len(tensors[0]))
@@ -176,12 +176,12 @@ def _run_copy(
     return output, tensors, recorder.calls
 
 
-def _runs(model: nn.Module, tensors: list[Tensor]) -> bool:
+def _is_alike(split: SplitLoss, model: nn.Module, tensors: list[Tensor]) -> bool:
+    """Whether a model runs without labels, and then computes its outputs as it does with them."""
     try:
-        _run_once("", model, tensors, "")
+        return split.is_made_of(*_run_once("", model, tensors, ""))
     except ModelError:
         return False
-    return True
 
 
 def _not_taken(name: str, tensors: Iterable[Tensor], error: Exception, remedy: str) -> ModelError:

@@ -42,34 +42,58 @@ class SplitLoss(NamedTuple):
     Attributes:
         labels: their positions among the model's inputs.
         also_read: those that the outputs depend on too.
+        before: the functions that lead from the inputs to the outputs that the loss reads.
     """
 
     loss: OwnLoss
     labels: tuple[int, ...]
     also_read: frozenset[int]
+    before: tuple[Callable[..., Any], ...]
+
+    def is_made_of(self, output: Any, given: Iterable[Tensor], calls: Sequence[Call]) -> bool:
+        """Whether a run without labels, which returned `output`, computed by the same functions."""
+        named = named_outputs(output)
+        read = [named.get(name) for name in self.loss.outputs]
+        if not all(isinstance(x, Tensor) for x in read):
+            return False
+        return self.before == _functions(calls, _Trail(calls).to(read, given))  # type: ignore[arg-type]
+
+
+def loss_name(output: Any) -> str | None:
+    """The name of the loss among a model's outputs; in a tuple it is the only tensor without a dim
+    that has a gradient."""
+    named = named_outputs(output)
+    if "loss" in named:
+        loss = named["loss"]
+        return "loss" if isinstance(loss, Tensor) and loss.numel() == 1 else None
+    if type(output) is not tuple:
+        return None
+    tensors = {name: x for name, x in named.items() if isinstance(x, Tensor)}
+    found = [name for name, x in tensors.items() if not x.dim() and x.requires_grad]
+    return found[0] if len(found) == 1 and len(tensors) > 1 else None
 
 
 def split_loss(
     output: Any,
+    name: str,
     given: Sequence[Tensor],
     specs: Sequence[InputSpec],
     calls: Sequence[Call],
     recall: Callable[[], tuple[Sequence[Call], int]],
-) -> SplitLoss | str | None:
-    """Split off the loss of a model that was called on fake tensors; None if it computes none.
+) -> SplitLoss | str:
+    """Split off the loss of a model that was called on fake tensors.
 
     Returns a reason instead where the loss reads other values than outputs and inputs, or is no
     mean over samples.
 
     Args:
+        name: of the loss among the outputs.
         given: the model's inputs, described by `specs`.
         calls: torch's, while it ran.
         recall: runs the model with another number of samples; returns its calls and that number.
     """
     named = named_outputs(output)
-    loss = named.get("loss")
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        return None
+    loss: Tensor = named[name]
     n_samples = given[0].shape[:1]
     again, n_again = recall()
     calls = _with_counts(calls, n_samples[0], again, n_again)
@@ -99,7 +123,8 @@ def split_loss(
     else:
         return flaws[0]
     before = trail.to(read.values(), given)
-    return SplitLoss(own, labels, frozenset(k for k in labels if id(given[k]) in before.ends))
+    also_read = frozenset(k for k in labels if id(given[k]) in before.ends)
+    return SplitLoss(own, labels, also_read, _functions(calls, before))
 
 
 class _Found(NamedTuple):
@@ -145,6 +170,10 @@ class _Trail:
                 call = self._calls[number]
                 waiting += [id(x) for x in _tensors((call.args, call.kwargs))]
         return found
+
+
+def _functions(calls: Sequence[Call], found: _Found) -> tuple[Callable[..., Any], ...]:
+    return tuple(calls[k].function for k in sorted(found.calls))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -147,23 +147,42 @@ class OwnLoss:
             return ""
         generator = torch.Generator().manual_seed(0)
         draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-        targets = self.draw(_N_CHECKED, generator)
-        # Outputs may have to be positive, or probabilities, for a loss that is a number.
-        for outputs in (join(draws), join([draw.softmax(-1) for draw in draws])):
-            try:
-                whole = self.sum(outputs, targets)
-                pairs = zip(outputs.split(1), targets.split(1), strict=True)
-                parts = torch.stack([self.sum(*pair) for pair in pairs]).sum()
-            except Exception as error:
-                return f"its loss takes the example's number of samples only ({first_line(error)})"
-            if torch.allclose(whole, parts, rtol=_TOLERANCE, atol=0):
-                return ""
-            if torch.isfinite(whole) and torch.isfinite(parts):
-                return (
-                    f"its loss of {_N_CHECKED} samples together adds up to {whole:.4g}, of each by "
-                    f"itself to {parts:.4g}, so that it cannot be computed in parts"
-                )
-        return "its loss is not finite for random outputs, so that its parts cannot be checked"
+        # Some losses take labels of the outputs' dtype alone.
+        given = tuple(
+            replace(s, dtype=torch.float64) if s.dtype.is_floating_point else s for s in self.labels
+        )
+        # Labels of an example may be alike, as masks of ones are; others need not be legal.
+        free = tuple(
+            replace(s, rows=None, n_values=s.n_values and max(2, s.n_values)) for s in given
+        )
+        for is_given, labels in ((True, given), (False, free)):
+            drawn = replace(self, labels=labels)
+            targets = drawn.draw(_N_CHECKED, generator)
+            flaw = "its loss is not finite for random outputs, so that its parts cannot be checked"
+            # Outputs may have to be positive, or probabilities, for a loss that is a number.
+            for outputs in (join(draws), join([draw.softmax(-1) for draw in draws])):
+                try:
+                    whole, parts = drawn._in_parts(outputs, targets)
+                except Exception as error:
+                    reason = first_line(error)
+                    flaw = f"its loss takes the example's number of samples only ({reason})"
+                    continue
+                if torch.allclose(whole, parts, rtol=_TOLERANCE, atol=0):
+                    flaw = ""
+                    break
+                if torch.isfinite(whole) and torch.isfinite(parts):
+                    return (
+                        f"its loss of {_N_CHECKED} samples together adds up to {whole:.4g}, of "
+                        f"each by itself to {parts:.4g}, so that it cannot be computed in parts"
+                    )
+            if flaw and is_given:
+                return flaw
+        return ""
+
+    def _in_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of all samples together, and that of each by itself."""
+        pairs = zip(outputs.split(1), targets.split(1), strict=True)
+        return self.sum(outputs, targets), torch.stack([self.sum(*pair) for pair in pairs]).sum()
 
 
 @dataclass(frozen=True, kw_only=True)

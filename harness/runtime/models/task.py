@@ -119,6 +119,7 @@ class InputSpec:
     Attributes:
         n_values: number of values of integers (0 to n_values - 1); None for real and complex ones.
         rows: integers of samples of an example; None if any integers below n_values make a sample.
+        is_fraction: whether real values lie between 0 and 1, as a loss of probabilities needs.
     """
 
     name: str
@@ -126,6 +127,7 @@ class InputSpec:
     dtype: torch.dtype = torch.float32
     n_values: int | None = None
     rows: Tensor | None = field(default=None, compare=False, repr=False)
+    is_fraction: bool = False
 
     def draw(
         self,
@@ -140,7 +142,8 @@ class InputSpec:
             return self.rows[chosen].to(device or chosen.device)
         shape, dtype = (n_samples, *self.shape), self.dtype
         if self.n_values is None and (dtype.is_floating_point or dtype.is_complex):
-            return torch.randn(shape, dtype=dtype, generator=generator, device=device)
+            draw = torch.rand if self.is_fraction else torch.randn
+            return draw(shape, dtype=dtype, generator=generator, device=device)
         high = self.n_values or 1
         return torch.randint(high, shape, dtype=dtype, generator=generator, device=device)
 

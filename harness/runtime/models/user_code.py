@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.errors import HarnessError
+from harness.errors import HarnessError, first_line
 from harness.runtime.models.torchvision_import import allow_torchvision
+from harness.runtime.ranks.failures import users_line
 
 _EXAMPLE = "write it like package.module:factory"
 # Settings of torch that hold for all that follows: how to read and to set them.
@@ -58,6 +60,30 @@ class UserFunction:
         with self._contained():
             return self._load()
 
+    def check(self) -> None:
+        """Import the function; an error of its code is raised in one line."""
+        try:
+            self.load()
+        except HarnessError:
+            raise
+        except Exception as error:
+            place = users_line(error)
+            where = f" ({place})" if place else ""
+            raise self._error(f"{type(error).__name__}: {first_line(error)}{where}") from error
+
+    def find(self) -> None:
+        """Refuse a module that is missing, of which only the packages around it are imported."""
+        module_name, _ = self.parts()
+        with self._contained(), self._imported(module_name):
+            try:
+                found = importlib.util.find_spec(module_name)
+            except ModuleNotFoundError:
+                raise
+            except Exception:
+                return  # the run itself reports it
+            if found is None:
+                raise ModuleNotFoundError(f"No module named {module_name!r}", name=module_name)
+
     def _error(self, problem: str, separator: str = ": ") -> HarnessError:
         return self.error(f"{self.flag} {self.name!r}{separator}{problem}")
 
@@ -81,16 +107,8 @@ class UserFunction:
 
     def _load(self) -> Callable[..., Any]:
         module_name, attribute = self.parts()
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        allow_torchvision()
-        try:
+        with self._imported(module_name):
             module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            remedy = f"start in the directory that holds {module_name}, or set PYTHONPATH"
-            if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
-                remedy = f"{module_name} needs it: install it into the environment"
-            raise self._error(f"{error}; {remedy}, on every node") from error
         found = getattr(module, attribute, None)
         if not callable(found):
             raise self._error(f"{module.__file__} has no callable {attribute!r}")
@@ -101,6 +119,20 @@ class UserFunction:
                 " ",
             )
         return found  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _imported(self, module_name: str) -> Iterator[None]:
+        """Import from where the program has been started; a missing module is an error."""
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        allow_torchvision()
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            remedy = f"start in the directory that holds {module_name}, or set PYTHONPATH"
+            if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
+                remedy = f"{module_name} needs it: install it into the environment"
+            raise self._error(f"{error}; {remedy}, on every node") from error
 
     @contextlib.contextmanager
     def _contained(self) -> Iterator[None]:

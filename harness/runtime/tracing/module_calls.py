@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.activation import MultiheadAttention
@@ -64,8 +65,8 @@ def norm_as_call(module: nn.Module, call: Callable[[Any], Any]) -> Iterator[None
 
 
 _LAYERS = (
-    nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
-    nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd,
+    nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.LayerNorm,
+    nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd,
     _AvgPoolNd, _MaxPoolNd, _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd,
 )  # fmt: skip
 
@@ -75,8 +76,9 @@ def call_modules(graph: fx.Graph, model: nn.Module) -> None:
     modules = dict(model.named_modules())
     calls = (node for node in graph.nodes if node.op in CALLS)
     for (_, path), nodes in groupby(list(calls), _call):
-        if path in modules and _is_layer(modules[path]):
-            _replace(graph, path, list(nodes))
+        called = list(nodes)
+        if path in modules and _is_layer(modules[path]) and _is_as_made(modules[path], called):
+            _replace(graph, path, called)
 
 
 def _call(node: fx.Node) -> tuple[str, str]:
@@ -97,6 +99,22 @@ def _is_layer(part: nn.Module) -> bool:
     return is_plain and is_known and not parametrize.is_parametrized(part)
 
 
+def _is_fact(node: fx.Node) -> bool:
+    """Whether a node is a size or the device of a tensor, which a module reads off its input."""
+    return node.target in (getattr, torch.ops.aten.sym_size.int)
+
+
+def _is_as_made(part: nn.Module, nodes: list[fx.Node]) -> bool:
+    """Whether a call of a layer has no argument but its input: `output_size` changes the padding of
+    a transposed convolution."""
+    if not isinstance(part, nn.modules.conv._ConvTransposeNd):
+        return True
+    names = [argument.name for argument in nodes[-1].target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, nodes[-1].args, strict=False)) | nodes[-1].kwargs
+    padding = given.get("output_padding", [0] * len(part.output_padding))
+    return tuple(padding) == tuple(part.output_padding)
+
+
 def _replace(graph: fx.Graph, path: str, nodes: list[fx.Node]) -> None:
     """Replace one call's operators if they read one value and give one."""
     inside = set(nodes)
@@ -104,7 +122,7 @@ def _replace(graph: fx.Graph, path: str, nodes: list[fx.Node]) -> None:
         source
         for node in nodes
         for source in node.all_input_nodes
-        if source not in inside and source.op != "get_attr"
+        if source not in inside and source.op != "get_attr" and not _is_fact(source)
     )
     results = [n for n in nodes if any(user not in inside for user in n.users)]
     if len(given) != 1 or len(results) != 1:

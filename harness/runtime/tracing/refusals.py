@@ -19,10 +19,9 @@ _VALUES = "use torch.where or a mask"
 # traceback; the construct; its remedy.
 _CONSTRUCTS = (
     (
-        r"\bpack_padded_sequence\b",
+        r"\bpack_padded_sequence\b|zeros\(\): argument 'size' failed to unpack",
         "forward packs sequences, so that shapes depend on their lengths",
-        "run the RNN on the padded batch, and take the last steps as "
-        "y[torch.arange(len(y)), lengths - 1]",
+        "give pack_padded_sequence a tensor of lengths, and its result to an RNN alone",
     ),
     (
         r"\b_compute_mask_indices\b",

@@ -12,7 +12,7 @@ import itertools
 import logging
 import operator
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -49,6 +49,7 @@ from harness.runtime.tracing.export import export
 from harness.runtime.tracing.kept_calls import LoopError, with_large_shares
 from harness.runtime.tracing.matrix_products import join_projections, keep_dims, keep_heads
 from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
+from harness.runtime.tracing.packing import join_packed
 from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.tracer import ModelTracer
 from harness.runtime.tracing.tuples import index_fields
@@ -210,8 +211,9 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
             with no_random_draws(), forgotten_stand_ins():
                 graph = tracer.trace(model)
             if not tracer.states.writes:
+                packing = join_packed(graph, model)
                 finish(graph, model, tracer.has_gradient)
-                module = _module(model, graph, states, whole, examples)
+                module = _module(model, graph, states, whole, examples, packing)
                 if whole or states:
                     return module
                 return _with_heads(model, module, examples) or module
@@ -326,8 +328,11 @@ def _module(
     states: Collection[str],
     whole: Collection[str],
     examples: tuple[Tensor, ...],
+    packing: Mapping[str, nn.Module],
 ) -> fx.GraphModule:
     module = fx.GraphModule(model, graph, type(model).__name__)
+    for path, part in packing.items():
+        module.set_submodule(path, part)
     for path, part in list(module.named_modules()):
         if is_own_norm(part) and path not in whole:
             module.set_submodule(path, plain_norm(part))

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from harness.runtime.models.mixture import is_single_operator
 from harness.runtime.ranks.failures import is_from_user
-from harness.runtime.tracing import patches
+from harness.runtime.tracing import packing, patches
 from harness.runtime.tracing.autocast import Regions
 from harness.runtime.tracing.constructs import (
     AUTOCAST,
@@ -153,7 +153,8 @@ class ModelTracer(fx.Tracer):
     """
 
     def __init__(self, leaves: Collection[str], states: Collection[str], n_inputs: int) -> None:
-        super().__init__()
+        super().__init__(autowrap_functions=packing.FUNCTIONS)
+        self._autowrap_search.append(nn.utils.rnn)
         self._leaves, self._n_inputs, self._n_placeholders = leaves, n_inputs, 0
         self.states = States(self, states)
         self._regions = Regions()

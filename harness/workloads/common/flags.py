@@ -238,7 +238,7 @@ def flag_words(config: Mapping[str, Any], names: Iterable[str], defaults: Any) -
     for name in names:
         given, default = _as_tuple(config[name]), _as_tuple(getattr(defaults, name))
         if given != default or name == "model":
-            words += [flag(name), *map(str, given)]
+            words += [flag(name), *(str(value) for value in given if value is not True)]
     return words
 
 

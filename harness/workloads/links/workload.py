@@ -17,7 +17,8 @@ from harness.measure.derive.links import (
     nic_limit_bytes_per_s,
     overhead_table,
 )
-from harness.measure.store import Run, check_place, read_header
+from harness.measure.places import check_place
+from harness.measure.store import Run, read_header
 from harness.measure.text import columns, run_texts
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.world import Context

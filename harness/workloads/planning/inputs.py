@@ -13,7 +13,7 @@ from harness.domain.prediction import Prediction
 from harness.domain.profile import Profile, knows
 from harness.domain.run import RunHeader
 from harness.domain.strategy import Strategy
-from harness.errors import ConfigError, HarnessError, PlanError
+from harness.errors import ConfigError, GraphError, HarnessError, PlanError
 from harness.measure.store import read_header
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.report import contention_seconds, sent_bytes, spans
@@ -62,6 +62,20 @@ def profile_need(search_config: SearchConfig, n_parts: int = 1) -> Need:
         return has_profiled(results, wanted, cluster, file=file, parts=parts)
 
     return Need(name="profile", config=config_json(config), is_met=is_met)
+
+
+def check_profile(config: ProfileConfig, results: Path) -> None:
+    """Refuse a damaged profile, which a run would read or add to.
+
+    Raises:
+        GraphError: names the file.
+    """
+    path = config.path(results)
+    try:
+        if path.is_file():
+            Profile.load(path)
+    except GraphError as error:
+        raise GraphError(f"{error}: restore the file, or remove it to measure again") from None
 
 
 def search_need(search_config: SearchConfig) -> Need:

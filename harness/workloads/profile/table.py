@@ -1,6 +1,7 @@
 """The tables that rank 0 prints after profile: sums, heaviest operators, skipped points."""
 
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 
 from harness.domain.graph import Graph
@@ -33,7 +34,13 @@ def _parts(run: Run) -> list[str]:
         return [f"{run.header.config.get('model')}: {error}"]
     if not profile.measurements:
         return [_skipped(run)]
-    return [_sums(profile, graph), _heaviest(profile, graph), _skipped(run), _files(run, graph)]
+    kinds = {info.device_kind for info in run.header.ranks}
+    return [
+        _sums(profile, graph, kinds),
+        _heaviest(profile, graph),
+        _skipped(run),
+        _files(run, graph),
+    ]
 
 
 def _file_of(run: Run, key: str) -> Path:
@@ -57,13 +64,16 @@ def _times(profile: Profile, graph: Graph, kind: str) -> list[tuple[str, Operato
     ]
 
 
-def _sums(profile: Profile, graph: Graph) -> str:
+def _sums(profile: Profile, graph: Graph, kinds: Collection[str]) -> str:
+    """A row for each kind of device of the run, and for others that have measured the graph."""
     graph_hash = graph.content_hash()
     known = [s for s in profile.whole_steps if s.graph_hash == graph_hash]
     steps = {s.device_kind: s for s in known if s.batch == graph.batch}
     rows, warnings = [], []
     for kind in profile.device_kinds:
         found = [time for _, time in _times(profile, graph, kind)]
+        if not found and kind not in kinds:
+            continue  # of other runs, with other shapes of the operators
         errors = sorted(fit_errors(profile, graph, kind, _dtype(profile)).values())
         step = steps.get(kind)
         rows.append(

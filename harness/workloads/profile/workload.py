@@ -16,7 +16,8 @@ import torch
 
 from harness.domain.profile import DTYPE_NAMES, Measurement, MeasurementKey, Profile, graph_beside
 from harness.errors import first_line
-from harness.measure.store import check_place, write_atomically
+from harness.measure.places import check_place
+from harness.measure.store import write_atomically
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.devices.memory import is_out_of_memory, record_peaks, reset_peak
 from harness.runtime.devices.precision import set_tensor_cores
@@ -32,6 +33,7 @@ from harness.workloads.planning.config import (
     points_of,
     profile_cases,
 )
+from harness.workloads.planning.inputs import check_profile
 from harness.workloads.profile.measure import PointMeasurer
 from harness.workloads.profile.step import (
     StepSampler,
@@ -270,10 +272,15 @@ def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:
         record_peaks(context.world.device, context.recorder)
 
 
+def _check(config: ProfileConfig, results: Path) -> None:
+    check_place("--profile-file", config.profile_file)
+    check_profile(config, results)
+
+
 WORKLOAD = Workload(
     config=ProfileConfig,
     cases=profile_cases,
     body=run_profile,
     table=profile_text,
-    check=lambda config, _: check_place("--profile-file", config.profile_file),
+    check=_check,
 )

@@ -5,12 +5,14 @@ Rank 0 searches while the others sleep; then all ranks train the best few plans 
 
 import shlex
 import time
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
 
 from harness.domain.prediction import STRATEGY_FILE, Prediction
+from harness.errors import HarnessError
 from harness.measure.store import Run
 from harness.measure.text import run_texts
 from harness.plan import builders
@@ -23,10 +25,16 @@ from harness.runtime.ranks.gather import run_on_rank_0
 from harness.runtime.ranks.world import Context
 from harness.units import format_duration
 from harness.workloads.common.contract import Need, Workload
-from harness.workloads.common.flags import ModelFlags, flag_words
+from harness.workloads.common.flags import ModelFlags, RunOptions, fitted_flags, flag_words
 from harness.workloads.planning.config import SearchConfig, search_cases
 from harness.workloads.planning.files import write_plan
-from harness.workloads.planning.inputs import links_need, predict, profile_need, read_inputs
+from harness.workloads.planning.inputs import (
+    check_profile,
+    links_need,
+    predict,
+    profile_need,
+    read_inputs,
+)
 from harness.workloads.search.trials import Tried, trial_lines, try_out
 
 
@@ -112,17 +120,34 @@ def search_text(runs: list[Run]) -> str:
 
 
 def _parts(run: Run) -> list[str]:
-    return ["\n".join([*run.header.texts("text"), f"train it with: {_training_command(run)}"])]
+    n_ranks = run.header.config["n_ranks"]
+    where = f" on {n_ranks} ranks, started as this search" if n_ranks > 1 else ""
+    text = f"train it{where}, with: {_training_command(run)}"
+    return ["\n".join([*run.header.texts("text"), text])]
 
 
 def _training_command(run: Run) -> str:
     """The command that trains the plan; flags at their defaults are left out."""
-    config = run.header.config
-    names = [field.name for field in fields(ModelFlags)]
+    config = _given_sizes(msgspec.convert(run.header.config, SearchConfig))
+    names = ["model", *(field.name for field in fields(ModelFlags) if field.name != "model")]
     names += ["dtype", "optimizer", "momentum", "ema", "bucket_mib", "reduce_dtype"]
-    words = ["./entry.sh", "train", *flag_words(config, names, SearchConfig())]
-    words += ["--batch-size", str(config["batch_size"]), "--n-ranks", str(config["n_ranks"])]
+    words = ["./entry.sh", "train", *flag_words(vars(config), names, SearchConfig())]
+    words += ["--batch-size", str(config.batch_size), "--n-ranks", str(config.n_ranks)]
+    if run.path.parent.absolute() != RunOptions.results.absolute():
+        words += ["--results", str(run.path.parent)]
     return shlex.join([*words, "--strategy", str(run.path / STRATEGY_FILE)])
+
+
+def _given_sizes(config: SearchConfig) -> SearchConfig:
+    """Leave out the model's sizes that follow from the others."""
+    every = fitted_flags(config.model_options())
+    for name in every:
+        left_out: dict[str, Any] = {name: None}
+        fewer = replace(config, **left_out)
+        with suppress(HarnessError):
+            if fitted_flags(fewer.model_options()) == every:
+                config = fewer
+    return config
 
 
 def _needs(config: SearchConfig) -> list[Need]:
@@ -136,4 +161,5 @@ WORKLOAD = Workload(
     body=run_search,
     table=search_text,
     needs=_needs,
+    check=lambda config, results: check_profile(config.profile_config(), results),
 )

@@ -1,24 +1,18 @@
-"""Check the flags of training and expand them into the runs of a sweep.
-
-Check the files that training runs name, before a sweep begins.
-"""
+"""Check the flags of training and expand them into the runs of a sweep."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from pathlib import Path
 from typing import Any
 
 from harness.domain.checkpoints import MOST_OF_STAGE
 from harness.domain.schedule import check_schedule
-from harness.domain.strategy import Strategy
-from harness.errors import ConfigError, StrategyError
-from harness.plan.formats.detect import load_strategy_file
+from harness.errors import ConfigError
 from harness.plan.layouts.degrees import parse_layout
-from harness.runtime.data import DATA, DataOptions, entry_for, entry_of, fit_to_data
+from harness.runtime.data import DATA, entry_for
 from harness.runtime.engines.optimizers import check_optimizer
-from harness.runtime.models import ModelOptions, fit_options
+from harness.runtime.models import fit_options
 from harness.workloads.common.flags import (
     check_above_zero,
     check_at_least,
@@ -39,71 +33,8 @@ from harness.workloads.train.config import (
     is_file,
     is_layout,
     is_shardable,
-    parse_change,
 )
 from harness.workloads.train.keeper import digest_of
-
-
-def data_options(case: TrainCase) -> DataOptions:
-    """Options that the run's data set is opened with."""
-    return DataOptions(
-        data_dir=case.data_dir,
-        n_samples=case.n_samples or 0,
-        seed=case.seed,
-        dlrm=case.dlrm_options(),
-        vocabulary=case.vocabulary,
-    )
-
-
-def fitted_options(case: TrainCase) -> ModelOptions:
-    """A run's model options, with missing ones filled in from the data and the model.
-
-    Raises:
-        ConfigError, ModelError, DataError: data and model do not fit each other, or the data are
-            missing.
-    """
-    return fit_to_data(case.model, case.given_options(), case.data, data_options(case))
-
-
-def load_for(case: TrainCase) -> Strategy:
-    """Load the strategy's file of a run and check its batch.
-
-    Raises:
-        StrategyError: the file is missing, malformed, or for another batch or more ranks.
-    """
-    path = Path(case.strategy)
-    strategy = load_strategy_file(path)
-    _check_batch(strategy, path, case)
-    if strategy.n_devices > case.n_ranks:
-        raise StrategyError(
-            f"{path} is for {strategy.n_devices} devices, the run has {case.n_ranks} ranks: start "
-            "more (mpirun -np), or search again"
-        )
-    return strategy
-
-
-def _check_batch(strategy: Strategy, path: Path, case: TrainCase) -> None:
-    if strategy.batch != case.batch:
-        raise StrategyError(
-            f"{path} is for a batch of {strategy.batch}, the run has {case.batch}: give "
-            f"--batch-size {strategy.batch}, or search again"
-        )
-
-
-def check_files(case: TrainCase) -> None:
-    """Refuse a run whose files are missing or have the wrong format."""
-    if is_file(case.strategy):
-        load_for(case)
-    for text in case.change:
-        path = parse_change(text)[1]
-        # Its ranks may be those that --resume has lost.
-        _check_batch(load_strategy_file(path), path, case)
-    entry_of(case.data).check(data_options(case))
-    if case.load_state is not None:
-        from harness.runtime.executor.state.files import check_sharded
-
-        check_sharded(case.load_state)
-
 
 # Strategies that need at least one sample per rank.
 _BY_SAMPLES = ("ddp", *ZERO_STAGES)

@@ -14,8 +14,8 @@ from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import logits_of
 from harness.runtime.ranks.gather import gather_numbers
 from harness.runtime.ranks.world import Context
-from harness.workloads.train.cases import data_options
 from harness.workloads.train.config import TrainCase
+from harness.workloads.train.files import data_options
 from harness.workloads.train.setup import make_task
 
 

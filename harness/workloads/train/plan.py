@@ -21,7 +21,7 @@ from harness.domain.partition import n_replicas, volume
 from harness.domain.prediction import Prediction
 from harness.domain.run import RunHeader
 from harness.domain.sharding import full_blocks, full_shape, has_tasks
-from harness.domain.strategy import Strategy, check_fresh, check_names, validate
+from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import HarnessError, ModelError, PlanError, StrategyError
 from harness.measure.store import read_header
 from harness.plan import builders
@@ -39,6 +39,7 @@ from harness.workloads.planning.files import find_failure, find_plan, find_searc
 from harness.workloads.planning.inputs import (
     Inputs,
     capture_graph,
+    check_profile,
     links_need,
     predict,
     predict_asynchronous,
@@ -46,8 +47,8 @@ from harness.workloads.planning.inputs import (
     read_inputs,
     search_need,
 )
-from harness.workloads.train.cases import check_files, fitted_options, load_for
 from harness.workloads.train.config import TrainCase, is_file, is_layout
+from harness.workloads.train.files import check_files, check_fit, fitted_options, load_for
 
 
 def load_strategy(case: TrainCase, graph: Graph, cluster: Cluster) -> Strategy:
@@ -192,20 +193,21 @@ class Planned:
 
 
 def check_inputs(case: TrainCase, results: Path) -> None:
-    """Refuse a run whose files are missing or malformed; before a built-in model is profiled, also
-    a strategy's file of another model, and more --stages than operators.
+    """Refuse a run whose files are missing or malformed; for a built-in model, also files of
+    strategies that do not fit it, and more --stages than operators.
 
     A user's model is captured by the run alone, because its code may end or block the process.
     """
     check_files(case)
-    if ":" in case.model or not (case.stages or is_file(case.strategy)):
+    if train_needs(case):
+        check_profile(search_config_of(case).profile_config(), results)
+    if ":" in case.model or not (case.stages or case.change or is_file(case.strategy)):
         return
     search_config = search_config_of(case)
-    if search_config.profile_config().path(results).exists():
-        return
+    if not case.change and search_config.profile_config().path(results).exists():
+        return  # the run itself refuses them at once
     graph = capture_graph(search_config)
-    if is_file(case.strategy):
-        check_names(load_for(case), graph)
+    check_fit(case, graph)
     n_operators = sum(map(has_tasks, graph.operators))
     if (case.stages or 0) > n_operators:
         raise StrategyError(

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,6 +27,7 @@ from harness.domain.freezing import (
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, HarnessError
 from harness.inputs import read_file
+from harness.measure.derive.settings import file_name
 from harness.measure.store import write_atomically
 from harness.plan.again import FoundAgain, SearchAgain, search_again
 from harness.plan.simulate.options import SimulatorOptions
@@ -64,7 +66,8 @@ class ScheduledPolicy(Policy):
                     )
                 data = read_file(file, "strategy file", ConfigError)
                 planned = inputs.planner.plan(data, str(file))
-                found.append(Due(planned=planned, why=f"--change {text}", step=step))
+                why = f"--change {step}:{file_name(file)}"
+                found.append(Due(planned=planned, why=why, step=step))
             return found
 
         self._later: list[Due] = broadcast_result(read, list[Due], inputs.context.world)
@@ -101,7 +104,8 @@ class ControlledPolicy(Policy):
         except HarnessError as error:
             found = UNREADABLE if request is None else request.id
             return Due(why="control", request=found, error=str(error))
-        return Due(planned=planned, why=f"control {request.source}", request=request.id)
+        why = f"control {file_name(Path(request.source))}"
+        return Due(planned=planned, why=why, request=request.id)
 
 
 class FreezingPolicy(Policy):

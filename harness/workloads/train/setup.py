@@ -39,8 +39,8 @@ from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
 from harness.runtime.ranks.world import World
-from harness.workloads.train.cases import data_options, fitted_options
 from harness.workloads.train.config import EngineName, TrainCase
+from harness.workloads.train.files import data_options, fitted_options
 from harness.workloads.train.plan import Planned
 
 if TYPE_CHECKING:

@@ -191,7 +191,8 @@ def _name(run: Run, summary: TrainingSummary) -> str:
 
 
 def _throughput(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
-    heads = ["run", "status", "step", "99% interval", "samples/s", "per device", "loss"]
+    heads = ["run", "status", "step", "99% interval", "samples/s", "per device", "loss",
+             "accuracy", "averaged"]  # fmt: skip
     cells = [[name, summary.status, *_rate(summary)] for name, summary in rows]
     if any(summary.tokens_per_s for _, summary in rows):
         heads.insert(5, "tokens/s")
@@ -203,13 +204,17 @@ def _throughput(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
 def _rate(summary: TrainingSummary) -> list[str]:
     step = summary.duration
     if step is None:
-        return ["-"] * 5
+        return ["-"] * 7
     return [
         format_duration(step.median),
         interval_words(step),
         cell(summary.throughput, format_number),
         cell(summary.throughput_per_device, format_number),
-        f"{cell(summary.first_loss, '.4g')} to {cell(summary.last_loss, '.4g')}",
+        "-"
+        if summary.first_loss is None
+        else f"{summary.first_loss:.4g} to {cell(summary.last_loss, '.4g')}",
+        cell(summary.accuracy, ".1%"),
+        cell(summary.averaged_accuracy, ".1%"),
     ]
 
 

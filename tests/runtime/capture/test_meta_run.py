@@ -64,6 +64,26 @@ def test_a_model_that_needs_values_is_not_counted():
     assert step_flops(task, 2) is None
 
 
+class Slope(nn.Module):
+    """The slope of its layers, of an input that has no gradient of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0]
+
+
+def test_a_module_that_differentiates_is_one_operator_with_its_flops():
+    inputs = (InputSpec(name="x", shape=(4,)),)
+    task = Task(model=nn.Sequential(Slope(), nn.Linear(4, 3)), inputs=inputs, n_classes=3)
+    slope = capture(task, 6, "slope").graph.operators[1]
+    assert (slope.name, slope.kind) == ("0", "other")
+    assert slope.forward_flops == 2 * (2 * 6 * (4 * 5 + 5))  # forward, and to the input
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

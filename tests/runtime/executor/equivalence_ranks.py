@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
+import nccl_rules
 import torch
 import torch.distributed as dist
 from made_runs import world_of
@@ -50,6 +51,8 @@ def local_world(rank: int, size: int, device: str = "cpu") -> World:
     world = world_of(rank, size, hosts=["localhost"] * size)
     if device == "cpu":
         return world
+    if device == nccl_rules.NAME:
+        return replace(world, backend="nccl")
     return replace(
         world, device=torch.device(device), backend="nccl" if size == 1 else "gloo", n_sharing=size
     )
@@ -67,9 +70,16 @@ def _carry_out(job: bytes, rank: int, size: int, directory: str) -> bytes:
     world = local_world(rank, size, device)
     store = dist.FileStore(f"{directory}/store", size)
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    dist.init_process_group(world.backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    backend = world.backend
+    if device == nccl_rules.NAME:
+        nccl_rules.register()
+        backend = nccl_rules.NAME
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    if world.backend == "nccl":
+        dist.barrier()  # as `join_process_group` does
     result = function(argument, world)
     dist.barrier()
+    nccl_rules.close()
     dist.destroy_process_group()
     buffer = io.BytesIO()
     torch.save(result, buffer)
@@ -142,7 +152,7 @@ def _serve(connection: Connection, device: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # Preparing runs a backward, after which, where torch has a GPU, autograd works in no fork.
-    if device == "cpu":
+    if not device.startswith("cuda"):
         import equivalence_preload
 
     # Else each rank collects among all that it was forked with, which takes a quarter of its time.
@@ -151,7 +161,7 @@ def _serve(connection: Connection, device: str) -> None:
     with suppress(EOFError, ConnectionError):  # the parent ended
         while True:
             job, size, timeout_s = connection.recv()
-            if device == "cpu":
+            if not device.startswith("cuda"):
                 equivalence_preload.prepare(pickle.loads(job)[1])  # noqa: S301 - from the parent
             with tempfile.TemporaryDirectory() as directory:
                 ranks = _Job(job, size, directory)
@@ -161,7 +171,7 @@ def _serve(connection: Connection, device: str) -> None:
 
 def _start_server(connection: Connection, device: str) -> BaseProcess:
     here = str(Path(__file__).parent)
-    if device != "cpu":
+    if device.startswith("cuda"):
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("FIRST_GPU", "0")
         # Asking the driver whether a GPU is available would keep forks from using it.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

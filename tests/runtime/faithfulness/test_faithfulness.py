@@ -184,6 +184,17 @@ def test_what_one_device_refuses_is_refused(name):
         hold_to_model(task, graph, name)
 
 
+def test_a_buffer_that_forward_registers_is_a_constant():
+    def slopes(made, x):
+        if not hasattr(made, "slopes"):
+            table = torch.linspace(0, 1, WIDTH)
+            made.register_buffer("slopes", table, persistent=False)
+        return x * made.slopes
+
+    task = task_of(net(slopes))
+    hold_to_model(task, capture(task, 8, "registered"), "registered")
+
+
 def test_a_model_that_draws_from_its_own_generator_cannot_be_held():
     class Own(Net):
         source = torch.Generator()

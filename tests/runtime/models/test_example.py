@@ -53,7 +53,7 @@ def test_inputs_and_targets_are_read_off_an_example():
     task = task_of("m:f", (Tagger(), {"tokens": TOKENS, "more": {"table": table}}), OPTIONS)
     assert task.inputs == (
         InputSpec(name="tokens", shape=(3,), dtype=torch.int64, n_values=5),
-        InputSpec(name="more_table", shape=(3, 6)),
+        InputSpec(name="more_table", shape=(3, 6), is_fraction=True),
     )
     assert (task.n_classes, task.target_shape, task.loss) == (9, (3,), "cross_entropy")
     assert task.prefix == "model."
@@ -168,6 +168,11 @@ class Scorer(nn.Module):
             distance = F.kl_div(logits.log_softmax(1), soft, reduction="batchmean")
             loss = F.cross_entropy(logits, labels) + distance
             return {"loss": loss, "logits": logits, "soft": soft}
+        elif labels is not None and self.form == "masked":
+            loss = (logits.square() * labels).sum() / labels.sum()
+        elif labels is not None and self.form == "classes":
+            weight = torch.arange(1.0, 7.0)
+            loss = F.cross_entropy(logits, labels, weight=weight)
         elif labels is not None and self.form == "hidden":
             loss = F.mse_loss(self.last(hidden).sum(1), labels)
         elif labels is not None:
@@ -297,6 +302,65 @@ def test_a_loss_that_parts_cannot_compute_stays_in_the_model(form):
     captured = capture(task, 4, form)
     hold_to_model(task, captured, form)
     assert captured.graph.mixing_operator() is not None
+
+
+class Autoencoder(nn.Linear):
+    """Its loss takes pixels between 0 and 1 alone."""
+
+    def forward(self, x):
+        y = super().forward(x).sigmoid()
+        return y, F.binary_cross_entropy(y, x)
+
+
+def test_real_values_are_between_0_and_1_where_those_of_the_example_are():
+    task = task_of("m:f", (Autoencoder(6, 6), torch.rand(2, 6)), OPTIONS)
+    assert isinstance(task, LabelledTask)
+    hold_to_model(task, capture(task, 4, "autoencoder"), "autoencoder")
+    task = task_of("m:f", (nn.Linear(6, 6), torch.zeros(2, 6)), OPTIONS)
+    assert not task.inputs[0].is_fraction
+
+
+@pytest.mark.parametrize(
+    ("form", "labels"),
+    [
+        ("masked", torch.ones(2, 6, dtype=torch.int64)),
+        ("masked", torch.ones(2, 6, dtype=torch.bool)),
+        ("classes", torch.zeros(2, dtype=torch.int64)),
+    ],
+)
+def test_labels_that_are_alike_in_the_example_hide_no_mean_over_the_batch(form, labels):
+    assert isinstance(scored(form, labels), BatchLossTask)
+
+
+class Generator(nn.Module):
+    """As in nanoGPT: a tuple with the loss, and without targets only what generating needs."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.words, self.last = form, nn.Embedding(5, 6), nn.Linear(6, 9)
+
+    def forward(self, tokens, targets=None):
+        x, loss = self.words(tokens), None
+        if targets is None:
+            x = x[:, [-1], :] if self.form == "last" else 2 * x
+        logits = self.last(x)
+        if targets is not None:
+            loss = F.cross_entropy(logits.view(-1, 9), targets.view(-1), ignore_index=-1)
+        return (loss, logits) if self.form == "loss first" else (logits, loss)
+
+
+@pytest.mark.parametrize("form", ["last", "double", "loss first"])
+def test_the_loss_of_a_tuple_is_trained_on_what_the_model_computes_with_labels(form):
+    torch.manual_seed(0)
+    targets = torch.tensor([[8, 0, -1], [2, 2, 7]])
+    task = task_of("m:f", (Generator(form), {"tokens": TOKENS, "targets": targets}), OPTIONS)
+    assert [spec.name for spec in task.inputs] == ["tokens"]
+    assert (task.target_shape, task.count_targets(targets)) == ((3,), 5)
+    outputs = Generator.forward(task.model.model, TOKENS, targets)
+    wanted = next(x for x in outputs if not x.dim())
+    found = task.sum_loss(task.model(TOKENS), targets) / 5
+    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    hold_to_model(task, capture(task, 4, form), form)
 
 
 class Cached(nn.Module):

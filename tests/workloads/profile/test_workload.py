@@ -311,6 +311,17 @@ def test_files_are_found_beside_results_that_moved(profiled):
     assert f"--profile {profiled.path.parent / 'profile-lenet.json'} " in text
 
 
+def test_kinds_of_device_that_have_not_measured_the_graph_have_no_row(profiled):
+    path, graph = profiled.path.parent / "profile-lenet.json", captured_model("lenet", 6)
+    other = as_profile(graph, points_of(graph, [1], [1]), kind="other kind").measurements
+    profile = Profile.load(path)
+    points = [*profile.measurements, *other]
+    path.write_bytes(msgspec.structs.replace(profile, measurements=points).to_json())
+    text = profile_text([profiled])
+    assert "other kind" not in text
+    assert "13 of 13" in text
+
+
 def test_a_later_step_replaces_the_one_before():
     graph = captured_model("lenet", 8)
     own = graph.content_hash()

@@ -12,8 +12,8 @@ from harness.plan.estimates import roofline_profile
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.workloads.planning.inputs import capture_graph
-from harness.workloads.train.cases import check_files, load_for
 from harness.workloads.train.config import TrainCase
+from harness.workloads.train.files import check_files, load_for
 from harness.workloads.train.plan import (
     build_strategy,
     check_inputs,
@@ -144,6 +144,16 @@ def test_a_change_to_another_batch_is_refused_before_the_launch(simulator, tmp_p
         check_files(replace(CASE, change=(f"3:{path}",), batch=12))
 
 
+@pytest.mark.parametrize("n", [-2, 0, 25])
+def test_a_file_with_too_many_or_no_microbatches_is_refused_for_any_model(simulator, tmp_path, n):
+    path = tmp_path / "plan.json"
+    strategy = msgspec.structs.replace(built(simulator, strategy="ddp"), n_microbatches=n)
+    path.write_bytes(strategy.to_json())
+    for case in (replace(CASE, strategy=str(path)), replace(CASE, change=(f"3:{path}",))):
+        with pytest.raises(StrategyError, match=rf"plan\.json: .* of 24 into {n} microbatches"):
+            check_files(replace(case, model="nets:small"))
+
+
 def test_a_plan_that_does_not_fit_the_model_is_refused_before_it_is_profiled(simulator, tmp_path):
     path = tmp_path / "plan.json"
     path.write_bytes(built(simulator, strategy="ddp").to_json())
@@ -151,6 +161,8 @@ def test_a_plan_that_does_not_fit_the_model_is_refused_before_it_is_profiled(sim
     check_inputs(case, tmp_path)
     with pytest.raises(StrategyError, match="it is for another model"):
         check_inputs(replace(case, model="resnet18"), tmp_path)
+    with pytest.raises(StrategyError, match=r"plan\.json: .*it is for another model"):
+        check_inputs(replace(CASE, model="resnet18", change=(f"3:{path}",)), tmp_path)
     with pytest.raises(StrategyError, match="15 stages cannot be made of the 13 operators of len"):
         check_inputs(replace(CASE, n_ranks=20, stages=15), tmp_path)
 

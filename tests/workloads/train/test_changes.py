@@ -130,12 +130,12 @@ def test_a_change_alters_no_loss(trained, name):
 def test_every_change_is_recorded(trained):
     samples = trained[0]["changed"]["samples"]
     changes = [
-        (step, labels["before"], labels["after"], labels["why"].partition("/")[0])
+        (step, labels["before"], labels["after"], labels["why"])
         for step, labels in changes_of(trained, "changed")
     ]
     assert changes == [
-        (2, "ddp", "pipeline", "--change 2:"),
-        (4, "pipeline", "single", "--change 4:"),
+        (2, "ddp", "pipeline", "--change 2:pipeline"),
+        (4, "pipeline", "single", "--change 4:single"),
     ]
     assert {metric for metric, *_ in samples} == {
         "change_s", "change_predicted_s", "change_build_s", "change_step_predicted_s",
@@ -280,7 +280,7 @@ def estimated_bytes(before, after, n_frozen=0):
 def test_a_request_is_carried_out_and_answered(trained):
     answer = trained[0]["controlled"]["answer"]
     assert answer["error"] == ""
-    assert "is the first by pipeline instead of ddp (control /" in answer["text"]
+    assert "is the first by pipeline instead of ddp (control pipeline)" in answer["text"]
     assert trained[0]["controlled"]["spans"] == ["ddp to pipeline"]
 
 

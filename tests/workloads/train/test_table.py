@@ -86,6 +86,14 @@ def test_repeats_share_a_row_of_medians():
     assert set(shown) == set(named)
 
 
+def test_the_accuracy_on_held_out_samples_after_the_last_epoch_is_shown():
+    (run,) = runs = [make_run("single", 0)]
+    assert train_text(runs).splitlines()[0].split()[-2:] == ["per", "device"]  # no loss either
+    run.ranks[0] += [Sample(metric="accuracy", value=v, step=k) for k, v in enumerate((0.5, 0.75))]
+    heads, cells = train_text(runs).splitlines()[:2]
+    assert (heads.split()[-1], cells.split()[-1]) == ("accuracy", "75.0%")
+
+
 def test_parts_over_repeats_are_means_that_sum_to_the_mean_step_and_memory_is_the_peak():
     runs = [make_run("single", r, step_s=s) for r, s in enumerate((4.0, 4.0, 10.0))]
     peak = Sample(metric="memory_peak_bytes", value=3 << 30, labels={"kind": "rss"})

@@ -221,7 +221,7 @@ class Transcriber(nn.Module):
 
 
 class Packed(nn.Module):
-    """Refused: its shapes depend on lengths."""
+    """An RNN over packed sequences."""
 
     def __init__(self) -> None:
         super().__init__()

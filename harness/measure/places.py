@@ -1,0 +1,63 @@
+"""Directories and files that will be written, tried before anything is measured."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+from harness.errors import ResultsError
+
+
+def _try_place(directory: Path) -> None:
+    """Try to write a temporary file in a directory, or where it would be created.
+
+    Raises:
+        OSError: it cannot be created or written to.
+    """
+    found = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not found.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    with tempfile.TemporaryFile(dir=found):
+        pass
+
+
+def try_directory(directory: Path) -> None:
+    """Create a directory, and try to write a temporary file in it.
+
+    Raises:
+        OSError: it cannot be created or written to.
+    """
+    _try_place(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    _try_place(directory)
+
+
+def check_results(results: Path, hostname: str, *, is_dry: bool = False) -> None:
+    """Create the results directory, unless the run is dry, and refuse one that cannot be written.
+
+    Args:
+        hostname: this host's, for the error.
+    """
+    try:
+        (_try_place if is_dry else try_directory)(results)
+    except OSError as error:
+        raise ResultsError(
+            f"--results {results} cannot be written on {hostname} ({error.strerror}): give a "
+            "directory that you may write to"
+        ) from None
+
+
+def check_place(flag: str, path: Path | None) -> None:
+    """Refuse a path that cannot be written, before its contents are measured; None is none."""
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        try_directory(path.parent)
+    except OSError as error:
+        raise ResultsError(
+            f"{flag} {path} cannot be written ({error.strerror}): give a file that you may write"
+        ) from None

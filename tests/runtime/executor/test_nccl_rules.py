@@ -1,0 +1,53 @@
+"""The executor's NCCL path on CPUs: under NCCL's rules it trains as one device does."""
+
+import nccl_rules
+import pytest
+import torch
+import torch.distributed as dist
+from equivalence_cases import any_case
+from equivalence_check import RanksBySize, assert_equal
+from equivalence_ranks import RanksFailedError
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RanksBySize(nccl_rules.NAME) as started:
+        yield started
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_random_strategies_train_what_one_device_trains(index, ranks):
+    assert_equal(any_case(7, index), ranks)
+
+
+def cross(is_batched, world):
+    """Each of two ranks sends, then receives."""
+    sent, received, other = torch.full((2,), world.rank), torch.zeros(2, dtype=int), 1 - world.rank
+    ways = [(dist.isend, sent), (dist.irecv, received)]
+    if is_batched:
+        works = dist.batch_isend_irecv([dist.P2POp(way, x, other) for way, x in ways])
+    else:
+        works = [way(x, other) for way, x in ways]
+    for work in works:
+        work.wait()
+    return received
+
+
+def test_sends_of_two_ranks_to_each_other_wait_for_ever_unless_batched(ranks):
+    assert [x.tolist() for x in ranks.run(2, cross, True)] == [[1, 1], [0, 0]]
+    with pytest.raises(RanksFailedError, match="no answer"):
+        ranks.run(2, cross, False, timeout_s=2.0)
+
+
+def swap(_, world):
+    """The order of two messages differs between sender and receiver."""
+    small, large = torch.zeros(2), torch.ones(3)
+    sizes = [small, large] if world.is_first else [large, small]
+    way = dist.isend if world.is_first else dist.irecv
+    for work in [way(x, 1 - world.rank) for x in sizes]:
+        work.wait()
+
+
+def test_messages_meet_by_their_order(ranks):
+    with pytest.raises(RanksFailedError, match="received"):
+        ranks.run(2, swap, None, timeout_s=2.0)

@@ -1,0 +1,55 @@
+"""Operators of an export are joined to PyTorch's layers where a call of the layer computes them."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.runtime.capture.capture import capture
+from harness.runtime.faithfulness.comparison import hold_to_model
+from harness.runtime.models.factory import task_of
+from harness.runtime.models.task import ModelOptions
+
+
+class Exported(nn.Module):
+    """torch.fx cannot follow its loop over a size."""
+
+    def __init__(self, middle, *layers):
+        super().__init__()
+        self.middle, self.layers = middle, nn.ModuleList(layers)
+
+    def forward(self, x):
+        y = self.middle(self.layers, x)
+        for _ in range(x.shape[1]):
+            y = 2 * y
+        return y
+
+
+@pytest.mark.parametrize(
+    ("middle", "layers", "example", "function"),
+    [
+        (
+            lambda layers, x: layers[0](x[:, 1:]),
+            [nn.EmbeddingBag(10, 4, mode="sum")],
+            torch.randint(10, (2, 3)),
+            "EmbeddingBag",
+        ),
+        (
+            lambda layers, x: layers[0](x),
+            [nn.ConvTranspose2d(1, 2, 3, 2, output_padding=1)],
+            torch.rand(2, 1, 4, 4),
+            "ConvTranspose2d",
+        ),
+        (
+            lambda layers, x: layers[1](layers[0](x), output_size=x.shape[2:]),
+            [nn.Conv2d(1, 1, 3, 2), nn.ConvTranspose2d(1, 2, 3, 2)],
+            torch.rand(2, 1, 8, 8),
+            "conv_transpose2d",
+        ),
+    ],
+)
+def test_a_layer_is_called_where_it_computes_the_operators(middle, layers, example, function):
+    task = task_of("m:f", (Exported(middle, *layers), (example,)), ModelOptions())
+    captured = capture(task, 4, "exported")
+    hold_to_model(task, captured, "exported")
+    assert function in [op.attrs.get("function") for op in captured.graph.operators]
+    assert captured.graph.mixing_operator() is None
