@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from harness.runtime.devices.precision import has_gradients
 from harness.runtime.engines.replicas import fingerprint
+from harness.runtime.models.closures import Closure
 
 _DEEPEST, _MOST_ENTRIES, _MOST_CONTAINERS = 3, 1000, 100_000
 _CONTAINERS = (dict, list, OrderedDict, defaultdict)  # others may have an access of their own
@@ -300,5 +301,6 @@ def _is_searched(value: Any) -> bool:
         return False
     if isinstance(value, FunctionType | type):
         return isinstance(value, FunctionType) and _is_users(value)
-    is_object = _is_users(type(value)) and hasattr(value, "__dict__")
+    is_own = isinstance(value, Closure) or _is_users(type(value))
+    is_object = is_own and hasattr(value, "__dict__")
     return type(value) in _CONTAINERS or is_object

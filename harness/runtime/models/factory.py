@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness.errors import ModelError, first_line
 from harness.inputs import one_line
 from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_ins
+from harness.runtime.models.closures import copy_closures
 from harness.runtime.models.example import Example
 from harness.runtime.models.loss_split import CallRecorder, SplitLoss, loss_name, split_loss
 from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, Call, LabelledTask
@@ -129,7 +130,8 @@ def _n_tokens(specs: Iterable[InputSpec]) -> int:
 
 def _prepare(name: str, model: nn.Module) -> None:
     """Switch off the caches of keys and values of transformers, which training does not read, and
-    compute experts without a dependence on values."""
+    compute experts without a dependence on values; copies of functions read copied modules."""
+    copy_closures(model)
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", False):

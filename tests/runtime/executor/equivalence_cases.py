@@ -105,7 +105,8 @@ def _draw(spec: InputSpec, n: int, generator: torch.Generator) -> torch.Tensor:
     if spec.n_values is not None:
         return spec.draw(n, generator)
     # Drawn in float64 for every dtype, so that float32 trains the same samples, rounded.
-    return torch.randn(n, *spec.shape, dtype=torch.float64, generator=generator).to(spec.dtype)
+    draw = torch.rand if spec.is_fraction else torch.randn
+    return draw(n, *spec.shape, dtype=torch.float64, generator=generator).to(spec.dtype)
 
 
 def draw_batch(task: Task, n: int, seed: int) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import sys
@@ -302,6 +303,30 @@ def test_a_loss_that_parts_cannot_compute_stays_in_the_model(form):
     captured = capture(task, 4, form)
     hold_to_model(task, captured, form)
     assert captured.graph.mixing_operator() is not None
+
+
+class Tied(nn.Module):
+    """Functions among its attributes read its modules, as in minGPT and x-transformers."""
+
+    def __init__(self):
+        super().__init__()
+        layers = nn.ModuleDict({"words": nn.Embedding(5, 6), "mlp": nn.Linear(6, 6)})
+        self.layers, self.mlp = layers, lambda x: layers.mlp(x).relu()
+        self.last = lambda x, scale=2.0: scale * x @ self.layers.words.weight.T
+
+    def forward(self, tokens):
+        return self.last(self.mlp(self.layers.words(tokens)))
+
+
+def test_functions_among_attributes_read_the_modules_of_their_own_model():
+    torch.manual_seed(0)
+    model = Tied()
+    task = task_of("m:f", (model, (TOKENS,)), OPTIONS)
+    hold_to_model(task, capture(task, 4, "tied"), "tied")
+    copied = copy.deepcopy(task.model)
+    copied(TOKENS).sum().backward()
+    assert copied.layers.mlp.weight.grad is not None
+    assert model.layers.mlp.weight.grad is None
 
 
 class Autoencoder(nn.Linear):
