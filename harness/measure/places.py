@@ -23,7 +23,7 @@ def _try_place(directory: Path) -> None:
         pass
 
 
-def try_directory(directory: Path) -> None:
+def _try_directory(directory: Path) -> None:
     """Create a directory, and try to write a temporary file in it.
 
     Raises:
@@ -41,11 +41,22 @@ def check_results(results: Path, hostname: str, *, is_dry: bool = False) -> None
         hostname: this host's, for the error.
     """
     try:
-        (_try_place if is_dry else try_directory)(results)
+        (_try_place if is_dry else _try_directory)(results)
     except OSError as error:
         raise ResultsError(
             f"--results {results} cannot be written on {hostname} ({error.strerror}): give a "
             "directory that you may write to"
+        ) from None
+
+
+def make_directory(flag: str, path: Path) -> None:
+    """Create a directory, and refuse one that cannot be written."""
+    try:
+        _try_directory(path)
+    except OSError as error:
+        raise ResultsError(
+            f"{flag} {path} cannot be written ({error.strerror}): give a directory that you may "
+            "write to"
         ) from None
 
 
@@ -56,7 +67,7 @@ def check_place(flag: str, path: Path | None) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        try_directory(path.parent)
+        _try_directory(path.parent)
     except OSError as error:
         raise ResultsError(
             f"{flag} {path} cannot be written ({error.strerror}): give a file that you may write"

@@ -24,6 +24,7 @@ from harness.errors import (
     ModelError,
 )
 from harness.inputs import MOST_COUNT, decode_text, find_int, read_file, shorten
+from harness.measure.places import check_place
 from harness.plan.costs import COSTS, PlanRequest, SearchProgress, ignore_progress
 from harness.plan.estimates import (
     FROM_FLOPS,
@@ -101,13 +102,14 @@ def _capture_model(name: str, batch: int) -> Graph:
 
 
 def check_output(path: Path | None) -> None:
-    """Refuse a place where no file can be, before a search that may take long."""
+    """Refuse a place where no file can be written, before a search that may take long."""
     if path is None:
         return
     if not path.parent.is_dir():
         raise ConfigError(f"--output {path}: there is no directory {path.parent}: make it first")
     if path.is_dir():
         raise ConfigError(f"--output {path} is a directory: name a file")
+    check_place("--output", path)
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

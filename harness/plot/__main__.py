@@ -11,6 +11,7 @@ from typing import Any
 
 from harness.errors import ConfigError, ResultsError, run_command
 from harness.inputs import CommandParser, one_line, parse_flags
+from harness.measure.places import make_directory
 
 EXIT_CODES = """exit codes:
   0  every figure that has data is drawn; stderr names unusable runs, files and lines
@@ -80,19 +81,6 @@ def _chosen(names: Sequence[str]) -> list[str]:
     return [name for name in FIGURES if not names or name in names]
 
 
-def _make_directory(path: Path) -> None:
-    """Make the output directory before results are read."""
-    from harness.measure.places import try_directory
-
-    try:
-        try_directory(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}): give a directory that you may write to "
-            "by --out"
-        ) from None
-
-
 def _plot(args: argparse.Namespace) -> int:
     names = _chosen(args.only)
     from harness.measure.store import find_runs, without_samples, write_atomically
@@ -112,7 +100,7 @@ def _plot(args: argparse.Namespace) -> int:
         raise ResultsError(
             f"{args.results} holds no run{beside}: make one with ./entry.sh, or import logs"
         )
-    _make_directory(args.out)
+    make_directory("--out", args.out)
     drawn, left_out = without_samples(found)
     catalog = read_catalog(drawn, [*problems, *left_out], validations)
     timings.end("records")
@@ -207,7 +195,7 @@ def _trace(args: argparse.Namespace) -> None:
     plan, problems = read_plan(args.run)
     _complain([f"skipped {path}: {one_line(r)}" for path, r in [*skipped, *problems]])
     out: Path = args.out or Path("plots") / f"{run.header.run_id}.trace.json"
-    _make_directory(out.parent)
+    make_directory("--out", out.parent)
     data = trace_bytes(run, plan)
     write_atomically(out, data)
     print(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")

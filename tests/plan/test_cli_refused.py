@@ -3,6 +3,7 @@
 Searches for hardware that nobody has, and for each dtype of a profile.
 """
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -39,6 +40,26 @@ def test_a_missing_directory_is_refused_before_the_search(tmp_path, refused, mon
     output = tmp_path / "absent" / "plan.json"
     assert f"there is no directory {output.parent}" in refused(*SEARCH, "--output", output)
     assert f"{tmp_path} is a directory" in refused(*SEARCH, "--output", tmp_path)
+
+
+def test_a_read_only_place_is_refused_before_the_search(tmp_path, refused, monkeypatch):
+    def fail(dir):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.delattr("harness.plan.search.command.search")
+    monkeypatch.setattr("tempfile.TemporaryFile", fail)
+    output = tmp_path / "plan.json"
+    message = f"--output {output} cannot be written (Read-only file system): give a file that you"
+    assert message in refused(*SEARCH, "--output", output)
+
+
+@pytest.mark.parametrize("words", [["validate"], ["import", "--topology", "1x2"]])
+def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path, refused, words):
+    output = tmp_path / "file"
+    output.touch()
+    sizes = ["--bandwidth", "1e9", "--memory", "1GB"] if "import" in words else [tmp_path]
+    message = f"--output {output} cannot be written (Not a directory): give a directory that you"
+    assert message in refused(*words, *sizes, "--output", output)
 
 
 def test_a_full_disk_is_one_line(tmp_path, refused, monkeypatch):

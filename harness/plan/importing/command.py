@@ -12,6 +12,7 @@ from harness.domain.graph import Graph
 from harness.domain.profile import Profile, graph_beside
 from harness.errors import ConfigError
 from harness.inputs import shorten
+from harness.measure.places import make_directory
 from harness.measure.store import write_atomically
 from harness.plan.cli import add_cluster, cluster_from
 from harness.plan.importing.tables import bandwidth_of, read_collectives
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     said: list[str] = []
     cluster = _cluster(args, said) if args.topology is not None else None
     model = _model(args, cluster, said)
-    args.output.mkdir(parents=True, exist_ok=True)
+    make_directory("--output", args.output)
     if cluster is not None:
         path = args.output / "cluster.json"
         write_atomically(path, cluster.to_json())

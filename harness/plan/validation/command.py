@@ -16,6 +16,7 @@ import numpy as np
 
 from harness.domain.prediction import PartScores, ValidatedPoint, Validation, validation_file
 from harness.errors import DataError, HarnessError
+from harness.measure.places import make_directory
 from harness.measure.statistics import rank_correlation
 from harness.measure.store import write_atomically
 from harness.measure.text import cell, table
@@ -255,7 +256,7 @@ def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
         HarnessError: a directory holds no set, or a file is malformed.
     """
     if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
+        make_directory("--output", args.output)
     for name, folder in [found for path in args.folders for found in find_sets(path)]:
         line = ProgressLine()
         try:
