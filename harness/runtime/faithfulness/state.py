@@ -198,15 +198,21 @@ class Counter:
 
 
 def counters(model: nn.Module, forward: Callable[[], object]) -> list[Counter]:
-    """Numbers that forward changes: in attributes, in the containers and objects that they hold,
-    and in closures, classes and global variables of the user's functions. Restores them."""
+    """Numbers that forward changes each time, unlike the length of a cache: in attributes, in the
+    containers and objects that they hold, and in closures, classes and global variables of the
+    user's functions. Restores them."""
     found = [(each, number) for each in _numbers(model) if (number := _number(each)) is not None]
     with preserved(model):
         forward()
         changed = [(each, number) for each, number in found if _number(each) != number]
+        first = [_number(each) for each, _ in changed]
+        if changed:
+            forward()
+        pairs = zip(changed, first, strict=True)
+        counts = [each for (each, _), number in pairs if _number(each) != number]
         for each, number in changed:
             _set(each, number)
-        return [each for each, _ in changed]
+        return counts
 
 
 @contextmanager

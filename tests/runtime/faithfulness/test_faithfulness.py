@@ -195,6 +195,19 @@ def test_a_buffer_that_forward_registers_is_a_constant():
     hold_to_model(task, capture(task, 8, "registered"), "registered")
 
 
+def test_the_length_of_a_cache_is_no_count():
+    def prepare(made):
+        made.length, made.table = 0, torch.zeros(WIDTH)
+
+    def cached(made, x):
+        if made.length < x.shape[1]:
+            made.length, made.table = x.shape[1], torch.linspace(0, 1, x.shape[1])
+        return x * made.table
+
+    task = task_of(net(cached, prepare))
+    hold_to_model(task, capture(task, 8, "cached"), "cached")
+
+
 def test_a_model_that_draws_from_its_own_generator_cannot_be_held():
     class Own(Net):
         source = torch.Generator()
