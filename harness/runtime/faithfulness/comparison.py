@@ -226,7 +226,8 @@ class _Comparison:
 
     def _reason(self, error: Exception, samples: int) -> str:
         message, outputs = f"{type(error).__name__}: {first_line(error)[:_LONGEST]}", self._outputs
-        if isinstance(outputs, Tensor) and len(outputs.shape) == 2 and len(outputs) == samples:
+        is_table = isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == samples
+        if is_table or (outputs is not None and self._task.loss == "own"):
             return f"{message}): fix its forward first"
         if outputs is None:
             return (

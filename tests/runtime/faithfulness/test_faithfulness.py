@@ -26,6 +26,8 @@ from zoo.states import AttributeCounted, BufferAdded, OwnNorm, PythonLayerDrop
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness.comparison import hold_to_model
+from harness.runtime.models.factory import task_of as users_task
+from harness.runtime.models.task import ModelOptions
 
 
 def task_of(model, dtype=torch.float64):
@@ -193,6 +195,22 @@ def test_a_buffer_that_forward_registers_is_a_constant():
 
     task = task_of(net(slopes))
     hold_to_model(task, capture(task, 8, "registered"), "registered")
+
+
+class SpoiltBackward(nn.Linear):
+    """Changes in place what its backward reads."""
+
+    def forward(self, x, labels):
+        y = super().forward(x).sigmoid()
+        y[:, 0] = 0
+        return {"logits": y, "loss": (y - labels).square().mean()}
+
+
+def test_outputs_of_a_loss_of_its_own_are_not_blamed_for_an_error():
+    example = {"x": torch.randn(2, 3), "labels": torch.randn(2, 4)}
+    task = users_task("m:f", (SpoiltBackward(3, 4), example), ModelOptions())
+    with pytest.raises(ModelError, match=r"one device cannot train .*\): fix its forward first$"):
+        hold_to_model(task, capture(task, 8, "spoilt"), "spoilt")
 
 
 def test_the_length_of_a_cache_is_no_count():
