@@ -287,7 +287,8 @@ def check_names(strategy: Strategy, graph: Graph) -> None:
     if missing:
         raise StrategyError(
             f"strategy {strategy.name!r} does not place operator {missing[0]!r} of graph "
-            f"{graph.name!r} ({len(missing)} of {len(wanted)} missing): add it"
+            f"{graph.name!r} ({len(missing)} of {len(wanted)} missing): add it, or "
+            "give a strategy of this model"
         )
 
 
