@@ -96,6 +96,10 @@ def _contents(module: nn.Module) -> dict[str, Any]:
 
 
 def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, dict) and [*container] == [*content]:
+        pairs = zip(container.values(), content.values(), strict=True)
+        if all(now is before for now, before in pairs):  # a frozen dict allows no change
+            return
     container.clear()
     if isinstance(container, list):
         container.extend(content)

@@ -197,6 +197,20 @@ def test_a_buffer_that_forward_registers_is_a_constant():
     hold_to_model(task, capture(task, 8, "registered"), "registered")
 
 
+class Frozen(dict):
+    """The configuration of a model of diffusers."""
+
+    def clear(self):
+        raise TypeError("frozen")
+
+    update = clear
+
+
+def test_a_frozen_dict_among_the_attributes_is_left_alone():
+    task = task_of(net(prepare=lambda made: setattr(made, "config", Frozen(width=WIDTH))))
+    hold_to_model(task, capture(task, 8, "frozen"), "frozen")
+
+
 class SpoiltBackward(nn.Linear):
     """Changes in place what its backward reads."""
 
