@@ -128,6 +128,13 @@ class RulesGroup(dist.ProcessGroup):
 
     # The interface of torch.distributed.
 
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
     def connect(self) -> None:
         """Wait for all ranks, at the first call."""
         if not self._is_connected:
