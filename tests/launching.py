@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,17 @@ def launch(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path)))},
         cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
+
+
+def entry(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the real script, as mpirun starts it."""
+    return subprocess.run(
+        [str(ROOT / "entry.sh"), *map(str, arguments)],
+        # Shells ignore SIGINT in their background jobs.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        env={**os.environ, "HARNESS_VENV": sys.prefix, **environ},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )

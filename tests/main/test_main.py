@@ -1,9 +1,7 @@
 """The command line: what it teaches, what it refuses, and what it leaves behind."""
 
-import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launching import entry
 from made_runs import header_of
 
 from harness.__main__ import _preloaded, main
@@ -21,37 +20,6 @@ from harness.workloads.common.contract import config_json
 from harness.workloads.train.cases import train_cases
 
 ROOT = Path(__file__).parents[2]
-
-
-def entry(*arguments, **environ):
-    """The real script, as mpirun starts it."""
-    return subprocess.run(
-        [str(ROOT / "entry.sh"), *map(str, arguments)],
-        # Shells ignore SIGINT in their background jobs.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        env={**os.environ, "HARNESS_VENV": sys.prefix, **environ},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
-def test_gpus_are_numbered_as_nvml_does_and_have_all_queues_unless_told(tmp_path):
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text('#!/bin/sh\n[ "$1" = -c ] || env\n')
-    python.chmod(0o755)
-    # As an editor on Windows writes it.
-    (tmp_path / "cluster.env").write_bytes(b"\xef\xbb\xbfCUDA_DEVICE_MAX_CONNECTIONS=1\r\n\r\n")
-
-    def told(hosts):
-        done = entry(HARNESS_VENV=str(tmp_path), HARNESS_HOSTS=str(hosts))
-        seen = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
-        return seen["CUDA_DEVICE_ORDER"], seen["CUDA_DEVICE_MAX_CONNECTIONS"]
-
-    assert told(tmp_path / "none") == ("PCI_BUS_ID", "32")
-    assert told(tmp_path) == ("PCI_BUS_ID", "1")
 
 
 def test_help_lists_the_workloads(capsys):
@@ -322,120 +290,6 @@ def test_one_rank_trains_and_its_results_can_be_read(tmp_path):
     (run,) = results.runs
     assert run.header.status == "ok"
     assert sum(getattr(r, "kind", "") == "step" for r in run.ranks[0]) == 3
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("PATH=/evil", "PATH may not be set here"),
-        ("rm -rf /", "is not NAME=VALUE"),
-        ("OMPI_MCA_oob_tcp_if_include=eth0", "mpirun --mca oob_tcp_if_include eth0"),
-        ("OMPI_MCA_hwloc_base_binding_policy=none", "hwloc_base_binding_policy is mpirun's"),
-        ('NCCL_SOCKET_IFNAME="eth0"', "quotes or a comment in its value: write NCCL_SOCKET_IFNAME="
-         "eth0\n"),
-        ("NCCL_SOCKET_IFNAME='eth0' # the fast one", "its value: write NCCL_SOCKET_IFNAME=eth0\n"),
-        ("OMP_NUM_THREADS=8\t# half", "OMP_NUM_THREADS has quotes or a comment in its value: write "
-         "OMP_NUM_THREADS=8\n"),
-    ],
-)  # fmt: skip
-def test_settings_files_are_data(tmp_path, line, message):
-    (tmp_path / "cluster.env").write_text(f"# a comment\nNCCL_DEBUG=INFO\n{line}\n")
-    done = entry("--help", HARNESS_HOSTS=str(tmp_path))
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "cluster.env:3" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "data", [b"NCCL_A=1\n" * 10_000, b" " * 10**6, b"N\0C\0=\0\x1b]\0", b"x" * 999]
-)
-def test_settings_that_are_none_end_in_one_short_line(tmp_path, data):
-    (tmp_path / "cluster.env").write_bytes(data)
-    done = entry("--help", HARNESS_HOSTS=str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert len(done.stderr) < 300
-    assert "\x1b" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("LOCAL_WORLD_SIZE", "a[$(touch {tmp}/pwned)]"),
-        ("LOCAL_WORLD_SIZE", ""),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE", "0"),
-        ("MPI_LOCALNRANKS", "\u00b2"),
-        ("MPI_LOCALNRANKS", "08"),
-        ("OMP_NUM_THREADS", "lots"),
-        ("OMP_NUM_THREADS", "-1"),
-        ("MKL_NUM_THREADS", "9" * 5000),
-    ],
-)
-def test_a_number_in_the_environment_is_read_as_data(tmp_path, name, value):
-    done = entry("--help", **{name: value.format(tmp=tmp_path)})
-    assert done.returncode == 2
-    assert f": {name} is " in done.stderr
-    assert "set it to a whole number above 0" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert len(done.stderr) < 300
-    assert not list(tmp_path.iterdir())
-
-
-def test_threads_are_what_the_ranks_of_a_host_share(tmp_path):
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text("#!/bin/sh\nenv\n")
-    python.chmod(0o755)
-    done = entry(
-        "matmul", HARNESS_VENV=str(tmp_path), LOCAL_WORLD_SIZE="100000", OMP_NUM_THREADS=""
-    )
-    assert "OMP_NUM_THREADS=1\n" in done.stdout
-
-
-def test_blanks_behind_a_setting_are_none_of_it(tmp_path):
-    (tmp_path / "cluster.env").write_text("OMP_NUM_THREADS=1 \t\n")
-    assert entry("--help", HARNESS_HOSTS=str(tmp_path)).returncode == 0
-
-
-def test_a_parameter_of_open_mpi_that_reaches_ranks_may_be_set(tmp_path):
-    (tmp_path / "cluster.env").write_text("OMPI_MCA_btl_tcp_if_include=10.0.0.0/24\n")
-    assert entry("--help", HARNESS_HOSTS=str(tmp_path)).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("chosen", "has_exclusions"), [({}, True), ({"OMPI_MCA_btl_tcp_if_include": "eth1"}, False)]
-)
-def test_a_chosen_interface_replaces_the_exclusions(tmp_path, chosen, has_exclusions):
-    """Open MPI ends a job that is told both."""
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text("#!/bin/sh\nenv\n")
-    python.chmod(0o755)
-    done = entry("matmul", HARNESS_VENV=str(tmp_path), **chosen)
-    assert done.returncode == 0, done.stderr
-    assert ("OMPI_MCA_btl_tcp_if_exclude=" in done.stdout) == has_exclusions
-
-
-@pytest.mark.parametrize(
-    ("below", "is_inner"),
-    [
-        ("", True),
-        ("lower_veth1", True),
-        ("lower_eth0/device", False),
-        ("lower_bond0/lower_eth0/device", False),
-    ],
-)
-def test_only_a_bridge_above_no_physical_device_is_left_to_containers(tmp_path, below, is_inner):
-    (tmp_path / "br-1f2e/bridge").mkdir(parents=True)
-    (tmp_path / "br-1f2e" / below).mkdir(parents=True, exist_ok=True)
-    (tmp_path / "eth0/device").mkdir(parents=True)
-    lines = (ROOT / "entry.sh").read_text()
-    function = "inner_bridges() {" + lines.partition("inner_bridges() {")[2].partition("\n}\n")[0]
-    script = f"{function}\n}}\ninner_bridges {tmp_path}"
-    done = subprocess.run(
-        ["bash", "-euc", script], capture_output=True, text=True, timeout=30, check=True
-    )
-    assert done.stdout == (",br-1f2e" if is_inner else "")
 
 
 @pytest.mark.parametrize(
