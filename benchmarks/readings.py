@@ -123,10 +123,9 @@ def counts() -> Iterator[list[str]]:
         counted = f"random strategies{kind} equal to one device"
         yield ["executor_equivalence", counted, f"{n_equal} of {n_cases}"]
     for row in latest(read("change_equivalence"), "command"):
-        frozen = ", with frozen layers," if row["n_freezing"] else ""
-        counted = (
-            f"trainings with {row['n_changes']} changes of strategy{frozen} equal to one device"
-        )
+        kind = ", with frozen layers," if row["n_freezing"] else ""
+        kind += " on CPUs under NCCL's rules" if "nccl_rules" in row["command"] else ""
+        counted = f"trainings with {row['n_changes']} changes of strategy{kind} equal to one device"
         yield ["change_equivalence", counted, f"{row['n_equal']} of {row['n_cases']}"]
     readers = read("fuzz_readers")
     n_escaped, n = (sum(row[key] for row in readers) for key in ("n_escaped", "n"))
