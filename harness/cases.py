@@ -79,8 +79,8 @@ def check_files(cases: Sequence[Case], results: Path) -> None:
 
 
 def check_dry_run(cases: Sequence[Case], results: Path) -> None:
-    """Refuse what a launch refuses before its first run, and a user's model that cannot be
-    imported.
+    """Refuse the cases that a launch refuses before its first run, and a user's model that cannot
+    be imported.
 
     Raises:
         HarnessError: names the directory, the file or the model.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from harness.errors import ResultsError
@@ -34,41 +36,39 @@ def _try_directory(directory: Path) -> None:
     _try_place(directory)
 
 
+@contextmanager
+def _refused(place: str, kind: str, where: str = "") -> Iterator[None]:
+    """Refuse a place that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ResultsError(
+            f"{place} cannot be written{where} ({error.strerror}): give a {kind} that you may "
+            "write to"
+        ) from None
+
+
 def check_results(results: Path, hostname: str, *, is_dry: bool = False) -> None:
     """Create the results directory, unless the run is dry, and refuse one that cannot be written.
 
     Args:
         hostname: this host's, for the error.
     """
-    try:
+    with _refused(f"--results {results}", "directory", f" on {hostname}"):
         (_try_place if is_dry else _try_directory)(results)
-    except OSError as error:
-        raise ResultsError(
-            f"--results {results} cannot be written on {hostname} ({error.strerror}): give a "
-            "directory that you may write to"
-        ) from None
 
 
 def make_directory(flag: str, path: Path) -> None:
     """Create a directory, and refuse one that cannot be written."""
-    try:
+    with _refused(f"{flag} {path}", "directory"):
         _try_directory(path)
-    except OSError as error:
-        raise ResultsError(
-            f"{flag} {path} cannot be written ({error.strerror}): give a directory that you may "
-            "write to"
-        ) from None
 
 
 def check_place(flag: str, path: Path | None) -> None:
-    """Refuse a path that cannot be written, before its contents are measured; None is none."""
+    """Refuse a file that cannot be written, before its contents are measured; None is none."""
     if path is None:
         return
-    try:
+    with _refused(f"{flag} {path}", "file"):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         _try_directory(path.parent)
-    except OSError as error:
-        raise ResultsError(
-            f"{flag} {path} cannot be written ({error.strerror}): give a file that you may write"
-        ) from None

@@ -105,7 +105,7 @@ def test_a_parameter_of_open_mpi_that_reaches_ranks_may_be_set(tmp_path):
     ("chosen", "has_exclusions"), [({}, True), ({"OMPI_MCA_btl_tcp_if_include": "eth1"}, False)]
 )
 def test_a_chosen_interface_replaces_the_exclusions(tmp_path, chosen, has_exclusions):
-    """Open MPI ends a job that is told both."""
+    """Open MPI ends a job that has both settings."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text("#!/bin/sh\nenv\n")

@@ -2,7 +2,8 @@
 
 A stage sends a microbatch to the stages that read its outputs when its forward ends, and gradients
 to those whose outputs it has read when its backward ends. Both occupy the sender's and the
-receiver's NIC, where the stages are on different nodes. A stage waits for what it reads alone:
+receiver's NIC, where the stages are on different nodes. A stage waits only for the stages that it
+reads:
 
     stage 0   | dense layers |----> stage 2
     stage 1   | tables       |----> stage 2, beside stage 0

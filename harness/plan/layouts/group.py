@@ -1,4 +1,4 @@
-"""What a tensor-parallel group's operators cost.
+"""Costs of a tensor-parallel group's operators.
 
 All groups of a layout on equal nodes are alike, so `Group` simulates one of them, on the first
 devices of a node. An operator's seconds last from its start to that of the next one, and so contain
@@ -37,7 +37,7 @@ class GroupCosts(NamedTuple):
             and of several.
         output_bytes: of the output, as it is sent.
         leaves: whether the output is read after its segment.
-        segment: number of what runs without waiting for the group.
+        segment: number of the segment, which runs without waiting for the group.
         last_reader: position of the output's last reader, -1 for none.
         sent_bytes: (2, 2, operators) of the output that another group reads, and of its gradient:
             those of a device, and between the two devices that exchange most.

@@ -81,8 +81,8 @@ def transfer_seconds(
 
 
 def queues(nodes: Ints) -> Ints:
-    """(2, pairs, 2): what a transfer between the stages of a pair, and one back, occupy: the NICs
-    of both nodes, out of one and into the other, or a link inside a node.
+    """(2, pairs, 2) queues of a transfer between the stages of a pair, and of one back: the NICs of
+    both nodes, out of one and into the other, or a link inside a node.
 
     Args:
         nodes: (2, pairs) of the stages.

@@ -27,7 +27,7 @@ def segment_starts(
     devices wait for each other, and, with sharded parameters, with each unit.
 
     Args:
-        stays: what comes after the last cut does not run again.
+        stays: operators after the last cut do not run again.
     """
     begin, end = stage
     found = {begin, *(begin + cut for cut in cuts)}
@@ -56,7 +56,7 @@ def active_bytes(
 
     Args:
         passed_bytes: by operator, of gradients while its backward runs.
-        entering: bytes of what other stages have sent for a microbatch.
+        entering: bytes of values that other stages have sent for a microbatch.
         has_alone: gradients of the group's alone weights are allocated in backward.
     """
     waiting, peak = _activation_bytes(costs, end, starts, passed_bytes, recomputes=recomputes)
@@ -75,8 +75,8 @@ def active_bytes(
 def _activation_bytes(
     costs: GroupCosts, end: int, starts: Sequence[int], passed_bytes: Floats, *, recomputes: bool
 ) -> tuple[float, float]:
-    """Of one microbatch in a stage, beside what the stage before has sent: what waits for its
-    backward, and the peak of that, with gradients.
+    """Bytes of one microbatch in a stage, without values that other stages have sent: those that
+    are kept until its backward begins, and the peak, with gradients.
 
     Args:
         starts: of the segments, of which one exists at once where the stage recomputes.

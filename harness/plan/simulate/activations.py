@@ -61,7 +61,7 @@ class HeldOutputs(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """(n_ops, n_devices) what a device runs without waiting, and again together.
+    """(n_ops, n_devices) operators that a device runs without waiting, and again together.
 
     Attributes:
         number: ascends in the order of stages, and of operators within them.
@@ -76,7 +76,7 @@ def find_segments(tables: Tables, flow: Flow, recomputed: Ints, has_backward: Fl
     """The segments of all devices, by the executor's rule (`executor.program.program`).
 
     Args:
-        recomputed: (n_ops,) number of what a stage runs again together.
+        recomputed: (n_ops,) number of the operators that a stage runs again together.
     """
     edges, active = tables.edge_rows(), tables.active
     begins, ends = np.zeros((2, *active.shape), dtype=np.int64)
@@ -98,7 +98,7 @@ def find_segments(tables: Tables, flow: Flow, recomputed: Ints, has_backward: Fl
 
 
 def received_bytes(tables: Tables) -> Floats:
-    """(n_ops, n_devices) bytes of what others send, assembled for its first reader."""
+    """(n_ops, n_devices) bytes of received regions, assembled for their first reader."""
     edges = tables.edge_rows()
     found = np.bincount(edges.target, weights=edges.n_held, minlength=tables.active.size)
     for one in edges.sums:

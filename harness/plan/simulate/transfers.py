@@ -160,7 +160,7 @@ class Edges:
     Attributes:
         source, target: (m,) rows, as operator * n_devices + device.
         n_streamed: (m,) bytes of memory read and written to assemble the received pieces.
-        n_held: (m,) bytes of what is assembled.
+        n_held: (m,) bytes of the assembled region.
         goes, returns: (m,) see `Wants`.
     """
 

@@ -60,13 +60,13 @@ def order_tasks(
     n_first: int,  # exchanges posted before the step, and ahead in a wait; arguments, because
     n_ahead: int,  # numba's cache would not notice changed constants
     kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
-    outside_bytes: Any,  # (R,) the part that recomputation keeps: what others sent, or what leaves
+    outside_bytes: Any,  # (R,) the part that recomputation keeps: received, or read later
     brief_bytes: Any,  # (R,) held during its forward only
     passing_bytes: Any,  # (2, R) of gradients to other owners, in memory during forward, backward
     gradient_bytes: Any,  # (R,) allocated by the first backward, and held to the end of the step
     stage_ptr: Any,  # (S + 1,) into stage_ops
     stage_ops: Any,  # operators by stage, in topological order
-    segment_of: Any,  # (R,) what a device runs again together
+    segment_of: Any,  # (R,) number of the segment, which a device runs again together
     recompute: Any,  # (R,) whether it runs again
     rank_of: Any,  # (D,) pipeline rank of a device, or NONE
     action_ptr: Any,  # (P + 1,) into actions

@@ -115,7 +115,7 @@ def _unpack(graph: fx.Graph, call: fx.Node, given: dict[str, Any]) -> Any:
             )
         if made["batch_first"] != given["batch_first"] or made["padding_value"]:
             raise ConstructError(
-                "pad_packed_sequence has another batch_first or padding_value than what was packed"
+                "pad_packed_sequence has another batch_first or padding_value than the packing"
             )
         for k, result in enumerate((made["sequence"], given["lengths"])):
             for reader in [n for n in pad.users if n.args[1] == k]:

@@ -68,7 +68,7 @@ def test_a_device_runs_again_what_lies_between_its_exchanges_and_keeps_what_it_e
         graph, profile, cluster_of(bandwidth=1e30), plans, n_microbatches=2,
         stages=[Stage(recompute=True)],
     )  # fmt: skip
-    # Beside weights and optimizer state of 60 B: what has been sent and received of both
+    # Beside weights and optimizer state of 60 B: sent and received values of both
     # microbatches, 16 B each time, d's output, and its gradient of 10 B.
     assert found.memory_bytes["node0:0"] == 60 + 2 * (16 + 16) + 16 + 10
     ran = [name.split(" #")[0] for name, *_ in timeline(found) if "->" not in name]

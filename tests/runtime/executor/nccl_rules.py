@@ -7,8 +7,9 @@
   message of two ranks until both do.
 - NCCL has no integers of 16 bits, and collectives ask for contiguous tensors.
 
-A wait blocks the host here and the compute stream under NCCL; both start what is posted later after
-what is waited for. gloo carries the bytes. A receive of another shape or dtype than the send fails.
+A wait blocks the host here, and the compute stream under NCCL. In both, work that is posted after
+the wait starts after the work that was waited for. gloo carries the
+bytes. A receive of another shape or dtype than the send fails.
 """
 
 from __future__ import annotations
@@ -92,9 +93,7 @@ class RulesGroup(dist.ProcessGroup):
         return work
 
     def sending(self, tensor: Tensor, target: int) -> Start:
-        _check(tensor)
-        at = self._n_sent[target] * _N_TAGS
-        self._n_sent[target] += 1
+        at = _first_tag(tensor, self._n_sent, target)
 
         def start() -> Callable[[], None]:
             works = [
@@ -107,9 +106,7 @@ class RulesGroup(dist.ProcessGroup):
         return start
 
     def receiving(self, tensor: Tensor, source: int) -> Start:
-        _check(tensor)
-        at = self._n_received[source] * _N_TAGS
-        self._n_received[source] += 1
+        at = _first_tag(tensor, self._n_received, source)
 
         def start() -> Callable[[], None]:
             wanted, found = _facts(tensor), _facts(tensor)
@@ -218,6 +215,13 @@ def _check(tensor: Tensor) -> None:
         raise TypeError(f"Unconvertible NCCL type {tensor.dtype}")
     if not tensor.is_contiguous():
         raise ValueError("a message needs a contiguous tensor")
+
+
+def _first_tag(tensor: Tensor, n_messages: Counter[int], other: int) -> int:
+    """Count a message with another rank; returns the first of its tags."""
+    _check(tensor)
+    n_messages[other] += 1
+    return n_messages[other] * _N_TAGS
 
 
 def _facts(tensor: Tensor) -> Tensor:

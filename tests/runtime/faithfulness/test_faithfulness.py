@@ -212,7 +212,7 @@ def test_a_frozen_dict_among_the_attributes_is_left_alone():
 
 
 class SpoiltBackward(nn.Linear):
-    """Changes in place what its backward reads."""
+    """Changes in place a value that its backward reads."""
 
     def forward(self, x, labels):
         y = super().forward(x).sigmoid()

@@ -358,7 +358,7 @@ def test_labels_that_are_alike_in_the_example_hide_no_mean_over_the_batch(form, 
 
 
 class Generator(nn.Module):
-    """As in nanoGPT: a tuple with the loss, and without targets only what generating needs."""
+    """As in nanoGPT: a tuple with the loss, and without targets only the last token's logits."""
 
     def __init__(self, form):
         super().__init__()
