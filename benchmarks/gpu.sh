@@ -31,7 +31,7 @@ facts() {
     nproc
 }
 
-tests() { OMP_NUM_THREADS=2 python -m pytest -q -m gpu -n 4 --tb=short tests/main tests/runtime/executor; }
+tests() { OMP_NUM_THREADS=2 python -m pytest -q -m gpu -n 4 --tb=short --durations=8 tests/main tests/runtime/executor tests/test_trainer.py; }
 
 # A short training by each flag that has code of its own for GPUs, on one rank and on two that share it.
 smoke() {
@@ -43,7 +43,7 @@ smoke() {
         + profile "${tiny[@]/bf16/fp16}" "${quick[@]}" \
         + train "${own[@]/bf16/fp16}" + train "${own[@]}" --compile + train "${own[@]}" --channels-last --n-workers 2 \
         + train "${own[@]}" --recompute --ema 0.9 --weight-decay 0.1 --no-decay 1d --max-grad-norm 1 \
-        + train "${own[@]}" --data digits --epochs 1 --evaluate --save-every 9 --save-model \
+        + train "${tiny[@]}" --engine executor --strategy single --data digits --epochs 1 --evaluate --save-every 9 --save-model \
         + train "${own[@]}" --data digits --freeze schedule --freeze-interval 2 \
         + train "${steps[@]}" --strategy zero2 zero3 --reduce-dtype bf16 || code=1
     own=("${steps[@]}" --engine executor)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import multiprocessing
+import os
 
 import msgspec
 import pytest
@@ -19,6 +20,8 @@ from trainer_on_ranks import (
     make_model,
     make_optimizer,
     make_scheduler,
+    train_alone,
+    train_alone_on_a_gpu,
     train_and_change,
 )
 from waiting import start_and_join
@@ -107,35 +110,32 @@ def test_a_program_without_a_process_group_is_refused():
 
 
 @pytest.fixture
-def alone(request):
+def alone():
     """A process group of this process."""
-    backend = getattr(request, "param", "gloo")
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "alone", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)], indirect=True
-)
+def assert_plain(losses, state):
+    """That they are those of plain PyTorch."""
+    wanted_losses, wanted, *_ = train_plainly()
+    assert losses == pytest.approx(wanted_losses, rel=1e-10)
+    torch.testing.assert_close(state, dict(wanted), rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.usefixtures("alone")
 def test_one_device_trains_what_plain_pytorch_does():
-    trainer = Trainer(
-        *make_model(),
-        strategy=single(graph(), BATCH),
-        optimizer=make_optimizer,
-        max_grad_norm=MAX_NORM,
-    )
-    scheduler, losses = make_scheduler(trainer.optimizer), []
-    for epoch in range(N_EPOCHS):
-        losses += [
-            trainer.mean_loss(trainer.step(b)) for b in trainer.batches(make_data(), epoch=epoch)
-        ]
-        scheduler.step()
-    wanted, state, *_ = train_plainly()
-    assert losses == pytest.approx(wanted, rel=1e-10)
-    torch.testing.assert_close(trainer.state_dict(), dict(state), rtol=1e-9, atol=1e-11)
-    trainer.close()
+    assert_plain(*train_alone(single(graph(), BATCH)))
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_what_plain_pytorch_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ["FIRST_GPU"])
+    file, strategy = str(tmp_path / "found"), single(graph(), BATCH)
+    context = multiprocessing.get_context("spawn")
+    start_and_join(context, train_alone_on_a_gpu, 1, file, strategy)
+    assert_plain(*torch.load(file))
 
 
 @pytest.mark.usefixtures("alone")

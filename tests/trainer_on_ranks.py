@@ -61,6 +61,31 @@ def make_scheduler(optimizer: Optimizer) -> StepLR:
     return StepLR(optimizer, 1, gamma=0.5)
 
 
+def train_alone(strategy: Strategy) -> tuple[list[float], dict[str, Any]]:
+    """The losses and the state of a training by the only rank of a process group."""
+    trainer = Trainer(
+        *make_model(), strategy=strategy, optimizer=make_optimizer, max_grad_norm=MAX_NORM
+    )
+    scheduler, losses = make_scheduler(trainer.optimizer), []
+    for epoch in range(N_EPOCHS):
+        for batch in trainer.batches(make_data(), epoch=epoch):
+            losses.append(trainer.mean_loss(trainer.step(batch)))
+        scheduler.step()
+    state = trainer.state_dict()
+    trainer.close()
+    return losses, state
+
+
+def train_alone_on_a_gpu(_rank: int, _size: int, file: str, strategy: Strategy) -> None:
+    """Save what ``train_alone`` finds over NCCL."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    assert torch.cuda.max_memory_allocated() == 0
+    found = train_alone(strategy)
+    assert torch.cuda.max_memory_allocated() > 0  # it trained there
+    torch.save(found, file)
+    dist.destroy_process_group()
+
+
 def _refused(act: Callable[[], object]) -> str:
     try:
         act()

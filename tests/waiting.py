@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,10 @@ def is_alive(pid: int | str) -> bool:
 
 
 def start_and_join(
-    context: ForkServerContext, target: Callable[..., None], size: int, *arguments: Any
+    context: ForkServerContext | SpawnContext,
+    target: Callable[..., None],
+    size: int,
+    *arguments: Any,
 ) -> None:
     """Run a function of (rank, size, ...) in so many processes; all must succeed."""
     ranks = [context.Process(target=target, args=(rank, size, *arguments)) for rank in range(size)]
