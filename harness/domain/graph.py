@@ -66,6 +66,8 @@ class Operator(
             writes_buffers (names of the model's buffers that it shares with others and that one
             of them writes; these operators must be on one device),
             statistics (`frozen` if a batch norm does not compute them from its input),
+            shares_norm_with (the first operator whose running statistics this batch norm updates,
+            too),
             equation, summed and n_summed (of an einsum: `domain.einsum`),
             is_repeatable (false if two devices may compute different values of one block),
             function (relu, add, ...), description, tied_to and tied_bytes (the first operator that
@@ -209,6 +211,11 @@ class Graph(JsonFile, frozen=True, kw_only=True):
     def mixing_operator(self) -> Operator | None:
         """The first operator that needs all samples of a batch at once; None if there is none."""
         return next((op for op in self.operators if op.attrs.get("mixes_samples")), None)
+
+    def norm_calls(self) -> list[tuple[str, str]]:
+        """The first and each further operator of every batch norm that several operators call."""
+        shared = ((op.attrs.get("shares_norm_with"), op.name) for op in self.operators)
+        return [(first, name) for first, name in shared if isinstance(first, str)]
 
     @property
     def parameter_bytes(self) -> int:

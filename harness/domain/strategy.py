@@ -23,14 +23,7 @@ from harness.domain.files import Count, FileKind, JsonFile
 from harness.domain.fingerprint import MadeFor, differences, fingerprint
 from harness.domain.graph import Graph, Operator
 from harness.domain.key_forms import KeyForm, check_keys
-from harness.domain.partition import (
-    REPLICA,
-    SAMPLE,
-    count_parts,
-    cut_dim,
-    n_parts,
-    n_replicas,
-)
+from harness.domain.partition import REPLICA, SAMPLE, count_parts, cut_dim, n_parts, n_replicas
 from harness.domain.schedule import ScheduleName, check_schedule
 from harness.domain.sharding import (
     CONTRACTION,
@@ -203,6 +196,7 @@ def validate(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
     _check_stages(strategy, graph)
     check_microbatches(strategy, graph)
     check_buffers(strategy, graph)
+    check_norms(strategy, graph)
 
 
 def check_microbatches(strategy: Strategy, graph: Graph) -> None:
@@ -236,6 +230,20 @@ def check_buffers(strategy: Strategy, graph: Graph) -> None:
                     f"operator {operator.name!r} writes the buffer {name!r}, and strategy "
                     f"{strategy.name!r} computes its stage {plan.stage} again: drop its recompute"
                 )
+
+
+def check_norms(strategy: Strategy, graph: Graph) -> None:
+    """Refuse calls of one batch norm that are planned unlike each other: devices would update
+    separate statistics, and a stage those of several microbatches before the next stage starts."""
+    for first, other in graph.norm_calls():
+        known, plan = strategy.operators[first], strategy.operators[other]
+        if plan != known:
+            raise StrategyError(
+                f"operators {first!r} and {other!r} call one batch norm, and strategy "
+                f"{strategy.name!r} gives them unlike stages, devices or cuts (stages "
+                f"{known.stage} and {plan.stage}, devices {known.devices} and {plan.devices}): "
+                "plan them alike, or use --batch-norm frozen"
+            )
 
 
 def check_numbers(strategy: Strategy) -> None:

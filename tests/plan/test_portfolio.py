@@ -380,3 +380,29 @@ def test_under_a_profile_in_bf16_what_travels_is_priced_so():
         for one in (profile, in_bf16)
     ]
     assert shares == [1.0, 0.5]
+
+
+def with_norms(graph, *calls):
+    """The graph, whose operators at these places call one batch norm."""
+    ops = list(graph.operators)
+    for k in calls:
+        shares = {"shares_norm_with": ops[calls[0]].name} if k != calls[0] else {}
+        ops[k] = msgspec.structs.replace(ops[k], kind="batch_norm", attrs=shares)
+    return msgspec.structs.replace(graph, operators=ops)
+
+
+@pytest.mark.parametrize("exhaustive_up_to", [0, 20_000])
+def test_every_plan_of_a_search_has_all_calls_of_a_batch_norm_alike(exhaustive_up_to):
+    graph, profile = layers(4)
+    graph = with_norms(graph, 2, 4)
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e6, memory_bytes=GB)
+    request = request_of(graph, profile, cluster)
+    found = search_portfolio(request, exhaustive_up_to=exhaustive_up_to)
+    ranked = found.ranked()
+    assert len(ranked) > 3
+    for candidate in ranked:
+        validate(found.strategy(candidate), graph, cluster)
+    assert found.best.n_devices == 2
+    names = [one.strategy.name for one in found.standards]
+    assert "ddp" in names
+    assert not any("pipeline" in name for name in names)

@@ -25,7 +25,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
-from harness.errors import ConfigError, PlanError
+from harness.errors import ConfigError, PlanError, StrategyError
 from harness.inputs import decode_text, is_amount, one_line, read_file, shorten
 from harness.plan import builders
 from harness.plan.costs import FAMILIES, PlanRequest, family_of
@@ -316,7 +316,10 @@ def largest_batch(request: AdviceRequest, cluster: Cluster, build: Build, least:
         return float((memory - simulator.limits).max())
 
     low, high = least, 2 * least
-    under, over = excess(low), excess(high)
+    try:
+        under, over = excess(low), excess(high)
+    except StrategyError:  # no such strategy of this model
+        return 0
     if under > 0:
         return 0
     while over <= 0 and high < _MOST_BATCH:

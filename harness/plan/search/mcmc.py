@@ -198,8 +198,10 @@ def closest(menu: Sequence[OperatorPlan], source: OperatorPlan) -> OperatorPlan:
 
 
 def apply_plans(trial: Trial, plans: Mapping[int, OperatorPlan]) -> None:
-    """Replace the plans that differ."""
-    for op, plan in plans.items():
+    """Replace the plans that differ, and with them those of further calls of a batch norm."""
+    calls = trial.simulator.norm_calls
+    tied = {other: plans[first] for first, other in calls if first in plans}
+    for op, plan in (*plans.items(), *tied.items()):
         if trial.tables.plans[op] != plan:
             trial.replace(op, plan)
 

@@ -18,7 +18,8 @@ _PROGRESS_EVERY_S = 0.25
 
 
 class JudgedPlan(NamedTuple):
-    """One proposal's step, and by which share of its memory the fullest device is too small."""
+    """One proposal's step, and by which share of its memory the fullest device is too small; plus
+    the calls of batch norms that are planned unlike others of the same."""
 
     step_s: float
     excess: float
@@ -128,8 +129,12 @@ class Objective:
         limits = self.simulator.limits
         excess = max(0.0, float((out.memory_bytes / limits).max()) - 1)
         self.n_proposals += 1
+        plans = trial.tables.plans
+        n_unlike = sum(plans[a] != plans[b] for a, b in self.simulator.norm_calls)
         self.least_excess = min(self.least_excess, excess)
-        if excess == 0:
+        if n_unlike:  # calls of one batch norm, which the executor refuses
+            excess += n_unlike
+        elif excess == 0:
             self._remember(trial, out.step_s)
         else:
             self._least_unfit_s = min(self._least_unfit_s, out.step_s)

@@ -162,11 +162,9 @@ class Searches:
         return self._spaces[n_microbatches]
 
     def _trial(self, flow: _Flow) -> Trial:
-        space = self._space(flow.n_microbatches)
-        plans: dict[int, OperatorPlan] = {op: menu[0] for op, menu in space.menus.items()}
         return Trial(
             self.simulator,
-            plans,
+            dict.fromkeys(self.simulator.placed, OperatorPlan({}, [0])),
             batch=self.batch,
             n_microbatches=flow.n_microbatches,
             schedule=flow.schedule,

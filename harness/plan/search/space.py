@@ -16,6 +16,7 @@ import msgspec
 
 from harness.domain.checkpoints import MOST_OF_STAGE, can_recompute, with_recomputation
 from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
 from harness.domain.key_forms import POSITIONS, key_forms
 from harness.domain.partition import REPLICA, SAMPLE, Cut
 from harness.domain.schedule import ScheduleName
@@ -65,7 +66,10 @@ def _likely_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 class Space:
-    """Every operator's menu of plans, for one size of microbatch."""
+    """Every operator's menu of plans, for one size of microbatch.
+
+    Calls of one batch norm have one menu, that of the first, because they are planned alike.
+    """
 
     def __init__(self, costs: Costs, cluster: Cluster, placed: list[int]) -> None:
         self._costs = costs
@@ -79,6 +83,11 @@ class Space:
             if key not in shared:
                 shared[key] = self._menu(op)
             self.menus[op] = shared[key]
+        index = costs.graph.index()
+        for first, other in costs.graph.norm_calls():
+            allowed = self.menus.pop(index[other])
+            kept = [plan for plan in self.menus[index[first]] if plan in allowed]
+            self.menus[index[first]] = kept
 
     @property
     def size(self) -> float:
@@ -200,7 +209,13 @@ def balanced_pipeline(
         )
         for stages in found
     ]
-    return simulator.fastest(pipelines)
+    return simulator.fastest([p for p in pipelines if _has_like_norms(p, graph)] or pipelines[:1])
+
+
+def _has_like_norms(strategy: Strategy, graph: Graph) -> bool:
+    """Whether all calls of a batch norm are planned alike."""
+    plans = strategy.operators
+    return all(plans[first] == plans[other] for first, other in graph.norm_calls())
 
 
 def usual_microbatches(simulator: Simulator, batch: int) -> list[int]:
@@ -216,13 +231,14 @@ def standard_strategies(
     simulator: Simulator, batch: int, shard_state: ShardState | None = None
 ) -> Iterator[Strategy]:
     """All that apply: single on the fastest device first, then ddp, tensor parallel, hybrids,
-    balanced pipelines.
+    balanced pipelines, unless they plan calls of one batch norm unlike each other.
 
     Args:
         shard_state: of all of them; None shards nothing.
     """
     for strategy in _unsharded(simulator, batch):
-        yield msgspec.structs.replace(strategy, shard_state=shard_state or "none")
+        if _has_like_norms(strategy, simulator.graph):
+            yield msgspec.structs.replace(strategy, shard_state=shard_state or "none")
 
 
 def leaner(

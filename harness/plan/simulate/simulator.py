@@ -105,6 +105,8 @@ class Simulator:
             [memory_bytes or device.memory_bytes for device in cluster.devices], dtype=np.float64
         )
         self.speeds: Floats = np.array([device.speed for device in cluster.devices])
+        index = graph.index()
+        self.norm_calls = [(index[first], index[other]) for first, other in graph.norm_calls()]
         self.placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
         frozen = self.options.frozen
         self.returns = needs_gradient(graph, frozen)

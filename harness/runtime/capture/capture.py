@@ -32,6 +32,7 @@ from harness.runtime.capture.operators import (
     is_dropout,
     is_known,
     is_opaque,
+    updates_statistics,
 )
 from harness.runtime.capture.products import EinsumProduct, describe_product
 from harness.runtime.capture.sample_dims import (
@@ -122,6 +123,7 @@ class _Builder:
         self._name_of: dict[fx.Node, str] = {}
         self._waiting: dict[fx.Node, dict[str, nn.Parameter]] = {}
         self._first_user: dict[int, str] = {}  # of each parameter, by its id
+        self._first_call: dict[object, str] = {}  # of each batch norm with running statistics
         self._taken = {LOSS}
         self._written: frozenset[str] = module.meta.get(WRITTEN, frozenset())
         self.operators: list[Operator] = []
@@ -260,6 +262,9 @@ class _Builder:
         if parameters:
             attrs["parameters"] = list(parameters)
         name = self._free_name(node)
+        if updates_statistics(node, self._modules):
+            first = self._first_call.setdefault(node.target, name)
+            attrs |= {"shares_norm_with": first} if first != name else {}
         self._name_of[node] = name
         if is_named:
             self.unknown[str(attrs["function"])].append(name)

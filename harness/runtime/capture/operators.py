@@ -239,6 +239,12 @@ def is_frozen_norm(node: fx.Node, module: nn.Module | None) -> bool:
     return not is_training
 
 
+def updates_statistics(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a node calls a batch norm that updates its running statistics."""
+    module = modules[str(node.target)] if node.op == "call_module" else None
+    return isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+
+
 def describe_node(
     node: fx.Node, modules: dict[str, nn.Module], n_tensors: int
 ) -> tuple[str, Attributes]:

@@ -14,15 +14,20 @@ from equivalence_models import small_graph, small_task
 from equivalence_named import make_case, trained_alone
 from equivalence_operators import OPERATORS
 from equivalence_ranks import local_world
-from equivalence_strategies import named_strategies, random_strategy, replicated_pipeline
+from equivalence_strategies import (
+    named_strategies,
+    random_strategy,
+    replicated_pipeline,
+    small_cluster,
+)
 from equivalence_training import make_engine
 
-from harness.domain.strategy import OperatorPlan
+from harness.domain.strategy import OperatorPlan, validate
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import capture
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.shards.batch_norm import check_shared_norms, check_writers
+from harness.runtime.executor.shards.batch_norm import check_writers
 from harness.runtime.executor.shards.forms import choose_forms
 
 # hybrid plans each operator as one of these does.
@@ -97,9 +102,8 @@ def test_a_batch_norm_of_operators_that_are_planned_unalike_is_refused(name):
         plans = dict(strategy.operators)
         plans["norm"] = OperatorPlan({}, [1])
         strategy = msgspec.structs.replace(strategy, operators=plans)
-    captured = capture(small_task("shared_norm"), 8, "model")
     with pytest.raises(StrategyError, match=r"'norm' and '[^']*' call one batch norm"):
-        check_shared_norms(captured, strategy)
+        validate(strategy, small_graph("shared_norm"), small_cluster(2))
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "tensor parallel"])

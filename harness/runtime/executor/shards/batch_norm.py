@@ -10,7 +10,6 @@ Check that a strategy changes buffers in forward as often, and in the order, as 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -223,36 +222,6 @@ def make_batch_norm(part: ShardSpec, reduce: Reduce = _identity) -> GlobalBatchN
     n_values = math.prod(part.sizes) // part.sizes[1]
     shard = GlobalBatchNorm(part, part.module, Region(), n_values=n_values, reduce=reduce)
     return part.in_mode(shard)
-
-
-def check_shared_norms(captured: Captured, strategy: Strategy) -> None:
-    """Check that operators with shared running statistics are planned equally.
-
-    Operators on different devices would update separate statistics, and a stage updates statistics
-    of several microbatches before the next stage starts.
-    """
-    callers: dict[int, list[str]] = defaultdict(list)
-    for name, node in captured.nodes.items():
-        if node.op != "call_module":
-            continue
-        module = captured.module.get_submodule(str(node.target))
-        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
-            callers[id(module)].append(name)
-    for first, *others in callers.values():
-        known = strategy.operators[first]
-        for other in others:
-            plan = strategy.operators[other]
-            if (plan.stage, plan.devices, plan.partition) != (
-                known.stage,
-                known.devices,
-                known.partition,
-            ):
-                raise StrategyError(
-                    f"operators {first!r} and {other!r} call one batch norm, and strategy "
-                    f"{strategy.name!r} gives them unlike stages, devices or cuts (stages "
-                    f"{known.stage} and {plan.stage}, devices {known.devices} and {plan.devices}): "
-                    "plan them alike, or use --batch-norm frozen"
-                )
 
 
 def check_writers(captured: Captured, meta: MetaModel, strategy: Strategy) -> None:

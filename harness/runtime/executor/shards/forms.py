@@ -33,11 +33,7 @@ from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.sharded.gathers import UnitPlan
 from harness.runtime.executor.shards.base import Shard, ShardSpec, Wanted, named_tensor
-from harness.runtime.executor.shards.batch_norm import (
-    check_shared_norms,
-    check_writers,
-    make_batch_norm,
-)
+from harness.runtime.executor.shards.batch_norm import check_writers, make_batch_norm
 from harness.runtime.executor.shards.kinds import make_shard
 from harness.runtime.executor.state.weights import Holders, Use, canonical_names
 from harness.runtime.tracing.constructs import function_name
@@ -127,7 +123,6 @@ def choose_forms(
     Raises:
         ModelError, StrategyError: the executor cannot compute a cut.
     """
-    check_shared_norms(captured, plan.strategy)
     check_writers(captured, meta, plan.strategy)
     gathered: set[str] = set()
     while True:
