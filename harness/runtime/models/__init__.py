@@ -74,11 +74,6 @@ def _torchvision(name: str, options: ModelOptions, **fixed: Any) -> nn.Module:
     """Build a torchvision model with random weights, without downloads."""
     factory = getattr(import_torchvision("models"), name)
     model: nn.Module = factory(weights=None, num_classes=options.n_classes, **fixed)
-    if options.n_channels != 3:
-        raise ModelError(
-            f"{name} takes images of 3 channels, the data has {options.n_channels}: "
-            "use lenet or a factory of your own"
-        )
     return model
 
 
@@ -195,7 +190,7 @@ def fit_options(
     """Fill in missing classes, channels and image size from the data, else from the model.
 
     Raises:
-        ModelError: the model is unknown or does not accept the image size.
+        ModelError: the model is unknown or does not accept the size or channels of the images.
     """
     entry = entry_of(name) or ModelEntry(build=_no_build, min_image_size=1)
     if name == "dlrm":
@@ -215,6 +210,11 @@ def fit_options(
             + (f", a multiple of {entry.size_multiple}" if entry.size_multiple > 1 else "")
         )
     n_channels = options.n_channels or data_channels or entry.n_channels
+    if name in MODELS and entry.n_channels == 3 != n_channels:
+        raise ModelError(
+            f"{name} takes images of 3 channels, the data has {n_channels}: use lenet or a factory "
+            "of your own"
+        )
     n_classes = options.n_classes or entry.n_classes
     return replace(options, image_size=size, n_channels=n_channels, n_classes=n_classes)
 

@@ -52,6 +52,12 @@ def test_the_datas_image_size_is_used_where_the_model_takes_it():
     assert fit_options("lenet", ModelOptions(), 32, 3).n_channels == 3
 
 
+def test_data_of_other_channels_than_the_models_are_refused_before_it_is_built():
+    with pytest.raises(ModelError, match="resnet18 takes images of 3 channels, the data has 1: us"):
+        fit_options("resnet18", ModelOptions(), 8, 1)
+    assert fit_options("package:net", ModelOptions(), 8, 1).n_channels == 1
+
+
 def test_dlrm_dot_interaction_multiplies_every_pair_once():
     options = DlrmOptions(bottom_mlp=(4, 2), top_mlp=(5, 1), table_rows=(3, 3), interaction="dot")
     model = build_task("dlrm", ModelOptions(dlrm=options)).model
