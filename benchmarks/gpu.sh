@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Check and measure what needs a GPU, on a machine with one. Usage: bash benchmarks/gpu.sh OUT [PART...]
-# Parts: facts tests smoke matmul single compiled bench comparison equivalence; all by default, in this
-# order.
+# Parts: facts tests smoke matmul batches single compiled bench comparison equivalence; all by default,
+# in this order.
 # Writes OUT/PART.log and OUT/results.tar.gz, and prints the end of each log with its seconds. Exits
 # with 1 if a part fails.
 # shellcheck disable=SC2329  # the loop calls the functions by name
@@ -18,7 +18,7 @@ out=$(realpath -m "$1")
 shift
 mkdir -p "$out"
 parts=("$@")
-((${#parts[@]})) || parts=(facts tests smoke matmul single compiled bench comparison equivalence)
+((${#parts[@]})) || parts=(facts tests smoke matmul batches single compiled bench comparison equivalence)
 export PATH=$root/.venv/bin:$PATH OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 results=$out/results
 vision=(--model "${VISION:-resnet50}" --per-device-batch "${VISION_BATCH:-128}" --steps 20 --warm-up 5)
@@ -31,7 +31,10 @@ facts() {
     nproc
 }
 
-tests() { OMP_NUM_THREADS=2 python -m pytest -q -m gpu -n 4 --tb=short --durations=8 tests/main tests/runtime/executor tests/test_trainer.py; }
+tests() {
+    OMP_NUM_THREADS=2 python -m pytest -q -m gpu -n 4 --tb=short tests/test_trainer.py tests/main \
+        tests/runtime/executor
+}
 
 # A short training by each flag that has code of its own for GPUs, on one rank and on two that share it.
 smoke() {
@@ -55,6 +58,8 @@ smoke() {
 }
 
 matmul() { ./entry.sh matmul --sizes 1024 4096 8192 16384 --dtype fp32 tf32 bf16 fp16 --results "$results"; }
+
+batches() { python benchmarks/batches.py --json; }
 
 # One device: plain PyTorch, the executor and DeepSpeed, with what was predicted for it.
 single() {

@@ -8,6 +8,7 @@ import hashlib
 import math
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -107,6 +108,7 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         step_s: seconds of forward plus backward, without the optimizer, when last timed.
         operators_s: the sum over the graph's operators at the same batch.
         graph_hash: `Graph.content_hash` of the graph; empty when unknown.
+        is_queued: the host queues operators that the device runs later, as a GPU does.
     """
 
     device_kind: str
@@ -115,6 +117,7 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_s: float
     operators_s: float
     graph_hash: str = ""
+    is_queued: bool = False
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -133,6 +136,19 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def calibration(self) -> float:
         """Measured step over the sum of its operators; 1 for a perfect profile."""
         return self.step_s / self.operators_s
+
+
+class Calibration(NamedTuple):
+    """What makes the times of a graph's operators those of a step.
+
+    Attributes:
+        factor: on the time of each operator.
+        host_s: seconds in which the host queues all operators, cut or not, of any batch; 0 if the
+            device never waits for it.
+    """
+
+    factor: float = 1.0
+    host_s: float = 0.0
 
 
 class OptimizerTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -205,25 +221,34 @@ class Profile(JsonFile, frozen=True, kw_only=True):
 
     def calibration_of(
         self, graph_hash: str, device_kind: str, samples: int, dtype: str | None = None
-    ) -> float:
-        """Factor on the measured times of a graph's operators (see `WholeStep`); 1 if unknown.
+    ) -> Calibration:
+        """What makes the times of a graph's operators those of a step (see `WholeStep`).
 
-        It is interpolated linearly in the logarithm of the batch, and constant beyond the measured
-        batches.
+        On a CPU the factor is interpolated linearly in the logarithm of the batch, and constant
+        beyond the measured batches; it is 1 if unknown. A GPU's step takes the longer of its
+        operators' time, by the factor of the largest batch, and of the time in which the host
+        queues them, whatever the batch: the smallest batch's step, if that waits for the host.
 
         Args:
             dtype: of the steps; None for a profile of one dtype.
         """
         known = {
-            math.log(step.batch): step.calibration
+            step.batch: step
             for step in self.whole_steps
             if (step.graph_hash, step.device_kind) == (graph_hash, device_kind)
             if dtype in (None, step.dtype)
         }
         if not known:
-            return 1.0
-        sizes = sorted(known)
-        return float(np.interp(math.log(samples), sizes, [known[size] for size in sizes]))
+            return Calibration()
+        steps = [known[size] for size in sorted(known)]
+        smallest, largest = steps[0], steps[-1]
+        if not largest.is_queued:
+            sizes = [math.log(step.batch) for step in steps]
+            factors = [step.calibration for step in steps]
+            return Calibration(float(np.interp(math.log(samples), sizes, factors)))
+        if smallest.calibration <= largest.calibration:
+            return Calibration(largest.calibration)
+        return Calibration(largest.calibration, smallest.step_s)
 
     def calibrations(self, graph_hash: str) -> dict[str, float]:
         """The calibration of each measured step of a graph, by kind of device and batch."""

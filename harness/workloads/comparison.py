@@ -70,12 +70,11 @@ def _training(gpus: Sequence[RankInfo] | None) -> TrainConfig:
 def _profile(search_config: SearchConfig, n_ranks: int, *, has_gpu: bool) -> ProfileConfig:
     """Profile shards of data parallelism and of pipelines' microbatches; others are fitted."""
     config = search_config.profile_config()
+    shards = {1, 2, n_ranks, 4 * n_ranks} if n_ranks > 1 or not has_gpu else {1}
+    config = dataclasses.replace(config, shards=tuple(sorted(shards)))
     if has_gpu:
         return config
-    shards = {1, 2, n_ranks, 4 * n_ranks}
-    return dataclasses.replace(
-        config, shards=tuple(sorted(shards)), min_samples=6, rounds=6, warm_up=1
-    )
+    return dataclasses.replace(config, min_samples=6, rounds=6, warm_up=1)
 
 
 def _matmul_and_links(*, has_gpu: bool) -> tuple[MatmulConfig, LinksConfig]:

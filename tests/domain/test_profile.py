@@ -62,15 +62,28 @@ def step(**fields):
 def test_each_dtype_has_its_own_calibration():
     steps = [step(step_s=2.0), step(dtype="bfloat16", step_s=3.0)]
     profile = Profile(model="m", measurements=[point()], whole_steps=steps)
-    assert profile.calibration_of("", "gpu", 4, "float32") == 2.0
-    assert profile.calibration_of("", "gpu", 4, "bfloat16") == 3.0
-    assert profile.calibration_of("", "gpu", 4, "float16") == 1.0
+    assert profile.calibration_of("", "gpu", 4, "float32").factor == 2.0
+    assert profile.calibration_of("", "gpu", 4, "bfloat16").factor == 3.0
+    assert profile.calibration_of("", "gpu", 4, "float16") == (1.0, 0.0)
 
 
 def test_calibration_lies_between_that_of_two_batches():
     steps = [step(step_s=2.0, operators_s=1.6), step(batch=1, step_s=3.0)]
     profile = Profile(model="m", measurements=[point()], whole_steps=steps)
-    found = [profile.calibration_of("", "gpu", samples) for samples in (1, 2, 4, 8)]
+    found = [profile.calibration_of("", "gpu", samples).factor for samples in (1, 2, 4, 8)]
     assert found == pytest.approx([3.0, (3.0 + 1.25) / 2, 1.25, 1.25])
-    assert profile.calibration_of("another graph", "gpu", 4) == 1.0
+    assert profile.calibration_of("another graph", "gpu", 4) == (1.0, 0.0)
     assert profile.calibrations("") == {"gpu, 4 samples": 1.25, "gpu, 1 samples": 3.0}
+
+
+def test_a_gpu_waits_for_its_host_as_long_in_any_batch():
+    steps = [
+        step(batch=16, step_s=16.8, operators_s=16.0, is_queued=True),
+        step(batch=2, step_s=6.0, operators_s=2.0, is_queued=True),
+    ]
+    profile = Profile(model="m", measurements=[point()], whole_steps=steps)
+    for samples in (1, 2, 8, 16, 32):
+        assert profile.calibration_of("", "gpu", samples) == (1.05, 6.0)
+    steps[1] = msgspec.structs.replace(steps[1], step_s=2.05)  # the host is ahead
+    profile = msgspec.structs.replace(profile, whole_steps=steps)
+    assert profile.calibration_of("", "gpu", 2) == (1.05, 0.0)

@@ -50,6 +50,7 @@ def test_repeats_are_as_many_as_a_verdict_needs():
 
 
 def test_one_rank_trains_by_one_strategy():
+    assert dict(comparison(gpus=[], n_ranks=1))["profile"].shards == (1,)
     parts = dict(comparison(gpus=None, n_ranks=1))
     assert {case.strategy for case in load_workload("train").cases(parts["train"], 1)} == {"single"}
 

@@ -7,6 +7,7 @@ Gradients do not travel into the prefix, because nothing there is trained. A fro
 not in the prefix, which tied weights make possible, passes gradients on and has none of its own.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -15,9 +16,9 @@ import numpy.typing as npt
 
 from harness.domain.cluster import Device
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import Block, volume
+from harness.domain.partition import SAMPLE, Block
 from harness.domain.profile import Profile
-from harness.domain.sharding import full_shape, output_sizes
+from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.plan.fit import OperatorTime, OperatorTimes
 from harness.plan.simulate.options import SimulatorOptions
 
@@ -46,6 +47,7 @@ class BlockTimes:
         self._frozen, self._skipped = options.frozen, options.skipped
         self._gradients = gradients_of(graph, options.frozen)
         self._seconds: dict[object, OperatorTime] = {}
+        self._whole: dict[tuple[str, int], tuple[list[OperatorTime], float]] = {}
 
     def block_s(self, op: int, block: Block, device: int) -> OperatorTime:
         """Seconds of one block on one device."""
@@ -53,32 +55,54 @@ class BlockTimes:
         if key not in self._seconds:
             operator = self._graph.operators[op]
             sizes = dict(zip(self._shapes[op], key[2], strict=True))
-            kind = self._devices[device].kind
-            samples = sizes.get("sample", self._samples)
+            kind, speed = self._devices[device].kind, self._devices[device].speed
+            samples = sizes.get(SAMPLE, self._samples)
             dtype = self._times.dtype_of(operator)
-            calibration = self._profile.calibration_of(self._graph_hash, kind, samples, dtype)
-            factor = calibration / self._devices[device].speed
-            shown = output_sizes(operator, sizes)
-            is_whole = all(sizes[dim] == self._shapes[op][dim] for dim in sizes if dim not in shown)
-            if operator.shape:
-                shape = shown if is_whole else sizes
-                time = self._times.lookup(operator, kind, shape=shape)
-            else:
-                # With an unknown shape, time is in proportion to elements of all dims.
-                time = self._times.lookup(operator, kind)
-                batch = self._graph.batch or self._samples
-                full = full_shape(operator, batch=batch, graph_batch=self._graph.batch)
-                factor *= volume(block) / float(np.prod(list(full.values())))
+            factor, host_s = self._profile.calibration_of(self._graph_hash, kind, samples, dtype)
+            forward_s, backward_s = (factor * one_s for one_s in self._lookup(op, kind, sizes))
+            if host_s:
+                # Each operator's share of the host's time is its share of the device's.
+                whole, all_s = self._uncut(kind, samples)
+                forward_s = max(forward_s, host_s * whole[op].forward_s / all_s)
+                backward_s = max(backward_s, host_s * whole[op].backward_s / all_s)
             seconds = passes_s(
                 operator,
                 self._gradients[op],
                 is_frozen=operator.name in self._frozen,
-                forward_s=time.forward_s * factor,
-                backward_s=time.backward_s * factor,
+                forward_s=forward_s / speed,
+                backward_s=backward_s / speed,
             )
             is_skipped = operator.name in self._skipped
             self._seconds[key] = OperatorTime(0.0, 0.0) if is_skipped else seconds
         return self._seconds[key]
+
+    def _uncut(self, kind: str, samples: int) -> tuple[list[OperatorTime], float]:
+        """Times of all operators, cut by samples alone, and their sum."""
+        if (kind, samples) not in self._whole:
+            shapes = [
+                shape | {SAMPLE: samples} if SAMPLE in shape else shape for shape in self._shapes
+            ]
+            times = [
+                self._lookup(op, kind, shape)
+                if has_tasks(self._graph.operators[op])
+                else OperatorTime(0.0, 0.0)
+                for op, shape in enumerate(shapes)
+            ]
+            self._whole[kind, samples] = times, max(sum(time.total_s for time in times), 1e-30)
+        return self._whole[kind, samples]
+
+    def _lookup(self, op: int, kind: str, sizes: dict[str, int]) -> OperatorTime:
+        operator, whole = self._graph.operators[op], self._shapes[op]
+        if operator.shape:
+            shown = output_sizes(operator, sizes)
+            is_whole = all(sizes[dim] == whole[dim] for dim in sizes if dim not in shown)
+            return self._times.lookup(operator, kind, shape=shown if is_whole else sizes)
+        # With an unknown shape, time is in proportion to elements of all dims.
+        batch = self._graph.batch or self._samples
+        full = full_shape(operator, batch=batch, graph_batch=self._graph.batch)
+        share = math.prod(sizes.values()) / math.prod(full.values())
+        forward_s, backward_s = self._times.lookup(operator, kind)
+        return OperatorTime(forward_s * share, backward_s * share)
 
 
 Gradients = Literal["all", "inputs", "weights", "none"]

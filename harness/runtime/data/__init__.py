@@ -308,7 +308,9 @@ def load_batches(
         return itertools.repeat(_empty_of(data[0]))
     if isinstance(data, SyntheticData):
         epoch = islice(plan.indices(rank), plan.n_steps_per_epoch)
-        data.prepare(sorted({index for indices in epoch for index in indices}))
+        wanted = sorted({index for indices in epoch for index in indices})
+        # Not in forks, which may not read pinned memory.
+        data.prepare(wanted, is_lent=device.type == "cuda" and not n_workers)
     identity: Any = _identity  # because __getitems__ returns whole batches
     loader: DataLoader[Any] = DataLoader(
         data,

@@ -37,20 +37,25 @@ def draw_batch(task: Task, n_samples: int, seed: int, device: torch.device) -> B
 
 
 class SyntheticData(BatchedData):
-    """Copies prepared samples from memory, and draws others on demand."""
+    """Gives prepared samples from memory, and draws others on demand."""
 
     def __init__(self, task: Task, n_samples: int, seed: int) -> None:
         self._task = task
         self._n_samples = n_samples
         self._seed = seed
         self._rows: dict[int, int] = {}
+        self._is_lent = False
         self._prepared = self._allocate(0)
 
     def __len__(self) -> int:
         return self._n_samples
 
-    def prepare(self, indices: Sequence[int]) -> None:
+    def prepare(self, indices: Sequence[int], *, is_lent: bool = False) -> None:
         """Draw samples in advance, so that steps only copy them.
+
+        Args:
+            is_lent: the batches of consecutive samples are not copies, because their readers copy
+                them, to a GPU; they lie in pinned memory if there is one.
 
         Raises:
             MemoryError: the samples need more memory than the host has.
@@ -61,14 +66,21 @@ class SyntheticData(BatchedData):
                 f"{len(indices)} synthetic samples need {format_bytes(n_bytes)}, the host has "
                 f"{format_bytes(total_bytes)}"
             )
-        self._prepared = self._allocate(len(indices))
+        self._is_lent = is_lent and n_bytes <= _LARGEST_BYTES
+        is_pinned = self._is_lent and torch.cuda.is_available()
+        self._prepared = self._allocate(len(indices), is_pinned=is_pinned)
         self._rows = {index: row for row, index in enumerate(indices)}
         for index, row in self._rows.items():
             self._draw_into(self._prepared, row, index)
 
     def __getitems__(self, indices: list[int]) -> Batch:
         if all(index in self._rows for index in indices):
-            rows = torch.tensor([self._rows[index] for index in indices], dtype=torch.int64)
+            found = [self._rows[index] for index in indices]
+            if self._is_lent and found == list(range(found[0], found[0] + len(found))):
+                part = slice(found[0], found[0] + len(found))
+                inputs = tuple(column[part] for column in self._prepared.inputs)
+                return Batch(inputs, self._prepared.targets[part])
+            rows = torch.tensor(found, dtype=torch.int64)
             inputs = tuple(column.index_select(0, rows) for column in self._prepared.inputs)
             return Batch(inputs, self._prepared.targets.index_select(0, rows))
         batch = self._allocate(len(indices))
@@ -76,9 +88,12 @@ class SyntheticData(BatchedData):
             self._draw_into(batch, row, index)
         return batch
 
-    def _allocate(self, n_samples: int) -> Batch:
-        inputs = (torch.empty((n_samples, *s.shape), dtype=s.dtype) for s in self._task.inputs)
-        targets = torch.empty((n_samples, *self._task.target_shape), dtype=self._task.target_dtype)
+    def _allocate(self, n_samples: int, *, is_pinned: bool = False) -> Batch:
+        shapes = [(spec.shape, spec.dtype) for spec in self._task.inputs]
+        *inputs, targets = (
+            torch.empty((n_samples, *shape), dtype=dtype, pin_memory=is_pinned)
+            for shape, dtype in (*shapes, (self._task.target_shape, self._task.target_dtype))
+        )
         return Batch(tuple(inputs), targets)
 
     def _draw_into(self, batch: Batch, row: int, index: int) -> None:

@@ -52,6 +52,10 @@ def gather_steps(
     return values
 
 
+# Steps of a sample on a GPU.
+_N_QUEUED = 4
+
+
 class StepSampler:
     """Times forward and backward of the whole model with its loss, without an optimizer.
 
@@ -79,6 +83,7 @@ class StepSampler:
         self._recorder = recorder
         self._precision = Precision(dtype, device)
         self._data = {n: draw_batch(task, n, 0, device) for n in (batch, small_batch(batch))}
+        self._is_queued = device.type != "cpu"
         self._shortest_s = shortest_sample_s(device.type)
         self._begin_s = time.monotonic()
         self._spent_s = 0.0
@@ -134,6 +139,9 @@ class StepSampler:
 
     def _time(self, samples: int) -> float:
         data = self._data[samples]
+        if self._is_queued:
+            # As in training, the first step fills the queue while the device works.
+            return self._mean_s([self._step(data) for _ in range(1 + _N_QUEUED)][1:])
         once_s = self._mean_s([self._step(data)])  # also loads the model into the cache again
         n_steps = max(1, round(self._shortest_s / max(once_s, 1e-6)))
         return self._mean_s([self._step(data) for _ in range(n_steps)])

@@ -1,7 +1,7 @@
 """Read the profile file, add measurements, and compare operators with whole steps."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -95,8 +95,18 @@ def fit_errors(profile: Profile, graph: Graph, kind: str, dtype: str) -> dict[st
 StepValues = dict[tuple[str, int], list[float]]
 
 
-def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepValues) -> Profile:
-    """Set each kind's whole step to the median, with the current sum over its operators."""
+def with_whole_steps(
+    profile: Profile,
+    graph: Graph,
+    dtype: str,
+    seconds: StepValues,
+    queued: Collection[str] = (),
+) -> Profile:
+    """Set each kind's whole step to the median, with the current sum over its operators.
+
+    Args:
+        queued: kinds of devices, such as GPUs, that run later what the host queues.
+    """
     graph_hash = graph.content_hash()
     steps = {(s.device_kind, s.graph_hash, s.dtype, s.batch): s for s in profile.whole_steps}
     for (kind, samples), values in seconds.items():
@@ -109,6 +119,7 @@ def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepVa
                 step_s=statistics.median(values),
                 operators_s=operators_s,
                 graph_hash=graph_hash,
+                is_queued=kind in queued,
             )
     return msgspec.structs.replace(profile, whole_steps=list(steps.values()))
 

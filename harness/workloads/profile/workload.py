@@ -185,7 +185,9 @@ class _Profiler:
         wait_for_all(world)
         measured = {} if steps is None else steps.seconds
         seconds = gather_steps(measured, self._kinds, world)
-        self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
+        types = gather_bytes(world.device.type.encode(), world)
+        queued = {kind for kind, of in zip(self._kinds, types, strict=True) if of != b"cpu"}
+        self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds, queued)
         self._write()
         if world.is_first:
             self._record_comparison()

@@ -106,6 +106,21 @@ def test_operators_are_calibrated_to_the_measured_step():
     assert simulate(graph, profile, cluster_of(), plans).step_s == 18.0
 
 
+def test_a_part_of_an_operator_takes_the_host_as_long_as_the_whole():
+    graph, profile = chain()
+    step = WholeStep(
+        device_kind="device", batch=8, dtype="float32", step_s=9.0, operators_s=9.0,
+        graph_hash=graph.content_hash(), is_queued=True,
+    )  # fmt: skip
+    small = msgspec.structs.replace(step, batch=1, step_s=6.0, operators_s=9 / 8)
+    profile = msgspec.structs.replace(profile, whole_steps=[step, small])
+    cut = {name: OperatorPlan({"feature": 2}, [0, 1]) for name in ("a", "b")}
+    assert simulate(graph, profile, cluster_of(bandwidth=1e30), cut).step_s == pytest.approx(6.0)
+    slower = msgspec.structs.replace(small, step_s=2.0)
+    profile = msgspec.structs.replace(profile, whole_steps=[step, slower])
+    assert simulate(graph, profile, cluster_of(bandwidth=1e30), cut).step_s == pytest.approx(4.5)
+
+
 def test_each_kind_of_device_has_its_own_times():
     graph, profile = chain()
     other = profile_of(graph, {"a": (5.0, 0.0), "b": (5.0, 0.0)}, kind="old")

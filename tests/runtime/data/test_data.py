@@ -96,7 +96,7 @@ def test_too_few_samples_for_a_whole_batch_are_refused():
 
 def test_a_rank_that_needs_no_data_loads_none(tmp_path, monkeypatch):
     data = open_data("synthetic", options(tmp_path, n_samples=8), IMAGES, 4)
-    monkeypatch.setattr(data, "prepare", lambda indices: pytest.fail("drew samples"))
+    monkeypatch.setattr(data, "prepare", lambda *_, **__: pytest.fail("drew samples"))
     plan = BatchPlan(n_samples=8, shares=(4, 0), positions=((0, 1, 2, 3), ()))
     batches = load_batches(data, plan, 1, n_workers=0, device=CPU)
     for batch in islice(batches, 3):
@@ -122,6 +122,18 @@ def test_a_synthetic_sample_depends_on_its_index_alone(tmp_path):
     assert together.targets[1] == apart.targets[0]
     other_seed = open_data("synthetic", options(tmp_path, n_samples=20, seed=1), IMAGES, 4)
     assert not torch.equal(other_seed.__getitems__([7]).inputs[0], apart.inputs[0])
+
+
+def test_consecutive_samples_are_lent_and_others_copied(tmp_path):
+    data = open_data("synthetic", options(tmp_path, n_samples=8), IMAGES, 4)
+    wanted = [data.__getitems__(indices) for indices in ([2, 3, 4], [4, 2])]
+    data.prepare(range(8), is_lent=True)
+    memory = [data.__getitems__(indices) for indices in ([2, 3, 4], [4, 2], [0])]
+    for found, batch in zip(memory, wanted, strict=False):
+        assert torch.equal(found.inputs[0], batch.inputs[0])
+        assert torch.equal(found.targets, batch.targets)
+    first, copied, other = (batch.inputs[0].untyped_storage().data_ptr() for batch in memory)
+    assert first == other != copied
 
 
 def test_samples_that_do_not_fit_in_the_host_run_out_of_memory(tmp_path):

@@ -1,12 +1,15 @@
-"""What an optimizer's step is timed on."""
+"""What whole steps and an optimizer's step are timed on."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from harness.runtime.capture.capture import capture_model
 from harness.runtime.engines.optimizers import OptimizerOptions
+from harness.runtime.models import ModelOptions, build_task
 from harness.workloads.profile import step as plan_optimizer
-from harness.workloads.profile.step import TimedParameters, optimizer_s_per_byte
+from harness.workloads.profile.step import StepSampler, TimedParameters, optimizer_s_per_byte
 
 
 def test_parameters_gradients_and_a_part_of_the_outputs_pass_between_two_steps():
@@ -36,3 +39,30 @@ def test_what_a_step_goes_through_passes_through_the_cache_before_each_update(mo
     )
     assert flushed == [7e6] * 3
     assert seconds > 0
+
+
+class Clock:
+    """Marks are seconds; counts how often the device was waited for."""
+
+    def __init__(self):
+        self.n_settled = 0
+
+    def settle(self):
+        self.n_settled += 1
+
+    def seconds_at(self, mark):
+        return mark
+
+
+def test_steps_on_a_gpu_are_queued_behind_one_that_does_not_count(monkeypatch):
+    clock = Clock()
+    recorder = SimpleNamespace(clock=clock)
+    sampler = StepSampler(
+        build_task("lenet", ModelOptions(image_size=28, n_channels=1, n_classes=10)), 8, "fp32",
+        torch.device("cpu"), recorder,
+    )  # fmt: skip
+    seconds = iter([9.0, 1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(sampler, "_is_queued", True)
+    monkeypatch.setattr(sampler, "_step", lambda data: (0.0, next(seconds)))
+    assert sampler._time(8) == 2.5
+    assert clock.n_settled == 1

@@ -342,7 +342,7 @@ def test_a_later_step_replaces_the_one_before():
     assert (step.step_s, step.operators_s) == (3.0, 3.0 * n_operators)
     later = with_whole_steps(first, graph, "float32", {("a", 8): [6.0], ("a", 1): []})
     assert [step.step_s for step in later.whole_steps] == [6.0]
-    assert later.calibration_of(own, "a", 8) == 2 * first.calibration_of(own, "a", 8)
+    assert later.calibration_of(own, "a", 8).factor == 2 * first.calibration_of(own, "a", 8).factor
 
 
 def test_rounds_take_the_samples_of_an_operator_apart_in_fp16_too(run_on_ranks, tmp_path):
