@@ -143,7 +143,7 @@ class ProfileConfig(ModelFlags):
     graph is written beside it as .graph.json."""
     time_budget_s: float | None = None
     """Seconds to sample each operator for, unless --min-samples takes longer. Default: 0.2, and
-    0.05 on GPUs, whose samples differ less."""
+    0.02 on GPUs, whose samples differ less."""
     min_samples: int = 6
     """Minimum number of samples of each operator."""
     rounds: int = 3
@@ -171,7 +171,7 @@ class ProfileConfig(ModelFlags):
 
     def budget(self, device_type: str) -> Budget:
         """Samples of one operator in one round."""
-        usual_s = 0.05 if device_type == "cuda" else 0.2
+        usual_s = 0.02 if device_type == "cuda" else 0.2
         return Budget(
             time_s=(self.time_budget_s or usual_s) / self.rounds,
             n_min=math.ceil(self.min_samples / self.rounds),

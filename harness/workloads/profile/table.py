@@ -1,5 +1,6 @@
 """The tables that rank 0 prints after profile: sums, heaviest operators, skipped points."""
 
+import math
 import shlex
 from collections.abc import Collection
 from pathlib import Path
@@ -88,7 +89,16 @@ def _sums(profile: Profile, graph: Graph, kinds: Collection[str]) -> str:
                 f"{errors[len(errors) // 2]:.0%}, at most {errors[-1]:.0%}" if errors else "-",
             ]
         )
-        if step is not None and not _FAITHFUL[0] <= step.calibration <= _FAITHFUL[1]:
+        if step is None:
+            continue
+        dtype = _dtype(profile)
+        if host_s := profile.calibration_of(graph_hash, kind, step.batch, dtype).host_s:
+            warnings.append(
+                f"{kind}: its host queues a step in {format_duration(host_s)}, so any batch below "
+                f"about {math.ceil(step.batch * host_s / step.step_s)} samples takes as long: use "
+                "larger microbatches, or --compile"
+            )
+        elif not _FAITHFUL[0] <= step.calibration <= _FAITHFUL[1]:
             warnings.append(
                 f"{kind}: the whole step takes {step.calibration:.2f} of the sum of its operators; "
                 "docs/profile.md lists likely causes"
