@@ -104,6 +104,7 @@ class TrainLoop:
         loss = training.engine.step(lambda: next(training.batches), self._share(index))
         self._losses.append(loss)
         if index == -1:
+            barrier()  # the first recorded step shall not hold another rank's warm-up
             self._begin_epoch()
 
     def _begin_epoch(self) -> None:

@@ -1,4 +1,4 @@
-"""The accuracy of a model on digits that are held out, and losses that are refused."""
+"""The loop over steps, the accuracy on digits that are held out, and losses that are refused."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import torch
 
 from harness.errors import VerificationError
 from harness.runtime.data.images import DigitData
+from harness.workloads.train import workload
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.evaluation import Evaluation
 from harness.workloads.train.setup import make_task
@@ -58,6 +59,21 @@ def test_the_epoch_in_which_a_run_goes_on_has_an_accuracy_but_no_time():
     assert [(metric, labels["step"]) for metric, labels in found if "step" in labels] == [
         ("accuracy", 0), ("epoch_s", 1), ("accuracy", 1)
     ]  # fmt: skip
+
+
+def test_ranks_wait_for_each_other_between_warm_up_and_the_first_recorded_step(monkeypatch):
+    done = []
+    engine = SimpleNamespace(
+        set_learning_rate=lambda rate: None, step=lambda fetch, share: done.append("step")
+    )
+    training = SimpleNamespace(engine=engine, rates=SimpleNamespace(at=float), n_steps=2)
+    world = SimpleNamespace(rank=0, interface="lo")
+    loop = TrainLoop(training, SimpleNamespace(world=world), 2)
+    monkeypatch.setattr(workload, "barrier", lambda: done.append("barrier"))
+    monkeypatch.setattr(loop, "_share", lambda index: None)
+    for index in range(-2, 2):
+        loop._step(index)
+    assert done == ["step", "step", "barrier", "step", "step"]
 
 
 @pytest.mark.parametrize(
