@@ -96,7 +96,7 @@ def _sums(profile: Profile, graph: Graph, kinds: Collection[str]) -> str:
             warnings.append(
                 f"{kind}: its host queues a step in {format_duration(host_s)}, so any batch below "
                 f"about {math.ceil(step.batch * host_s / step.step_s)} samples takes as long: use "
-                "larger microbatches, or --compile"
+                "larger microbatches"
             )
         elif not _FAITHFUL[0] <= step.calibration <= _FAITHFUL[1]:
             warnings.append(

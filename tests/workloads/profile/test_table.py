@@ -26,5 +26,5 @@ def test_a_gpu_that_waits_for_its_host_is_named_with_the_batch_at_which_it_stops
     *_, last = _sums(profile, graph, {"gpu"}).splitlines()
     assert last == (
         "gpu: its host queues a step in 25 ms, so any batch below about 20 samples takes as long: "
-        "use larger microbatches, or --compile"
+        "use larger microbatches"
     )
