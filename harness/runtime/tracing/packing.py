@@ -69,8 +69,8 @@ def join_packed(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module]:
     """Replace packing, RNN and unpacking by a call of the RNN; returns those RNNs by path.
 
     Raises:
-        ConstructError: a packed sequence has another reader, or the length of the output depends
-            on the lengths.
+        ConstructError: a packed sequence has another reader, the length of the output depends
+            on the lengths, or one RNN runs over packed sequences and over others.
     """
     found: dict[str, nn.Module] = {}
     for node in list(graph.nodes):
@@ -94,6 +94,12 @@ def join_packed(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module]:
             joined.batch_first = given["batch_first"]
             found[str(call.target)] = joined
         graph.erase_node(node)
+    for call in graph.nodes:
+        if str(call.target) in found and len(call.args) < 3:
+            raise ConstructError(
+                f"forward calls {call.target!r} with a packed sequence and with one that is not: "
+                "pack both, or use two RNNs"
+            )
     return found
 
 

@@ -22,7 +22,9 @@ class Tagger(nn.Module):
         x = self.words(tokens)
         packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
         y, state = self.rnn(packed)
-        if self.reads == "state":
+        if self.reads == "both":
+            _, state = self.rnn(x.transpose(0, 1))
+        if self.reads in ("state", "both"):
             return self.last(torch.cat([state[-2], state[-1]], 1))
         if self.reads == "packed":
             return self.last(y.data[: len(x)])
@@ -57,6 +59,10 @@ def test_packing_and_unpacking_are_one_operator_with_the_rnn(kind, reads):
         (Tagger(total_length=None), "give it total_length=x.shape"),
         (Tagger(total_length=9), "makes 9 steps of 6"),
         (Tagger(padding_value=1.0), "another batch_first or padding_value"),
+        (
+            Tagger(nn.GRU, reads="both"),
+            "calls 'rnn' with a packed sequence and with one that is not: pack",
+        ),
         (Tagger(reads="packed"), "unpack it by pad_packed_sequence"),
     ],
 )
