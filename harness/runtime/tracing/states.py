@@ -52,6 +52,7 @@ class States:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        empty = [(one._buffers, set(one._buffers)) for one in root.modules()]
         self._by_id = {id(one[3]): one[1] for one in reversed(held)}
         self._modules = dict(root.named_modules())
         original = nn.Module.__setattr__
@@ -73,6 +74,10 @@ class States:
                     module.__dict__.pop(name, None)
                     if value is not self:
                         module.__dict__[name] = value
+                for buffers, names in empty:  # that forward registers or fills
+                    for name in [n for n, b in buffers.items() if isinstance(b, fx.Proxy)]:
+                        buffers.pop(name)
+                        buffers |= dict.fromkeys({name} & names)
                 for module, path, name, buffer, version, value in held:
                     is_other = module._buffers.get(name) is not buffer
                     if is_other or buffer._version != version:

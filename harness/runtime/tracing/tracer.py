@@ -42,8 +42,18 @@ _FACTS = (
     "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset",
     "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "data_ptr",
     "untyped_storage", "__hash__", "__len__", "__repr__", "__format__", "__reduce_ex__",
-    "__deepcopy__", "type", "is_same_size", "result_type", "is_tensor", "requires_grad_",
+    "__deepcopy__", "type", "is_same_size", "result_type", "is_tensor",
 )  # fmt: skip
+
+
+def _freezing(name: str, value: bool) -> ConstructError:
+    return ConstructError(
+        f"forward sets requires_grad of {name!r} to {value}: set it where the model is made, or "
+        "compute with its detach()"
+    )
+
+
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 class ParametersRecorded(TorchFunctionMode):
@@ -68,10 +78,18 @@ class ParametersRecorded(TorchFunctionMode):
             name = func.__self__.__name__
             if name in _TENSORS:
                 return getattr(self._recorded(args[0]), name)
+        if name == "requires_grad_" or func == _SET_REQUIRES_GRAD:
+            self._check_frozen(*args, *kwargs.values())
+            return func(*args, **kwargs)
         if name in _FACTS or getattr(func, "__name__", "") in ("__get__", "__set__"):
             return func(*args, **kwargs)
         args, kwargs = tree_map(self._recorded, (args, kwargs))
         return fx.Proxy.__torch_function__(func, types, args, kwargs)
+
+    def _check_frozen(self, parameter: Any, value: bool = True) -> None:
+        """Refuse to change whether a parameter gets a gradient, which holds for the whole graph."""
+        if parameter.requires_grad != value:
+            raise _freezing(self._names[id(parameter)], value)
 
     def _recorded(self, value: Any) -> Any:
         name = self._names.get(id(value))
@@ -127,6 +145,8 @@ class ModelProxy(fx.Proxy):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
+        if self.node.op == "get_attr":
+            raise _freezing(str(self.node.target), value)
         raise ConstructError(
             "forward sets requires_grad of a tensor: detach() it, or compute on it"
         )

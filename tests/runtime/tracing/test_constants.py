@@ -76,6 +76,20 @@ def test_constants_are_no_operators(middle, n_left):
     )
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_buffer_that_forward_registers_by_the_dtype_of_an_input_is_a_constant(is_known):
+    def middle(net, x):
+        if getattr(net, "mask", None) is None:
+            net.register_buffer("mask", torch.ones(4, dtype=x.dtype), persistent=False)
+        return x * net.mask
+
+    net = Net(middle)
+    if is_known:
+        net.register_buffer("mask", None)
+    task = Task(model=net, inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
+    hold_to_model(task, capture(task, 4, "net"), "net")
+
+
 @pytest.mark.parametrize("middle", [of_the_batch_size, written_by_inputs])
 def test_values_that_depend_on_the_batch_stay_operators(middle):
     assert len(captured_of(middle).operators) > 4

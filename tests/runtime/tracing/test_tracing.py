@@ -160,9 +160,23 @@ def function_of_a_module(net, x):
     return Scaled.apply(x, net.first)
 
 
+def frozen_within(net, x):
+    net.last.requires_grad_(False)
+    y = net.last(x)
+    net.last.requires_grad_(True)
+    return y
+
+
+def frozen_by_setting(net, x):
+    net.first.weight.requires_grad = False
+    return x
+
+
 @pytest.mark.parametrize(
     ("middle", "reason"),
     [
+        (frozen_within, "sets requires_grad of 'last.weight' to False: set it where the model is"),
+        (frozen_by_setting, "sets requires_grad of 'first.weight' to False: set it where"),
         (registered_in_forward, "register_hook on 'first.weight', which adds a hook in every step"),
         (in_place_data, "changes the data of tanh in place"),
         (in_place_without_gradients, "changes tanh in place under no_grad"),
