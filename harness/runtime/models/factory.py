@@ -103,6 +103,7 @@ def _check_logits(name: str, logits: Tensor, n_samples: int) -> None:
         raise ModelError(
             f"{name}: its forward returns {logits.dtype} of shape {tuple(logits.shape)} "
             f"for {n_samples} samples: return one row of real logits for each sample"
+            + ("" if logits.dim() else ", and beside them a loss by its name, 'loss'")
         )
 
 
@@ -192,7 +193,7 @@ def _not_taken(name: str, tensors: Iterable[Tensor], error: Exception, remedy: s
     where = f" at {place}" if place else ""
     reason = f"{type(error).__name__}: {one_line(first_line(error))}"
     if "'NoneType'" in reason:
-        reason = "it reads an input that the example has not"
+        reason += ", as an attribute or an input that the example has not is None"
     return ModelError(
         f"{name}: its forward fails on inputs of {shapes}{where} ({reason}): {remedy}"
     )

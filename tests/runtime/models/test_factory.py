@@ -10,7 +10,7 @@ from torch import nn
 
 from harness.errors import ModelError
 from harness.runtime.models import ModelOptions
-from harness.runtime.models.factory import task_from_factory, weights_on_meta
+from harness.runtime.models.factory import task_from_factory, task_of, weights_on_meta
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = ModelOptions(n_classes=10, n_channels=3, image_size=32)
@@ -152,3 +152,26 @@ def test_parameters_are_on_meta_and_all_else_is_real():
     assert not net.token.requires_grad
     assert (net.rates, net.positions.tolist()) == ([0.0, 0.5, 1.0], [0, 1, 2])
     assert nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+class Computed(nn.Module):
+    """A layer, and what is computed of its output."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.layer, self.compute = nn.Linear(4, 3), compute
+
+    def forward(self, x):
+        return self.compute(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("compute", "message"),
+    [
+        (None, r"'NoneType' object is not callable, as an attribute or an input that .* is None\)"),
+        (torch.sum, "of shape .. for 2 samples: return one row .* a loss by its name, 'loss'"),
+    ],
+)
+def test_a_forward_that_cannot_be_trained_is_refused_with_its_cause(compute, message):
+    with pytest.raises(ModelError, match=message):
+        task_of("m:f", (Computed(compute), (torch.ones(2, 4),)), OPTIONS)
