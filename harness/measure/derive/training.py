@@ -168,7 +168,8 @@ def _largest(values: Iterable[dict[str, float]]) -> dict[str, float]:
 
 def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> TrainingSummary:
     """Summarise one training run. A run that is not ok has numbers but neither warnings nor
-    stragglers, because its steps are few and its ranks waited for the failure.
+    stragglers, because its steps are few and its ranks waited for the failure. One that changed its
+    strategy has neither stragglers nor outliers, because its ranks and steps differ by design.
 
     Args:
         peaks: `matmul_peaks` of the runs in the same results; None leaves out the MFU of measured
@@ -182,7 +183,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     steps = {rank: phase_table(records) for rank, records in sorted(run.ranks.items())}
     is_judged = run.header.status == "ok"
     ranks = tuple(rank_summary(run, rank, steps[rank]) for rank in steps)
-    ranks = mark_stragglers(ranks) if is_judged else ranks
+    ranks = mark_stragglers(ranks) if is_judged and not still else ranks
     working = {r: table for r, table in steps.items() if computes(spans_of(run.ranks[r]))} or steps
     n_samples = _samples_per_unit(run)
     n_ranks = len(run.header.ranks) or len(run.ranks) or 1

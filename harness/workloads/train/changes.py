@@ -230,7 +230,7 @@ class StrategyChanges:
     def _name(self) -> str:
         """The current strategy, with its frozen layers, in a few words."""
         n_frozen = self._current.n_frozen
-        frozen = f", {n_frozen} layers frozen" if n_frozen else ""
+        frozen = f", {n_frozen} layer{'s' * (n_frozen > 1)} frozen" if n_frozen else ""
         cached = f", {self._current.n_skipped} cached" if self._current.n_skipped else ""
         return f"{self._current.planned.strategy.name}{frozen}{cached}"
 

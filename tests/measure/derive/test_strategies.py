@@ -228,7 +228,19 @@ def test_a_run_that_changes_is_compared_by_its_mean_step_with_the_time_standing_
     assert as_planned(plain) is plain
 
 
-_CHANGE = {"before": "pipeline", "after": "pipeline, 1 layers frozen", "why": "--freeze schedule"}
+def test_a_run_that_changes_to_a_strategy_of_one_rank_has_no_straggler():
+    changed = trained("ddp", 2, 1.0)
+    work, idle = (
+        [Span(kind="forward", start_s=10.0 * k, duration_s=s, step=k) for k in range(3)]
+        for s in (0.9, 0.1)
+    )
+    run = replace(changed, ranks={0: [*changed.ranks[0], *work], 1: [*changed.ranks[1], *idle]})
+    assert [rank.is_straggler for rank in training_summary(run).ranks] == [True, False]
+    run.ranks[0].append(Sample(metric="change_s", value=0.9, step=1, labels=_CHANGE))
+    assert not any(rank.is_straggler for rank in training_summary(run).ranks)
+
+
+_CHANGE = {"before": "pipeline", "after": "pipeline, 1 layer frozen", "why": "--freeze schedule"}
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "dp=1,pp=2"])
