@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Check and measure what needs a GPU, on a machine with one. Usage: bash benchmarks/gpu.sh OUT [PART...]
-# Parts: facts tests smoke matmul batches where single compiled bench comparison equivalence; all by
-# default, in this order.
+# Parts: facts tests smoke matmul batches single compiled bench comparison equivalence; all by default,
+# in this order.
 # Writes OUT/PART.log and OUT/results.tar.gz, and prints the end of each log with its seconds. Exits
 # with 1 if a part fails.
 # shellcheck disable=SC2329  # the loop calls the functions by name
@@ -18,7 +18,7 @@ out=$(realpath -m "$1")
 shift
 mkdir -p "$out"
 parts=("$@")
-((${#parts[@]})) || parts=(facts tests smoke matmul batches where single compiled bench comparison equivalence)
+((${#parts[@]})) || parts=(facts tests smoke matmul batches single compiled bench comparison equivalence)
 export PATH=$root/.venv/bin:$PATH OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 results=$out/results
 vision=(--model "${VISION:-resnet50}" --per-device-batch "${VISION_BATCH:-128}" --steps 20 --warm-up 5)
@@ -60,12 +60,6 @@ smoke() {
 matmul() { ./entry.sh matmul --sizes 1024 4096 8192 16384 --dtype fp32 tf32 bf16 fp16 --results "$results"; }
 
 batches() { python benchmarks/batches.py --json; }
-
-# What a profile by default flags spends its time on.
-where() {
-    python -m cProfile -s cumulative -m harness profile "${vision[@]:0:2}" --batch-size "${vision[3]}" \
-        --dtype bf16 --results "$out/where" | grep -v '{built-in' | head -n 130
-}
 
 # One device: plain PyTorch, the executor and DeepSpeed, with what was predicted for it.
 single() {

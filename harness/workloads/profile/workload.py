@@ -98,6 +98,7 @@ class _Profiler:
         sizes = dict.fromkeys(point.samples for point in self._points)
         by_size = [[p for p in self._points if p.samples == size] for size in sizes]
         batches = [self._assigned(points) for points in by_size]
+        _log.info("timing %d operators and parts of them", sum(map(len, batches)))
         measurer = PointMeasurer(
             self._task,
             self._captured,
