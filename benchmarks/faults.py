@@ -291,7 +291,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     commits = ", ".join(dict.fromkeys(row["commit"].removesuffix("-dirty") for row in rows))
     lines = [_PAGE.format(
         run=RUN_S, collective=COLLECTIVE_S, heartbeat=HEARTBEAT_S, grace=_GRACE_S,
-        commits=commits, machine=rows[-1]["machine"],
+        commits=commits, machine=" and ".join(dict.fromkeys(row["machine"] for row in rows)),
     )]  # fmt: skip
     for row in rows:
         reason = row["reason"].split("\n")[0]
