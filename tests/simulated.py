@@ -15,14 +15,15 @@ MB = 10**6
 
 
 def op(name, inputs, features, parameters=0, kind="linear", **attrs):
-    """A linear layer of batch 8 with a byte per element, so that bytes can be counted by eye."""
+    """A linear layer of batch 8 with a byte per element, so that bytes can be counted by eye, but
+    none of an input, so that the devices that read samples hold no more than others."""
     return Operator(
         name=name,
         kind=kind,
         inputs=inputs,
         shape={"sample": 8, "feature": features},
         parameter_bytes=parameters,
-        activation_bytes=8 * features,
+        activation_bytes=8 * features * (kind != "input"),
         attrs=attrs,
     )
 

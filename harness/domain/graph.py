@@ -27,6 +27,9 @@ SCORE_FLOPS = "score_flops"
 # Attributes of an operator: bytes that it keeps until backward, its output included, in fp32 and
 # under autocast to 16 bits.
 KEPT, KEPT_HALF = "kept_bytes", "kept_bytes_half"
+# Bytes that its backward allocates at once beside gradients of its output, inputs and weights.
+INNER, INNER_HALF = "inner_bytes", "inner_bytes_half"
+_NOT_HASHED = (KEPT, KEPT_HALF, INNER, INNER_HALF)
 
 Attribute = bool | Count | Number | str | Sequence[Count | Number | str]
 
@@ -73,7 +76,7 @@ class Operator(
             function (relu, add, ...), description, tied_to and tied_bytes (the first operator that
             uses some of its weights, and their bytes, which its parameter_bytes do not count); of a
             block: saved_bytes (kept for backward beside the output); of a captured operator:
-            kept_bytes, kept_bytes_half.
+            kept_bytes, kept_bytes_half, inner_bytes, inner_bytes_half.
     """
 
     name: str
@@ -222,11 +225,11 @@ class Graph(JsonFile, frozen=True, kw_only=True):
         return sum(operator.parameter_bytes for operator in self.operators)
 
     def content_hash(self) -> str:
-        """Hash of all fields that planning reads, but for kept bytes, which older graphs lack; in
-        16 hex digits; strategies store it."""
+        """Hash of all fields that planning reads, but for kept and inner bytes, which older graphs
+        lack; in 16 hex digits; strategies store it."""
         operators = [
             msgspec.structs.replace(
-                op, attrs={k: v for k, v in op.attrs.items() if k not in (KEPT, KEPT_HALF)}
+                op, attrs={k: v for k, v in op.attrs.items() if k not in _NOT_HASHED}
             )
             for op in self.operators
         ]

@@ -32,6 +32,7 @@ class GroupCosts(NamedTuple):
     Attributes:
         again_s: of its forward in a stage that recomputes, where values from others have stayed.
         alone_bytes: of gradients that only one device of the group has, and its backward allocates.
+        fed_bytes: of the inputs of a microbatch, where the operator reads one or is the loss.
         kept_bytes, received_bytes: that forward keeps for backward, own and assembled from others'.
         passed_bytes: (2, operators) of gradients while its backward runs, of one microbatch a step
             and of several.
@@ -52,6 +53,7 @@ class GroupCosts(NamedTuple):
     again_s: Floats
     backward_s: Floats
     weight_bytes: Floats
+    fed_bytes: Floats
     alone_bytes: Floats
     kept_bytes: Floats
     received_bytes: Floats
@@ -121,6 +123,7 @@ class Group:
             tables.forward_s[placed].max(axis=1),
             _seconds(backward, ops, placed, float(found.device_end_s[0])),
             tables.weight_bytes[placed].max(axis=1),
+            tables.fed_bytes[placed].max(axis=1),
             tables.buckets().alone[placed].max(axis=1),
             kept[placed].max(axis=1),
             received_bytes(tables)[placed].max(axis=1),

@@ -287,7 +287,8 @@ def price(
             starts, ends.tolist(), entering.tolist(), in_flight.tolist(), strict=True
         )
     ]  # fmt: skip
-    memory = state.n_bytes + options.reserved_bytes + np.array(active)
+    fed = [float(costs.fed_bytes[begin:end].max()) * n_microbatches for begin, end in spans]
+    memory = state.n_bytes + options.reserved_bytes + np.array(active) + np.array(fed)
     return Choice(
         layout=layout,
         n_microbatches=n_microbatches,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
-from harness.domain.graph import KEPT, KEPT_HALF, Graph, Operator
+from harness.domain.graph import INNER, INNER_HALF, KEPT, KEPT_HALF, Graph, Operator
 from harness.domain.key_forms import (
     POSITIONS,
     KeyForm,
@@ -64,6 +64,7 @@ class OperatorCosts:
     Attributes:
         saved_bytes: bytes that forward keeps for backward beside the output; below 0 where the
             output does not stay, or stays in 16 bits.
+        inner_bytes: bytes that backward allocates at once beside gradients that leave it.
         weight_bytes, frozen_bytes: bytes of trained and of frozen weights.
         shared_bytes: bytes of trained weights that other devices hold too.
         slices: (bytes, ascending devices) of each distinct slice of the trained weights.
@@ -74,6 +75,7 @@ class OperatorCosts:
     backward_s: Floats
     output_bytes: Floats
     saved_bytes: Floats
+    inner_bytes: Floats
     weight_bytes: Floats
     frozen_bytes: Floats
     shared_bytes: Floats
@@ -106,10 +108,8 @@ class Costs:
     ) -> None:
         self.graph, self.samples, self._frozen = graph, samples, options.frozen
         self.segments: dict[tuple[tuple[int, ...], int], list[int]] = {}  # of stages
-        weighted = graph.made_of_weights()
-        is_rounded = np.array(
-            [o.dtype == "float32" and o.name in weighted for o in graph.operators]
-        )
+        made = graph.made_of_weights()
+        is_rounded = np.array([o.dtype == "float32" and o.name in made for o in graph.operators])
         is_sent = np.array([op.name not in options.skipped for op in graph.operators])
         share = options.wire_bytes_per_fp32_byte
         self._is_half = share < 1.0
@@ -141,13 +141,10 @@ class Costs:
 
     def blocks(self, op: int, plan: OperatorPlan) -> list[Block]:
         """The blocks of an operator's output, in the order of its devices."""
-        key = (op, self._key(plan)[0])
+        key, operator, batch = (op, self._key(plan)[0]), self.graph.operators[op], self.graph.batch
         if key not in self._blocks:
             self._blocks[key] = full_blocks(
-                self.graph.operators[op],
-                plan.partition,
-                batch=self.samples,
-                graph_batch=self.graph.batch,
+                operator, plan.partition, batch=self.samples, graph_batch=batch
             )
         return self._blocks[key]
 
@@ -181,8 +178,8 @@ class Costs:
 
     def _price_operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
         n, operator = self.n_devices, self.graph.operators[op]
-        forward, backward, output, saved = np.zeros((4, n))
-        saved_per_element = self._saved_per_element(op)
+        forward, backward, output, saved, inner = np.zeros((5, n))
+        saved_per_element, inner_per_element = self._saved_per_element(op)
         active = np.zeros(n, dtype=np.bool_)
         per_element = self.bytes_per_element(op)
         output_dims, shape = self._output_dims(op), self.shapes[op]
@@ -201,6 +198,7 @@ class Costs:
             backward[device] += ratio * seconds.backward_s
             output[device] += per_element * volume(tuple(block[k] for k in output_dims))
             saved[device] += saved_per_element * volume(block)
+            inner[device] += inner_per_element * volume(block)
             active[device] = True
         slices = self._slices(operator, op, plan)
         weight, shared = np.zeros(n), np.zeros(n)
@@ -216,22 +214,24 @@ class Costs:
             backward_s=backward,
             output_bytes=output,
             saved_bytes=saved,
+            inner_bytes=inner,
             weight_bytes=none if is_frozen else weight,
             frozen_bytes=weight if is_frozen else none,
             shared_bytes=none if is_frozen else shared,
             slices=() if is_frozen else slices,
         )
 
-    def _saved_per_element(self, op: int) -> float:
-        """Bytes kept beside the output, by element of all dims."""
+    def _saved_per_element(self, op: int) -> tuple[float, ...]:
+        """Bytes kept beside the output, and allocated inside backward, by element of all dims."""
         operator = self.graph.operators[op]
         n_bytes = operator.attrs.get("saved_bytes", 0)
         kept = operator.attrs.get(KEPT_HALF if self._is_half else KEPT)
         if isinstance(kept, int):
             n_bytes = kept - operator.activation_bytes
         share = self.samples / (self.graph.batch or self.samples)
-        n_elements = float(np.prod(list(self.shapes[op].values())))
-        return n_bytes * share / n_elements if isinstance(n_bytes, int) else 0.0
+        share /= float(np.prod(list(self.shapes[op].values())))
+        found = n_bytes, operator.attrs.get(INNER_HALF if self._is_half else INNER)
+        return tuple(n * share if isinstance(n, int) else 0.0 for n in found)
 
     def _output_dims(self, op: int) -> list[int]:
         """Positions of the dims that the output has (not partial dims)."""

@@ -175,6 +175,8 @@ class Trial:
             simulator.options,
             dict(plans),
             (simulator.costs(samples - 1), n_smaller / n_microbatches) if n_smaller else None,
+            # The executor leaves gradients to autograd where it neither sends nor adds them up.
+            keeps_large=simulator.cluster.n_devices > 1 or n_microbatches > 1,
         )
         self.batch, self.n_microbatches = batch, n_microbatches
         self.stages = tuple(stages)
@@ -269,6 +271,7 @@ class Trial:
             + summed * options.gradient_bytes_per_weight_byte
             + owned * options.n_optimizer_states
             + tables.frozen_bytes.sum(axis=0)
+            + tables.fed_bytes.max(axis=0) * tables.mean_size * self.n_microbatches
             + options.reserved_bytes
         )
         ready = found.device_end_s + optimizer

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from harness.domain.partition import SAMPLE
 from harness.domain.schedule import ScheduleName, rank_actions
 from harness.domain.sharding import LARGE_ELEMENTS, first_bucket_bytes, has_tasks
 from harness.domain.strategy import OperatorPlan, Stage
@@ -124,11 +125,14 @@ class Tables:
         costs: costs of the largest microbatch, which give all bytes.
         smaller: costs of microbatches with one sample less, and their share of all microbatches;
             None if all are equal. Seconds are those of the mean microbatch.
+        keeps_large: large linear layers keep the memory of gradients from step to step.
 
     Attributes:
         tied: operators that share weights, by the last of them (see `Operator.attrs`).
         last_user: of the weights of each of these operators.
         mean_size: size of the mean microbatch over the largest.
+        fed_bytes: (n_ops, n_devices) of a microbatch's inputs, where an operator reads one or is
+            the loss: a device that feeds samples has all their inputs.
     """
 
     def __init__(
@@ -137,8 +141,11 @@ class Tables:
         options: SimulatorOptions,
         plans: dict[int, OperatorPlan],
         smaller: tuple[Costs, float] | None = None,
+        *,
+        keeps_large: bool = True,
     ) -> None:
         graph = costs.graph
+        self._keeps_large = keeps_large
         self._smaller = smaller
         self.mean_size = 1.0 if smaller is None else 1 - smaller[1] / costs.samples
         self.costs, self.options = costs, options
@@ -170,6 +177,12 @@ class Tables:
         self.forward_s, self.backward_s = np.zeros(shape), np.zeros(shape)
         self.output_bytes, self.weight_bytes = np.zeros(shape), np.zeros(shape)
         self.saved_bytes, self.frozen_bytes = np.zeros(shape), np.zeros(shape)
+        self.inner_bytes, self.fed_bytes = np.zeros(shape), np.zeros(shape)
+        inputs = [i for i, op in enumerate(graph.operators) if not has_tasks(op)]
+        self._fed = {c for c, found in enumerate(producers) if not {*inputs}.isdisjoint(found)}
+        self._fed |= {i for i, op in enumerate(graph.operators) if op.kind == "loss"}
+        scale = costs.samples / (graph.batch or costs.samples)
+        self._input_bytes = scale * sum(graph.operators[i].activation_bytes for i in inputs)
         self.shared_bytes = np.zeros(shape)
         self._slices: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()] * self.n_ops
         self._placed = [op for op in range(self.n_ops) if op in plans]
@@ -193,7 +206,18 @@ class Tables:
             self.backward_s[op] += share * (other.backward_s - row.backward_s)
         self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
         self.saved_bytes[op], self.frozen_bytes[op] = row.saved_bytes, row.frozen_bytes
+        self.inner_bytes[op] = row.inner_bytes
+        if op in self._fed:
+            self.fed_bytes[op] = self._input_bytes * self._sample_shares(op, plan)
         self.shared_bytes[op], self._slices[op] = row.shared_bytes, row.slices
+
+    def _sample_shares(self, op: int, plan: OperatorPlan) -> Floats:
+        """(n_devices,) share of a microbatch's samples that an operator computes."""
+        found, dims = np.zeros(self.n_devices), list(self.costs.shapes[op])
+        for block, device in zip(self.costs.blocks(op, plan), plan.devices, strict=True):
+            begin, end = block[dims.index(SAMPLE)] if SAMPLE in dims else (0, self.costs.samples)
+            found[device] = max(found[device], (end - begin) / self.costs.samples)
+        return found
 
     def _count_once(self, last: int) -> None:
         """Count tied weights once on each device, with the first of their operators there."""
@@ -261,9 +285,8 @@ class Tables:
         for op in reversed(self.parameterised):
             for n_bytes, group in self.held(op, self.options.gradient_bytes_per_weight_byte):
                 if len(group) < 2:
-                    # The executor keeps the memory of large ones from step to step.
                     is_linear = self.costs.graph.operators[op].kind == "linear"
-                    if not (is_linear and n_bytes >= 4 * LARGE_ELEMENTS):
+                    if not (self._keeps_large and is_linear and n_bytes >= 4 * LARGE_ELEMENTS):
                         alone[op, group[0]] += n_bytes
                     continue
                 k = open_bucket.get(group)

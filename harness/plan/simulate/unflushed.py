@@ -63,7 +63,8 @@ def simulate_unflushed(simulator: Simulator, strategy: Strategy) -> Unflushed:
     weights = tables.weight_bytes.sum(axis=0)
     versions = windows.lags + 1  # one per microbatch in flight
     names = simulator.network.names
-    memory = simulation.outcome.memory_bytes + versions * weights
+    fed = tables.fed_bytes.max(axis=0) * tables.mean_size * strategy.n_microbatches
+    memory = simulation.outcome.memory_bytes + versions * weights - (n_steps - 1) * fed
     return Unflushed(
         step_s=windows.step_s,
         memory_bytes={name: round(n) for name, n in zip(names, memory, strict=True)},

@@ -16,7 +16,16 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
-from harness.domain.graph import KEPT, KEPT_HALF, SCORE_FLOPS, Attribute, Graph, Operator
+from harness.domain.graph import (
+    INNER,
+    INNER_HALF,
+    KEPT,
+    KEPT_HALF,
+    SCORE_FLOPS,
+    Attribute,
+    Graph,
+    Operator,
+)
 from harness.errors import HarnessError, ModelError
 from harness.runtime.capture.meta_run import (
     MetaResult,
@@ -58,6 +67,7 @@ from harness.runtime.tracing.writes import replace_in_place_writes
 _log = logging.getLogger(__name__)
 
 LOSS = "loss"
+_BY_SOFTMAX = ("cross_entropy", "span_cross_entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +157,7 @@ class _Builder:
         elif tensors := tensors_in_order(value):
             self._add_computed(node, tensors[0])
 
-    def with_kept_bytes(self) -> list[Operator]:
+    def with_kept_bytes(self, loss: str) -> list[Operator]:
         """The operators with the bytes that each keeps until backward; see `saved`."""
         values = {n: tensors_within(found.value) for n, found in self._measured.items()}
         saved = {n: found.saved for n, found in self._measured.items()}
@@ -158,7 +168,8 @@ class _Builder:
         for one in kept.values():
             for node in values:
                 one.follow(node, _arguments(node), of_node.get(node))
-            one.keep(self.nodes[self.output])  # the loss reads it
+            if loss not in _BY_SOFTMAX:  # others save what they read
+                one.keep(self.nodes[self.output])
         for name, node in self.nodes.items():
             attrs = operators[name].attrs | {key: one.of(node) for key, one in kept.items()}
             operators[name] = replace(operators[name], attrs=attrs)
@@ -301,8 +312,10 @@ def _n_bytes(tensors: Iterable[Tensor]) -> int:
 def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
     n_classes = math.prod(size for dim, size in producer.shape.items() if dim != "sample")
     attrs: dict[str, Attribute] = {"function": str(task.loss)}
-    if task.loss == "cross_entropy":  # its log-softmax, in fp32
-        attrs |= dict.fromkeys((KEPT, KEPT_HALF), 4 * batch * n_classes)
+    if task.loss in _BY_SOFTMAX:  # in fp32: log-softmax, its gradient, and that of fp32 outputs
+        n_bytes = 4 * batch * n_classes
+        attrs |= dict.fromkeys((KEPT, KEPT_HALF, INNER), n_bytes)
+        attrs[INNER_HALF] = n_bytes + n_bytes // 2  # one is an input's, counted in 16 bits
     if producer.shape and next(iter(producer.shape)) != "sample":  # such as logits of all pairs
         attrs["is_cut_by_samples"] = False
     *others, last = producer.shape.values() or (0,)
@@ -370,7 +383,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
     if not builder.output:
         raise ModelError(f"{name} returns no tensor that its operators computed")
     last = next(o for o in builder.operators if o.name == builder.output)
-    operators = [*builder.with_kept_bytes(), _loss_operator(task, last, batch)]
+    operators = [*builder.with_kept_bytes(task.loss), _loss_operator(task, last, batch)]
     graph = Graph.from_unordered(name, operators, batch=batch)
     never = untrained(module, measured)
     return Captured(graph=graph, module=module, nodes=builder.nodes, untrained=never)

@@ -102,7 +102,10 @@ class _MetaRun(fx.Interpreter):
         key = str(n) if is_opaque(n, self._modules) else self._key(n, given)
         if key not in self._known:
             call = partial(getattr(self, n.op), n.target)
-            self._known[key] = _measure(n, call, given, self._weights(n))
+            # One copy of each, because an attention computes otherwise if arguments are one tensor.
+            own = {x: fx.node.map_aggregate(self.env[x], _detached) for x in n.all_input_nodes}
+            copied = fx.node.map_arg((n.args, n.kwargs), own.__getitem__)
+            self._known[key] = _measure(n, call, copied, self._weights(n))
         self.measured[n] = self._known[key]
         return self.measured[n].value
 
@@ -118,7 +121,8 @@ class _MetaRun(fx.Interpreter):
             weights = [_description(w) for part in parts for w in part.parameters(recurse=False)]
             called = [(type(part), _settings(part)) for part in parts], weights
         described = fx.node.map_aggregate(given, _description)
-        return f"{n.op} {called} {described} {n.meta.get(NO_GRAD)}"
+        order = fx.node.map_arg((n.args, n.kwargs), n.all_input_nodes.index)
+        return f"{n.op} {called} {described} {order} {n.meta.get(NO_GRAD)}"
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
@@ -132,7 +136,7 @@ def _description(value: Any) -> Any:
 
 
 def _measure(n: fx.Node, call: Callable[..., Any], given: Any, weights: list[Tensor]) -> MetaResult:
-    args, kwargs = fx.node.map_aggregate(given, _detached)
+    args, kwargs = given
     found = MetaResult()
     run = partial(call, args, kwargs)
     try:

@@ -9,7 +9,7 @@ view, has the memory of its input:
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,13 +37,14 @@ class SavedTensors(NamedTuple):
     """What one call saves.
 
     Attributes:
-        inputs: places of its saved tensors among those in its arguments.
+        inputs: places of its saved tensors among those in its arguments, and how often it saves
+            each.
         outputs: places of its saved outputs.
         n_floats, other_bytes: floats, and bytes of other dtypes, that are neither.
         views: for each output, the place of the input whose memory it has.
     """
 
-    inputs: frozenset[int]
+    inputs: Mapping[int, int]
     outputs: frozenset[int]
     n_floats: int
     other_bytes: int
@@ -106,6 +107,8 @@ class _FusedAttention(TorchFunctionMode):
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         with _keeping([]):
             result = _ATTENTION(*args, **kwargs)
+            if result.dim() > 3:  # fused kernels write the heads of a position side by side
+                result = result.transpose(-3, -2).contiguous().transpose(-3, -2)
         if result.requires_grad:
             per_query = result.new_empty(result.shape[:-1])
             self._kept += [*tensors_within((args, kwargs)), result.detach(), per_query]
@@ -125,7 +128,7 @@ def _saved(
     named = {*input_of, *output_of, *map(_memory, weights)}
     others = [tensor for memory, tensor in saved.items() if memory not in named]
     return SavedTensors(
-        inputs=frozenset(input_of[m] for m in saved if m in input_of),
+        inputs=Counter(input_of[m] for m in map(_memory, kept) if m in input_of),
         outputs=frozenset(k for m, k in output_of.items() if m in saved and m not in input_of),
         n_floats=sum(_size(t) // t.element_size() for t in others if t.is_floating_point()),
         other_bytes=sum(_size(t) for t in others if not t.is_floating_point()),
@@ -167,6 +170,7 @@ class KeptBytes:
         self._width: dict[fx.Node, int] = {}  # bytes of a float
         self._kept: defaultdict[fx.Node, set[int]] = defaultdict(set)  # places of its tensors
         self._made: defaultdict[fx.Node, float] = defaultdict(float)
+        self._cast: set[str] = set()  # operators that saved cast copies of their weights
 
     def follow(self, node: fx.Node, given: Sequence[fx.Node], operator: Operator | None) -> None:
         """Take the next node.
@@ -182,15 +186,18 @@ class KeptBytes:
         places = [(n, k) for n in given for k in range(len(self._values[n]))]
         saved = self._saved.get(node)
         if saved is None:  # as if it saved its outputs
-            saved = SavedTensors(frozenset(), frozenset(range(len(self._values[node]))), 0, 0, ())
+            saved = SavedTensors({}, frozenset(range(len(self._values[node]))), 0, 0, ())
         for k, view in enumerate(saved.views):
             if view is not None and view < len(places):
                 self._origin[node, k] = self._of(places[view])
-        for source, k in (places[i] for i in saved.inputs if i < len(places)):
-            if source.op == "get_attr":
+        for i, n in saved.inputs.items():
+            source, k = places[i] if i < len(places) else (None, 0)
+            if source is None or source.op == "get_attr":
                 continue
             if kind and self._width[source] != width:
-                self._made[node] += self._values[source][k].numel() * width  # a copy, cast
+                # Each product casts again, but for an LSTM's, which are one kernel.
+                n_copies = 1 if operator and operator.kind == "lstm" else n
+                self._made[node] += n_copies * self._values[source][k].numel() * width
             else:
                 self._keep((source, k))
         for k in saved.outputs:
@@ -200,7 +207,10 @@ class KeptBytes:
             self._values[n][k].requires_grad for n, k in places if n.op != "get_attr"
         )
         if operator and width == _HALF and kind == "narrow" and is_differentiated:
-            self._made[node] += operator.parameter_bytes * width / _FP32
+            is_new = operator.attrs.get("tied_to") not in self._cast
+            n_bytes = operator.weight_bytes if is_new else operator.parameter_bytes
+            self._made[node] += n_bytes * width / _FP32
+            self._cast.add(operator.name)
 
     def keep(self, node: fx.Node) -> None:
         """The first tensor of a node stays."""

@@ -43,6 +43,20 @@ def test_one_device_runs_forward_and_backward_in_order():
     assert found.memory_bytes == {"node0:0": 3 * 120 + 32, "node0:1": 0}
 
 
+def test_devices_that_read_samples_hold_all_their_inputs_for_the_whole_step():
+    graph, profile = chain()
+    x = msgspec.structs.replace(graph.operators[0], activation_bytes=8 * 100)
+    fed = msgspec.structs.replace(graph, operators=[x, *graph.operators[1:]])
+    plans = {"a": OperatorPlan({"sample": 2}, [0, 1]), "b": OperatorPlan({}, [1])}
+    held = [
+        simulate(one, profile, cluster_of(), plans, n_microbatches=2).memory_bytes
+        for one in (graph, fed)
+    ]
+    assert {name: held[1][name] - n for name, n in held[0].items()} == {
+        "node0:0": 400, "node0:1": 400,
+    }  # fmt: skip
+
+
 def test_microbatches_of_unlike_sizes_take_what_their_samples_take():
     graph, profile = chain()
     one = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}

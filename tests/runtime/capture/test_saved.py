@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harness.domain.graph import KEPT, KEPT_HALF
+from harness.domain.graph import INNER, INNER_HALF, KEPT, KEPT_HALF
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.meta_run import run_on_meta
 from harness.runtime.data.synthetic import draw_batch
@@ -14,6 +14,7 @@ from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.models.torchvision_import import import_torchvision
 
 BATCH = 4
+TOKENS = InputSpec(name="x", shape=(8,), dtype=torch.int64, n_values=10)
 
 
 class Residual(nn.Module):
@@ -58,6 +59,19 @@ class Attention(nn.Module):
         return self.head(y.transpose(1, 2).reshape(len(x), 8, 16).mean(1))
 
 
+class Tied(nn.Module):
+    """A table that is also the last layer's weight, which autocast copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(10, 16), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 10, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.tokens(x)).mean(1))
+
+
 def own(model, *shape):
     return Task(model=model, inputs=(InputSpec(name="x", shape=shape),), n_classes=10)
 
@@ -75,6 +89,7 @@ TASKS = {
     "residual": lambda: own(Residual(), 3, 8, 8),
     "split": lambda: own(Split(), 8),
     "attention": lambda: own(Attention(), 8, 16),
+    "tied": lambda: Task(model=Tied(), inputs=(TOKENS,), n_classes=10),
     "lenet": lambda: built_in("lenet"),
     "resnet18": lambda: built_in("resnet18"),
     "densenet": lambda: own(densenet(), 3, 32, 32),
@@ -97,7 +112,6 @@ def saved_bytes(task, *, is_half):
     ):
         outputs = task.model(*batch.inputs)
         task.sum_loss(outputs, batch.targets)
-    kept[outputs.untyped_storage()._cdata] = outputs.untyped_storage()
     for known in (*task.model.parameters(), *task.model.buffers(), *batch.inputs):
         kept.pop(known.untyped_storage()._cdata, None)
     return sum(storage.nbytes() for storage in kept.values())
@@ -139,8 +153,20 @@ def test_an_output_that_nobody_saves_is_not_kept():
     assert kept["skip"] == 0
 
 
+def test_a_softmax_loss_keeps_its_log_softmax_and_not_the_logits():
+    graph = capture(TASKS["lenet"](), BATCH, "lenet").graph
+    found = {operator.kind: operator.attrs for operator in graph.operators}  # the last of each
+    n_bytes = 4 * BATCH * 10
+    assert (found["linear"][KEPT], found["loss"][KEPT], found["loss"][KEPT_HALF]) == (
+        0, n_bytes, n_bytes,
+    )  # fmt: skip
+    # In backward the gradient of log-softmax; of fp32 logits, beside that of 16-bit logits.
+    assert (found["loss"][INNER], found["loss"][INNER_HALF]) == (n_bytes, n_bytes * 3 // 2)
+
+
 def test_kept_bytes_leave_a_graphs_hash_alone():
     graph = capture(TASKS["lenet"](), BATCH, "lenet").graph
     for operator in graph.operators:
-        operator.attrs.pop(KEPT, None)
+        for name in (KEPT, KEPT_HALF, INNER, INNER_HALF):
+            operator.attrs.pop(name, None)
     assert graph.content_hash() == capture(TASKS["lenet"](), BATCH, "lenet").graph.content_hash()

@@ -106,7 +106,7 @@ def predicted_bytes(graph: Graph, strategy: Strategy, n_frozen: int) -> list[flo
 
 
 def measured_bytes(engine: ExecutorEngine) -> int:
-    """Weights, buckets and optimizer state, and the most that a step allocates beside them."""
+    """Weights, buckets, optimizer state and a batch, and the most that a step allocates beside."""
     n = len(engine.samples)
     batch = Batch((torch.randn(n, WIDTH),), torch.randint(10, (n,)))
     share = Share(n_local=n, n_global=BATCH, counts=(1,) * BATCH)
@@ -118,7 +118,8 @@ def measured_bytes(engine: ExecutorEngine) -> int:
     weights = sum(tensor.nbytes for tensor in engine.weights.held.values())
     states = [v for values in engine._optimizer.state.values() for v in values.values()]
     buckets = [bucket.flat for queue in engine._sync._queues.values() for bucket in queue]
-    return weights + sum(t.nbytes for t in (*states, *buckets)) + _most_allocated(step)
+    held = sum(t.nbytes for t in (*states, *buckets, *batch.inputs))
+    return weights + held + _most_allocated(step)
 
 
 def _most_allocated(step: Callable[[], None]) -> int:
