@@ -28,6 +28,10 @@ SCHEMA_VERSION = 2
 _QUARTILES, _FEW = 1.349, 1.12
 
 
+# A GPU's small batch waits for its host if its calibration is above the largest batch's by more
+# than a small step varies.
+_WAITING = 1.1
+
 MeasurementKey = tuple[str, str, tuple[tuple[str, int], ...], str]
 
 # Names in a profile of the dtypes of training.
@@ -224,10 +228,10 @@ class Profile(JsonFile, frozen=True, kw_only=True):
     ) -> Calibration:
         """What makes the times of a graph's operators those of a step (see `WholeStep`).
 
-        On a CPU the factor is interpolated linearly in the logarithm of the batch, and constant
-        beyond the measured batches; it is 1 if unknown. A GPU's step takes the longer of its
-        operators' time, by the factor of the largest batch, and of the time in which the host
-        queues them, whatever the batch: the smallest batch's step, if that waits for the host.
+        The factor is interpolated linearly in the logarithm of the batch, and constant beyond the
+        measured batches; it is 1 if unknown. Where the smallest batch on a GPU waits for the host,
+        a step takes the longer of its operators' time, by the factor of the largest batch, and of
+        the time in which the host queues them, whatever the batch: the smallest batch's step.
 
         Args:
             dtype: of the steps; None for a profile of one dtype.
@@ -242,13 +246,11 @@ class Profile(JsonFile, frozen=True, kw_only=True):
             return Calibration()
         steps = [known[size] for size in sorted(known)]
         smallest, largest = steps[0], steps[-1]
-        if not largest.is_queued:
-            sizes = [math.log(step.batch) for step in steps]
-            factors = [step.calibration for step in steps]
-            return Calibration(float(np.interp(math.log(samples), sizes, factors)))
-        if smallest.calibration <= largest.calibration:
-            return Calibration(largest.calibration)
-        return Calibration(largest.calibration, smallest.step_s)
+        if largest.is_queued and smallest.calibration > _WAITING * largest.calibration:
+            return Calibration(largest.calibration, smallest.step_s)
+        sizes = [math.log(step.batch) for step in steps]
+        factors = [step.calibration for step in steps]
+        return Calibration(float(np.interp(math.log(samples), sizes, factors)))
 
     def calibrations(self, graph_hash: str) -> dict[str, float]:
         """The calibration of each measured step of a graph, by kind of device and batch."""

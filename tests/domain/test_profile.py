@@ -84,6 +84,7 @@ def test_a_gpu_waits_for_its_host_as_long_in_any_batch():
     profile = Profile(model="m", measurements=[point()], whole_steps=steps)
     for samples in (1, 2, 8, 16, 32):
         assert profile.calibration_of("", "gpu", samples) == (1.05, 6.0)
-    steps[1] = msgspec.structs.replace(steps[1], step_s=2.05)  # the host is ahead
+    steps[1] = msgspec.structs.replace(steps[1], step_s=2.2)  # the host is ahead
     profile = msgspec.structs.replace(profile, whole_steps=steps)
-    assert profile.calibration_of("", "gpu", 2) == (1.05, 0.0)
+    assert profile.calibration_of("", "gpu", 1) == (1.1, 0.0)
+    assert profile.calibration_of("", "gpu", 16) == (1.05, 0.0)
