@@ -6,7 +6,6 @@ compiles anew.
 """
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable
 from functools import cache
@@ -16,8 +15,6 @@ from typing import Any, TypeVar, cast
 import numba
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_log = logging.getLogger(__name__)
 
 _DECORATORS = (b"@compiled", b"@inlined")
 
@@ -57,10 +54,7 @@ def cache_directory() -> Path:
         data = path.read_bytes()
         if any(decorator in data for decorator in _DECORATORS):
             sources.update(data)
-    found = base / f"kernels-{sources.hexdigest()[:12]}"
-    if not found.exists():
-        _log.info("compiling the simulator, which takes half a minute the first time")
-    return found
+    return base / f"kernels-{sources.hexdigest()[:12]}"
 
 
 @compiled

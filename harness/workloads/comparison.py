@@ -68,7 +68,8 @@ def _training(gpus: Sequence[RankInfo] | None) -> TrainConfig:
 
 
 def _profile(search_config: SearchConfig, n_ranks: int, *, has_gpu: bool) -> ProfileConfig:
-    """Profile shards of data parallelism and of pipelines' microbatches; others are fitted."""
+    """Profile shards of data parallelism and of pipelines' microbatches, on one GPU whole operators
+    only; others are fitted."""
     config = search_config.profile_config()
     shards = {1, 2, n_ranks, 4 * n_ranks} if n_ranks > 1 or not has_gpu else {1}
     config = dataclasses.replace(config, shards=tuple(sorted(shards)))

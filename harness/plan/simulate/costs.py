@@ -179,7 +179,7 @@ class Costs:
     def _price_operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
         n, operator = self.n_devices, self.graph.operators[op]
         forward, backward, output, saved, inner = np.zeros((5, n))
-        saved_per_element, inner_per_element = self._saved_per_element(op)
+        saved_per_element, inner_per_element = self._backward_bytes_per_element(op)
         active = np.zeros(n, dtype=np.bool_)
         per_element = self.bytes_per_element(op)
         output_dims, shape = self._output_dims(op), self.shapes[op]
@@ -221,7 +221,7 @@ class Costs:
             slices=() if is_frozen else slices,
         )
 
-    def _saved_per_element(self, op: int) -> tuple[float, ...]:
+    def _backward_bytes_per_element(self, op: int) -> tuple[float, ...]:
         """Bytes kept beside the output, and allocated inside backward, by element of all dims."""
         operator = self.graph.operators[op]
         n_bytes = operator.attrs.get("saved_bytes", 0)

@@ -271,7 +271,7 @@ class Trial:
             + summed * options.gradient_bytes_per_weight_byte
             + owned * options.n_optimizer_states
             + tables.frozen_bytes.sum(axis=0)
-            + tables.fed_bytes.max(axis=0) * tables.mean_size * self.n_microbatches
+            + tables.step_input_bytes(self.n_microbatches)
             + options.reserved_bytes
         )
         ready = found.device_end_s + optimizer

@@ -211,6 +211,11 @@ class Tables:
             self.fed_bytes[op] = self._input_bytes * self._sample_shares(op, plan)
         self.shared_bytes[op], self._slices[op] = row.shared_bytes, row.slices
 
+    def step_input_bytes(self, n_microbatches: int) -> Floats:
+        """(n_devices,) bytes of a step's inputs."""
+        largest: Floats = self.fed_bytes.max(axis=0)
+        return largest * (self.mean_size * n_microbatches)
+
     def _sample_shares(self, op: int, plan: OperatorPlan) -> Floats:
         """(n_devices,) share of a microbatch's samples that an operator computes."""
         found, dims = np.zeros(self.n_devices), list(self.costs.shapes[op])

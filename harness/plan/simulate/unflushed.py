@@ -63,7 +63,7 @@ def simulate_unflushed(simulator: Simulator, strategy: Strategy) -> Unflushed:
     weights = tables.weight_bytes.sum(axis=0)
     versions = windows.lags + 1  # one per microbatch in flight
     names = simulator.network.names
-    fed = tables.fed_bytes.max(axis=0) * tables.mean_size * strategy.n_microbatches
+    fed = tables.step_input_bytes(strategy.n_microbatches)
     memory = simulation.outcome.memory_bytes + versions * weights - (n_steps - 1) * fed
     return Unflushed(
         step_s=windows.step_s,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from psutil import virtual_memory
+from torch import Tensor
 
 from harness.runtime.data.batch import Batch, BatchedData
 from harness.runtime.models.task import Task
@@ -77,7 +78,7 @@ class SyntheticData(BatchedData):
         if all(index in self._rows for index in indices):
             found = [self._rows[index] for index in indices]
             if self._is_lent and found == list(range(found[0], found[0] + len(found))):
-                part = slice(found[0], found[0] + len(found))
+                part = slice(found[0], found[-1] + 1)
                 inputs = tuple(column[part] for column in self._prepared.inputs)
                 return Batch(inputs, self._prepared.targets[part])
             rows = torch.tensor(found, dtype=torch.int64)
@@ -89,12 +90,11 @@ class SyntheticData(BatchedData):
         return batch
 
     def _allocate(self, n_samples: int, *, is_pinned: bool = False) -> Batch:
-        shapes = [(spec.shape, spec.dtype) for spec in self._task.inputs]
-        *inputs, targets = (
-            torch.empty((n_samples, *shape), dtype=dtype, pin_memory=is_pinned)
-            for shape, dtype in (*shapes, (self._task.target_shape, self._task.target_dtype))
-        )
-        return Batch(tuple(inputs), targets)
+        def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return torch.empty((n_samples, *shape), dtype=dtype, pin_memory=is_pinned)
+
+        inputs = tuple(empty(spec.shape, spec.dtype) for spec in self._task.inputs)
+        return Batch(inputs, empty(self._task.target_shape, self._task.target_dtype))
 
     def _draw_into(self, batch: Batch, row: int, index: int) -> None:
         seed = (self._seed * _SEED_FACTOR + index) % (1 << 32)
