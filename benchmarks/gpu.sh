@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Check and measure what needs a GPU, on a machine with one. Usage: bash benchmarks/gpu.sh OUT [PART...]
-# Parts: facts tests smoke matmul batches single compiled bench comparison equivalence; all by default,
-# in this order.
+# Parts: facts tests smoke matmul batches single channels_last compiled bench comparison equivalence;
+# all by default, in this order.
 # Writes OUT/PART.log and OUT/results.tar.gz, and prints the end of each log with its seconds. Exits
 # with 1 if a part fails.
 # shellcheck disable=SC2329  # the loop calls the functions by name
@@ -18,7 +18,7 @@ out=$(realpath -m "$1")
 shift
 mkdir -p "$out"
 parts=("$@")
-((${#parts[@]})) || parts=(facts tests smoke matmul batches single compiled bench comparison equivalence)
+((${#parts[@]})) || parts=(facts tests smoke matmul batches single channels_last compiled bench comparison equivalence)
 export PATH=$root/.venv/bin:$PATH OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 results=$out/results
 vision=(--model "${VISION:-resnet50}" --per-device-batch "${VISION_BATCH:-128}" --steps 20 --warm-up 5)
@@ -71,8 +71,16 @@ single() {
         + profile "${text[@]:0:2}" --batch-size "${text[3]}" --dtype bf16 --results "$results" "${quick[@]}" \
         + train "${text[@]}" --engine torch "${same[@]}" --predict \
         + train "${text[@]}" --engine executor "${same[@]}" --predict \
-        + train "${vision[@]}" --channels-last --engine torch "${same[@]}" \
         + train "${text[@]}" --strategy zero2 zero3 --dtype bf16 --results "$results"
+}
+
+# The same in channels-last order, and a search that tries its plans.
+channels_last() {
+    local -a same=(--results "$results" --dtype bf16 --channels-last)
+    ./entry.sh profile "${vision[@]:0:2}" --batch-size "${vision[3]}" "${same[@]}" --shards 1 \
+        + train "${vision[@]}" --strategy single --engine torch "${same[@]}" --predict \
+        + train "${vision[@]}" --strategy single --engine executor "${same[@]}" --predict \
+        + search "${vision[@]:0:2}" --batch-size "${vision[3]}" "${same[@]}" --search-budget 200
 }
 
 # The same by torch.compile; the steps first, because a profile compiles each batch size for minutes.

@@ -7,6 +7,7 @@ measured shapes.
 import hashlib
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -277,11 +278,14 @@ RESULTS = Path("results")
 
 
 def default_profile(
-    model: str, dtype: str = "fp32", results: Path = RESULTS, *, is_compiled: bool = False
+    model: str, dtype: str = "fp32", results: Path = RESULTS, *, kinds: Sequence[str] = ()
 ) -> Path:
-    """Where a model's profile in one dtype, and of compiled or other whole steps, goes unless the
-    user says otherwise."""
-    words = [model, *([] if dtype == "fp32" else [dtype]), *(["compiled"] if is_compiled else [])]
+    """Where a model's profile in one dtype goes unless the user says otherwise.
+
+    Args:
+        kinds: further words on how steps are computed, such as compiled.
+    """
+    words = [model, *([] if dtype == "fp32" else [dtype]), *kinds]
     name = re.sub(r"[^\w.-]+", "_", "-".join(words))
     return results / f"profile-{name}.json"
 

@@ -26,8 +26,8 @@ def configured_number(run: Headed, name: str) -> float | None:
 def strategy_name(run: Headed) -> str:
     """The strategy's name, prefixed by the engine if several engines train it, and followed by the
     schedule, microbatches and flags of a pipeline or of degrees, by the state that is sharded, by
-    the dtype of summed gradients, and by compilation; a strategy that was read from a file is named
-    after the file, and a run that goes on after its first step."""
+    the dtype of summed gradients, by channels-last order and by compilation; a strategy that was
+    read from a file is named after the file, and a run that goes on after its first step."""
     strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
     is_file = strategy.endswith(".json")
     has_flow = strategy == "pipeline" or ("=" in strategy and not is_file)  # or degrees
@@ -43,6 +43,7 @@ def strategy_name(run: Headed) -> str:
     strategy += _elastic_name(run)
     reduce_dtype = run.header.config.get("reduce_dtype", "fp32")
     strategy += "" if reduce_dtype == "fp32" else f"-reduced-{reduce_dtype}"
+    strategy += "-channels-last" if run.header.config.get("channels_last") else ""
     strategy += "-compiled" if run.header.config.get("compile") else ""
     first = configured_number(run, "first_step")  # of a run that goes on with another
     strategy += f"-from-step-{first:.0f}" if first else ""

@@ -18,10 +18,10 @@ from harness.units import format_bytes, format_number
 # Settings that define a strategy or its search; compared runs agree in all others.
 _COMPARED = (
     "strategy", "strategy_digest", "engine", "n_ranks", "schedule", "microbatches", "asynchronous",
-    "recompute", "recompute_segments", "reduce_dtype", "compile", "predict", "search_seconds",
-    "search_budget", "trials", "memory", "shard_state", "freeze", "freeze_alpha", "freeze_interval",
-    "unfreeze", "shrink", "replicate", "cache", "cache_memory", "drift", "drift_threshold",
-    "change", "controlled", "survive", "rejoin",
+    "recompute", "recompute_segments", "reduce_dtype", "channels_last", "compile", "predict",
+    "search_seconds", "search_budget", "trials", "memory", "shard_state", "freeze", "freeze_alpha",
+    "freeze_interval", "unfreeze", "shrink", "replicate", "cache", "cache_memory", "drift",
+    "drift_threshold", "change", "controlled", "survive", "rejoin",
 )  # fmt: skip
 
 

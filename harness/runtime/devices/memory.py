@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from harness.errors import ConfigError
 from harness.measure.peak_rss import peak_rss_bytes
@@ -45,6 +46,14 @@ def keep_freed_memory(device: torch.device) -> None:
         for n_bytes in _KEPT_BYTES:
             if adjust(_M_MMAP_THRESHOLD, n_bytes):
                 break
+
+
+def move_model(
+    model: nn.Module, device: torch.device | None, *, is_channels_last: bool
+) -> nn.Module:
+    """Move a model to a device, or leave it where it is, with its filters in the order wanted."""
+    order = torch.channels_last if is_channels_last else torch.preserve_format
+    return model.to(device, memory_format=order)  # type: ignore[call-overload, no-any-return]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -187,7 +187,10 @@ class ProfileConfig(ModelFlags):
         """The profile file."""
         if self.profile_file is not None:
             return self.profile_file
-        return default_profile(self.model, self.dtype, results, is_compiled=self.compile)
+        kinds = {"channels_last": self.channels_last, "compiled": self.compile}
+        return default_profile(
+            self.model, self.dtype, results, kinds=[kind for kind, is_on in kinds.items() if is_on]
+        )
 
 
 def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:

@@ -19,7 +19,7 @@ from harness.errors import first_line
 from harness.measure.places import check_place
 from harness.measure.store import write_atomically
 from harness.runtime.capture.capture import Captured, capture
-from harness.runtime.devices.memory import is_out_of_memory, record_peaks, reset_peak
+from harness.runtime.devices.memory import is_out_of_memory, move_model, record_peaks, reset_peak
 from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import Task, build_task
@@ -232,12 +232,13 @@ def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
     task = build_on_host(lambda: build_task(config.model, config.model_options()), context.world)
     place = context.world.device
     try:
-        task.model.to(place)  # before capture, which fixes the devices of new tensors
+        # Before capture, which fixes the devices of new tensors.
+        move_model(task.model, place, is_channels_last=config.channels_last)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         place = torch.device("cpu")
-        task.model.to(place)
+        move_model(task.model, place, is_channels_last=config.channels_last)
     captured = capture(task, config.batch_size, config.model)
     captured.module.to(place)  # moves constants, too
     return task, captured

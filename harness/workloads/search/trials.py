@@ -31,6 +31,7 @@ from harness.plan.portfolio import Searched
 from harness.plan.search.objective import Candidate
 from harness.runtime.data import DataOptions, open_data
 from harness.runtime.data.batch import Batch
+from harness.runtime.devices.memory import move_model
 from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import EngineOptions, Share
@@ -287,6 +288,7 @@ class _Trial:
         task = build_on_host(
             lambda: build_task(search_config.model, fitted, search_config.seed), context.world
         )
+        move_model(task.model, None, is_channels_last=search_config.channels_last)
         self._engine = ExecutorEngine(
             task, context.world, self._recorder, _options(search_config),
             ExecutorPlan(
@@ -300,7 +302,9 @@ class _Trial:
             dlrm=search_config.dlrm_options(),
         )  # fmt: skip
         fed = self._engine.samples
-        self._batch: Batch = open_data("synthetic", data, task, strategy.batch).__getitems__(fed)
+        batch: Batch = open_data("synthetic", data, task, strategy.batch).__getitems__(fed)
+        is_gpu = context.world.device.type == "cuda"
+        self._batch = batch.pinned() if is_gpu else batch  # as in training
         counts = (task.n_targets,) * strategy.batch
         self._share = Share(n_local=len(fed), n_global=strategy.batch, counts=counts)
 

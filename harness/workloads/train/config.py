@@ -196,8 +196,6 @@ class TrainSettings(SearchFlags, ModelFlags):
     cache_memory: float = 1024.0
     """MiB of shared memory of each rank for --cache; further samples are written to the run's
     directory."""
-    channels_last: bool = False
-    """Keep images and filters in channels-last order, which is faster on tensor cores."""
     seed: int = 0
     """Seed of weights, data and the order of runs."""
 

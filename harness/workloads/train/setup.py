@@ -29,6 +29,7 @@ from harness.runtime.data import (
     split_by_weight,
 )
 from harness.runtime.data.synthetic import draw_batch
+from harness.runtime.devices.memory import move_model
 from harness.runtime.devices.precision import Precision, reduced, set_tensor_cores
 from harness.runtime.devices.sampling import settle
 from harness.runtime.engines.engine import Engine, EngineOptions
@@ -160,14 +161,13 @@ def make_task(case: TrainCase) -> Task:
 
 
 def _place(case: TrainCase, task: Task, device: torch.device) -> Task:
-    order = torch.channels_last if case.channels_last else torch.preserve_format
     model = task.model
     # The executor reads the scope from its plan.
     if case.engine != "executor":
         model = set_norm_scope(model, case.norm_scope, device)
     # The executor moves the slices that a device keeps: the whole model may not fit there.
     place = torch.device("cpu") if case.engine == "executor" else device
-    return replace(task, model=model.to(place, memory_format=order))  # type: ignore[call-overload]
+    return replace(task, model=move_model(model, place, is_channels_last=case.channels_last))
 
 
 def _shares(case: TrainCase, task: Task, world: World) -> tuple[int, ...]:

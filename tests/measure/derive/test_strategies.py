@@ -49,6 +49,12 @@ def test_single_of_another_engine_is_the_baseline_where_plain_single_is_missing(
     assert (first.strategy, second.speedup) == ("executor-single on 1", 3.0)
 
 
+def test_channels_last_order_is_compared_with_the_usual_one():
+    usual, last = table(trained("single", 1, 3.0), trained("single", 1, 2.0, channels_last=True))
+    assert (usual.strategy, last.strategy) == ("single on 1", "single-channels-last on 1")
+    assert last.speedup == 1.5
+
+
 def test_one_repeat_each_is_inconclusive_and_says_how_many_more():
     row = table(trained("single", 1, 3.0), trained("ddp", 2, 1.0))[1]
     assert row.verdict is not None

@@ -79,7 +79,7 @@ def test_a_model_too_large_for_the_device_is_captured_and_compared_on_the_host(
     """`fits`: its weights, but not its gradients."""
     move, held = nn.Module.to, []
 
-    def to(module, device):
+    def to(module, device, **_):
         if torch.device(device).type == "meta" and not fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return module.to_empty(device=device) if fits else move(module, device)
