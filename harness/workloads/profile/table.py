@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from harness.domain.graph import Graph
-from harness.domain.profile import Profile, WholeStep
+from harness.domain.profile import DTYPE_NAMES, Profile, WholeStep
 from harness.domain.record import Sample
 from harness.domain.sharding import has_tasks
 from harness.errors import GraphError
@@ -19,6 +19,8 @@ from harness.workloads.profile.store import fit_errors
 _N_HEAVIEST = 12
 # Calibrations outside this range get a warning; docs/profile.md lists likely causes.
 _FAITHFUL = (0.8, 1.25)
+_TENSOR_CORE_DTYPES = (DTYPE_NAMES["bf16"], DTYPE_NAMES["fp16"])
+_MOST_OF_STEP = 0.5
 
 
 def profile_text(runs: list[Run]) -> str:
@@ -38,6 +40,7 @@ def _parts(run: Run) -> list[str]:
     kinds = {info.device_kind for info in run.header.ranks}
     return [
         _sums(profile, graph, kinds),
+        "" if run.header.config.get("channels_last") else _order_advice(profile, graph),
         _heaviest(profile, graph),
         _skipped(run),
         _files(run, graph),
@@ -106,6 +109,23 @@ def _sums(profile: Profile, graph: Graph, kinds: Collection[str]) -> str:
     heads = ["device", "operators", "forward", "backward", "sum", "whole step", "calibration",
              "error of fits"]  # fmt: skip
     return "\n".join([columns(heads, rows), *warnings])
+
+
+def _order_advice(profile: Profile, graph: Graph) -> str:
+    """A line for each kind of GPU that spends most of its time on images, in bf16 or fp16."""
+    lines = []
+    if _dtype(profile) in _TENSOR_CORE_DTYPES:
+        shapes = {op.name: op.shape for op in graph.operators}
+        for kind in sorted({step.device_kind for step in profile.whole_steps if step.is_queued}):
+            found = _times(profile, graph, kind)
+            images_s = sum(t.total_s for name, t in found if {"height", "width"} <= {*shapes[name]})
+            share = images_s / (sum(t.total_s for _, t in found) or 1.0)
+            if share > _MOST_OF_STEP:
+                lines.append(
+                    f"{kind}: {share:.0%} of the time is in operators of images: try "
+                    "--channels-last (ResNet-50 in bf16 was 1.7 times as fast by it on an H100)"
+                )
+    return "\n".join(lines)
 
 
 def _by_samples(steps: list[WholeStep], graph: Graph) -> str:
