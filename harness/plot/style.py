@@ -212,7 +212,11 @@ def note_failures(canvas: Canvas, table: pd.DataFrame) -> None:
 def note_cut(canvas: Canvas, n_shown: int, n_all: int, things: str) -> None:
     """Say above a figure that it leaves some out, unless it says so already."""
     if n_all > n_shown and not canvas.get_suptitle():
-        canvas.suptitle(f"{n_shown} of {n_all} {things}; all are in the table")
+        words = f"{n_shown} of {n_all} {things}; all are in the table"
+        if canvas.subfigs and canvas.legends:  # a title of the figure would cover the legend
+            canvas.legends[0].set_title(words)
+        else:
+            canvas.suptitle(words)
 
 
 def _make_room(axes: Axes, rows_in: float) -> None:

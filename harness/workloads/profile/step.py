@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from functools import partial
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from harness.domain.graph import Graph
 from harness.errors import first_line
@@ -23,7 +25,13 @@ from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.compiling import compiled_by_torch
 from harness.runtime.devices.memory import CacheFlush, is_out_of_memory
 from harness.runtime.devices.precision import Precision
-from harness.runtime.devices.sampling import settle, shortest_sample_s
+from harness.runtime.devices.sampling import (
+    Budget,
+    clock_for,
+    hold_gpu,
+    shortest_sample_s,
+    take_samples,
+)
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.models import Task
 from harness.runtime.ranks.gather import gather_bytes
@@ -57,7 +65,8 @@ _N_QUEUED = 4
 
 
 class StepSampler:
-    """Times forward and backward of the whole model with its loss, without an optimizer.
+    """Times forward and backward of the whole model with its loss, without an optimizer, and the
+    copy of the batch to a GPU.
 
     Steps with the batch and with a small batch are timed, because small batches use caches better.
     Step samples are interleaved with operators, with about equal time for both, so that slowdowns
@@ -82,13 +91,19 @@ class StepSampler:
             self._sum_loss = compiled_by_torch(task.sum_loss, device)
         self._recorder = recorder
         self._precision = Precision(dtype, device)
-        self._data = {n: draw_batch(task, n, 0, device) for n in (batch, small_batch(batch))}
+        self._device = device
         self._is_queued = device.type != "cpu"
+        self._data = {n: self._drawn(n) for n in (batch, small_batch(batch))}
         self._shortest_s = shortest_sample_s(device.type)
         self._begin_s = time.monotonic()
         self._spent_s = 0.0
         self.seconds: dict[int, list[float]] = {samples: [] for samples in self._data}
         """Step times by batch size."""
+
+    def _drawn(self, samples: int) -> Batch:
+        """A batch where training finds it: for a GPU in pinned memory of the host."""
+        drawn = draw_batch(self._task, samples, 0, torch.device("cpu"))
+        return drawn.pinned() if self._device.type == "cuda" else drawn
 
     @property
     def n_taken(self) -> int:
@@ -151,9 +166,9 @@ class StepSampler:
         clock = self._recorder.clock
         self._task.model.zero_grad(set_to_none=True)
         start = clock.mark()
+        inputs, targets = data.to(self._device)
         with self._precision.autocast():
-            loss = self._sum_loss(self._model(*data.inputs), data.targets)
-            loss = loss / data.targets.numel()
+            loss = self._sum_loss(self._model(*inputs), targets) / targets.numel()
         loss.backward()
         return start, clock.mark()
 
@@ -168,6 +183,8 @@ _LARGEST_BYTES = 256 << 20
 # Many periods of a CPU quota, which lets a process run and pause in turn.
 _MIN_TIME_S = 1.0
 _MIN_STEPS = 3
+# A host queues the step of an optimizer over hundreds of parameters in less time than these take.
+_N_HOLDS = 8
 
 
 @dataclass(frozen=True)
@@ -214,17 +231,31 @@ def optimizer_s_per_byte(
     for parameter in model:
         parameter.grad = torch.zeros_like(parameter)
     optimizer, flush = make_optimizer(model.named_parameters(), options, device), CacheFlush(device)
+    if device.type == "cuda":
+        return _gpu_step_s(optimizer, partial(flush, timed.n_between), device) / sum(timed.sizes)
     # Under a CPU quota, CPU time excludes pauses; `ratio` then adds the mean share of pauses.
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
     optimizer.step()  # allocates the optimizer's state
-    n_steps, steps_s, begin_s, start_s = 0, 0.0, clock(), time.perf_counter()
+    n_steps, steps_s, begin_s, start_s = 0, 0.0, time.process_time(), time.perf_counter()
     while n_steps < _MIN_STEPS or time.perf_counter() - start_s < _MIN_TIME_S:
         flush(timed.n_between)
-        settle(device)
-        before_s = clock()
+        before_s = time.process_time()
         optimizer.step()
-        settle(device)
-        steps_s += clock() - before_s
+        steps_s += time.process_time() - before_s
         n_steps += 1
-    ratio = (time.perf_counter() - start_s) / (clock() - begin_s)
+    ratio = (time.perf_counter() - start_s) / (time.process_time() - begin_s)
     return steps_s * ratio / n_steps / sum(timed.sizes)
+
+
+def _gpu_step_s(optimizer: Optimizer, flush: Callable[[], None], device: torch.device) -> float:
+    """Median seconds of an optimizer's step that a GPU finds in its queue, as in training."""
+    clock = clock_for(device)
+
+    def sample() -> tuple[Any, Any]:
+        for _ in range(_N_HOLDS):
+            hold_gpu()
+        flush()
+        start = clock.mark()
+        optimizer.step()
+        return start, clock.mark()
+
+    return median(take_samples(sample, clock, Budget(time_s=_MIN_TIME_S, n_min=_MIN_STEPS)))

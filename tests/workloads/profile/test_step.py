@@ -41,6 +41,19 @@ def test_what_a_step_goes_through_passes_through_the_cache_before_each_update(mo
     assert seconds > 0
 
 
+def test_a_gpu_is_held_while_its_host_queues_an_optimizers_step(monkeypatch):
+    calls = []
+    monkeypatch.setattr(plan_optimizer, "hold_gpu", lambda: calls.append("hold"))
+    monkeypatch.setattr(plan_optimizer, "_MIN_TIME_S", 0.0)
+    optimizer = SimpleNamespace(step=lambda: calls.append("step"))
+    seconds = plan_optimizer._gpu_step_s(
+        optimizer, lambda: calls.append("flush"), torch.device("cpu")
+    )
+    held = plan_optimizer._N_HOLDS
+    assert calls[: held + 2] == ["hold"] * held + ["flush", "step"]
+    assert seconds > 0
+
+
 class Clock:
     """Marks are seconds; counts how often the device was waited for."""
 
