@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure as Canvas
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.record import Sample
@@ -145,6 +147,18 @@ def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog):
     assert set(measured["step"]) == {1.0}  # durations grow by 4 per mille, modulo 9
     predicted = table[(table["side"] == "predicted") & table["label"].str.contains("pipeline")]
     assert sorted(set(predicted["rank"])) == [0, 1, 2, 3, 4]
+
+
+def test_the_note_of_a_cut_timeline_stands_clear_of_its_legend(catalog):
+    canvas = Canvas(layout="constrained")
+    replace(load_figure("timeline"), most=1).draw_most(table_of("timeline", catalog), canvas)
+    (legend,) = canvas.legends
+    canvas.draw_without_rendering()
+    note, *words = [legend.get_title(), *legend.get_texts()]
+    assert note.get_text().startswith("1 of ")
+    assert not canvas.get_suptitle()
+    for text in words:
+        assert note.get_window_extent().y0 >= text.get_window_extent().y1
 
 
 def test_bubble_stands_beside_that_of_the_simulation(catalog):
