@@ -288,7 +288,7 @@ FAULTS = [
             "exit code 3", is_quick=False),
     Fault(
         name="nan", title="a rank's part of the loss becomes NaN",
-        words=train("ddp", "--steps", "40"), inject=_model("nan"), limit_s=RUN_S,
+        words=train("ddp", "--steps", "200"), inject=_model("nan"), limit_s=RUN_S,
         limit="run timeout", statuses=("invalid",), reason=("the loss is nan",), node=None,
         is_quick=False,
     ),
