@@ -164,7 +164,8 @@ class Trial:
             return row | {"status": None, "reason": "", "kept": {}}
         try:
             header = read_header(run_dir)
-            row |= {"status": header.status, "reason": header.reason[:600]}
+            reason = header.reason.replace(str(ROOT), "ROOT")
+            row |= {"status": header.status, "reason": reason[:600]}
         except Exception as error:
             row |= {"status": "unreadable", "reason": str(error)}
         return row | {"kept": self._kept(run_dir)}
