@@ -36,8 +36,11 @@ class Batch(NamedTuple):
         inputs = tuple(t.to(device, non_blocking=True) for t in self.inputs)
         return Batch(inputs, self.targets.to(device, non_blocking=True))
 
-    def pinned(self) -> Batch:
-        """Copy to pinned memory, from which a GPU copies while its host goes on."""
+    def ready_for(self, device: torch.device) -> Batch:
+        """The batch where training finds it: for a GPU in pinned memory, from which it copies while
+        its host goes on."""
+        if device.type != "cuda":
+            return self
         return Batch(tuple(t.pin_memory() for t in self.inputs), self.targets.pin_memory())
 
 

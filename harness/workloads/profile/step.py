@@ -93,17 +93,15 @@ class StepSampler:
         self._precision = Precision(dtype, device)
         self._device = device
         self._is_queued = device.type != "cpu"
-        self._data = {n: self._drawn(n) for n in (batch, small_batch(batch))}
+        self._data = {
+            n: draw_batch(task, n, 0, torch.device("cpu")).ready_for(device)
+            for n in (batch, small_batch(batch))
+        }
         self._shortest_s = shortest_sample_s(device.type)
         self._begin_s = time.monotonic()
         self._spent_s = 0.0
         self.seconds: dict[int, list[float]] = {samples: [] for samples in self._data}
         """Step times by batch size."""
-
-    def _drawn(self, samples: int) -> Batch:
-        """A batch where training finds it: for a GPU in pinned memory of the host."""
-        drawn = draw_batch(self._task, samples, 0, torch.device("cpu"))
-        return drawn.pinned() if self._device.type == "cuda" else drawn
 
     @property
     def n_taken(self) -> int:

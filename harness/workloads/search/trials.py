@@ -303,8 +303,7 @@ class _Trial:
         )  # fmt: skip
         fed = self._engine.samples
         batch: Batch = open_data("synthetic", data, task, strategy.batch).__getitems__(fed)
-        is_gpu = context.world.device.type == "cuda"
-        self._batch = batch.pinned() if is_gpu else batch  # as in training
+        self._batch = batch.ready_for(context.world.device)
         counts = (task.n_targets,) * strategy.batch
         self._share = Share(n_local=len(fed), n_global=strategy.batch, counts=counts)
 
