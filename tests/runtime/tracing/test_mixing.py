@@ -21,6 +21,7 @@ from harness.domain.strategy import validate
 from harness.errors import StrategyError
 from harness.plan import builders
 from harness.runtime.capture.capture import capture
+from harness.runtime.models.attention import GroupedAttention
 from harness.runtime.models.task import InputSpec, Task
 
 
@@ -141,6 +142,22 @@ def test_a_layer_that_takes_samples_for_steps_mixes_them(layer, batch_first, is_
 
     task = Task(model=Steps(), inputs=(InputSpec(name="x", shape=(5, 4)),), n_classes=3)
     assert bool(mixing_of(task)) == is_mixing
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_attention_over_samples_mixes_them(is_turned):
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.head = GroupedAttention(4, 2), nn.Linear(4, 3)
+
+        def forward(self, x):
+            x = x.transpose(0, 1) if is_turned else x
+            y = self.attention(x, x)
+            return self.head((y.transpose(0, 1) if is_turned else y).mean(1))
+
+    task = Task(model=Attends(), inputs=(InputSpec(name="x", shape=(5, 4)),), n_classes=3)
+    assert mixing_of(task) == (["GroupedAttention"] if is_turned else [])
 
 
 @pytest.mark.parametrize(("dim", "found"), [(0, ["softmax"]), (1, [])])
