@@ -110,7 +110,7 @@ def describe_cluster(ranks: list[RankInfo]) -> Cluster:
                 Device(
                     name=names[info.rank],
                     kind=info.device_kind,
-                    memory_bytes=info.memory_bytes,
+                    memory_bytes=info.training_bytes,
                 )
                 for info in infos
             ],

@@ -21,8 +21,6 @@ _STRATEGIES = ("single", "ddp", "pipeline", "searched")
 _N_REPEATS = 7
 # Of ResNet-50 on one device, with the allocator's share: in 16 bits and in fp32.
 _BYTES_A_SAMPLE, _FP32_BYTES_A_SAMPLE = 46e6, 92e6
-# Of a GPU's memory; the rest is its context and what other programs hold.
-_USABLE = 0.8
 
 
 def _dtype(gpus: Sequence[RankInfo]) -> str:
@@ -34,8 +32,8 @@ def _dtype(gpus: Sequence[RankInfo]) -> str:
 def _batch(gpus: Sequence[RankInfo], dtype: str) -> int:
     """128, or less if a GPU cannot hold its activations: `single` trains the whole batch."""
     batch, each = 128, _FP32_BYTES_A_SAMPLE if dtype == "fp32" else _BYTES_A_SAMPLE
-    smallest = min((gpu.memory_bytes for gpu in gpus), default=2**60)
-    while batch > 8 and batch * each > _USABLE * smallest:
+    smallest = min((gpu.training_bytes for gpu in gpus), default=2**60)
+    while batch > 8 and batch * each > smallest:
         batch //= 2
     return batch
 
