@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Check and measure what needs a GPU, on a machine with one. Usage: bash benchmarks/gpu.sh OUT [PART...]
-# Parts: facts tests smoke matmul batches single channels_last compiled bench comparison equivalence;
-# all by default, in this order.
+# Parts: facts tests smoke matmul batches single channels_last fits compiled bench comparison
+# equivalence; all by default, in this order.
 # Writes OUT/PART.log and OUT/results.tar.gz, and prints the end of each log with its seconds. Exits
 # with 1 if a part fails.
 # shellcheck disable=SC2329  # the loop calls the functions by name
@@ -18,7 +18,7 @@ out=$(realpath -m "$1")
 shift
 mkdir -p "$out"
 parts=("$@")
-((${#parts[@]})) || parts=(facts tests smoke matmul batches single channels_last compiled bench comparison equivalence)
+((${#parts[@]})) || parts=(facts tests smoke matmul batches single channels_last fits compiled bench comparison equivalence)
 export PATH=$root/.venv/bin:$PATH OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 results=$out/results
 vision=(--model "${VISION:-resnet50}" --per-device-batch "${VISION_BATCH:-128}" --steps 20 --warm-up 5)
@@ -81,6 +81,19 @@ channels_last() {
         + train "${vision[@]}" --strategy single --engine torch "${same[@]}" --predict \
         + train "${vision[@]}" --strategy single --engine executor "${same[@]}" --predict \
         + search "${vision[@]:0:2}" --batch-size "${vision[3]}" "${same[@]}" --search-budget 200
+}
+
+# After `single`: the largest batch that `advise` lets a GPU hold trains there, and where a GPU cannot
+# hold a step, the profile times parts of the model.
+fits() {
+    local fraction=PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction batch
+    ./entry.sh links --results "$results"
+    batch=$(python -m harness.plan advise "$results" --dtype bf16 "${text[@]:0:2}" --batch-size "${text[3]}" --json \
+        | python -c 'import json, sys; print(json.load(sys.stdin)["largest_batch"][0]["batch"])') || return 1
+    echo "largest batch of ${text[1]}: $batch"
+    env "$fraction:0.03" ./entry.sh profile "${text[@]:0:2}" --batch-size 8 --dtype bf16 --shards 1 --results "$out/small" || return 1
+    ./entry.sh train "${text[@]:0:2}" --per-device-batch "$batch" --steps 3 --warm-up 1 --strategy single --engine torch \
+        --dtype bf16 --results "$results"
 }
 
 # The same by torch.compile; the steps first, because a profile compiles each batch size for minutes.

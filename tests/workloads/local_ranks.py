@@ -142,11 +142,11 @@ def matmul_with_little_memory(config: Any, context: Context) -> str:
 
 
 def links_with_cluster(config: Any, context: Context) -> str:
-    """Run links; the cluster file's text on rank 0."""
+    """Run links; the text of the results' cluster file on rank 0."""
     from harness.workloads.links.workload import run_links
 
     run_links(config, context)
-    path = context.run_dir / "cluster.json"
+    path = context.run_dir.parent / "cluster.json"
     return path.read_text() if context.world.is_first else ""
 
 

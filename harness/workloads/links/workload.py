@@ -181,9 +181,10 @@ def _write_cluster(
     rates = measured_flops(results, header)
     cluster = build_cluster(header, pairs, points, rates, overhead)
     written, shared = [context.run_dir / CLUSTER_FILE], results / CLUSTER_FILE
+    is_first = not shared.exists() and (bool(pairs) or context.world.size == 1)
     if config.cluster_file is not None:
         written.append(config.cluster_file)
-    elif pairs and (is_complete(asdict(config)) or not shared.exists()):
+    elif is_first or (pairs and is_complete(asdict(config))):
         written.append(shared)
     write_cluster(cluster, written)
 
