@@ -235,6 +235,13 @@ def weight_dim(operator: Operator) -> str | None:
     return next(iter(weight_dims(operator)), None)
 
 
+def weight_cuts(operator: Operator, partition: Mapping[str, Cut]) -> tuple[Cut, ...]:
+    """The cuts of each dim of the weight, in its own order; 1 where it is whole."""
+    dims = weight_dims(operator)
+    in_order = reversed(dims) if operator.kind == "embedding" else dims  # (tokens, features)
+    return tuple(partition.get(dim, 1) for dim in in_order)
+
+
 def weight_part(operator: Operator, dims: list[str], cuts: dict[str, Cut], index: int) -> int:
     """Number of the weight slice that block `index` holds, row-major over `weight_dims`."""
     place = part_index(dims, cuts, index)

@@ -10,6 +10,7 @@ from made_graphs import GB, layers, profile_of, request_of
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Operator
+from harness.domain.sharding import weight_cuts
 from harness.domain.strategy import (
     Stage,
     check_fresh,
@@ -406,3 +407,18 @@ def test_every_plan_of_a_search_has_all_calls_of_a_batch_norm_alike(exhaustive_u
     names = [one.strategy.name for one in found.standards]
     assert "ddp" in names
     assert not any("pipeline" in name for name in names)
+
+
+@pytest.mark.parametrize("exhaustive_up_to", [0, 20_000])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_search_cuts_a_weight_alike_for_all_operators_that_use_it(is_tied, exhaustive_up_to):
+    graph, profile = layers(4, parameters=100_000)
+    ops = list(graph.operators)
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e6, memory_bytes=GB)
+    if is_tied:
+        ops[2] = msgspec.structs.replace(ops[2], attrs=ops[2].attrs | {"tied_to": ops[1].name})
+    request = request_of(msgspec.structs.replace(graph, operators=ops), profile, cluster)
+    found = search_portfolio(request, exhaustive_up_to=exhaustive_up_to)
+    cuts = [[weight_cuts(ops[k], c.plans[k].partition) for k in (1, 2)] for c in found.ranked()]
+    assert any(first != other for first, other in cuts) != is_tied
+    assert any(max(first) > 1 for first, _ in cuts)

@@ -128,7 +128,24 @@ class Chain:
             move = self._spread(self._ops[a : a + length])
         else:
             move = self._spread(self._random.choice(self._kinds))
+        move |= self._tied(move, plans)
         return {op: plan for op, plan in move.items() if plan != plans[op]}
+
+    def _tied(self, move: Move, plans: Mapping[int, OperatorPlan]) -> Move:
+        """Plans, on the same devices, that cut a weight as the moved operators that share it do."""
+        found: Move = {}
+        for pair in self.objective.tied:
+            for one, other in (pair, pair[::-1]):
+                if one not in move or other in move or other not in plans:
+                    continue
+                cuts, used = self.objective.cuts_of(one, move[one]), set(move[one].devices)
+                if self.objective.cuts_of(other, plans[other]) == cuts:
+                    continue
+                for plan in self.space.menus[other]:
+                    if set(plan.devices) == used and self.objective.cuts_of(other, plan) == cuts:
+                        found[other] = plan
+                        break
+        return found
 
     def _copy(self, plans: Mapping[int, OperatorPlan]) -> Move:
         op = self._random.choice(self._ops)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from harness.domain.graph import Graph
+from harness.domain.partition import Cut
 from harness.domain.schedule import ScheduleName
+from harness.domain.sharding import weight_cuts
 from harness.domain.strategy import OperatorPlan, ShardState, Stage, Strategy
 from harness.plan.costs import SearchProgress
 from harness.plan.simulate.simulator import Simulator, Trial
@@ -19,7 +21,7 @@ _PROGRESS_EVERY_S = 0.25
 
 class JudgedPlan(NamedTuple):
     """One proposal's step, and by which share of its memory the fullest device is too small; plus
-    the calls of batch norms that are planned unlike others of the same."""
+    the operators that are planned unlike others which share a batch norm or a weight with them."""
 
     step_s: float
     excess: float
@@ -71,6 +73,7 @@ class Objective:
     Attributes:
         best: of all searches so far; None until something fits.
         best_of: of each search, by its name.
+        tied: pairs of operators that share a weight.
         least_excess: of all proposals: how much memory was lacking at least.
     """
 
@@ -82,6 +85,8 @@ class Objective:
         progress: Callable[[SearchProgress], None] | None = None,
     ) -> None:
         self.simulator = simulator
+        index = simulator.graph.index()
+        self.tied = [(index[a], index[b]) for a, b in simulator.graph.tied_weights()]
         self.best: Candidate | None = None
         self.best_of: dict[str, Candidate] = {}
         self.least_excess = math.inf
@@ -129,10 +134,9 @@ class Objective:
         limits = self.simulator.limits
         excess = max(0.0, float((out.memory_bytes / limits).max()) - 1)
         self.n_proposals += 1
-        plans = trial.tables.plans
-        n_unlike = sum(plans[a] != plans[b] for a, b in self.simulator.norm_calls)
+        n_unlike = self._n_unlike(trial.tables.plans)
         self.least_excess = min(self.least_excess, excess)
-        if n_unlike:  # calls of one batch norm, which the executor refuses
+        if n_unlike:
             excess += n_unlike
         elif excess == 0:
             self._remember(trial, out.step_s)
@@ -141,6 +145,18 @@ class Objective:
         self.judging_s += time.process_time() - began
         self.tick()
         return JudgedPlan(out.step_s, excess)
+
+    def _n_unlike(self, plans: Mapping[int, OperatorPlan]) -> int:
+        """Number of further calls of a batch norm that are planned unlike the first, which the
+        executor refuses, and of uses of a weight that cut it otherwise, which it computes whole."""
+        n_norms = sum(plans[a] != plans[b] for a, b in self.simulator.norm_calls)
+        return n_norms + sum(
+            self.cuts_of(a, plans[a]) != self.cuts_of(b, plans[b]) for a, b in self.tied
+        )
+
+    def cuts_of(self, op: int, plan: OperatorPlan) -> tuple[Cut, ...]:
+        """How a plan cuts the weight of an operator."""
+        return weight_cuts(self.simulator.graph.operators[op], plan.partition)
 
     def tick(self) -> bool:
         """Show progress when it is time to; whether the request's time is used up."""
