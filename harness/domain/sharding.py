@@ -235,11 +235,12 @@ def weight_dim(operator: Operator) -> str | None:
     return next(iter(weight_dims(operator)), None)
 
 
-def weight_cuts(operator: Operator, partition: Mapping[str, Cut]) -> tuple[Cut, ...]:
-    """The cuts of each dim of the weight, in its own order; 1 where it is whole."""
+def weight_cuts(operator: Operator, partition: Mapping[str, Cut]) -> dict[int, Cut]:
+    """The cuts of the weight by its own dims, as far as these are cut."""
     dims = weight_dims(operator)
     in_order = reversed(dims) if operator.kind == "embedding" else dims  # (tokens, features)
-    return tuple(partition.get(dim, 1) for dim in in_order)
+    cuts = enumerate(partition.get(dim, 1) for dim in in_order)
+    return {k: cut for k, cut in cuts if n_parts(cut) > 1}
 
 
 def weight_part(operator: Operator, dims: list[str], cuts: dict[str, Cut], index: int) -> int:

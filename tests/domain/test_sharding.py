@@ -7,8 +7,8 @@ from harness.domain.sharding import (
     full_shape,
     input_block,
     is_partial,
-    weight_dims,
     weight_cuts,
+    weight_dims,
     weight_part,
 )
 from harness.errors import StrategyError
@@ -199,10 +199,10 @@ def test_results_of_some_experts_are_a_partial_sum():
     assert found == ((0, 4), (4, 8), (0, 3), (0, 6))
 
 
-def test_cuts_of_a_tied_weight_are_equal_where_an_output_layer_and_an_embedding_hold_the_same_part():
+def test_an_embedding_by_rows_cuts_a_tied_weight_as_an_output_layer_by_features():
     shape = {"sample": 8, "seq": 4, "feature": 16}
     embedding, head = op("embedding", shape), op("linear", shape, summed=16)
     by_rows = weight_cuts(embedding, {"sample": 2, "contraction": 4})
-    assert by_rows == weight_cuts(head, {"feature": 4}) == (4, 1)
-    assert weight_cuts(embedding, {"feature": 4}) == (1, 4)
-    assert weight_cuts(head, {"sample": 8}) == (1, 1)
+    assert by_rows == weight_cuts(head, {"feature": 4}) == {0: 4}
+    assert weight_cuts(embedding, {"feature": 4}) == {1: 4}
+    assert weight_cuts(head, {"sample": 8}) == weight_cuts(op("elementwise", shape), {}) == {}

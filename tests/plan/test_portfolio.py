@@ -421,4 +421,4 @@ def test_a_search_cuts_a_weight_alike_for_all_operators_that_use_it(is_tied, exh
     found = search_portfolio(request, exhaustive_up_to=exhaustive_up_to)
     cuts = [[weight_cuts(ops[k], c.plans[k].partition) for k in (1, 2)] for c in found.ranked()]
     assert any(first != other for first, other in cuts) != is_tied
-    assert any(max(first) > 1 for first, _ in cuts)
+    assert any(first for first, _ in cuts)

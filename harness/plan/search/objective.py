@@ -154,7 +154,7 @@ class Objective:
             self.cuts_of(a, plans[a]) != self.cuts_of(b, plans[b]) for a, b in self.tied
         )
 
-    def cuts_of(self, op: int, plan: OperatorPlan) -> tuple[Cut, ...]:
+    def cuts_of(self, op: int, plan: OperatorPlan) -> dict[int, Cut]:
         """How a plan cuts the weight of an operator."""
         return weight_cuts(self.simulator.graph.operators[op], plan.partition)
 
