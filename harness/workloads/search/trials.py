@@ -146,17 +146,21 @@ class Tried:
 
 
 def worth_trying(found: Searched, most: int) -> list[Candidate]:
-    """Choose at most `most` plans whose predictions are close to the best, as long as all fit into
-    memory together; fastest first."""
+    """Choose at most `most` plans whose predictions are close to the best, as long as the state of
+    all fits into memory beside the activations of each; fastest first."""
     chosen: list[Candidate] = []
-    free = found.simulator.limits.copy()
+    simulator = found.simulator
+    state = np.zeros_like(simulator.limits)
+    activations = np.zeros_like(state)
     limit_s = _WORTH_TRYING * found.best.step_s
     for candidate in unlike_first([c for c in found.ranked() if c.step_s <= limit_s]):
         if len(chosen) == most:
             break
-        needed = found.simulator.simulate(found.strategy(candidate)).outcome.memory_bytes
-        if np.all(needed <= free):
-            free -= needed
+        outcome = simulator.simulate(found.strategy(candidate)).outcome
+        own = np.minimum(outcome.static_bytes, outcome.memory_bytes)
+        largest = np.maximum(activations, outcome.memory_bytes - own)
+        if np.all(state + own + largest <= simulator.limits):
+            state, activations = state + own, largest
             chosen.append(candidate)
     return sorted(chosen, key=lambda candidate: candidate.step_s)
 

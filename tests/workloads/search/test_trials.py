@@ -2,9 +2,20 @@
 
 import itertools
 
+from made_graphs import GB, layers, request_of
+
+from harness.domain.cluster import Cluster
 from harness.domain.strategy import Stage
+from harness.plan.portfolio import search_portfolio
 from harness.plan.search.objective import Candidate
-from harness.workloads.search.trials import LEAST_ROUNDS, MOST_ROUNDS, places, race, unlike_first
+from harness.workloads.search.trials import (
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    places,
+    race,
+    unlike_first,
+    worth_trying,
+)
 
 
 def never_late():
@@ -61,3 +72,17 @@ def test_the_best_of_each_schedule_is_tried_before_second_bests():
     ]  # fmt: skip
     found = [candidate.method for candidate in unlike_first(ranked)]
     assert found == ["whole", "dp", "by hand", "gpipe", "MCMC", "dp of 4"]
+
+
+def test_the_state_of_all_tried_plans_fits_beside_the_activations_of_each():
+    graph, profile = layers(4, batch=1024, parameters=10)  # 120 B of state, 128 KiB of outputs
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=GB)
+    found = search_portfolio(request_of(graph, profile, cluster))
+    peaks = [
+        float(found.simulator.simulate(found.strategy(plan)).outcome.memory_bytes.max())
+        for plan in worth_trying(found, 3)
+    ]
+    assert sum(peaks) > max(peaks) + 1000
+    for spare, n in ((1000, 3), (0, 1)):
+        request = request_of(graph, profile, cluster, memory_bytes=round(max(peaks)) + spare)
+        assert len(worth_trying(search_portfolio(request), 3)) == n
