@@ -200,7 +200,8 @@ class Choice:
 
     @property
     def name(self) -> str:
-        name = f"{self.layout.name}, {self.n_microbatches} microbatches"
+        n = self.n_microbatches
+        name = f"{self.layout.name}, {n} microbatch{'es' * (n > 1)}"
         name += ", recomputed" if self.segments else ""
         name += " in segments" if self.segments > 1 else ""
         return name if self.shard_state == "none" else f"{name}, sharded {self.shard_state}"

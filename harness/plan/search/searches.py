@@ -119,7 +119,7 @@ class Searches:
         for n_microbatches in self.counts:
             if objective.is_out_of_time():
                 return
-            method = f"{PIPELINES}, {n_microbatches} microbatches"
+            method = f"{PIPELINES}, {n_microbatches} microbatch{'es' * (n_microbatches > 1)}"
             objective.start(method, budget=end - objective.n_proposals)
             search = PipelineSearch(self.simulator, self.batch, n_microbatches, self.most_replicas)
             # The bound leaves out most of what makes pipelines slower, so above the best it is
