@@ -127,7 +127,7 @@ def draw(root: Path, options: Options) -> dict[str, Any]:
     """Draw all runs in a separate process; returns its time and memory."""
     profiled = ["-m", "cProfile", "-o", options.profile] if options.profile else []
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, *profiled, "-m", "harness.plot", str(root), "--out", out]
+        command = [sys.executable, *profiled, "-m", "harness.plot", str(root), "--output", out]
         start_s = time.perf_counter()
         with (Path(out) / "stderr").open("w+") as errors:
             command.append("--timings")

@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("results", type=Path, help="results directory, or one run's directory")
     parser.add_argument(
-        "--out", type=Path, default=Path("plots"), help="output directory (default: plots)"
+        "--output", type=Path, default=Path("plots"), help="output directory (default: plots)"
     )
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", default=[], help="draw these figures only"
@@ -67,7 +67,7 @@ def _trace_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", type=Path, help="one run's directory, such as results/<run>")
     parser.add_argument(
-        "-o", "--out", type=Path, help="file to write (default: plots/<run>.trace.json)"
+        "-o", "--output", type=Path, help="file to write (default: plots/<run>.trace.json)"
     )
     return parser
 
@@ -100,12 +100,12 @@ def _plot(args: argparse.Namespace) -> int:
         raise ResultsError(
             f"{args.results} holds no run{beside}: make one with ./entry.sh, or import logs"
         )
-    make_directory("--out", args.out)
+    make_directory("--output", args.output)
     drawn, left_out = without_samples(found)
     catalog = read_catalog(drawn, [*problems, *left_out], validations)
     timings.end("records")
-    rendered = render(catalog, names, args.out, args.format, timings)
-    report = args.out / "report.html"
+    rendered = render(catalog, names, args.output, args.format, timings)
+    report = args.output / "report.html"
     answered = rendered.attempt("answers", lambda: answers(catalog)) or []
     write_atomically(
         report, build_report(catalog, rendered, answered, args.results).encode(errors="replace")
@@ -133,7 +133,7 @@ def _plot(args: argparse.Namespace) -> int:
     else:
         for name, reason in rendered.missing:
             print(f"not drawn: {name}: {reason}")
-        print(f"drawn into {args.out}: {', '.join(d.figure.name for d in rendered.drawn)}")
+        print(f"drawn into {args.output}: {', '.join(d.figure.name for d in rendered.drawn)}")
         compared = [answer for answer in answered if answer.cell]
         for answer in compared[:MAX_ANSWERS]:
             print(one_line(f"{answer.cell}: {answer.sentence}", 1000))
@@ -194,8 +194,8 @@ def _trace(args: argparse.Namespace) -> None:
         raise ResultsError(f"{error}: give one run's directory, not all results") from None
     plan, problems = read_plan(args.run)
     _complain([f"skipped {path}: {one_line(r)}" for path, r in [*skipped, *problems]])
-    out: Path = args.out or Path("plots") / f"{run.header.run_id}.trace.json"
-    make_directory("--out", out.parent)
+    out: Path = args.output or Path("plots") / f"{run.header.run_id}.trace.json"
+    make_directory("--output", out.parent)
     data = trace_bytes(run, plan)
     write_atomically(out, data)
     print(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")

@@ -96,7 +96,7 @@ def reports(planned, tmp_path_factory):
     found = {}
     for name, root in (("sample", SAMPLES), ("failed", planned)):
         only = ("--only", "throughput", "timeline")
-        assert main([str(root), "--out", str(out / name), *only]) == 0
+        assert main([str(root), "--output", str(out / name), *only]) == 0
         found[name] = out / name / "report.html"
     return found
 

@@ -187,7 +187,7 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_drawn(tmp_path, capsys):
     (root / GOOD / "rank0.jsonl").rename(root / GOOD / "rank².jsonl")
     (root / GOOD / "rank0.jsonl").write_bytes((SAMPLES / GOOD / "rank0.jsonl").read_bytes())
     only = ["throughput", "matmul", "link_heatmap"]
-    assert main([str(root), "--out", str(tmp_path / "out"), "--only", *only]) == 0
+    assert main([str(root), "--output", str(tmp_path / "out"), "--only", *only]) == 0
     shown = capsys.readouterr()
     assert "label target" not in shown.err
     assert "link_latency_s has target 'x': it must be a whole number from 0 to 65536" in shown.err
@@ -205,7 +205,7 @@ def test_a_figure_that_fails_is_named_and_the_others_are_drawn(tmp_path, capsys,
     monkeypatch.setattr("harness.plot.figures.throughput._draw_model", fail)
     root = copies(tmp_path / "results", GOOD)
     only = ["throughput", "step_time"]
-    assert main([str(root), "--out", str(tmp_path / "out"), "--only", *only]) == 1
+    assert main([str(root), "--output", str(tmp_path / "out"), "--only", *only]) == 1
     assert "failed: throughput: ValueError: no such colour\n" in capsys.readouterr().err
     assert (tmp_path / "out" / "step_time.png").exists()
     assert not (tmp_path / "out" / "throughput.png").exists()

@@ -53,7 +53,7 @@ def plot(*arguments):
 @pytest.fixture(scope="module")
 def plots(comparison, tmp_path_factory):
     out = tmp_path_factory.mktemp("plots")
-    assert plot(comparison, "--out", out) == 0
+    assert plot(comparison, "--output", out) == 0
     return out
 
 
@@ -113,8 +113,8 @@ def test_report_begins_with_an_answer_its_table_and_warnings(plots):
 
 def test_equal_results_give_an_equal_report(comparison, plots, tmp_path):
     names = ("throughput", "scaling", "link_heatmap")
-    assert plot(comparison, "--out", tmp_path / "once", "--only", *names) == 0
-    assert plot(comparison, "--out", tmp_path / "again", "--only", *names) == 0
+    assert plot(comparison, "--output", tmp_path / "once", "--only", *names) == 0
+    assert plot(comparison, "--output", tmp_path / "again", "--only", *names) == 0
     for path in (tmp_path / "once").iterdir():
         again = (tmp_path / "again" / path.name).read_bytes()
         assert again == path.read_bytes(), path.name
@@ -123,14 +123,14 @@ def test_equal_results_give_an_equal_report(comparison, plots, tmp_path):
 
 
 def test_only_draws_what_is_named(comparison, tmp_path):
-    arguments = (comparison, "--out", tmp_path, "--only", "matmul", "memory", "--format", "svg")
+    arguments = (comparison, "--output", tmp_path, "--only", "matmul", "memory", "--format", "svg")
     assert plot(*arguments) == 0
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"matmul.svg", "matmul.csv", "memory.svg", "memory.csv", "report.html"}
 
 
 def test_json_holds_the_tables(comparison, tmp_path, capsys):
-    assert plot(comparison, "--out", tmp_path, "--only", "throughput", "--json") == 0
+    assert plot(comparison, "--output", tmp_path, "--only", "throughput", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["report"] == str(tmp_path / "report.html")
     assert printed["answers"][0]["sentence"].startswith("No verdict yet: pipeline was fastest")
@@ -143,7 +143,7 @@ def test_json_holds_the_tables(comparison, tmp_path, capsys):
 def test_samples_of_the_repository_do_not_stand_beside_own_runs(comparison, tmp_path, capsys):
     shutil.copytree(comparison / "single", tmp_path / "results" / "sample-single")
     shutil.copytree(comparison / "pipeline", tmp_path / "results" / "pipeline")
-    arguments = (tmp_path / "results", "--out", tmp_path, "--only", "throughput", "--json")
+    arguments = (tmp_path / "results", "--output", tmp_path, "--only", "throughput", "--json")
     assert plot(*arguments) == 0
     rows = json.loads(capsys.readouterr().out)["tables"]["throughput"]
     assert [row["strategy"] for row in rows] == ["pipeline"]
@@ -163,7 +163,7 @@ def test_hostile_names_stay_text(tmp_path, write, header, cluster, trained, conf
     write(tmp_path / "results", made, trained(2, 32, 0.1, 0.1))
     failed = msgspec.structs.replace(made, run_id="failed", status="crash", reason=HOSTILE)
     write(tmp_path / "results", failed, {})
-    assert plot(tmp_path / "results", "--out", tmp_path / "plots") == 0
+    assert plot(tmp_path / "results", "--output", tmp_path / "plots") == 0
     html = (tmp_path / "plots" / "report.html").read_text()
     assert HOSTILE not in html
     page = Page(html)
@@ -176,7 +176,7 @@ def test_figures_without_data_are_named(
 ):
     made = header("train", configured("ddp", 32), cluster(2), run_id="one")
     write(tmp_path / "results", made, trained(2, 32, 0.1, 0.1))
-    assert plot(tmp_path / "results", "--out", tmp_path / "plots") == 0
+    assert plot(tmp_path / "results", "--output", tmp_path / "plots") == 0
     printed = capsys.readouterr().out
     assert "not drawn: link_heatmap: no data: it needs a links run of two" in printed
     assert not (tmp_path / "plots" / "link_heatmap.png").exists()
@@ -184,7 +184,7 @@ def test_figures_without_data_are_named(
 
 
 def test_a_single_run_directory_can_be_drawn(comparison, tmp_path):
-    assert plot(comparison / "links", "--out", tmp_path, "--only", "bandwidth") == 0
+    assert plot(comparison / "links", "--output", tmp_path, "--only", "bandwidth") == 0
     assert (tmp_path / "bandwidth.png").exists()
 
 
@@ -209,7 +209,7 @@ def test_results_of_an_older_version_are_refused_with_the_remedy(comparison, tmp
     shutil.copytree(comparison / "links", old)
     text = (old / "run.json").read_text()
     (old / "run.json").write_text(text.replace('"version": 2\n}', '"version": 1\n}'))
-    assert main([str(tmp_path / "results"), "--out", str(tmp_path / "plots")]) == 2
+    assert main([str(tmp_path / "results"), "--output", str(tmp_path / "plots")]) == 2
     printed = capsys.readouterr().err
     assert "holds no run, but 1 other entries" in printed
     assert f"skipped {old}" in printed

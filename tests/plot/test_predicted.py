@@ -197,7 +197,7 @@ def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(planned, tmp_p
     broken = root / "pipeline-0" / PREDICTION_FILE
     broken.write_text('{"strategy": "pipeline", "step_s": "soon"}')
     (root / "searched-0" / STRATEGY_FILE).write_text("{}")
-    assert main([str(root), "--out", str(tmp_path / "plots"), "--only", "prediction"]) == 0
+    assert main([str(root), "--output", str(tmp_path / "plots"), "--only", "prediction"]) == 0
     error = capsys.readouterr().err
     assert error.count(f"skipped {broken}") == 1
     assert error.count(f"skipped {root / 'searched-0' / STRATEGY_FILE}") == 1
@@ -208,7 +208,7 @@ def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(planned, tmp_p
 
 def test_runs_without_predictions_are_absent_and_no_error(comparison, tmp_path, capsys):
     names = OF_PREDICTIONS
-    assert main([str(comparison), "--out", str(tmp_path), "--only", *names]) == 0
+    assert main([str(comparison), "--output", str(tmp_path), "--only", *names]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out.count("not drawn: ") == len(names)
