@@ -1,4 +1,4 @@
-"""What the executor cannot compute block by block is refused by name."""
+"""What the executor cannot compute block by block is refused by name, and no search plans it."""
 
 import pytest
 import torch
@@ -8,11 +8,15 @@ from torch import nn
 from harness.domain.cluster import Cluster
 from harness.errors import ModelError
 from harness.plan.builders import ddp
+from harness.plan.costs import PlanRequest
+from harness.plan.estimates import DeviceRates, roofline_profile
+from harness.plan.portfolio import search_portfolio
 from harness.runtime.capture.capture import capture
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.shards.forms import choose_forms
-from harness.runtime.models import InputSpec, Task
+from harness.runtime.models import InputSpec, ModelOptions, Task, build_task, fit_options
+from harness.runtime.models.task import TextOptions
 
 PAIR = Cluster.uniform(1, 2, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
 
@@ -79,3 +83,22 @@ def test_global_statistics_of_volumes_are_those_of_all_blocks():
 
 def _norm(x, training):
     return F.batch_norm(x, torch.zeros(6), torch.ones(6), training=training)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "dlrm"])
+def test_what_searches_cut_is_not_computed_whole(name):
+    sizes = TextOptions(sequence_length=16, vocabulary_size=120, n_layers=2, width=64, n_heads=4)
+    asked = ModelOptions(dropout=0.0, text=sizes) if name != "dlrm" else ModelOptions()
+    task = build_task(name, fit_options(name, asked), seed=1)
+    captured = capture(task, 8, name)
+    rates = {"rank": DeviceRates(flops_per_s=2e11, memory_bytes_per_s=1e10)}
+    cluster = Cluster.uniform(1, 2, kind="rank", memory_bytes=1 << 36, inside_bytes_per_s=1e10)
+    profile = roofline_profile(captured.graph, rates, n_parts=(1, 2), n_microbatches=(1, 2))
+    found = search_portfolio(
+        PlanRequest(graph=captured.graph, profile=profile, cluster=cluster, batch=8, budget=400)
+    )
+    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
+    for candidate in found.ranked():
+        plan = ExecutorPlan(strategy=found.strategy(candidate))
+        for forms in choose_forms(captured, meta, plan, plan.strategy.microbatch_sizes()).values():
+            assert "gathered" not in forms.of.values(), candidate.method
