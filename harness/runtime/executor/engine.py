@@ -166,8 +166,8 @@ class ExecutorEngine:
         self._units = plan_units(self.holders, strategy.shard_state, unit_bytes)
         for form in forms.values():
             form.find_units(self._units)
-        groups = self.holders.groups()
-        self._gradient_groups = {devices: self._groups.for_gradients(devices) for devices in groups}
+        summed = partial(self._groups.for_gradients, is_scattered=strategy.shards_gradients)
+        self._gradient_groups = {devices: summed(devices) for devices in self.holders.groups()}
         exchanging = sorted({unit.devices for unit in self._units})
         self._unit_groups = {devices: self._groups.for_exchanges(devices) for devices in exchanging}
         messages = {size: find_messages(form, world.size) for size, form in forms.items()}

@@ -3,8 +3,9 @@
 - A group has one CUDA stream: its work starts in the order of posting, after the work before it.
 - A message has no tag: the n-th send of a pair of ranks meets the n-th receive.
 - A send ends when it is received. Only sends and receives of one batch start together.
-- The first collective or batch of a group blocks the host until all its ranks use it, and the first
-  message of two ranks until both do.
+- The first collective or batch of a group blocks the host until all its ranks use it, and so does
+  the first of each algorithm, which depends on operation and size. The first message of two ranks
+  blocks until both use it.
 - NCCL has no integers of 16 bits, and collectives ask for contiguous tensors.
 
 A wait blocks the host here, and the compute stream under NCCL. In both, work that is posted after
@@ -33,6 +34,9 @@ _KNOWN = {  # ncclDataType in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
 }  # fmt: skip
 _FACTS, _DATA, _READ, _N_TAGS = range(4)  # gloo's tags of the n-th message follow n * _N_TAGS
 _MEETING = 2**30
+_CONNECTING = _MEETING + 1  # and further tags for each algorithm
+_OPERATIONS = ("messages", "sum", "copy", "scatter", "reduce", "barrier")
+_SMALL = 64  # bytes for which a collective has another algorithm
 _N_DIMS = 8
 
 _made: list[RulesGroup] = []
@@ -64,7 +68,7 @@ class RulesGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._is_connected = False
+        self._connected: set[int] = set()
         self._met: set[int] = set()
         self._n_sent: Counter[int] = Counter()
         self._n_received: Counter[int] = Counter()
@@ -132,11 +136,15 @@ class RulesGroup(dist.ProcessGroup):
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
-    def connect(self) -> None:
-        """Wait for all ranks, at the first call."""
-        if not self._is_connected:
-            self._is_connected = True
-            _wait(self._gloo.barrier())
+    def connect(self, operation: str, n_bytes: int = 0) -> None:
+        """Wait for all ranks, at the first call for an algorithm."""
+        algorithm = 2 * _OPERATIONS.index(operation) + (n_bytes > _SMALL)
+        if algorithm not in self._connected:
+            self._connected.add(algorithm)
+            ways = self._gloo.send, self._gloo.recv
+            others = [other for other in range(self.size()) if other != self.rank()]
+            tag = _CONNECTING + algorithm
+            _wait(*[way([torch.zeros(1)], other, tag) for way in ways for other in others])
 
     def _meet(self, other: int) -> None:
         """Wait for another rank, at the first call."""
@@ -153,11 +161,13 @@ class RulesGroup(dist.ProcessGroup):
         self._meet(source)
         return self.post(self.receiving(tensors[0], source))
 
-    def _collective(self, tensors: Sequence[Tensor], call: Callable[[], Any]) -> Any:
+    def _collective(
+        self, operation: str, tensors: Sequence[Tensor], call: Callable[[], Any]
+    ) -> Any:
         for tensor in tensors:
             _check(tensor)
             assert tensor.is_contiguous(), "Tensors must be contiguous"
-        self.connect()
+        self.connect(operation, max((tensor.nbytes for tensor in tensors), default=0))
 
         def start() -> Callable[[], None]:
             work = call()
@@ -166,18 +176,21 @@ class RulesGroup(dist.ProcessGroup):
         return self.post(start)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        return self._collective(tensors, lambda: self._gloo.allreduce(tensors, opts))
+        return self._collective("sum", tensors, lambda: self._gloo.allreduce(tensors, opts))
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        return self._collective("reduce", tensors, lambda: self._gloo.reduce(tensors, opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        return self._collective(tensors, lambda: self._gloo.broadcast(tensors, opts))
+        return self._collective("copy", tensors, lambda: self._gloo.broadcast(tensors, opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
         return self._collective(
-            [*outputs[0], *inputs], lambda: self._gloo.allgather(outputs, inputs)
+            "copy", [*outputs[0], *inputs], lambda: self._gloo.allgather(outputs, inputs)
         )
 
     def barrier(self, opts: Any = None) -> Any:  # type: ignore[override]
-        return self._collective([], self._gloo.barrier)
+        return self._collective("barrier", [], self._gloo.barrier)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
         (output,), (parts,) = outputs, inputs
@@ -196,7 +209,8 @@ class RulesGroup(dist.ProcessGroup):
             sizes = [part.numel() for part in parts]
             output.view(-1).copy_(flat.split(sizes)[self.rank()])
 
-        return self._collective([output, *parts], call)
+        operation = "scatter" if len({part.shape for part in parts}) == 1 else "reduce"
+        return self._collective(operation, [output, *parts], call)
 
     def close(self) -> None:
         """End its thread, after all work."""
@@ -235,7 +249,7 @@ def _batch(operations: list[dist.P2POp]) -> list[Any]:
     group = operations[0].group
     ways = {dist.isend: group.sending, dist.irecv: group.receiving}
     starts = [ways[one.op](_real(one.tensor), one.group_peer) for one in operations]
-    group.connect()
+    group.connect("messages")
     return [group.post(*starts)]
 
 

@@ -8,6 +8,8 @@ from equivalence_cases import any_case
 from equivalence_check import RanksBySize, assert_equal
 from equivalence_ranks import RanksFailedError
 
+from harness.runtime.executor.transport.groups import Groups, scatter_sum
+
 
 @pytest.fixture(scope="module")
 def ranks():
@@ -51,3 +53,27 @@ def swap(_, world):
 def test_messages_meet_by_their_order(ranks):
     with pytest.raises(RanksFailedError, match="received"):
         ranks.run(2, swap, None, timeout_s=2.0)
+
+
+def sum_before_sending(is_scattered, world):
+    """One rank starts a sum, then sends what the other waits for before the sum."""
+    groups = Groups(world, 5.0)
+    sums = groups.for_gradients((0, 1), is_scattered=is_scattered)
+    pair, message = groups.for_transfers(0, 1), torch.ones(2)
+    whole, part = torch.ones(64), torch.zeros(32)
+    if not world.is_first:
+        dist.recv(message, 0, group=pair)
+    if is_scattered:
+        work = scatter_sum(part, whole, sums, is_async=True)
+    else:
+        work = dist.all_reduce(whole, group=sums, async_op=True)
+    if world.is_first:
+        dist.send(message, 1, group=pair)
+    work.wait()
+    return (part if is_scattered else whole).tolist()
+
+
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_no_sum_of_a_step_is_the_first_of_its_algorithm(is_scattered, ranks):
+    found = ranks.run(2, sum_before_sending, is_scattered, timeout_s=30.0)
+    assert found == [[2.0] * (32 if is_scattered else 64)] * 2

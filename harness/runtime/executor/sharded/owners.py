@@ -31,6 +31,7 @@ from harness.runtime.devices.precision import reduced
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.sums import Bucket, buckets_of, view_like
 from harness.runtime.executor.state.weights import Holders, Weights
+from harness.runtime.executor.transport.groups import scatter_sum
 from harness.runtime.ranks.world import World
 
 Group = tuple[int, ...]
@@ -286,9 +287,7 @@ class ScatterBucket(Bucket):
             self._received = packed.new_empty(n)
             received, sent = map(_real_of, (self._received, packed))
             if len(set(self.sizes)) == 1:  # a list would be copied into memory that nobody keeps
-                # Newer torch warns about the old name.
-                scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-                return scatter(received, sent, group=group, async_op=True)
+                return scatter_sum(received, sent, group, is_async=True)
             parts = list(sent.split(self.sizes))
             return dist.reduce_scatter(received, parts, group=group, async_op=True)
         self._received = packed.new_empty(len(self.sizes) * n)

@@ -8,21 +8,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from harness.errors import StrategyError
 from harness.runtime.ranks.world import World
 
 # Streams in PyTorch's pool (kStreamsPerPool in c10/cuda/CUDAStream.cpp), assigned round-robin.
 _N_STREAMS = 32
+# Elements of the sums that connect a group: 4 B, 64 KiB, 1 MiB and 16 MiB.
+_PROBED = (1, 1 << 14, 1 << 18, 1 << 22)
 
 
 class Groups:
     """Makes process groups; all ranks must make the same groups in the same order.
 
-    NCCL connects the ranks of a group at its first use and blocks the host until all ranks use it:
-    a receive posted ahead could wait for a rank that waits for this rank. So every group is used
-    once when it is made, as it will be used. Each group has a CUDA stream, which runs work in
-    order; two groups with the same stream could deadlock.
+    NCCL connects the ranks of a group at its first use, and again at the first use of each of its
+    algorithms (rings or trees, for example), which it chooses by operation and size. It then blocks
+    the host until all ranks do the same: a gradient's sum could wait for a rank that waits for a
+    message of this rank. So every group is used when it is made, as it will be used. Each group has
+    a CUDA stream, which runs work in order; two groups with the same stream could deadlock.
     """
 
     def __init__(self, world: World, timeout_s: float) -> None:
@@ -40,7 +44,8 @@ class Groups:
         """
         group = self._make(devices)
         if self._is_nccl and self._world.rank in devices:
-            dist.all_reduce(self._probe(), group=group)
+            for n_elements in _PROBED:
+                dist.all_reduce(self._probe(n_elements), group=group)
         return group
 
     def for_exchanges(self, devices: tuple[int, ...]) -> Any:
@@ -59,9 +64,12 @@ class Groups:
                 work.wait()
         return group
 
-    def for_gradients(self, devices: tuple[int, ...]) -> Any:
+    def for_gradients(self, devices: tuple[int, ...], *, is_scattered: bool = False) -> Any:
         """A group for gradients of replicated weights; torch's default group for all devices, where
         an agent ends a wait.
+
+        Args:
+            is_scattered: they are summed to their owners.
 
         Raises:
             StrategyError: under NCCL, a rank has too many groups.
@@ -70,7 +78,14 @@ class Groups:
         is_default = not (self._is_nccl or self._world.is_bounded)
         if len(devices) == self._world.size and is_default:
             return dist.group.WORLD
-        return self.for_sums(devices)
+        group = self.for_sums(devices)
+        if is_scattered and self._is_nccl and self._world.rank in devices:
+            for n_elements in _PROBED:
+                part = self._probe(max(1, n_elements // len(devices)))
+                scatter_sum(part, self._probe(len(part) * len(devices)), group)
+            # Parts of unlike sizes are reduced one by one.
+            dist.reduce(self._probe(), devices[0], group=group)
+        return group
 
     def for_transfers(self, sender: int, reader: int) -> Any:
         """A group for messages from one rank to another.
@@ -103,5 +118,12 @@ class Groups:
         self._made.append(dist.new_group(list(devices), timeout=self._timeout))
         return self._made[-1]
 
-    def _probe(self) -> torch.Tensor:
-        return torch.zeros(1, device=self._world.wire)
+    def _probe(self, n_elements: int = 1) -> Tensor:
+        return torch.zeros(n_elements, device=self._world.wire)
+
+
+def scatter_sum(part: Tensor, whole: Tensor, group: Any, *, is_async: bool = False) -> Any:
+    """Sum a tensor over the ranks of a group, of which each receives one of equal parts."""
+    # Newer torch warns about the old name.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(part, whole, group=group, async_op=is_async)
