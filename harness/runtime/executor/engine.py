@@ -38,7 +38,7 @@ from harness.runtime.executor.run.feed import Feed
 from harness.runtime.executor.run.flight import Stash
 from harness.runtime.executor.run.forward import evaluating, run_forward
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.run.priming import is_needed, prime
+from harness.runtime.executor.run.priming import is_needed, muted, prime, prime_update
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
@@ -107,10 +107,7 @@ class ExecutorEngine:
             plan, world, lambda parameter: self._sync.reached(parameter)
         )
         self._timetable = Timetable(
-            strategy,
-            world.rank,
-            is_asynchronous=plan.is_asynchronous,
-            split=self._gradients.split,
+            strategy, world.rank, is_asynchronous=plan.is_asynchronous, split=self._gradients.split
         )
         plan.check_hooks(self._hooks.first())
         meta = MetaModel(captured, task.inputs, world.device)
@@ -145,11 +142,13 @@ class ExecutorEngine:
         )  # fmt: skip
         own = self._gatherer.own_parameters()
         self._optimizer = make_optimizer(own, options.optimizer, world.device)
+        self._prime_update = partial(prime_update, own, options.optimizer, world.device)
         self._clip = GradientClip(options.optimizer.max_grad_norm, world)
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights
         self.layer_norms: LayerNorms | None = None
         self.is_priming_due = is_needed(world, is_compiled=plan.is_compiled)
+        self._is_evaluation_new = is_needed(world, is_compiled=False)
 
     # Building
 
@@ -230,10 +229,11 @@ class ExecutorEngine:
 
     def evaluate(self, batch: Batch | None) -> Tensor:
         """Run `compute_forward` in evaluation mode."""
-        if self.is_priming_due:
-            share = Share(n_local=len(self.samples), n_global=self.plan.strategy.batch)
-            self._prime(batch and batch.to(self._world.device), share)
         with evaluating(self._runner.modules()):
+            if self._is_evaluation_new:
+                with muted(self._channels):
+                    self.compute_forward(batch)
+                self._is_evaluation_new = False
             return self.compute_forward(batch)
 
     @property
@@ -292,9 +292,9 @@ class ExecutorEngine:
 
     def _prime(self, batch: Batch | None, share: Share) -> None:
         """Run a step without communication or update; see the module `priming`."""
-        run = partial(self._run, batch, share)
+        run, update = partial(self._run, batch, share), self._prime_update if self._stash else None
         with without_gradient_hooks(self._captured.module):
-            prime(run, self._sync, self._runner, self._channels, self.weights)
+            prime(run, self._sync, self._runner, self._channels, self.weights, update)
         self.is_priming_due = False
 
     def flush(self) -> None:

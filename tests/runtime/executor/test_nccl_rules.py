@@ -1,12 +1,18 @@
 """The executor's NCCL path on CPUs: under NCCL's rules it trains as one device does."""
 
+from functools import partial
+
+import msgspec
 import nccl_rules
 import pytest
 import torch
 import torch.distributed as dist
-from equivalence_cases import any_case
+from equivalence_cases import Case, any_case
 from equivalence_check import RanksBySize, assert_equal
+from equivalence_models import small_graph
+from equivalence_priming import evaluated, first_called_beside_receives
 from equivalence_ranks import RanksFailedError
+from equivalence_strategies import replicated_pipeline
 
 from harness.runtime.executor.transport.groups import Groups, scatter_sum
 
@@ -77,3 +83,31 @@ def sum_before_sending(is_scattered, world):
 def test_no_sum_of_a_step_is_the_first_of_its_algorithm(is_scattered, ranks):
     found = ranks.run(2, sum_before_sending, is_scattered, timeout_s=30.0)
     assert found == [[2.0] * (32 if is_scattered else 64)] * 2
+
+
+def pipeline(shard_state="none", **changes):
+    strategy = replicated_pipeline(small_graph("lenet"), 6, [[0, 1], [2]], n_microbatches=3)
+    strategy = msgspec.structs.replace(strategy, shard_state=shard_state)
+    return Case(name="", model="lenet", strategy=strategy, n_ranks=3, **changes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(pipeline, is_asynchronous=True, optimizer="adamw"),
+        partial(pipeline, dtype="float32"),
+        partial(pipeline, "parameters", dtype="float32"),
+        partial(any_case, 11, 26),
+    ],
+    ids=["asynchronous", "rounded sums", "gathered weights", "pieces of integers"],
+)
+def test_no_kernel_is_loaded_beside_receives(make, ranks):
+    case = make()
+    assert ranks.run(case.n_ranks, first_called_beside_receives, case) == [[]] * case.n_ranks
+
+
+def test_a_first_evaluation_runs_without_messages_before(ranks):
+    case = any_case(11, 26)
+    for first, second, n_muted in ranks.run(case.n_ranks, evaluated, case):
+        assert first == second
+        assert n_muted == 1

@@ -66,6 +66,10 @@ class Bucket(ABC):
         """Take the remaining gradients; zeros for parameters without one."""
 
     @abstractmethod
+    def pack(self) -> None:
+        """Make what the collective sends and receives; called before `start`."""
+
+    @abstractmethod
     def start(self, group: Any) -> Any:
         """Start the collective; all devices must call it."""
 
@@ -109,8 +113,11 @@ class SumBucket(Bucket):
             if parameter.grad is not self.views[parameter]:
                 self.take(parameter)
 
-    def start(self, group: Any) -> Any:
+    def pack(self) -> None:
         self._sent = reduced(self.flat, self.reduce_dtype)
+
+    def start(self, group: Any) -> Any:
+        assert self._sent is not None, "it is packed"
         return dist.all_reduce(self._sent, group=group, async_op=True)
 
     def finish(self) -> None:
@@ -289,6 +296,7 @@ class GradientSync:
             return
         clock, recorder = self._recorder.clock, self._recorder
         start = clock.mark()
+        bucket.pack()
         work = bucket.start(self._groups[devices])
 
         def note_end() -> None:
@@ -309,6 +317,12 @@ class GradientSync:
                 devices,
             ) from error
         bucket.finish()
+
+    def prime(self) -> None:
+        """After a muted step, run what it has left out, but for communication."""
+        for bucket in (bucket for queue in self._queues.values() for bucket in queue):
+            bucket.pack()
+            bucket.finish()
 
     def finish(self) -> None:
         """Start the remaining buckets and wait for all; all devices must call it.

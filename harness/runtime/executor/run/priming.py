@@ -6,17 +6,21 @@ call of a convolution synchronizes (cuDNN tries its algorithms), as does the fir
 (it is loaded), and an allocator without free memory. Priming makes these first calls:
 
     priming, muted: forward | backward         step: post receives | forward | backward | ...
+
+The first evaluation is primed likewise, since it calls other kernels. So is the optimizer where it
+updates beside receives, in asynchronous training: by copies of the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from harness.runtime.devices.sampling import settle
+from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.executor.gradients.sums import GradientSync
 from harness.runtime.executor.run.flight import random_state, repeated
 from harness.runtime.executor.run.runner import Runner
@@ -36,25 +40,48 @@ def prime(
     runner: Runner,
     channels: Channels,
     weights: nn.Module,
+    update: Callable[[], None] | None,
 ) -> None:
     """Run a step without messages and update; ranks do not wait for each other.
 
     Args:
         run: runs the actions of a step.
         weights: module whose gradients are cleared afterwards.
+        update: primes an update; None if receives never wait beside one.
     """
     device = channels.buffers.device
-    with kept_alike(runner.buffers(), device):
-        channels.is_muted = True
-        try:
-            sync.start_step(is_muted=True)
-            run()
-            sync.finish()
-            runner.forget()
-        finally:
-            channels.is_muted = False
+    with kept_alike(runner.buffers(), device), muted(channels):
+        sync.start_step(is_muted=True)
+        run()
+        sync.finish()
+        sync.prime()
+        runner.forget()
+        if update is not None:
+            update()
     weights.zero_grad(set_to_none=True)
-    settle(device)
+
+
+def prime_update(
+    parameters: Sequence[tuple[str, nn.Parameter]], options: OptimizerOptions, device: torch.device
+) -> None:
+    """Update copies of parameters by an optimizer of their own."""
+    copies = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in parameters]
+    optimizer = make_optimizer(copies, options, device)
+    for _ in range(2):  # the first update makes the optimizer's state
+        for _, copied in copies:
+            copied.grad = torch.zeros_like(copied)
+        optimizer.step()
+
+
+@contextmanager
+def muted(channels: Channels) -> Iterator[None]:
+    """Let this rank neither send nor wait in the block; its device ends all work of it."""
+    channels.is_muted = True
+    try:
+        yield
+        settle(channels.buffers.device)
+    finally:
+        channels.is_muted = False
 
 
 @contextmanager

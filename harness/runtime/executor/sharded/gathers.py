@@ -163,13 +163,13 @@ class WeightUnit:
         for one in self._slices:
             if self.plan.is_freed and one.own is not None:
                 one.rows(self._here).copy_(flat(one.own.data))
-        if is_muted:
-            return
         large = [one for one in self._slices if one.parameter.nbytes >= LARGEST_JOINED_BYTES]
         small = [one for one in self._slices if one.parameter.nbytes < LARGEST_JOINED_BYTES]
         outgoing = [one.rows(self._here) for one in large]
         if small:
             outgoing.append(torch.cat([one.rows(self._here) for one in small]))
+        if is_muted:
+            return
         self._sent = [tensor.to(self._world.wire) for tensor in outgoing]
         operations = []
         for holder, rank in enumerate(self.plan.devices):

@@ -277,23 +277,25 @@ class ScatterBucket(Bucket):
                 self.take(one.parameter)
         self._taken.clear()
 
-    def start(self, group: Any) -> Any:
+    def pack(self) -> None:
         assert self.flat is not None, "a bucket has parameters"
         # Kept until `finish`: the mark at its end makes NCCL's work forget its tensors.
-        packed, self.flat = reduced(self.flat, self.reduce_dtype), None
-        self._sent = packed
-        n = self.sizes[self.here]
+        self._sent, self.flat = reduced(self.flat, self.reduce_dtype), None
+        n_parts = 1 if self._is_nccl else len(self.sizes)
+        self._received = self._sent.new_empty(n_parts * self.sizes[self.here])
+
+    def start(self, group: Any) -> Any:
+        assert self._sent is not None, "it is packed"
+        assert self._received is not None, "it is packed"
         if self._is_nccl:
-            self._received = packed.new_empty(n)
-            received, sent = map(_real_of, (self._received, packed))
+            received, sent = map(_real_of, (self._received, self._sent))
             if len(set(self.sizes)) == 1:  # a list would be copied into memory that nobody keeps
                 return scatter_sum(received, sent, group, is_async=True)
             parts = list(sent.split(self.sizes))
             return dist.reduce_scatter(received, parts, group=group, async_op=True)
-        self._received = packed.new_empty(len(self.sizes) * n)
-        counts = [n] * len(self.sizes)
+        counts = [self.sizes[self.here]] * len(self.sizes)
         return dist.all_to_all_single(
-            self._received, packed, counts, self.sizes, group=group, async_op=True
+            self._received, self._sent, counts, self.sizes, group=group, async_op=True
         )
 
     @torch.no_grad()

@@ -250,10 +250,10 @@ class Channels:
         Raises:
             PeerError: as for `wait`.
         """
-        if self.is_muted:
-            return
         # The memory of a conjugate or of a negated view is that of its source.
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        if self.is_muted:
+            return
         _, reader = message.ends(is_backward=is_backward)
         tensor = tensor.to(self._world.wire)
         label = partial(_label, message, microbatch, is_backward, "to")

@@ -71,6 +71,7 @@ def test_fp32_gradients_are_sent_as_bf16_on_request(monkeypatch):
     for bucket in (whole, scattered):
         parameter.grad = torch.full((2, 2), value)
         bucket.collect()
+        bucket.pack()
         bucket.start(None)
         bucket.finish()
         bucket.assign()
@@ -101,6 +102,7 @@ def test_gradients_on_their_way_by_nccl_are_kept_until_they_have_arrived(
     parameter.grad = torch.ones(n_rows, 2, dtype=dtype)
     bucket.collect()
     packed = weakref.ref(bucket.flat)
+    bucket.pack()
     bucket.start(None)
     gc.collect()
     assert packed() is not None

@@ -1,0 +1,82 @@
+"""What a primed rank calls first beside pending receives; importable by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import equivalence_training
+from equivalence_cases import Case
+from equivalence_training import make_engine, options_of, own_part, small_pieces, train_step
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from harness.runtime.data.batch import Batch
+from harness.runtime.executor.transport.channels import Channels
+from harness.runtime.ranks.world import World
+
+# Views, what the allocator alone does, and a copy to the host.
+_WITHOUT_KERNELS = ("aten.split", "aten.view", "aten.detach", "aten.empty", "aten._local_scalar")
+
+
+class Called(TorchDispatchMode):
+    """Notes the operators that are called with tensors of some dtypes, where the channels are muted
+    and elsewhere."""
+
+    def __init__(self, channels: Channels) -> None:
+        super().__init__()
+        self._channels = channels
+        self.found: dict[bool, set[str]] = {True: set(), False: set()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        name = f"{func} {[x.dtype for x in tensors]} {kwargs.get('dtype', '')}"
+        if func.namespace != "c10d" and not name.startswith(_WITHOUT_KERNELS):
+            self.found[self._channels.is_muted].add(name)
+        return func(*args, **kwargs)
+
+
+def first_called_beside_receives(case: Case, world: World) -> list[str]:
+    """The operators that a step calls while receives may wait, and that its priming has not. Sums
+    of gradients are sent in bf16."""
+    options = replace(options_of(case), reduce_dtype="bf16")
+    given = mock.patch.object(equivalence_training, "options_of", return_value=options)
+    with small_pieces(case), given:
+        task = case.make_task()
+        engine = make_engine(case, task, world)
+    called, prime, update = Called(engine._channels), engine._prime, engine._update
+
+    def primed(*told: Any) -> None:
+        prime(*told)
+        called.found[False].clear()
+
+    def unseen() -> None:
+        with _disable_current_modes():
+            update()
+
+    engine.is_priming_due, engine._prime = True, primed  # type: ignore[method-assign]
+    if not case.is_asynchronous:
+        engine._update = unseen  # type: ignore[method-assign]
+    with called:
+        train_step(engine, case, task, 0)
+    return sorted(called.found[False] - called.found[True])
+
+
+def evaluated(case: Case, world: World) -> list[float]:
+    """This rank's part of the loss of a batch, by two evaluations, and how many of the forwards
+    that they take are without messages."""
+    task = case.make_task()
+    engine = make_engine(case, task, world)
+    batch, found = own_part(case.batch(task, 0), engine.samples), []
+    forward, n_muted = engine.compute_forward, []
+
+    def counted(part: Batch | None) -> Tensor:
+        n_muted.append(engine._channels.is_muted)
+        return forward(part)
+
+    engine.compute_forward = counted  # type: ignore[method-assign]
+    found += [float(engine.evaluate(batch)) for _ in range(2)]
+    return [*found, sum(n_muted)]
