@@ -14,6 +14,8 @@ import torch
 
 from harness.errors import ConfigError
 
+_CAPABILITY = (7, 0)  # least of Triton
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -37,8 +39,8 @@ def uncompiled(function: _Function) -> _Function:
 
 
 def _check_compiler(device: torch.device) -> None:
-    """Refuse a host without TorchInductor's C++ compiler, Triton's C compiler, or Python's headers,
-    which both need."""
+    """Refuse a GPU that Triton has no code for, and a host without TorchInductor's C++ compiler,
+    Triton's C compiler, or Python's headers, which both need."""
     variable, names = "CXX", ["g++", "clang++"]
     if device.type == "cuda":
         variable, names = "CC", ["gcc", "clang"]
@@ -54,4 +56,12 @@ def _check_compiler(device: torch.device) -> None:
         raise ConfigError(
             f"--compile needs Python's headers, {header} is missing: install them (Debian: apt "
             "install python3-dev), or drop --compile"
+        )
+    if device.type != "cuda":
+        return
+    if (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+        needs, has = (f"{major}.{minor}" for major, minor in (_CAPABILITY, found))
+        raise ConfigError(
+            f"--compile needs GPUs of compute capability {needs} for Triton, "
+            f"{torch.cuda.get_device_name(device)} has {has}: drop --compile, or leave this GPU out"
         )
