@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.errors import StrategyError
+from harness.errors import ConfigError, StrategyError
 from harness.runtime.ranks.world import World
 
 # Streams in PyTorch's pool (kStreamsPerPool in c10/cuda/CUDAStream.cpp), assigned round-robin.
@@ -30,9 +31,19 @@ class Groups:
     """
 
     def __init__(self, world: World, timeout_s: float) -> None:
+        """Make none yet.
+
+        Raises:
+            ConfigError: under NCCL, a call to the GPU waits until it is carried out.
+        """
         self.timeout_s = timeout_s
         self._world, self._timeout = world, timedelta(seconds=timeout_s)
         self._is_nccl = world.backend == "nccl"
+        if self._is_nccl and world.size > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            raise ConfigError(
+                "CUDA_LAUNCH_BLOCKING=1 makes a receive that is posted ahead wait for its message: "
+                "unset it, or use --engine torch"
+            )
         self._made: list[Any] = []
         self._n_of: Counter[int] = Counter()  # by rank
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.errors import PeerError, StrategyError
+from harness.errors import ConfigError, PeerError, StrategyError
 from harness.measure.recorder import HostClock, Recorder
 from harness.runtime.executor.gradients.sums import GradientSync, SumBucket
 from harness.runtime.executor.transport.channels import Channels
@@ -132,6 +132,13 @@ def test_more_groups_than_streams_are_refused_on_every_rank(monkeypatch):
         with pytest.raises(StrategyError, match="rank 0 needs 33 process groups or more"):
             groups.for_sums((0, 1))
         assert len(fabric.made) == 32
+
+
+def test_calls_that_wait_for_the_gpu_are_refused_under_nccl(monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    Groups(FakeWorld(), 7.0)
+    with pytest.raises(ConfigError, match="CUDA_LAUNCH_BLOCKING=1 makes a receive"):
+        Groups(FakeWorld("nccl"), 7.0)
 
 
 def test_a_group_of_all_is_made_where_streams_or_timeouts_count(monkeypatch):
