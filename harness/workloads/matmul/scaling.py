@@ -1,6 +1,7 @@
 """One product distributed over 1, 2, ... all ranks: strong and weak scaling of SUMMA."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from statistics import median
 from typing import Any, Literal
 
@@ -79,7 +80,8 @@ def measure_point(
         VerificationError: a block is wrong; raised on every rank.
     """
     world = context.world
-    group = dist.new_group(list(range(point.n_ranks)))
+    timeout = timedelta(seconds=context.collective_timeout_s)  # else torch's, of up to half an hour
+    group = dist.new_group(list(range(point.n_ranks)), timeout=timeout)
     speeds = speeds[: point.n_ranks]
     is_member = world.rank < point.n_ranks
     part = _RankPart(point, dtype, speeds, context, group) if is_member else None

@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_clock import FakeClock
 
 from harness.domain.record import Sample, Span
@@ -13,7 +16,7 @@ from harness.measure.derive.devices import matmul_table, summa_table
 from harness.runtime.devices.sampling import Budget
 from harness.workloads.matmul import local as matmul_local
 from harness.workloads.matmul.local import check_peak, time_product, unsupported_reason
-from harness.workloads.matmul.scaling import rank_counts
+from harness.workloads.matmul.scaling import DistributedProduct, measure_point, rank_counts
 from harness.workloads.matmul.workload import MatmulConfig, matmul_cases, matmul_text, run_matmul
 
 CPU = torch.device("cpu")
@@ -151,6 +154,21 @@ def test_a_wrong_block_fails_on_every_rank(run_on_ranks):
     results, _ = run_on_ranks(local_ranks.matmul_with_a_wrong_block, SMALL, 2)
     assert "rank 1's block" in results[1]
     assert results[0] == results[1]
+
+
+def test_ranks_wait_for_a_panel_no_longer_than_the_run_allows(monkeypatch):
+    told = []
+
+    def new_group(ranks, timeout):
+        told.append(timeout)
+        raise InterruptedError
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    product = DistributedProduct(scaling="strong", n_ranks=1, size=64)
+    context = SimpleNamespace(world=None, collective_timeout_s=7.0)
+    with pytest.raises(InterruptedError):
+        measure_point(product, "fp32", [1.0], context, 1)
+    assert told == [timedelta(seconds=7)]
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
