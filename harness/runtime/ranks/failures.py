@@ -62,6 +62,8 @@ def located(error: BaseException) -> str:
     """
     place = _place(error)
     first, *rest = f"{type(error).__name__}: {error}".splitlines()
+    if first.endswith(":") and rest:  # TorchInductor's, whose cause is in the next line
+        first, *rest = f"{first} {rest[0].strip()}", *rest[1:]
     where = f" ({place})" if place else ""
     return "\n".join([first + where, *rest, "".join(traceback.format_exception(error))])
 

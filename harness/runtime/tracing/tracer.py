@@ -218,7 +218,8 @@ class ModelTracer(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
-        node.stack_trace = users_frame()
+        if frame := users_frame():  # torch.compile joins traces, and None is none
+            node.stack_trace = frame
         if getattr(node.target, "__name__", node.target) == "as_strided":
             raise TypeError("torch.fx does not know the layout that as_strided reads")
         if (kind, node.target) in _DIFFERENTIATIONS:

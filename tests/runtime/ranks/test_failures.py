@@ -102,6 +102,15 @@ def test_lines_after_the_first_stay_after_it():
     assert second == "two"
 
 
+def test_a_first_line_that_announces_the_cause_takes_it():
+    def mistaken():
+        raise RuntimeError("backend='inductor' raised:\nTypeError: no\n\nadvice")
+
+    first, second, *_ = located(caught(mistaken)).splitlines()
+    assert first.startswith("RuntimeError: backend='inductor' raised: TypeError: no (test_failures")
+    assert second == ""
+
+
 def test_a_rank_whose_store_is_gone_names_rank_0_in_one_line():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.models import InputSpec, Task
+from harness.runtime.tracing import tracer
 from harness.runtime.tracing.kept_calls import Vmap
 from harness.runtime.tracing.trace import trace
 
@@ -371,3 +372,10 @@ def test_a_model_that_asks_whether_it_is_compiled_is_captured_as_it_runs():
     module = trace(net, (X,))
     x = torch.randn(4, 6)
     assert torch.equal(module(x), net(x))
+
+
+def test_an_operator_without_a_line_of_user_code_has_no_stack_trace_rather_than_none(monkeypatch):
+    """torch.compile joins the stack traces of a graph, and fails on None."""
+    monkeypatch.setattr(tracer, "users_frame", lambda: None)
+    traced = trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.rand(2, 4),))
+    assert not any("stack_trace" in node.meta for node in traced.graph.nodes)
