@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from harness.errors import ModelError
 from harness.runtime.models.dlrm import Dlrm, check_dlrm
@@ -250,9 +251,9 @@ def _takes(entry: ModelEntry, size: int) -> bool:
 
 def _set_dropout(model: nn.Module, probability: float) -> None:
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DropoutNd):
             module.p = probability
-        elif isinstance(module, nn.MultiheadAttention):
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             module.dropout = probability
 
 

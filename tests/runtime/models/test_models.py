@@ -88,6 +88,21 @@ def test_dlrm_refuses_widths_that_do_not_fit(options, message):
         fit_options("dlrm", ModelOptions(dlrm=options))
 
 
+def test_dropout_sets_every_layer_that_drops(monkeypatch, tmp_path):
+    (tmp_path / "dropping.py").write_text(
+        "import torch\nfrom torch import nn\n\n\n"
+        "class Net(nn.Sequential):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x)[0][:, -1]\n\n\n"
+        "def net():\n"
+        "    layers = nn.Dropout1d(), nn.AlphaDropout(), nn.GRU(4, 4, 2, dropout=0.5)\n"
+        "    return Net(*layers), torch.rand(2, 3, 4)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    drops, alpha, recurrent = build_task("dropping:net", ModelOptions(dropout=0.0)).model
+    assert (drops.p, alpha.p, recurrent.dropout) == (0, 0, 0)
+
+
 def test_losses_are_sums_over_samples():
     task = build_task("lenet", fit_options("lenet", ModelOptions()))
     outputs, targets = torch.zeros(6, 10), torch.arange(6)
