@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from harness.domain.cluster import Cluster
-from harness.domain.graph import Graph
+from harness.domain.graph import Graph, Operator
 from harness.domain.partition import SAMPLE, Cut, n_parts
 from harness.domain.schedule import ScheduleName
-from harness.domain.sharding import full_units, has_tasks
+from harness.domain.sharding import cuttable_dims, full_units, has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
 from harness.inputs import find_int, shorten
@@ -143,8 +143,9 @@ def layout_strategy(
         first = stage * layout.dp * layout.tp
         own = devices[first : first + layout.dp * layout.tp]
         for name in names[start:end]:
-            units = full_units(graph.operators[index[name]], batch=samples, graph_batch=graph.batch)
-            plan = _replicated(name, parts[name], layout, units, own)
+            operator = graph.operators[index[name]]
+            units = full_units(operator, batch=samples, graph_batch=graph.batch)
+            plan = _replicated(operator, parts[name], layout, units, own)
             plans[name] = msgspec.structs.replace(plan, stage=stage)
     return Strategy(
         name=layout.name,
@@ -248,7 +249,7 @@ def _cuts(
 
 
 def _replicated(
-    name: str,
+    operator: Operator,
     plan: OperatorPlan,
     layout: ParallelLayout,
     units: dict[str, int],
@@ -257,10 +258,13 @@ def _replicated(
     """A group's plan on every replica."""
     if layout.dp == 1:
         return msgspec.structs.replace(plan, devices=[devices[k] for k in plan.devices])
-    if SAMPLE not in units and not plan.partition:  # such as indices, equal for all samples
+    is_cut = SAMPLE in cuttable_dims(operator, units)  # not indices, nor a loss of whole batches
+    if not is_cut and not plan.partition:
         return msgspec.structs.replace(plan, devices=[devices[0]])
     if units.get(SAMPLE, 0) < layout.dp:
-        raise StrategyError(f"operator {name!r} cannot be cut into {layout.dp} replicas: lower dp")
+        raise StrategyError(
+            f"operator {operator.name!r} cannot be cut into {layout.dp} replicas: lower dp"
+        )
     own = plan.partition.get(SAMPLE, 1)
     rest = {dim: cut for dim, cut in plan.partition.items() if dim != SAMPLE}
     n_own = n_parts(own)

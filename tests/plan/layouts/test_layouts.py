@@ -151,10 +151,17 @@ def test_a_stage_waits_for_the_stages_that_it_reads_alone():
         assert choice.memory_bytes == pytest.approx(memory_bytes, rel=0.01), choice.name
 
 
-def test_an_operator_without_samples_is_on_one_replica():
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"shape": {"seq": 4}},
+        {"shape": {}, "attrs": {"is_cut_by_samples": False}},  # a number, made of parameters
+        {"attrs": {"is_cut_by_samples": False}},  # a loss that compares samples
+    ],
+)
+def test_an_operator_that_cannot_be_cut_by_samples_is_on_one_replica(changed):
     operators = [
-        replace(op, shape={"seq": 4}, kind="other") if op.name == "l0" else op
-        for op in GRAPH.operators
+        replace(op, kind="other", **changed) if op.name == "l0" else op for op in GRAPH.operators
     ]
     graph = replace(GRAPH, operators=operators)
     found = layout_strategy(parse_layout("dp=2"), graph, EIGHT, 8)
