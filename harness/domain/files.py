@@ -78,9 +78,10 @@ class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             kind.version if tag.version is None else tag.version,
         )
         if found != (kind.schema, kind.version):
+            remedy = kind.remedy if found[0] == kind.schema else f"give a {kind.name}"
             raise kind.error(
                 f"{source} has schema {one_line(found[0], 60)} version {found[1]}, this harness "
-                f"reads {kind.schema} version {kind.version}: {kind.remedy}"
+                f"reads {kind.schema} version {kind.version}: {remedy}"
             )
         value = decode(data, cls, source=source, error=kind.error)
         if len(data) <= _MOST_BY_HAND:

@@ -43,6 +43,13 @@ def test_another_version_is_refused_with_what_is_read_and_the_remedy(value):
 
 
 @pytest.mark.parametrize("value", FILES, ids=ids)
+def test_a_file_of_another_kind_is_refused_without_the_advice_to_make_it_again(value):
+    kind = value.FILE
+    with pytest.raises(kind.error, match=f" {kind.schema} version .*: give a {kind.name}$"):
+        type(value).from_json(b'{"schema": "harness-other", "version": 1}')
+
+
+@pytest.mark.parametrize("value", FILES, ids=ids)
 def test_errors_name_the_file(value, tmp_path):
     kind, path = value.FILE, tmp_path / "file.json"
     with pytest.raises(kind.error, match=f"^{kind.name} {path}: No such file or directory$"):
