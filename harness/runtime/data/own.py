@@ -17,7 +17,7 @@ from torch import Tensor
 from harness.errors import DataError, HarnessError, first_line
 from harness.inputs import one_line, shorten
 from harness.runtime.data.batch import Batch, BatchedData
-from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.models.task import IGNORED, InputSpec, Task
 from harness.runtime.models.user_code import UserFunction
 
 _log = logging.getLogger(__name__)
@@ -86,11 +86,26 @@ class OwnData(BatchedData):
         targets = self._task.targets_among(inputs)
         if targets is None:
             targets = self._task.join_labels(columns[len(inputs) :], len(indices))
+        if self._task.loss == "cross_entropy":
+            self._check_classes(indices, targets)
         if not self._is_masked:
             n_counted = self._task.count_targets(targets)
             if n_counted != len(indices) * self._task.n_targets:
                 raise self._error(indices[0], "or one near it has a label that no loss counts")
         return Batch(inputs, targets)
+
+    def _check_classes(self, indices: list[int], targets: Tensor) -> None:
+        """Refuse a class that the logits lack, which on a GPU would end the process unnamed."""
+        n = self._task.n_classes
+        wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= n)
+        if wrong.any():
+            row = int(wrong.reshape(len(indices), -1).any(1).nonzero()[0])
+            hint = f", or {IGNORED} where none counts" if self._is_masked else ""
+            raise self._error(
+                indices[row],
+                f"has label {int(targets[row][wrong[row]].flatten()[0])}, and the model has {n} "
+                f"classes: give labels from 0 to {n - 1}{hint}",
+            )
 
     @property
     def _is_masked(self) -> bool:

@@ -68,6 +68,14 @@ def test_targets_that_do_not_count_are_left_out_of_their_number(has_loss, caplog
     assert torch.equal(data.__getitems__([1]).targets, labels[[1]])
 
 
+def test_the_sample_with_a_class_that_the_logits_lack_is_named():
+    labels = WORDS.clone()
+    labels[3, 2] = 5
+    data = OwnData("own", list(zip(WORDS, labels, strict=True)), tagger(has_loss=False))
+    with pytest.raises(DataError, match="sample 3 of own has label 5, and the model has 5 classes"):
+        data.__getitems__([1, 3])
+
+
 def test_what_the_model_does_not_read_is_told(caplog):
     sample = {"words": WORDS[0], "labels": WORDS[1], "mask": WORDS[0], "text": "a b"}
     OwnData("own", [sample], tagger(has_loss=False))
@@ -83,6 +91,8 @@ def test_what_the_model_does_not_read_is_told(caplog):
         ((torch.rand(3), 1.5), "has label of torch.float32 \\(1.5\\), and the model takes"),
         ((torch.rand(3), "cat"), "has label of type str, which makes no tensor"),
         ((torch.rand(3), -100), "has a label that no loss counts"),
+        ((torch.rand(3), 2), "has label 2, and the model has 2 classes: give labels from 0 to 1"),
+        ((torch.rand(3), -1), "has label -1, and the model has 2 classes"),
         (None, "is a NoneType, and the model takes 2"),
     ],
 )
