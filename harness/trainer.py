@@ -132,6 +132,8 @@ class Trainer:
             )
         if ema_decay is not None and not 0 < ema_decay < 1:
             raise ConfigError(f"ema_decay is {ema_decay}: give one between 0 and 1")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm is {max_grad_norm}: give one above 0")
         self._world = world = World.of_program(device)
         if lack := lack_of(dtype, world.device):
             raise ConfigError(f"dtype {dtype} {lack}: use fp32, or fp16 where all GPUs have it")

@@ -199,6 +199,7 @@ def leave_out(named):
         ({"model": lambda: None, "example": None}, ModelError, "the model is a NoneType, not an"),
         ({"model": "own:net"}, ModelError, "the model is a str, not an nn.Module"),
         ({"ema_decay": 1.5}, ConfigError, "ema_decay is 1.5: give one between"),
+        ({"max_grad_norm": -1.0}, ConfigError, "max_grad_norm is -1.0: give one above 0"),
         ({"dtype": "half"}, ConfigError, "'half' is none of fp32, bf16, fp16"),
         ({"optimizer": leave_out}, ConfigError, "4 of 5 parameters, last.bias is missing"),
         ({"optimizer": lambda named: named}, ConfigError, "returned a list"),
