@@ -108,9 +108,10 @@ def json_line(result: PlanResult) -> str:
     return msgspec.json.encode(result).decode()
 
 
-def result_lines(result: PlanResult) -> list[str]:
+def result_lines(result: PlanResult, title: str = "") -> list[str]:
     """The plan, why it was chosen, what the others cost, and memory."""
-    title = f"best plan by {result.cost}: {format_duration(result.predicted_step_s)} per step"
+    step = f"{format_duration(result.predicted_step_s)} per step"
+    title = title or f"best plan by {result.cost}: {step}"
     if result.interrupted:
         title += " (interrupted: best so far)"
     ratios = f"{result.speedup_over_single:.2f} times one device"

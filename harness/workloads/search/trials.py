@@ -166,9 +166,9 @@ def worth_trying(found: Searched, most: int) -> list[Candidate]:
 
 
 def unlike_first(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """The first of each schedule and those without stages, then the others, because predictions of
-    like plans err alike."""
-    firsts = {len(c.stages) > 1 and c.schedule: c for c in reversed(ranked)}
+    """The first of each schedule, of one device and of those without stages, then the others,
+    because predictions of like plans err alike."""
+    firsts = {(c.n_devices > 1, len(c.stages) > 1 and c.schedule): c for c in reversed(ranked)}
     return sorted(ranked, key=lambda candidate: candidate not in firsts.values())
 
 
@@ -262,6 +262,17 @@ def _build(
                 _log.warning("%s is not tried: %s", strategy.name, error)
         wait_for_all(context.world)  # because ranks take different times to build their shards
     return built
+
+
+def trial_title(tried: Sequence[Tried]) -> str:
+    """How fast the fastest plan is; empty if none was tried."""
+    if not tried:
+        return ""
+    measured, predicted = tried[0].measured_s, tried[0].candidate.step_s
+    return (
+        f"fastest of {len(tried)} plans that were tried: {format_duration(measured)} per step, "
+        f"predicted {format_duration(predicted)}"
+    )
 
 
 def trial_lines(tried: Sequence[Tried]) -> list[str]:

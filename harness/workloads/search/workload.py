@@ -35,7 +35,7 @@ from harness.workloads.planning.inputs import (
     profile_need,
     read_inputs,
 )
-from harness.workloads.search.trials import Tried, trial_lines, try_out
+from harness.workloads.search.trials import Tried, trial_lines, trial_title, try_out
 
 
 class _Searcher:
@@ -110,7 +110,7 @@ def run_search(config: SearchConfig, context: Context) -> dict[str, Any]:
         "speedup_over_ddp": result.speedup_over_ddp,
         "n_proposals": result.n_proposals,
         "search_s": prediction.search_s,
-        "text": [*result_lines(result), *trial_lines(tried)],
+        "text": [*result_lines(result, trial_title(tried)), *trial_lines(tried)],
     }
 
 

@@ -5,14 +5,16 @@ import itertools
 from made_graphs import GB, layers, request_of
 
 from harness.domain.cluster import Cluster
-from harness.domain.strategy import Stage
+from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.portfolio import search_portfolio
 from harness.plan.search.objective import Candidate
 from harness.workloads.search.trials import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
+    Tried,
     places,
     race,
+    trial_title,
     unlike_first,
     worth_trying,
 )
@@ -60,18 +62,32 @@ def test_it_ends_when_it_is_late_after_the_first_rounds():
 
 
 def test_the_best_of_each_schedule_is_tried_before_second_bests():
-    def plan(method, schedule, n_stages):
+    def plan(method, schedule, n_stages, n_devices=4):
         return Candidate(
-            method=method, step_s=1.0, plans={}, batch=8, n_microbatches=2, schedule=schedule,
-            stages=(Stage(),) * n_stages,
+            method=method, step_s=1.0, plans={0: OperatorPlan({}, list(range(n_devices)))}, batch=8,
+            n_microbatches=2, schedule=schedule, stages=(Stage(),) * n_stages,
         )  # fmt: skip
 
     ranked = [
         plan("whole", "gpipe", 0), plan("MCMC", "gpipe", 1), plan("dp", "1f1b", 2),
         plan("dp of 4", "1f1b", 4), plan("by hand", "interleaved", 4), plan("gpipe", "gpipe", 2),
+        plan("single", "gpipe", 1, n_devices=1),
     ]  # fmt: skip
     found = [candidate.method for candidate in unlike_first(ranked)]
-    assert found == ["whole", "dp", "by hand", "gpipe", "MCMC", "dp of 4"]
+    assert found == ["whole", "dp", "by hand", "gpipe", "single", "MCMC", "dp of 4"]
+
+
+def test_the_title_names_what_was_measured():
+    candidate = Candidate(
+        method="MCMC", step_s=0.005, plans={}, batch=8, n_microbatches=1, schedule="gpipe",
+        stages=(),
+    )  # fmt: skip
+    tried = [
+        Tried(candidate=candidate, name=f"plan {k}", measured_s=0.01 * (k + 1), n_rounds=4)
+        for k in range(2)
+    ]
+    title = "fastest of 2 plans that were tried: 10 ms per step, predicted 5 ms"
+    assert (trial_title(tried), trial_title([])) == (title, "")
 
 
 def test_the_state_of_all_tried_plans_fits_beside_the_activations_of_each():
