@@ -49,6 +49,8 @@ _ONE_SIGNAL_S = 1.0
 
 # Imported when first used, which would cost each run seconds.
 _LAZY = ["torch._dynamo", "harness.plan.simulate.lowering", "harness.runtime.executor.engine"]
+# Warn of the model alone, so equally on every rank: rank 0 tells of it.
+_ALIKE = ("harness.runtime.capture", "harness.runtime.models", "harness.runtime.tracing")
 
 
 def _cases(name: str, config: Any, launch: Launch, gpus: Sequence[RankInfo] | None) -> list[Any]:
@@ -256,6 +258,8 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
+    for package in _ALIKE if launch.rank != 0 else ():
+        logging.getLogger(package).setLevel(logging.ERROR)
     cases: list[Any] = []
     failure: BaseException | None = None
     try:

@@ -1,5 +1,6 @@
 """The command line: what it teaches, what it refuses, and what it leaves behind."""
 
+import os
 import platform
 import re
 import subprocess
@@ -37,6 +38,22 @@ def test_help_does_not_wait_for_torch():
         "try: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(("rank", "level"), [("0", "INFO"), ("1", "ERROR")])
+def test_rank_0_alone_warns_of_the_model(rank, level):
+    code = (
+        "import logging\nfrom harness.__main__ import main\n"
+        "try: main(['--help'])\nfinally:\n"
+        " level = logging.getLogger('harness.runtime.capture.capture').getEffectiveLevel()\n"
+        " print(logging.getLevelName(level))"
+    )
+    launched = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **launched},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == level
 
 
 def test_ctrl_c_before_anything_runs_ends_in_one_line(tmp_path):
