@@ -10,11 +10,14 @@ from pathlib import Path
 import msgspec
 
 from harness.domain.checkpoints import MOST_OF_STAGE
-from harness.domain.cluster import CLUSTER_FILE
-from harness.domain.fingerprint import fingerprint
-from harness.domain.profile import default_profile, graph_beside
-from harness.errors import ConfigError
-from harness.measure.store import write_atomically
+from harness.domain.cluster import CLUSTER_FILE, Cluster
+from harness.domain.fingerprint import fingerprint, is_by
+from harness.domain.graph import Graph
+from harness.domain.prediction import STRATEGY_FILE
+from harness.domain.profile import Profile, default_profile, graph_beside
+from harness.domain.strategy import Strategy
+from harness.errors import ConfigError, HarnessError
+from harness.measure.store import find_runs, write_atomically
 from harness.plan.advise.advice import Advice, Adviser
 from harness.plan.advise.pricing import AdviceRequest, Priced, Prices, find_prices, load_prices
 from harness.plan.advise.words import (
@@ -224,7 +227,28 @@ def _advice_request(args: argparse.Namespace, request: PlanRequest) -> AdviceReq
         optimizer=args.optimizer,
         overlap=not args.no_overlap,
         reduce_dtype=request.reduce_dtype,
+        known=_known_plan(args.results, graph, request.cluster, profile),
     )
+
+
+def _known_plan(
+    results: Path | None, graph: Graph, cluster: Cluster, profile: Profile
+) -> Strategy | None:
+    """The newest plan of these results that a search made with the same measurements."""
+    if results is None:
+        return None
+    for path, header in reversed(find_runs(results)[0]):
+        if header.workload != "search" or header.status != "ok":
+            continue
+        try:
+            found = Strategy.load(path / STRATEGY_FILE)
+        except HarnessError:
+            continue
+        made_for = found.made_for
+        is_same = made_for is not None and is_by(made_for, cluster, profile)
+        if is_same and made_for.graph_hash == graph.content_hash():
+            return found
+    return None
 
 
 def _write(path: Path, advice: Advice, request: PlanRequest) -> None:

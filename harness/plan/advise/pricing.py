@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from harness.domain.cluster import Cluster
+from harness.domain.fingerprint import is_by
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
@@ -145,6 +146,7 @@ class AdviceRequest:
         families: of strategies that may be used.
         overlap: gradients are synchronised during the backward pass.
         reduce_dtype: in which gradients are summed over devices, fp32 or bf16.
+        known: a plan that a search has found for the cluster that it names.
     """
 
     graph: Graph
@@ -156,6 +158,7 @@ class AdviceRequest:
     optimizer: str = "momentum"
     overlap: bool = True
     reduce_dtype: str = "fp32"
+    known: Strategy | None = None
 
     def batch_on(self, n_devices: int) -> int:
         """The global batch on so many devices."""
@@ -163,6 +166,14 @@ class AdviceRequest:
             return self.per_device_batch * n_devices
         assert self.batch is not None, "one of both is given"
         return self.batch
+
+    def known_on(self, cluster: Cluster) -> Strategy | None:
+        """The known plan if it is of this cluster, profile and batch, and may be used."""
+        known, batch = self.known, self.batch_on(cluster.n_devices)
+        if known is None or known.made_for is None or "searched" not in self.families:
+            return None
+        is_right = known.batch == batch and is_by(known.made_for, cluster, self.profile)
+        return known if is_right and _uses_all_nodes(known, cluster) else None
 
     def simulator(self, cluster: Cluster) -> Simulator:
         return Simulator(
@@ -212,6 +223,9 @@ def price(request: AdviceRequest, cluster: Cluster, *, search_s: float = 0.0) ->
     batch = request.batch_on(cluster.n_devices)
     simulator = request.simulator(cluster)
     found = [_priced(simulation) for simulation in _standards(request, simulator, batch)]
+    if (known := request.known_on(cluster)) is not None:
+        simulation = simulator.simulate(known)
+        found += [_priced(simulation, f"searched: {known.name}")] if simulation.fits else []
     if search_s > 0 and "searched" in request.families:
         found += _searched(request, simulator, batch, search_s)
     return min(found, key=lambda one: one.step_s, default=None)
