@@ -220,11 +220,6 @@ class Graph(JsonFile, frozen=True, kw_only=True):
         shared = ((op.attrs.get("shares_norm_with"), op.name) for op in self.operators)
         return [(first, name) for first, name in shared if isinstance(first, str)]
 
-    def tied_weights(self) -> list[tuple[str, str]]:
-        """The first and each further operator of every weight that several operators use."""
-        shared = ((op.attrs.get("tied_to"), op.name) for op in self.operators)
-        return [(first, name) for first, name in shared if isinstance(first, str)]
-
     @property
     def parameter_bytes(self) -> int:
         return sum(operator.parameter_bytes for operator in self.operators)

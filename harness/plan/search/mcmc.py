@@ -132,19 +132,20 @@ class Chain:
         return {op: plan for op, plan in move.items() if plan != plans[op]}
 
     def _tied(self, move: Move, plans: Mapping[int, OperatorPlan]) -> Move:
-        """Plans, on the same devices, that cut a weight as the moved operators that share it do."""
+        """Plans, on the same devices, that cut a weight as a moved operator that shares it does."""
         found: Move = {}
-        for pair in self.objective.tied:
-            for one, other in (pair, pair[::-1]):
-                if one not in move or other in move or other not in plans:
+        cuts_of = self.objective.cuts_of
+        for users in self.trial.tables.tied.values():
+            moved = next((op for op in users if op in move), None)
+            if moved is None:
+                continue
+            cuts, used = cuts_of(moved, move[moved]), set(move[moved].devices)
+            for op in users:
+                if op in move or op not in plans or cuts_of(op, plans[op]) == cuts:
                     continue
-                cuts, used = self.objective.cuts_of(one, move[one]), set(move[one].devices)
-                if self.objective.cuts_of(other, plans[other]) == cuts:
-                    continue
-                for plan in self.space.menus[other]:
-                    if set(plan.devices) == used and self.objective.cuts_of(other, plan) == cuts:
-                        found[other] = plan
-                        break
+                on_same = (plan for plan in self.space.menus[op] if set(plan.devices) == used)
+                alike = (plan for plan in on_same if cuts_of(op, plan) == cuts)
+                found[op] = next(alike, plans[op])
         return found
 
     def _copy(self, plans: Mapping[int, OperatorPlan]) -> Move:

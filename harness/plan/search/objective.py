@@ -15,6 +15,7 @@ from harness.domain.sharding import weight_cuts
 from harness.domain.strategy import OperatorPlan, ShardState, Stage, Strategy
 from harness.plan.costs import SearchProgress
 from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.simulate.tables import Tables
 
 _PROGRESS_EVERY_S = 0.25
 
@@ -73,7 +74,6 @@ class Objective:
     Attributes:
         best: of all searches so far; None until something fits.
         best_of: of each search, by its name.
-        tied: pairs of operators that share a weight.
         least_excess: of all proposals: how much memory was lacking at least.
     """
 
@@ -85,8 +85,6 @@ class Objective:
         progress: Callable[[SearchProgress], None] | None = None,
     ) -> None:
         self.simulator = simulator
-        index = simulator.graph.index()
-        self.tied = [(index[a], index[b]) for a, b in simulator.graph.tied_weights()]
         self.best: Candidate | None = None
         self.best_of: dict[str, Candidate] = {}
         self.least_excess = math.inf
@@ -134,7 +132,7 @@ class Objective:
         limits = self.simulator.limits
         excess = max(0.0, float((out.memory_bytes / limits).max()) - 1)
         self.n_proposals += 1
-        n_unlike = self._n_unlike(trial.tables.plans)
+        n_unlike = self._n_unlike(trial.tables)
         self.least_excess = min(self.least_excess, excess)
         if n_unlike:
             excess += n_unlike
@@ -146,13 +144,15 @@ class Objective:
         self.tick()
         return JudgedPlan(out.step_s, excess)
 
-    def _n_unlike(self, plans: Mapping[int, OperatorPlan]) -> int:
+    def _n_unlike(self, tables: Tables) -> int:
         """Number of further calls of a batch norm that are planned unlike the first, which the
         executor refuses, and of uses of a weight that cut it otherwise, which it computes whole."""
-        n_norms = sum(plans[a] != plans[b] for a, b in self.simulator.norm_calls)
-        return n_norms + sum(
-            self.cuts_of(a, plans[a]) != self.cuts_of(b, plans[b]) for a, b in self.tied
-        )
+        plans = tables.plans
+        n_unlike = sum(plans[a] != plans[b] for a, b in self.simulator.norm_calls)
+        for users in tables.tied.values():
+            cuts = [self.cuts_of(op, plans[op]) for op in users if op in plans]
+            n_unlike += sum(one != cuts[0] for one in cuts)
+        return n_unlike
 
     def cuts_of(self, op: int, plan: OperatorPlan) -> dict[int, Cut]:
         """How a plan cuts the weight of an operator."""
