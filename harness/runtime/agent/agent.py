@@ -31,8 +31,8 @@ from harness.runtime.ranks.environment import Launch, read_launch
 
 _LARGEST_MESSAGE = 1 << 17
 _SLOWEST_BEAT_S = 2.0
-# Below the second between Open MPI's SIGTERM and SIGKILL.
-_TIME_TO_END_S = 0.5
+# Below the time between SIGTERM and SIGKILL: a second in Open MPI 4, a fifth of one in Open MPI 5.
+_TIME_TO_END_S = {"": 0.5, "prterun": 0.1, "prted": 0.1}
 # Longest wait of a rank whose program has died for rank 0 to close the row.
 _TIME_TO_CLOSE_S = 5.0
 # Longest end of a program that has said why, such as the output of a traceback.
@@ -78,6 +78,8 @@ class RankAgent:
         self._is_joining = launch is None or not launch.has_mpi
         self._parent = os.getppid()
         self._has_daemon = family.is_daemon(self._parent)
+        launcher = family.name_of(self._parent)
+        self._time_to_end_s = _TIME_TO_END_S.get(launcher, _TIME_TO_END_S[""])
         self._oom_kills = n_oom_kills()
         self._peers: Peers | None = None
         self._connections: dict[str, int] = {}
@@ -233,7 +235,7 @@ class RankAgent:
             number = self._signals.pop(0)
             family.send([self._pid], number)
             if number in _ENDING and self._end_by_s is None:
-                self._end_by_s = now_s + _TIME_TO_END_S
+                self._end_by_s = now_s + self._time_to_end_s
                 self._note_lost_connections()
                 if self._peers is not None:
                     self._peers.notify({"left": True})

@@ -106,6 +106,14 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     return step < _FIRST_SPECIAL_SLURM_STEP
 
 
+def _is_srun_pmi(environ: Mapping[str, str]) -> bool:
+    """Whether PMI's variables are those of `srun --mpi=pmi2`, which a site may have as its default.
+
+    They do not say that mpi4py's MPI can use them; Hydra, also inside a job, counts a host's ranks.
+    """
+    return _is_slurm_step(environ) and "MPI_LOCALNRANKS" not in environ
+
+
 def _check_incomplete_launcher(environ: Mapping[str, str]) -> None:
     """Refuse incomplete variables, because each rank would run alone and report for all."""
     missing = [name for name in _TORCHRUN_VARIABLES if name not in environ]
@@ -129,7 +137,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         launch = _launch(
             environ, "openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", has_mpi=True
         )
-    elif "PMI_RANK" in environ:
+    elif "PMI_RANK" in environ and not _is_srun_pmi(environ):
         launch = _launch(environ, "mpich", "PMI_RANK", "PMI_SIZE", has_mpi=True)
     elif _is_slurm_step(environ):
         launch = _slurm(environ)

@@ -46,7 +46,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's view of its host, exchanged at the start.
 
     Attributes:
-        n_cores: cores that the host's ranks may use together (affinity and cgroup quota).
+        cores: numbers of the cores that this rank may run on.
+        quota_cores: cores that the cgroup grants to the host's ranks together; None for all.
         memory_bytes: memory of the host or limit of its cgroup.
         gpus: GPUs that this rank can use, by CUDA index.
         has_nccl: whether its torch has NCCL.
@@ -55,7 +56,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     hostname: str
     cpu: str
-    n_cores: float
+    cores: list[int]
+    quota_cores: float | None
     memory_bytes: int
     gpus: list[Gpu]
     has_nccl: bool
@@ -63,10 +65,10 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-def quota_cores() -> float:
-    """Cores that the cgroup's CPU quota grants; infinity without one."""
+def quota_cores() -> float | None:
+    """Cores that the cgroup's CPU quota grants; None without one."""
     quota = cpu_quota_s()
-    return float("inf") if quota is None else quota[0] / quota[1]
+    return None if quota is None else quota[0] / quota[1]
 
 
 def memory_limit_bytes() -> int:
@@ -191,11 +193,11 @@ def describe_host() -> HostFacts:
     Raises:
         LaunchError: this torch has no code for a GPU.
     """
-    affinity = len(os.sched_getaffinity(0))
     return HostFacts(
         hostname=platform.node(),
         cpu=cpu_model(),
-        n_cores=min(float(affinity), quota_cores()),
+        cores=sorted(os.sched_getaffinity(0)),
+        quota_cores=quota_cores(),
         memory_bytes=memory_limit_bytes(),
         gpus=_list_gpus(),
         has_nccl=dist.is_nccl_available(),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import socket
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -117,20 +120,32 @@ def _connect_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any,
     return store, address, port
 
 
-def _slurm_master(environ: Mapping[str, str]) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT: the step's first node, and a port derived from the job id."""
-    address = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+def slurm_master(environ: Mapping[str, str]) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT unless the user sets them: the step's first node, on which rank 0
+    runs, and a port that differs between jobs and their steps.
+
+    SLURM_LAUNCH_NODE_IPADDR is no such address: srun may have been started on a login node.
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    address = environ.get("MASTER_ADDR") or _first_node(nodes)
     if not address:
-        raise LaunchError(
-            "srun set no SLURM_LAUNCH_NODE_IPADDR: export MASTER_ADDR=<first node>, or use "
-            "srun --mpi"
+        raise LaunchError("srun set no SLURM_STEP_NODELIST: export MASTER_ADDR=<first node>")
+    job, step = (
+        parse_int(
+            environ.get(name, "0"), name, error=LaunchError,
+            remedy="start the ranks with srun, or unset it",
         )
-    job = parse_int(
-        environ.get("SLURM_JOB_ID", "0"), "SLURM_JOB_ID", error=LaunchError,
-        remedy="start the ranks with srun, or unset it",
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
     )  # fmt: skip
-    port = environ.get("MASTER_PORT") or str(20000 + job % 20000)
+    # Below the ports that Linux gives to connections.
+    port = environ.get("MASTER_PORT") or str(20000 + (16 * job + step) % 12000)
     return {"MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+def _first_node(nodes: str) -> str:
+    """The first host of a list such as `gpu[03-05,9]-a,login`: gpu03-a."""
+    hosts = re.match(r"(\[[^]]*\]|[^,\[])*", nodes)
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", hosts[0]) if hosts else ""
 
 
 def _driven_gpus(facts: list[HostFacts], hostnames: list[str]) -> list[Gpu | None]:
@@ -174,6 +189,13 @@ def _check_versions(facts: list[HostFacts]) -> None:
     _log.debug("versions agree on %d ranks", len(facts))
 
 
+def _share_of_cores(mine: HostFacts, on_host: list[HostFacts]) -> float:
+    """This rank's part of its host: ranks that are bound have cores of their own, others share."""
+    n_ranks = Counter(core for fact in on_host for core in fact.cores)
+    share = sum(Fraction(1, n_ranks[core]) for core in mine.cores)
+    return min(float(share), (mine.quota_cores or math.inf) / len(on_host))
+
+
 def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, requested: str) -> World:
     hostnames = [fact.hostname for fact in facts]
     mine = facts[launch.rank]
@@ -184,7 +206,7 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, requested: s
     driven = _driven_gpus(facts, hostnames)
     backend, reason = _choose_backend(facts, driven)
     gpu = driven[launch.rank]
-    n_cores = mine.n_cores / local_size
+    n_cores = _share_of_cores(mine, [f for f in facts if f.hostname == mine.hostname])
     # By UUID, because CUDA indices may differ between ranks.
     n_sharing = sum(each is not None and each.uuid == gpu.uuid for each in driven) if gpu else 1
     return World(
@@ -236,7 +258,7 @@ def meet(
         store = _serve("127.0.0.1")
         address, port = "127.0.0.1", store.port
     else:
-        variables = _slurm_master(environ) if launch.launcher == "slurm" else environ
+        variables = slurm_master(environ) if launch.launcher == "slurm" else environ
         store, address, port = _connect_at_master(launch, variables)
     control = Control(store, launch.rank, launch.size)
     all_facts = control.gather("facts", facts, HostFacts)

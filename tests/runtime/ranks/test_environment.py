@@ -42,6 +42,11 @@ def test_torchrun_inside_a_slurm_job_wins():
     assert read_launch({**SLURM, **TORCHRUN}).launcher == "torchrun"
 
 
+def test_pmi_of_srun_is_no_mpi():
+    assert read_launch({**SLURM, **MPICH}).launcher == "slurm"
+    assert read_launch({**SLURM, **MPICH, "MPI_LOCALNRANKS": "1"}).launcher == "mpich"
+
+
 def test_a_batch_script_is_not_a_step():
     batch = {"SLURM_STEP_ID": "4294967291", "SLURM_PROCID": "0", "SLURM_NTASKS": "5"}
     assert read_launch(batch).size == 1

@@ -23,10 +23,10 @@ def gpu(uuid, memory_bytes=80, board=""):
     return Gpu(name="a card", uuid=uuid, board=board or uuid, memory_bytes=memory_bytes)
 
 
-def facts(*gpus, has_nccl=True):
+def facts(*gpus, has_nccl=True, cores=range(8), quota_cores=None):
     return HostFacts(
-        hostname="host", cpu="a CPU", n_cores=8.0, memory_bytes=64, gpus=list(gpus),
-        has_nccl=has_nccl, interfaces=[LOOPBACK], versions={},
+        hostname="host", cpu="a CPU", cores=list(cores), quota_cores=quota_cores, memory_bytes=64,
+        gpus=list(gpus), has_nccl=has_nccl, interfaces=[LOOPBACK], versions={},
     )  # fmt: skip
 
 
@@ -72,6 +72,43 @@ def test_slices_of_one_gpu_have_memory_of_their_own_and_use_gloo():
     assert (first.memory_bytes, second.memory_bytes) == (20, 40)
     apart, _ = worlds([facts(gpu("MIG-a", 20, "x")), facts(gpu("MIG-b", 40, "y"))])
     assert apart.backend == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota_cores", "shares"),
+    [
+        ([range(6), range(6), range(6)], None, [2.0, 2.0, 2.0]),
+        ([range(2), range(2, 8)], None, [2.0, 6.0]),  # bound, as by srun
+        ([range(4), range(2, 6)], None, [3.0, 3.0]),
+        ([range(8), range(8)], 3.0, [1.5, 1.5]),
+    ],
+)
+def test_ranks_divide_the_cores_that_several_of_them_may_run_on(cores, quota_cores, shares):
+    everyone = worlds([facts(cores=each, quota_cores=quota_cores) for each in cores])
+    assert [world.n_cores for world in everyone] == shares
+
+
+@pytest.mark.parametrize(
+    ("nodes", "address"),
+    [
+        ("gpu-a", "gpu-a"),
+        ("gpu-a,gpu-b", "gpu-a"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("rack[1-2]n[7,9]-ib,x", "rack1n7-ib"),
+    ],
+)
+def test_srun_ranks_meet_on_the_first_node_of_the_step(nodes, address):
+    step = {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}
+    login = {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.99"}  # where srun was started
+    found = rendezvous.slurm_master({**step, **login})
+    assert found == {"MASTER_ADDR": address, "MASTER_PORT": "20113"}
+    chosen = {"MASTER_ADDR": "gpu-x", "MASTER_PORT": "29500"}
+    assert rendezvous.slurm_master({**step, **chosen}) == chosen
+
+
+def test_an_srun_without_a_list_of_nodes_asks_for_the_address():
+    with pytest.raises(LaunchError, match="export MASTER_ADDR"):
+        rendezvous.slurm_master({"SLURM_STEP_ID": "0"})
 
 
 def test_a_rank_without_a_gpu_has_its_share_of_the_host():
