@@ -82,6 +82,9 @@ class OwnData(BatchedData):
         found = self._fetch(indices)
         rows = [self._tensors(index, one) for index, one in zip(indices, found, strict=True)]
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
+        for spec, column in zip(self._specs, columns, strict=True):
+            if spec.n_rows is not None:
+                self._check_rows(indices, spec.name, column, spec.n_rows)
         inputs = tuple(columns[: len(self._task.inputs)])
         targets = self._task.targets_among(inputs)
         if targets is None:
@@ -93,6 +96,18 @@ class OwnData(BatchedData):
             if n_counted != len(indices) * self._task.n_targets:
                 raise self._error(indices[0], "or one near it has a label that no loss counts")
         return Batch(inputs, targets)
+
+    def _check_rows(self, indices: list[int], name: str, column: Tensor, n_rows: int) -> None:
+        """Refuse a number that an embedding lacks, which on a GPU would end the process unnamed."""
+        wrong = (column < 0) | (column >= n_rows)
+        if wrong.any():
+            row = int(wrong.reshape(len(indices), -1).any(1).nonzero()[0])
+            raise self._error(
+                indices[row],
+                f"has {int(column[row][wrong[row]].flatten()[0])} in {name}, and the model's "
+                f"embedding has {n_rows} rows: give numbers from 0 to {n_rows - 1}, or the model a "
+                "larger vocabulary",
+            )
 
     def _check_classes(self, indices: list[int], targets: Tensor) -> None:
         """Refuse a class that the logits lack, which on a GPU would end the process unnamed."""

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from harness.errors import ModelError, first_line
 from harness.inputs import one_line
@@ -59,9 +62,10 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
     given = Example(name, example, has_rows=is_users)
     remedy = _REMEDY_OF_EXAMPLE if is_users else _REMEDY
     _prepare(name, model)
-    specs, tensors = given.specs, given.tensors
+    tensors = given.tensors
     bound = model if given.fits(model) else given.bind(model)
     output, inputs, calls = _run_once(name, bound, tensors, remedy)
+    specs = _with_rows(name, given.specs, inputs, calls)
 
     def recall() -> tuple[list[Call], int]:
         more = [torch.cat([x, x[:1]]) for x in tensors]
@@ -96,6 +100,39 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
         target_shape=tuple(others),
         n_tokens=_n_tokens(specs),
     )
+
+
+def _with_rows(
+    name: str, specs: Sequence[InputSpec], inputs: Sequence[Tensor], calls: Iterable[Call]
+) -> tuple[InputSpec, ...]:
+    """Add how many rows the embeddings of a model have that look up all numbers of an input.
+
+    Raises:
+        ModelError: the example has a number beyond them, which on a GPU would end the process.
+    """
+    lookups = [
+        inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
+        for call in calls
+        if call.function in (functional.embedding, functional.embedding_bag)
+    ]
+    found = []
+    for spec, x in zip(specs, inputs, strict=True):
+        n = min(
+            (len(each["weight"]) for each in lookups if _is_view_of_all(each["input"], x)),
+            default=None,
+        )
+        if n is not None and (spec.n_values or 0) > n:
+            raise ModelError(
+                f"{name}: its example has {spec.name} up to {(spec.n_values or 0) - 1}, and the "
+                f"embedding has {n} rows: give the model a larger vocabulary, or other numbers"
+            )
+        found.append(replace(spec, n_rows=n))
+    return tuple(found)
+
+
+def _is_view_of_all(view: Tensor, x: Tensor) -> bool:
+    is_shared = view.untyped_storage()._cdata == x.untyped_storage()._cdata
+    return is_shared and view.numel() == x.numel()
 
 
 def _check_logits(name: str, logits: Tensor, n_samples: int) -> None:

@@ -120,6 +120,7 @@ class InputSpec:
         n_values: number of values of integers (0 to n_values - 1); None for real and complex ones.
         rows: integers of samples of an example; None if any integers below n_values make a sample.
         is_fraction: whether real values lie between 0 and 1, as a loss of probabilities needs.
+        n_rows: of the smallest embedding that looks up these integers; None if none does.
     """
 
     name: str
@@ -128,6 +129,7 @@ class InputSpec:
     n_values: int | None = None
     rows: Tensor | None = field(default=None, compare=False, repr=False)
     is_fraction: bool = False
+    n_rows: int | None = None
 
     def draw(
         self,

@@ -7,6 +7,7 @@ measured. Values are JSON, so nothing received is unpickled.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _POLL = timedelta(seconds=20)
+# A launcher that ends all ranks may have reached rank 0 first; then there is nothing to say.
+_TIME_TO_END_S = 0.5
 _CHUNK_BYTES = 1 << 20
 
 
@@ -36,6 +39,7 @@ def _explain_lost_store(
         try:
             return method(self, *args, **kwargs)
         except dist.DistNetworkError as error:
+            time.sleep(_TIME_TO_END_S)
             raise PeerError(
                 f"rank {self.rank} lost rank 0, which has ended or cannot be reached "
                 f"({first_line(error)}): see rank 0's last output",

@@ -76,6 +76,16 @@ def test_the_sample_with_a_class_that_the_logits_lack_is_named():
         data.__getitems__([1, 3])
 
 
+@pytest.mark.parametrize("number", [5, -1])
+def test_the_sample_with_a_number_that_the_embedding_lacks_is_named(number):
+    words = WORDS.clone()
+    words[3, 2] = number
+    data = OwnData("own", list(zip(words, WORDS, strict=True)), tagger(has_loss=False))
+    message = f"sample 3 of own has {number} in words, and the model's embedding has 5 rows"
+    with pytest.raises(DataError, match=message):
+        data.__getitems__([1, 3])
+
+
 def test_what_the_model_does_not_read_is_told(caplog):
     sample = {"words": WORDS[0], "labels": WORDS[1], "mask": WORDS[0], "text": "a b"}
     OwnData("own", [sample], tagger(has_loss=False))

@@ -53,7 +53,7 @@ def test_inputs_and_targets_are_read_off_an_example():
     table = torch.rand(2, 3, 6)
     task = task_of("m:f", (Tagger(), {"tokens": TOKENS, "more": {"table": table}}), OPTIONS)
     assert task.inputs == (
-        InputSpec(name="tokens", shape=(3,), dtype=torch.int64, n_values=5),
+        InputSpec(name="tokens", shape=(3,), dtype=torch.int64, n_values=5, n_rows=5),
         InputSpec(name="more_table", shape=(3, 6), is_fraction=True),
     )
     assert (task.n_classes, task.target_shape, task.loss) == (9, (3,), "cross_entropy")

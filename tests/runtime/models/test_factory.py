@@ -154,6 +154,28 @@ def test_parameters_are_on_meta_and_all_else_is_real():
     assert nn.Linear(2, 2).weight.device.type == "cpu"
 
 
+class Looked(nn.Module):
+    """Looks up columns in tables of their own, a view of one input, and a changed one."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(n, 4) for n in (3, 7, 9))
+
+    def forward(self, columns, view, changed):
+        few, many, others = self.tables
+        found = few(columns[:, 0]) + many(columns[:, 1])
+        return found + others(view.view(-1)).view(-1, 4) + others(changed.clamp(max=8))
+
+
+def test_inputs_know_the_rows_of_the_embedding_that_looks_them_up():
+    numbers = torch.arange(2)
+    example = {"columns": torch.tensor([[1, 6], [2, 5]]), "view": numbers, "changed": numbers * 20}
+    task = task_of("own", (Looked(), example), ModelOptions())
+    assert [spec.n_rows for spec in task.inputs] == [None, 9, None]
+    with pytest.raises(ModelError, match="has view up to 20, and the embedding has 9 rows"):
+        task_of("own", (Looked(), example | {"view": numbers * 20}), ModelOptions())
+
+
 class Computed(nn.Module):
     """A layer, and what is computed of its output."""
 
