@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -109,6 +110,7 @@ def library_versions() -> dict[str, str]:
     return found
 
 
+@functools.cache  # because an edit beside a launch does not change the code that it runs
 def code_commit() -> str:
     """The checkout's commit, with `-dirty` when files differ; empty outside a checkout."""
     root = Path(__file__).resolve().parents[3]
