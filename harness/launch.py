@@ -11,6 +11,7 @@ All ranks make the same calls and exchange their outcomes after each run; rank 0
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
@@ -50,6 +51,7 @@ from harness.runtime.ranks.control import copy_to_first
 from harness.runtime.ranks.host import code_commit
 from harness.runtime.ranks.isolate import GRACE_S, run_isolated
 from harness.runtime.ranks.rendezvous import Meeting, without_mpi
+from harness.runtime.ranks.settings import read_settings
 from harness.workloads.common.contract import UNTIL, Continuation, Need, config_json
 from harness.workloads.common.flags import RunOptions
 
@@ -176,6 +178,7 @@ class Launcher:
                 dtype: peak / world.n_sharing
                 for dtype, peak in peak_flops_per_s(world.device_kind).items()
             },
+            settings=read_settings(os.environ),
         )
 
     def _infos(self, plan: PlannedRun) -> list[RankInfo]:

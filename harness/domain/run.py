@@ -50,6 +50,8 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
         interface: the NIC that reaches the other ranks.
         nic_bytes_per_s: bandwidth of that NIC, each way; 0 when unknown, and for loopback.
         peak_flops_per_s: published dense peak by dtype; empty when unknown.
+        settings: versions of kernel and GPU driver, and environment variables that change its
+            speed; empty when unknown.
     """
 
     rank: Annotated[int, Meta(ge=0, le=MAX_RANK)]
@@ -61,6 +63,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     interface: str = ""
     nic_bytes_per_s: Annotated[float, Meta(ge=0, le=1e18)] = 0.0
     peak_flops_per_s: dict[str, Annotated[float, Meta(gt=0, le=1e30)]] = {}
+    settings: dict[str, str] = {}
 
     @property
     def training_bytes(self) -> int:

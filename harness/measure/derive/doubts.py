@@ -21,7 +21,7 @@ class DoubtKind(StrEnum):
     MFU = "MFU above 1"
     TRAFFIC = "More traffic than predicted"
     LEFT_OUT = "Measurements left out"
-    VERSIONS = "Versions differ between runs"
+    VERSIONS = "Versions or settings differ between runs"
 
 
 class Doubt(NamedTuple):

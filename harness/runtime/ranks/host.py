@@ -107,6 +107,8 @@ def library_versions() -> dict[str, str]:
     found["torch"] = str(torch.__version__)
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
+    if torch.version.cuda and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 
