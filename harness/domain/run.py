@@ -39,6 +39,10 @@ _GPU_PROCESS_BYTES, _CPU_PROCESS_BYTES = 768 << 20, 512 << 20
 _GPU_SHARE, _CPU_SHARE = 0.95, 0.5
 
 
+# Names in a rank's settings that are no environment variables.
+KERNEL, GPU_DRIVER = HOST_SETTINGS = ("kernel", "GPU driver")
+
+
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Host, device and NIC of one rank.
 

@@ -1,9 +1,9 @@
 """Results prepared for figures: repeats brought together, unlike clusters kept apart, labels.
 
-Repeats are runs of one configuration (equal key) on one cluster (equal nodes, devices, cores and
-network speed) with one status: a case. Every row of `matmul` and `links` names its product or
-message, so their runs are repeats whatever else they measured and for how long. Runs that are not
-ok are cases of their own, so that they stay in every figure.
+Repeats are runs of one configuration (equal key) on one cluster (equal nodes, devices, cores,
+network speed and environment variables) with one status: a case. Every row of `matmul` and `links`
+names its product or message, so their runs are repeats whatever else they measured and for how
+long. Runs that are not ok are cases of their own, so that they stay in every figure.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.domain.prediction import Validation, validation_file
-from harness.domain.run import RunHeader
+from harness.domain.run import HOST_SETTINGS, RunHeader
 from harness.errors import HarnessError, ResultsError
 from harness.measure.derive.devices import PeakKey, SummaRow, peaks_of, with_efficiency
+from harness.measure.derive.doubts import rank_settings
 from harness.measure.derive.settings import configured_number
 from harness.measure.derive.training import TrainingSummary, add_mfu_of_measured_peak
 from harness.measure.statistics import Summary, summarize
@@ -156,17 +157,26 @@ def speed_class(bytes_per_s: float | None) -> float | None:
     return round(2 * math.log10(bytes_per_s / GIGABIT)) / 2 if bytes_per_s else None
 
 
-def cluster_identity(run: RunNumbers) -> str:
-    """Hash of the properties that are equal for runs on like clusters."""
+def _telling_variables(runs: Iterable[RunNumbers]) -> list[str]:
+    """Environment variables that differ between runs."""
+    found = rank_settings([run.header for run in runs])
+    return [name for name, _, differ in found if differ and name not in HOST_SETTINGS]
+
+
+def cluster_identity(run: RunNumbers, variables: Sequence[str]) -> str:
+    """Hash of the properties that are equal for runs on like clusters, and of some variables."""
     nodes = [
         [node.name, [[d.kind, d.speed] for d in node.devices]] for node in run.header.cluster.nodes
     ]
     ranks = [[r.rank, r.hostname, r.device_kind, round(r.n_cores, 2)] for r in run.header.ranks]
     speed = speed_class(run.network_bytes_per_s) if len(nodes) > 1 else None
-    return hashlib.sha256(json.dumps([nodes, ranks, speed]).encode()).hexdigest()[:8]
+    values = [
+        [r.rank, n, r.settings[n]] for r in run.header.ranks for n in variables if n in r.settings
+    ]
+    return hashlib.sha256(json.dumps([nodes, ranks, speed, values]).encode()).hexdigest()[:8]
 
 
-def _cluster_words(run: RunNumbers) -> list[str]:
+def _cluster_words(run: RunNumbers, variables: Sequence[str]) -> list[str]:
     """Descriptions that grow more exact; the first that tells clusters apart is shown."""
     header = run.header
     kinds = Counter(
@@ -179,25 +189,30 @@ def _cluster_words(run: RunNumbers) -> list[str]:
     with_network = devices
     if speed and len(nodes) > 1:
         with_network = f"{devices}, {speed * 8e-9:.2g} Gbit/s"
+    own = header.ranks[0].settings if header.ranks else {}
+    for name in filter(own.__contains__, variables):
+        with_network += f", {shorten(f'{name}={own[name]}', LONGEST_NAME)}"
     first, last = (shorten(node.name, LONGEST_NAME) for node in (nodes[0], nodes[-1]))
     hosts = first if len(nodes) == 1 else f"{first} … {last}"
     exact = f"{with_network}, {hosts}"
-    return [with_network, exact, f"{exact} [{cluster_identity(run)}]"]
+    return [with_network, exact, f"{exact} [{cluster_identity(run, variables)}]"]
 
 
-def cluster_labels(runs: Sequence[RunNumbers]) -> dict[str, str]:
-    """A label for each cluster identity: as short as stays unique."""
+def cluster_labels(runs: Sequence[RunNumbers]) -> dict[int, str]:
+    """A label for the cluster of each run, by the run's id: as short as stays unique."""
+    variables = _telling_variables(runs)
+    identities = {id(run): cluster_identity(run, variables) for run in runs}
     firsts: dict[str, RunNumbers] = {}
     for run in runs:
-        firsts.setdefault(cluster_identity(run), run)
-    words = {identity: _cluster_words(run) for identity, run in firsts.items()}
+        firsts.setdefault(identities[id(run)], run)
+    words = {identity: _cluster_words(run, variables) for identity, run in firsts.items()}
     labels: dict[str, str] = {}
     for level in range(3):
         taken = Counter(w[level] for identity, w in words.items() if identity not in labels)
         for identity, w in words.items():
             if identity not in labels and taken[w[level]] == 1:
                 labels[identity] = w[level]
-    return {identity: labels.get(identity, words[identity][-1]) for identity in words}
+    return {run: labels.get(identity, words[identity][-1]) for run, identity in identities.items()}
 
 
 def merged(summaries: Sequence[Summary]) -> Summary:
@@ -303,8 +318,7 @@ class Catalog:
     ) -> None:
         self.runs, self.validations = list(runs), list(validations)
         self.skipped = list(skipped)
-        labels = cluster_labels(self.runs)
-        self._clusters = {id(run): labels[cluster_identity(run)] for run in self.runs}
+        self._clusters = cluster_labels(self.runs)
 
     def is_failed_pipeline(self, case: RepeatGroup) -> bool:
         """Whether pipelines were planned of a case that is not ok."""

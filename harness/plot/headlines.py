@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.domain.run import RunHeader
+from harness.domain.run import HOST_SETTINGS, RunHeader
 from harness.measure.derive.devices import low_peak_warnings
-from harness.measure.derive.doubts import Doubt, DoubtKind, warnings_of_shares
+from harness.measure.derive.doubts import Doubt, DoubtKind, rank_settings, warnings_of_shares
 from harness.measure.derive.prediction import unpredicted_traffic
 from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_tables
 from harness.measure.derive.training import TrainingSummary
@@ -120,29 +120,10 @@ def _unlike_software(headers: Sequence[RunHeader]) -> list[str]:
         if differ
     ]
     return lines + [
-        f"runs disagree on {name}: {found}" for name, found, differ in settings(headers) if differ
+        f"runs disagree on the version of {name}: {found}"
+        for name, found, differ in rank_settings(headers)
+        if differ and name in HOST_SETTINGS
     ]
-
-
-def settings(headers: Iterable[RunHeader]) -> list[tuple[str, str, bool]]:
-    """Setting, its values with the hosts where they are not alike, and whether any device had
-    several in turn."""
-    known: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
-    for info in (info for header in headers for info in header.ranks if info.settings):
-        known[info.hostname, info.device].append(info.settings)
-    names = {name for of_device in known.values() for each in of_device for name in each}
-    rows = []
-    for name in sorted(names):
-        hosts: dict[str, dict[str, None]] = defaultdict(dict)
-        n_values = []
-        for (host, _), of_device in known.items():
-            values = sorted({each.get(name, "not set") for each in of_device})
-            n_values.append(len(values))
-            for value in values:
-                hosts[value][host] = None
-        words = [f"{value} ({', '.join(names)})" for value, names in hosts.items()]
-        rows.append((name, "; ".join(words if len(words) > 1 else hosts), max(n_values) > 1))
-    return rows
 
 
 def library_versions(headers: Iterable[RunHeader]) -> list[tuple[str, str, bool]]:

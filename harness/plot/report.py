@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.domain.run import RunHeader
+from harness.measure.derive.doubts import rank_settings
 from harness.measure.derive.strategies import MOST_REPEATS, StrategyRow
 from harness.measure.statistics import CONFIDENCE, Summary
 from harness.plot.catalog import Catalog
-from harness.plot.headlines import Answer, library_versions, settings, warnings
+from harness.plot.headlines import Answer, library_versions, warnings
 from harness.plot.numbers import RunNumbers
 from harness.plot.render import Drawn, Rendered
 from harness.plot.style import status_words
@@ -297,7 +298,7 @@ def build_report(catalog: Catalog, rendered: Rendered, found: Sequence[Answer], 
         runs=[_run_row(run) for run in catalog.runs],
         statuses=[f"{n} {status}" for status, n in sorted(counts.items())],
         devices=_devices(headers),
-        software=[("library", library_versions(headers)), ("setting", settings(headers))],
+        software=[("library", library_versions(headers)), ("setting", rank_settings(headers))],
         warnings=[(kind, len(lines), _first(lines)) for kind, lines in doubts.items()],
         skipped=[(_shown(path, root), reason) for path, reason in catalog.skipped[:MAX_LISTED]],
         n_skipped=len(catalog.skipped),

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pandas as pd
 import pytest
-from made_runs import header_of
 from matplotlib.figure import Figure as Canvas
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
@@ -21,7 +20,7 @@ from harness.measure.store import find_runs, read_header, write_header
 from harness.plot.__main__ import main
 from harness.plot.catalog import read_catalog
 from harness.plot.figures import load_figure
-from harness.plot.headlines import answers, settings, warnings
+from harness.plot.headlines import answers, warnings
 from harness.plot.predicted import competing, planned_cases
 from harness.plot.render import image_bytes
 
@@ -310,29 +309,6 @@ def test_warnings_are_of_every_workload_and_folded_by_kind(
     ]
     assert found["Versions or settings differ between runs"] == [
         "runs disagree on the version of torch: 2.12.0, 2.13.0"
-    ]
-
-
-def test_settings_name_the_hosts_and_are_told_where_they_change_between_runs():
-    ring, tree = {"kernel": "6.1", "NCCL_ALGO": "Ring"}, {"kernel": "6.1", "NCCL_ALGO": "Tree"}
-    other = {"kernel": "6.5"}
-
-    def header(*of_ranks):
-        made = header_of(["a", "b"])
-        ranks = [
-            msgspec.structs.replace(rank, settings=found)
-            for rank, found in zip(made.ranks, of_ranks, strict=True)
-        ]
-        return msgspec.structs.replace(made, ranks=ranks)
-
-    assert settings([header({}, {})]) == []
-    assert settings([header(ring, other), header(ring, other), header({}, {})]) == [
-        ("NCCL_ALGO", "Ring (a); not set (b)", False),
-        ("kernel", "6.1 (a); 6.5 (b)", False),
-    ]
-    assert settings([header(ring, ring), header(tree, ring), header(tree, ring)]) == [
-        ("NCCL_ALGO", "Ring (a, b); Tree (a)", True),
-        ("kernel", "6.1", False),
     ]
 
 

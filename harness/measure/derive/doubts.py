@@ -1,10 +1,11 @@
 """Reasons to doubt numbers, and the processor time that other guests took."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-from harness.domain.run import Headed
+from harness.domain.run import Headed, RunHeader
 from harness.measure.derive.devices import info_of
 from harness.measure.derive.spans import samples_of
 from harness.measure.store import Run
@@ -66,3 +67,24 @@ def warnings_of_shares(shares_of_runs: Iterable[tuple[Headed, Mapping[str, float
         f"a host's processor time to other guests (most: {share:.0%} on {host} in {run_id}): their "
         "times are longer and vary more, repeat them on a quieter machine"
     ]
+
+
+def rank_settings(headers: Iterable[RunHeader]) -> list[tuple[str, str, bool]]:
+    """Setting, its values with the hosts where they are not alike, and whether any device had
+    several in turn."""
+    known: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
+    for info in (info for header in headers for info in header.ranks if info.settings):
+        known[info.hostname, info.device].append(info.settings)
+    names = {name for of_device in known.values() for each in of_device for name in each}
+    rows = []
+    for name in sorted(names):
+        hosts: dict[str, dict[str, None]] = defaultdict(dict)
+        n_values = []
+        for (host, _), of_device in known.items():
+            values = sorted({each.get(name, "not set") for each in of_device})
+            n_values.append(len(values))
+            for value in values:
+                hosts[value][host] = None
+        words = [f"{value} ({', '.join(names)})" for value, names in hosts.items()]
+        rows.append((name, "; ".join(words if len(words) > 1 else hosts), max(n_values) > 1))
+    return rows

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from harness.domain.run import GPU_DRIVER, KERNEL
 from harness.inputs import one_line
 
 # Variables of the libraries that compute and communicate, and of Open MPI's transports; its others
@@ -21,7 +22,7 @@ _WITHOUT_EFFECT = re.compile(r"\w*(DEBUG|LOG|NUM_THREADS)\w*|CUDA_(VISIBLE_DEVIC
 
 def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """The versions of kernel and GPU driver, and the environment variables that matter, by name."""
-    found = {"kernel": platform.release(), "GPU driver": _gpu_driver()}
+    found = {KERNEL: platform.release(), GPU_DRIVER: _gpu_driver()}
     for name in sorted(environ):
         if _VARIABLES.fullmatch(name) and not _WITHOUT_EFFECT.fullmatch(name):
             found[name] = one_line(environ[name], 200)

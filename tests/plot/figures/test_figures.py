@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pandas as pd
 import pytest
 from made_runs import local_header
@@ -13,6 +14,7 @@ from harness.plot.catalog import read_catalog
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.prediction import _name_misses
 from harness.plot.figures.scaling import draw as draw_scaling
+from harness.plot.headlines import warnings
 from harness.plot.render import image_bytes
 from harness.plot.report import format_value, header_of, present
 
@@ -202,6 +204,27 @@ def test_runs_of_unlike_clusters_do_not_merge(
     table = table_of("throughput", read_catalog(*find_runs(tmp_path)))
     assert sorted(table["n_repeats"]) == [1, 2]
     assert len(set(table["cluster"])) == 2
+
+
+def test_runs_with_other_environment_variables_do_not_merge_and_say_them(
+    tmp_path, write, header, cluster, trained, configured
+):
+    always = {"kernel": "6.1", "GLOO_SOCKET_IFNAME": "eth0"}
+    ring, tree = always | {"NCCL_ALGO": "Ring"}, always | {"NCCL_ALGO": "Tree"}
+    of_runs = [{}, always, always | {"kernel": "6.5"}, ring, ring, tree]  # {}: not known
+    for k, found in enumerate(of_runs):
+        run = header("train", configured("ddp", 32), cluster(2), run_id=f"run{k}")
+        ranks = [msgspec.structs.replace(rank, settings=found) for rank in run.ranks]
+        write(tmp_path, msgspec.structs.replace(run, ranks=ranks), trained(2, 32, 0.1, 0.1))
+    catalog = read_catalog(*find_runs(tmp_path))
+    table = table_of("throughput", catalog)
+    pairs = zip(table["label"], table["n_repeats"], strict=True)
+    assert {label.split(", ", 2)[-1]: n for label, n in pairs} == {
+        "1 Gbit/s": 3, "NCCL_ALGO=Ring": 2, "NCCL_ALGO=Tree": 1,
+    }  # fmt: skip
+    assert warnings(catalog)["Versions or settings differ between runs"] == [
+        "runs disagree on the version of kernel: 6.1 (tesla0, tesla1); 6.5 (tesla0, tesla1)"
+    ]
 
 
 def test_links_of_two_speeds_do_not_merge_even_when_no_header_tells(
