@@ -19,6 +19,7 @@ from harness.errors import ConfigError, ModelError
 from harness.measure.places import check_results
 from harness.measure.store import headers_in
 from harness.runtime.models.user_code import UserFunction
+from harness.runtime.ranks.sharing import Fetch, fetch_nothing
 from harness.workloads import load_workload
 from harness.workloads.common.contract import (
     UNTIL,
@@ -64,15 +65,26 @@ class PlannedRun:
         return " ".join(word for word in words if word)
 
 
-def check_files(cases: Sequence[Case], results: Path) -> None:
+def state_of(case: Case) -> Path | None:
+    """The directory of the saved state from which a case starts."""
+    state: Path | None = getattr(case.config, "load_state", None)
+    return state and state.absolute()
+
+
+def check_files(cases: Sequence[Case], results: Path, fetch: Fetch = fetch_nothing) -> None:
     """Refuse cases whose files or models are missing or malformed, once for all repeats; rank 0
     only.
+
+    Args:
+        fetch: copies the files of a directory from other hosts to this one.
 
     Raises:
         HarnessError: names the file or the model.
     """
     for factory in _factories(cases):
         factory.find()
+    for state in filter(None, map(state_of, cases)):
+        fetch(state)
     checks = {(case.name, case.config): case.workload.check for case in cases}
     for (_, config), check in checks.items():
         check(config, results)
@@ -286,11 +298,18 @@ def is_whole(header: RunHeader) -> bool:
 
 
 def find_resumed(
-    results: Path, plan: PlannedRun, planned: Sequence[PlannedRun], n_started: int
+    results: Path,
+    plan: PlannedRun,
+    planned: Sequence[PlannedRun],
+    n_started: int,
+    fetch: Fetch = fetch_nothing,
 ) -> RunHeader | Continuation | None:
     """The run by which other ranks have ended a planned one, or how it goes on; None if it begins.
 
     Logs a line about an earlier run whose state is loaded, or could be; rank 0 only.
+
+    Args:
+        fetch: copies the files of a directory from other hosts to this one.
     """
     find = plan.case.workload.find_continuation
     if find is None:
@@ -298,15 +317,20 @@ def find_resumed(
     for last in find_earlier(results, plan, planned, n_started):
         if is_whole(last.header):
             return last.header if last.header.config.get("continues") else None
-        if found := find(plan.case.config, results / last.header.run_id, ()):
+        if found := find(plan.case.config, results / last.header.run_id, (), fetch):
             _log.info("%s: %s", plan.title, last.text(found))
             return None if last.refusal else found
     return None
 
 
-def check_batches(planned: Sequence[PlannedRun], results: Path, n_started: int) -> None:
+def check_batches(
+    planned: Sequence[PlannedRun], results: Path, n_started: int, fetch: Fetch = fetch_nothing
+) -> None:
     """Refuse to begin a run again only because its global batch follows from the number of ranks;
     rank 0 only.
+
+    Args:
+        fetch: copies the files of a directory from other hosts to this one.
 
     Raises:
         ConfigError: a run of more ranks and as many samples a rank could go on.
@@ -326,7 +350,7 @@ def check_batches(planned: Sequence[PlannedRun], results: Path, n_started: int) 
             last = next(iter(find_earlier(results, like, [], n)), None)
             if last is None or last.unlike or is_whole(last.header):
                 continue
-            if found := find(other.config, results / last.header.run_id, ()):
+            if found := find(other.config, results / last.header.run_id, (), fetch):
                 raise ConfigError(
                     f"--resume: {last.header.run_id} trains global batches of {batch} on {n} "
                     f"ranks, this launch would begin again with {case.config.batch} on {n_ranks}: "

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from harness.cases import (
     needs_of,
     plan_runs,
     remaining_repeats,
+    state_of,
 )
 from harness.domain.run import RankInfo, RunHeader
 from harness.errors import HarnessError, ResultsError
@@ -47,11 +49,11 @@ from harness.measure.reached import ReachedReader
 from harness.measure.store import Run, read_run, write_header
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
 from harness.runtime.devices.peaks import peak_flops_per_s
-from harness.runtime.ranks.control import copy_to_first
 from harness.runtime.ranks.host import code_commit
 from harness.runtime.ranks.isolate import GRACE_S, run_isolated
 from harness.runtime.ranks.rendezvous import Meeting, without_mpi
 from harness.runtime.ranks.settings import read_settings
+from harness.runtime.ranks.sharing import Fetch, copy_to_first, distribute, with_fetch
 from harness.workloads.common.contract import UNTIL, Continuation, Need, config_json
 from harness.workloads.common.flags import RunOptions
 
@@ -95,13 +97,20 @@ class Launcher:
         problem = ""
         try:
             check_results(self._results, self._world.hostname)
-            if self._world.is_first:
-                check_files(cases, self._results)
-                if self._options.resume:
-                    check_batches(plan_runs(cases, self.ranks), self._results, self._world.size)
         except HarnessError as error:
             problem = str(error)
-        return next(filter(None, self._control.gather("problem", problem, str)), "")
+        found = with_fetch(self._control, lambda fetch: self._problem_of_files(cases, fetch))
+        problems = self._control.gather("problem", problem or found, str | None)
+        return next(filter(None, problems), "")
+
+    def _problem_of_files(self, cases: Sequence[Case], fetch: Fetch) -> str:
+        try:
+            check_files(cases, self._results, fetch)
+            if self._options.resume:
+                check_batches(plan_runs(cases, self.ranks), self._results, self._world.size, fetch)
+        except HarnessError as error:
+            return str(error)
+        return ""
 
     def run_cases(self, cases: Sequence[Case]) -> list[RunHeader]:
         """Run every case in order; returns the headers (complete on rank 0).
@@ -218,6 +227,8 @@ class Launcher:
         _log.info("%s", title)
         header = self._control.broadcast("header", self._new_header(plan), RunHeader)
         run_dir = self._results / header.run_id
+        if state := state_of(plan.case):
+            distribute(self._control, state, self._world.hostnames)
         problem = self._write_header(run_dir, header)
         if problem := self._control.broadcast("space", problem, str):
             raise SweepEnded(problem, self._headers)
@@ -256,15 +267,18 @@ class Launcher:
         self, plan: PlannedRun, run_dir: Path, lost: list[int]
     ) -> Continuation | None:
         """How the ranks that are left go on, or all where none was lost; None if they cannot."""
-        found: Continuation | None = None
         find = plan.case.workload.find_continuation
         if find is None:
             return None
-        if self._world.is_first:
+
+        def find_here(fetch: Fetch) -> Continuation | None:
             try:
-                found = find(plan.case.config, run_dir, lost)
+                return find(plan.case.config, run_dir, lost, fetch)
             except HarnessError as error:
                 _log.warning("the ranks that are left cannot go on: %s", error)
+                return None
+
+        found = with_fetch(self._control, find_here)
         return self._control.broadcast("continuation", found, Continuation | None)
 
     def _go_on(self, plan: PlannedRun, found: Continuation, lost: Sequence[int], name: str) -> None:
@@ -290,9 +304,8 @@ class Launcher:
     def _resumed(self, plan: PlannedRun, planned: Sequence[PlannedRun]) -> PlannedRun | None:
         """The run that goes on where an earlier launch ended; the plan itself if there is none, and
         None if other ranks have gone on to the end."""
-        earlier = None
-        if self._world.is_first:
-            earlier = find_resumed(self._results, plan, planned, self._world.size)
+        find = partial(find_resumed, self._results, plan, planned, self._world.size)
+        earlier = with_fetch(self._control, find)
         if isinstance(earlier, RunHeader):
             self._headers.append(earlier)
         if self._control.broadcast("done", isinstance(earlier, RunHeader), bool):

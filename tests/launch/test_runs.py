@@ -69,12 +69,12 @@ class Answers:
     """Control as one of two ranks sees it; the other one finds nothing wrong."""
 
     def __init__(self, rank):
-        self._rank = rank
+        self.rank = rank
 
     def gather(self, name, value, type_):
         if name != "problem":
             return [value, value]
-        return [value if rank == self._rank else "" for rank in range(2)]
+        return [value if rank == self.rank else "" for rank in range(2)]
 
     def broadcast(self, name, value, type_):
         return value

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import Store
 
-from harness.errors import PeerError, ResultsError, first_line
-from harness.measure.store import write_atomically
+from harness.errors import PeerError, first_line
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 _POLL = timedelta(seconds=20)
 # A launcher that ends all ranks may have reached rank 0 first; then there is nothing to say.
-_TIME_TO_END_S = 0.5
+_TIME_TO_END_S = 2.0
 _CHUNK_BYTES = 1 << 20
 
 
@@ -90,24 +88,21 @@ class Control:
         return decoded
 
     @_explain_lost_store
-    def send_to_first(self, data: bytes | None) -> dict[int, bytes]:
-        """Send bytes to rank 0, which returns them by rank; None sends nothing."""
+    def send(self, data: bytes, source: int, targets: Sequence[int]) -> bytes:
+        """Send a rank's bytes to others, which return them; all ranks must call it."""
         key = self._key("data")
-        n_chunks = 0 if data is None else -(-len(data) // _CHUNK_BYTES)
-        for i in range(n_chunks):
-            assert data is not None
-            # The store takes bytes; its type stub says str.
-            chunk: Any = data[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES]
-            self.store.set(f"{key}/{self.rank}/{i}", chunk)
-        counts = self.gather("data", n_chunks, int)
-        received: dict[int, bytes] = {}
-        if self.rank == 0:
-            for rank, n in enumerate(counts):
-                keys = [f"{key}/{rank}/{i}" for i in range(n)]
-                if n:
-                    received[rank] = b"".join(bytes(self.store.get(k)) for k in keys)
-                for k in keys:
-                    self.store.delete_key(k)
+        chunks: list[Any] = []  # of bytes; the stub of the store's type says str
+        if self.rank == source:
+            chunks = [data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES)]
+        for at, chunk in enumerate(chunks):
+            self.store.set(f"{key}/{at}", chunk)
+        n_chunks = self.gather("sent", len(chunks), int)[source]
+        received = b""
+        if self.rank in targets:
+            received = b"".join(bytes(self.store.get(f"{key}/{at}")) for at in range(n_chunks))
+        self.gather("received", 0, int)
+        for at in range(len(chunks)):
+            self.store.delete_key(f"{key}/{at}")
         return received
 
     @_explain_lost_store
@@ -128,33 +123,3 @@ class Control:
         """`<rank> <reason>` of the first failure of a run, or None."""
         key = f"failure/{run}"
         return self.store.get(key).decode() if self.store.check([key]) else None
-
-
-def copy_to_first(control: Control, paths: Mapping[int, Path]) -> dict[int, str]:
-    """Copy one file of each of some ranks to the same path on rank 0; all ranks must call it.
-
-    Returns:
-        Why a rank's file could not be written on rank 0, by rank; files that ranks lack are no
-        problem.
-    """
-    path = paths.get(control.rank)
-    size = path.stat().st_size if path is not None and path.exists() else -1
-    sizes = control.gather("sizes", size, int)
-    missing = [
-        rank for rank, own in paths.items() if sizes[rank] >= 0 and not _has_size(own, sizes[rank])
-    ]
-    missing = control.broadcast("missing", missing, list[int])
-    if not missing:
-        return {}
-    data = path.read_bytes() if path is not None and control.rank in missing else None
-    problems: dict[int, str] = {}
-    for rank, content in control.send_to_first(data).items():
-        try:
-            write_atomically(paths[rank], content)
-        except ResultsError as error:
-            problems[rank] = str(error)
-    return problems
-
-
-def _has_size(path: Path, n_bytes: int) -> bool:
-    return path.exists() and path.stat().st_size == n_bytes

@@ -11,6 +11,7 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.measure.store import Run
+from harness.runtime.ranks.sharing import Fetch
 from harness.runtime.ranks.world import Context
 
 # In the summary of a run that ended before this step, because a lost rank joins again.
@@ -73,9 +74,10 @@ class Workload:
         needs: runs that a case builds on, in order; called on rank 0 only, must not raise.
         renamed: old spellings of flags, each with its new spelling.
         find_continuation: whether and how the ranks that are left go on, given the case, the
-            directory of its last run and the lost ranks, of which there are none when a rank joins
-            again; called on rank 0 only, raises HarnessError where they cannot. None: the
-            workload's runs never go on.
+            directory of its last run, the lost ranks, of which there are none when a rank joins
+            again, and a function that fetches the files of a directory from other hosts; called on
+            rank 0 only, raises HarnessError where they cannot. None: the workload's runs never go
+            on.
         go_on: the case by which so many ranks go on.
         differing: names of the flags by which two configurations as JSON differ in what they train
             or by which strategy, on any number of ranks; without any, `--resume` continues the
@@ -92,7 +94,9 @@ class Workload:
     is_isolated: bool = True
     needs: Callable[[Any], list[Need]] = lambda config: []
     renamed: Mapping[str, str] = field(default_factory=dict)
-    find_continuation: Callable[[Any, Path, Sequence[int]], Continuation | None] | None = None
+    find_continuation: Callable[[Any, Path, Sequence[int], Fetch], Continuation | None] | None = (
+        None
+    )
     go_on: Callable[[Any, Continuation, int], Any] | None = None
     differing: Callable[[dict[str, Any], dict[str, Any]], frozenset[str]] | None = None
     strategy_flags: frozenset[str] = frozenset()

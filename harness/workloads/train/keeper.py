@@ -27,6 +27,7 @@ from harness.inputs import find_int, read_file
 from harness.measure.store import read_header
 from harness.plan.formats.detect import read_strategy_file
 from harness.runtime.ranks.failures import has_lost_peer
+from harness.runtime.ranks.sharing import Fetch, fetch_nothing
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Continuation, config_json
 from harness.workloads.common.flags import SearchFlags
@@ -120,11 +121,16 @@ def plan_without(run_dir: Path, rank: int) -> Path:
     return run_dir / f"without-{rank}.json"
 
 
-def find_state(run_dir: Path) -> tuple[int, Path] | None:
-    """The last whole state of a run: its first step and its directory; None if there is none."""
+def find_state(run_dir: Path, fetch: Fetch) -> tuple[int, Path] | None:
+    """The last whole state of a run: its first step and its directory; None if there is none.
+
+    Args:
+        fetch: copies the files of a directory from other hosts to this one.
+    """
     from harness.runtime.executor.state.files import check_sharded
 
     found: list[tuple[int, str, Path]] = []
+    fetch(run_dir / STATE_DIRECTORY)
     for path in (run_dir / STATE_DIRECTORY).glob("*-*"):
         kind, _, text = path.name.partition("-")
         step = find_int(text)
@@ -132,12 +138,15 @@ def find_state(run_dir: Path) -> tuple[int, Path] | None:
             found.append((step, kind, path))
     for step, _, path in sorted(found, reverse=True):
         with suppress(ResultsError):
+            fetch(path)
             check_sharded(path)
             return step, path
     return None
 
 
-def find_continuation(case: TrainCase, run_dir: Path, lost: Sequence[int]) -> Continuation | None:
+def find_continuation(
+    case: TrainCase, run_dir: Path, lost: Sequence[int], fetch: Fetch = fetch_nothing
+) -> Continuation | None:
     """How the ranks that are left go on, or all ranks where none is left; rank 0 only.
 
     Args:
@@ -145,6 +154,7 @@ def find_continuation(case: TrainCase, run_dir: Path, lost: Sequence[int]) -> Co
             joins again.
         run_dir: of the last run.
         lost: its lost ranks; empty: the whole launch was lost, or a rank joins again.
+        fetch: copies the files of a directory from other hosts to this one.
 
     Returns:
         None if the run keeps no state, or if nobody is left to go on.
@@ -152,7 +162,7 @@ def find_continuation(case: TrainCase, run_dir: Path, lost: Sequence[int]) -> Co
     if lost and not case.survive:
         return None
     runs = list(_with_continued(run_dir))
-    step, directory = next(filter(None, (find_state(path) for path, _ in runs)), (0, None))
+    step, directory = next(filter(None, (find_state(path, fetch) for path, _ in runs)), (0, None))
     is_left = len(lost) < case.n_ranks
     if directory is None and not (lost and is_left):
         return None

@@ -9,8 +9,9 @@ from made_runs import header_of
 
 from harness.cases import Case, check_batches, find_earlier, find_resumed, plan_runs
 from harness.domain.strategy import OperatorPlan, Strategy
-from harness.errors import ConfigError
+from harness.errors import ConfigError, ResultsError
 from harness.measure.store import write_header
+from harness.runtime.executor.state import files
 from harness.workloads.common.contract import config_json
 from harness.workloads.train import keeper
 from harness.workloads.train.config import TrainCase
@@ -27,6 +28,29 @@ def write_run(results, name, n_ranks, **config):
     return results / name
 
 
+def test_the_last_state_that_is_whole_on_all_hosts_is_fetched(tmp_path, monkeypatch):
+    """Rank 0 has its shard of each state; other hosts lack one of the last, and have all others."""
+    states = tmp_path / "state"
+    elsewhere = {"step-4": ["shard1"], "survivors-6": ["shard1"], "step-8": []}
+    (states / "step-4").mkdir(parents=True)
+    fetched = []
+
+    def fetch(directory):
+        fetched.append(directory.name)
+        for name in elsewhere if directory == states else []:
+            (states / name).mkdir(exist_ok=True)
+        for name in elsewhere.get(directory.name, []):
+            (directory / name).touch()
+
+    def check(directory):
+        if not (directory / "shard1").exists():
+            raise ResultsError("one is missing")
+
+    monkeypatch.setattr(files, "check_sharded", check)
+    assert keeper.find_state(tmp_path, fetch) == (6, states / "survivors-6")
+    assert fetched == ["state", "step-8", "survivors-6"]
+
+
 def last_of(results, *cases, n_started=3):
     """The run from which the first case of a launch would go on."""
     ranks = header_of(["a"] * n_started).ranks
@@ -38,7 +62,7 @@ def last_of(results, *cases, n_started=3):
 def runs(tmp_path, monkeypatch):
     """The second run continues the first without a rank; states are named by `save`."""
     saved = {}
-    monkeypatch.setattr(keeper, "find_state", lambda run_dir: saved.get(run_dir.name))
+    monkeypatch.setattr(keeper, "find_state", lambda run_dir, fetch: saved.get(run_dir.name))
 
     def save(run, step):
         saved[run] = (step, tmp_path / run / "state" / f"step-{step}")
