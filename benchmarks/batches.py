@@ -9,9 +9,7 @@ and an eighth of it; from these two, by their calibration, the steps of the othe
 from __future__ import annotations
 
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +17,12 @@ from typing import Annotated
 
 import torch
 import tyro
-from comparison import machine
+from comparison import provenance
 from torch.profiler import ProfilerActivity, profile
 
 from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.precision import Precision
-from harness.runtime.ranks.host import code_commit
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.setup import make_task
 
@@ -119,9 +116,7 @@ def main(options: Options) -> None:
                 "value": step.step_s * 1e3,
                 "unit": "ms",
                 "kernels_ms": step.operators_s * 1e3,
-                "command": shlex.join(sys.argv),
-                "machine": machine(),
-                "commit": code_commit(),
+                **provenance(),
             }
             if n in found:
                 row |= {"predicted": found[n] * 1e3, "error": found[n] / step.step_s - 1}

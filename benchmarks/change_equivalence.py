@@ -20,10 +20,9 @@ from typing import Any, Literal
 
 import msgspec
 import tyro
-from comparison import machine
+from comparison import provenance
 
 from harness.errors import ModelError
-from harness.runtime.ranks.host import code_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
@@ -102,9 +101,7 @@ def summary(findings: list[ChangeFinding], duration_s: float) -> dict[str, Any]:
         "worst_adamw": worst("adamw"),
         "worst_loss": max((finding.worst_loss for finding in findings), default=0.0),
         "duration_s": duration_s,
-        "command": " ".join(sys.argv),
-        "machine": machine(),
-        "commit": code_commit(),
+        **provenance(),
     }
 
 

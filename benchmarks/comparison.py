@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import sys
 from collections.abc import Sequence
 
@@ -28,14 +29,20 @@ def machine() -> str:
     return f"{cpu_model()}, {platform.platform()}"
 
 
-def compare(
-    name: str, ours: Sequence[float], theirs: Sequence[float], *, place: str = ""
-) -> dict[str, object]:
-    """Median ratio of pairs that were measured in turn, with its 99 % interval.
+def provenance(place: str = "") -> dict[str, object]:
+    """Command, machine and commit of a reading.
 
     Args:
         place: the cluster, if the measurement used more than this host.
     """
+    command = shlex.join(sys.argv)
+    return {"command": command, "machine": place or machine(), "commit": code_commit()}
+
+
+def compare(
+    name: str, ours: Sequence[float], theirs: Sequence[float], *, place: str = ""
+) -> dict[str, object]:
+    """Median ratio of pairs that were measured in turn, with its 99 % interval."""
     ratio = paired_ratio(ours, theirs)
     return {
         "name": name,
@@ -43,9 +50,25 @@ def compare(
         "low": ratio.low,
         "high": ratio.high,
         "n_pairs": ratio.n_pairs,
-        "command": shlex.join(sys.argv),
-        "machine": place or machine(),
-        "commit": code_commit(),
+        **provenance(place),
+    }
+
+
+def compare_extremes(name: str, ratios: Sequence[float], **more: object) -> dict[str, object]:
+    """Median, minimum and maximum of ratios of different cases, or of too few for an interval.
+
+    Args:
+        more: further fields of the object.
+    """
+    return {
+        "name": name,
+        "ratio": statistics.median(ratios),
+        "low": min(ratios),
+        "high": max(ratios),
+        "interval": "least and most",
+        "n_pairs": len(ratios),
+        **more,
+        **provenance(),
     }
 
 

@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from comparison import machine, show
+from comparison import provenance, show
 from safetensors.torch import load_file
-
-from harness.runtime.ranks.host import code_commit
 
 _ROOT = Path(__file__).resolve().parents[1]
 _TOLERANCES = {"fp32": 1e-5, "fp64": 1e-10}
@@ -108,9 +106,7 @@ def compare_models(model: str, options: Options) -> list[dict[str, object]]:
                     "low": largest / tolerance,
                     "high": largest / tolerance,
                     "n_pairs": n_parameters,
-                    "command": " ".join(sys.argv),
-                    "machine": machine(),
-                    "commit": code_commit(),
+                    **provenance(),
                 }
             )
     return comparisons

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from statistics import median
 from typing import Any
 
 import tyro
-from comparison import compare, machine
+from comparison import compare, machine, provenance
 from faults_cluster import ROOT, Cluster, end
 
 from harness.measure.derive.changes import change_rows
@@ -41,7 +40,6 @@ from harness.measure.derive.spans import samples_of
 from harness.measure.derive.training import step_times
 from harness.measure.store import Run, read_results
 from harness.plan import builders
-from harness.runtime.ranks.host import code_commit
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import search_config_of
@@ -137,8 +135,7 @@ def wait_for(
 
 def fact(name: str, **values: Any) -> dict[str, Any]:
     """A finding that is no ratio."""
-    context = {"command": shlex.join(sys.argv), "machine": machine(), "commit": code_commit()}
-    return {"name": name, **values, **context}
+    return {"name": name, **values, **provenance()}
 
 
 # Cases

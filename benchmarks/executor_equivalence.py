@@ -24,10 +24,9 @@ from typing import Literal
 
 import msgspec
 import tyro
-from comparison import machine
+from comparison import provenance
 
 from harness.domain.strategy import ShardState
-from harness.runtime.ranks.host import code_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
@@ -150,9 +149,7 @@ def summary(findings: list[Finding], duration_s: float) -> dict[str, object]:
             default=0,
         ),
         "duration_s": duration_s,
-        "command": " ".join(sys.argv),
-        "machine": machine(),
-        "commit": code_commit(),
+        **provenance(),
     }
 
 

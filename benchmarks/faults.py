@@ -24,12 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from comparison import machine
+from comparison import provenance
 from faults_cases import COLLECTIVE_S, FAULTS, HEARTBEAT_S, RUN_S, Bed, Fault, train
 from faults_cluster import N_NODES, ROOT, Cluster, end, wait_until_gone
 
 from harness.measure.store import read_header, read_records
-from harness.runtime.ranks.host import code_commit
 
 _LIMITS = {
     "--run-timeout-s": RUN_S,
@@ -334,8 +333,7 @@ def main() -> int:
             row = Trial(fault, cluster, prepared, is_quick=args.quick).run()
             n_wrong += bool(row["problems"])
             print(_say(row), file=sys.stderr, flush=True)
-            row |= {"command": shlex.join(["python", *sys.argv]), "machine": machine(),
-                    "commit": code_commit()}  # fmt: skip
+            row |= provenance() | {"command": shlex.join(["python", *sys.argv])}
             if args.json:
                 print(json.dumps(row), flush=True)
     print(f"{len(chosen) - n_wrong} of {len(chosen)} as stated", file=sys.stderr)

@@ -28,12 +28,11 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-from comparison import machine
+from comparison import provenance
 from fuzz_cases import READERS, Reader
 from fuzz_mutations import mutate
 
 from harness.errors import HarnessError
-from harness.runtime.ranks.host import code_commit
 
 MOST_S = 1.0
 MOST_MIB = 200.0
@@ -181,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     for tally in tallies(arguments.only or list(READERS), arguments):
         n_escaped += tally.n_escaped
         row: dict[str, Any] = asdict(tally)
-        row |= {"seed": arguments.seed, "machine": machine(), "commit": code_commit()}
+        row |= {"seed": arguments.seed, **provenance()}
         print(json.dumps(row) if arguments.json else _line(tally), flush=True)
     return 1 if n_escaped else 0
 

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from comparison import compare_extremes
 from placement_graphs import read_problem
-from planner_comparison import compare_extremes
 
 from harness.measure.peak_rss import peak_rss_bytes
 from harness.measure.text import table

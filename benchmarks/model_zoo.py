@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 import sys
 import time
 import warnings
@@ -38,14 +37,13 @@ from typing import Any
 
 import torch
 import tyro
-from comparison import machine
+from comparison import provenance
 
 from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, first_line
 from harness.runtime.capture.capture import capture
 from harness.runtime.devices.precision import Float32Watch
-from harness.runtime.ranks.host import code_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
@@ -267,9 +265,7 @@ def main(options: Options) -> int:
         "name": "model_zoo",
         **counts,
         "duration_s": round(time.perf_counter() - start_s),
-        "command": shlex.join(sys.argv),
-        "machine": machine(),
-        "commit": code_commit(),
+        **provenance(),
     }
     print(json.dumps(total) if options.json else ", ".join(f"{n} {s}" for s, n in counts.items()))
     return int(counts["wrong"] + counts["crash"] > 0)

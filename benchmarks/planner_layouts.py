@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from planner_comparison import compare_extremes
+from comparison import compare_extremes
 
 from harness.measure.text import table
 from harness.plan.importing.times import (

@@ -22,7 +22,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner_comparison import compare_extremes
+from comparison import compare_extremes
 from planner_graphs import GRAPHS
 
 from harness.measure.text import table

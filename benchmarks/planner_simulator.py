@@ -25,9 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from comparison import compare
+from comparison import compare, compare_extremes
 from planner_cases import enumerated_step_s, random_request
-from planner_comparison import compare_extremes
 from planner_scaling import (
     EpochPrediction,
     Training,

@@ -16,7 +16,6 @@ import os
 import random
 import re
 import resource
-import shlex
 import shutil
 import subprocess
 import sys
@@ -28,9 +27,7 @@ from typing import Any
 
 import psutil
 import tyro
-from comparison import machine
-
-from harness.runtime.ranks.host import code_commit
+from comparison import provenance
 
 REPEATS = 10
 SAMPLES = Path(__file__).parents[1] / "results"
@@ -159,8 +156,7 @@ def main(options: Options) -> None:
     load_before = os.getloadavg()[0]
     found = {"name": "plot_scale", "n_runs": options.runs, "n_records": n_records}
     found |= draw(root, options) | {"load_before": load_before, "load_after": os.getloadavg()[0]}
-    found |= {"command": shlex.join(sys.argv), "machine": machine()}
-    found["commit"] = code_commit()
+    found |= provenance()
     if temporary:
         temporary.cleanup()
     if options.json:
