@@ -58,35 +58,37 @@ def _widened(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-def from_config(model: str, config: str, **settings: Any) -> nn.Module:
+def from_config(name: str, **settings: Any) -> nn.Module:
+    """A model of transformers by its class."""
     import transformers
 
-    made = getattr(transformers, config)(**settings)
-    for name, value in vars(made).items():
-        if "drop" in name and isinstance(value, float):
-            setattr(made, name, 0.0)
-    made.num_labels = 2 if "QuestionAnswering" in model else N_CLASSES
-    return getattr(transformers, model)(made)
+    model = getattr(transformers, name)
+    made = model.config_class(**settings)
+    for key, value in vars(made).items():
+        if "drop" in key and isinstance(value, float):
+            setattr(made, key, 0.0)
+    made.num_labels = 2 if "QuestionAnswering" in name else N_CLASSES
+    return model(made)
 
 
-def with_labels(model: str, config: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+def with_labels(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model with labels in its example, so that its own loss is trained."""
-    made = from_config(model, config, **settings)
+    made = from_config(name, **settings)
     if made.main_input_name == "pixel_values":
         images = torch.zeros(2, 3, made.config.image_size, made.config.image_size)
         return made, {"pixel_values": images, "labels": torch.tensor([0, N_CLASSES - 1])}
     tokens = torch.arange(2 * N_TOKENS).view(2, N_TOKENS) + VOCABULARY - 2 * N_TOKENS
     classes = torch.tensor([0, N_CLASSES - 1])
-    if "QuestionAnswering" in model:
+    if "QuestionAnswering" in name:
         ends = torch.tensor([1, N_TOKENS - 1])
         return made, {"input_ids": tokens, "start_positions": ends, "end_positions": ends}
-    return made, {"input_ids": tokens, "labels": classes if "Class" in model else tokens}
+    return made, {"input_ids": tokens, "labels": classes if "Class" in name else tokens}
 
 
 def with_example(
-    model: str, config: str, example: Callable[[], dict[str, Any]], **settings: Any
+    name: str, example: Callable[[], dict[str, Any]], **settings: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
-    made = from_config(model, config, **settings)
+    made = from_config(name, **settings)
     for weight in made.parameters():
         if weight.dim() > 2 and not weight.any():  # queries of 0, whose gradients only round
             nn.init.normal_(weight)
@@ -142,21 +144,28 @@ _VISION: dict[str, Any] = {
 }  # fmt: skip
 
 
-_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "vit": ("ViTForImageClassification", "ViTConfig", _VISION),
-    "deit": ("DeiTForImageClassification", "DeiTConfig", _VISION),
-    "beit": ("BeitForImageClassification", "BeitConfig", _VISION),
-    "dinov2": (
-        "Dinov2ForImageClassification", "Dinov2Config",
-        {**_VISION, "mlp_ratio": 2},
-    ),
+def models_of(
+    models: dict[str, tuple[str, dict[str, Any]]], make: Callable[..., Any]
+) -> dict[str, ZooModel]:
+    """Rows of the zoo, by classes of transformers and the settings of their configurations."""
+    return {
+        f"transformers_{name}": LibraryModel(build=partial(make, model, **settings))
+        for name, (model, settings) in models.items()
+    }
+
+
+_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("ViTForImageClassification", _VISION),
+    "deit": ("DeiTForImageClassification", _VISION),
+    "beit": ("BeitForImageClassification", _VISION),
+    "dinov2": ("Dinov2ForImageClassification", {**_VISION, "mlp_ratio": 2}),
     "swin": (
-        "SwinForImageClassification", "SwinConfig",
+        "SwinForImageClassification",
         {"image_size": _SIDE, "patch_size": 4, "embed_dim": 8, "depths": [1, 2],
          "num_heads": [2, 4], "window_size": 4},
     ),
     "convnext": (
-        "ConvNextForImageClassification", "ConvNextConfig",
+        "ConvNextForImageClassification",
         {"image_size": _SIDE, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
     ),
 }  # fmt: skip
@@ -267,33 +276,33 @@ _BACKBONE = {
     "depths": [1, 1, 1, 1], "layer_type": "basic", "out_features": ["stage4"],
 }  # fmt: skip
 _LLAMA = {**_TEXT, "num_key_value_heads": 2}
-_WITH_EXAMPLE: dict[str, tuple[str, str, Callable[[], dict[str, Any]], dict[str, Any]]] = {
+_WITH_EXAMPLE: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "clip": (
-        "CLIPModel", "CLIPConfig", _pairs,
+        "CLIPModel", _pairs,
         {"text_config": _TEXT_OF_CLIP, "vision_config": _VISION, "projection_dim": 16},
     ),
     "detr": (
-        "DetrForObjectDetection", "DetrConfig", _photos,
+        "DetrForObjectDetection", _photos,
         {"backbone_config": _BACKBONE, "num_queries": 6, "d_model": 16, "encoder_layers": 1,
          "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
          "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
     ),
-    "llama_padded": ("LlamaForCausalLM", "LlamaConfig", _padded, _LLAMA),
-    "layoutlm": ("LayoutLMForTokenClassification", "LayoutLMConfig", _boxed, _TEXT),
+    "llama_padded": ("LlamaForCausalLM", _padded, _LLAMA),
+    "layoutlm": ("LayoutLMForTokenClassification", _boxed, _TEXT),
     "llava": (
-        "LlavaForConditionalGeneration", "LlavaConfig", _captioned,
+        "LlavaForConditionalGeneration", _captioned,
         {"vision_config": {**_VISION, "model_type": "clip_vision_model"},
          "text_config": {**_LLAMA, "model_type": "llama"}, "image_token_index": _IMAGE_TOKEN},
     ),
     "paligemma": (
-        "PaliGemmaForConditionalGeneration", "PaliGemmaConfig", _captioned_with_types,
+        "PaliGemmaForConditionalGeneration", _captioned_with_types,
         {"vision_config": {**_VISION, "model_type": "siglip_vision_model",
                            "vision_use_head": False},
          "text_config": {**_LLAMA, "model_type": "gemma", "head_dim": 4},
          "image_token_index": _IMAGE_TOKEN, "projection_dim": 16},
     ),
     "blip2": (
-        "Blip2ForConditionalGeneration", "Blip2Config", _captioned,
+        "Blip2ForConditionalGeneration", _captioned,
         {"vision_config": _VISION, "num_query_tokens": 4, "image_token_index": _IMAGE_TOKEN,
          "qformer_config": {**_TEXT, "encoder_hidden_size": 16,
                             "attention_probs_dropout_prob": 0.0},
@@ -303,19 +312,13 @@ _WITH_EXAMPLE: dict[str, tuple[str, str, Callable[[], dict[str, Any]], dict[str,
 }  # fmt: skip
 
 LIBRARIES: dict[str, ZooModel] = {
-    **{
-        f"transformers_{name}": LibraryModel(build=partial(with_labels, model, config, **settings))
-        for name, (model, config, settings) in _LABELLED.items()
-    },
-    **{
-        f"transformers_{name}": LibraryModel(build=partial(from_config, model, config, **settings))
-        for name, (model, config, settings) in _TRANSFORMERS.items()
-    },
+    **models_of(_LABELLED, with_labels),
+    **models_of(_TRANSFORMERS, from_config),
     **{
         f"transformers_{name}": LibraryModel(
-            build=partial(with_example, model, config, example, **settings), has_norm=name == "detr"
+            build=partial(with_example, model, example, **settings), has_norm=name == "detr"
         )
-        for name, (model, config, example, settings) in _WITH_EXAMPLE.items()
+        for name, (model, example, settings) in _WITH_EXAMPLE.items()
     },
     **{
         f"timm_{name}": LibraryModel(
