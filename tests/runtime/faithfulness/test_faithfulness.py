@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
 from equivalence_models import small_task
 from zoo import ZOO
 from zoo.base import WIDTH, Net
-from zoo.contexts import Autocast, NoGradBranch, PlainTensorHook, Reversed
+from zoo.contexts import Autocast, NoGradBranch, PlainTensorHook, ReverseFunction
 from zoo.states import AttributeCounted, BufferAdded, OwnNorm, PythonLayerDrop
 
 from harness.errors import ModelError
@@ -75,7 +75,7 @@ def dropping(*, is_on):
 LIES = {
     "no_grad": (NoGradBranch, lambda: net(lambda self, x: x + self.second(x)),
                 ["gradient of operator 'second' (Linear)", "not in the model", "torch.no_grad"]),
-    "reverse": (Reversed, lambda: net(lambda self, x: x.view_as(x) + self.second(x)),
+    "reverse": (ReverseFunction, lambda: net(lambda self, x: x.view_as(x) + self.second(x)),
                 ["gradient of first.0", "'view_as'", "the autograd function _Reverse"]),
     "tensor hook": (PlainTensorHook, net,
                     ["gradient of operator", "a hook on a tensor (contexts.py:"]),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,3 +67,11 @@ class ZooModel:
             spec = replace(spec, dtype=torch.float64)
         model = model if is_narrow else model.double()
         return Task(model=model, inputs=(spec,), n_classes=N_CLASSES)
+
+
+def named(*kinds: type[nn.Module], **options: Any) -> dict[str, ZooModel]:
+    """Rows of the zoo, named as their classes; `options` are those of `ZooModel`."""
+    return {
+        re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): ZooModel(build=kind, **options)
+        for kind in kinds
+    }

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zoo.base import WIDTH, Net, ZooModel
+from zoo.base import WIDTH, Net, ZooModel, named
 
 
 class NoGradBranch(Net):
@@ -45,7 +45,7 @@ class GradSwitched(Net):
         return x + y + z
 
 
-class Detached(Net):
+class Detach(Net):
     def middle(self, x: Tensor) -> Tensor:
         return x + self.second(x).detach()
 
@@ -71,7 +71,7 @@ class _Reverse(torch.autograd.Function):
         return -0.5 * gradient
 
 
-class Reversed(Net):
+class ReverseFunction(Net):
     def middle(self, x: Tensor) -> Tensor:
         return _Reverse.apply(x) + self.second(x)
 
@@ -127,7 +127,7 @@ class PairFunction(Net):
         return torch.tanh(a) * b
 
 
-class SurrogateTrick(Net):
+class Surrogate(Net):
     """The straight-through estimator without a function of its own."""
 
     def middle(self, x: Tensor) -> Tensor:
@@ -197,16 +197,16 @@ def _hooked(hook: Callable[[Net], object]) -> Callable[[], nn.Module]:
     return build
 
 
-def _clamp_hook(net: Net) -> None:
+def parameter_clamp_hook(net: Net) -> None:
     net.second.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
-def _mask_hook(net: Net) -> None:
+def parameter_mask_hook(net: Net) -> None:
     mask = torch.arange(WIDTH).remainder(2).double()[:, None]
     net.second.weight.register_hook(lambda gradient: gradient * mask)
 
 
-def _accumulate_hook(net: Net) -> None:
+def accumulate_hook(net: Net) -> None:
     def halve(parameter: Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad.mul_(0.5)
@@ -214,19 +214,19 @@ def _accumulate_hook(net: Net) -> None:
     net.second.weight.register_post_accumulate_grad_hook(halve)
 
 
-def _container_backward_hook(net: Net) -> None:
+def container_backward_hook(net: Net) -> None:
     net.first.register_full_backward_pre_hook(lambda module, given: (0.5 * given[0],))
 
 
-def _forward_hook(net: Net) -> None:
+def forward_hook(net: Net) -> None:
     net.second.register_forward_hook(lambda module, given, output: 2 * output)
 
 
-def _container_forward_hook(net: Net) -> None:
+def container_forward_hook(net: Net) -> None:
     net.first.register_forward_hook(lambda module, given, output: output + given[0].sum(1)[:, None])
 
 
-def _forward_pre_hook(net: Net) -> None:
+def forward_pre_hook(net: Net) -> None:
     net.second.register_forward_pre_hook(lambda module, given: (given[0] * 0.5,))
 
 
@@ -240,28 +240,19 @@ class Checkpointed(Net):
 
 
 CONTEXTS: dict[str, ZooModel] = {
-    "no_grad_branch": ZooModel(build=NoGradBranch),
-    "no_grad_encoder": ZooModel(build=NoGradEncoder),
-    "no_grad_method": ZooModel(build=NoGradMethod),
-    "grad_switched": ZooModel(build=GradSwitched),
-    "detach": ZooModel(build=Detached),
+    **named(
+        NoGradBranch, NoGradEncoder, NoGradMethod, GradSwitched, Detach, ReverseFunction,
+        StraightThrough, OwnRelu, PairFunction, Surrogate, TensorHook, PlainTensorHook,
+        HookedWeights, HookedModule,
+    ),
     "autocast": ZooModel(build=Autocast, without=lambda: Autocast(is_on=False)),
-    "reverse_function": ZooModel(build=Reversed),
-    "straight_through": ZooModel(build=StraightThrough),
-    "own_relu": ZooModel(build=OwnRelu),
-    "pair_function": ZooModel(build=PairFunction),
-    "surrogate": ZooModel(build=SurrogateTrick),
-    "tensor_hook": ZooModel(build=TensorHook),
-    "plain_tensor_hook": ZooModel(build=PlainTensorHook),
-    "hooked_weights": ZooModel(build=HookedWeights),
-    "parameter_clamp_hook": ZooModel(build=_hooked(_clamp_hook)),
-    "parameter_mask_hook": ZooModel(build=_hooked(_mask_hook)),
-    "accumulate_hook": ZooModel(build=_hooked(_accumulate_hook)),
-    "hooked_module": ZooModel(build=HookedModule),
-    "container_backward_hook": ZooModel(build=_hooked(_container_backward_hook)),
-    "forward_hook": ZooModel(build=_hooked(_forward_hook)),
-    "container_forward_hook": ZooModel(build=_hooked(_container_forward_hook)),
-    "forward_pre_hook": ZooModel(build=_hooked(_forward_pre_hook)),
+    **{
+        hook.__name__: ZooModel(build=_hooked(hook))
+        for hook in (
+            parameter_clamp_hook, parameter_mask_hook, accumulate_hook, container_backward_hook,
+            forward_hook, container_forward_hook, forward_pre_hook,
+        )
+    },
     "checkpoint": ZooModel(build=lambda: Checkpointed(is_reentrant=False)),
     "checkpoint_reentrant": ZooModel(build=lambda: Checkpointed(is_reentrant=True)),
-}
+}  # fmt: skip

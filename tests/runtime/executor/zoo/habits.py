@@ -334,9 +334,9 @@ _PLAIN: tuple[type[nn.Module], ...] = (
 )  # fmt: skip
 
 
-def named(builds: dict[str, Any]) -> dict[str, ZooModel]:
+def habits(builds: dict[str, Any]) -> dict[str, ZooModel]:
     """Rows of the zoo, by their factories."""
     return {f"habit_{name}": LibraryModel(build=build, side=8) for name, build in builds.items()}
 
 
-HABITS = named({kind.__name__.lower(): lambda kind=kind: (kind(), vector()) for kind in _PLAIN})
+HABITS = habits({kind.__name__.lower(): lambda kind=kind: (kind(), vector()) for kind in _PLAIN})

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.base import IMAGE, N_CLASSES, TOKENS, VOCABULARY, WIDTH, Net, ZooModel
+from zoo.base import IMAGE, N_CLASSES, TOKENS, VOCABULARY, WIDTH, Net, ZooModel, named
 
 
 class ScalarParameter(Net):
@@ -172,7 +172,7 @@ def _conv(n_in: int, n_out: int, norm: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), norm, nn.SiLU())
 
 
-class UNet(nn.Module):
+class Unet(nn.Module):
     """Skips over stages, group norm, transposed convolutions."""
 
     def __init__(self) -> None:
@@ -288,35 +288,20 @@ class ParameterLists(Net):
 
 LAYERS: dict[str, ZooModel] = {
     "plain": ZooModel(build=Net),
-    "scalar_parameter": ZooModel(build=ScalarParameter),
-    "frozen": ZooModel(build=Frozen),
-    "frozen_middle": ZooModel(build=FrozenMiddle),
-    "unused": ZooModel(build=Unused),
-    "shared": ZooModel(build=Shared),
-    "tied": ZooModel(build=Tied, shape=TOKENS),
-    "tied_functional": ZooModel(build=TiedFunctional, shape=TOKENS),
-    "in_place": ZooModel(build=InPlace, shape=IMAGE),
-    "in_place_read": ZooModel(build=InPlaceRead),
-    "in_place_slice": ZooModel(build=InPlaceSlice),
-    "lstm_state": ZooModel(build=LstmState, shape=TOKENS),
+    **named(
+        ScalarParameter, Frozen, FrozenMiddle, Unused, Shared, InPlaceRead, InPlaceSlice,
+        EvalDropout, Cells, Indexed, Experts, ComplexValues, ParameterLists,
+    ),
+    **named(Tied, TiedFunctional, LstmState, GruState, CausalMask, SequenceFirst, shape=TOKENS),
+    **named(InPlace, Unet, shape=IMAGE),
     "lstm_cell_state": ZooModel(build=lambda: LstmState(is_cell=True), shape=TOKENS),
-    "gru_state": ZooModel(build=GruState, shape=TOKENS),
-    "causal_mask": ZooModel(build=CausalMask, shape=TOKENS),
-    "sequence_first": ZooModel(build=SequenceFirst, shape=TOKENS),
-    "unet": ZooModel(build=UNet, shape=IMAGE),
     "batch_norm": ZooModel(
         build=lambda: Normed(is_half_frozen=False), shape=IMAGE, has_norm=True
     ),
     "half_frozen_norms": ZooModel(
         build=lambda: Normed(is_half_frozen=True), shape=IMAGE, has_norm=True
     ),
-    "eval_dropout": ZooModel(build=EvalDropout),
-    "cells": ZooModel(build=Cells),
-    "indexed": ZooModel(build=Indexed),
-    "experts": ZooModel(build=Experts),
     "bf16_parameters": ZooModel(
         build=lambda: Narrow(torch.bfloat16), without=lambda: Narrow(torch.float32)
     ),
-    "complex_values": ZooModel(build=ComplexValues),
-    "parameter_lists": ZooModel(build=ParameterLists),
 }  # fmt: skip

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.base import ZooModel
-from zoo.habits import N_CLASSES, N_FEATURES, WIDTH, Base, named, vector
+from zoo.habits import N_CLASSES, N_FEATURES, WIDTH, Base, habits, vector
 
 
 class InTraining(Base):
@@ -116,7 +116,7 @@ def _labels() -> dict[str, Tensor]:
     return {**vector(), "target": torch.tensor([0, N_CLASSES - 1])}
 
 
-LOSSES: dict[str, ZooModel] = named(
+LOSSES: dict[str, ZooModel] = habits(
     {
         "in_training": lambda: (InTraining(), _labels()),
         "uncertain": lambda: (Uncertain(), {**_labels(), "level": torch.tensor([0.5, 2.0])}),

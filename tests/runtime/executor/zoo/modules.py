@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.base import ZooModel
-from zoo.habits import N_CLASSES, N_FEATURES, WIDTH, Base, named, vector
+from zoo.habits import N_CLASSES, N_FEATURES, WIDTH, Base, habits, vector
 
 
 class EvalInForward(Base):
@@ -182,7 +182,7 @@ def _backward_hooks() -> Any:
     return model, vector()
 
 
-MODULES: dict[str, ZooModel] = named(
+MODULES: dict[str, ZooModel] = habits(
     {
         "evalinforward": lambda: (EvalInForward(), vector()),
         "unregistered": lambda: (Unregistered(), vector()),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.base import N_CLASSES, Net, ZooModel
+from zoo.base import N_CLASSES, Net, ZooModel, named
 
 Mix = Callable[[Tensor], Tensor]
 
@@ -97,7 +97,7 @@ class TimeFolded(Net):
         return torch.tanh(self.second(rows)).view(-1, 3, x.shape[1]).mean(1)
 
 
-class Placed(Net):
+class PlacedFeatures(Net):
     """Features in the places of some tokens, as where a language model reads images, and a lookup
     of each sample's positions, as in the masks of language models."""
 
@@ -109,14 +109,14 @@ class Placed(Net):
         return y.masked_scatter(x.argsort(1) < 4, features)
 
 
-class Doubled(Net):
+class DoubledRows(Net):
     """Logits have twice as many rows as the batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([super().forward(x), super().forward(-x)], dim=0)
 
 
-class PerStep(Net):
+class RowsOfSteps(Net):
     """Logits of each of three steps, as rows."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,12 +144,8 @@ SAMPLES: dict[str, ZooModel] = {
     "shifted_batch": ZooModel(build=_mixing(_shifted)),
     "transposed_batch": ZooModel(build=_mixing(_transposed)),
     "scaled_by_batch": ZooModel(build=_mixing(lambda x: x * (x.shape[0] / 8))),
-    "loop_over_batch": ZooModel(build=LoopOverBatch),
-    "hard_batch": ZooModel(build=HardBatch),
-    "guarded_batch": ZooModel(build=GuardedBatch),
-    "guarded_one": ZooModel(build=GuardedOne),
-    "time_folded": ZooModel(build=TimeFolded),
-    "placed_features": ZooModel(build=Placed),
-    "doubled_rows": ZooModel(build=Doubled),
-    "rows_of_steps": ZooModel(build=PerStep),
-}
+    **named(
+        LoopOverBatch, HardBatch, GuardedBatch, GuardedOne, TimeFolded, PlacedFeatures,
+        DoubledRows, RowsOfSteps,
+    ),
+}  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zoo.base import WIDTH, Net, ZooModel
+from zoo.base import WIDTH, Net, ZooModel, named
 
 
 class BufferAdded(Net):
@@ -152,7 +152,7 @@ class NumpyLayerDrop(Net):
         return x if np.random.rand() < 0.05 else torch.tanh(self.second(x))
 
 
-class Noisy(Net):
+class Noise(Net):
     def middle(self, x: Tensor) -> Tensor:
         return torch.tanh(self.second(x) + 0.1 * torch.randn_like(x))
 
@@ -236,28 +236,11 @@ class OwnNormed(Net):
 
 
 STATES: dict[str, ZooModel] = {
-    "buffer_added": ZooModel(build=BufferAdded),
-    "buffer_assigned": ZooModel(build=BufferAssigned),
-    "buffer_copied": ZooModel(build=BufferCopied),
-    "buffer_counted": ZooModel(build=BufferCounted),
-    "buffer_twice": ZooModel(build=BufferTwice),
-    "buffer_read": ZooModel(build=BufferRead),
-    "attribute_counted": ZooModel(build=AttributeCounted),
-    "list_counted": ZooModel(build=ListCounted),
-    "iterator_counted": ZooModel(build=IteratorCounted),
-    "closure_counted": ZooModel(build=ClosureCounted),
-    "global_counted": ZooModel(build=GlobalCounted),
+    **named(
+        BufferAdded, BufferAssigned, BufferCopied, BufferCounted, BufferTwice, BufferRead,
+        AttributeCounted, ListCounted, IteratorCounted, ClosureCounted, GlobalCounted, IfValue,
+        DictOutput, TupleOutput, NamedOutput, ListOutput, LossInside, PerPixel,
+    ),
+    **named(TorchLayerDrop, PythonLayerDrop, NumpyLayerDrop, Noise, BakedNoise, is_random=True),
     "own_norm": ZooModel(build=OwnNormed),
-    "torch_layer_drop": ZooModel(build=TorchLayerDrop, is_random=True),
-    "python_layer_drop": ZooModel(build=PythonLayerDrop, is_random=True),
-    "numpy_layer_drop": ZooModel(build=NumpyLayerDrop, is_random=True),
-    "noise": ZooModel(build=Noisy, is_random=True),
-    "baked_noise": ZooModel(build=BakedNoise, is_random=True),
-    "if_value": ZooModel(build=IfValue),
-    "dict_output": ZooModel(build=DictOutput),
-    "tuple_output": ZooModel(build=TupleOutput),
-    "named_output": ZooModel(build=NamedOutput),
-    "list_output": ZooModel(build=ListOutput),
-    "loss_inside": ZooModel(build=LossInside),
-    "per_pixel": ZooModel(build=PerPixel),
-}
+}  # fmt: skip
