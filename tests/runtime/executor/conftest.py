@@ -1,12 +1,6 @@
 """Fixtures of the executor's tests on several ranks."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-# Ranks import what they run by name, and inherit this path.
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

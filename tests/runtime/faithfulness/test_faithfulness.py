@@ -6,18 +6,14 @@ depend on what the tracer keeps.
 
 import copy
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from equivalence_models import small_task
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
-from equivalence_models import small_task
 from zoo import ZOO
 from zoo.base import WIDTH, Net
 from zoo.contexts import Autocast, NoGradBranch, PlainTensorHook, ReverseFunction

@@ -3,13 +3,10 @@
 import importlib.util
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
 from zoo import ZOO
 
 from harness.errors import ModelError

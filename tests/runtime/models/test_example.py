@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import re
-import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,8 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
 from zoo import ZOO
 
 from harness.errors import ModelError

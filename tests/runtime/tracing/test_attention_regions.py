@@ -1,16 +1,12 @@
 """Attentions of transformers become operators that are cut by heads and by positions."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from torch import fx, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
 from equivalence_attentions import N_TOKENS, SHAPE, Reader, Relative
 from equivalence_strategies import small_cluster
+from torch import fx, nn
 from zoo import ZOO
 
 from harness.domain.key_forms import key_forms

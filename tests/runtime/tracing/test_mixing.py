@@ -1,17 +1,13 @@
 """What mixes the samples of a batch is found by running it, and nothing else is taken for it."""
 
 import itertools
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
 from equivalence_models import small_task
+from torch import nn
 from zoo import ZOO
 from zoo.base import WIDTH, Net
 from zoo.samples import SAMPLES
