@@ -8,6 +8,7 @@ names are validated here, so that no name can contain shell or ssh syntax.
 import codecs
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,6 +27,7 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", re.ASCII)
 _RANK = re.compile(
     r"rank[ \t\v\f]+[0-9]+[ \t\v\f]*=[ \t\v\f]*([^ \t\v\f]+)([ \t\v\f].*)?", re.ASCII
 )
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,9})")
 _SLOTS = ("slots", "cpu", "count")
 _MAX_SLOTS = {f"{a}{sign}{b}" for name in _SLOTS for sign in "-_"
               for a, b in ((name, "max"), ("max", name))}  # fmt: skip
@@ -352,3 +354,18 @@ def show_slots(name: str, value: str) -> str:
     digits = re.match(r"\"?([0-9]+)", value, re.ASCII)
     count = find_int(digits[1], 1, 1000) if digits else None
     return f"write `{name} slots={count or 1}`" + ("" if count else ", the number of its GPUs")
+
+
+def numbered_runs(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Names in order, as the text before a number and the numbers that follow one another; the
+    number of a name without one is empty."""
+    runs: list[tuple[str, list[str]]] = []
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        prefix, number = match.groups() if match else (name, "")
+        before, numbers = runs[-1] if runs else ("", [""])
+        if before == prefix and number and numbers[-1] and int(number) == int(numbers[-1]) + 1:
+            numbers.append(number)
+        else:
+            runs.append((prefix, [number]))
+    return runs

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from harness.domain.hostfile import numbered_runs
 from harness.nodes.facts import Facts, Finding, Status, worst
 from harness.nodes.judge.gpu import describe_gpus
 from harness.nodes.survey import HostReport, Survey
@@ -145,25 +146,13 @@ def _without_name(text: str, host: str) -> str:
 
 def host_list(names: Sequence[str]) -> str:
     """Join names in order; three or more consecutive numbers become a range: `node[0-4], gpu7`."""
-    runs: list[tuple[str, list[str]]] = []  # prefix and the numbers behind it
-    for name in names:
-        match = re.fullmatch(r"(.*?)(0|[1-9]\d*)", name)
-        prefix, number = match.groups() if match else (name, "")
-        if runs and number and runs[-1][0] == prefix and _follows(runs[-1][1][-1], number):
-            runs[-1][1].append(number)
-        else:
-            runs.append((prefix, [number]))
     parts: list[str] = []
-    for prefix, numbers in runs:
+    for prefix, numbers in numbered_runs(names):
         if len(numbers) > 2:
             parts.append(f"{prefix}[{numbers[0]}-{numbers[-1]}]")
         else:
             parts += [prefix + number for number in numbers]
     return ", ".join(parts)
-
-
-def _follows(number: str, after: str) -> bool:
-    return number != "" and int(after) == int(number) + 1
 
 
 def _wrap(text: str, look: Look, indent: int) -> str:

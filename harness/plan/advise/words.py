@@ -7,11 +7,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from harness.domain.cluster import Cluster
+from harness.domain.hostfile import numbered_runs
 from harness.errors import HarnessError
 from harness.inputs import one_line
 from harness.measure.derive.prediction import read_prediction
@@ -110,24 +110,10 @@ def device_word(advice: Advice) -> str:
 def name_range(names: Sequence[str]) -> str:
     """Names in words; runs of three or more numbered ones as `node0 to node2`."""
     parts = []
-    for run in _runs(names):
+    for prefix, numbers in numbered_runs(names):
+        run = [prefix + number for number in numbers]
         parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else run
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
-
-
-def _runs(names: Sequence[str]) -> list[list[str]]:
-    runs = [[name] for name in names[:1]]
-    for before, name in pairwise(names):
-        if _follows(before, name):
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    return runs
-
-
-def _follows(before: str, name: str) -> bool:
-    a, b = (re.fullmatch(r"(.*?)([0-9]{1,9})", one) for one in (before, name))
-    return a is not None and b is not None and a[1] == b[1] and int(b[2]) == int(a[2]) + 1
 
 
 def _left_out_line(one: LeftOut, advice: Advice) -> str:
