@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 from equivalence_cases import Case
 from equivalence_models import small_graph
-from equivalence_strategies import small_cluster
+from made_graphs import small_cluster
 
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import StrategyError

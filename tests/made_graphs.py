@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+from msgspec.structs import replace
+
+from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
+from harness.domain.schedule import ScheduleName
+from harness.domain.sharding import has_tasks
+from harness.domain.strategy import Strategy
+from harness.plan.builders import pipeline
 from harness.plan.costs import PlanRequest
 
 GB = 10**9
@@ -58,3 +66,43 @@ def request_of(
     """A short search, by default on four equal devices of one node."""
     cluster = cluster or Cluster.uniform(1, 4, inside_bytes_per_s=1e6, memory_bytes=GB)
     return PlanRequest(graph=graph, profile=profile, cluster=cluster, budget=600, **changes)
+
+
+def small_cluster(n_devices: int) -> Cluster:
+    """Equal devices, one on each node."""
+    return Cluster.uniform(n_devices, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
+
+
+def replicated_pipeline(
+    graph: Graph,
+    batch: int,
+    devices: list[list[int]],
+    *,
+    n_microbatches: int = 4,
+    schedule: ScheduleName = "1f1b",
+    recompute: bool = False,
+) -> Strategy:
+    """Stages of equally many operators, stage s data parallel on `devices[s]`: PipeDream's 3-1 is
+    [[0, 1, 2], [3]]."""
+    names = [op.name for op in graph.operators if has_tasks(op)]
+    ends = [len(names) * k // len(devices) for k in range(len(devices) + 1)]
+    found = pipeline(
+        graph,
+        batch,
+        [names[a:b] for a, b in pairwise(ends)],
+        devices,
+        n_microbatches=n_microbatches,
+        schedule=schedule,
+        name="-".join(str(len(own)) for own in devices),
+    )
+    return with_recomputation(found, graph, 1) if recompute else found
+
+
+def unlike_cluster(speeds: Sequence[float], memory_bytes: int = GB) -> Cluster:
+    """One node with a device of each speed."""
+    cluster = Cluster.uniform(1, len(speeds), inside_bytes_per_s=1e6, memory_bytes=memory_bytes)
+    devices = [
+        replace(device, speed=speed) for device, speed in zip(cluster.devices, speeds, strict=True)
+    ]
+    nodes = [replace(cluster.nodes[0], devices=devices)]
+    return replace(cluster, nodes=nodes)

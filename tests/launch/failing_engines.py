@@ -8,16 +8,15 @@ PHASE is building, forward or backward: of the engine, of the first step.
 import os
 import sys
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import torch
+from made_graphs import replicated_pipeline, small_cluster
 from torch import fx, nn
 
 from harness.cases import Case
-from harness.domain.cluster import Cluster
 from harness.launch import Launcher
-from harness.plan.builders import ddp, hybrid, pipeline, tensor_parallel
+from harness.plan.builders import ddp, hybrid, tensor_parallel
 from harness.runtime.capture.capture import capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import EngineOptions, Share
@@ -69,16 +68,12 @@ class Model(nn.Module):
 
 
 def strategy_of(name, graph, n_ranks):
-    cluster = Cluster.uniform(n_ranks, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
     whole = {"ddp": ddp, "tensor": tensor_parallel, "hybrid": hybrid}
     if name in whole:
-        return whole[name](graph, cluster, BATCH)
+        return whole[name](graph, small_cluster(n_ranks), BATCH)
     schedule = "1f1b" if name == "asynchronous" else name
     devices = [[rank] for rank in range(n_ranks)] * (2 if name == "interleaved" else 1)
-    names = [op.name for op in graph.operators if op.kind != "input"]
-    ends = [len(names) * k // len(devices) for k in range(len(devices) + 1)]
-    stages = [names[a:b] for a, b in pairwise(ends)]
-    return pipeline(graph, BATCH, stages, devices, n_microbatches=4, schedule=schedule)
+    return replicated_pipeline(graph, BATCH, devices, schedule=schedule)
 
 
 def body(config, context):

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.mpi
 
 
 def mpirun(n_ranks, *arguments, timeout_s=120):
-    return launch(n_ranks, *AGENT, *PROGRAM, *arguments, timeout_s=timeout_s)
+    path = (Path(__file__).parents[1],)
+    return launch(n_ranks, *AGENT, *PROGRAM, *arguments, path=path, timeout_s=timeout_s)
 
 
 def test_each_fault_becomes_its_status_and_a_resumed_sweep_skips_what_is_done(tmp_path):

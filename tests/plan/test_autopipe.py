@@ -1,13 +1,11 @@
 """PipeTransformer's rule: stages by size, and half as many once the largest is small enough."""
 
-from itertools import pairwise
-
 import pytest
+from made_graphs import replicated_pipeline
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.errors import StrategyError
-from harness.plan import builders
 from harness.plan.autopipe import AutoPipe
 from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
@@ -48,12 +46,8 @@ def simulator_of(n_frozen):
     return Simulator(graph, profile, cluster, options=SimulatorOptions(frozen=frozen))
 
 
-def pipeline_of(n_stages, devices):
-    graph = layers()
-    names = [operator.name for operator in graph.operators[1:]]
-    ends = [len(names) * k // n_stages for k in range(n_stages + 1)]
-    stages = [names[a:b] for a, b in pairwise(ends)]
-    return builders.pipeline(graph, BATCH, stages, devices, n_microbatches=8, schedule="gpipe")
+def pipeline_of(devices):
+    return replicated_pipeline(layers(), BATCH, devices, n_microbatches=8, schedule="gpipe")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +63,7 @@ def pipeline_of(n_stages, devices):
     ],
 )
 def test_the_pipeline_halves_while_the_largest_stage_fits(n_frozen, replicates, devices, n_layers):
-    rule = AutoPipe(pipeline_of(8, [[d] for d in range(8)]), replicates=replicates)
+    rule = AutoPipe(pipeline_of([[d] for d in range(8)]), replicates=replicates)
     found = rule.next_strategy(simulator_of(n_frozen))
     assert found.stage_devices() == devices
     linears = [plan.stage for name, plan in found.operators.items() if name.startswith("linear")]
@@ -78,4 +72,4 @@ def test_the_pipeline_halves_while_the_largest_stage_fits(n_frozen, replicates, 
 
 def test_only_pipelines_of_equal_stages_shrink():
     with pytest.raises(StrategyError, match=r"stages on \(0,\), \(1, 2\): start with"):
-        AutoPipe(pipeline_of(2, [[0], [1, 2]]), replicates=True)
+        AutoPipe(pipeline_of([[0], [1, 2]]), replicates=True)

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from made_graphs import GB, layers, profile_of, request_of
+from made_graphs import GB, layers, profile_of, request_of, unlike_cluster
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
@@ -24,17 +24,6 @@ def strategy_of(search, pipeline):
         schedule="1f1b",
         stages=[Stage()] * len(pipeline.groups),
     )
-
-
-def unlike_cluster(speeds):
-    """One node with a device of each speed."""
-    cluster = Cluster.uniform(1, len(speeds), inside_bytes_per_s=1e6, memory_bytes=GB)
-    devices = [
-        msgspec.structs.replace(device, speed=speed)
-        for device, speed in zip(cluster.devices, speeds, strict=True)
-    ]
-    nodes = [msgspec.structs.replace(cluster.nodes[0], devices=devices)]
-    return msgspec.structs.replace(cluster, nodes=nodes)
 
 
 def merged_rows(*, batch=32, n_rows=16):

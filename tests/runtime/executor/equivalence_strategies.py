@@ -8,9 +8,8 @@ from itertools import pairwise
 from random import Random
 
 import msgspec
+from made_graphs import replicated_pipeline, small_cluster
 
-from harness.domain.checkpoints import with_recomputation
-from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.key_forms import POSITIONS, key_forms
 from harness.domain.partition import REPLICA, SAMPLE, Cut, count_parts, cut_dim
@@ -27,7 +26,6 @@ from harness.errors import StrategyError
 from harness.plan.builders import (
     ddp,
     hybrid,
-    pipeline,
     single,
     tables_on_devices,
     tensor_parallel,
@@ -35,11 +33,6 @@ from harness.plan.builders import (
 
 MAX_BLOCKS = 8
 _N_DRAWS = 200
-
-
-def small_cluster(n_devices: int) -> Cluster:
-    """Equal devices, one on each node."""
-    return Cluster.uniform(n_devices, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,36 +291,6 @@ def with_attention_by_positions(rng: Random, strategy: Strategy, graph: Graph) -
         keys = rng.choice(key_forms(op, graph))
         plans[op.name] = OperatorPlan(cuts, devices, plan.stage, keys)
     return msgspec.structs.replace(strategy, operators=plans)
-
-
-def equal_stages(graph: Graph, n_stages: int) -> list[list[str]]:
-    """Operators cut into stages of equally many."""
-    names = [op.name for op in graph.operators if has_tasks(op)]
-    ends = [len(names) * k // n_stages for k in range(n_stages + 1)]
-    return [names[a:b] for a, b in pairwise(ends)]
-
-
-def replicated_pipeline(
-    graph: Graph,
-    batch: int,
-    devices: list[list[int]],
-    *,
-    n_microbatches: int = 4,
-    schedule: ScheduleName = "1f1b",
-    recompute: bool = False,
-) -> Strategy:
-    """Stages of equally many operators, stage s data parallel on `devices[s]`: PipeDream's 3-1 is
-    [[0, 1, 2], [3]]."""
-    found = pipeline(
-        graph,
-        batch,
-        equal_stages(graph, len(devices)),
-        devices,
-        n_microbatches=n_microbatches,
-        schedule=schedule,
-        name="-".join(str(len(own)) for own in devices),
-    )
-    return with_recomputation(found, graph, 1) if recompute else found
 
 
 def _pipelines(graph: Graph, n_devices: int, batch: int) -> dict[str, Strategy]:

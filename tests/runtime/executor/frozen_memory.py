@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 from equivalence_training import TIMEOUT_S
+from made_graphs import replicated_pipeline, small_cluster
 from torch import Tensor, nn
 
 from harness.domain.checkpoints import with_recomputation
-from harness.domain.cluster import Cluster
 from harness.domain.freezing import frozen_operators
 from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy
@@ -52,15 +52,10 @@ def make_task() -> Task:
 
 
 def strategy_of(name: str, graph: Graph) -> Strategy:
-    cluster = Cluster.uniform(N_RANKS, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
     if name in ("ddp", "recomputed"):
-        strategy = builders.ddp(graph, cluster, BATCH)
+        strategy = builders.ddp(graph, small_cluster(N_RANKS), BATCH)
         return strategy if name == "ddp" else with_recomputation(strategy, graph, None)
-    names = [op.name for op in graph.operators if op.kind != "input"]
-    stages = [names[: len(names) // 2], names[len(names) // 2 :]]
-    return builders.pipeline(
-        graph, BATCH, stages, [[0], [1]], n_microbatches=4, schedule=name, name=name
-    )
+    return replicated_pipeline(graph, BATCH, [[0], [1]], schedule=name)
 
 
 class PeakBytes(NamedTuple):
@@ -98,9 +93,8 @@ def _peaks(name: str, frozen: Sequence[int], world: World) -> list[PeakBytes]:
 def predicted_bytes(graph: Graph, strategy: Strategy, n_frozen: int) -> list[float]:
     rates = {"device": DeviceRates(flops_per_s=1e9, memory_bytes_per_s=1e9)}
     profile = roofline_profile(graph, rates, n_parts=(1, 2), n_microbatches=(1, 4))
-    cluster = Cluster.uniform(N_RANKS, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
     options = SimulatorOptions(n_optimizer_states=2, frozen=frozen_operators(graph, n_frozen))
-    simulator = Simulator(graph, profile, cluster, options=options)
+    simulator = Simulator(graph, profile, small_cluster(N_RANKS), options=options)
     predicted: list[float] = simulator.simulate(strategy).outcome.memory_bytes.tolist()
     return predicted
 

@@ -14,13 +14,9 @@ from equivalence_models import small_graph, small_task
 from equivalence_named import make_case, trained_alone
 from equivalence_operators import OPERATORS
 from equivalence_ranks import local_world
-from equivalence_strategies import (
-    named_strategies,
-    random_strategy,
-    replicated_pipeline,
-    small_cluster,
-)
+from equivalence_strategies import named_strategies, random_strategy
 from equivalence_training import make_engine
+from made_graphs import replicated_pipeline, small_cluster
 
 from harness.domain.strategy import OperatorPlan, validate
 from harness.errors import ModelError, StrategyError

@@ -11,11 +11,7 @@ from equivalence_compare import FLOAT64_TOLERANCES, first_beyond, worst
 from equivalence_models import small_graph
 from equivalence_ranks import RanksFailedError, local_world
 from equivalence_reference import Trace, train_alone, train_alone_asynchronously
-from equivalence_strategies import (
-    hand_split_alexnet,
-    named_strategies,
-    replicated_pipeline,
-)
+from equivalence_strategies import hand_split_alexnet, named_strategies
 from equivalence_training import (
     closing,
     make_engine,
@@ -29,6 +25,7 @@ from equivalence_training import (
     train_by_ddp,
     train_by_strategy,
 )
+from made_graphs import replicated_pipeline
 
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.sharding import has_tasks

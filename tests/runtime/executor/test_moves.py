@@ -8,7 +8,7 @@ import pytest
 import torch
 from equivalence_cases import copied_case, random_case
 from equivalence_models import small_task
-from equivalence_strategies import small_cluster
+from made_graphs import small_cluster
 
 from harness.domain.profile import Measurement, Profile
 from harness.domain.sharding import has_tasks

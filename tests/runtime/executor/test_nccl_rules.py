@@ -12,7 +12,7 @@ from equivalence_check import RanksBySize, assert_equal
 from equivalence_models import small_graph
 from equivalence_priming import evaluated, first_called_beside_receives
 from equivalence_ranks import RanksFailedError
-from equivalence_strategies import replicated_pipeline
+from made_graphs import replicated_pipeline
 
 from harness.runtime.executor.transport.groups import Groups, scatter_sum
 

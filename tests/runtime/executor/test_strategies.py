@@ -3,7 +3,7 @@
 import pytest
 from equivalence_cases import random_case
 from equivalence_models import min_microbatch, small_graph
-from equivalence_strategies import small_cluster
+from made_graphs import small_cluster
 
 from harness.domain.strategy import validate
 

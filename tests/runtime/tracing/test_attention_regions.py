@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from equivalence_attentions import N_TOKENS, SHAPE, Reader, Relative
-from equivalence_strategies import small_cluster
+from made_graphs import small_cluster
 from torch import fx, nn
 from zoo import ZOO
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_models import small_task
+from made_graphs import replicated_pipeline, small_cluster
 from torch import nn
 from zoo import ZOO
 from zoo.base import WIDTH, Net
 from zoo.samples import SAMPLES
 
-from harness.domain.cluster import Cluster
 from harness.domain.strategy import validate
 from harness.errors import StrategyError
 from harness.plan import builders
@@ -184,9 +184,8 @@ def test_a_function_mixes_samples_along_their_dim_alone(dims):
 
 def test_microbatches_are_refused_by_the_operators_name():
     graph = capture(SAMPLES["roll_batch"].task(), 8, "roll").graph
-    names = [op.name for op in graph.operators if op.kind != "input"]
-    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
-    strategy = builders.pipeline(graph, 8, [names[:3], names[3:]], [[0], [1]], n_microbatches=2)
+    cluster = small_cluster(2)
+    strategy = replicated_pipeline(graph, 8, [[0], [1]], n_microbatches=2)
     with pytest.raises(StrategyError, match=r"operator 'roll' \(roll\) needs all samples"):
         validate(strategy, graph, cluster)
     validate(builders.ddp(graph, cluster, 8), graph, cluster)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from made_graphs import replicated_pipeline
 from nets import by_closure, graph_of, hooked
 from torch import nn
 
 from harness.domain.strategy import check_microbatches
 from harness.errors import StrategyError
-from harness.plan.builders import pipeline
 from harness.runtime.capture.capture import capture
 from harness.runtime.models import InputSpec, Task
 
@@ -48,8 +48,7 @@ def test_what_mixes_samples_is_found_out(middle, name, is_mixing):
 
 def test_what_mixes_samples_refuses_microbatches():
     graph = graph_of(lambda net, x: Flipped.apply(x))
-    names = [op.name for op in graph.operators if op.kind != "input"]
-    strategy = pipeline(graph, 4, [names[:2], names[2:]], [[0], [1]], n_microbatches=2)
+    strategy = replicated_pipeline(graph, 4, [[0], [1]], n_microbatches=2)
     with pytest.raises(StrategyError, match=r"'flipped' \(Flipped\) needs all samples .* 2 micro"):
         check_microbatches(strategy, graph)
 

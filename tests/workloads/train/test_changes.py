@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from made_graphs import replicated_pipeline, small_cluster
 from made_runs import local_header
 
 from harness.domain.cluster import Cluster
@@ -78,14 +79,11 @@ N_PARAMETERS = 61706
 
 
 def strategies_of(graph):
-    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
-    names = [op.name for op in graph.operators if op.kind != "input"]
-    stages = [names[: len(names) // 2], names[len(names) // 2 :]]
-    pipeline = builders.pipeline(graph, 12, stages, [[0], [1]], n_microbatches=2, schedule="gpipe")
-    ddp = builders.ddp(graph, cluster, 12)
+    ddp = builders.ddp(graph, small_cluster(2), 12)
+    pipeline = replicated_pipeline(graph, 12, [[0], [1]], n_microbatches=2, schedule="gpipe")
     unknown = {f"no {name}": plan for name, plan in ddp.operators.items()}
     return {
-        "pipeline": pipeline,
+        "pipeline": msgspec.structs.replace(pipeline, name="pipeline"),
         "single": builders.single(graph, 12),
         "ddp": ddp,
         "other": msgspec.structs.replace(ddp, batch=24),
@@ -270,9 +268,8 @@ def estimated_bytes(before, after, n_frozen=0):
     graph = capture_graph(search_config_of(CASE))
     rates = {"device": DeviceRates(flops_per_s=1e9, memory_bytes_per_s=1e9)}
     profile = roofline_profile(graph, rates, n_parts=(1, 2), n_microbatches=(1, 2))
-    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
     options = SimulatorOptions(frozen=frozen_operators(graph, n_frozen))
-    simulator = Simulator(graph, profile, cluster, options=options)
+    simulator = Simulator(graph, profile, small_cluster(2), options=options)
     named = strategies_of(graph)
     return estimate_moved_bytes(simulator, named[before], named[after])
 

@@ -2,11 +2,8 @@
 
 import time
 
-import msgspec
+from made_graphs import layers, unlike_cluster
 
-from harness.domain.cluster import Cluster
-from harness.domain.graph import Graph, Operator
-from harness.domain.profile import Measurement, Profile
 from harness.plan import builders
 from harness.plan.again import SearchAgain, search_again
 from harness.plan.simulate.options import SimulatorOptions
@@ -15,26 +12,12 @@ from harness.workloads.train.next_plan import BesideSearch
 
 def request(memory_bytes=10**9):
     """Four equal layers on two devices, the second of which is four times slower."""
-    operators = [Operator(name="x", kind="input", shape={"sample": 8, "feature": 8})]
-    for i in range(4):
-        operators.append(
-            Operator(
-                name=f"fc{i}", kind="linear", inputs=[operators[-1].name], parameter_bytes=1000,
-                shape={"sample": 8, "feature": 8}, activation_bytes=256,
-            )
-        )  # fmt: skip
-    times = {"device_kind": "device", "forward_s": 1.0, "backward_s": 2.0}
-    points = [Measurement(operator=op.name, shape=op.shape, **times) for op in operators[1:]]
-    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e6, memory_bytes=memory_bytes)
-    (node,) = cluster.nodes
-    devices = [node.devices[0], msgspec.structs.replace(node.devices[1], speed=0.25)]
-    graph = Graph(name="layers", operators=operators, batch=8)
+    graph, profile = layers()
+    cluster = unlike_cluster([1.0, 0.25], memory_bytes)
     return SearchAgain(
         graph=graph,
-        cluster=msgspec.structs.replace(
-            cluster, nodes=[msgspec.structs.replace(node, devices=devices)]
-        ),
-        profile=Profile(model="layers", measurements=points),
+        cluster=cluster,
+        profile=profile,
         options=SimulatorOptions(),
         batch=8,
         budget=200,

@@ -15,13 +15,9 @@ import numpy as np
 import torch
 from equivalence_cases import draw_batch
 from equivalence_reference import Trace, gradients_of, slices
-from equivalence_strategies import (
-    random_strategy,
-    replicated_pipeline,
-    small_cluster,
-    with_attention_by_positions,
-)
+from equivalence_strategies import random_strategy, with_attention_by_positions
 from equivalence_training import CAPTURED
+from made_graphs import replicated_pipeline, small_cluster
 from torch import Tensor
 from torch.nn import Module
 
