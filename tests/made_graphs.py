@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, permutations
 from typing import Any
 
 from msgspec.structs import replace
 
 from harness.domain.checkpoints import with_recomputation
-from harness.domain.cluster import Cluster
+from harness.domain.cluster import Cluster, Link
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.domain.schedule import ScheduleName
@@ -106,3 +106,14 @@ def unlike_cluster(speeds: Sequence[float], memory_bytes: int = GB) -> Cluster:
     ]
     nodes = [replace(cluster.nodes[0], devices=devices)]
     return replace(cluster, nodes=nodes)
+
+
+def links_between(
+    names: Sequence[str], rates: Callable[[str, str], tuple[float, float]]
+) -> list[Link]:
+    """A link for each pair of devices, each way; latency and bandwidth are a function of both."""
+    return [
+        Link(source=a, target=b, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
+        for a, b in permutations(names, 2)
+        for latency_s, bandwidth in [rates(a, b)]
+    ]

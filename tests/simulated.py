@@ -1,9 +1,9 @@
 """Hand-sized graphs, clusters and strategies for the simulator's tests."""
 
-from made_graphs import profile_of
+from made_graphs import links_between, profile_of
 from msgspec.structs import replace
 
-from harness.domain.cluster import Cluster, Device, Link, Node
+from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import count_parts
 from harness.domain.sharding import full_shape, may_have_copies
@@ -118,17 +118,7 @@ def random_case(rng, n_ops=6, n_devices=3):
         for i in range(n_devices - 1)
     ]
     names = [d.name for node in nodes for d in node.devices]
-    links = [
-        Link(
-            source=a,
-            target=b,
-            latency_s=rng.uniform(0, 0.1),
-            bandwidth_bytes_per_s=rng.uniform(8, 99),
-        )
-        for a in names
-        for b in names
-        if a != b
-    ]
+    links = links_between(names, lambda a, b: (rng.uniform(0, 0.1), rng.uniform(8, 99)))
     return graph, profile, Cluster(nodes=nodes, links=links)
 
 

@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import msgspec
+from made_graphs import links_between
 from measured_runs import (
     GPU,
     NIC,
@@ -15,7 +16,7 @@ from measured_runs import (
 )
 
 from harness.domain.checkpoints import with_recomputation
-from harness.domain.cluster import Cluster, Link
+from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Measurement, Profile
@@ -71,10 +72,7 @@ def chain_profile():
 def linked_cluster(n):
     cluster = make_cluster(n)
     names = [device.name for device in cluster.devices]
-    links = [
-        Link(source=a, target=b, latency_s=1e-4, bandwidth_bytes_per_s=NIC)
-        for a, b in itertools.permutations(names, 2)
-    ]
+    links = links_between(names, lambda a, b: (1e-4, NIC))
     return Cluster(nodes=cluster.nodes, links=links)
 
 

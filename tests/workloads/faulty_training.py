@@ -16,11 +16,12 @@ from pathlib import Path
 
 import msgspec
 import torch
+from made_graphs import links_between
 from made_runs import header_of
 from torch import fx, nn
 
 from harness.cases import Case, describe_cluster
-from harness.domain.cluster import CLUSTER_FILE, Cluster, Link
+from harness.domain.cluster import CLUSTER_FILE, Cluster
 from harness.domain.profile import OptimizerTime
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.launch import Launcher
@@ -154,12 +155,7 @@ def three_stages() -> Strategy:
 def prepare(results, cluster: Cluster, cases):
     """Write what links and profile would have: three ranks of one host."""
     names = [device.name for device in cluster.devices]
-    links = [
-        Link(source=a, target=b, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
-        for a in names
-        for b in names
-        if a != b
-    ]
+    links = links_between(names, lambda a, b: (1e-4, 1e9))
     write_header(results / "1-links-0", header(cluster, "1-links-0", {}))
     measured = msgspec.structs.replace(cluster, links=links)
     (results / "1-links-0" / CLUSTER_FILE).write_bytes(measured.to_json())

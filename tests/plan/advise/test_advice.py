@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from made_graphs import links_between
 
 from harness.__main__ import _print_advice
-from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
+from harness.domain.cluster import Cluster, CollectivePoint, Device, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, OptimizerTime, Profile
 from harness.errors import ConfigError
@@ -56,17 +57,8 @@ def tesla(*, rate: float = TEN_GBE, slow_rate: float = ONE_GBE) -> Cluster:
         )
         for name, kind, own in zip(names, KINDS, rates, strict=True)
     ]
-    links = [
-        Link(
-            source=f"{a}:0",
-            target=f"{b}:0",
-            latency_s=50e-6,
-            bandwidth_bytes_per_s=min(rates[i], rates[j]),
-        )
-        for i, a in enumerate(names)
-        for j, b in enumerate(names)
-        if a != b
-    ]
+    rate_of = {f"{name}:0": own for name, own in zip(names, rates, strict=True)}
+    links = links_between(list(rate_of), lambda a, b: (50e-6, min(rate_of[a], rate_of[b])))
     return Cluster(nodes=nodes, links=links)
 
 

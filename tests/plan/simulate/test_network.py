@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from made_graphs import links_between
 from simulated import (
     MB,
     chain,
@@ -13,7 +14,7 @@ from simulated import (
     timeline,
 )
 
-from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
+from harness.domain.cluster import Cluster, CollectivePoint, Device, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.errors import PlanError
@@ -73,12 +74,7 @@ def star(n, nic=None, bandwidth=16.0):
         for i in range(n + 1)
     ]
     names = [node.name + ":0" for node in nodes]
-    links = [
-        Link(source=a, target=b, latency_s=0.0, bandwidth_bytes_per_s=bandwidth)
-        for a in names
-        for b in names
-        if a != b
-    ]
+    links = links_between(names, lambda a, b: (0.0, bandwidth))
     plans = {"a": OperatorPlan({}, [0])}
     plans |= {f"b{i}": OperatorPlan({}, [i + 1]) for i in range(n)}
     return graph, profile, Cluster(nodes=nodes, links=links), plans
