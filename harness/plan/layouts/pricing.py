@@ -27,9 +27,13 @@ import numpy as np
 from harness.domain.sharding import first_bucket_bytes
 from harness.domain.strategy import ShardState
 from harness.plan.layouts.degrees import ParallelLayout
-from harness.plan.layouts.group import GroupCosts
+from harness.plan.layouts.group import (
+    GroupCosts,
+    active_bytes,
+    bucket_bytes_at,
+    segment_starts,
+)
 from harness.plan.layouts.links import NodeLinks, all_reduce_seconds, queues, transfer_seconds
-from harness.plan.layouts.memory import active_bytes, bucket_bytes_at, segment_starts
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import (
     fill,

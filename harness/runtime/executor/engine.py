@@ -17,8 +17,8 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
+from harness.runtime.executor.cache.activations import Prefix
 from harness.runtime.executor.cache.boundary import check_rows
-from harness.runtime.executor.cache.prefix import Prefix
 from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.counts import count_rounds

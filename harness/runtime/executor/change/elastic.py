@@ -32,7 +32,7 @@ from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.capture.meta_copy import stand_ins
 from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.engines.engine import EngineOptions
-from harness.runtime.executor.cache.activations import Tap
+from harness.runtime.executor.cache.activations import Parked, Prefix, Tap
 from harness.runtime.executor.cache.boundary import (
     Rest,
     UncachedError,
@@ -42,7 +42,6 @@ from harness.runtime.executor.cache.boundary import (
     rest_of_strategy,
     why_not,
 )
-from harness.runtime.executor.cache.prefix import Parked, Prefix
 from harness.runtime.executor.change.transfer import Bits, StateTransfer, find_all_migrations
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.geometry.slices import WeightSlice
