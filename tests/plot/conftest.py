@@ -1,4 +1,4 @@
-"""Directories of runs on five unlike nodes, and the functions that write them."""
+"""Directories of runs on five unlike nodes."""
 
 import sys
 from pathlib import Path
@@ -6,16 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measured_runs import (
-    fill,
-    links_records,
-    make_cluster,
-    make_header,
-    matmul_records,
-    train_config,
-    training_records,
-    write_run,
-)
+from measured_runs import fill
 from planned_runs import fill_planned
 
 
@@ -29,38 +20,3 @@ def planned(tmp_path_factory):
 def comparison(tmp_path_factory):
     """The directory of `fill`; tests must not write into it."""
     return fill(tmp_path_factory.mktemp("results"))
-
-
-@pytest.fixture
-def write():
-    return write_run
-
-
-@pytest.fixture
-def header():
-    return make_header
-
-
-@pytest.fixture
-def cluster():
-    return make_cluster
-
-
-@pytest.fixture
-def trained():
-    return training_records
-
-
-@pytest.fixture
-def configured():
-    return train_config
-
-
-@pytest.fixture
-def linked():
-    return links_records
-
-
-@pytest.fixture
-def multiplied():
-    return matmul_records

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 
 import msgspec
 import pytest
+from measured_runs import make_cluster, make_header, train_config, training_records, write_run
 
 from harness.plot.__main__ import main
 from harness.plot.figures import FIGURES
@@ -149,20 +150,20 @@ def test_samples_of_the_repository_do_not_stand_beside_own_runs(comparison, tmp_
     assert [row["strategy"] for row in rows] == ["pipeline"]
 
 
-def test_hostile_names_stay_text(tmp_path, write, header, cluster, trained, configured):
-    made = header(
+def test_hostile_names_stay_text(tmp_path):
+    made = make_header(
         "train",
-        configured("ddp", 32, model=f"$x_{HOSTILE}"),
-        cluster(2),
+        train_config("ddp", 32, model=f"$x_{HOSTILE}"),
+        make_cluster(2),
         run_id="hostile",
         argv=["entry.sh", HOSTILE],
         versions={HOSTILE: HOSTILE},
     )
     ranks = [msgspec.structs.replace(rank, hostname=HOSTILE) for rank in made.ranks]
     made = msgspec.structs.replace(made, ranks=ranks)
-    write(tmp_path / "results", made, trained(2, 32, 0.1, 0.1))
+    write_run(tmp_path / "results", made, training_records(2, 32, 0.1, 0.1))
     failed = msgspec.structs.replace(made, run_id="failed", status="crash", reason=HOSTILE)
-    write(tmp_path / "results", failed, {})
+    write_run(tmp_path / "results", failed, {})
     assert plot(tmp_path / "results", "--output", tmp_path / "plots") == 0
     html = (tmp_path / "plots" / "report.html").read_text()
     assert HOSTILE not in html
@@ -171,11 +172,9 @@ def test_hostile_names_stay_text(tmp_path, write, header, cluster, trained, conf
     assert HOSTILE in page.text
 
 
-def test_figures_without_data_are_named(
-    tmp_path, write, header, cluster, trained, configured, capsys
-):
-    made = header("train", configured("ddp", 32), cluster(2), run_id="one")
-    write(tmp_path / "results", made, trained(2, 32, 0.1, 0.1))
+def test_figures_without_data_are_named(tmp_path, capsys):
+    made = make_header("train", train_config("ddp", 32), make_cluster(2), run_id="one")
+    write_run(tmp_path / "results", made, training_records(2, 32, 0.1, 0.1))
     assert plot(tmp_path / "results", "--output", tmp_path / "plots") == 0
     printed = capsys.readouterr().out
     assert "not drawn: link_heatmap: no data: it needs a links run of two" in printed

@@ -12,6 +12,7 @@ import msgspec
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure as Canvas
+from measured_runs import make_cluster, make_header, train_config, training_records, write_run
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.record import Sample
@@ -214,7 +215,7 @@ def test_runs_without_predictions_are_absent_and_no_error(comparison, tmp_path, 
     assert captured.out.count("not drawn: ") == len(names)
 
 
-def test_a_clock_that_was_not_measured_is_said(tmp_path, planned, header):
+def test_a_clock_that_was_not_measured_is_said(tmp_path, planned):
     root = tmp_path / "results"
     shutil.copytree(planned / "pipeline-0", root / "pipeline-0")
     records = root / "pipeline-0" / "rank3.jsonl"
@@ -244,15 +245,13 @@ def strategies(answer):
     return [row.strategy for _, row in answer.rows]
 
 
-def test_strategies_of_unlike_clusters_are_not_one_comparison(
-    tmp_path, write, header, cluster, trained, configured
-):
+def test_strategies_of_unlike_clusters_are_not_one_comparison(tmp_path):
     """One device alone is the baseline on both networks."""
-    alone = header("train", configured("single", 32), cluster(1, None), run_id="single")
-    write(tmp_path, alone, trained(1, 32, 0.2, 0.0))
+    alone = make_header("train", train_config("single", 32), make_cluster(1, None), run_id="single")
+    write_run(tmp_path, alone, training_records(1, 32, 0.2, 0.0))
     for name, nic, exposed_s in (("slow", 1.25e7, 0.3), ("fast", 1.25e8, 0.1)):
-        run = header("train", configured("ddp", 32), cluster(2, nic), run_id=name)
-        write(tmp_path, run, trained(2, 32, 0.1, exposed_s))
+        run = make_header("train", train_config("ddp", 32), make_cluster(2, nic), run_id=name)
+        write_run(tmp_path, run, training_records(2, 32, 0.1, exposed_s))
     found = answers(catalog_of(tmp_path))
     assert [strategies(answer) for answer in found] == [["single on 1", "ddp on 2"]] * 2
     assert len({answer.cell for answer in found}) == 2
@@ -261,10 +260,8 @@ def test_strategies_of_unlike_clusters_are_not_one_comparison(
     assert all(answer.rows[1][1].against == "single on 1" for answer in found)
 
 
-def test_without_two_strategies_of_one_cell_there_is_no_comparison(
-    tmp_path, write, header, cluster, trained, configured
-):
-    write(tmp_path, header("links", {}, cluster(3), run_id="links"), {})
+def test_without_two_strategies_of_one_cell_there_is_no_comparison(tmp_path):
+    write_run(tmp_path, make_header("links", {}, make_cluster(3), run_id="links"), {})
     (none,) = answers(catalog_of(tmp_path))
     assert none.sentence == ("No strategies to compare: there is no training run in these results.")
     assert none.rows == ()
@@ -272,28 +269,30 @@ def test_without_two_strategies_of_one_cell_there_is_no_comparison(
         (32, "Only ddp was trained ("),
         (64, "No strategies to compare: each of 2 cells was trained by one strategy."),
     ):
-        run = header("train", configured("ddp", batch), cluster(2), run_id=f"ddp-{batch}")
-        write(tmp_path, run, trained(2, batch, 0.1, 0.1))
+        run = make_header(
+            "train", train_config("ddp", batch), make_cluster(2), run_id=f"ddp-{batch}"
+        )
+        write_run(tmp_path, run, training_records(2, batch, 0.1, 0.1))
         (answer,) = answers(catalog_of(tmp_path))
         assert answer.sentence.startswith(sentence)
     assert strategies(answer) == ["ddp on 2", "ddp on 2"]
     assert [cell.split(" · ")[1] for cell, _ in answer.rows] == ["batch 32", "batch 64"]
 
 
-def test_warnings_are_of_every_workload_and_folded_by_kind(
-    tmp_path, write, header, cluster, trained, configured
-):
+def test_warnings_are_of_every_workload_and_folded_by_kind(tmp_path):
     left_out = {"left_out": ["send_recv: one rank has nobody to send to"]}
-    write(tmp_path, header("links", {}, cluster(3), run_id="links", summary=left_out), {})
+    write_run(
+        tmp_path, make_header("links", {}, make_cluster(3), run_id="links", summary=left_out), {}
+    )
     labels: dict[str, Any] = {"m": 8, "n": 8, "k": 8, "dtype": "bf16", "reason": "no kernel"}
     skipped = {0: [Sample(metric="matmul_skipped", value=1, labels=labels)]}
-    write(tmp_path, header("matmul", {}, cluster(3), run_id="matmul"), skipped)
+    write_run(tmp_path, make_header("matmul", {}, make_cluster(3), run_id="matmul"), skipped)
     for repeat in range(5):
-        run = header(
-            "train", configured("ddp", 32), cluster(2), run_id=f"ddp-{repeat}", repeat=repeat,
-            versions={"torch": "2.13.0" if repeat else "2.12.0"},
+        run = make_header(
+            "train", train_config("ddp", 32), make_cluster(2), run_id=f"ddp-{repeat}",
+            repeat=repeat, versions={"torch": "2.13.0" if repeat else "2.12.0"},
         )  # fmt: skip
-        write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
     named = ", ".join(f"resnet50 ddp on 2 (ddp-{repeat})" for repeat in range(3))
     found = warnings(catalog_of(tmp_path))
     assert list(found) == [

@@ -8,6 +8,15 @@ import pandas as pd
 import pytest
 from made_runs import local_header
 from matplotlib.figure import Figure as Canvas
+from measured_runs import (
+    links_records,
+    make_cluster,
+    make_header,
+    matmul_records,
+    train_config,
+    training_records,
+    write_run,
+)
 
 from harness.measure.store import find_runs, read_results, without_samples
 from harness.plot.catalog import read_catalog
@@ -82,12 +91,11 @@ def test_repeats_merge_into_one_row(catalog):
 @pytest.mark.parametrize(
     ("more", "n_repeats", "n_labels"), [({"time_budget_s": 0.3}, 2, 1), ({"in_turn": True}, 1, 2)]
 )
-def test_matmul_runs_of_other_lengths_are_repeats(
-    tmp_path, write, header, cluster, multiplied,
-    more, n_repeats, n_labels
-):  # fmt: skip
+def test_matmul_runs_of_other_lengths_are_repeats(tmp_path, more, n_repeats, n_labels):
     for name, config in (("a", {"time_budget_s": 0.6}), ("b", more)):
-        write(tmp_path, header("matmul", config, cluster(3), run_id=name), multiplied(3))
+        write_run(
+            tmp_path, make_header("matmul", config, make_cluster(3), run_id=name), matmul_records(3)
+        )
     catalog = read_catalog(*find_runs(tmp_path))
     for name in ("matmul", "memory_bandwidth", "summa"):
         table = table_of(name, catalog)
@@ -115,19 +123,16 @@ def test_scaling_holds_the_batch_or_the_batch_per_device(catalog):
         ("data", ["cifar10", "synthetic"]),
     ],
 )
-def test_scaling_keeps_unlike_clusters_and_data_apart(
-    tmp_path, write, header, cluster, trained, configured,
-    changed, told
-):  # fmt: skip
-    three = cluster(3, 1.25e7 if changed == "network" else 1.25e8)
+def test_scaling_keeps_unlike_clusters_and_data_apart(tmp_path, changed, told):
+    three = make_cluster(3, 1.25e7 if changed == "network" else 1.25e8)
     if changed == "devices":
-        three.nodes[2] = cluster(3, kind="NVIDIA H200").nodes[2]
+        three.nodes[2] = make_cluster(3, kind="NVIDIA H200").nodes[2]
     other = {"dataset": "cifar10"} if changed == "data" else {}
-    for name, slower, on_three, more in (("a", 1, cluster(3), {}), ("b", 2, three, other)):
-        for n, on in ((1, cluster(1)), (3, on_three)):
-            config = configured("single" if n == 1 else "ddp", 36) | more
-            run = header("train", config, on, run_id=f"{name}{n}")
-            write(tmp_path, run, trained(n, 36, 0.1 * slower / n, 0.0))
+    for name, slower, on_three, more in (("a", 1, make_cluster(3), {}), ("b", 2, three, other)):
+        for n, on in ((1, make_cluster(1)), (3, on_three)):
+            config = train_config("single" if n == 1 else "ddp", 36) | more
+            run = make_header("train", config, on, run_id=f"{name}{n}")
+            write_run(tmp_path, run, training_records(n, 36, 0.1 * slower / n, 0.0))
     table = table_of("scaling", read_catalog(*find_runs(tmp_path)))
     three_devices = table[table["n_devices"] == 3]
     assert len(set(three_devices["time_s"])) == len(three_devices) == 2
@@ -181,11 +186,11 @@ def test_device_load_keeps_time_and_device(catalog):
     assert 70 < row["median_device_utilization_percent"] < 90
 
 
-def test_an_invalid_run_is_never_a_number(tmp_path, write, header, cluster, trained, configured):
+def test_an_invalid_run_is_never_a_number(tmp_path):
     for status in ("invalid", "crash", "timeout", "running"):
-        config = configured("ddp", 32)
-        run = header("train", config, cluster(2), run_id=status, status=status)
-        write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+        config = train_config("ddp", 32)
+        run = make_header("train", config, make_cluster(2), run_id=status, status=status)
+        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
     made = read_catalog(*find_runs(tmp_path))
     table = table_of("throughput", made)
     assert sorted(table["status"]) == ["crash", "invalid", "running", "timeout"]
@@ -195,27 +200,24 @@ def test_an_invalid_run_is_never_a_number(tmp_path, write, header, cluster, trai
     assert steps[steps["status"] == "invalid"]["duration_s"].isna().all()
 
 
-def test_runs_of_unlike_clusters_do_not_merge(
-    tmp_path, write, header, cluster, trained, configured
-):
+def test_runs_of_unlike_clusters_do_not_merge(tmp_path):
     for name, nic in (("slow", 1.25e7), ("fast", 1.25e8), ("fast-again", 1.25e8)):
-        run = header("train", configured("ddp", 32), cluster(2, nic), run_id=name)
-        write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+        run = make_header("train", train_config("ddp", 32), make_cluster(2, nic), run_id=name)
+        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
     table = table_of("throughput", read_catalog(*find_runs(tmp_path)))
     assert sorted(table["n_repeats"]) == [1, 2]
     assert len(set(table["cluster"])) == 2
 
 
-def test_runs_with_other_environment_variables_do_not_merge_and_say_them(
-    tmp_path, write, header, cluster, trained, configured
-):
+def test_runs_with_other_environment_variables_do_not_merge_and_say_them(tmp_path):
     always = {"kernel": "6.1", "GLOO_SOCKET_IFNAME": "eth0"}
     ring, tree = always | {"NCCL_ALGO": "Ring"}, always | {"NCCL_ALGO": "Tree"}
     of_runs = [{}, always, always | {"kernel": "6.5"}, ring, ring, tree]  # {}: not known
     for k, found in enumerate(of_runs):
-        run = header("train", configured("ddp", 32), cluster(2), run_id=f"run{k}")
+        run = make_header("train", train_config("ddp", 32), make_cluster(2), run_id=f"run{k}")
         ranks = [msgspec.structs.replace(rank, settings=found) for rank in run.ranks]
-        write(tmp_path, msgspec.structs.replace(run, ranks=ranks), trained(2, 32, 0.1, 0.1))
+        run = msgspec.structs.replace(run, ranks=ranks)
+        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
     catalog = read_catalog(*find_runs(tmp_path))
     table = table_of("throughput", catalog)
     pairs = zip(table["label"], table["n_repeats"], strict=True)
@@ -227,53 +229,45 @@ def test_runs_with_other_environment_variables_do_not_merge_and_say_them(
     ]
 
 
-def test_links_of_two_speeds_do_not_merge_even_when_no_header_tells(
-    tmp_path, write, header, cluster, linked
-):
+def test_links_of_two_speeds_do_not_merge_even_when_no_header_tells(tmp_path):
     for name, bandwidth in (("slow", 1.18e7), ("fast", 1.17e8), ("fast-again", 1.02e8)):
-        run = header("links", {}, cluster(3, None), run_id=name)
-        write(tmp_path, run, linked(3, bandwidth))
+        run = make_header("links", {}, make_cluster(3, None), run_id=name)
+        write_run(tmp_path, run, links_records(3, bandwidth))
     table = table_of("bandwidth", read_catalog(*find_runs(tmp_path)))
     rows = table[(table["operation"] == "broadcast") & (table["size_bytes"] == 2**24)]
     assert sorted(rows["n_repeats"]) == [1, 1, 2, 2]  # two transports of two clusters
     assert {label.split(", ")[1] for label in rows["cluster"]} == {"0.094 Gbit/s", "0.94 Gbit/s"}
 
 
-def test_measured_links_do_not_divide_the_runs_of_one_node(
-    tmp_path, write, linked, trained, configured
-):
+def test_measured_links_do_not_divide_the_runs_of_one_node(tmp_path):
     run = local_header(["one", "one"], workload="links", run_id="links")
-    write(tmp_path, run, linked(2))
-    config = configured("ddp", 32)
+    write_run(tmp_path, run, links_records(2))
+    config = train_config("ddp", 32)
     run = local_header(["one", "one"], workload="train", run_id="train", config=config)
-    write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+    write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
     (label,) = table_of("throughput", read_catalog(*find_runs(tmp_path)))["label"]
     assert label.endswith("2 × test device")
 
 
-def test_samples_are_drawn_until_there_is_another_run(
-    tmp_path, write, header, cluster, trained, configured
-):
+def test_samples_are_drawn_until_there_is_another_run(tmp_path):
     for name in ("sample-a", "sample-b"):
-        run = header("train", configured("ddp", 32), cluster(2), run_id=name)
-        write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+        run = make_header("train", train_config("ddp", 32), make_cluster(2), run_id=name)
+        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
     assert len(without_samples(find_runs(tmp_path)[0])[0]) == 2
-    run = header("train", configured("ddp", 32), cluster(2), run_id="own")
-    write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+    run = make_header("train", train_config("ddp", 32), make_cluster(2), run_id="own")
+    write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
     drawn, skipped = without_samples(find_runs(tmp_path)[0])
-    assert [header.run_id for _, header in drawn] == ["own"]
+    assert [make_header.run_id for _, make_header in drawn] == ["own"]
     reason = "2 runs that come with the harness are not drawn with others"
     assert skipped == [(tmp_path / "sample-*", reason)]
     assert len(read_results(tmp_path).runs) == 3  # all other readers have them
 
 
-def test_equal_labels_tell_the_setting_that_differs(
-    tmp_path, write, header, cluster, trained, configured
-):
+def test_equal_labels_tell_the_setting_that_differs(tmp_path):
     for buckets in (1, 25):
-        config = configured("ddp", 32) | {"bucket_mb": buckets}
-        run = header("train", config, cluster(2), run_id=f"buckets{buckets}")
-        write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+        config = train_config("ddp", 32) | {"bucket_mb": buckets}
+        run = make_header("train", config, make_cluster(2), run_id=f"buckets{buckets}")
+        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
     labels = list(table_of("throughput", read_catalog(*find_runs(tmp_path)))["label"])
     assert [label.rpartition(" · ")[2] for label in labels] == ["bucket_mb 1", "bucket_mb 25"]
 
