@@ -44,7 +44,9 @@ def pytest_collection_modifyitems(items):
     place = {name: k for k, name in enumerate(_FIRST)}
     by_mpirun = {item.path for item in items if item.get_closest_marker("mpi")}
     forked = {
-        i.path for i in items if {"ranks", "run_on_ranks"} & set(getattr(i, "fixturenames", ()))
+        item.path
+        for item in items
+        if hasattr(item.module, "run_on_ranks") or "ranks" in getattr(item, "fixturenames", ())
     }
     items.sort(
         key=lambda item: (

@@ -5,9 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
+import local_ranks
 import pytest
 import torch
 from fake_clock import FakeClock
+from local_ranks import run_on_ranks
 from made_runs import local_header
 
 from harness.domain.cluster import Cluster, CollectivePoint
@@ -127,9 +129,7 @@ def replace_start(header, start):
     return header.__class__(**{**as_dict(header), "start_utc": start})
 
 
-def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks):
-    import local_ranks
-
+def test_every_pair_and_collective_is_measured_checked_and_written():
     results, run = run_on_ranks(local_ranks.links_with_cluster, SMALL, 3)
     matrices = link_matrices(run)
     assert [matrix.transport for matrix in matrices] == ["gloo"]
@@ -218,17 +218,13 @@ def test_both_ranks_of_a_pair_fail_when_the_target_receives_wrong_data():
             part.result()
 
 
-def test_wrong_data_between_two_ranks_fails_on_all(run_on_ranks):
-    import local_ranks
-
+def test_wrong_data_between_two_ranks_fails_on_all():
     told, _ = run_on_ranks(local_ranks.corrupted_pairs, None, 3)
     for text in told:
         assert "1 of 256 elements of 1 KiB arrived wrong from rank 0 at rank 1" in text
 
 
-def test_a_link_too_slow_for_the_smallest_message_keeps_its_time(run_on_ranks):
-    import local_ranks
-
+def test_a_link_too_slow_for_the_smallest_message_keeps_its_time():
     told, run = run_on_ranks(local_ranks.slow_pairs, None, 2)
     assert told[0] == told[1]
     transfers, (first, second) = told[0]
@@ -244,9 +240,7 @@ def test_a_link_too_slow_for_the_smallest_message_keeps_its_time(run_on_ranks):
     assert n_samples == [1 << 10]  # the warm-up alone
 
 
-def test_only_what_is_asked_for_is_measured_and_replaces_no_cluster_file(run_on_ranks):
-    import local_ranks
-
+def test_only_what_is_asked_for_is_measured_and_replaces_no_cluster_file():
     narrow = [replace(SMALL, measure="pairs"), replace(SMALL, measure="collectives")]
     results, run = run_on_ranks(local_ranks.links_beside_a_cluster, narrow, 2)
     assert results[0] == ["known", "known"]
@@ -255,9 +249,7 @@ def test_only_what_is_asked_for_is_measured_and_replaces_no_cluster_file(run_on_
     assert collective_table(run) != []
 
 
-def test_one_rank_alone_has_no_pairs_and_no_collectives(run_on_ranks):
-    import local_ranks
-
+def test_one_rank_alone_has_no_pairs_and_no_collectives():
     results, run = run_on_ranks(local_ranks.links_with_cluster, SMALL, 1)
     assert link_matrices(run) == []
     assert collective_table(run) == []
@@ -266,9 +258,7 @@ def test_one_rank_alone_has_no_pairs_and_no_collectives(run_on_ranks):
     assert [device.host_s_per_byte for device in cluster.devices] == [0.0]
 
 
-def test_mpi_without_mpirun_is_refused(run_on_ranks):
-    import local_ranks
-
+def test_mpi_without_mpirun_is_refused():
     config = replace(SMALL, transport="mpi")
     results, _ = run_on_ranks(local_ranks.refused_links, config, 1)
     assert "--transport mpi needs ranks that mpirun started" in results[0]

@@ -5,10 +5,12 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
+import local_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from fake_clock import FakeClock
+from local_ranks import run_on_ranks
 
 from harness.domain.record import Sample, Span
 from harness.errors import ConfigError, VerificationError
@@ -92,7 +94,7 @@ def test_under_a_quota_a_sample_is_the_mean_of_several_products(monkeypatch):
 
 
 @pytest.mark.parametrize("n_ranks", [1, 5])
-def test_products_are_right_on_any_number_of_ranks(run_on_ranks, n_ranks):
+def test_products_are_right_on_any_number_of_ranks(n_ranks):
     """The body verifies every block against float64, and raises when one is wrong."""
     results, run = run_on_ranks(run_matmul, SMALL, n_ranks)
     rows = results[0]["distributed"]
@@ -115,7 +117,7 @@ def test_products_are_right_on_any_number_of_ranks(run_on_ranks, n_ranks):
     assert "strong" in text
 
 
-def test_records_hold_spans_and_what_a_rank_received(run_on_ranks):
+def test_records_hold_spans_and_what_a_rank_received():
     config = replace(SMALL, scaling="strong", strong_size=96)
     _, run = run_on_ranks(run_matmul, config, 2)
     for records in run.ranks.values():
@@ -138,9 +140,7 @@ def test_records_hold_spans_and_what_a_rank_received(run_on_ranks):
         assert not any(math.isnan(value) for value in samples.values())
 
 
-def test_a_device_too_small_for_every_size_is_named_with_the_reason(run_on_ranks):
-    import local_ranks
-
+def test_a_device_too_small_for_every_size_is_named_with_the_reason():
     told, _ = run_on_ranks(local_ranks.matmul_with_little_memory, SMALL, 2)
     assert told[0] == told[1]
     assert "rank 1 (node1) cannot multiply in fp32" in told[0]
@@ -148,9 +148,7 @@ def test_a_device_too_small_for_every_size_is_named_with_the_reason(run_on_ranks
     assert ", the device has 256 MiB): choose smaller --sizes" in told[0]
 
 
-def test_a_wrong_block_fails_on_every_rank(run_on_ranks):
-    import local_ranks
-
+def test_a_wrong_block_fails_on_every_rank():
     results, _ = run_on_ranks(local_ranks.matmul_with_a_wrong_block, SMALL, 2)
     assert "rank 1's block" in results[1]
     assert results[0] == results[1]
@@ -172,9 +170,7 @@ def test_ranks_wait_for_a_panel_no_longer_than_the_run_allows(monkeypatch):
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_a_slow_device_may_take_longer_than_a_collective(run_on_ranks, in_turn):
-    import local_ranks
-
+def test_a_slow_device_may_take_longer_than_a_collective(in_turn):
     config = replace(SMALL, scaling="none", in_turn=in_turn)
     results, _ = run_on_ranks(local_ranks.matmul_beside_a_slow_rank, config, 2)
     assert all(result["flops_per_s"]["fp32"] > 0 for result in results)

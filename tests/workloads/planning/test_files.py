@@ -3,6 +3,7 @@
 import os
 
 import msgspec
+import planned_results
 import pytest
 from made_runs import header_of
 
@@ -46,26 +47,18 @@ def test_a_search_refuses_what_makes_no_sense(flags, message):
         search_cases(SearchConfig(**flags), 2)
 
 
-@pytest.fixture(scope="session")
-def results(run_on_ranks):
-    """The module that fills results; its path is known once `run_on_ranks` is."""
-    import planned_results
-
-    return planned_results
-
-
-def test_the_newest_links_of_these_very_nodes_count(results, tmp_path):
-    here = results.launched_cluster(2)
+def test_the_newest_links_of_these_very_nodes_count(tmp_path):
+    here = planned_results.launched_cluster(2)
     assert find_cluster(tmp_path, here) is None
-    results.write_links(tmp_path, 2, start_utc="2026-01-02", rate=2.0)
-    results.write_links(tmp_path, 2, start_utc="2026-01-01", rate=1.0)
+    planned_results.write_links(tmp_path, 2, start_utc="2026-01-02", rate=2.0)
+    planned_results.write_links(tmp_path, 2, start_utc="2026-01-01", rate=1.0)
     found = find_cluster(tmp_path, here)
     assert found is not None
     assert {link.bandwidth_bytes_per_s for link in found.links} == {250e6}
 
 
-def test_a_pipe_in_place_of_a_file_is_passed_over(results, tmp_path):
-    links, here = results.write_links(tmp_path, 2), results.launched_cluster(2)
+def test_a_pipe_in_place_of_a_file_is_passed_over(tmp_path):
+    links, here = planned_results.write_links(tmp_path, 2), planned_results.launched_cluster(2)
     (links / CLUSTER_FILE).unlink()
     os.mkfifo(links / CLUSTER_FILE)
     assert find_cluster(tmp_path, here) is None
@@ -75,33 +68,33 @@ def test_a_pipe_in_place_of_a_file_is_passed_over(results, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 2], [1, 2]])
-def test_some_ranks_of_a_measured_cluster_are_known_too(results, tmp_path, ranks):
-    results.write_links(tmp_path, 3)
-    nodes = [results.launched_cluster(3).nodes[rank] for rank in ranks]
+def test_some_ranks_of_a_measured_cluster_are_known_too(tmp_path, ranks):
+    planned_results.write_links(tmp_path, 3)
+    nodes = [planned_results.launched_cluster(3).nodes[rank] for rank in ranks]
     found = find_cluster(
-        tmp_path, msgspec.structs.replace(results.launched_cluster(2), nodes=nodes)
+        tmp_path, msgspec.structs.replace(planned_results.launched_cluster(2), nodes=nodes)
     )
-    assert found == only_devices(results.measured_cluster(3), ranks)
+    assert found == only_devices(planned_results.measured_cluster(3), ranks)
     assert [device.name for device in found.devices] == [f"node{rank}:0" for rank in ranks]
     assert len(found.links) == 2
-    assert find_cluster(tmp_path, results.launched_cluster(4)) is None
+    assert find_cluster(tmp_path, planned_results.launched_cluster(4)) is None
 
 
 @pytest.mark.parametrize(
     "told", [{"measure": "collectives"}, {"transport": "mpi"}, {"pair_sizes": ["1KiB"]}]
 )
-def test_links_of_which_a_part_was_measured_do_not_count(results, tmp_path, told):
-    results.write_links(tmp_path, 2, start_utc="2026-01-01")
-    newer = results.write_links(tmp_path, 2, start_utc="2026-01-02", rate=2.0)
+def test_links_of_which_a_part_was_measured_do_not_count(tmp_path, told):
+    planned_results.write_links(tmp_path, 2, start_utc="2026-01-01")
+    newer = planned_results.write_links(tmp_path, 2, start_utc="2026-01-02", rate=2.0)
     write_header(newer, msgspec.structs.replace(read_header(newer), config=told))
-    found = find_cluster(tmp_path, results.launched_cluster(2))
+    found = find_cluster(tmp_path, planned_results.launched_cluster(2))
     assert {link.bandwidth_bytes_per_s for link in found.links} == {125e6}
 
 
 @pytest.mark.parametrize("change", ["name", "nic", "kind"])
-def test_links_of_other_nodes_do_not_count(results, tmp_path, change):
-    results.write_links(tmp_path, 2)
-    here = results.launched_cluster(2)
+def test_links_of_other_nodes_do_not_count(tmp_path, change):
+    planned_results.write_links(tmp_path, 2)
+    here = planned_results.launched_cluster(2)
     first, second = here.nodes
     changed = {
         "name": {"name": "elsewhere"},
@@ -112,11 +105,11 @@ def test_links_of_other_nodes_do_not_count(results, tmp_path, change):
     assert find_cluster(tmp_path, there) is None
 
 
-def test_a_profile_counts_where_it_is_of_the_same_model_and_devices(results, tmp_path):
-    results.write_profile(tmp_path, QUESTION, 2)
+def test_a_profile_counts_where_it_is_of_the_same_model_and_devices(tmp_path):
+    planned_results.write_profile(tmp_path, QUESTION, 2)
     config = QUESTION.profile_config()
     wanted = {"model": "lenet", "batch_size": 8}
-    here = results.launched_cluster(2)
+    here = planned_results.launched_cluster(2)
     file = config.path(tmp_path)
 
     def known(wanted=wanted, cluster=here, file=file, parts=(8, 2)):
@@ -136,9 +129,9 @@ def test_a_profile_counts_where_it_is_of_the_same_model_and_devices(results, tmp
     assert known(parts=[8])
 
 
-def write_run(results, path, workload, **told):
+def write_run(path, workload, **told):
     header = header_of(
-        [], cluster=results.launched_cluster(2), run_id=path.name, workload=workload,
+        [], cluster=planned_results.launched_cluster(2), run_id=path.name, workload=workload,
         **{"key": "", "start_utc": "2026", "status": "ok", **told},
     )  # fmt: skip
     write_header(path, header)
@@ -146,17 +139,17 @@ def write_run(results, path, workload, **told):
 
 
 @pytest.fixture(scope="session")
-def planned(results):
-    graph, cluster = capture_graph(QUESTION), results.measured_cluster(2)
+def planned():
+    graph, cluster = capture_graph(QUESTION), planned_results.measured_cluster(2)
     made_for = fingerprint(graph, cluster, Profile(model="lenet", measurements=[]))
     strategy = msgspec.structs.replace(builders.ddp(graph, cluster, 8), made_for=made_for)
     return strategy, Prediction(strategy="ddp", method="builder", step_s=0.25)
 
 
-def test_a_repeat_takes_the_plan_of_an_earlier_one(results, planned, tmp_path):
+def test_a_repeat_takes_the_plan_of_an_earlier_one(planned, tmp_path):
     strategy, prediction = planned
     run = tmp_path / "1-train-a"
-    header = write_run(results, run, "train", key="same", commit="abc")
+    header = write_run(run, "train", key="same", commit="abc")
     write_plan(run, strategy, prediction)
     assert find_plan(tmp_path, header, strategy.made_for) == planned
     for changed in ({"key": "other"}, {"commit": "abd"}):
@@ -169,15 +162,15 @@ def test_a_repeat_takes_the_plan_of_an_earlier_one(results, planned, tmp_path):
     assert find_plan(tmp_path, header, other, any_profile=True) is None
 
 
-def test_a_search_is_needed_again_where_code_or_measurements_changed(results, tmp_path):
-    links, here = results.write_links(tmp_path, 2), results.launched_cluster(2)
-    results.write_profile(tmp_path, QUESTION, 2)
+def test_a_search_is_needed_again_where_code_or_measurements_changed(tmp_path):
+    links, here = planned_results.write_links(tmp_path, 2), planned_results.launched_cluster(2)
+    planned_results.write_profile(tmp_path, QUESTION, 2)
     file = QUESTION.profile_config().path(tmp_path)
     graph, cluster = capture_graph(QUESTION), find_cluster(tmp_path, here)
     made_for = fingerprint(graph, cluster, Profile.load(file))
     strategy = msgspec.structs.replace(builders.ddp(graph, cluster, 8), made_for=made_for)
     run = tmp_path / "1-search-a"
-    header = write_run(results, run, "search", config=config_json(QUESTION), commit=code_commit())
+    header = write_run(run, "search", config=config_json(QUESTION), commit=code_commit())
     write_plan(run, strategy, Prediction(strategy="ddp", method="builder", step_s=0.25))
     need = search_need(QUESTION)
     assert need.is_met(tmp_path, here)
@@ -195,16 +188,16 @@ def test_a_search_is_needed_again_where_code_or_measurements_changed(results, tm
     assert not need.is_met(tmp_path, here)
 
 
-def test_a_search_answers_its_own_question(results, planned, tmp_path):
-    run, here = tmp_path / "1-search-a", results.launched_cluster(2)
-    write_run(results, run, "search", config=config_json(QUESTION))
+def test_a_search_answers_its_own_question(planned, tmp_path):
+    run, here = tmp_path / "1-search-a", planned_results.launched_cluster(2)
+    write_run(run, "search", config=config_json(QUESTION))
     write_plan(run, *planned)
     assert find_search(tmp_path, config_json(QUESTION), here) == planned
     assert find_search(tmp_path, config_json(QUESTION), here, planned[0].made_for) == planned
     assert find_search(tmp_path, config_json(QUESTION), here, planned[0].made_for, "") == planned
     assert find_search(tmp_path, config_json(QUESTION), here, planned[0].made_for, "abd") is None
     assert find_search(tmp_path, {**config_json(QUESTION), "batch_size": 9}, here) is None
-    assert find_search(tmp_path, config_json(QUESTION), results.launched_cluster(3)) is None
+    assert find_search(tmp_path, config_json(QUESTION), planned_results.launched_cluster(3)) is None
 
 
 def predicted(sizes, n_microbatches):

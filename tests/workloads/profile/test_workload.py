@@ -5,8 +5,10 @@ from functools import cache
 from types import SimpleNamespace
 
 import msgspec
+import profile_on_ranks
 import pytest
 import torch
+from local_ranks import run_on_ranks
 from made_runs import local_header
 from torch import nn
 
@@ -201,9 +203,7 @@ def values(run, metric):
     ]
 
 
-def test_kinds_are_measured_by_themselves_and_planned_on(run_on_ranks, tmp_path, capsys):
-    import profile_on_ranks
-
+def test_kinds_are_measured_by_themselves_and_planned_on(tmp_path, capsys):
     path = tmp_path / "lenet.json"
     config = replace(QUICK, profile_file=path)
     kinds = ["fast", "fast", "slow"]
@@ -238,9 +238,7 @@ def test_kinds_are_measured_by_themselves_and_planned_on(run_on_ranks, tmp_path,
     assert "best plan by simulator" in capsys.readouterr().out
 
 
-def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
-    import profile_on_ranks
-
+def test_a_second_run_measures_only_what_is_missing(tmp_path):
     config = replace(QUICK, profile_file=tmp_path / "lenet.json")
     results, _ = run_on_ranks(profile_on_ranks.profile_twice, config, 1)
     first, second, third = results[0]
@@ -254,17 +252,13 @@ def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
         assert len({run["step_s"][samples] for run in (first, second, third)}) == 3
 
 
-def test_a_slow_kind_of_device_may_take_longer_than_a_collective(run_on_ranks, tmp_path):
-    import profile_on_ranks
-
+def test_a_slow_kind_of_device_may_take_longer_than_a_collective(tmp_path):
     config = replace(QUICK, profile_file=tmp_path / "lenet.json", rounds=1)
     results, _ = run_on_ranks(profile_on_ranks.profile_beside_a_slow_rank, config, 2)
     assert results[0]["n_measured"] > 0
 
 
-def test_a_run_that_was_killed_half_way_is_completed(run_on_ranks, tmp_path):
-    import profile_on_ranks
-
+def test_a_run_that_was_killed_half_way_is_completed(tmp_path):
     config = replace(
         QUICK, profile_file=tmp_path / "lenet.json", rounds=2, min_samples=4,
     )  # fmt: skip
@@ -345,9 +339,7 @@ def test_a_later_step_replaces_the_one_before():
     assert later.calibration_of(own, "a", 8).factor == 2 * first.calibration_of(own, "a", 8).factor
 
 
-def test_rounds_take_the_samples_of_an_operator_apart_in_fp16_too(run_on_ranks, tmp_path):
-    import profile_on_ranks
-
+def test_rounds_take_the_samples_of_an_operator_apart_in_fp16_too(tmp_path):
     config = replace(
         QUICK, dtype="fp16", profile_file=tmp_path / "lenet.json", shards=(1, 2), rounds=2,
         min_samples=2,
@@ -362,9 +354,7 @@ def test_rounds_take_the_samples_of_an_operator_apart_in_fp16_too(run_on_ranks, 
     assert [one.dtype for one in measured] == ["float16"] * n
 
 
-def test_values_that_a_mask_makes_infinite_are_measured(run_on_ranks, tmp_path):
-    import profile_on_ranks
-
+def test_values_that_a_mask_makes_infinite_are_measured(tmp_path):
     config = replace(
         QUICK, model="profile_on_ranks:masked", image_size=8, n_channels=1, shards=(1,),
         profile_file=tmp_path / "masked.json",
@@ -375,9 +365,7 @@ def test_values_that_a_mask_makes_infinite_are_measured(run_on_ranks, tmp_path):
     assert not values(run, "operator_skipped")
 
 
-def test_an_operator_out_of_memory_is_a_row(run_on_ranks, tmp_path):
-    import profile_on_ranks
-
+def test_an_operator_out_of_memory_is_a_row(tmp_path):
     config = replace(QUICK, profile_file=tmp_path / "lenet.json", shards=(1,))
     argument = (config, "features.3")
     results, run = run_on_ranks(profile_on_ranks.profile_without_memory, argument, 1)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import msgspec
+import planned_results
 import pytest
 
 from harness.domain.fingerprint import fingerprint
@@ -25,9 +26,7 @@ CASE = TrainCase(model="lenet", strategy="pipeline", engine="executor", batch=24
 
 
 @pytest.fixture(scope="session")
-def simulator(run_on_ranks):
-    import planned_results
-
+def simulator():
     graph = capture_graph(search_config_of(CASE))
     rates = {planned_results.KIND: planned_results.RATES}
     profile = roofline_profile(graph, rates, n_parts=[2, 3], n_microbatches=(1, 2, 4))

@@ -3,7 +3,10 @@
 from dataclasses import replace
 
 import msgspec
+import planned_results
 import pytest
+import train_on_ranks
+from local_ranks import run_on_ranks
 from made_graphs import replicated_pipeline, small_cluster
 from made_runs import local_header
 
@@ -97,10 +100,8 @@ def write_strategies(directory):
 
 
 @pytest.fixture(scope="module")
-def trained(run_on_ranks):
+def trained():
     """By rank: what each case trained, or the error it ended with."""
-    import planned_results
-    import train_on_ranks
 
     def beside(directory):
         planned_results.write_inputs(directory, search_config_of(CASE), 2)

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import planned_results
 import pytest
+import train_on_ranks
+from local_ranks import run_on_ranks
 
 from harness.domain.record import Span
 from harness.plan.estimates import DeviceRates
@@ -73,10 +76,8 @@ def test_drift_counts_alike_up_and_down():
 
 
 @pytest.fixture(scope="module")
-def trained(run_on_ranks):
+def trained():
     """By rank: the samples of each case."""
-    import planned_results
-    import train_on_ranks
 
     def beside(directory):
         rates = DeviceRates(flops_per_s=2e8, memory_bytes_per_s=5e9)

@@ -7,8 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import planned_results
 import pytest
+import train_on_ranks
 import tyro
+from local_ranks import run_on_ranks
 from made_runs import local_header
 
 from harness.domain.graph import Graph, Operator
@@ -67,28 +70,17 @@ CASES = {
 TRAINED_ALIKE = ["ddp", "torch ddp", "tensor", "searched", "pipeline", "gpipe", "interleaved"]
 
 
-@pytest.fixture(scope="session")
-def ranks(run_on_ranks):
-    """The functions that ranks run; their path is known once `run_on_ranks` is."""
-    import planned_results
-    import train_on_ranks
-
-    return train_on_ranks, planned_results
-
-
-def measured(results, search_config=None):
+def measured(search_config=None):
     """Writes what planning reads into the directory of a run on two ranks."""
     return partial(
-        results.write_inputs, search_config=search_config or search_config_of(CASE), size=2
+        planned_results.write_inputs, search_config=search_config or search_config_of(CASE), size=2
     )
 
 
 @pytest.fixture(scope="session")
-def trained(run_on_ranks, ranks):
+def trained():
     """By rank: the losses of each case, or the error it ended with."""
-    train, results = ranks
-
-    return run_on_ranks(train.planned_trainings, CASES, 2, measured(results))[0]
+    return run_on_ranks(train_on_ranks.planned_trainings, CASES, 2, measured())[0]
 
 
 def largest_difference(a, b):
@@ -170,12 +162,10 @@ def test_what_rank_0_refuses_all_refuse(trained):
             assert rank[name].startswith(message)
 
 
-def test_flops_of_the_ranks_sum_to_those_of_one(run_on_ranks, ranks):
-    _, results = ranks
-
+def test_flops_of_the_ranks_sum_to_those_of_one():
     rates = []
     for case in (CASES["tensor"], replace(CASE, strategy="ddp", n_samples=24)):
-        _, run = run_on_ranks(run_train, case, 2, measured(results))
+        _, run = run_on_ranks(run_train, case, 2, measured())
         summary = training_summary(run)
         rates.append(summary.flops_per_s * summary.duration.median)
     # An executed step counts the same products, however they are cut.
@@ -202,16 +192,15 @@ def test_a_search_on_one_rank_needs_no_links():
     assert names == [["profile"], ["links", "profile"]]
 
 
-def test_needs_are_met_by_finished_runs(tmp_path, ranks):
-    _, results = ranks
+def test_needs_are_met_by_finished_runs(tmp_path):
     links, profile = train_needs(CASES["tensor"])
-    here, elsewhere = results.launched_cluster(2), results.launched_cluster(3)
+    here, elsewhere = planned_results.launched_cluster(2), planned_results.launched_cluster(3)
     assert not links.is_met(tmp_path, here)
-    results.write_links(tmp_path, 2)
+    planned_results.write_links(tmp_path, 2)
     assert links.is_met(tmp_path, here)
     assert not links.is_met(tmp_path, elsewhere)
     assert not profile.is_met(tmp_path, here)
-    results.write_profile(tmp_path, search_config_of(CASE), 2)
+    planned_results.write_profile(tmp_path, search_config_of(CASE), 2)
     assert profile.is_met(tmp_path, here)
     other = train_needs(replace(CASES["tensor"], batch=24))[1]
     assert not other.is_met(tmp_path, here)
@@ -220,14 +209,13 @@ def test_needs_are_met_by_finished_runs(tmp_path, ranks):
     assert not unknown.is_met(tmp_path, here)
 
 
-def test_a_profile_that_was_made_ahead_is_known(tmp_path, ranks):
-    _, results = ranks
-    results.write_profile(tmp_path, search_config_of(CASE), 2)
+def test_a_profile_that_was_made_ahead_is_known(tmp_path):
+    planned_results.write_profile(tmp_path, search_config_of(CASE), 2)
     (made,) = profile_cases(ProfileConfig(model=CASE.model, batch_size=CASE.batch), 2)
     path = tmp_path / "run-profile-0"
     write_header(path, msgspec.structs.replace(read_header(path), config=config_json(made)))
     _, profile = train_needs(CASES["tensor"])
-    assert profile.is_met(tmp_path, results.launched_cluster(2))
+    assert profile.is_met(tmp_path, planned_results.launched_cluster(2))
 
 
 def test_a_missing_profile_is_made_by_the_command_that_is_told(tmp_path):
@@ -241,13 +229,12 @@ def test_a_missing_profile_is_made_by_the_command_that_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("failed", ["profile", "links"])
-def test_the_reason_is_that_of_the_run_that_should_have_measured(tmp_path, ranks, failed):
-    _, results = ranks
+def test_the_reason_is_that_of_the_run_that_should_have_measured(tmp_path, failed):
     write_header(tmp_path / "run", local_header(["node0", "node1"]))
     search_config = search_config_of(CASES["ddp"])
     config = config_json(search_config.profile_config()) if failed == "profile" else {}
     if failed == "profile":
-        results.write_links(tmp_path, 2)
+        planned_results.write_links(tmp_path, 2)
     run = tmp_path / f"1-{failed}-a"
     header = local_header(
         ["node0", "node1", "node2"], run_id=run.name, workload=failed,
@@ -262,8 +249,8 @@ def test_the_reason_is_that_of_the_run_that_should_have_measured(tmp_path, ranks
         read_inputs(search_config, tmp_path / "run")
 
 
-def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
-    found, run = searched(run_on_ranks, ranks)
+def test_the_search_workload_writes_what_searched_trains():
+    found, run = searched()
     assert found[1] == {}
     summary = found[0]
     assert summary["predicted_step_s"] > 0
@@ -273,24 +260,22 @@ def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     assert "plans that were tried: " in text
 
 
-def searched(run_on_ranks, ranks, body=run_search, **changes):
+def searched(body=run_search, **changes):
     """What a short search on two ranks returned, and its run."""
-    _, results = ranks
     search_config = replace(search_config_of(CASE), search_budget=40, **changes)
 
-    return run_on_ranks(body, search_config, 2, measured(results, search_config))
+    return run_on_ranks(body, search_config, 2, measured(search_config))
 
 
-def test_a_plan_that_the_backend_refuses_is_not_tried(run_on_ranks, ranks):
-    bodies, _ = ranks
-    found, run = searched(run_on_ranks, ranks, bodies.search_whose_best_is_refused, trials=3)
+def test_a_plan_that_the_backend_refuses_is_not_tried():
+    found, run = searched(train_on_ranks.search_whose_best_is_refused, trials=3)
     tried = [r.labels["plan"] for r in run.ranks[0] if r.metric == "trial_step_s"]
     assert 1 <= len(tried) <= 2
     assert found[0]["strategy"] in tried
 
 
-def test_the_fastest_of_the_plans_that_were_tried_is_chosen(run_on_ranks, ranks):
-    found, run = searched(run_on_ranks, ranks, trials=3)
+def test_the_fastest_of_the_plans_that_were_tried_is_chosen():
+    found, run = searched(trials=3)
     tried = {
         record.labels["plan"]: record.value
         for record in run.ranks[0]
@@ -305,18 +290,16 @@ def test_the_fastest_of_the_plans_that_were_tried_is_chosen(run_on_ranks, ranks)
     assert any(f"found by {method};" in line for line in lines)
 
 
-def test_without_trials_the_prediction_decides(run_on_ranks, ranks):
-    found, run = searched(run_on_ranks, ranks, trials=1)
+def test_without_trials_the_prediction_decides():
+    found, run = searched(trials=1)
     assert not any(record.metric == "trial_step_s" for record in run.ranks[0])
     assert found[0]["predicted_step_s"] > 0
     assert found[0]["speedup_over_single"] >= 1
 
 
 @pytest.mark.parametrize("name", ["ddp", "asynchronous", "searched"])
-def test_a_plan_is_kept_and_predicted_by_the_present_calibration(run_on_ranks, ranks, name):
-    train, results = ranks
-
-    found = run_on_ranks(train.plans_at_two_calibrations, CASES[name], 2, measured(results))[0][0]
+def test_a_plan_is_kept_and_predicted_by_the_present_calibration(name):
+    found = run_on_ranks(train_on_ranks.plans_at_two_calibrations, CASES[name], 2, measured())[0][0]
     made, again, slower = (
         Prediction.from_json(files[PREDICTION_FILE], source=name) for files in found
     )
@@ -330,11 +313,9 @@ def test_a_plan_is_kept_and_predicted_by_the_present_calibration(run_on_ranks, r
     assert slower.search_s == (None if name == "asynchronous" else 45.0)
 
 
-def test_a_repeat_is_predicted_by_the_speeds_that_it_measured(run_on_ranks, ranks):
-    train, results = ranks
-
+def test_a_repeat_is_predicted_by_the_speeds_that_it_measured():
     case = replace(CASE, strategy="ddp", balance="speed")
-    found = run_on_ranks(train.plans_at_two_speeds, case, 2, measured(results))[0][0]
+    found = run_on_ranks(train_on_ranks.plans_at_two_speeds, case, 2, measured())[0][0]
     first, second = (Strategy.from_json(data) for data in found)
     assert _shares(first) == [8, 4]
     assert _shares(second) == [4, 8]

@@ -1,6 +1,8 @@
 """A model that is built once for the ranks of a host equals one that a rank builds by itself."""
 
 import pytest
+import shared_builds
+from local_ranks import run_on_ranks
 
 SHARED = ["tied", "converted"]
 REBUILT = ["reads_weights", "holds_loose_tensor", "draws_example"]
@@ -8,10 +10,8 @@ MODELS = SHARED + REBUILT
 
 
 @pytest.fixture(scope="module")
-def built(run_on_ranks):
+def built():
     """By rank: what it saw of each model. Ranks 0 and 1 share a host, rank 2 has one of its own."""
-    import shared_builds
-
     return run_on_ranks(shared_builds.build_all, MODELS, 3)[0]
 
 

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import train_on_ranks
+from local_ranks import run_on_ranks
 from safetensors.torch import load_file
 
 from harness.domain.record import Sample, Span
@@ -31,14 +33,6 @@ CASE = TrainCase(
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="session")
-def ranks(run_on_ranks):
-    """The functions that ranks run; their path is known once `run_on_ranks` is."""
-    import train_on_ranks
-
-    return train_on_ranks
-
-
 def largest_difference(a, b):
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
@@ -62,15 +56,17 @@ CASES = {
 
 
 @pytest.fixture(scope="session")
-def one_rank(run_on_ranks, ranks):
-    return run_on_ranks(ranks.trained_parameters_of, CASES, 1)[0][0]
+def one_rank():
+    return run_on_ranks(train_on_ranks.trained_parameters_of, CASES, 1)[0][0]
 
 
 @pytest.fixture(scope="session")
-def more_ranks(run_on_ranks, ranks):
+def more_ranks():
     """By number of ranks: each rank's parameters, by case."""
     cases = {2: CASES, 3: {"uneven": CASE}}
-    return {n: run_on_ranks(ranks.trained_parameters_of, c, n)[0] for n, c in cases.items()}
+    return {
+        n: run_on_ranks(train_on_ranks.trained_parameters_of, c, n)[0] for n, c in cases.items()
+    }
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3])
@@ -119,7 +115,7 @@ TWO_RANKS = replace(
 
 
 @pytest.fixture(scope="session")
-def two_ranks(run_on_ranks):
+def two_ranks():
     return run_on_ranks(run_train, TWO_RANKS, 2)
 
 
@@ -142,7 +138,7 @@ def median_rest(run):
     return max(sorted(own)[len(own) // 2] for own in rests)
 
 
-def test_phases_sum_to_the_step_within_2_percent(two_ranks, run_on_ranks):
+def test_phases_sum_to_the_step_within_2_percent(two_ranks):
     """The median over steps: a rank may lose the processor between two marks on a busy machine.
     Where it does in most steps, the run says nothing, and another one is made."""
     _, run = two_ranks
@@ -205,13 +201,15 @@ def test_the_table_names_the_run(two_ranks):
         assert word in text
 
 
-def test_unequal_replicas_make_the_run_invalid(run_on_ranks, ranks):
-    results, _ = run_on_ranks(ranks.train_with_a_changed_replica, replace(CASE, steps=2), 2)
+def test_unequal_replicas_make_the_run_invalid():
+    results, _ = run_on_ranks(
+        train_on_ranks.train_with_a_changed_replica, replace(CASE, steps=2), 2
+    )
     for message in results:
         assert message.startswith("VerificationError: replicas differ: ranks 0 and 1 hold unequal")
 
 
-def test_epochs_are_timed(run_on_ranks):
+def test_epochs_are_timed():
     begin_s = time.perf_counter()
     _, run = run_on_ranks(run_train, replace(CASE, epochs=2), 1)
     whole_s = time.perf_counter() - begin_s
@@ -222,7 +220,7 @@ def test_epochs_are_timed(run_on_ranks):
     assert sum(steps) <= sum(epoch.value for epoch in epochs) < whole_s
 
 
-def test_a_rank_without_samples_is_timed_without_synchronisation_too(run_on_ranks):
+def test_a_rank_without_samples_is_timed_without_synchronisation_too():
     _, run = run_on_ranks(run_train, replace(CASE, batch=4, n_samples=1, steps=2), 2)
     for records in run.ranks.values():
         found = [r for r in records if isinstance(r, Sample) and r.metric == "no_sync_step_s"]
@@ -230,7 +228,7 @@ def test_a_rank_without_samples_is_timed_without_synchronisation_too(run_on_rank
 
 
 @pytest.mark.parametrize("mode", ["local", "global", "frozen"])
-def test_what_is_planned_has_the_norms_that_are_trained(mode, ranks):
+def test_what_is_planned_has_the_norms_that_are_trained(mode):
     case = replace(CASE, model="train_on_ranks:tiny_norm", batch_norm=mode, engine="executor")
     search_config = search_config_of(case)
     trained = capture(make_task(case), case.batch, case.model).graph
@@ -247,7 +245,7 @@ def test_batch_norm_over_all_ranks_needs_gpus():
         set_norm_scope(torch.nn.BatchNorm1d(2), "global", torch.device("cpu"))
 
 
-def test_a_model_that_no_plan_can_be_made_of_trains_where_none_is_needed(run_on_ranks, ranks):
+def test_a_model_that_no_plan_can_be_made_of_trains_where_none_is_needed():
     case = replace(CASE, model="train_on_ranks:tiny_uncapturable", strategy="single", n_ranks=1)
     (summary,), _ = run_on_ranks(run_train, case, 1)
     assert summary["last_loss"] < summary["first_loss"]
@@ -262,7 +260,7 @@ def test_a_model_that_no_plan_can_be_made_of_trains_where_none_is_needed(run_on_
         ("train_on_ranks:", "does not name a factory"),
     ],
 )
-def test_a_wrong_factory_is_refused(ranks, model, message):
+def test_a_wrong_factory_is_refused(model, message):
     with pytest.raises(ModelError, match=message):
         make_task(replace(CASE, model=model))
 
@@ -280,7 +278,7 @@ def test_weights_that_do_not_decay_have_the_users_names():
         _optimizer_options(replace(case, no_decay=("1d", "*t")), task)
 
 
-def test_deepspeed_trains_the_same(run_on_ranks, ranks):
+def test_deepspeed_trains_the_same():
     case = replace(
         CASE, optimizer="adamw", learning_rate=1e-2, steps=6, lr_schedule="cosine",
         weight_decay=0.1, no_decay=("1d",),
@@ -288,8 +286,8 @@ def test_deepspeed_trains_the_same(run_on_ranks, ranks):
     zero = replace(case, engine="deepspeed", n_ranks=2)
     cases = {name: replace(zero, strategy=name) for name in ("zero2", "zero3")}
     reduced = replace(zero, strategy="zero2", reduce_dtype="bf16")
-    (alone,), _ = run_on_ranks(ranks.model_states, {"alone": case}, 1)
-    (together, _), _ = run_on_ranks(ranks.model_states, {**cases, "reduced": reduced}, 2)
+    (alone,), _ = run_on_ranks(train_on_ranks.model_states, {"alone": case}, 1)
+    (together, _), _ = run_on_ranks(train_on_ranks.model_states, {**cases, "reduced": reduced}, 2)
     for name in cases:
         assert largest_difference(alone["alone"], together[name]) < TOLERANCE, name
     assert TOLERANCE < largest_difference(alone["alone"], together["reduced"]) < 0.1
