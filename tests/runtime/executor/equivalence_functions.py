@@ -35,10 +35,6 @@ def along(m: Any, y: Tensor) -> Tensor:
     return found
 
 
-def bounded(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    return lambda m, y: torch.tanh(function(y))
-
-
 def in_place(change: Callable[..., Any]) -> Callable[..., Tensor]:
     """A function that changes its first argument in place, and returns another name of it."""
 
