@@ -1,4 +1,4 @@
-"""Programs of several ranks as mpirun starts them, for tests of several packages."""
+"""Programs of several ranks as mpirun starts them, and stand-ins, for tests of several packages."""
 
 from __future__ import annotations
 
@@ -43,3 +43,11 @@ def entry(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str
         timeout=240,
         check=False,
     )
+
+
+def write_program(path: Path, script: str) -> Path:
+    """Make a program of a script, in a directory that may be missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script)
+    path.chmod(0o755)
+    return path

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from launching import write_program
 
 from harness.domain.cluster import Cluster
 from harness.measure.derive.links import collective_table, link_matrices
@@ -64,9 +65,7 @@ def test_the_documented_commands_lead_to_a_report(tmp_path):
     assert commands[0].strip() == "pip install transformers"
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    entry = tmp_path / "entry.sh"
-    entry.write_text(_ENTRY)
-    entry.chmod(0o755)
+    write_program(tmp_path / "entry.sh", _ENTRY)
     shown = [run(command, tmp_path) for command in commands[1:]]
     results = read_results(tmp_path / "results")
     assert results.skipped == []

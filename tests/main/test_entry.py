@@ -3,14 +3,11 @@
 import subprocess
 
 import pytest
-from launching import ROOT, entry
+from launching import ROOT, entry, write_program
 
 
 def test_gpus_are_numbered_as_nvml_does_and_have_all_queues_unless_told(tmp_path):
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text('#!/bin/sh\n[ "$1" = -c ] || env\n')
-    python.chmod(0o755)
+    write_program(tmp_path / "bin" / "python", '#!/bin/sh\n[ "$1" = -c ] || env\n')
     # As an editor on Windows writes it.
     (tmp_path / "cluster.env").write_bytes(b"\xef\xbb\xbfCUDA_DEVICE_MAX_CONNECTIONS=1\r\n\r\n")
 
@@ -81,10 +78,7 @@ def test_a_number_in_the_environment_is_read_as_data(tmp_path, name, value):
 
 
 def test_threads_are_what_the_ranks_of_a_host_share(tmp_path):
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text("#!/bin/sh\nenv\n")
-    python.chmod(0o755)
+    write_program(tmp_path / "bin" / "python", "#!/bin/sh\nenv\n")
     done = entry(
         "matmul", HARNESS_VENV=str(tmp_path), LOCAL_WORLD_SIZE="100000", OMP_NUM_THREADS=""
     )
@@ -106,10 +100,7 @@ def test_a_parameter_of_open_mpi_that_reaches_ranks_may_be_set(tmp_path):
 )
 def test_a_chosen_interface_replaces_the_exclusions(tmp_path, chosen, has_exclusions):
     """Open MPI ends a job that has both settings."""
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text("#!/bin/sh\nenv\n")
-    python.chmod(0o755)
+    write_program(tmp_path / "bin" / "python", "#!/bin/sh\nenv\n")
     done = entry("matmul", HARNESS_VENV=str(tmp_path), **chosen)
     assert done.returncode == 0, done.stderr
     assert ("OMPI_MCA_btl_tcp_if_exclude=" in done.stdout) == has_exclusions

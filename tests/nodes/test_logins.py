@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from launching import write_program
 
 from harness.domain.hostfile import Host
 from harness.nodes import ssh
@@ -47,10 +48,8 @@ exec {shell}
 
 def look(tmp_path, shell, monkeypatch, *, timeout_s=30):
     """Probe a host whose login shell is this; `$remote` is what it is told to run."""
-    path = tmp_path / "bin" / "ssh"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(FAKE_SSH.replace("{here}", str(tmp_path)).replace("{shell}", shell))
-    path.chmod(0o755)
+    text = FAKE_SSH.replace("{here}", str(tmp_path)).replace("{shell}", shell)
+    path = write_program(tmp_path / "bin" / "ssh", text)
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
 
     async def run():
@@ -182,10 +181,7 @@ def test_odd_ports_and_jump_hosts_are_read_from_sshs_configuration(tmp_path, mon
         "Host *\n  RemoteCommand tmux\n  LocalForward 9999 localhost:22\n"
     )
     real = shutil.which("ssh")
-    program = tmp_path / "bin" / "ssh"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {real} -F {config} "$@"\n')
-    program.chmod(0o755)
+    program = write_program(tmp_path / "bin" / "ssh", f'#!/bin/sh\nexec {real} -F {config} "$@"\n')
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     targets = {name: asyncio.run(ssh.target(name)) for name in ("odd", "far", "tunnel", "direct")}
     assert targets["odd"] == ssh.Target(
@@ -206,12 +202,11 @@ def test_odd_ports_and_jump_hosts_are_read_from_sshs_configuration(tmp_path, mon
 @pytest.mark.parametrize("banner", ["", "echo Welcome", "printf partial"])
 def test_scripts_take_their_answers_from_below_the_banner(banner, tmp_path, monkeypatch):
     (tmp_path / "rc").write_text(banner + "\n")
-    program = tmp_path / "ssh"
-    program.write_text(
+    write_program(
+        tmp_path / "ssh",
         '#!/bin/bash\nwhile [ "$1" != -- ]; do shift; done\n'
-        f'exec env BASH_ENV={tmp_path}/rc bash -c "$3"\n'
+        f'exec env BASH_ENV={tmp_path}/rc bash -c "$3"\n',
     )
-    program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     script = f"root={ROOT} work={tmp_path}; set -euo pipefail; source {ROOT}/setup/lib.sh; "
     for command, answer in (

@@ -3,6 +3,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from launching import write_program
 
 from harness.nodes.facts import Facts, InterfaceFacts, PeerRoute
 from harness.nodes.mpi import (
@@ -48,13 +49,9 @@ def test_the_command_names_hosts_once_and_never_asks():
 
 def mpirun_that(tmp_path, condition):
     """A stand-in that gathers the names a and b where a condition on its words `$*` holds."""
-    program = tmp_path / "mpirun"
     answer = '@harness:hello {"size": 2, "names": ["a", "b"]}'
-    program.write_text(
-        f"#!/bin/sh\ncase $* in {condition}) echo '{answer}' ;; *) echo no >&2; exit 1 ;; esac\n"
-    )
-    program.chmod(0o755)
-    return str(program)
+    script = f"case $* in {condition}) echo '{answer}' ;; *) echo no >&2; exit 1 ;; esac"
+    return str(write_program(tmp_path / "mpirun", f"#!/bin/sh\n{script}\n"))
 
 
 def hello_over_two(mpirun):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import write_program
 from waiting import wait_until
 
 from harness.nodes.parse import parse_facts, split_sections
@@ -61,11 +62,8 @@ def test_hostile_values_stay_values(tmp_path):
 def fake_bin(tmp_path, **programs):
     """A PATH whose first directory holds the given shell scripts."""
     directory = tmp_path / "bin"
-    directory.mkdir()
     for name, body in programs.items():
-        path = directory / name.replace("_", "-")
-        path.write_text(f"#!/bin/sh\n{body}\n")
-        path.chmod(0o755)
+        write_program(directory / name.replace("_", "-"), f"#!/bin/sh\n{body}\n")
     return f"{directory}:{os.environ['PATH']}"
 
 

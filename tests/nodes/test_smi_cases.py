@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from launching import write_program
 
 from harness.nodes.facts import Status
 from harness.nodes.parse import parse_facts, split_sections
@@ -46,10 +47,8 @@ def test_every_case_has_an_answer():
 def probe_with(answer, returncode, tmp_path):
     """The facts of this machine, with another nvidia-smi."""
     (tmp_path / "answer").write_bytes(answer)
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir(exist_ok=True)
-    program.write_text(f'#!/bin/sh\n[ "$1" != -q ] || cat {tmp_path}/answer\nexit {returncode}\n')
-    program.chmod(0o755)
+    text = f'#!/bin/sh\n[ "$1" != -q ] || cat {tmp_path}/answer\nexit {returncode}\n'
+    program = write_program(tmp_path / "bin" / "nvidia-smi", text)
     order = Order(peers=("localhost",), env_dir="/no/env", repo_dir="/no/repo", timeout_s=30)
     done = subprocess.run(
         ["sh", "-s"], input=script(order).encode(), capture_output=True, timeout=120,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from launching import write_program
 from waiting import wait_until
 
 from harness.nodes.__main__ import main
@@ -75,10 +76,8 @@ def fake_ssh(tmp_path, listener, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         closed_port = other.getsockname()[1]
     text = FAKE_SSH.replace("{port}", str(listener.getsockname()[1]))
-    path = tmp_path / "bin" / "ssh"
-    path.parent.mkdir()
-    path.write_text(text.replace("{closed_port}", str(closed_port)))
-    path.chmod(0o755)
+    text = text.replace("{closed_port}", str(closed_port))
+    path = write_program(tmp_path / "bin" / "ssh", text)
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
     return path
 
@@ -216,9 +215,7 @@ def test_ranks_that_do_not_get_ready_are_left_out_by_name(fake_ssh):
 
 
 def test_a_python_without_torch_is_told_in_its_own_words(fake_ssh, tmp_path):
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
-    bare.chmod(0o755)
+    bare = write_program(tmp_path / "python", f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     reduction = reduce_over(["a"], str(bare), 30)
     assert reduction.hosts == ()
     assert "No module named 'torch'" in reduction.left_out["a"]

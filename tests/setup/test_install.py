@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import write_program
 
 SCRIPT = Path(__file__).parents[2] / "setup" / "install.sh"
 
 
 def _program(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
+    return write_program(path, f"#!/bin/sh\n{text}\n")
 
 
 @pytest.fixture

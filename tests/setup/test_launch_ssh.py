@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from launching import write_program
 from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +26,7 @@ LIMITS = ["-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=30", "-o", "Serv
 
 @pytest.fixture
 def start(tmp_path):
-    fake = tmp_path / "ssh"
-    fake.write_text(FAKE)
-    fake.chmod(0o755)
+    write_program(tmp_path / "ssh", FAKE)
 
     def start(*arguments, **variables):
         environ = {

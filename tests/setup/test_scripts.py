@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from launching import write_program
 from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -116,12 +117,8 @@ def test_builds_of_one_release_and_patches_of_one_python_are_the_same_versions(m
 
 
 def test_hosts_install_through_the_proxies_and_indexes_of_here_and_no_argument_tells(tmp_path):
-    (tmp_path / "bin").mkdir()
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.write_text(
-        '#!/bin/bash\necho "$*"\nenv -u PIP_INDEX_URL -u http_proxy bash -c "${@: -1}"\n'
-    )
-    ssh.chmod(0o755)
+    script = '#!/bin/bash\necho "$*"\nenv -u PIP_INDEX_URL -u http_proxy bash -c "${@: -1}"\n'
+    write_program(tmp_path / "bin" / "ssh", script)
     (tmp_path / "setup").mkdir()
     (tmp_path / "setup/install.sh").write_text('echo "$PIP_INDEX_URL $http_proxy $*"\n')
     index = "https://me:it's $ecret@packages.example/simple"

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import write_program
 from waiting import wait_until
 
 from harness.virtual import limits
@@ -55,11 +56,8 @@ def test_mpirun_reaches_all_nodes_with_no_flags_but_the_hostfile(cluster):
 
 def test_mpirun_reaches_hosts_whose_logins_do_not_know_the_environment(cluster, tmp_path):
     """As on real machines, where a login by ssh has the system's PATH."""
-    login = tmp_path / "login"
-    login.write_text(
-        '#!/bin/sh\nhost=$1; shift\nexec ssh "$host" "export PATH=/usr/bin:/bin; $*"\n'
-    )
-    login.chmod(0o755)
+    script = '#!/bin/sh\nhost=$1; shift\nexec ssh "$host" "export PATH=/usr/bin:/bin; $*"\n'
+    login = write_program(tmp_path / "login", script)
     words = ["mpirun", "--mca", "plm_rsh_agent", str(login), "-np", "3"]
     done = cluster("run", "--", *words, "--hostfile", str(cluster.hostfile), "hostname")
     assert done.returncode == 0, done.stderr
