@@ -15,11 +15,11 @@ from executor_models import LONG_GROUPS, chain, long_llama, tensor_gpt, tensor_m
 from executor_sharded import sharded_makers
 from executor_sides import (
     MakeSides,
-    Ours,
     Side,
-    StockDdp,
     StockPipeline,
     bare,
+    ours,
+    stock_ddp,
     tensor_parallel,
 )
 from torch import nn
@@ -84,10 +84,8 @@ def _data_parallel(world: World, model: str, group: str, bar: float) -> Case:
         cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
         graph = capture(task, batch, model).graph
         strategy = builders.ddp(graph, cluster, batch)
-        ours = Ours(task, world, strategy)
-        if world.size == 1:
-            return [ours, bare(task, world, batch)]
-        return [ours, StockDdp(task, world, batch), bare(task, world, batch)]
+        stock = [stock_ddp(task, world, batch)] if world.size > 1 else []
+        return [ours(task, world, strategy), *stock, bare(task, world, batch)]
 
     return Case(group=group, name=f"{group} {model}", bar=bar, sides=sides)
 
@@ -110,7 +108,7 @@ def _pipeline(world: World, model: str, schedule: str) -> Case:
             n_microbatches=n_microbatches, schedule=schedule,
         )  # fmt: skip
         stock = StockPipeline(task, world, children, batch, n_microbatches, schedule)
-        return [Ours(task, world, strategy), stock]
+        return [ours(task, world, strategy), stock]
 
     return Case(group="pipeline", name=f"pipeline {model} {schedule}", bar=1.0, sides=sides)
 
@@ -120,7 +118,7 @@ def _tensor(world: World, n_blocks: int) -> Case:
         task, batch = tensor_mlp(n_blocks), 64 * world.size
         graph = capture(task, batch, "mlp").graph
         return [
-            Ours(task, world, tensor_strategy(graph, batch, world.size)),
+            ours(task, world, tensor_strategy(graph, batch, world.size)),
             tensor_parallel(task, world, batch),
         ]
 
@@ -133,7 +131,7 @@ def _tensor_gpt(world: World) -> Case:
         graph = capture(task, batch, "gpt").graph
         cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
         strategy = builders.tensor_parallel(graph, cluster, batch)
-        return [Ours(task, world, strategy), tensor_parallel(task, world, batch)]
+        return [ours(task, world, strategy), tensor_parallel(task, world, batch)]
 
     return Case(group="tensor", name="tensor gpt blocks", bar=1.0, sides=sides)
 
@@ -150,11 +148,8 @@ def _keys(world: World) -> Case:
                 for op in graph.operators
                 if op.kind == "attention"
             }
-            made = Ours(task, world, msgspec.structs.replace(
-                strategy, operators=strategy.operators | plans
-            ))  # fmt: skip
-            made.name = _KEYS[keys]
-            return made
+            own = msgspec.structs.replace(strategy, operators=strategy.operators | plans)
+            return ours(task, world, own, name=_KEYS[keys])
 
         return make
 

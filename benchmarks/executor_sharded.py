@@ -5,17 +5,26 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from executor_sides import OPTIMIZER, Loop, Ours, Side, batches, own_copy, share_of
-from torch import Tensor, nn
+from executor_sides import (
+    OPTIMIZER,
+    EngineSide,
+    Loop,
+    Side,
+    batches,
+    ours,
+    own_copy,
+    share_of,
+)
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import ShardState
+from harness.measure.peak_rss import peak_rss_bytes
 from harness.measure.recorder import Recorder
 from harness.plan import builders
 from harness.runtime.capture.capture import capture
@@ -27,16 +36,15 @@ from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.runtime.ranks.world import World
 
 _N_STEPS = 3
-_PEAK = re.compile(r"^VmHWM:\s*(\d+) kB", re.MULTILINE)
 
 
 def sharded_makers(task: Task, world: World, batch: int) -> list[Callable[[], Side]]:
     """The sides, ours first; all gather one block of the model at a time, and one ahead."""
     block_bytes = largest_child_bytes(task.model)
     return [
-        lambda: ours(task, world, batch, "parameters", block_bytes),
+        lambda: sharded(task, world, batch, "parameters", block_bytes),
         lambda: fsdp(task, world, batch),
-        lambda: StockZero(task, world, batch, block_bytes),
+        lambda: stock_zero(task, world, batch, block_bytes),
     ]
 
 
@@ -44,11 +52,11 @@ def largest_child_bytes(model: nn.Module) -> int:
     return max(sum(p.nbytes for p in child.parameters()) for child in model.children())
 
 
-def ours(task: Task, world: World, batch: int, state: ShardState, unit_bytes: int) -> Ours:
+def sharded(task: Task, world: World, batch: int, state: ShardState, unit_bytes: int) -> EngineSide:
     cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
     graph = capture(task, batch, "model").graph
     strategy = msgspec.structs.replace(builders.ddp(graph, cluster, batch), shard_state=state)
-    return Ours(task, world, strategy, bucket_bytes=unit_bytes)
+    return ours(task, world, strategy, bucket_bytes=unit_bytes)
 
 
 def fsdp(task: Task, world: World, batch: int) -> Loop:
@@ -60,33 +68,22 @@ def fsdp(task: Task, world: World, batch: int) -> Loop:
     return Loop("fully_shard", own, fully_shard(own.model), world, batch)
 
 
-class StockZero:
+def stock_zero(task: Task, world: World, batch: int, block_bytes: int) -> EngineSide:
     """DeepSpeed's ZeRO-3, without the harness's marks of its collectives."""
-
-    name = "ZeRO-3"
-
-    def __init__(self, task: Task, world: World, batch: int, block_bytes: int) -> None:
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        own = share_of(batch, world)
-        self._recorder = Recorder(clock_for(world.device))
-        options = EngineOptions(
-            dtype="fp32",
-            optimizer=OPTIMIZER,
-            bucket_bytes=block_bytes,
-            zero_stage=3,
-            batch=len(own),
-        )
-        self._engine = DeepSpeedEngine(own_copy(task, world), world, self._recorder, options)
-        self._engine.unmark()
-        self._batches = batches(task, batch, own, world)
-        counts = (task.n_targets,) * batch
-        self._share = Share(n_local=len(own), n_global=batch, counts=counts)
-
-    def step(self) -> Tensor:
-        return self._engine.step(self._batches.__next__, self._share)
-
-    def rest(self) -> None:
-        self._recorder.discard()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    own, recorder = share_of(batch, world), Recorder(clock_for(world.device))
+    options = EngineOptions(
+        dtype="fp32",
+        optimizer=OPTIMIZER,
+        bucket_bytes=block_bytes,
+        zero_stage=3,
+        batch=len(own),
+    )
+    engine = DeepSpeedEngine(own_copy(task, world), world, recorder, options)
+    engine.unmark()
+    counts = (task.n_targets,) * batch
+    share = Share(n_local=len(own), n_global=batch, counts=counts)
+    return EngineSide("ZeRO-3", engine, recorder, batches(task, batch, own, world), share)
 
 
 def peaks(makers: Sequence[Callable[[], Side]], world: World) -> dict[str, float]:
@@ -103,7 +100,7 @@ def peaks(makers: Sequence[Callable[[], Side]], world: World) -> dict[str, float
         _resident_peak()
         for _ in range(_N_STEPS):
             side.step()
-        grown = _peak() - before
+        grown = peak_rss_bytes() - before
         found[side.name] = maximum_over_ranks([float(grown)], world)[0]
         del side
     return found
@@ -114,10 +111,4 @@ def _resident_peak() -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _peak()
-
-
-def _peak() -> int:
-    found = _PEAK.search(Path("/proc/self/status").read_text())
-    assert found is not None, "Linux tells the peak of the resident set"
-    return int(found[1]) * 1024
+    return peak_rss_bytes()

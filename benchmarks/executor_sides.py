@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.sampling import clock_for
-from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.engine import Engine, EngineOptions, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.engines.torch_engine import TorchEngine, without_buffer_sync
 from harness.runtime.executor.engine import ExecutorEngine
@@ -51,7 +51,6 @@ class Side(Protocol):
 
     def rest(self) -> None:
         """Called between timed blocks."""
-        ...
 
 
 def own_copy(task: Task, world: World) -> Task:
@@ -79,52 +78,48 @@ def share_of(n: int, world: World) -> range:
     return range(world.rank * each, (world.rank + 1) * each)
 
 
-class Ours:
+@dataclass
+class EngineSide(Side):
+    """An engine of the harness, with its marks."""
+
+    name: str
+    engine: Engine
+    recorder: Recorder
+    batches: Iterator[Batch]
+    share: Share
+
+    def step(self) -> Tensor:
+        return self.engine.step(self.batches.__next__, self.share)
+
+    def rest(self) -> None:
+        self.recorder.discard()
+
+
+def ours(
+    task: Task,
+    world: World,
+    strategy: Strategy,
+    bucket_bytes: int = BUCKET_BYTES,
+    name: str = "executor",
+) -> EngineSide:
     """The executor under a strategy."""
-
-    name = "executor"
-
-    def __init__(
-        self, task: Task, world: World, strategy: Strategy, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        own = own_copy(task, world)
-        self._recorder = Recorder(clock_for(world.device))
-        options = replace(_OPTIONS, bucket_bytes=bucket_bytes)
-        self.engine = ExecutorEngine(
-            own, world, self._recorder, options, ExecutorPlan(strategy=strategy)
-        )
-        n = strategy.batch
-        self._batches = batches(task, n, self.engine.samples, world)
-        counts = (task.n_targets,) * n
-        self._share = Share(n_local=len(self.engine.samples), n_global=n, counts=counts)
-
-    def step(self) -> Tensor:
-        return self.engine.step(self._batches.__next__, self._share)
-
-    def rest(self) -> None:
-        self._recorder.discard()
+    own, recorder = own_copy(task, world), Recorder(clock_for(world.device))
+    options = replace(_OPTIONS, bucket_bytes=bucket_bytes)
+    engine = ExecutorEngine(own, world, recorder, options, ExecutorPlan(strategy=strategy))
+    n, samples = strategy.batch, engine.samples
+    share = Share(n_local=len(samples), n_global=n, counts=(task.n_targets,) * n)
+    return EngineSide(name, engine, recorder, batches(task, n, samples, world), share)
 
 
-class StockDdp:
+def stock_ddp(task: Task, world: World, batch: int) -> EngineSide:
     """DistributedDataParallel behind the same interface, with the same marks."""
-
-    name = "torch engine"
-
-    def __init__(self, task: Task, world: World, batch: int) -> None:
-        own = share_of(batch, world)
-        self._recorder = Recorder(clock_for(world.device))
-        self._engine = TorchEngine(own_copy(task, world), world, self._recorder, _OPTIONS)
-        self._batches = batches(task, batch, own, world)
-        self._share = Share(n_local=len(own), n_global=batch)
-
-    def step(self) -> Tensor:
-        return self._engine.step(self._batches.__next__, self._share)
-
-    def rest(self) -> None:
-        self._recorder.discard()
+    own, recorder = share_of(batch, world), Recorder(clock_for(world.device))
+    engine = TorchEngine(own_copy(task, world), world, recorder, _OPTIONS)
+    share = Share(n_local=len(own), n_global=batch)
+    return EngineSide("torch engine", engine, recorder, batches(task, batch, own, world), share)
 
 
-class Loop:
+class Loop(Side):
     """A hand-written loop.
 
     Args:
@@ -160,9 +155,6 @@ class Loop:
         self._optimizer.zero_grad(set_to_none=True)
         return loss.detach() * self._counted
 
-    def rest(self) -> None:
-        pass
-
 
 def bare(task: Task, world: World, batch: int) -> Loop:
     """DistributedDataParallel if there are several ranks, else the model itself."""
@@ -183,7 +175,7 @@ _SCHEDULES: dict[str, Any] = {
 }
 
 
-class StockPipeline:
+class StockPipeline(Side):
     """torch.distributed.pipelining: stage s, some children of the model, on rank s modulo ranks."""
 
     def __init__(
@@ -231,9 +223,6 @@ class StockPipeline:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum().detach() if losses else torch.zeros(())
-
-    def rest(self) -> None:
-        pass
 
 
 def tensor_parallel(task: Task, world: World, batch: int) -> Loop:

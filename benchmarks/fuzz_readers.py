@@ -33,6 +33,7 @@ from fuzz_cases import READERS, Reader
 from fuzz_mutations import mutate
 
 from harness.errors import HarnessError
+from harness.measure.peak_rss import peak_rss_bytes
 
 MOST_S = 1.0
 MOST_MIB = 200.0
@@ -101,13 +102,7 @@ def catch_hangs() -> None:
 def begin_peak() -> float:
     """Reset this process's peak of memory; returns its current memory in MiB."""
     Path("/proc/self/clear_refs").write_text("5")
-    return peak_mib()
-
-
-def peak_mib() -> float:
-    """Peak of memory of this process since `begin_peak`, in MiB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+    return peak_rss_bytes() / 2**20
 
 
 def read(reader: Reader, data: bytes, folder: Path) -> Reading:
@@ -127,7 +122,7 @@ def read(reader: Reader, data: bytes, folder: Path) -> Reading:
         escape, was_read = f"{type(error).__name__} in {where}", False
     finally:
         _set_limits(0, 0)
-    cpu_s, held_mib = time.process_time() - began_s, peak_mib() - before_mib
+    cpu_s, held_mib = time.process_time() - began_s, peak_rss_bytes() / 2**20 - before_mib
     if not escape and (cpu_s > MOST_S or held_mib > MOST_MIB):
         escape = "slow" if cpu_s > MOST_S else "memory"
     return Reading(escape, was_read, cpu_s, held_mib)
