@@ -1,6 +1,7 @@
 """Tables and shapes as plain text, for the terminal."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 
 from harness.measure.statistics import CONFIDENCE, Summary
 from harness.measure.store import Run
@@ -29,16 +30,21 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def run_texts(runs: Sequence[Run], parts: Callable[[Run], Iterable[str]]) -> str:
-    """The parts of each run that are not empty, one after another; a line for a failed run."""
-    found: list[str] = []
-    for run in runs:
-        header = run.header
-        if header.status == "ok":
-            found += filter(None, parts(run))
-        else:
-            found.append(f"{header.config.get('model', header.run_id)}: {header.ending}")
-    return "\n\n".join(found)
+def for_each_run(parts: Callable[[Run], Iterable[str]]) -> Callable[[Sequence[Run]], str]:
+    """Show the parts of each run that are not empty, one after another; a failed run as a line."""
+
+    @wraps(parts)
+    def text(runs: Sequence[Run]) -> str:
+        found: list[str] = []
+        for run in runs:
+            header = run.header
+            if header.status == "ok":
+                found += filter(None, parts(run))
+            else:
+                found.append(f"{header.config.get('model', header.run_id)}: {header.ending}")
+        return "\n\n".join(found)
+
+    return text
 
 
 def _align(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:

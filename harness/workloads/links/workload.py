@@ -19,7 +19,7 @@ from harness.measure.derive.links import (
 )
 from harness.measure.places import check_place
 from harness.measure.store import Run, read_header
-from harness.measure.text import columns, run_texts
+from harness.measure.text import columns, for_each_run
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.world import Context
 from harness.units import format_bandwidth, format_bytes, format_duration, parse_bytes
@@ -189,12 +189,9 @@ def _write_cluster(
     write_cluster(cluster, written)
 
 
-def links_text(runs: list[Run]) -> str:
-    """Return the tables of every run, one after another."""
-    return run_texts(runs, _parts)
-
-
-def _parts(run: Run) -> list[str]:
+@for_each_run
+def links_text(run: Run) -> list[str]:
+    """The tables of a run."""
     left_out = run.header.texts("left_out")
     return [
         *(_matrix(matrix) for matrix in link_matrices(run)),

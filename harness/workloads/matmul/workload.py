@@ -16,7 +16,7 @@ from harness.measure.derive.devices import (
     summa_table,
 )
 from harness.measure.store import Run
-from harness.measure.text import cell, columns, run_texts
+from harness.measure.text import cell, columns, for_each_run
 from harness.runtime.devices.memory import record_peaks
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
@@ -192,12 +192,9 @@ def run_matmul(config: MatmulConfig, context: Context) -> dict[str, Any]:
     }
 
 
-def matmul_text(runs: list[Run]) -> str:
-    """Return the tables of every run, one after another."""
-    return run_texts(runs, _parts)
-
-
-def _parts(run: Run) -> list[str]:
+@for_each_run
+def matmul_text(run: Run) -> list[str]:
+    """The tables of a run."""
     summa = summa_table(run)
     warnings = "\n".join(low_peak_warnings(summa))
     return [_devices(run), _memory(run), _skipped(run), _distributed(summa), warnings]

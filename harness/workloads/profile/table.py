@@ -11,7 +11,7 @@ from harness.domain.record import Sample
 from harness.domain.sharding import has_tasks
 from harness.errors import GraphError
 from harness.measure.store import Run
-from harness.measure.text import columns, run_texts
+from harness.measure.text import columns, for_each_run
 from harness.plan.fit import OperatorTime, OperatorTimes
 from harness.units import format_bytes, format_duration
 from harness.workloads.profile.store import fit_errors
@@ -23,13 +23,9 @@ _TENSOR_CORE_DTYPES = (DTYPE_NAMES["bf16"], DTYPE_NAMES["fp16"])
 _MOST_OF_STEP = 0.5
 
 
-def profile_text(runs: list[Run]) -> str:
-    """Return three tables for each run that wrote a profile, and a line for each run that did not
-    or whose files are missing."""
-    return run_texts(runs, _parts)
-
-
-def _parts(run: Run) -> list[str]:
+@for_each_run
+def profile_text(run: Run) -> list[str]:
+    """Three tables for a run that wrote a profile; a line if its files are missing."""
     try:
         profile = Profile.load(_file_of(run, "profile"))
         graph = Graph.load(_file_of(run, "graph"))

@@ -14,7 +14,7 @@ import msgspec
 from harness.domain.prediction import STRATEGY_FILE, Prediction
 from harness.errors import HarnessError
 from harness.measure.store import Run
-from harness.measure.text import run_texts
+from harness.measure.text import for_each_run
 from harness.plan import builders
 from harness.plan.costs import PlanRequest, PlanResult, SearchProgress
 from harness.plan.portfolio import Searched, search_portfolio
@@ -114,12 +114,9 @@ def run_search(config: SearchConfig, context: Context) -> dict[str, Any]:
     }
 
 
-def search_text(runs: list[Run]) -> str:
-    """Return each search's plan with its explanation, or a line if it failed."""
-    return run_texts(runs, _parts)
-
-
-def _parts(run: Run) -> list[str]:
+@for_each_run
+def search_text(run: Run) -> list[str]:
+    """A search's plan with its explanation."""
     n_ranks = run.header.config["n_ranks"]
     where = f" on {n_ranks} ranks, started as this search" if n_ranks > 1 else ""
     text = f"train it{where}, with: {_training_command(run)}"
