@@ -35,7 +35,7 @@ from comparison import compare
 from searched import Cluster
 from searched_cells import MODELS, Cell, Place
 
-from harness.domain.record import Sample
+from harness.measure.derive.spans import samples_of
 from harness.measure.rank_records import read_records
 from harness.measure.statistics import verdict
 from harness.measure.store import read_header
@@ -100,15 +100,12 @@ Runs = dict[str, list[Trained]]  # by variant, in the order of the repeats
 def read_run(path: Path) -> Trained:
     """Read a run; an epoch ends with its last rank, because a rank may idle under a strategy."""
     n_ranks = len(read_header(path).ranks)
-    samples, *others = (
-        [r for r in read_records(path / f"rank{rank}.jsonl", n_ranks)[0] if isinstance(r, Sample)]
-        for rank in range(n_ranks)
-    )
-    epochs = [[s.value for s in own if s.metric == "epoch_s"] for own in (samples, *others)]
+    ranks = [read_records(path / f"rank{rank}.jsonl", n_ranks)[0] for rank in range(n_ranks)]
+    epochs = [[s.value for s in samples_of(records, "epoch_s")] for records in ranks]
     return Trained(
         list(accumulate(map(max, zip(*epochs, strict=True)))),
-        [sample.value for sample in samples if sample.metric == "accuracy"],
-        [f"{s.step}: {s.labels['after']}" for s in samples if s.metric == "change_s"],
+        [sample.value for sample in samples_of(ranks[0], "accuracy")],
+        [f"{s.step}: {s.labels['after']}" for s in samples_of(ranks[0], "change_s")],
     )
 
 

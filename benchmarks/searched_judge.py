@@ -19,7 +19,6 @@ from searched_cells import Cell
 
 from harness.domain.fingerprint import MadeFor
 from harness.domain.prediction import STRATEGY_FILE
-from harness.domain.record import Sample
 from harness.domain.strategy import Strategy
 from harness.measure.derive.prediction import (
     RankedStrategy,
@@ -27,6 +26,7 @@ from harness.measure.derive.prediction import (
     predicted_run,
     read_prediction,
 )
+from harness.measure.derive.spans import samples_of
 from harness.measure.derive.training import step_times, training_summary
 from harness.measure.statistics import paired_ratio
 from harness.measure.store import Run, read_header, read_run
@@ -104,8 +104,7 @@ def _read_run(directory: Path) -> Run:
 
 def losses(run: Run) -> list[float]:
     """The global loss of every measured step."""
-    records = run.ranks.get(0, [])
-    return [r.value for r in records if isinstance(r, Sample) and r.metric == "loss"]
+    return [r.value for r in samples_of(run.ranks.get(0, []), "loss")]
 
 
 def largest(differences: Iterable[float]) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.domain.record import Sample
+from harness.measure.derive.spans import samples_of
 from harness.measure.store import read_results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def run(results, *words, n_ranks=1):
 
 def values(one, metric):
     """Of rank 0."""
-    return [r.value for r in one.ranks[0] if isinstance(r, Sample) and r.metric == metric]
+    return [r.value for r in samples_of(one.ranks[0], metric)]
 
 
 def losses(one):

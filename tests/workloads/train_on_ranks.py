@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Profile, WholeStep
-from harness.domain.record import Sample, Span
+from harness.domain.record import Sample
 from harness.errors import HarnessError, StrategyError
+from harness.measure.derive.spans import samples_of, spans_of
 from harness.measure.rank_records import read_records
 from harness.measure.store import read_header, write_header
 from harness.plan.again import SearchAgain, search_again
@@ -138,11 +139,7 @@ def planned_training(case: TrainCase, context: Context) -> dict[str, Any]:
     if case.load_state is not None:
         case = replace(case, load_state=context.run_dir / case.load_state)
     summary = run_train(case, context)
-    losses = [
-        record.value
-        for record in context.recorder.collect()
-        if isinstance(record, Sample) and record.metric == "loss"
-    ]
+    losses = [record.value for record in samples_of(context.recorder.collect(), "loss")]
     path = context.run_dir / "model.safetensors"
     state = load_file(path) if context.world.is_first else {}
     found = {"summary": summary, "losses": losses, "state": state}
@@ -297,8 +294,8 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
                 if isinstance(r, Sample) and r.metric.startswith(("change", "cache"))
             ],
             "digest": summary["parameters_digest"],
-            "losses": [r.value for r in records if isinstance(r, Sample) and r.metric == "loss"],
-            "spans": [r.name for r in records if isinstance(r, Span) and r.kind == "change"],
+            "losses": [r.value for r in samples_of(records, "loss")],
+            "spans": [r.name for r in spans_of(records) if r.kind == "change"],
         }
         if case.controlled and context.world.is_first:
             found[name]["answer"] = msgspec.to_builtins(read_answer(context.run_dir, request))

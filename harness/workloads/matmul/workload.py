@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from harness.domain.record import Sample
 from harness.errors import ConfigError
 from harness.measure.derive.devices import (
     MatmulRow,
@@ -15,6 +14,7 @@ from harness.measure.derive.devices import (
     memory_table,
     summa_table,
 )
+from harness.measure.derive.spans import samples_of
 from harness.measure.store import Run
 from harness.measure.text import cell, columns, for_each_run
 from harness.runtime.devices.memory import record_peaks
@@ -243,10 +243,9 @@ def _skipped(run: Run) -> str:
     """Return a line for each reason why a size and dtype was not measured."""
     reasons: dict[str, list[int]] = {}
     for rank, records in sorted(run.ranks.items()):
-        for record in records:
-            if isinstance(record, Sample) and record.metric == "matmul_skipped":
-                text = f"size {record.labels['n']}: {record.labels['reason']}"
-                reasons.setdefault(text, []).append(rank)
+        for record in samples_of(records, "matmul_skipped"):
+            text = f"size {record.labels['n']}: {record.labels['reason']}"
+            reasons.setdefault(text, []).append(rank)
     return "\n".join(f"skipped on ranks {ranks}: {text}" for text, ranks in reasons.items())
 
 

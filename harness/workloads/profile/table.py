@@ -7,9 +7,9 @@ from pathlib import Path
 
 from harness.domain.graph import Graph
 from harness.domain.profile import DTYPE_NAMES, Profile, WholeStep
-from harness.domain.record import Sample
 from harness.domain.sharding import has_tasks
 from harness.errors import GraphError
+from harness.measure.derive.spans import samples_of
 from harness.measure.store import Run
 from harness.measure.text import columns, for_each_run
 from harness.plan.fit import OperatorTime, OperatorTimes
@@ -166,10 +166,9 @@ def _heaviest(profile: Profile, graph: Graph) -> str:
 def _skipped(run: Run) -> str:
     rows = []
     for rank, records in sorted(run.ranks.items()):
-        for record in records:
-            if isinstance(record, Sample) and record.metric == "operator_skipped":
-                labels = record.labels
-                rows.append([str(rank), *(str(labels[k]) for k in ("operator", "shape", "reason"))])
+        for record in samples_of(records, "operator_skipped"):
+            labels = record.labels
+            rows.append([str(rank), *(str(labels[k]) for k in ("operator", "shape", "reason"))])
     return columns(["rank", "not measured", "shape", "reason"], rows)
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.domain.record import Sample, Span
 from harness.errors import ResultsError
+from harness.measure.derive.spans import samples_of, spans_of
 from harness.measure.derive.training import training_summary
 from harness.measure.store import read_results
 from harness.plot.imports import ImportFacts, import_logs
@@ -30,7 +30,7 @@ def imported(tmp_path, name, data):
 
 
 def values(run, metric, rank=0):
-    return [r.value for r in run.ranks[rank] if isinstance(r, Sample) and r.metric == metric]
+    return [r.value for r in samples_of(run.ranks[rank], metric)]
 
 
 @pytest.mark.parametrize("path", sorted(LOGS.glob("c*.csv")), ids=lambda path: path.stem)
@@ -38,7 +38,7 @@ def test_each_epoch_csv_is_read_for_what_it_says(path, tmp_path):
     (run,), problems = imported(tmp_path, path.name, path.read_bytes())
     is_missing = "missing" in path.name
     assert problems == (["no line of rank 1 of 3: the others are kept"] if is_missing else [])
-    steps = [r.step for r in run.ranks[0] if isinstance(r, Sample) and r.metric == "epoch_s"]
+    steps = [r.step for r in samples_of(run.ranks[0], "epoch_s")]
     assert steps == [0, 1, 2]
     assert values(run, "epoch_s") == ([100.0] * 3 if is_missing else [101.0, 102.0, 103.0])
     assert values(run, "epoch_s", 2 if is_missing else 1) == (
@@ -65,7 +65,7 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_each_deepspeed_log_is_read_for_what_it_says(name, tmp_path):
     (run,), problems = imported(tmp_path, name, (LOGS / name).read_bytes())
-    spans = [record for record in run.ranks[0] if isinstance(record, Span)]
+    spans = spans_of(run.ranks[0])
     firsts = {span.kind: span.duration_s for span in spans if span.step == 0}
     assert firsts == pytest.approx(
         {"step": 0.2093, "forward": 0.0601, "backward": 0.1001, "communication": 0.0401,

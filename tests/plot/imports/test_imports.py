@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.domain.record import Sample, Span
 from harness.errors import ResultsError
+from harness.measure.derive.spans import samples_of, spans_of
 from harness.measure.derive.training import training_summary
 from harness.measure.store import find_runs, read_results
 from harness.plot.catalog import read_catalog
@@ -44,11 +44,6 @@ def imported(tmp_path, name, text, **facts):
     return read_results(tmp_path / "results").runs
 
 
-def epoch_values(run, rank):
-    records = run.ranks[rank]
-    return [r.value for r in records if isinstance(r, Sample) and r.metric == "epoch_s"]
-
-
 def test_epochs_become_samples_and_the_header_says_what_is_known(tmp_path):
     text = csv_text(row(1, 1, 100.5), row(0, 1, 100.0), row(0, 2, 99.0), row(1, 2, 99.5))
     (run,) = imported(tmp_path, "vit_b16_strong_2gpu.csv", text)
@@ -60,7 +55,7 @@ def test_epochs_become_samples_and_the_header_says_what_is_known(tmp_path):
     assert [info.device_kind for info in header.ranks] == [GPU, GPU]
     assert header.ranks[0].memory_bytes == 8 * 2**30
     assert [node.name for node in header.cluster.nodes] == ["node0", "node1"]
-    assert epoch_values(run, 1) == [100.5, 99.5]
+    assert [r.value for r in samples_of(run.ranks[1], "epoch_s")] == [100.5, 99.5]
     summary = training_summary(run)
     assert (summary.unit, summary.n_samples) == ("epoch", 50_000)
     assert summary.throughput == pytest.approx(50_000 / 100.0)  # median of 100.5 and 99.5
@@ -126,7 +121,7 @@ def deepspeed_text(n):
 def test_deepspeed_lines_become_spans_without_a_data_phase(tmp_path):
     facts = {"device_kind": GPU, "device_memory": "8GiB"}
     (run,) = imported(tmp_path, "x_3gpu_steps.log", deepspeed_text(3), **facts)
-    spans = [r for r in run.ranks[0] if isinstance(r, Span)]
+    spans = spans_of(run.ranks[0])
     assert {span.kind for span in spans} == {
         "step", "forward", "backward", "communication", "optimizer"
     }  # fmt: skip

@@ -23,6 +23,7 @@ from torch import Tensor
 from harness.domain.record import Span
 from harness.domain.sharding import BUCKET_BYTES
 from harness.domain.strategy import Strategy
+from harness.measure.derive.spans import spans_of
 from harness.measure.recorder import HostClock, Recorder
 from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
@@ -187,7 +188,7 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
 
     def phases(*, is_muted: bool) -> list[Phase]:
         train_step(engine, case, task, 0, is_muted=is_muted)
-        return sorted((s.kind, s.label) for s in recorder.collect() if isinstance(s, Span))
+        return sorted((s.kind, s.label) for s in spans_of(recorder.collect()))
 
     phases(is_muted=False)
     together, alone = phases(is_muted=False), []
@@ -215,7 +216,7 @@ def spans_of_a_step(case: Case, world: World) -> list[Span]:
     train_step(engine, case, task, 0)
     recorder.discard()
     train_step(engine, case, task, 1)
-    return [record for record in recorder.collect() if isinstance(record, Span)]
+    return spans_of(recorder.collect())
 
 
 def most_sending(case: Case, world: World) -> int:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from fake_clock import FakeClock
 from local_ranks import run_on_ranks
 
-from harness.domain.record import Sample, Span
+from harness.domain.record import Sample
 from harness.errors import ConfigError, VerificationError
 from harness.measure.derive.devices import matmul_table, summa_table
+from harness.measure.derive.spans import spans_of
 from harness.runtime.devices.sampling import Budget
 from harness.workloads.matmul import local as matmul_local
 from harness.workloads.matmul.local import check_peak, time_product, unsupported_reason
@@ -121,7 +122,7 @@ def test_records_hold_spans_and_what_a_rank_received():
     config = replace(SMALL, scaling="strong", strong_size=96)
     _, run = run_on_ranks(run_matmul, config, 2)
     for records in run.ranks.values():
-        spans = [r for r in records if isinstance(r, Span) and r.name == "summa strong 2 ranks"]
+        spans = [r for r in spans_of(records) if r.name == "summa strong 2 ranks"]
         assert {span.kind for span in spans} == {"compute", "communication"}
         samples = {
             (r.metric, r.step): r.value

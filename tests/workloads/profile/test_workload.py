@@ -15,9 +15,9 @@ from torch import nn
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Measurement, Profile
-from harness.domain.record import Sample
 from harness.domain.sharding import has_tasks
 from harness.errors import ConfigError, ModelError
+from harness.measure.derive.spans import samples_of
 from harness.measure.store import Run
 from harness.plan.__main__ import main as plan
 from harness.plan.builders import ddp, single, tensor_parallel
@@ -195,12 +195,7 @@ def test_a_profile_of_another_model_or_dtype_is_refused(tmp_path):
 
 
 def values(run, metric):
-    return [
-        record
-        for records in run.ranks.values()
-        for record in records
-        if isinstance(record, Sample) and record.metric == metric
-    ]
+    return [record for records in run.ranks.values() for record in samples_of(records, metric)]
 
 
 def test_kinds_are_measured_by_themselves_and_planned_on(tmp_path, capsys):
@@ -215,10 +210,7 @@ def test_kinds_are_measured_by_themselves_and_planned_on(tmp_path, capsys):
     assert {k: len(found) for k, found in by_kind.items()} == dict.fromkeys(kinds, len(points))
     assert results[0]["n_measured"] == 2 * len(points)
     # Two ranks of one kind share its work.
-    n_each = [
-        sum(r.metric == "operator_saved_bytes" for r in records if isinstance(r, Sample))
-        for _, records in sorted(run.ranks.items())
-    ]
+    n_each = [len(samples_of(run.ranks[rank], "operator_saved_bytes")) for rank in range(3)]
     assert abs(n_each[0] - n_each[1]) <= 2
     assert n_each[2] == len(points)
     found = values(run, "profile_calibration")

@@ -18,6 +18,7 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
 from harness.errors import PlanError, StrategyError
+from harness.measure.derive.spans import samples_of
 from harness.measure.derive.training import training_summary
 from harness.measure.store import Run, read_header, write_header
 from harness.workloads.common.contract import config_json
@@ -269,18 +270,14 @@ def searched(body=run_search, **changes):
 
 def test_a_plan_that_the_backend_refuses_is_not_tried():
     found, run = searched(train_on_ranks.search_whose_best_is_refused, trials=3)
-    tried = [r.labels["plan"] for r in run.ranks[0] if r.metric == "trial_step_s"]
+    tried = [r.labels["plan"] for r in samples_of(run.ranks[0], "trial_step_s")]
     assert 1 <= len(tried) <= 2
     assert found[0]["strategy"] in tried
 
 
 def test_the_fastest_of_the_plans_that_were_tried_is_chosen():
     found, run = searched(trials=3)
-    tried = {
-        record.labels["plan"]: record.value
-        for record in run.ranks[0]
-        if record.metric == "trial_step_s"
-    }
+    tried = {r.labels["plan"]: r.value for r in samples_of(run.ranks[0], "trial_step_s")}
     assert 2 <= len(tried) <= 3
     assert found[0]["strategy"] == min(tried, key=lambda name: tried[name])
     assert all(seconds > 0 for seconds in tried.values())
@@ -292,7 +289,7 @@ def test_the_fastest_of_the_plans_that_were_tried_is_chosen():
 
 def test_without_trials_the_prediction_decides():
     found, run = searched(trials=1)
-    assert not any(record.metric == "trial_step_s" for record in run.ranks[0])
+    assert not samples_of(run.ranks[0], "trial_step_s")
     assert found[0]["predicted_step_s"] > 0
     assert found[0]["speedup_over_single"] >= 1
 

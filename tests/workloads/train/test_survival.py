@@ -10,7 +10,7 @@ import torch
 from launching import NEEDS_MPIRUN, PROGRAM, launch
 from safetensors.torch import load_file
 
-from harness.domain.record import Sample, Span
+from harness.measure.derive.spans import samples_of, spans_of
 from harness.measure.store import Run, read_results
 
 HERE = Path(__file__).parents[1]
@@ -62,7 +62,7 @@ def train(results, n_ranks, *words):
 
 
 def steps_of(run):
-    return [r.step for r in run.ranks[0] if isinstance(r, Span) and r.kind == "step"]
+    return [r.step for r in spans_of(run.ranks[0]) if r.kind == "step"]
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +139,8 @@ def test_replicas_lose_nothing_but_a_step_and_the_lost_rank_trains_again(runs, o
     assert [steps_of(run) for run in runs.rejoined] == [[0, 1], [2, 3], [4, 5]]
     # No rank's first step waits while rank 0 plans without each rank, which took 0.5 s.
     began = [
-        next(r.start_s for r in records if isinstance(r, Span) and r.kind == "step")
-        - next(r.value for r in records if isinstance(r, Sample) and r.metric == "clock_offset_s")
+        next(r.start_s for r in spans_of(records) if r.kind == "step")
+        - samples_of(records, "clock_offset_s")[0].value
         for records in back.ranks.values()
     ]
     assert max(began) - min(began) < 0.2

@@ -10,9 +10,8 @@ import train_on_ranks
 from local_ranks import run_on_ranks
 from safetensors.torch import load_file
 
-from harness.domain.record import Sample, Span
 from harness.errors import ConfigError, DataError, ModelError
-from harness.measure.derive.spans import phase_table
+from harness.measure.derive.spans import phase_table, samples_of, spans_of
 from harness.measure.derive.training import training_summary
 from harness.runtime.capture.capture import capture
 from harness.runtime.data import DataOptions, entry_for, open_data
@@ -122,9 +121,8 @@ def two_ranks():
 def test_every_step_has_its_phases(two_ranks):
     _, run = two_ranks
     for records in run.ranks.values():
-        spans = [record for record in records if isinstance(record, Span)]
         for step in range(20):
-            kinds = {span.kind for span in spans if span.step == step}
+            kinds = {span.kind for span in spans_of(records) if span.step == step}
             assert kinds == {
                 "step", "data", "host_to_device", "forward", "backward", "communication",
                 "optimizer",
@@ -155,7 +153,7 @@ def test_phases_sum_to_the_step_within_2_percent(two_ranks):
 
 def test_buckets_carry_all_gradients(two_ranks):
     _, run = two_ranks
-    spans = [r for r in run.ranks[0] if isinstance(r, Span) and r.kind == "communication"]
+    spans = [r for r in spans_of(run.ranks[0]) if r.kind == "communication"]
     assert sum(span.n_bytes for span in spans if span.step == 7) == 4 * 61706
 
 
@@ -168,14 +166,14 @@ def test_counters_are_recorded_each_step(two_ranks):
         "n_synchronisations",
         "loss",
     ):
-        steps = [r.step for r in run.ranks[1] if isinstance(r, Sample) and r.metric == metric]
+        steps = [r.step for r in samples_of(run.ranks[1], metric)]
         assert steps == list(range(20)), metric
 
 
 def test_loopback_carries_at_least_the_gradients(two_ranks):
     """Both ranks of an all-reduce over two send half of the buffer twice, on one interface."""
     _, run = two_ranks
-    sent = [r.value for r in run.ranks[0] if isinstance(r, Sample) and r.metric == "nic_sent_bytes"]
+    sent = [r.value for r in samples_of(run.ranks[0], "nic_sent_bytes")]
     assert sorted(sent)[10] >= 2 * 4 * 61706
 
 
@@ -213,8 +211,8 @@ def test_epochs_are_timed():
     begin_s = time.perf_counter()
     _, run = run_on_ranks(run_train, replace(CASE, epochs=2), 1)
     whole_s = time.perf_counter() - begin_s
-    epochs = [r for r in run.ranks[0] if isinstance(r, Sample) and r.metric == "epoch_s"]
-    steps = [r.duration_s for r in run.ranks[0] if isinstance(r, Span) and r.kind == "step"]
+    epochs = samples_of(run.ranks[0], "epoch_s")
+    steps = [r.duration_s for r in spans_of(run.ranks[0]) if r.kind == "step"]
     assert [epoch.step for epoch in epochs] == [0, 1]
     assert len(steps) == 6
     assert sum(steps) <= sum(epoch.value for epoch in epochs) < whole_s
@@ -223,8 +221,7 @@ def test_epochs_are_timed():
 def test_a_rank_without_samples_is_timed_without_synchronisation_too():
     _, run = run_on_ranks(run_train, replace(CASE, batch=4, n_samples=1, steps=2), 2)
     for records in run.ranks.values():
-        found = [r for r in records if isinstance(r, Sample) and r.metric == "no_sync_step_s"]
-        assert len(found) == CASE.no_sync_steps
+        assert len(samples_of(records, "no_sync_step_s")) == CASE.no_sync_steps
 
 
 @pytest.mark.parametrize("mode", ["local", "global", "frozen"])
