@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,15 +21,31 @@ NEEDS_MPIRUN = [
 ]
 
 
+def completed(
+    *words: object, cwd: Path | None = None, timeout_s: float = 60, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, in this environment with more variables."""
+    return subprocess.run(
+        list(map(str, words)), env={**os.environ, **environ}, cwd=cwd,
+        capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+
+
+def on_virtual_cluster(
+    name: str, command: str, *words: object, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of setup/virtual_cluster.sh to its end."""
+    script = ROOT / "setup/virtual_cluster.sh"
+    return completed("bash", script, command, "--name", name, *words, **options)
+
+
 def launch(
     n_ranks: int, *words: object, path: tuple[Path, ...] = (), timeout_s: float = 250
 ) -> subprocess.CompletedProcess[str]:
     """Run a command on ranks of this machine, which import modules from `path` too."""
-    return subprocess.run(
-        [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks), *map(str, words)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path)))},
-        cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False,
-    )  # fmt: skip
+    modules = os.pathsep.join(map(str, (ROOT, *path)))
+    command = (MPIRUN, "--oversubscribe", "-np", n_ranks, *words)
+    return completed(*command, cwd=ROOT, timeout_s=timeout_s, PYTHONPATH=modules)
 
 
 def entry(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:

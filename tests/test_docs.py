@@ -1,11 +1,10 @@
 """README.md and docs/: every relative link leads somewhere."""
 
 import re
-from pathlib import Path
 
 import pytest
+from launching import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "*/README.md")

@@ -1,10 +1,10 @@
 """How a command line's program ends."""
 
-import os
 import subprocess
 import sys
 
 import pytest
+from launching import completed
 
 from harness.errors import ConfigError, run_command
 
@@ -36,10 +36,7 @@ def test_characters_that_a_terminal_lacks_are_escaped():
         "from harness.errors import run_command\n"
         "run_command('plan', lambda: print('2 \\u00d7 b\\udcff') or 0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )  # fmt: skip
+    done = completed(sys.executable, "-c", program, PYTHONIOENCODING="ascii")
     assert done.stdout == "2 \\xd7 b\\udcff\n"
 
 
@@ -64,8 +61,5 @@ def test_output_without_a_reader_ends_silently(words, code):
 
 @pytest.mark.parametrize("words", [["harness", "matmul", "--dry-run"], ["harness.plan", "--help"]])
 def test_a_program_that_was_started_without_output_ends_well(words):
-    done = subprocess.run(
-        ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", *words],
-        stderr=subprocess.PIPE, check=False,
-    )  # fmt: skip
-    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    done = completed("bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", *words)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)

@@ -3,19 +3,17 @@
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from launching import write_program
+from launching import ROOT, completed, write_program
 
 from harness.domain.cluster import Cluster
 from harness.measure.derive.links import collective_table, link_matrices
 from harness.measure.store import read_results
 
-ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"^ *```bash\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # What takes most of the minute, cut short: the times of operators, which the training then knows,
 # the seconds of the search, and its trial steps.
@@ -33,15 +31,12 @@ def documented_commands():
 
 def run(command, directory):
     environ = {
-        **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    done = subprocess.run(
-        ["bash", "-ec", command], cwd=directory, env=environ, capture_output=True, text=True
-    )
+    done = completed("bash", "-ec", command, cwd=directory, timeout_s=1800, **environ)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 

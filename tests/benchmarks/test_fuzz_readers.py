@@ -1,19 +1,18 @@
 """Every reader answers broken files with its own one-line error, whatever is wrong with them."""
 
 import sys
-from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launching import ROOT
 
 from harness.errors import HarnessError
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import fuzz_cases  # noqa: E402
-import fuzz_mutations  # noqa: E402
+import fuzz_cases
+import fuzz_mutations
 
 sys.path.remove(str(ROOT / "benchmarks"))
 READERS = fuzz_cases.READERS

@@ -5,16 +5,14 @@ import json
 import shutil
 import sys
 from math import nan
-from pathlib import Path
 
 import msgspec
 import pytest
+from launching import ROOT
 
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.measure.store import read_header, read_results, write_header
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import MPIRUN, completed
 
 from harness.domain.hostfile import Host, load_hostfile, parse_hostfile
 from harness.errors import HostfileError
@@ -46,11 +46,9 @@ def test_what_mpirun_takes_means_the_same_here(text):
 def test_mpirun_allocates_the_same(text, tmp_path):
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text(text)
-    done = subprocess.run(
-        ["mpirun", "--hostfile", hostfile, "--display-map", "--do-not-launch", "true"],
-        capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-    )  # fmt: skip
+    words = ("--hostfile", hostfile, "--display-map", "--do-not-launch", "true")
+    path = f"{MPIRUN.parent}:{os.environ['PATH']}"
+    done = completed(MPIRUN, *words, timeout_s=120, PATH=path)
     nodes = re.findall(r"Data for node: (\S+)\s+Num slots: (\d+)", done.stdout)
     assert {name: int(slots) for name, slots in nodes} == TAKEN[text], done.stdout + done.stderr
 

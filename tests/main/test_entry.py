@@ -1,9 +1,7 @@
 """The environment that entry.sh makes: settings of the hosts, threads, interfaces and GPUs."""
 
-import subprocess
-
 import pytest
-from launching import ROOT, entry, write_program
+from launching import ROOT, completed, entry, write_program
 
 
 def test_gpus_are_numbered_as_nvml_does_and_have_all_queues_unless_told(tmp_path):
@@ -122,7 +120,5 @@ def test_only_a_bridge_above_no_physical_device_is_left_to_containers(tmp_path, 
     lines = (ROOT / "entry.sh").read_text()
     function = "inner_bridges() {" + lines.partition("inner_bridges() {")[2].partition("\n}\n")[0]
     script = f"{function}\n}}\ninner_bridges {tmp_path}"
-    done = subprocess.run(
-        ["bash", "-euc", script], capture_output=True, text=True, timeout=30, check=True
-    )
+    done = completed("bash", "-euc", script)
     assert done.stdout == (",br-1f2e" if is_inner else "")

@@ -1,16 +1,13 @@
 """What runs on a GPU, as it is started; two ranks share one over gloo."""
 
 import os
-import subprocess
-from pathlib import Path
 
 import pytest
+from launching import MPIRUN, ROOT, completed
 
 from harness.measure.derive.spans import samples_of
 from harness.measure.store import read_results
 
-ROOT = Path(__file__).resolve().parents[2]
-MPIRUN = ROOT / ".venv" / "bin" / "mpirun"
 pytestmark = pytest.mark.gpu
 LENET = ("--model", "lenet", "--batch-size", "64", "--steps", "4", "--warm-up", "1")
 
@@ -18,15 +15,9 @@ LENET = ("--model", "lenet", "--batch-size", "64", "--steps", "4", "--warm-up", 
 def run(results, *words, n_ranks=1):
     """The runs of a workload, without those that it needs before it, such as of profile."""
     # All ranks on the first GPU, however many there are.
-    launch = [] if n_ranks == 1 else [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks)]
-    done = subprocess.run(
-        [*launch, str(ROOT / "entry.sh"), *words, "--results", str(results)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": os.environ["FIRST_GPU"]},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    launch = [] if n_ranks == 1 else [MPIRUN, "--oversubscribe", "-np", n_ranks]
+    command, gpu = (ROOT / "entry.sh", *words, "--results", results), os.environ["FIRST_GPU"]
+    done = completed(*launch, *command, timeout_s=280, CUDA_VISIBLE_DEVICES=gpu)
     assert done.returncode == 0, done.stdout + done.stderr
     return [one for one in read_results(results).runs if one.header.workload == words[0]]
 

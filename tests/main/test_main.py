@@ -1,16 +1,14 @@
 """The command line: what it teaches, what it refuses, and what it leaves behind."""
 
-import os
 import platform
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launching import entry
+from launching import ROOT, completed, entry
 from made_runs import header_of
 
 from harness.__main__ import _preloaded, main
@@ -19,8 +17,6 @@ from harness.errors import ConfigError, HarnessError, LaunchError, StrategyError
 from harness.measure.store import read_results, write_header
 from harness.workloads.common.contract import config_json
 from harness.workloads.train.cases import train_cases
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_help_lists_the_workloads(capsys):
@@ -49,10 +45,7 @@ def test_rank_0_alone_warns_of_the_model(rank, level):
         " print(logging.getLevelName(level))"
     )
     launched = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **launched},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = completed(sys.executable, "-c", code, cwd=ROOT, **launched)
     assert done.stdout.splitlines()[-1] == level
 
 

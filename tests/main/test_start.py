@@ -1,11 +1,10 @@
 """A rank that ends before the first run begins has a row in the results of rank 0's host."""
 
 import os
-import subprocess
 import sys
 
 import pytest
-from launching import MPIRUN, NEEDS_MPIRUN, ROOT
+from launching import MPIRUN, NEEDS_MPIRUN, ROOT, completed
 
 from harness.measure.store import find_runs
 
@@ -40,12 +39,8 @@ def test_a_rank_that_ends_early_has_a_row_where_rank_0_is(tmp_path, rank, torch,
         (tmp_path / str(k)).mkdir()
         # The other rank, as after --help, waits for this one, without an import of seconds.
         (tmp_path / str(k) / "torch.py").write_text(torch if k == rank else "raise SystemExit(0)")
-    command = [str(MPIRUN), "--oversubscribe", "-np", "2", "bash", "-c", SCRIPT, "bash"]
-    done = subprocess.run(
-        [*command, str(tmp_path), str(ROOT)],
-        env={**os.environ, "HARNESS_VENV": sys.prefix},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    command = [MPIRUN, "--oversubscribe", "-np", "2", "bash", "-c", SCRIPT, "bash"]
+    done = completed(*command, tmp_path, ROOT, HARNESS_VENV=sys.prefix)
     assert done.returncode == code, done.stderr
     ((run_dir, header),) = find_runs(tmp_path / "0" / "results")[0]
     label = f"rank {rank} ({os.uname().nodename})"

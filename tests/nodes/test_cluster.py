@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from launching import ROOT, on_virtual_cluster
 from waiting import wait_until
 
 from harness.nodes.checks import CHECKS
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 TIMEOUT_S = 20  # several times what five healthy nodes take, also on a busy machine
 
@@ -29,10 +28,7 @@ class Cluster:
         self._call(command, *words).check_returncode()
 
     def _call(self, command, *words):
-        script = ["bash", "setup/virtual_cluster.sh", command, "--name", self.name, *words]
-        return subprocess.run(
-            script, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-        )
+        return on_virtual_cluster(self.name, command, *words, cwd=ROOT, timeout_s=200)
 
     def node(self, index):
         return f"{self.name}-node{index}"

@@ -3,12 +3,10 @@
 import asyncio
 import os
 import shutil
-import subprocess
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
-from launching import write_program
+from launching import ROOT, completed, write_program
 
 from harness.domain.hostfile import Host
 from harness.nodes import ssh
@@ -19,7 +17,6 @@ from harness.nodes.probe import N_THROUGH_PROXY, Order, probe, proxy_gates
 from harness.nodes.ssh import Login
 from harness.nodes.survey import HostReport, Survey
 
-ROOT = Path(__file__).parents[2]
 # Like sshd: the login shell reads its own file, then the command; a proxy spares the port.
 FAKE_SSH = """#!/bin/bash
 while [ "$1" != -- ]; do
@@ -192,9 +189,7 @@ def test_odd_ports_and_jump_hosts_are_read_from_sshs_configuration(tmp_path, mon
     assert not targets["direct"].is_proxied
     # Neither tmux nor the tunnel of a person's configuration is started.
     options = ssh.options(1)
-    done = subprocess.run(
-        ["ssh", *options, "-G", "--", "odd"], capture_output=True, text=True, check=True
-    )
+    done = completed("ssh", *options, "-G", "--", "odd")
     assert "tmux" not in done.stdout
     assert "clearallforwardings yes" in done.stdout
 
@@ -214,7 +209,5 @@ def test_scripts_take_their_answers_from_below_the_banner(banner, tmp_path, monk
         ("ask 20 n0 'echo reached'", "reached\n"),
         ("ask 20 n0 'exit 3' || echo $?", "3\n"),
     ):
-        done = subprocess.run(
-            ["bash", "-c", script + command], capture_output=True, text=True, timeout=60
-        )
+        done = completed("bash", "-c", script + command)
         assert (done.stdout, done.stderr) == (answer, "")

@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from launching import write_program
+from launching import ROOT, completed, write_program
 from waiting import wait_until
 
 from harness.nodes.__main__ import main
@@ -227,11 +226,7 @@ def test_the_package_needs_only_the_standard_library():
         "own = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
         "print(sorted(own - {'harness', '__main__'}))\n"
     )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", program],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)},
-    )  # fmt: skip
+    done = completed(sys.executable, "-S", "-c", program, PYTHONPATH=str(ROOT))
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from launching import completed
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
@@ -253,9 +254,7 @@ def test_showing_does_not_load_compilers_or_torch(chain):
         "import sys; from harness.plan.__main__ import main; main(['show', sys.argv[1]]); "
         "print({'torch', 'numba', 'scipy'} & set(sys.modules), file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(chain)], capture_output=True, text=True, check=True
-    )
+    done = completed(sys.executable, "-c", code, chain)
     assert done.stderr.strip() == "set()"
 
 

@@ -1,9 +1,10 @@
 """The cache of compiled kernels."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+
+from launching import completed
 
 PLAN = Path(__file__).parents[2] / "harness" / "plan"
 KERNEL = """\
@@ -35,10 +36,7 @@ def test_a_kernel_is_compiled_anew_when_one_that_it_calls_has_changed(tmp_path, 
     def result(added):
         (plan / "called.py").write_text(KERNEL.format(added=added))
         program = "from harness.plan.calling import calling; print(calling(1))"
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True, text=True, cwd=tmp_path, check=False,
-        )  # fmt: skip
+        done = completed(sys.executable, "-c", program, cwd=tmp_path)
         return done.stdout.strip() or done.stderr
 
     assert [result(1), result(1), result(2)] == ["20", "20", "30"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from launching import completed
 
 from harness.measure.store import find_runs
 from harness.plot.__main__ import main
@@ -80,9 +81,7 @@ def chromium(tmp_path_factory):
             *(f"--user-data-dir={profile}", f"--window-size=1280,{HEIGHT}"),
             *("--enable-logging=stderr", "--v=0", "--dump-dom"),
         ]
-        done = subprocess.run(
-            [path, *flags, page.as_uri()], capture_output=True, text=True, timeout=240, check=True
-        )
+        done = completed(path, *flags, page.as_uri(), timeout_s=240)
         console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
         return done.stdout, "\n".join(console)
 

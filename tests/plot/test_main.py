@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import time
 from html.parser import HTMLParser
 
 import msgspec
 import pytest
+from launching import completed
 from measured_runs import make_cluster, make_header, train_config, training_records, write_run
 
 from harness.plot.__main__ import main
@@ -224,9 +224,7 @@ def test_help_does_not_wait_for_libraries():
         "sys.exit(f'imported {slow}' if slow else 0)"
     )
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = completed(sys.executable, "-c", program)
     assert (done.returncode, done.stderr) == (0, "")
     assert "link_heatmap" in done.stdout
     assert time.perf_counter() - start < 10  # a hang, not a slow machine

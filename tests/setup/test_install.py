@@ -2,13 +2,12 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launching import write_program
+from launching import completed, write_program
 
 SCRIPT = Path(__file__).parents[2] / "setup" / "install.sh"
 
@@ -24,14 +23,7 @@ def call(tmp_path):
     def run(line):
         setup = f"source {SCRIPT}; venv={tmp_path}/.venv; stamp=$venv/.installed; {line}"
         path = f"{tmp_path}/bin:{os.environ['PATH']}"
-        return subprocess.run(
-            ["bash", "-c", setup],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-            env={**os.environ, "PATH": path},
-        )
+        return completed("bash", "-c", setup, PATH=path)
 
     return run
 

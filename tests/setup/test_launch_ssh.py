@@ -6,10 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launching import write_program
+from launching import ROOT, on_virtual_cluster, write_program
 from waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "setup/launch/ssh"
 # Stands in for ssh: prints its arguments one a line, then what its input holds.
 FAKE = """#!/bin/bash
@@ -93,11 +92,8 @@ def test_a_host_without_sshd_is_named_before_mpiruns_own_words(tmp_path):
     name = f"a{os.getpid()}"
 
     def cluster(command, *words):
-        script = str(ROOT / "setup/virtual_cluster.sh")
-        return subprocess.run(
-            ["bash", script, command, "--name", name, *words], capture_output=True, text=True,
-            timeout=120, check=False, env={**os.environ, "OMPI_MCA_plm_rsh_agent": str(AGENT)},
-        )  # fmt: skip
+        agent = {"OMPI_MCA_plm_rsh_agent": str(AGENT)}
+        return on_virtual_cluster(name, command, *words, timeout_s=120, **agent)
 
     def launch(*flags):
         hostfile = str(tmp_path / f"virtual-{name}.txt")

@@ -2,12 +2,11 @@
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from launching import ROOT, on_virtual_cluster
 
-ROOT = Path(__file__).parents[2]
 NAME = f"s{os.getpid()}"
 NODES = [f"{NAME}-node{i}" for i in range(3)]
 
@@ -15,15 +14,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 
 def _cluster(command, *words, cwd=ROOT):
-    script = str(ROOT / "setup/virtual_cluster.sh")
-    return subprocess.run(
-        ["bash", script, command, "--name", NAME, *words],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        timeout=120,
-        check=False,
-    )
+    return on_virtual_cluster(NAME, command, *words, cwd=cwd, timeout_s=120)
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,14 @@
 import os
 import runpy
 import subprocess
-from pathlib import Path
 
 import pytest
-from launching import write_program
+from launching import ROOT, completed, write_program
 from waiting import wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 def _run(script, *words):
-    argv = ["bash", str(ROOT / "setup" / script), *words]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    return completed("bash", ROOT / "setup" / script, *words)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +90,7 @@ def _holds(path, words):
 
 def _processes_of(word):
     """Processes that have a word in their command line, this one apart."""
-    found = subprocess.run(
-        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    found = completed("ps", "-eo", "args").stdout.splitlines()
     return [line for line in found if line == f"sleep {word}"]
 
 
@@ -122,18 +116,11 @@ def test_hosts_install_through_the_proxies_and_indexes_of_here_and_no_argument_t
     (tmp_path / "setup").mkdir()
     (tmp_path / "setup/install.sh").write_text('echo "$PIP_INDEX_URL $http_proxy $*"\n')
     index = "https://me:it's $ecret@packages.example/simple"
-    done = subprocess.run(
-        ["bash", "-c", f"source {ROOT}/setup/sync_env.sh; dir={tmp_path}; install_on gpu-a"],
-        env={
-            **os.environ,
-            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-            "PIP_INDEX_URL": index,
-            "http_proxy": "http://proxy.example:3128",
-        },
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
+    done = completed(
+        *("bash", "-c", f"source {ROOT}/setup/sync_env.sh; dir={tmp_path}; install_on gpu-a"),
+        PATH=f"{tmp_path}/bin:{os.environ['PATH']}",
+        PIP_INDEX_URL=index,
+        http_proxy="http://proxy.example:3128",
     )
     arguments, installed = done.stdout.splitlines()
     assert "ecret" not in arguments

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from launching import ROOT, completed
 
-ROOT = Path(__file__).parents[2]
 _numbers = itertools.count()
 
 
@@ -28,14 +27,7 @@ class VirtualCluster:
 
     def __call__(self, command, *words, cwd=ROOT, timeout_s=60):
         """Run a command to its end."""
-        return subprocess.run(
-            self.argv(command, *words),
-            capture_output=True,
-            text=True,
-            cwd=cwd,
-            timeout=timeout_s,
-            check=False,
-        )
+        return completed(*self.argv(command, *words), cwd=cwd, timeout_s=timeout_s)
 
     def up_words(self, *flags):
         return ["--hosts-dir", str(self.hosts_dir), *flags]

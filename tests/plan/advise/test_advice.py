@@ -4,11 +4,11 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+from launching import ROOT
 from made_graphs import links_between
 
 from harness.__main__ import _print_advice
@@ -32,7 +32,6 @@ from harness.plan.advise.sets import (
 )
 from harness.plan.advise.words import Presentation, Uncertainty, advice_lines, uncertainty_of
 
-ROOT = Path(__file__).parents[3]
 N_IMAGES = 50_000
 RTX_3070, P4, GTX_1070 = "NVIDIA GeForce RTX 3070", "Tesla P4", "NVIDIA GeForce GTX 1070"
 KINDS = (RTX_3070, RTX_3070, RTX_3070, P4, GTX_1070)

@@ -5,16 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from launching import ROOT
 from waiting import is_alive, wait_until
 
 from harness.measure.store import find_runs
 from harness.runtime.agent import ended, family
 from harness.runtime.agent.ended import OpenRun
 
-ROOT = Path(__file__).parents[3]
 AGENT = [sys.executable, "-SP", str(ROOT / "harness/runtime/agent/__main__.py")]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 import torch
 from fake_clock import FakeClock
+from launching import completed
 
 from harness.errors import ConfigError
 from harness.runtime.devices.memory import is_out_of_memory
@@ -132,8 +132,7 @@ for is_kept in (False, True):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_freed_memory_is_not_fetched_again_page_by_page():
-    command = [sys.executable, "-c", _PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = completed(sys.executable, "-c", _PROGRAM)
     freed, kept = map(int, done.stdout.split())
     assert freed > 1000  # of 204800 pages
     assert kept < 100

@@ -7,11 +7,11 @@ import gc
 import re
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from launching import ROOT
 from torch import nn
 from zoo import ZOO
 
@@ -27,7 +27,6 @@ from harness.runtime.models.own_loss import BatchLossTask, LabelledTask, join
 from harness.runtime.models.task import TextOptions
 from harness.runtime.models.torchvision_import import allow_torchvision
 
-ROOT = Path(__file__).parents[3]
 OPTIONS = ModelOptions(n_classes=7, n_channels=3, image_size=32)
 TOKENS = torch.tensor([[4, 1, 2], [0, 3, 1]])
 

@@ -1,18 +1,16 @@
 """A user's own model, also where it imports torchvision by itself, in a process of its own."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from launching import ROOT, completed
 from torch import nn
 
 from harness.errors import ModelError
 from harness.runtime.models import ModelOptions
 from harness.runtime.models.factory import task_from_factory, task_of, weights_on_meta
 
-ROOT = Path(__file__).parents[3]
 OPTIONS = ModelOptions(n_classes=10, n_channels=3, image_size=32)
 BUILD = """
 from harness.runtime.models import ModelOptions
@@ -74,10 +72,8 @@ def user(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", [IN_THE_FACTORY, AT_THE_TOP, BY_A_LIBRARY])
 def test_a_factory_may_import_torchvision_by_itself(text, tmp_path, user):
     user("users_net", text)
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD.format(name="users_net:net")],
-        env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    code, paths = BUILD.format(name="users_net:net"), f"{ROOT}:{tmp_path}"
+    done = completed(sys.executable, "-c", code, PYTHONPATH=paths)
     assert done.stdout.split() == ["ResNet", "11181642"], done.stderr
 
 

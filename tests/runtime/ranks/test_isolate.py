@@ -4,12 +4,12 @@ import multiprocessing
 import operator
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
+from launching import completed
 
 from harness.measure.reached import Reached, ReachedReader
 from harness.runtime.ranks.isolate import run_isolated
@@ -39,10 +39,7 @@ def test_a_child_starts_processes_as_a_data_loader_does():
         "here.start_a_process, (), timeout_s=30, peer_failure=here.nobody).value)"
     )
     paths = os.pathsep.join((str(Path(__file__).parent), *sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = completed(sys.executable, "-c", code, PYTHONPATH=paths)
     assert done.stdout == "0\n", done.stderr
 
 
