@@ -104,15 +104,24 @@ def _return_logits(graph: fx.Graph) -> None:
 
 
 def _drop_unread(graph: fx.Graph, model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    """Drop functions without weights whose results nothing reads, such as those of a loss."""
+    """Drop functions and modules without state whose results nothing reads, such as a loss's."""
     for node in reversed(list(graph.nodes)):
-        is_function = node.op in ("call_function", "call_method")
-        if node.users or not is_function or isinstance(node.target, OpaqueFunction):
+        if node.users or node.meta.get(HOOKS) or not _is_stateless(node, modules):
             continue
-        has_effect = node.meta.get(HOOKS) or node.is_impure() or works_in_place(node, modules)
         reads_weights = any(source.op == "get_attr" for source in node.all_input_nodes)
-        if not has_effect and not reads_weights and not draws_random(node, model):
+        is_changing = works_in_place(node, modules) or draws_random(node, model)
+        if not reads_weights and not is_changing:
             graph.erase_node(node)
+
+
+def _is_stateless(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether a node calls a function, or a module of PyTorch's without state and hooks."""
+    if node.op == "call_module":
+        part = modules[str(node.target)]
+        is_plain = type(part).__module__.startswith("torch.nn.") and not patches.has_own_hooks(part)
+        return is_plain and not part.state_dict()
+    is_function = node.op in ("call_function", "call_method")
+    return is_function and not isinstance(node.target, OpaqueFunction) and not node.is_impure()
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
-from harness.runtime.models import InputSpec, Task
+from harness.runtime.models import InputSpec, ModelOptions, Task
+from harness.runtime.models.factory import task_of
 from harness.runtime.tracing import tracer
 from harness.runtime.tracing.kept_calls import Vmap
 from harness.runtime.tracing.trace import trace
@@ -218,6 +219,26 @@ def test_operators_have_names_of_their_own():
     assert len(set(names)) == len(names)
     assert "loss" not in {node.name for node in captured.module.graph.nodes}
     assert captured.graph.operators[-1].name == "loss"
+
+
+class Autoencoder(nn.Module):
+    """Its loss is a module's, as in most programs."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 2), nn.Linear(2, 4)
+        self.criterion = nn.MSELoss()
+
+    def forward(self, x):
+        found = self.outer(self.inner(x))
+        return {"loss": self.criterion(found, x), "found": found}
+
+
+def test_the_module_of_a_loss_that_is_computed_of_the_outputs_is_no_operator():
+    task = task_of("autoencoder", (Autoencoder(), {"x": torch.rand(2, 4)}), ModelOptions())
+    operators = capture(task, 4, "autoencoder").graph.operators
+    assert [op.name for op in operators[1:]] == ["model.inner", "model.outer", "loss"]
+    assert not any(op.attrs.get("mixes_samples") for op in operators)
 
 
 class Encoder(nn.Module):
