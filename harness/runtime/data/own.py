@@ -17,6 +17,7 @@ from torch import Tensor
 from harness.errors import DataError, HarnessError, first_line
 from harness.inputs import one_line, shorten
 from harness.runtime.data.batch import Batch, BatchedData
+from harness.runtime.models.own_loss import LabelledTask
 from harness.runtime.models.task import IGNORED, InputSpec, Task
 from harness.runtime.models.user_code import UserFunction
 
@@ -91,6 +92,8 @@ class OwnData(BatchedData):
             targets = self._task.join_labels(columns[len(inputs) :], len(indices))
         if self._task.loss == "cross_entropy":
             self._check_classes(indices, targets)
+        if isinstance(self._task, LabelledTask):
+            self._check_foreseen(indices, self._task, targets)
         if not self._is_masked:
             n_counted = self._task.count_targets(targets)
             if n_counted != len(indices) * self._task.n_targets:
@@ -120,6 +123,15 @@ class OwnData(BatchedData):
                 indices[row],
                 f"has label {int(targets[row][wrong[row]].flatten()[0])}, and the model has {n} "
                 f"classes: give labels from 0 to {n - 1}{hint}",
+            )
+
+    def _check_foreseen(self, indices: list[int], task: LabelledTask, targets: Tensor) -> None:
+        """Refuse labels that do not count where the loss was found to be a mean over samples."""
+        if name := task.own_loss.unforeseen(targets):
+            raise self._error(
+                indices[0],
+                f"or one near it has {name} of {IGNORED}, and the example of the model has none: "
+                "give the example such a label, so that the loss is that of whole batches",
             )
 
     @property

@@ -144,5 +144,12 @@ def _spec(name: str, tensor: Tensor, has_rows: bool) -> InputSpec:
     if has_gradients(tensor):
         is_fraction = has_rows and dtype.is_floating_point and _is_fraction(tensor)
         return InputSpec(name=name, shape=shape, dtype=dtype, is_fraction=is_fraction)
-    rows = tensor.clone() if has_rows and bool((tensor >= 0).all()) else None
-    return InputSpec(name=name, shape=shape, dtype=dtype, n_values=int(tensor.max()) + 1, rows=rows)
+    lowest, highest = int(tensor.min()), int(tensor.max())
+    return InputSpec(
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        n_values=highest + 1,
+        rows=tensor.clone() if has_rows and lowest >= 0 else None,
+        ignored=lowest if lowest < 0 else None,
+    )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harness.errors import first_line
 from harness.runtime.models.task import (
+    IGNORED,
     InputSpec,
     Task,
     Wrapper,
@@ -127,6 +128,18 @@ class OwnLoss:
         given = (*[None] * len(self.outputs), *self._labels(targets))
         return int((_run(before[::-1], given, targets.device)[slot] != ignored).sum())
 
+    def unforeseen(self, targets: Tensor) -> str:
+        """The name of a label that does not count in a mean over samples, where no label of the
+        example was such; empty if there is none."""
+        leaves_out = any(call.name in ("cross_entropy", "nll_loss") for call in self.calls)
+        if self.counted is not None or not leaves_out:
+            return ""
+        for spec, label in zip(self.labels, self._labels(targets), strict=True):
+            is_known = spec.ignored is not None or spec.dtype.is_floating_point
+            if not is_known and (label == IGNORED).any():
+                return spec.name
+        return ""
+
     def draw(
         self,
         n_samples: int,
@@ -155,9 +168,14 @@ class OwnLoss:
         free = tuple(
             replace(s, rows=None, n_values=s.n_values and max(2, s.n_values)) for s in given
         )
-        for is_given, labels in ((True, given), (False, free)):
+        forms = [(True, given, False), (False, free, False)]
+        if any(spec.ignored is not None for spec in given):
+            forms.append((True, given, True))
+        for is_given, labels, is_masked in forms:
             drawn = replace(self, labels=labels)
             targets = drawn.draw(_N_CHECKED, generator)
+            if is_masked:
+                targets = drawn._with_ignored(targets)
             flaw = "its loss is not finite for random outputs, so that its parts cannot be checked"
             # Outputs may have to be positive, or probabilities, for a loss that is a number.
             for outputs in (join(draws), join([draw.softmax(-1) for draw in draws])):
@@ -178,6 +196,15 @@ class OwnLoss:
             if flaw and is_given:
                 return flaw
         return ""
+
+    def _with_ignored(self, targets: Tensor) -> Tensor:
+        """Targets of which half do not count in the first sample, where an example has such."""
+        labels = [label.clone() for label in self._labels(targets)]
+        for spec, label in zip(self.labels, labels, strict=True):
+            if spec.ignored is not None:
+                first = label[0].view(-1)
+                first[: (len(first) + 1) // 2] = spec.ignored
+        return self.join_labels(labels)
 
     def _in_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of all samples together, and that of each by itself."""

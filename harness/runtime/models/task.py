@@ -121,6 +121,7 @@ class InputSpec:
         rows: integers of samples of an example; None if any integers below n_values make a sample.
         is_fraction: whether real values lie between 0 and 1, as a loss of probabilities needs.
         n_rows: of the smallest embedding that looks up these integers; None if none does.
+        ignored: the negative integer of an example, which marks labels that do not count.
     """
 
     name: str
@@ -130,6 +131,7 @@ class InputSpec:
     rows: Tensor | None = field(default=None, compare=False, repr=False)
     is_fraction: bool = False
     n_rows: int | None = None
+    ignored: int | None = None
 
     def draw(
         self,

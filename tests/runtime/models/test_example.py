@@ -15,7 +15,7 @@ from launching import ROOT
 from torch import nn
 from zoo import ZOO
 
-from harness.errors import ModelError
+from harness.errors import DataError, ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.meta_run import step_flops
 from harness.runtime.data.own import OwnData
@@ -103,7 +103,7 @@ def test_checks_of_values_are_left_out_where_weights_have_none():
 )
 def test_a_wrong_example_is_refused_in_one_line(example, message):
     with pytest.raises(ModelError, match=re.escape(message)) as caught:
-        task_of("m:f", (Tagger(), example), OPTIONS)
+        task_of("m:f", (Annotator(), example), OPTIONS)
     assert "\n" not in str(caught.value)
 
 
@@ -200,6 +200,44 @@ def test_a_cross_entropy_beside_another_loss_is_a_mean_over_samples():
     wanted = task.model.model(x, labels, levels)["loss"]
     assert float(sum(parts).detach()) / 2 == pytest.approx(float(wanted.detach()), rel=1e-5)
     hold_to_model(task, capture(task, 4, "heads"), "heads")
+
+
+class Annotator(nn.Module):
+    """A class of each sample, and one of each token, of which some do not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.classes, self.tags = nn.Linear(4, 6), nn.Linear(4, 3 * 5)
+
+    def forward(self, x, labels, tags):
+        logits, found = self.classes(x), self.tags(x).view(-1, 3, 5)
+        loss = F.cross_entropy(logits, labels) + F.cross_entropy(found.flatten(0, 1), tags.view(-1))
+        return {"loss": loss, "logits": logits, "found": found}
+
+
+TAGS = torch.tensor([[0, 3, 4], [-100, 2, -100]])
+
+
+def tagged(tags):
+    example = {"x": torch.rand(2, 4), "labels": torch.tensor([2, 5]), "tags": tags}
+    return task_of("m:f", (Annotator(), example), OPTIONS)
+
+
+def test_tokens_that_do_not_count_in_one_of_two_losses_keep_the_loss_on_whole_batches():
+    task = tagged(TAGS)
+    assert isinstance(task, BatchLossTask)
+    x, labels = torch.rand(2, 4), torch.tensor([2, 5])
+    found = task.sum_loss(task.model(x, labels, TAGS), task.draw_targets(2)) / 2
+    wanted = task.model.model.model(x, labels, TAGS)["loss"]
+    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
+
+
+def test_tokens_that_do_not_count_in_one_of_two_losses_are_in_the_example():
+    task = tagged(TAGS.abs() % 5)
+    assert isinstance(task, LabelledTask)
+    samples = [{"x": torch.rand(4), "labels": 1, "tags": tags} for tags in TAGS]
+    with pytest.raises(DataError, match=r"sample 1 .* tags of -100, and the example .* has none"):
+        OwnData("--data 'm:d'", samples, task).__getitems__([1])
 
 
 class Pixels(nn.Module):
