@@ -8,7 +8,7 @@ dict of the model's inputs and of the label by name, or a tuple of them in their
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class OwnData(BatchedData):
     def __init__(self, name: str, samples: Any, task: Task) -> None:
         self._name, self._samples, self._task = name, samples, task
         self._specs = (*task.inputs, *task.labels)
+        self._names = {spec.name for spec in self._specs}
         self._n_counted: dict[int, int] = {}
         if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
             raise DataError(
@@ -157,13 +158,27 @@ class OwnData(BatchedData):
         try:
             if hasattr(self._samples, "__getitems__"):
                 found: Sequence[Any] = self._samples.__getitems__(indices)
-                return found
-            return [self._samples[index] for index in indices]
+            else:
+                found = [self._samples[index] for index in indices]
+            return [dict(self._flat(x)) if isinstance(x, Mapping) else x for x in found]
         except HarnessError:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {one_line(first_line(error))}"
             raise self._error(indices[0], f"or one near it cannot be read ({reason})") from error
+
+    def _flat(self, values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """A sample by name, where the example nests inputs in dicts and tuples."""
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            has_parts = name not in self._names and any(
+                known.startswith(f"{name}_") for known in self._names
+            )
+            parts = dict(enumerate(value)) if isinstance(value, tuple | list) else value
+            if has_parts and isinstance(parts, Mapping):
+                yield from self._flat(parts, f"{name}_")
+            else:
+                yield name, value
 
     def _look_at(self, sample: Any) -> None:
         """Check the first sample; tell of what the model does not read."""

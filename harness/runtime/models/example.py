@@ -8,7 +8,9 @@ are passed as they are.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -129,8 +131,10 @@ def _kinds(leaves: list[Any]) -> str:
 
 
 def _name_of(path: tuple[Any, ...], position: int) -> str:
-    words = [entry.key for entry in path if isinstance(entry, pytree.MappingKey)]
-    return "_".join(map(str, words)) or f"input_{position}"
+    """The key of a dict, and the keys and places inside it."""
+    known = itertools.dropwhile(lambda entry: not isinstance(entry, pytree.MappingKey), path)
+    words = [str(astuple(entry)[0]) for entry in known]
+    return "_".join(words) or f"input_{position}"
 
 
 def _is_fraction(tensor: Tensor) -> bool:

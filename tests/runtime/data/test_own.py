@@ -55,6 +55,28 @@ def test_samples_are_tuples_or_dicts_of_anything_that_makes_tensors():
         assert data.count_targets([0, 5]) == (1, 1)
 
 
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, batch):
+        first, second = batch["pair"]
+        return self.last(batch["x"] + first - second)
+
+
+def test_a_sample_nests_its_inputs_as_the_example_does():
+    example = {"batch": {"x": NUMBERS, "pair": (2 * NUMBERS, 3 * NUMBERS)}}
+    task = task_of("own", (Nested(), example), ModelOptions())
+    names = ["batch_x", "batch_pair_0", "batch_pair_1"]
+    assert [spec.name for spec in task.inputs] == names
+    nested = [{"y": 1, "batch": {"pair": [2 * x, 3 * x], "x": x.tolist()}} for x in NUMBERS]
+    flat = [{"y": 1, **dict(zip(names, (x, 2 * x, 3 * x), strict=True))} for x in NUMBERS]
+    for samples in (nested, flat):
+        inputs = OwnData("own", samples, task).__getitems__([2]).inputs
+        assert [torch.equal(x, k * NUMBERS[2:3]) for k, x in enumerate(inputs, 1)] == [True] * 3
+
+
 @pytest.mark.parametrize("has_loss", [False, True])
 def test_targets_that_do_not_count_are_left_out_of_their_number(has_loss, caplog):
     labels = WORDS.clone()
