@@ -220,6 +220,22 @@ class Graph(JsonFile, frozen=True, kw_only=True):
         shared = ((op.attrs.get("shares_norm_with"), op.name) for op in self.operators)
         return [(first, name) for first, name in shared if isinstance(first, str)]
 
+    def planned_alike(self) -> list[tuple[str, str]]:
+        """The first and each further operator of those that have one plan: the calls of a batch
+        norm, and the operators that share a buffer which forward writes."""
+        first_of = {name: pair[0] for pair in self.norm_calls() for name in pair}
+        groups: list[tuple[set[object], list[str]]] = []
+        for operator in self.operators:
+            written, norm = operator.attrs.get("writes_buffers"), first_of.get(operator.name)
+            shared = set[object](written if isinstance(written, list) else ())
+            shared |= {("norm", norm)} if norm else set()
+            joined = [group for group in groups if not group[0].isdisjoint(shared)]
+            names = [name for _, known in joined for name in known]
+            shared = shared.union(*(known for known, _ in joined))
+            others = [group for group in groups if group not in joined]
+            groups = [*others, (shared, [*names, operator.name])] if shared else groups
+        return [(names[0], other) for _, names in groups for other in names[1:]]
+
     @property
     def parameter_bytes(self) -> int:
         return sum(operator.parameter_bytes for operator in self.operators)

@@ -167,10 +167,11 @@ def may_have_copies(operator: Operator) -> bool:
     """Whether several devices may compute the same block: only if there are no weights to sync.
 
     Kinds with weights may not, even without bytes, as in a graph without sizes. An operator that
-    draws random numbers may not either, nor an unknown function, which might do so.
+    draws random numbers or writes a buffer may not either, nor an unknown function, which might.
     """
     is_free = operator.weight_bytes == 0 and has_tasks(operator)
     is_repeatable = operator.attrs.get("is_repeatable") is not False
+    is_repeatable = is_repeatable and not operator.attrs.get("writes_buffers")
     return is_free and is_repeatable and operator.kind not in _WITH_WEIGHTS
 
 

@@ -35,6 +35,14 @@ def test_json_round_trip_keeps_everything():
     assert list(again.operators[0].shape) == ["sample", "feature", "height", "width"]
 
 
+def test_operators_that_share_a_written_buffer_or_a_batch_norm_are_planned_alike():
+    writes = {"a": ["u"], "b": ["v"], "d": ["w"], "e": ["u", "v"], "f": ["w"]}
+    operators = [op(name, attrs={"writes_buffers": names}) for name, names in writes.items()]
+    operators.append(op("g", attrs={"shares_norm_with": "d", "writes_buffers": ["w"]}))
+    graph = Graph(name="six", operators=[*operators, op("h")], batch=8)
+    assert graph.planned_alike() == [("a", "b"), ("a", "e"), ("d", "f"), ("d", "g")]
+
+
 def test_hash_depends_on_content_only():
     assert diamond().content_hash() == diamond().content_hash()
     other = Graph(name="diamond", operators=[*diamond().operators, op("e")], batch=8)

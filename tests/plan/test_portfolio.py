@@ -410,6 +410,21 @@ def test_every_plan_of_a_search_has_all_calls_of_a_batch_norm_alike(exhaustive_u
 
 
 @pytest.mark.parametrize("exhaustive_up_to", [0, 20_000])
+def test_every_plan_of_a_search_has_a_written_buffer_on_one_device(exhaustive_up_to):
+    graph, profile = layers(4)
+    ops = list(graph.operators)
+    for k in (2, 4):  # reads the buffer, writes it
+        attrs = {"writes_buffers": ["seen"], "mixes_samples": True, "is_cut_by_samples": False}
+        ops[k] = msgspec.structs.replace(ops[k], kind="other", attrs=attrs)
+    graph = msgspec.structs.replace(graph, operators=ops)
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=GB)
+    found = search_portfolio(request_of(graph, profile, cluster), exhaustive_up_to=exhaustive_up_to)
+    for candidate in found.ranked():
+        validate(found.strategy(candidate), graph, cluster)
+    assert found.best.n_devices == 2
+
+
+@pytest.mark.parametrize("exhaustive_up_to", [0, 20_000])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_search_cuts_a_weight_alike_for_all_operators_that_use_it(is_tied, exhaustive_up_to):
     graph, profile = layers(4, parameters=100_000)

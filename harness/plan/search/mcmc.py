@@ -216,9 +216,9 @@ def closest(menu: Sequence[OperatorPlan], source: OperatorPlan) -> OperatorPlan:
 
 
 def apply_plans(trial: Trial, plans: Mapping[int, OperatorPlan]) -> None:
-    """Replace the plans that differ, and with them those of further calls of a batch norm."""
-    calls = trial.simulator.norm_calls
-    tied = {other: plans[first] for first, other in calls if first in plans}
+    """Replace the plans that differ, and with them those of operators that are planned alike."""
+    pairs = trial.simulator.alike
+    tied = {other: plans[first] for first, other in pairs if first in plans}
     for op, plan in (*plans.items(), *tied.items()):
         if trial.tables.plans[op] != plan:
             trial.replace(op, plan)

@@ -145,10 +145,11 @@ class Objective:
         return JudgedPlan(out.step_s, excess)
 
     def _n_unlike(self, tables: Tables) -> int:
-        """Number of further calls of a batch norm that are planned unlike the first, which the
-        executor refuses, and of uses of a weight that cut it otherwise, which it computes whole."""
+        """Number of operators that share a batch norm or a written buffer with another and are
+        planned unlike it, which the executor refuses, and of uses of a weight that cut it
+        otherwise than the first, which it computes whole."""
         plans = tables.plans
-        n_unlike = sum(plans[a] != plans[b] for a, b in self.simulator.norm_calls)
+        n_unlike = sum(plans[a] != plans[b] for a, b in self.simulator.alike)
         for users in tables.tied.values():
             cuts = [self.cuts_of(op, plans[op]) for op in users if op in plans]
             n_unlike += sum(one != cuts[0] for one in cuts)

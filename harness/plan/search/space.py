@@ -68,7 +68,7 @@ def _likely_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 class Space:
     """Every operator's menu of plans, for one size of microbatch.
 
-    Calls of one batch norm have one menu, that of the first, because they are planned alike.
+    Operators that are planned alike, such as the calls of one batch norm, have one menu.
     """
 
     def __init__(self, costs: Costs, cluster: Cluster, placed: list[int]) -> None:
@@ -84,7 +84,7 @@ class Space:
                 shared[key] = self._menu(op)
             self.menus[op] = shared[key]
         index = costs.graph.index()
-        for first, other in costs.graph.norm_calls():
+        for first, other in costs.graph.planned_alike():
             allowed = self.menus.pop(index[other])
             kept = [plan for plan in self.menus[index[first]] if plan in allowed]
             self.menus[index[first]] = kept
@@ -209,13 +209,13 @@ def balanced_pipeline(
         )
         for stages in found
     ]
-    return simulator.fastest([p for p in pipelines if _has_like_norms(p, graph)] or pipelines[:1])
+    return simulator.fastest([p for p in pipelines if _has_like_plans(p, graph)] or pipelines[:1])
 
 
-def _has_like_norms(strategy: Strategy, graph: Graph) -> bool:
-    """Whether all calls of a batch norm are planned alike."""
+def _has_like_plans(strategy: Strategy, graph: Graph) -> bool:
+    """Whether operators that share a batch norm or a written buffer are planned alike."""
     plans = strategy.operators
-    return all(plans[first] == plans[other] for first, other in graph.norm_calls())
+    return all(plans[first] == plans[other] for first, other in graph.planned_alike())
 
 
 def usual_microbatches(simulator: Simulator, batch: int) -> list[int]:
@@ -231,13 +231,14 @@ def standard_strategies(
     simulator: Simulator, batch: int, shard_state: ShardState | None = None
 ) -> Iterator[Strategy]:
     """All that apply: single on the fastest device first, then ddp, tensor parallel, hybrids,
-    balanced pipelines, unless they plan calls of one batch norm unlike each other.
+    balanced pipelines, unless they plan calls of one batch norm, or operators that share a written
+    buffer, unlike each other.
 
     Args:
         shard_state: of all of them; None shards nothing.
     """
     for strategy in _unsharded(simulator, batch):
-        if _has_like_norms(strategy, simulator.graph):
+        if _has_like_plans(strategy, simulator.graph):
             yield msgspec.structs.replace(strategy, shard_state=shard_state or "none")
 
 

@@ -106,7 +106,7 @@ class Simulator:
         )
         self.speeds: Floats = np.array([device.speed for device in cluster.devices])
         index = graph.index()
-        self.norm_calls = [(index[first], index[other]) for first, other in graph.norm_calls()]
+        self.alike = [(index[first], index[other]) for first, other in graph.planned_alike()]
         self.placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
         frozen = self.options.frozen
         self.returns = needs_gradient(graph, frozen)
