@@ -158,7 +158,10 @@ def output_sizes(operator: Operator, sizes: Mapping[str, int]) -> dict[str, int]
 
 
 def cuttable_dims(operator: Operator, shape: dict[str, int]) -> list[str]:
-    """Dims of `shape` along which the operator may be cut, in the order of `shape`."""
+    """Dims of `shape` along which the operator may be cut, in the order of `shape`: none where
+    forward writes a buffer, which is on one device."""
+    if operator.attrs.get("writes_buffers"):
+        return []
     allowed = set(_CUTTABLE.get(operator.kind, (SAMPLE,))) - _fixed_dims(operator)
     return [dim for dim in shape if dim in allowed]
 

@@ -7,6 +7,7 @@ from harness.domain.sharding import (
     full_shape,
     input_block,
     is_partial,
+    may_have_copies,
     weight_cuts,
     weight_dims,
     weight_part,
@@ -111,6 +112,15 @@ def test_a_layer_norm_is_cut_along_what_it_does_not_normalise():
     assert cuttable_dims(op("layer_norm", shape, n_normalized=1), shape) == ["sample", "seq"]
     assert cuttable_dims(op("layer_norm", shape, n_normalized=2), shape) == ["sample"]
     assert cuttable_dims(op("layer_norm", shape), shape) == ["sample"]
+
+
+def test_an_operator_of_a_written_buffer_is_on_one_device():
+    shape = {"sample": 16, "feature": 4}
+    for kind in ("elementwise", "other"):
+        assert may_have_copies(op(kind, shape))
+        writing = op(kind, shape, writes_buffers=["queue"])
+        assert not cuttable_dims(writing, shape)
+        assert not may_have_copies(writing)
 
 
 def test_features_of_a_linear_operator_are_its_last_dim_or_cannot_be_cut():
