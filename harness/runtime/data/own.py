@@ -244,7 +244,15 @@ class OwnData(BatchedData):
                 f"has {name} of shape {tuple(tensor.shape)}, and the model takes {spec.shape}: "
                 "pad, cut or resize it in the data set, or give the model that size",
             )
-        if tensor.dtype != spec.dtype and _is_real(tensor.dtype) != _is_real(spec.dtype):
+        is_binary = not spec.name and self._task.loss == "binary_cross_entropy"
+        if is_binary and not ((tensor == 0) | (tensor == 1)).all():
+            raise self._error(
+                index,
+                f"has label {shorten(value)}, and the loss of one logit is the binary cross "
+                "entropy: give labels of 0 and 1, or let the model return a loss of its own",
+            )
+        is_alike = is_binary or _is_real(tensor.dtype) == _is_real(spec.dtype)
+        if tensor.dtype != spec.dtype and not is_alike:
             raise self._error(
                 index,
                 f"has {name} of {tensor.dtype} ({shorten(value)}), and the model takes "

@@ -55,6 +55,16 @@ def test_samples_are_tuples_or_dicts_of_anything_that_makes_tensors():
         assert data.count_targets([0, 5]) == (1, 1)
 
 
+def test_labels_of_one_logit_are_0_and_1_of_any_dtype():
+    task = task_of("own", (nn.Linear(3, 1), torch.rand(2, 3)), ModelOptions())
+    for labels in (torch.tensor([0.0, 1.0]), torch.tensor([0, 1]), torch.tensor([False, True])):
+        data = OwnData("own", TensorDataset(NUMBERS[:2], labels), task)
+        assert data.__getitems__([0, 1]).targets.tolist() == [0, 1]
+    for label in (7, 0.5):
+        with pytest.raises(DataError, match=r"label .*, and the loss of one logit is the binary"):
+            OwnData("own", [(NUMBERS[0], label)], task)
+
+
 class Nested(nn.Module):
     def __init__(self):
         super().__init__()
