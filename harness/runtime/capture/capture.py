@@ -334,11 +334,11 @@ def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
 
 
 def _tell_unknown(builder: _Builder) -> None:
-    """Name the functions that the planner does not know, those with most FLOPs first."""
-    if not builder.unknown:
-        return
+    """Name the functions that the planner does not know, those with most FLOPs first, if any."""
     flops = {operator.name: operator.forward_flops for operator in builder.operators}
     costs = {f: sum(flops[name] for name in names) for f, names in builder.unknown.items()}
+    if not any(costs.values()):
+        return
     shown = [
         f"{function} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})"
         for function, names in sorted(builder.unknown.items(), key=lambda item: -costs[item[0]])

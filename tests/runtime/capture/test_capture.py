@@ -325,3 +325,9 @@ def test_unknown_functions_are_named_in_one_line_with_their_flops(caplog):
     (record,) = caplog.records
     names = "ConvTranspose2d (1), LocalResponseNorm (0)"
     assert f"does not know {names}: operators with {n_flops:.3g} of" in record.getMessage()
+
+
+def test_unknown_functions_without_flops_are_not_named(caplog):
+    model = nn.Sequential(nn.LocalResponseNorm(2), nn.Flatten(), nn.Linear(48, 5))
+    capture(task_of(model, (3, 4, 4), 5), 2, "model")
+    assert not caplog.records
