@@ -361,7 +361,10 @@ class _Comparison:
             if name == "loss":
                 summary += f" ({a.loss:.6g}, not {b.loss:.6g})"
         details = "; ".join(filter(None, (summary, first.text())))
+        dtype = self._precision.dtype
+        under, other = ("", "") if dtype == "fp32" else (f" in {dtype}", ", use fp32")
         raise ModelError(
-            f"the graph captured of {self._name} does not train what the model does: {details}: "
-            "rewrite that part, or train it by --engine torch, which needs no plan"
+            f"the graph captured of {self._name} does not train{under} what the model does: "
+            f"{details}: rewrite that part{other}, or train it by --engine torch, which needs no "
+            "plan"
         )

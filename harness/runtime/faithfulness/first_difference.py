@@ -113,6 +113,9 @@ class _DifferenceRecorder(TorchFunctionMode):
         has_gradient, has_autocast = self._contexts()
         if function_name(func) == "register_hook":
             self._add_construct("a hook on a tensor", _user_frame())
+        if isinstance(result, torch.dtype) and has_autocast and result.itemsize == 2:
+            read = f"a read of a dtype, {result} here and torch.float32 in the graph"
+            self._add_construct(read, _user_frame())
         if (has_gradient, has_autocast) != self._outer:
             self._add_context(is_autocast=has_autocast != self._outer[1])
         for tensor in tensors_in_order(result):

@@ -93,6 +93,30 @@ LIES = {
 }  # fmt: skip
 
 
+def as_read(made, x):
+    found = made.second(x)
+    return (900 * found.float() / 7).to(found.dtype).sin()  # large, so that rounding shows
+
+
+def as_exported(made, x):
+    return (900 * made.second(x).float() / 7).to(torch.float32).sin()
+
+
+def test_a_dtype_that_follows_autocast_is_named_with_its_line():
+    truth, lie = (task_of(net(middle), torch.float32) for middle in (as_read, as_exported))
+    lie.model.load_state_dict(truth.model.state_dict())
+    captured = capture(lie, 8, "lie")
+    hold_to_model(truth, captured, "lie")
+    with pytest.raises(ModelError) as refused:
+        hold_to_model(truth, captured, "lie", "bf16")
+    said = str(refused.value)
+    assert "does not train in bf16 what the model does" in said
+    line = as_read.__code__.co_firstlineno + 2
+    read = "a read of a dtype, torch.bfloat16 here and torch.float32 in the graph"
+    assert f"the model has {read} ({Path(__file__).name}:{line})" in said
+    assert "rewrite that part, use fp32, or train it by --engine torch" in said
+
+
 @pytest.mark.parametrize("name", LIES)
 def test_a_lost_construct_is_refused_in_one_line(name):
     truth, lie, words = LIES[name]
