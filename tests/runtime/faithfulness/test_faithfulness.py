@@ -7,6 +7,7 @@ depend on what the tracer keeps.
 import copy
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
