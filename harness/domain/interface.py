@@ -30,6 +30,24 @@ class Interface:
         return ipaddress.IPv4Address(self.address).is_loopback
 
 
+def find_namesakes(
+    hostnames: list[str], interfaces: list[list[Interface]]
+) -> tuple[int, int, str] | None:
+    """Find two ranks on hosts of one name, each of which has an address that the other lacks.
+
+    Returns:
+        The ranks, and the name with these addresses; None if all names are unique.
+    """
+    first: dict[str, int] = {}
+    addresses = [{interface.address for interface in own} for own in interfaces]
+    for rank, name in enumerate(hostnames):
+        other = first.setdefault(name, rank)
+        theirs, mine = addresses[other] - addresses[rank], addresses[rank] - addresses[other]
+        if mine and theirs:
+            return other, rank, f"{name} ({min(theirs)} and {min(mine)})"
+    return None
+
+
 def _reaches(mine: Interface, others: list[list[Interface]]) -> bool:
     for interfaces in others:
         peers = [i for i in interfaces if ipaddress.IPv4Address(i.address) in mine.network]

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.domain.cluster import Cluster, Device, Link, Node
-from harness.domain.interface import Interface, choose_interface
+from harness.domain.interface import Interface, choose_interface, find_namesakes
 from harness.errors import ClusterError
 
 
@@ -83,6 +83,14 @@ def ethernet(host, subnet="10.0.0", name="eth0", speed=1e9, prefix=24):
 def test_ranks_on_one_host_use_loopback():
     chosen = choose_interface(0, ["a", "a"], [[LO, ethernet(1)], [LO, ethernet(1)]])
     assert chosen == LO
+
+
+def test_hosts_of_one_name_are_told_by_addresses_that_only_one_has():
+    hosts = [[LO, DOCKER, ethernet(k)] for k in (1, 2, 2, 1)]
+    assert find_namesakes(["a", "b", "b", "a"], hosts) is None
+    assert find_namesakes(["a", "b", "b", "b"], hosts) == (1, 3, "b (10.0.0.2 and 10.0.0.1)")
+    # A bridge that was made meanwhile.
+    assert find_namesakes(["a", "a"], [[LO, ethernet(1)], [LO, DOCKER, ethernet(1)]]) is None
 
 
 def test_docker0_with_the_same_address_everywhere_is_passed_over_though_faster():

@@ -156,6 +156,7 @@ def test_a_clock_counts_as_wrong_beyond_the_error_of_the_look(hosts, offset_s, e
         ("os", {"kernel": "Darwin 23.1 arm64"}, Status.CRITICAL, "runs Darwin"),
         ("os", {"kernel": "Linux 6.1 aarch64"}, Status.CRITICAL, "is aarch64, the others are x86"),
         ("os", {"hostname": "n0"}, Status.WARN, "calls itself n0, as n0 does"),
+        ("os", {"hostname": "n0", "boot_id": "b"}, Status.CRITICAL, "which is another machine"),
         ("cpu", {"quota_cores": 0.5}, Status.OK, "8 cores, limited to 0.5, AMD EPYC"),
         ("cpu", {"load_1min": 4.1}, Status.WARN, "load 4.1 on 8 cores"),
         ("cpu", {"n_cores": None}, Status.UNKNOWN, "did not report"),

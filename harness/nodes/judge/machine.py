@@ -1,5 +1,6 @@
 """Verdicts on the machine and its software."""
 
+import shlex
 from collections import Counter
 
 from harness.domain.torch_builds import torch_problem
@@ -95,18 +96,19 @@ def judge_os(report: HostReport, survey: Survey) -> list[Judgement]:
     if system != "Linux":
         return [critical(f"runs {system}: only Linux is supported", "take it out of the hostfile")]
     verdicts = []
-    duplicates = [
-        other.name
+    namesakes = [
+        other
         for other in survey.answered
         if other.facts.hostname == facts.hostname and other.name != report.name
     ]
-    if duplicates and facts.hostname:
-        verdicts.append(
-            warn(
-                f"calls itself {facts.hostname}, as {', '.join(duplicates)} does",
-                "take the second name out of the hostfile, or give the machines different names",
-            )
-        )
+    if namesakes and facts.hostname:
+        text = f"calls itself {facts.hostname}, as {', '.join(o.name for o in namesakes)} does"
+        if all(other.facts.boot_id == facts.boot_id for other in namesakes):
+            remedy = "take the second name out of the hostfile, or give the hosts different names"
+            verdicts.append(warn(text, remedy))
+        else:
+            remedy = f"ssh -t {shlex.quote(report.name)} sudo hostnamectl set-hostname NAME"
+            verdicts.append(critical(f"{text}, which is another machine", remedy))
     machine = facts.kernel.split(" ")[-1]
     machines = Counter(other.facts.kernel.split(" ")[-1] for other in survey.answered)
     usual = machines.most_common(1)[0][0] if machines else ""

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from harness.domain.interface import Interface, choose_interface
+from harness.domain.interface import Interface, choose_interface, find_namesakes
 from harness.errors import LaunchError
 from harness.inputs import find_number
 from harness.runtime.agent.ended import flags_in
@@ -86,8 +86,15 @@ def connect_agents(
         broadcast: gives rank 0's endpoint to all ranks.
 
     Raises:
-        LaunchError: no interface reaches the other hosts, or this rank cannot reach rank 0.
+        LaunchError: two hosts have one name, no interface reaches the other hosts, or this rank
+            cannot reach rank 0.
     """
+    if (namesakes := find_namesakes(hostnames, interfaces)) is not None:
+        first, second, text = namesakes
+        raise LaunchError(
+            f"ranks {first} and {second} are on two hosts that are both named {text}: give each a "
+            "name of its own (hostnamectl set-hostname NAME), because ranks of one host share it"
+        )
     found = choose_interface(0, hostnames, interfaces, requested)
     if found is None:
         raise no_interface(hostnames[0], interfaces[0], requested)
