@@ -16,8 +16,12 @@ from harness.inputs import one_line
 _VARIABLES = re.compile(
     r"(NCCL|GLOO|MKL|KMP|TORCH|PYTORCH|CUDA|UCX|MALLOC)_\w+|OMPI_MCA_(btl|coll|pml|mtl|osc)\w*"
 )
-# They name devices or say what is printed. The number of threads is set for each run.
-_WITHOUT_EFFECT = re.compile(r"\w*(DEBUG|LOG|NUM_THREADS)\w*|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)")
+# They name devices, say what is printed, or are set by entry.sh or torchrun alone. The number of
+# threads is set for each run.
+_WITHOUT_EFFECT = re.compile(
+    r"\w*(DEBUG|LOG|NUM_THREADS|ASYNC_ERROR_HANDLING|tcp_if_exclude)\w*"
+    r"|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)"
+)
 
 
 def read_settings(environ: Mapping[str, str]) -> dict[str, str]:

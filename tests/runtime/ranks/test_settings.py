@@ -14,6 +14,7 @@ def test_variables_that_change_speed_are_kept_and_no_others():
         "OMPI_MCA_orte_precondition_transports": "a secret", "NCCL_DEBUG": "INFO", "HOME": "/root",
         "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "4", "MY_NCCL_TOKEN": "a secret",
         "TORCH_CPP_LOG_LEVEL": "ERROR", "OMPI_MCA_ess_base_vpid": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMPI_MCA_btl_tcp_if_exclude": "docker0",
     }  # fmt: skip
     found = read_settings({**kept, **left_out})
     assert found.pop("kernel") == platform.release()
