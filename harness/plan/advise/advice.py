@@ -251,16 +251,24 @@ class Adviser:
 
     def _changes(self, best: Priced, sets: Sequence[Priced]) -> list[Change]:
         """Every change that is worth more than the uncertainty of a comparison, best first."""
-        found = []
+        found, factor = [], self._factor_of_trials(best)
         for name, cluster, node in self._changed_clusters():
             names = set(best.node_names) | ({node} if node is not None else set())
             wanted = {tuple(_devices_on(cluster, names)), tuple(range(cluster.n_devices))}
             priced = [price(self.request, part_of(cluster, devices)) for devices in wanted]
-            fits = [one for one in priced if one is not None]
+            fits = [replace(one, step_s=factor * one.step_s) for one in priced if one is not None]
             found.append(Change(name=name, best=best_of([*fits, best])))
         if self.request.reduce_dtype == "fp32" and self.cluster.n_devices > 1:
             found.append(self._with_rounded_gradients(best, sets))
         return sorted(found, key=lambda change: -change.best.samples_per_s)
+
+    def _factor_of_trials(self, best: Priced) -> float:
+        """Where trial steps chose the best plan, its step over that of the best prediction, because
+        plans for changed machines are not tried."""
+        if not self.request.is_tried or self.request.known_on(best.cluster) is None:
+            return 1.0
+        predicted = price(replace(self.request, known=None), best.cluster)
+        return 1.0 if predicted is None else max(1.0, best.step_s / predicted.step_s)
 
     def _with_rounded_gradients(self, best: Priced, sets: Sequence[Priced]) -> Change:
         """On today's fastest set of several devices, and on all."""

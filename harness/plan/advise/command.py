@@ -217,6 +217,7 @@ def _advice_request(args: argparse.Namespace, request: PlanRequest) -> AdviceReq
         raise ConfigError(f"graph {graph.name!r} has no batch: give --batch-size")
     if graph.batch is None:
         graph = msgspec.structs.replace(graph, batch=batch or args.per_device_batch)
+    known, is_tried = _known_plan(args.results, graph, request.cluster, profile)
     return AdviceRequest(
         graph=graph,
         profile=profile,
@@ -227,16 +228,18 @@ def _advice_request(args: argparse.Namespace, request: PlanRequest) -> AdviceReq
         optimizer=args.optimizer,
         overlap=not args.no_overlap,
         reduce_dtype=request.reduce_dtype,
-        known=_known_plan(args.results, graph, request.cluster, profile),
+        known=known,
+        is_tried=is_tried,
     )
 
 
 def _known_plan(
     results: Path | None, graph: Graph, cluster: Cluster, profile: Profile
-) -> Strategy | None:
-    """The newest plan of these results that a search made with the same measurements."""
+) -> tuple[Strategy | None, bool]:
+    """The newest plan of these results that a search made with the same measurements, and whether
+    it tried several."""
     if results is None:
-        return None
+        return None, False
     for path, header in reversed(find_runs(results)[0]):
         if header.workload != "search" or header.status != "ok":
             continue
@@ -247,8 +250,8 @@ def _known_plan(
         made_for = found.made_for
         is_same = made_for is not None and is_by(made_for, cluster, profile)
         if is_same and made_for.graph_hash == graph.content_hash():
-            return found
-    return None
+            return found, header.config.get("trials", 1) != 1
+    return None, False
 
 
 def _write(path: Path, advice: Advice, request: PlanRequest) -> None:

@@ -147,6 +147,7 @@ class AdviceRequest:
         overlap: gradients are synchronised during the backward pass.
         reduce_dtype: in which gradients are summed over devices, fp32 or bf16.
         known: a plan that a search has found for the cluster that it names.
+        is_tried: trial steps chose it among other plans, so that no prediction is preferred to it.
     """
 
     graph: Graph
@@ -159,6 +160,7 @@ class AdviceRequest:
     overlap: bool = True
     reduce_dtype: str = "fp32"
     known: Strategy | None = None
+    is_tried: bool = False
 
     def batch_on(self, n_devices: int) -> int:
         """The global batch on so many devices."""
@@ -173,7 +175,7 @@ class AdviceRequest:
         if known is None or known.made_for is None or "searched" not in self.families:
             return None
         is_right = known.batch == batch and is_by(known.made_for, cluster, self.profile)
-        return known if is_right and _uses_all_nodes(known, cluster) else None
+        return known if is_right and (self.is_tried or _uses_all_nodes(known, cluster)) else None
 
     def simulator(self, cluster: Cluster) -> Simulator:
         return Simulator(
@@ -215,17 +217,21 @@ class Priced:
 
 
 def price(request: AdviceRequest, cluster: Cluster, *, search_s: float = 0.0) -> Priced | None:
-    """The fastest strategy that fits and uses every node; None without one.
+    """The fastest strategy that fits and uses every node, or the one that trial steps chose; None
+    without one.
 
     Args:
         search_s: wall seconds to search in beyond the standard strategies; 0 does not search.
     """
     batch = request.batch_on(cluster.n_devices)
     simulator = request.simulator(cluster)
-    found = [_priced(simulation) for simulation in _standards(request, simulator, batch)]
+    found: list[Priced] = []
     if (known := request.known_on(cluster)) is not None:
         simulation = simulator.simulate(known)
         found += [_priced(simulation, f"searched: {known.name}")] if simulation.fits else []
+        if found and request.is_tried:
+            return found[0]
+    found += [_priced(simulation) for simulation in _standards(request, simulator, batch)]
     if search_s > 0 and "searched" in request.families:
         found += _searched(request, simulator, batch, search_s)
     return min(found, key=lambda one: one.step_s, default=None)

@@ -11,8 +11,10 @@ from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.measure.store import write_header
 from harness.plan import builders
+from harness.plan.advise.advice import Adviser
 from harness.plan.advise.command import _known_plan
 from harness.plan.advise.pricing import AdviceRequest, price
+from harness.plan.advise.sets import part_of
 
 GRAPH, PROFILE = layers(4)
 PAIR = Cluster.uniform(2, 1, kind="device", inside_bytes_per_s=1e9, memory_bytes=GB)
@@ -38,6 +40,24 @@ def test_a_known_plan_is_priced_on_its_machines_at_its_batch(plan):
     assert price(replace(request, families=("ddp",)), PAIR).label == "ddp"
 
 
+def test_no_prediction_is_preferred_to_the_plan_that_trial_steps_chose(plan):
+    fast = Cluster.uniform(2, 1, kind="device", inside_bytes_per_s=1e12, memory_bytes=GB)
+    slow = builders.single(GRAPH, GRAPH.batch)
+    made_for = fingerprint(GRAPH, fast, PROFILE)
+    chosen = msgspec.structs.replace(slow, name="chosen", made_for=made_for)
+    request = AdviceRequest(graph=GRAPH, profile=PROFILE, batch=GRAPH.batch, known=chosen)
+    assert price(request, fast).label == "tensor parallel"
+    tried = price(replace(request, is_tried=True), fast)
+    assert (tried.label, tried.step_s) == (
+        "searched: chosen",
+        price(request, part_of(fast, [0])).step_s,
+    )
+    # What other machines would bring is predicted, and no trial speaks for it.
+    adviser = Adviser(replace(request, is_tried=True), fast, seconds=1.0)
+    assert adviser._factor_of_trials(tried) == tried.step_s / price(request, fast).step_s > 1
+    assert Adviser(request, fast, seconds=1.0)._factor_of_trials(tried) == 1
+
+
 @pytest.mark.parametrize("status", ["ok", "crash"])
 def test_the_newest_search_with_the_same_measurements_is_known(tmp_path, plan, status):
     for k, name in enumerate(("older", "newer")):
@@ -45,11 +65,12 @@ def test_the_newest_search_with_the_same_measurements_is_known(tmp_path, plan, s
         run.mkdir()
         header = header_of(
             run_id=run.name, workload="search", status="ok" if k == 0 else status,
-            start_utc=f"2026-01-0{k + 1}T00:00:00+00:00",
+            start_utc=f"2026-01-0{k + 1}T00:00:00+00:00", config={"trials": 1 + 3 * k},
         )  # fmt: skip
         write_header(run, header)
         (run / "strategy.json").write_bytes(msgspec.structs.replace(plan, name=name).to_json())
-    known = _known_plan(tmp_path, GRAPH, PAIR, PROFILE)
+    known, is_tried = _known_plan(tmp_path, GRAPH, PAIR, PROFILE)
     assert known.name == ("newer" if status == "ok" else "older")
-    assert _known_plan(tmp_path, GRAPH, FASTER, PROFILE) is None
-    assert _known_plan(None, GRAPH, PAIR, PROFILE) is None
+    assert is_tried == (status == "ok")
+    assert _known_plan(tmp_path, GRAPH, FASTER, PROFILE) == (None, False)
+    assert _known_plan(None, GRAPH, PAIR, PROFILE) == (None, False)
