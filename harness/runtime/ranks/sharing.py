@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -75,14 +75,16 @@ def _collect(control: Control, directory: Path) -> None:
             if sizes[name] >= 0:
                 _copy(control, directory / name, sizes[name], rank, [0])
             elif control.rank == 0:
-                (directory / name).mkdir(parents=True, exist_ok=True)
+                with suppress(OSError):  # the files of this directory are missed then
+                    (directory / name).mkdir(parents=True, exist_ok=True)
 
 
 def _sizes(control: Control, directory: Path) -> list[dict[str, int]]:
     """The size of each rank's files by name; -1 for a directory."""
-    paths = list(directory.iterdir()) if directory.is_dir() else []
-    sizes = {path.name: path.stat().st_size for path in paths if path.is_file()}
-    sizes |= {path.name: -1 for path in paths if path.is_dir()}
+    sizes: dict[str, int] = {}
+    with suppress(OSError):  # no directory, or one that cannot be read
+        for path in directory.iterdir():
+            sizes[path.name] = -1 if path.is_dir() else path.stat().st_size
     found = control.gather("files", sizes, dict[str, int])
     return [{name: n for name, n in each.items() if is_file_name(name)} for each in found]
 
@@ -135,10 +137,10 @@ def _blocks(
     control: Control, path: Path, size: int, source: int, targets: Sequence[int]
 ) -> Iterator[bytes]:
     """A file's blocks on the targets; empty ones on other ranks, or if it cannot be read."""
-    with ExitStack() as stack:
-        file = None
+    for at in range(0, size, _BLOCK_BYTES):
+        data = b""
         if control.rank == source:
-            with suppress(OSError):
-                file = stack.enter_context(path.open("rb"))
-        for _ in range(0, size, _BLOCK_BYTES):
-            yield control.send(file.read(_BLOCK_BYTES) if file else b"", source, targets)
+            with suppress(OSError), path.open("rb") as file:
+                file.seek(at)
+                data = file.read(_BLOCK_BYTES)
+        yield control.send(data, source, targets)
