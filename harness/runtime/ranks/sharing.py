@@ -16,6 +16,7 @@ from harness.domain.run import is_file_name
 from harness.errors import ResultsError
 from harness.measure.store import replacing
 from harness.runtime.ranks.control import Control
+from harness.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ def _copy(control: Control, path: Path, size: int, source: int, targets: Sequenc
     Returns:
         Why this rank could not write it.
     """
+    if control.rank == 0 and size >= _BLOCK_BYTES:
+        _log.info("copying %s (%s) between hosts", path, format_bytes(size))
     problem, blocks = "", _blocks(control, path, size, source, targets)
     if control.rank in targets:
         try:
