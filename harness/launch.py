@@ -30,10 +30,9 @@ from harness.cases import (
     PlannedRun,
     adjacent_cases,
     case_of,
-    check_batches,
-    check_files,
     continued,
     describe_cluster,
+    find_problem,
     find_resumed,
     finished_repeats,
     needs_of,
@@ -49,11 +48,11 @@ from harness.measure.reached import ReachedReader
 from harness.measure.store import Run, read_run, write_header
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
 from harness.runtime.devices.peaks import peak_flops_per_s
+from harness.runtime.ranks import sharing
 from harness.runtime.ranks.host import code_commit
 from harness.runtime.ranks.isolate import GRACE_S, run_isolated
 from harness.runtime.ranks.rendezvous import Meeting, without_mpi
 from harness.runtime.ranks.settings import read_settings
-from harness.runtime.ranks.sharing import Fetch, copy_to_first, distribute, with_fetch
 from harness.workloads.common.contract import UNTIL, Continuation, Need, config_json
 from harness.workloads.common.flags import RunOptions
 
@@ -99,18 +98,10 @@ class Launcher:
             check_results(self._results, self._world.hostname)
         except HarnessError as error:
             problem = str(error)
-        found = with_fetch(self._control, lambda fetch: self._problem_of_files(cases, fetch))
+        find = partial(find_problem, cases, self._results, self.ranks, self._options.resume)
+        found = sharing.with_fetch(self._control, find)
         problems = self._control.gather("problem", problem or found, str | None)
         return next(filter(None, problems), "")
-
-    def _problem_of_files(self, cases: Sequence[Case], fetch: Fetch) -> str:
-        try:
-            check_files(cases, self._results, fetch)
-            if self._options.resume:
-                check_batches(plan_runs(cases, self.ranks), self._results, self._world.size, fetch)
-        except HarnessError as error:
-            return str(error)
-        return ""
 
     def run_cases(self, cases: Sequence[Case]) -> list[RunHeader]:
         """Run every case in order; returns the headers (complete on rank 0).
@@ -228,14 +219,19 @@ class Launcher:
         header = self._control.broadcast("header", self._new_header(plan), RunHeader)
         run_dir = self._results / header.run_id
         if state := state_of(plan.case):
-            distribute(self._control, state, self._world.hostnames)
+            sharing.distribute(self._control, state, self._world.hostnames)
         problem = self._write_header(run_dir, header)
         if problem := self._control.broadcast("space", problem, str):
             raise SweepEnded(problem, self._headers)
+        is_away = self._hostnames(plan)[0] != self._world.hostnames[0]
+        if is_away:
+            sharing.distribute_results(self._control, self._results, self._world.hostnames)
         is_writer = self._world.is_first and not self._meeting.channel.has_agent
         with Heartbeat(run_dir) if is_writer else nullcontext():
             start_s = time.monotonic()
             outcomes = self._watch_run(plan, name, run_dir)
+            if is_away:
+                sharing.with_fetch(self._control, lambda fetch: fetch(run_dir))
             status, reason = worst(outcomes, self._hostnames(plan))
             if problem := self._copy_records(plan, run_dir):
                 reason = f"{reason}; {problem}" if reason else problem
@@ -271,14 +267,14 @@ class Launcher:
         if find is None:
             return None
 
-        def find_here(fetch: Fetch) -> Continuation | None:
+        def find_here(fetch: sharing.Fetch) -> Continuation | None:
             try:
                 return find(plan.case.config, run_dir, lost, fetch)
             except HarnessError as error:
                 _log.warning("the ranks that are left cannot go on: %s", error)
                 return None
 
-        found = with_fetch(self._control, find_here)
+        found = sharing.with_fetch(self._control, find_here)
         return self._control.broadcast("continuation", found, Continuation | None)
 
     def _go_on(self, plan: PlannedRun, found: Continuation, lost: Sequence[int], name: str) -> None:
@@ -305,7 +301,7 @@ class Launcher:
         """The run that goes on where an earlier launch ended; the plan itself if there is none, and
         None if other ranks have gone on to the end."""
         find = partial(find_resumed, self._results, plan, planned, self._world.size)
-        earlier = with_fetch(self._control, find)
+        earlier = sharing.with_fetch(self._control, find)
         if isinstance(earlier, RunHeader):
             self._headers.append(earlier)
         if self._control.broadcast("done", isinstance(earlier, RunHeader), bool):
@@ -373,7 +369,7 @@ class Launcher:
     def _copy_records(self, plan: PlannedRun, run_dir: Path) -> str:
         """Copy records to rank 0 from ranks that do not share its disk; returns an error or ""."""
         paths = {rank: run_dir / f"rank{k}.jsonl" for k, rank in enumerate(plan.ranks)}
-        problems = copy_to_first(self._control, paths)
+        problems = sharing.copy_to_first(self._control, paths)
         return next(
             (
                 f"records of rank {plan.ranks.index(rank)} stay on {self._world.hostnames[rank]}: "

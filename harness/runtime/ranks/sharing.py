@@ -53,19 +53,33 @@ def with_fetch(control: Control, act: Callable[[Fetch], T]) -> T | None:
     return None
 
 
-def distribute(control: Control, directory: Path, hostnames: Sequence[str]) -> None:
+def distribute(
+    control: Control, directory: Path, hostnames: Sequence[str], suffix: str = ""
+) -> list[str]:
     """Copy the files of a directory on rank 0's host to the hosts that lack them; all ranks must
     call it. A file that cannot be written is left out, with a warning.
 
     Args:
         hostnames: of the ranks.
+        suffix: of the files' names.
+
+    Returns:
+        The names of the directories in it on rank 0's host.
     """
     found = _sizes(control, directory)
     firsts = {host: hostnames.index(host) for host in hostnames}
     for name, size in sorted(found[0].items()):
         targets = [rank for rank in firsts.values() if name not in found[rank]]
-        if targets and size >= 0:
+        if targets and size >= 0 and name.endswith(suffix):
             _copy(control, directory / name, size, 0, targets)
+    return [name for name, size in sorted(found[0].items()) if size < 0]
+
+
+def distribute_results(control: Control, results: Path, hostnames: Sequence[str]) -> None:
+    """Copy all that runs are planned by, but no records, as `distribute` does: a run whose first
+    rank is on another host plans there."""
+    for name in distribute(control, results, hostnames, ".json"):
+        distribute(control, results / name, hostnames, ".json")
 
 
 def _collect(control: Control, directory: Path) -> None:

@@ -108,6 +108,16 @@ def test_hosts_get_what_they_lack_once_each(ranks):
     assert [files_in(place) for place in places] == [whole, whole, {}, whole]
 
 
+def test_hosts_get_what_runs_are_planned_by_without_records(ranks):
+    places, run = ranks
+    planned_by = {"state/profile.json": b"{}", "state/run/run.json": b"[]"}
+    records = {"state/run/rank0.jsonl": b"x" * 2500, "state/run/state/shard0": b"y"}
+    for name, data in (planned_by | records).items():
+        write(places[0] / name, data)
+    run(DISTRIBUTE.replace("distribute", "distribute_results"))
+    assert files_in(places[3]) == planned_by
+
+
 def test_a_file_that_cannot_be_written_is_told_and_the_others_arrive(ranks):
     places, run = ranks
     for rank in (1, 2):
