@@ -85,6 +85,6 @@ def rank_settings(headers: Iterable[RunHeader]) -> list[tuple[str, str, bool]]:
             n_values.append(len(values))
             for value in values:
                 hosts[value][host] = None
-        words = [f"{value} ({', '.join(names)})" for value, names in hosts.items()]
+        words = [f"{value} ({', '.join(own)})" for value, own in hosts.items()]
         rows.append((name, "; ".join(words if len(words) > 1 else hosts), max(n_values) > 1))
     return rows

@@ -8,6 +8,8 @@ import logging
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,18 @@ def code_commit() -> str:
     return done.stdout.strip()
 
 
+@contextmanager
+def nvml() -> Iterator[None]:
+    """Open NVIDIA's management library in the block; raises pynvml.NVMLError without one."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def _list_gpus() -> list[Gpu]:
     if not torch.cuda.is_available():  # NVML also counts cards that this torch cannot use
         return []
@@ -131,11 +145,8 @@ def _list_gpus() -> list[Gpu]:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        try:
+        with nvml():
             return _gpus_by_nvml(n_gpus)
-        finally:
-            pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:  # in some containers, or with shortened UUIDs
         _log.info("NVML cannot read the GPUs' names (%s): asking CUDA", error)
         return [_gpu_by_cuda(index) for index in range(n_gpus)]

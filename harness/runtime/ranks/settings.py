@@ -10,6 +10,7 @@ import torch
 
 from harness.domain.run import GPU_DRIVER, KERNEL
 from harness.inputs import one_line
+from harness.runtime.ranks.host import nvml
 
 # Variables of the libraries that compute and communicate, and of Open MPI's transports; its others
 # say where a launch has its sockets, and one of them is a secret.
@@ -19,7 +20,7 @@ _VARIABLES = re.compile(
 # They name devices, say what is printed, or are set by entry.sh or torchrun alone. The number of
 # threads is set for each run.
 _WITHOUT_EFFECT = re.compile(
-    r"\w*(DEBUG|LOG|NUM_THREADS|ASYNC_ERROR_HANDLING|tcp_if_exclude)\w*"
+    r"\w+_(DEBUG|LOGS?|NUM_THREADS|ASYNC_ERROR_HANDLING|if_exclude)(_\w+)?"
     r"|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)"
 )
 
@@ -39,10 +40,7 @@ def _gpu_driver() -> str:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        try:
+        with nvml():
             return str(pynvml.nvmlSystemGetDriverVersion())
-        finally:
-            pynvml.nvmlShutdown()
     except pynvml.NVMLError:  # in some containers
         return ""
