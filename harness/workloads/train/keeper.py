@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from harness.domain.run import RunHeader
@@ -32,6 +33,7 @@ from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Continuation, config_json
 from harness.workloads.common.flags import SearchFlags
 from harness.workloads.train.config import STRATEGIES, TrainCase, is_file, parse_change
+from harness.workloads.train.copies import copy_to_second_host
 
 if TYPE_CHECKING:
     from harness.runtime.executor.engine import ExecutorEngine
@@ -68,20 +70,18 @@ class StateKeeper:
         is_scheduled = bool(every) and after > 0 and after % (every or 1) == 0
         if not is_scheduled and after != self._case.until:
             return
+        from harness.runtime.executor.state.files import shard_name
+
         start_s = time.perf_counter()
-        training.executor.save_sharded(self._directory(SCHEDULED, after))  # others were refused
+        directory, world = self._directory(SCHEDULED, after), self._context.world
+        training.executor.save_sharded(directory)  # others were refused
         if every:
-            self._remove(self._directory(SCHEDULED, after - N_KEPT * every))
+            copy_to_second_host([directory / shard_name(rank) for rank in range(world.size)], world)
+            rmtree(self._directory(SCHEDULED, after - N_KEPT * every), ignore_errors=True)
         self._context.recorder.sample("save_s", time.perf_counter() - start_s)
 
     def _directory(self, kind: str, step: int) -> Path:
         return state_directory(self._context.run_dir, kind, step)
-
-    def _remove(self, directory: Path) -> None:
-        """Remove this rank's shard; the last rank that shares the disk removes the directory."""
-        with suppress(OSError):
-            (directory / f"shard{self._context.world.rank}.safetensors").unlink(missing_ok=True)
-            directory.rmdir()
 
     @contextmanager
     def surviving(self) -> Iterator[None]:

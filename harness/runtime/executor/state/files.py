@@ -98,7 +98,7 @@ def save_sharded(
     )
     text = msgspec.json.encode(metadata).decode()
     fresh = msgspec.json.encode(gatherer.names_without_state(optimizer)).decode()
-    with replacing(directory / _file_name(world.rank)) as temporary:
+    with replacing(directory / shard_name(world.rank)) as temporary:
         told = {"format": _FORMAT, "state": text, _FRESH: fresh}
         save_file(tensors, str(temporary), metadata=told)
 
@@ -172,14 +172,14 @@ def _known(found: dict[str, T], name: str, kind: str, directory: Path) -> T:
 
 def check_sharded(directory: Path) -> tuple[list[Path], StateMetadata]:
     """Check the files of a state; return their paths and metadata. Tensors are not read."""
-    paths = sorted(directory.glob(_file_name("*")))
+    paths = sorted(directory.glob(shard_name("*")))
     if not paths:
-        raise ResultsError(f"{directory} holds no {_file_name('*')}: give the directory of a state")
+        raise ResultsError(f"{directory} holds no {shard_name('*')}: give the directory of a state")
     metadata = _common_metadata(paths)
     if metadata.is_survivors:
         _check_covered(paths, metadata, directory)
         return paths, metadata
-    wanted, found = {_file_name(rank) for rank in range(metadata.n_ranks)}, {p.name for p in paths}
+    wanted, found = {shard_name(rank) for rank in range(metadata.n_ranks)}, {p.name for p in paths}
     if not wanted <= found:
         raise ResultsError(
             f"{directory} holds {len(wanted & found)} of {metadata.n_ranks} shards, "
@@ -242,7 +242,8 @@ def _parts_of(stored: str, path: Path) -> tuple[str, str, str]:
     return words[0], words[1], words[2]
 
 
-def _file_name(rank: int | str) -> str:
+def shard_name(rank: int | str) -> str:
+    """The name of a rank's file in the directory of a state."""
     return f"shard{rank}.safetensors"
 
 

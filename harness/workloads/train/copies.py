@@ -1,0 +1,80 @@
+"""Copies of each rank's file on a second host, which outlive the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+import torch
+import torch.distributed as dist
+
+from harness.measure.store import replacing
+from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks
+from harness.runtime.ranks.world import World
+
+# Of a file, at once in the memory of both hosts.
+_BLOCK_BYTES = 64 << 20
+
+
+def second_host_of(rank: int, hostnames: Sequence[str]) -> int | None:
+    """The rank on the next host that keeps a rank's copy; None if all share a host.
+
+    Args:
+        hostnames: of the ranks.
+    """
+    hosts = list(dict.fromkeys(hostnames))
+    if len(hosts) == 1:
+        return None
+    ranks = {host: [k for k, name in enumerate(hostnames) if name == host] for host in hosts}
+    next_host = hosts[(hosts.index(hostnames[rank]) + 1) % len(hosts)]
+    there = ranks[next_host]
+    return there[ranks[hostnames[rank]].index(rank) % len(there)]
+
+
+def copy_to_second_host(paths: Sequence[Path], world: World) -> None:
+    """Copy each rank's file to the same path on the next host, unless the hosts share a disk; all
+    ranks must call it.
+
+    Args:
+        paths: by rank, the same on all ranks.
+
+    Raises:
+        ResultsError: a copy cannot be written.
+    """
+    me, keepers = world.rank, [second_host_of(rank, world.hostnames) for rank in range(world.size)]
+    if keepers[me] is None:
+        return
+    sizes = [round(size) for size in gather_numbers(paths[me].stat().st_size, world)]
+    kept = [rank for rank, keeper in enumerate(keepers) if keeper == me]
+    lacking = [rank in kept and not _has_size(paths[rank], n) for rank, n in enumerate(sizes)]
+    is_lacking = [number > 0 for number in maximum_over_ranks(lacking, world)]
+    with ExitStack() as files:
+        copies = {k: files.enter_context(_written(paths[k])) for k in kept if is_lacking[k]}
+        own = files.enter_context(paths[me].open("rb")) if is_lacking[me] else None
+        longest = max((sizes[k] for k in (*copies, me) if is_lacking[k]), default=0)
+        for at in range(0, longest, _BLOCK_BYTES):
+            messages, received = [], {}
+            if own is not None and (data := own.read(_BLOCK_BYTES)):
+                block = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(world.wire)
+                messages.append(dist.P2POp(dist.isend, block, keepers[me]))
+            for rank in copies:
+                if n_bytes := min(_BLOCK_BYTES, max(0, sizes[rank] - at)):
+                    block = torch.empty(n_bytes, dtype=torch.uint8, device=world.wire)
+                    messages.append(dist.P2POp(dist.irecv, block, rank))
+                    received[rank] = block
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+            for rank, block in received.items():
+                copies[rank].write(block.cpu().numpy().tobytes())
+
+
+def _has_size(path: Path, n_bytes: int) -> bool:
+    return path.exists() and path.stat().st_size == n_bytes
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[IO[bytes]]:
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        yield file
