@@ -22,6 +22,7 @@ from harness.measure.derive.devices import (
     summa_table,
 )
 from harness.measure.derive.doubts import stolen_shares
+from harness.measure.derive.goodput import StepClock, step_clock
 from harness.measure.derive.links import (
     CollectiveRow,
     LinkMatrix,
@@ -174,6 +175,7 @@ class RunNumbers:
     summary: TrainingSummary | None = None
     times: dict[int, float] = field(default_factory=dict)
     changes: tuple[ChangeRow, ...] = ()
+    clock: StepClock | None = None
     pipeline: PipelineSummary | None = None
     is_planned_pipeline: bool = False
     predicted: PredictedRun | None = None
@@ -197,7 +199,8 @@ class RunNumbers:
 
 def _training(run: Run, plan: Plan) -> dict[str, Any]:
     times = step_times(run) or epoch_times(run)
-    return {"summary": training_summary(run), "times": times, "changes": change_rows(run)}
+    found = {"times": times, "changes": change_rows(run), "clock": step_clock(run)}
+    return {"summary": training_summary(run), **found}
 
 
 def _pipeline(run: Run, plan: Plan) -> dict[str, Any]:

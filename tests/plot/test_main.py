@@ -21,7 +21,8 @@ UNPLANNED = [
     name
     for name in FIGURES
     if not name.startswith("prediction")
-    and name not in ("timeline", "pipeline_bubble", "stage_times", "validation", "changes")
+    and name not in ("timeline", "pipeline_bubble", "stage_times", "validation")
+    and name not in ("changes", "goodput")
 ]
 HOSTILE = "<script>alert('x')</script>"
 

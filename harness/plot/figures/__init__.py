@@ -28,6 +28,7 @@ FIGURES = {
     "validation": "Predicted against published steps of GPU clusters",
     "timeline": "One step of every rank, predicted and measured",
     "changes": "Changes of strategy while training",
+    "goodput": "Goodput: steps that count in the time of a training",
     "pipeline_bubble": "Pipeline bubble",
     "stage_times": "Time of each pipeline stage",
     "step_time": "Time of every step",

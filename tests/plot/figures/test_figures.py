@@ -68,7 +68,7 @@ def test_every_figure_says_what_it_shows_and_what_is_better(name):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_keeps_the_run_that_is_not_ok(name, catalog, planned):
-    if name in ("changes", "validation"):  # of no usual run: test_changes.py, test_validation.py
+    if name in ("changes", "goodput", "validation"):  # of no usual run: test_runs_beside.py
         return
     of_planned = read_catalog(*find_runs(planned)) if name in OF_PLANNED else None
     table = table_of(name, of_planned or catalog)

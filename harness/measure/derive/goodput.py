@@ -1,0 +1,125 @@
+"""Goodput: the share of a training's wall time in steps that count, over all runs that it took."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from harness.domain.run import RunHeader
+from harness.measure.derive.spans import samples_of
+from harness.measure.derive.training import change_times
+from harness.measure.rank_records import KIND_CODES, Records
+from harness.measure.store import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepClock:
+    """The steps of one run on rank 0, in seconds since 1970 by its host's clock.
+
+    Attributes:
+        steps: start and end of each step.
+        saving: seconds of each save, by the step before it.
+        still: seconds standing still in each change of strategy, by the step after it.
+    """
+
+    steps: dict[int, tuple[float, float]]
+    saving: dict[int, float]
+    still: dict[int, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """The wall time of a training, from the start of its first measured step to the end of its
+    last, in seconds of rank 0. Definitions: docs/metrics.md.
+
+    Attributes:
+        run_ids: of the runs, each continued by the next.
+        n_repeated: steps that a later run trained again, because their results were lost.
+    """
+
+    run_ids: tuple[str, ...]
+    n_steps: int
+    n_repeated: int
+    wall_s: float
+    steps_s: float
+    repeated_s: float
+    saving_s: float
+    changing_s: float
+    restarting_s: float
+
+    @property
+    def share(self) -> float:
+        return self.steps_s / self.wall_s
+
+    @property
+    def other_s(self) -> float:
+        known_s = self.steps_s + self.repeated_s + self.saving_s + self.changing_s
+        return max(0.0, self.wall_s - known_s - self.restarting_s)
+
+
+def step_clock(run: Run) -> StepClock | None:
+    """None without steps on rank 0, or without the time at which the run began."""
+    spans = Records.of(run.ranks.get(0, [])).columns
+    is_step = spans.kind == KIND_CODES["step"]
+    numbers = spans.steps[spans.group[is_step]].tolist()
+    try:
+        begun_s = datetime.fromisoformat(run.header.start_utc).timestamp()
+    except ValueError:
+        return None
+    if not numbers:
+        return None
+    starts_s = (begun_s + spans.start_s[is_step]).tolist()
+    ends_s = (begun_s + spans.start_s[is_step] + spans.duration_s[is_step]).tolist()
+    saves = samples_of(run.ranks[0], "save_s")
+    return StepClock(
+        steps=dict(zip(numbers, zip(starts_s, ends_s, strict=True), strict=True)),
+        saving={save.step: save.value for save in saves if save.step is not None},
+        still=change_times(run),
+    )
+
+
+def continued_runs(headers: Iterable[RunHeader]) -> list[tuple[str, ...]]:
+    """The ids of runs of which each continues the one before; every run is in a tuple."""
+    earlier = {header.run_id: str(header.config.get("continues", "")) for header in headers}
+    found = []
+    for last in sorted(earlier.keys() - set(earlier.values())):
+        runs = [last]
+        while (before := earlier[runs[-1]]) in earlier and before not in runs:
+            runs.append(before)
+        found.append(tuple(reversed(runs)))
+    return found
+
+
+def goodput(run_ids: Sequence[str], clocks: Mapping[str, StepClock | None]) -> Goodput | None:
+    """The goodput of runs of which each continues the one before.
+
+    Args:
+        clocks: by run.
+
+    Returns:
+        None unless there are several, a save or a change of strategy.
+    """
+    known = [(run_id, clock) for run_id in run_ids if (clock := clocks.get(run_id)) is not None]
+    runs = [clock for _, clock in known]
+    if not runs or not (len(runs) > 1 or runs[0].saving or runs[0].still):
+        return None
+    starts_s = [min(start_s for start_s, _ in run.steps.values()) for run in runs]
+    ends_s = [max(end_s for _, end_s in run.steps.values()) for run in runs]
+    counted_s, repeated_s = list[float](), list[float]()
+    saving_s = changing_s = 0.0
+    for run, then in zip(runs, [*runs[1:], None], strict=True):
+        until = min(then.steps) if then else max(run.steps) + 1
+        for step, (start_s, end_s) in run.steps.items():
+            (counted_s if step < until else repeated_s).append(end_s - start_s)
+        saving_s += sum(value for step, value in run.saving.items() if step < max(run.steps))
+        changing_s += sum(value for step, value in run.still.items() if step in run.steps)
+    return Goodput(
+        run_ids=tuple(run_id for run_id, _ in known),
+        n_steps=len(counted_s),
+        n_repeated=len(repeated_s),
+        wall_s=ends_s[-1] - starts_s[0],
+        steps_s=sum(counted_s),
+        repeated_s=sum(repeated_s),
+        saving_s=saving_s,
+        changing_s=changing_s,
+        restarting_s=sum(b - a for a, b in zip(ends_s, starts_s[1:], strict=False)),
+    )

@@ -1,0 +1,77 @@
+"""The time of a training that several runs took, in parts."""
+
+from made_runs import run_of
+
+from harness.domain.record import Sample, Span
+from harness.measure.derive.goodput import continued_runs, goodput, step_clock
+from harness.plot.catalog import Catalog
+from harness.plot.figures import goodput as figure
+from harness.plot.numbers import RunNumbers
+from harness.plot.render import image_bytes
+
+
+def trained(run_id, begun, steps, *others, continues=""):
+    """A run whose steps take a second each, with half a second between them."""
+    spans = [
+        Span(kind="step", step=step, start_s=3.0 + 1.5 * at, duration_s=1.0)
+        for at, step in enumerate(steps)
+    ]
+    return run_of(
+        [*spans, *others],
+        run_id=run_id,
+        start_utc=f"2026-01-01T00:{begun}+00:00",
+        config={"continues": continues},
+    )
+
+
+def sample(metric, step, value):
+    return Sample(metric=metric, step=step, value=value)
+
+
+FIRST = trained("a", "00:00", range(10), sample("save_s", 3, 0.25), sample("save_s", 9, 9.0))
+SECOND = trained("b", "00:30", range(7, 12), sample("change_s", 8, 0.2), continues="a")
+CLOCKS = {run.header.run_id: step_clock(run) for run in (FIRST, SECOND)}
+
+
+def test_runs_that_continue_each_other_are_in_order():
+    third = trained("c", "00:50", [], continues="b")
+    other = trained("d", "00:50", [], continues="not there")
+    headers = [run.header for run in (third, other, SECOND, FIRST)]
+    assert continued_runs(headers) == [("a", "b", "c"), ("d",)]
+
+
+def test_steps_count_once_and_all_parts_sum_to_the_time():
+    """The first step begins at 3 s, the first run's last one ends at 17.5 s; the second run's steps
+    are those from 33 to 40 s."""
+    found = goodput(("a", "b"), CLOCKS)
+    assert (found.n_steps, found.n_repeated) == (12, 3)
+    assert (found.wall_s, found.steps_s, found.repeated_s) == (37.0, 12.0, 3.0)
+    assert found.restarting_s == 15.5
+    assert (found.saving_s, found.changing_s) == (0.25, 0.2)  # not the save after the last step
+    assert round(found.other_s, 6) == 37 - 12 - 3 - 15.5 - 0.45
+    assert round(found.share, 6) == round(12 / 37, 6)
+
+
+def test_a_run_without_saves_and_changes_has_none():
+    clocks = {"a": step_clock(trained("a", "00:00", range(3)))}
+    assert goodput(("a",), clocks) is None
+    assert goodput(("a",), {"a": step_clock(trained("a", "soon", range(3)))}) is None
+    assert goodput(("b",), {"b": step_clock(trained("b", "00:00", []))}) is None
+
+
+def test_the_figure_has_a_bar_for_each_training():
+    from harness.measure.derive.training import training_summary
+
+    runs = [
+        RunNumbers(
+            path=run.path,
+            header=run.header,
+            summary=training_summary(run),
+            clock=CLOCKS[run.header.run_id],
+        )
+        for run in (FIRST, SECOND)
+    ]
+    table = figure.FIGURE.table(Catalog(runs))
+    (row,) = table.to_dict("records")
+    assert (row["runs"], row["n_repeated"], row["status"]) == ("a b", 3, "ok")
+    assert b"32% of 37 s" in image_bytes(figure.FIGURE, table, "svg")[0]
