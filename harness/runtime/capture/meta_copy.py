@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -16,6 +17,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 _META = torch.device("meta")
+# It logs a traceback of fifty lines for an error that the caller reports in one, or handles.
+logging.getLogger("torch._subclasses.fake_tensor").disabled = True
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

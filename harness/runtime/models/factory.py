@@ -73,11 +73,13 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
 
     loss = loss_name(output)
     split = split_loss(output, loss, inputs, specs, calls, recall) if loss else None
+    if isinstance(output, Tensor) and not output.dim() and output.requires_grad:
+        split = "its forward returns the loss alone; it may return the outputs beside it"
     if isinstance(split, str):
         _log.warning(
             "%s computes its loss on whole batches, which leaves out microbatches: %s", name, split
         )
-        whole = BatchLoss(given.bind(model, outputs=[str(loss)]))
+        whole = BatchLoss(given.bind(model, outputs=[loss]) if loss else bound)
         return BatchLossTask(model=whole, inputs=specs, loss="own", n_tokens=_n_tokens(specs))
     if split is not None:
         kept = [k for k in range(len(specs)) if k not in split.labels or k in split.also_read]
@@ -140,7 +142,6 @@ def _check_logits(name: str, logits: Tensor, n_samples: int) -> None:
         raise ModelError(
             f"{name}: its forward returns {logits.dtype} of shape {tuple(logits.shape)} "
             f"for {n_samples} samples: return one row of real logits for each sample"
-            + ("" if logits.dim() else ", and beside them a loss by its name, 'loss'")
         )
 
 

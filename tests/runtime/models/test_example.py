@@ -232,6 +232,20 @@ def test_tokens_that_do_not_count_in_one_of_two_losses_keep_the_loss_on_whole_ba
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
 
 
+def test_a_model_that_returns_its_loss_alone_computes_it_on_whole_batches(caplog):
+    class Alone(nn.Linear):
+        def forward(self, x, labels):
+            return F.cross_entropy(super().forward(x), labels)
+
+    x, labels = torch.rand(3, 4), torch.tensor([1, 5, 0])
+    model = Alone(4, 6)
+    task = task_of("m:f", (model, {"x": x, "labels": labels}), OPTIONS)
+    assert isinstance(task, BatchLossTask)
+    found = task.sum_loss(task.model(x, labels), task.draw_targets(3)) / 3
+    assert float(found.detach()) == pytest.approx(float(model(x, labels).detach()), rel=1e-6)
+    assert "leaves out microbatches: its forward returns the loss alone" in caplog.text
+
+
 def test_tokens_that_do_not_count_in_one_of_two_losses_are_in_the_example():
     task = tagged(TAGS.abs() % 5)
     assert isinstance(task, LabelledTask)
@@ -253,7 +267,7 @@ class Pixels(nn.Module):
         found = {
             "loss": {"loss": F.mse_loss(again, x), "found": again},
             "one": self.last(y.mean((2, 3))),
-            "scalar": y.mean(),
+            "scalar": y.mean().detach(),
             "complex": torch.fft.fft(y),
         }
         if self.form == "value" and y.max() > 1e9:

@@ -22,6 +22,13 @@ class InTraining(Base):
         return logits
 
 
+class Alone(Base):
+    """Nothing but the loss."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        return F.cross_entropy(super().forward(x), target)
+
+
 class Uncertain(Base):
     """Two losses with weights that are trained."""
 
@@ -119,6 +126,7 @@ def _labels() -> dict[str, Tensor]:
 LOSSES: dict[str, ZooModel] = habits(
     {
         "in_training": lambda: (InTraining(), _labels()),
+        "alone": lambda: (Alone(), _labels()),
         "uncertain": lambda: (Uncertain(), {**_labels(), "level": torch.tensor([0.5, 2.0])}),
         "focal": lambda: (Focal(), _labels()),
         "weighted": lambda: (Weighted(), _labels()),
