@@ -196,9 +196,18 @@ def segment_starts(
     waits = begin + 1 + np.flatnonzero(np.diff(costs.segment[begin:end]))
     found.update(waits[waits < last].tolist())
     if shard_state == "parameters":
-        weights = costs.weight_bytes[begin:end].tolist()
-        found.update(begin + cut for cut in fill(weights, options.bucket_bytes)[:-1])
+        found.update(begin + at for at in unit_starts(costs.weight_bytes[begin:end], cuts, options))
     return sorted(found)
+
+
+def unit_starts(weights: Floats, cuts: Sequence[int], options: SimulatorOptions) -> list[int]:
+    """Where the units of a stage's sharded parameters begin, as by `sharded_state.plan_units`.
+
+    Args:
+        weights: bytes, by operator of the stage.
+        cuts: where its segments begin but the first.
+    """
+    return [0, *fill(weights.tolist(), options.bucket_bytes, cuts or None)[:-1]]
 
 
 def active_bytes(
@@ -257,6 +266,18 @@ def _activation_bytes(
     return waiting, peak
 
 
+def buckets_in_turn(weights: Floats, options: SimulatorOptions) -> tuple[list[int], list[float]]:
+    """The ends of a stage's buckets of sharded gradients and their bytes, from its last operator
+    on.
+
+    Args:
+        weights: bytes of each operator's gradients.
+    """
+    in_turn = weights[::-1]
+    ends = fill(in_turn.tolist(), options.bucket_bytes)
+    return ends, [float(in_turn[a:b].sum()) for a, b in pairwise((0, *ends))]
+
+
 def bucket_bytes_at(weights: Floats, n_microbatches: int, options: SimulatorOptions) -> Floats:
     """By operator of a stage, bytes of sharded gradients' buckets while its backward runs, as by
     `sharded_state.passing_bytes`.
@@ -265,8 +286,7 @@ def bucket_bytes_at(weights: Floats, n_microbatches: int, options: SimulatorOpti
         weights: bytes of each operator's gradients.
     """
     in_turn = weights[::-1]
-    ends = fill(in_turn.tolist(), options.bucket_bytes)
-    sizes = [float(in_turn[a:b].sum()) for a, b in pairwise((0, *ends))]
+    ends, sizes = buckets_in_turn(weights, options)
     found = np.full(len(weights), 2 * sizes[-1] * (n_microbatches > 1))
     for begin, n_bytes in zip((0, *ends), bucket_memory(sizes), strict=False):
         found[begin + int((in_turn[begin:] > 0).argmax()) :] = n_bytes

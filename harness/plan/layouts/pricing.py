@@ -31,12 +31,13 @@ from harness.plan.layouts.group import (
     GroupCosts,
     active_bytes,
     bucket_bytes_at,
+    buckets_in_turn,
     segment_starts,
+    unit_starts,
 )
 from harness.plan.layouts.links import NodeLinks, all_reduce_seconds, queues, transfer_seconds
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import (
-    fill,
     shards_gradients,
     unit_memory,
 )
@@ -77,6 +78,7 @@ def stage_state(
     n_microbatches: int,
     *,
     ends: Ints,
+    segment_cuts: Sequence[Sequence[int]],
     costs: GroupCosts,
     again_s: Floats,
     all_reduce_s: RingSeconds,
@@ -85,6 +87,7 @@ def stage_state(
     """Price the training state of the stages that end at some operators.
 
     Args:
+        segment_cuts: of each stage into segments, counted from its first operator.
         again_s: by operator, of the forward that its backward repeats.
     """
     stages = list(pairwise((0, *ends.tolist())))
@@ -118,9 +121,15 @@ def stage_state(
             sync_s[users] += (n_rounds - 1) * each_s
         gradients = owned * ratio
     if shard_state == "parameters":
-        units = [_sizes(costs.weight_bytes[a:b], options) for a, b in stages]
-        kept = owned + [unit_memory(sizes) for sizes in units]
-        wait_s, gather_s, last_s = _waits(stages, costs, again_s, all_reduce_s, options)
+        units = [
+            unit_starts(costs.weight_bytes[a:b], cuts, options)
+            for (a, b), cuts in zip(stages, segment_cuts, strict=True)
+        ]
+        kept = owned + [
+            unit_memory(np.add.reduceat(costs.weight_bytes[a:b], starts).tolist())
+            for (a, b), starts in zip(stages, units, strict=True)
+        ]
+        wait_s, gather_s, last_s = _waits(stages, units, costs, again_s, all_reduce_s, options)
         if options.overlap:
             sync_s, last_share, n_rounds = last_s, np.ones(len(stages)), 1
     return StageState(
@@ -143,14 +152,9 @@ def _first_bucket_s(costs: GroupCosts, begin: int, end: int, options: SimulatorO
     return float(costs.backward_s[begin:end][::-1][:n].sum())
 
 
-def _sizes(sizes: Floats, options: SimulatorOptions) -> list[float]:
-    """Bytes of the units, or buckets, of a row of weights."""
-    ends = fill(sizes.tolist(), options.bucket_bytes)
-    return [float(sizes[a:b].sum()) for a, b in pairwise((0, *ends))]
-
-
 def _waits(
     stages: list[tuple[int, int]],
+    units: list[list[int]],
     costs: GroupCosts,
     again_s: Floats,
     all_reduce_s: RingSeconds,
@@ -159,23 +163,25 @@ def _waits(
     """By stage: waits of both passes of a microbatch, the step's first all-gather, and the last sum
     of gradients."""
     found = []
-    for begin, end in stages:
-        weights = costs.weight_bytes[begin:end]
-        starts = np.array([0, *fill(weights.tolist(), options.bucket_bytes)[:-1]])
-        n_bytes = np.add.reduceat(weights, starts)
+    for (begin, end), starts in zip(stages, units, strict=True):
+        n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
         gather_s = all_reduce_s(n_bytes, 1) / 2
-        sent = n_bytes * options.gradient_bytes_per_weight_byte
+        gradients = costs.weight_bytes[begin:end] * options.gradient_bytes_per_weight_byte
+        last = buckets_in_turn(gradients, options)[1][-1]
+        sent = np.append(np.add.reduceat(gradients, starts), last)
         sent *= options.reduce_bytes_per_gradient_byte
-        sum_s = all_reduce_s(sent, 1) / 2 * options.overlap
+        *sum_s, last_s = all_reduce_s(sent, 1) / 2 * options.overlap
         forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
         backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)
         wait_s = _wait_s(forward_s, backward_s, gather_s, sum_s) if len(starts) > 1 else 0.0
-        found.append((wait_s, float(gather_s[0]), float(sum_s[0])))
-    wait_s, first_s, last_s = np.array(found).T
-    return wait_s, np.full(len(stages), first_s[0]), last_s
+        found.append((wait_s, float(gather_s[0]), float(last_s)))
+    waits_s, first_s, lasts_s = np.array(found).T
+    return waits_s, np.full(len(stages), first_s[0]), lasts_s
 
 
-def _wait_s(forward_s: Floats, backward_s: Floats, gather_s: Floats, sum_s: Floats) -> float:
+def _wait_s(
+    forward_s: Floats, backward_s: Floats, gather_s: Floats, sum_s: Sequence[float]
+) -> float:
     """Of the units of one stage in a microbatch, forward from the first and back to it. Both units
     at the turns stay for both passes."""
     last = len(forward_s) - 1
@@ -254,6 +260,7 @@ def price(
         layout.dp,
         n_microbatches,
         ends=ends,
+        segment_cuts=segment_cuts,
         costs=costs,
         again_s=again_s,
         all_reduce_s=partial(all_reduce_seconds, layout, links=links),

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from harness.domain.checkpoints import segment_numbers
+from harness.domain.checkpoints import is_full, segment_numbers
 from harness.domain.strategy import SHARD_STATES, ShardState
 from harness.plan.simulate.network import Collective, Network
 from harness.plan.simulate.options import SimulatorOptions
@@ -47,16 +47,20 @@ def useful_states(n_holders: int, options: SimulatorOptions) -> tuple[ShardState
     return SHARD_STATES[1:] if options.n_optimizer_states > 0 else SHARD_STATES[2:]
 
 
-def fill(sizes: Sequence[float], limit: float) -> list[int]:
+def fill(sizes: Sequence[float], limit: float, cuts: Collection[int] | None = None) -> list[int]:
     """Cut a row of sizes into units, each of which ends with the size that reaches the limit.
+
+    Args:
+        cuts: where the segments of a stage that runs again begin, in which units end late.
 
     Returns:
         One more than the position of each unit's last size.
     """
-    ends, filled = [], 0.0
+    ends, filled, total = [], 0.0, sum(sizes)
     for end, size in enumerate(sizes, 1):
         filled += size
-        if filled >= limit or end == len(sizes):
+        is_at_cut = cuts is None or end in cuts
+        if end == len(sizes) or is_full(filled, limit, total, is_at_cut=is_at_cut):
             ends.append(end)
             filled = 0.0
     return ends
@@ -206,12 +210,18 @@ class Gathers(NamedTuple):
 
 def plan_units(tables: Tables, flow: Flow) -> list[Unit]:
     """The units of freed weights, in the order of their first use."""
+    segment_of = dict[int, int]()
+    for ops, numbers in _recomputed(tables, flow):
+        if any(numbers):
+            segment_of |= zip(ops, numbers, strict=True)
     slices: dict[tuple[Group, int], list[tuple[list[int], int]]] = defaultdict(list)
     for operators, group, n_bytes in sorted(freed_slices(tables, flow)):
         slices[group, int(flow.stage_of[operators[0]])].append((operators, n_bytes))
     found = []
     for (group, stage), own in slices.items():
-        ends = fill([n_bytes for _, n_bytes in own], tables.options.bucket_bytes)
+        at = [segment_of.get(members[0]) for members, _ in own]
+        cuts = None if at[0] is None else [k for k in range(1, len(at)) if at[k] != at[k - 1]]
+        ends = fill([n_bytes for _, n_bytes in own], tables.options.bucket_bytes, cuts)
         for start, end in pairwise((0, *ends)):
             users = {op for members, _ in own[start:end] for op in members}
             n_bytes = sum(n for _, n in own[start:end])
@@ -233,6 +243,17 @@ def freed_slices(tables: Tables, flow: Flow) -> list[tuple[list[int], Group, int
     return found
 
 
+def _recomputed(tables: Tables, flow: Flow) -> Iterator[tuple[list[int], list[int]]]:
+    """The operators of each stage, and the segment of each that recomputation runs as a whole."""
+    bounds = pairwise(flow.stage_ptr.tolist())
+    for n_segments, (begin, end) in zip(flow.segments, bounds, strict=True):
+        ops = flow.stage_ops[begin:end].tolist()
+        key = tuple(ops), n_segments
+        if key not in tables.costs.segments:
+            tables.costs.segments[key] = segment_numbers(tables.costs.graph, ops, n_segments)
+        yield ops, tables.costs.segments[key]
+
+
 def cut_segments(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Ints:
     """(n_ops,) number of each operator's segment in its stage. A segment is recomputed as a whole;
     as in the executor, an operator with weights of another unit begins one too."""
@@ -241,16 +262,9 @@ def cut_segments(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Ints:
         for op in unit.operators:
             units_of[op].add(number)
     found = np.zeros(tables.n_ops, dtype=np.int64)
-    for n_segments, (begin, end) in zip(
-        flow.segments, pairwise(flow.stage_ptr.tolist()), strict=True
-    ):
-        if not units and n_segments == 1:
-            continue
-        ops = flow.stage_ops[begin:end].tolist()
-        key = tuple(ops), n_segments
-        if key not in tables.costs.segments:
-            tables.costs.segments[key] = segment_numbers(tables.costs.graph, ops, n_segments)
-        numbers = tables.costs.segments[key]
+    if not units and max(flow.segments) == 1:
+        return found
+    for ops, numbers in _recomputed(tables, flow):
         used: set[int] = set()
         segment = 0
         for op, before, number in zip(ops, [0, *numbers], numbers, strict=False):

@@ -162,7 +162,8 @@ class ExecutorEngine:
             check_rows(form.layout)
             self.holders.merge(form.holders)
         self.plan.check_tied(self.holders.trained())
-        self._units = plan_units(self.holders, strategy.shard_state, unit_bytes)
+        segments = forms[sizes[0]].recomputed_at
+        self._units = plan_units(self.holders, strategy.shard_state, unit_bytes, segments)
         for form in forms.values():
             form.find_units(self._units)
         summed = partial(self._groups.for_gradients, is_scattered=strategy.shards_gradients)

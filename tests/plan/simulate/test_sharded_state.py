@@ -1,6 +1,7 @@
 """Sharded state: what each device keeps, and the collectives that this takes."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -59,6 +60,29 @@ def test_each_device_keeps_half_of_the_sharded_state(
     assert found.step_s == complete_s + optimizer_s + gather_s
     assert binding(found).get("all-gather of weights", 0.0) == gather_s
     assert sent_bytes(found) == [sent] * 2
+
+
+@pytest.mark.parametrize(("last", "units"), [(10, [*"abcdef", *"edcba"]), (1000, None)])
+def test_a_unit_has_the_weights_of_whole_segments_unless_these_are_most_of_them(last, units):
+    """Six operators in two segments, cut by units that are smaller. The first segment has half of
+    the weights, or less than an eighth."""
+    operators = [op("x", [], 4, kind="input")]
+    operators += [op(name, [before], 4, 10) for before, name in pairwise("xabcde")]
+    graph = Graph(name="g", batch=8, operators=[*operators, op("f", ["e"], 4, last)])
+    profile = profile_of(graph, dict.fromkeys("abcdef", (1.0, 2.0)))
+    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in "abcdef"}
+
+    def gathered(stage):
+        found = simulate(
+            graph, profile, cluster_of(), plans, stages=[stage],
+            options=SimulatorOptions(bucket_bytes=1), shard_state="parameters",
+        )  # fmt: skip
+        names = [event.name for event in events(found) if event.ranks == (0, 1)]
+        return [name.removeprefix("all-gather ") for name in names if "gather" in name]
+
+    assert gathered(Stage()) == [*"abcdef", *"edcba"]
+    found = gathered(Stage(recompute=True, segments=2))
+    assert found == (units or ["a to c", "d to f", "a to c"])
 
 
 def test_parameters_are_gathered_one_unit_ahead_and_kept_for_their_backward():

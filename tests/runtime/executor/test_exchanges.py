@@ -166,6 +166,16 @@ def test_each_rank_keeps_half_of_what_is_sharded(case, ranks):
     assert max(sizes) < 0.55 * whole
 
 
+def test_segments_that_run_again_are_not_cut_for_their_units(case, ranks):
+    whole, cut = [], []
+    for found, segments in ((whole, 1), (cut, 16)):
+        stages = [Stage(recompute=True, segments=segments)]
+        strategy = msgspec.structs.replace(case.strategy, stages=stages)
+        again = sharded(msgspec.structs.replace(case, strategy=strategy), "parameters")
+        found += [kept.n_units for kept in ranks.run(2, kept_bytes, again)]
+    assert whole[0] == whole[1] > cut[0] == cut[1] > 6
+
+
 def test_a_step_that_overflows_changes_no_weights_in_parts(case, ranks):
     single = msgspec.structs.replace(case, dtype="float32")
     whole, parts = (

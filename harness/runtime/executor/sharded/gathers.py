@@ -16,7 +16,7 @@ they gather in one order. A unit that is the last of one action and the first of
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.domain.checkpoints import is_full
 from harness.domain.schedule import Action
 from harness.domain.strategy import ShardState
 from harness.errors import PeerError
@@ -61,18 +62,24 @@ class UnitPlan:
     is_freed: bool
 
 
-def plan_units(holders: Holders, shard_state: ShardState, unit_bytes: int) -> list[UnitPlan]:
+def plan_units(
+    holders: Holders, shard_state: ShardState, unit_bytes: int, segments: Mapping[int, int]
+) -> list[UnitPlan]:
     """Cut the trained slices with several holders, in the order of their first use, into units of
-    about `unit_bytes`; each unit has one set of holders."""
+    `unit_bytes` or more; each unit has one set of holders.
+
+    Args:
+        segments: by position, of the operators in stages that run again in several segments.
+    """
     if shard_state == "none":
         return []
     freed = _freed_slices(holders) if shard_state == "parameters" else frozenset()
     shared = [(piece, devices) for piece, devices in holders.trained() if len(devices) > 1]
     found: list[UnitPlan] = []
-    open_units: dict[object, tuple[list[WeightSlice], int]] = {}
+    open_units: dict[object, tuple[list[WeightSlice], int, int | None]] = {}
 
     def close(key: object) -> None:
-        pieces, _ = open_units.pop(key)
+        pieces, _, _ = open_units.pop(key)
         used = [holders.uses(piece) for piece in pieces]
         positions = [use.position for uses in used for use in uses]
         stages = {use.stage for uses in used for use in uses}
@@ -90,13 +97,22 @@ def plan_units(holders: Holders, shard_state: ShardState, unit_bytes: int) -> li
     def first_use(item: tuple[WeightSlice, Group]) -> int:
         return min(use.position for use in holders.uses(item[0]))
 
-    for piece, devices in sorted(shared, key=first_use):
+    def kind(piece: WeightSlice, devices: Group) -> object:
         stages = frozenset(use.stage for use in holders.uses(piece))
-        key: object = devices, stages, piece in freed, holders.item_bytes(piece)
-        pieces, n_bytes = open_units.get(key, ([], 0))
-        open_units[key] = [*pieces, piece], n_bytes + holders.n_bytes(piece)
-        if open_units[key][1] >= unit_bytes:
+        return devices, stages, piece in freed, holders.item_bytes(piece)
+
+    totals = Counter[object]()
+    for piece, devices in shared:
+        totals[kind(piece, devices)] += holders.n_bytes(piece)
+    for piece, devices in sorted(shared, key=first_use):
+        key = kind(piece, devices)
+        segment = segments.get(first_use((piece, devices))) if piece in freed else None
+        pieces, n_bytes, last = open_units.get(key, ([], 0, None))
+        is_at_cut = segment is None or segment != last
+        if pieces and is_full(n_bytes, unit_bytes, totals[key], is_at_cut=is_at_cut):
             close(key)
+            pieces, n_bytes = [], 0
+        open_units[key] = [*pieces, piece], n_bytes + holders.n_bytes(piece), segment
     for left in list(open_units):
         close(left)
     return sorted(found, key=lambda unit: (unit.first, unit.devices, unit.is_freed))

@@ -60,6 +60,11 @@ class Forms:
     recomputed: dict[str, int]
     units: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
 
+    @property
+    def recomputed_at(self) -> dict[int, int]:
+        """`recomputed` by the operators' positions."""
+        return {self.layout.position[name]: number for name, number in self.recomputed.items()}
+
     def find_units(self, plans: Sequence[UnitPlan]) -> None:
         """Set `units` from the plans of all units."""
         names = {self.layout.position[name]: name for name in self.of}
