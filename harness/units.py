@@ -88,21 +88,15 @@ def parse_duration(text: str) -> float:
 
 
 def _pick(value: float, scales: list[tuple[float, str]]) -> str:
-    for scale, unit in scales:
-        if abs(value) >= scale:
-            return (
-                f"{value / scale:.3g} {unit}"
-                if value / scale < 1000
-                else f"{value / scale:.0f} {unit}"
-            )
-    scale, unit = scales[-1]
-    return f"{value / scale:.3g} {unit}"
+    scale, unit = next((one for one in scales if abs(value) >= one[0]), scales[-1])
+    return f"{format_number(value / scale, 3)} {unit}"
 
 
 def format_number(value: float, digits: int = 4) -> str:
     """Print a number with so many significant digits, and a large one with all of its integer part:
     `48.13`, `25312`."""
-    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+    is_large = abs(value) >= 10**digits - 0.5  # which `g` would write as 1e+04
+    return f"{value:.0f}" if is_large else f"{value:.{digits}g}"
 
 
 def format_bytes(n_bytes: float) -> str:

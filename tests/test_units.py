@@ -81,9 +81,12 @@ def test_a_quantity_is_read_or_refused(text):
 def test_printing():
     assert [format_number(n) for n in (48.126, 9999.4, 25312.4)] == ["48.13", "9999", "25312"]
     assert format_number(2203.6, 3) == "2204"
+    assert [format_number(n) for n in (9999.49, 9999.5, -12345.0)] == ["9999", "10000", "-12345"]
     assert format_bytes(2**24) == "16 MiB"
     assert format_bandwidth(1.25e9) == "1.25 GB/s"
     assert format_flops(1.5e13) == "15 TFLOP/s"
     assert format_duration(0.0123) == "12.3 ms"
+    assert [format_duration(s) for s in (0.9994, 0.9997)] == ["999 ms", "1000 ms"]
+    assert [format_bytes(1024 * n) for n in (999.7, 1023.4)] == ["1000 KiB", "1023 KiB"]
     assert format_duration(float("nan")) == "-"
     assert format_bytes(0) == "0 B"

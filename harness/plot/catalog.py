@@ -36,6 +36,7 @@ from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Problem
 from harness.plot.numbers import RunNumbers, derive_numbers
 from harness.plot.style import shorten
+from harness.units import format_number
 
 MOST = 2
 Row = TypeVar("Row")
@@ -188,7 +189,7 @@ def _cluster_words(run: RunNumbers, variables: Sequence[str]) -> list[str]:
     speed = run.network_bytes_per_s
     with_network = devices
     if speed and len(nodes) > 1:
-        with_network = f"{devices}, {speed * 8e-9:.2g} Gbit/s"
+        with_network = f"{devices}, {format_number(speed * 8e-9, 2)} Gbit/s"
     own = header.ranks[0].settings if header.ranks else {}
     for name in filter(own.__contains__, variables):
         with_network += f", {shorten(f'{name}={own[name]}', LONGEST_NAME)}"

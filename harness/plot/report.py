@@ -210,7 +210,7 @@ def _devices(headers: Sequence[RunHeader]) -> list[dict[str, str]]:
                 "cores": f"{rank.n_cores:g}" if rank.n_cores else "",
                 "memory": format_bytes(rank.memory_bytes) if rank.memory_bytes > 1 else "",
                 "interface": rank.interface,
-                "network": f"{nic * 8e-9:.3g} Gbit/s" if nic else "",
+                "network": f"{format_number(nic * 8e-9, 3)} Gbit/s" if nic else "",
             }
             rows[tuple(row.values())] = row
     return list(rows.values())

@@ -152,7 +152,7 @@ def _cheapest(advice: Advice, prices: Prices | None) -> Iterator[str]:
     known = [(money, one) for one in advice.sets if (money := money_of(one, prices)) is not None]
     if known:
         money, one = min(known, key=lambda item: item[0])
-        words = f"{money:.3g} {prices.currency}".strip()
+        words = f"{format_number(money, 3)} {prices.currency}".strip()
         is_alone = one.cluster.n_devices == 1
         where = f"{name_range(one.node_names)}{' alone' if is_alone else ''}"
         more = "" if one.label == "single" else f" with {_in_words(one.label)}"
@@ -190,7 +190,8 @@ def _set_table(advice: Advice, shown: Presentation) -> list[str]:
             memory_words(one),
         ]
         if prices is not None:
-            row += [cell(energy_kwh(one, prices), ".3g"), cell(money_of(one, prices), ".3g")]
+            costs = energy_kwh(one, prices), money_of(one, prices)
+            row += [cell(cost, lambda cost: format_number(cost, 3)) for cost in costs]
         rows.append(row)
     lines = table(heads, rows)
     if len(advice.sets) > _MOST_ROWS:

@@ -16,6 +16,7 @@ from harness.plot.style import (
     plain_log_axis,
     series_style,
 )
+from harness.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,7 +149,8 @@ def _draw_devices(
         at = [ranks.index(rank) + (i - (len(dtypes) - 1) / 2) * height for rank in bars["rank"]]
         values = bars["rate"]
         drawn = axes.barh(at, values, height * 0.92, color=_style(styles, str(dtype))[0])
-        labels = axes.bar_label(drawn, fmt="%.3g", fontsize=7, padding=3)
+        words = [format_number(value, 3) for value in values]
+        labels = axes.bar_label(drawn, words, fontsize=7, padding=3)
         peaks = bars["peak"].to_numpy(dtype=float)
         axes.plot(peaks, at, "|", color="#111111", markersize=12, markeredgewidth=2)
         for text, value, peak in zip(labels, values, peaks, strict=True):

@@ -17,6 +17,7 @@ from harness.plot.style import (
     mark_failed,
     write_beside,
 )
+from harness.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,7 +95,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
                 at = y + (i - (len(kinds) - 1) / 2) * height
                 value = row["peak_bytes"] / GIB
                 axes.barh(at, value, height * 0.92, color=colour, label=words)
-                write_beside(axes, f"{value:.3g}", value, at, gap=4, size=7.5)
+                write_beside(axes, format_number(value, 3), value, at, gap=4, size=7.5)
         limit = of_case["device_bytes"].min()
         if not pd.isna(limit):
             _draw_limit(axes, y, limit / GIB, widest)
@@ -110,7 +111,7 @@ def _draw_limit(axes: Axes, y: float, limit_gib: float, widest_gib: float) -> No
         return
     axes.margins(x=0.3)
     axes.annotate(
-        f"device: {limit_gib:.3g} GiB", (1, y), xycoords=axes.get_yaxis_transform(),
+        f"device: {format_number(limit_gib, 3)} GiB", (1, y), xycoords=axes.get_yaxis_transform(),
         ha="right", va="center", fontsize=7.5, color=MUTED,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from harness.plot.style import (
     range_words,
     spread_caption,
 )
+from harness.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,7 +79,7 @@ def _draw_cluster(axes: Axes, label: str, rows: pd.DataFrame) -> None:
         at = [ranks.index(rank) + shift for rank in bars["rank"]]
         drawn = axes.barh(at, values, 0.36, xerr=errors, color=colour, label=kernel, error_kw=thin)
         words = [
-            f"{value:.4g}{range_words(n)}"
+            f"{format_number(value)}{range_words(n)}"
             for value, n in zip(values, bars["n_values"], strict=True)
         ]
         axes.bar_label(drawn, words, fontsize=7.5, padding=4)

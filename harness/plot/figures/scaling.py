@@ -31,6 +31,7 @@ from harness.plot.style import (
     series_style,
     spread_caption,
 )
+from harness.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +45,7 @@ LABEL_PT = 8
 def _first_kind(case: RepeatGroup) -> str:
     """Kind and cores of the first rank's device, which the run on one device used."""
     first = case.header.ranks[0] if case.header.ranks else None
-    return f"{short_kind(first.device_kind)}/{first.n_cores:.2g}" if first else ""
+    return f"{short_kind(first.device_kind)}/{format_number(first.n_cores, 2)}" if first else ""
 
 
 def _kinds(case: RepeatGroup) -> dict[tuple[str, float], int]:
@@ -67,7 +68,7 @@ def _network_words(case: RepeatGroup) -> str:
     if len(case.header.cluster.nodes) == 1:
         return "one node"
     speed = speed_class(case.runs[0].network_bytes_per_s)
-    return "" if speed is None else f"about {10**speed:.2g} Gbit/s"
+    return "" if speed is None else f"about {format_number(10**speed, 2)} Gbit/s"
 
 
 def _setting(case: TrainingCase) -> dict[str, str]:

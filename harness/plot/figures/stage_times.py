@@ -24,6 +24,7 @@ from harness.plot.style import (
     time_unit,
     write_beside,
 )
+from harness.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,8 +87,8 @@ def _draw_case(axes: Axes, label: str, rows: pd.DataFrame) -> None:
         predicted = row["predicted_total_s"]
         if not pd.isna(predicted):
             mark_bar(axes, predicted * scale, y, "predicted")
-        words = f"{row['total_s'] * scale:.3g} {unit}"
-        words += "" if pd.isna(predicted) else f", predicted {predicted * scale:.3g}"
+        words = f"{format_number(row['total_s'] * scale, 3)} {unit}"
+        words += "" if pd.isna(predicted) else f", predicted {format_number(predicted * scale, 3)}"
         words += ", slowest" if row["is_slowest"] else ""
         furthest = row["total_s"] if pd.isna(predicted) else max(row["total_s"], predicted)
         write_beside(axes, words, furthest * scale, y, gap=6)

@@ -20,6 +20,7 @@ from harness.plot.style import (
     mark_failed,
     write_beside,
 )
+from harness.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,7 +84,8 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame, shown: list[str]) ->
             mark_failed(axes, y, row["status"], row["reason"])
             continue
         exposed = row["exposed_communication_s"] / row["step_s"]
-        words = f"{row['step_s'] * 1e3:.4g} ms" + (f", {exposed:.0%} exposed" if exposed else "")
+        words = f"{format_number(row['step_s'] * 1e3)} ms"
+        words += f", {exposed:.0%} exposed" if exposed else ""
         write_beside(axes, words, row["step_s"] * 1e3, y)
     label_bars(axes, list(rows["label"]))
     axes.set_xlim(0, widest * 1.3 if widest > 0 else 1)

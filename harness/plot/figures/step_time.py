@@ -17,6 +17,7 @@ from harness.plot.style import (
     note_failures,
     wrap_label,
 )
+from harness.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,7 +108,7 @@ def _draw_case(axes: Axes, label: str, steps: pd.DataFrame) -> None:
     axes.axhline(median, color=LIMIT, linewidth=0.8, linestyle="--")
     axes.set_ylim(0, float(steps["duration_s"].max()) * scale * 1.15)
     unit = "s" if is_epochs else "ms"
-    words = f"median {median:.4g} {unit}"
+    words = f"median {format_number(median)} {unit}"
     words += f", {len(far)} outlier{'s' if len(far) > 1 else ''}" if len(far) else ""
     words += f", {n_repeats} of {len(repeats)} repeats" if n_repeats < len(repeats) else ""
     axes.annotate(words, (0.98, 0.06), xycoords="axes fraction", ha="right", fontsize=8)

@@ -21,6 +21,7 @@ from harness.plot.style import (
     mark_failed,
     write_beside,
 )
+from harness.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,7 +92,7 @@ def _draw_rates(axes: Axes, table: pd.DataFrame) -> None:
             continue
         rate = row["flops_per_s"] * scale
         axes.barh(y, rate, 0.66, color="#0072B2")
-        words, right, colour = f"{rate:.3g}", rate, LIMIT
+        words, right, colour = format_number(rate, 3), rate, LIMIT
         if not pd.isna(row["efficiency"]):
             peak = rate / row["efficiency"]
             mark_bar(axes, peak, y, half=0.36)

@@ -35,6 +35,7 @@ from harness.runtime.ranks.introduction import (
     no_interface,
 )
 from harness.runtime.ranks.world import World
+from harness.units import format_number
 
 _log = logging.getLogger(__name__)
 _STORE_TIMEOUT = timedelta(seconds=300)
@@ -216,7 +217,7 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, requested: s
         hostnames=hostnames,
         device=torch.device("cuda", mine.gpus.index(gpu)) if gpu else torch.device("cpu"),
         # Different shares of the same CPU are different kinds of device.
-        device_kind=gpu.name if gpu else f"{mine.cpu} x {n_cores:.2g}",
+        device_kind=gpu.name if gpu else f"{mine.cpu} x {format_number(n_cores, 2)}",
         backend=backend,
         backend_reason=reason,
         interface=interface.name,

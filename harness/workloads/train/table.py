@@ -238,7 +238,7 @@ def _communication(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
             cell(summary.exposed_communication_s, format_duration),
             cell(summary.no_sync_exposed_s, format_duration),
             cell(summary.slowed_compute_s, format_duration),
-            cell(summary.synchronisations_per_s, ".4g"),
+            cell(summary.synchronisations_per_s, format_number),
             cell(summary.sent_bytes_per_s, format_bandwidth),
             cell(summary.received_bytes_per_s, format_bandwidth),
             "-" if summary.ring_bytes is None else f"{format_bytes(summary.ring_bytes)}/step",

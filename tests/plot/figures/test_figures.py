@@ -1,5 +1,6 @@
 """Figures by their tables: what is drawn, what stays although it is not ok, what merges."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -227,6 +228,33 @@ def test_runs_with_other_environment_variables_do_not_merge_and_say_them(tmp_pat
     assert warnings(catalog)["Versions or settings differ between runs"] == [
         "runs disagree on the version of kernel: 6.1 (tesla0, tesla1); 6.5 (tesla0, tesla1)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("step_breakdown", 12.3), ("step_time", 12.3), ("stage_times", 1.2), ("memory", 2e12),
+        ("matmul", 2e15), ("summa", 2e15), ("memory_bandwidth", 2e13),
+    ],
+)  # fmt: skip
+def test_large_numbers_are_drawn_without_exponents(name, unit, catalog, planned):
+    of_planned = read_catalog(*find_runs(planned)) if name in OF_PLANNED else catalog
+    table = table_of(name, of_planned)
+    amounts = [c for c in table.columns if c.endswith(("_s", "_bytes")) and c != "array_bytes"]
+    table[amounts] *= unit / table[amounts].max().max()
+    canvas = Canvas(layout="constrained")
+    load_figure(name).draw(table, canvas)
+    texts = [text.get_text() for axes in canvas.axes for text in axes.texts]
+    assert any(char.isdigit() for char in "".join(texts))
+    assert not [text for text in texts if re.search(r"\de\+", text)]
+
+
+def test_a_label_has_the_speed_of_fast_links_without_exponent(tmp_path):
+    for n in (2, 3):
+        run = make_header("train", train_config("ddp", 32), make_cluster(n, 1.25e10), run_id=str(n))
+        write_run(tmp_path, run, training_records(n, 32, 0.1, 0.1))
+    catalog = read_catalog(*find_runs(tmp_path))
+    assert {case.case.cluster.split(", ")[1] for case in catalog.training} == {"100 Gbit/s"}
 
 
 def test_links_of_two_speeds_do_not_merge_even_when_no_header_tells(tmp_path):

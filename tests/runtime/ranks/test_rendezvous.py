@@ -111,6 +111,11 @@ def test_an_srun_without_a_list_of_nodes_asks_for_the_address():
         rendezvous.slurm_master({"SLURM_STEP_ID": "0"})
 
 
+def test_kinds_of_cpus_tell_their_cores_apart():
+    (many,), (more,) = worlds([facts(cores=range(125))]), worlds([facts(cores=range(128))])
+    assert (many.device_kind, more.device_kind) == ("a CPU x 125", "a CPU x 128")
+
+
 def test_a_rank_without_a_gpu_has_its_share_of_the_host():
     first, second = worlds([facts(gpu("a", 80)), facts()])
     assert first.backend_reason == "rank 1 on host has no GPU"
