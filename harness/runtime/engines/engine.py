@@ -98,7 +98,7 @@ class Engine(Protocol):
 
     @property
     def n_synchronisations(self) -> int:
-        """Number of all-reduces of gradients in the last step that was not muted."""
+        """Number of sums of gradients over ranks in the last step that was not muted."""
         ...
 
     @property

@@ -239,7 +239,7 @@ class ExecutorEngine:
 
     @property
     def n_synchronisations(self) -> int:
-        return (self._n_updates if self.plan.is_asynchronous else 1) * self._sync.n_buckets
+        return (self._n_updates if self.plan.is_asynchronous else 1) * self._sync.n_sums
 
     @property
     def can_be_muted(self) -> bool:

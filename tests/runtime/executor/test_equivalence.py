@@ -254,6 +254,19 @@ def test_without_a_flush_every_microbatch_sums_gradients(ranks):
     assert ranks.run(3, n_synchronisations, case) == [3 * n_sums, 3 * n_sums, 0]
 
 
+def test_sharded_gradients_are_summed_after_every_microbatch(ranks):
+    counts = []
+    for n_microbatches in (1, 3):
+        strategy = replicated_pipeline(
+            small_graph("lenet"), 6, [[0, 1], [2]], n_microbatches=n_microbatches
+        )
+        strategy = msgspec.structs.replace(strategy, shard_state="gradients")
+        counts.append(ranks.run(3, n_synchronisations, make_case("lenet", strategy, 3)))
+    once, thrice = counts
+    assert once[0] > 0
+    assert thrice == [3 * n for n in once]
+
+
 def unlike_stages(is_asynchronous):
     strategy = replicated_pipeline(small_graph("lenet"), 6, [[0, 1], [2]], n_microbatches=3)
     return make_case("lenet", strategy, 3, is_asynchronous=is_asynchronous)

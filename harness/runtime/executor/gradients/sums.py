@@ -186,6 +186,9 @@ class GradientSync:
             (`count_rounds`). All-reduces have one round a step, sums to owners one a microbatch.
         is_blocking: backward waits where no further bucket may be on its way. Otherwise the bucket
             starts later, with what backward has added until then.
+
+    Attributes:
+        n_sums: sums that it starts.
     """
 
     def __init__(
@@ -207,7 +210,7 @@ class GradientSync:
             for bucket in queue
             for parameter in bucket.parameters
         }
-        self.n_buckets = sum(map(len, queues.values()))
+        self.n_sums = len(rounds) * sum(map(len, queues.values()))
         # Gradients that each bucket waits for, by (round, bucket).
         self._n_used = {
             (number, bucket): sum(uses.get(parameter, 0) > 0 for parameter in bucket.parameters)
