@@ -74,7 +74,7 @@ def measure_point(
     Ranks beyond `point.n_ranks` wait without computing.
 
     Returns:
-        The row for the summary: median seconds of the slowest rank, rate and efficiency.
+        The row for the summary: median seconds of the slowest rank, and rate.
 
     Raises:
         VerificationError: a block is wrong; raised on every rank.
@@ -95,15 +95,13 @@ def measure_point(
     raise_on_all_ranks(part.check if part else lambda: None, world)
     dist.destroy_process_group(group)  # a communicator of NCCL's holds memory of the GPU
     context.flush()
-    rate = point.flops / median(times)
     return {
         "scaling": point.scaling,
         "n_ranks": point.n_ranks,
         "size": point.size,
         "dtype": dtype,
         "time_s": median(times),
-        "flops_per_s": rate,
-        "efficiency": rate / sum(speeds),
+        "flops_per_s": point.flops / median(times),
     }
 
 

@@ -113,6 +113,9 @@ def test_products_are_right_on_any_number_of_ranks(n_ranks):
         *(("strong", n) for n in counts),
         *(("weak", n) for n in counts),
     ]
+    rates = [row.flops_per_s for row in summa_table(run)]  # whose efficiency is the only one
+    assert [row["flops_per_s"] for row in rows] == pytest.approx(rates)
+    assert all("efficiency" not in row for row in rows)
     text = matmul_text([run])
     assert "GFLOP/s" in text
     assert "strong" in text
