@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
+from harness.domain.run import HOST_SETTINGS
 from harness.measure.derive.prediction import PredictedRun, RankedStrategy
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.numbers import RunNumbers
@@ -18,9 +19,12 @@ def cell_of(case: TrainingCase) -> str:
 
 
 def _first_device(case: TrainingCase) -> tuple[object, ...]:
-    """Properties that a run on one device shares with runs on more: workload, host, device kind."""
-    ranks = case.case.header.ranks
-    device = (ranks[0].hostname, ranks[0].device_kind, ranks[0].n_cores) if ranks else ()
+    """Properties that a run on one device shares with runs on more: workload, host, device kind,
+    environment variables."""
+    device: tuple[object, ...] = ()
+    for rank in case.case.header.ranks[:1]:
+        settings = {n: value for n, value in rank.settings.items() if n not in HOST_SETTINGS}
+        device = (rank.hostname, rank.device_kind, rank.n_cores, *sorted(settings.items()))
     return (case.first.model, case.batch, case.first.dtype, device)
 
 

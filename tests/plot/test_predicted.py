@@ -260,6 +260,23 @@ def test_strategies_of_unlike_clusters_are_not_one_comparison(tmp_path):
     assert all(answer.rows[1][1].against == "single on 1" for answer in found)
 
 
+def test_a_baseline_of_other_environment_variables_does_not_compare(tmp_path):
+    for name, step_s in (("slow", 0.2), ("fast", 0.1)):
+        for strategy, n in (("single", 1), ("ddp", 2)):
+            run = make_header(
+                "train", train_config(strategy, 32), make_cluster(n), run_id=f"{name}-{strategy}"
+            )
+            settings = {"MALLOC_ARENA_MAX": name, "kernel": strategy}
+            ranks = [msgspec.structs.replace(rank, settings=settings) for rank in run.ranks]
+            run = msgspec.structs.replace(run, ranks=ranks)
+            write_run(tmp_path, run, training_records(n, 32, step_s / n, 0.0))
+    found = answers(catalog_of(tmp_path))
+    assert [strategies(answer) for answer in found] == [["single on 1", "ddp on 2"]] * 2
+    slow, fast = sorted((answer.rows[0][1] for answer in found), key=lambda row: -row.step_s[0])
+    assert slow.step_s == pytest.approx([0.207], rel=0.02)
+    assert fast.step_s == pytest.approx([0.107], rel=0.02)
+
+
 def test_without_two_strategies_of_one_cell_there_is_no_comparison(tmp_path):
     write_run(tmp_path, make_header("links", {}, make_cluster(3), run_id="links"), {})
     (none,) = answers(catalog_of(tmp_path))
