@@ -92,8 +92,12 @@ _log = logging.getLogger(__name__)
 
 # Name of the operator that capture adds to every graph.
 LOSS = "loss"
-# Strategies in which every rank holds every parameter and all gradients are all-reduced.
-_DATA_PARALLEL = ("single", "ddp", "zero1", "zero2")
+
+
+def reduces_all(case: TrainCase) -> bool:
+    """Whether every rank holds every parameter, and all gradients are summed over all ranks."""
+    is_data_parallel = case.strategy in ("single", "ddp", "zero1", "zero2")
+    return is_data_parallel and case.sharded_state != "parameters"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +359,7 @@ def prepare(
         prefix=task.prefix,
         flops=flops,
         n_parameters=sum(p.numel() for p in trained),
-        gradient_bytes=n_bytes if case.strategy in _DATA_PARALLEL else None,
+        gradient_bytes=n_bytes if reduces_all(case) else None,
     )
 
 

@@ -19,7 +19,12 @@ from harness.runtime.models.task import Wrapper
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import search_config_of
-from harness.workloads.train.setup import _optimizer_options, make_task, set_norm_scope
+from harness.workloads.train.setup import (
+    _optimizer_options,
+    make_task,
+    reduces_all,
+    set_norm_scope,
+)
 from harness.workloads.train.table import train_text
 from harness.workloads.train.workload import _save, run_train
 
@@ -190,6 +195,13 @@ def test_the_summary_has_every_number(two_ranks):
     assert summary.memory_bytes["rss"] > 50e6
     assert results[0]["n_parameters"] == 61706
     assert results[0]["parameters_digest"] == results[1]["parameters_digest"]
+
+
+def test_a_ring_of_all_gradients_is_of_ranks_that_hold_all_parameters():
+    states = ("auto", "none", "optimizer", "gradients", "parameters")
+    cases = [replace(CASE, strategy="ddp", shard_state=state) for state in states]
+    assert [reduces_all(case) for case in cases] == [True, True, True, True, False]
+    assert not reduces_all(replace(CASE, strategy="pipeline"))
 
 
 def test_the_table_names_the_run(two_ranks):
