@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
+from harness.measure.derive.changes import as_planned
 from harness.measure.derive.devices import matmul_peaks
 from harness.measure.derive.pipeline import pipeline_summary
 from harness.measure.derive.strategies import StrategyRow, strategy_tables
@@ -75,7 +76,7 @@ def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
 
 
 def _bubble(run: Run) -> float | None:
-    found = pipeline_summary(run)
+    found = pipeline_summary(as_planned(run))
     return None if found is None else found.bubble.median
 
 

@@ -69,6 +69,20 @@ def test_a_strategy_alone_has_its_row():
     }
 
 
+def test_the_bubble_is_that_of_the_first_strategy():
+    run = make_run("pipeline", 0)
+    names = {"before": "pipeline", "after": "other", "why": "by hand"}
+    run.ranks[0].append(Sample(metric="change_s", value=1.0, step=4, labels=names))
+    for rank, records in run.ranks.items():  # whose backward is another's afterwards
+        run.ranks[rank] = [
+            record
+            for record in records
+            if isinstance(record, Sample) or record.kind != "backward" or (record.step or 0) < 4
+        ]
+    heads, row = rows([run])[:2]
+    assert dict(zip(heads, row, strict=True))["bubble"] == "50%"
+
+
 def test_repeats_share_a_row_of_medians():
     steps = {"single": (4.0, 8.0), "ddp": (6.0,)}
     runs = [
