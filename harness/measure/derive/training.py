@@ -99,6 +99,19 @@ class TrainingSummary:
         return None if self.throughput is None else self.throughput / self.n_ranks
 
 
+def rate_over_repeats(repeats: Iterable[TrainingSummary], name: str) -> float | None:
+    """A rate over repeats, by its name: the median work of a unit / the median of the units."""
+    known = [
+        (rate, one.duration.median)
+        for one in repeats
+        if one.duration is not None and (rate := getattr(one, name)) is not None
+    ]
+    if not known:
+        return None
+    work = np.median([rate * duration_s for rate, duration_s in known])
+    return float(work / np.median([duration_s for _, duration_s in known]))
+
+
 def _values_by_step(run: Run, metric: str) -> dict[int, dict[int, float]]:
     """Sum of samples by step and rank (several interfaces or passes add up)."""
     steps: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))

@@ -68,9 +68,15 @@ def _pairs(case: RepeatGroup, transport: str, matrices: list[Any]) -> list[dict[
                     "target_name": target,
                     "message_bytes": like[0].n_bytes or None,
                 }
-                | {k: float(np.median(v)) if v.size else None for k, v in known.items()}
+                | {k: _median(k, v) if v.size else None for k, v in known.items()}
             )
     return rows
+
+
+def _median(column: str, values: np.ndarray) -> float:
+    """Of a bandwidth, that of the median time."""
+    is_rate = column.startswith("bandwidth")
+    return float(1 / np.median(1 / values) if is_rate else np.median(values))
 
 
 def rows(catalog: Catalog) -> Rows:

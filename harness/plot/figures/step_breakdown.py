@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from harness.measure.derive.spans import PHASES
+from harness.measure.derive.training import rate_over_repeats
 from harness.measure.statistics import known_mean
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figures import Figure, Rows
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-ESTIMATES = (
-    *("communication_s", "no_sync_exposed_s", "slowed_compute_s", "overlap"),
-    "synchronisations_per_s",
-)
+ESTIMATES = ("communication_s", "no_sync_exposed_s", "slowed_compute_s", "overlap")
 WORDS = {
     "host_to_device": "host to device",
     "exposed_communication": "exposed communication",
@@ -46,6 +44,7 @@ def _row(case: TrainingCase) -> dict[str, Any]:
     row |= means | {"step_s": sum(value or 0.0 for value in means.values())}
     for name in ESTIMATES:
         row[name] = known_mean(getattr(summary, name) for summary in known)
+    row["synchronisations_per_s"] = rate_over_repeats(known, "synchronisations_per_s")
     return row
 
 

@@ -58,7 +58,7 @@ def _numbers(rows: list[Any], cluster: str) -> dict[str, Any]:
         "flops_per_s": flops / time.median,
         "low_flops_per_s": flops / time.high,
         "high_flops_per_s": flops / time.low,
-        "efficiency": known_median(row.efficiency for row in rows),
+        "efficiency": first.efficiency and first.efficiency * first.time.median / time.median,
         "time_s": time.median,
         "compute_s": known_median(row.compute_s for row in rows),
         "communication_s": known_median(row.communication_s for row in rows),

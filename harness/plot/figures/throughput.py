@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.statistics import known_median
+from harness.measure.derive.training import rate_over_repeats
 from harness.plot.catalog import Catalog, TrainingCase, batch_of, merged
 from harness.plot.figures import Figure, Rows
 from harness.plot.style import (
@@ -71,8 +71,8 @@ def _numbers(known: list[Any]) -> dict[str, Any]:
         "high_samples_per_s": first.n_samples / time.low,
         "per_device_samples_per_s": first.n_samples / time.median / first.n_ranks,
         "cv": time.cv,
-        "mfu": known_median(s.mfu for s in known),
-        "mfu_of_measured_peak": known_median(s.mfu_of_measured_peak for s in known),
+        "mfu": rate_over_repeats(known, "mfu"),
+        "mfu_of_measured_peak": rate_over_repeats(known, "mfu_of_measured_peak"),
     }
 
 

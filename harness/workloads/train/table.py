@@ -11,7 +11,12 @@ from harness.measure.derive.changes import as_planned
 from harness.measure.derive.devices import matmul_peaks
 from harness.measure.derive.pipeline import pipeline_summary
 from harness.measure.derive.strategies import StrategyRow, strategy_tables
-from harness.measure.derive.training import TrainingSummary, change_times, training_summary
+from harness.measure.derive.training import (
+    TrainingSummary,
+    change_times,
+    rate_over_repeats,
+    training_summary,
+)
 from harness.measure.statistics import known_mean, known_median, summarize
 from harness.measure.store import Run, headers_in, read_run
 from harness.measure.text import cell, columns, interval_words
@@ -158,12 +163,14 @@ def _rows_of_repeats(
 
 
 _PARTS = ("phases", "communication_s", "exposed_communication_s", "no_sync_exposed_s",
-          "slowed_compute_s", "overlap", "synchronisations_per_s")  # fmt: skip
+          "slowed_compute_s", "overlap")  # fmt: skip
+_RATES = ("throughput", "synchronisations_per_s", "flops_per_s", "mfu", "mfu_without_scores",
+          "mfu_of_measured_peak", "sent_bytes_per_s", "received_bytes_per_s")  # fmt: skip
 
 
 def _over_repeats(repeats: Sequence[TrainingSummary]) -> TrainingSummary:
     """Return the first summary with each number replaced by its median over the repeats, of parts
-    of a step their mean, of memory the peak; the throughput is that of the median step."""
+    of a step their mean, of memory the peak; rates are those of the median step."""
     steps = [s.duration.median for s in repeats if s.duration is not None]
     found: dict[str, Any] = {"duration": summarize(steps) if steps else None}
     for name in (field.name for field in fields(TrainingSummary)):
@@ -174,8 +181,7 @@ def _over_repeats(repeats: Sequence[TrainingSummary]) -> TrainingSummary:
             found[name] = {k: centre(v.get(k) for v in values) for k in values[0]}
         elif any(isinstance(value, float) for value in values):
             found[name] = centre(values)
-    if steps and found["n_samples"]:
-        found["throughput"] = found["n_samples"] / found["duration"].median
+    found |= {name: rate_over_repeats(repeats, name) for name in _RATES}
     return replace(repeats[0], **found)
 
 

@@ -89,6 +89,38 @@ def test_repeats_merge_into_one_row(catalog):
     assert ddp["per_device_samples_per_s"] == ddp["throughput_samples_per_s"] / 5
 
 
+def test_rates_over_two_repeats_are_of_the_median_time(tmp_path):
+    for name, slower in (("a", 1), ("b", 3)):
+        runs = {workload: make_header(workload, {}, make_cluster(2), run_id=f"{workload}-{name}")
+                for workload in ("links", "matmul")}  # fmt: skip
+        write_run(tmp_path, runs["links"], links_records(2, 3e8 / slower))
+        products = {
+            rank: [
+                msgspec.structs.replace(r, value=r.value * slower)
+                if r.metric.startswith("summa")
+                else r
+                for r in records
+            ]
+            for rank, records in matmul_records(2).items()
+        }
+        write_run(tmp_path, runs["matmul"], products)
+        train = make_header("train", train_config("ddp", 32), make_cluster(2), run_id=name)
+        write_run(tmp_path, train, training_records(2, 32, 0.1 * slower, 0.0))
+    found = read_catalog(*find_runs(tmp_path))
+    links = table_of("link_heatmap", found)
+    assert list(links["bandwidth_bytes_per_s"]) == pytest.approx([0.75e8] * 2)
+    product = table_of("summa", found).iloc[0]
+    peak = sum(found.peaks["NVIDIA GeForce RTX 3070", 8, "fp32"] for _ in range(2))
+    assert product["efficiency"] == pytest.approx(product["flops_per_s"] / peak)
+    (rate,) = table_of("throughput", found).to_dict("records")
+    flops_per_s = 2.5e10 * rate["throughput_samples_per_s"]
+    assert rate["mfu"] == pytest.approx(flops_per_s / (2 * 2.03e13))
+    assert rate["mfu_of_measured_peak"] == pytest.approx(flops_per_s / peak)
+    (step,) = table_of("step_breakdown", found).to_dict("records")
+    n_steps_per_s = rate["throughput_samples_per_s"] / 32
+    assert step["synchronisations_per_s"] == pytest.approx(5 * n_steps_per_s)
+
+
 @pytest.mark.parametrize(
     ("more", "n_repeats", "n_labels"), [({"time_budget_s": 0.3}, 2, 1), ({"in_turn": True}, 1, 2)]
 )

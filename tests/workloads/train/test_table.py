@@ -123,6 +123,14 @@ def test_parts_over_repeats_are_means_that_sum_to_the_mean_step_and_memory_is_th
     assert (parts["forward"], parts["backward"], parts["other"]) == ("1.5 s", "1.5 s", "3 s")
 
 
+def test_rates_over_repeats_are_of_the_median_step():
+    runs = [make_run("single", r, step_s=s) for r, s in enumerate((4.0, 8.0))]
+    for run in runs:
+        for records in run.ranks.values():
+            records.append(Sample(metric="model_flops", value=9e9))
+    assert "  3 GFLOP/s" in train_text(runs)  # 18 GFLOP in 6 s, not the mean of two rates
+
+
 def test_microbatches_that_were_asked_for_are_rows_of_their_own():
     runs = [make_run("pipeline", 0, microbatches=8), make_run("pipeline", 1)]
     found = {row[0] for row in rows(runs)[1:3]}
