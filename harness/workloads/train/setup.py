@@ -315,6 +315,7 @@ def prepare(
     set_tensor_cores(case.dtype, world.device)
     task = _place(case, build_on_host(lambda: make_task(case), world), world.device)
     trained = [p for p in task.model.parameters() if p.requires_grad]
+    n_parameters = sum(p.numel() for p in trained)  # before the executor frees other ranks'
     n_bytes = sum(
         p.numel() * reduced(p.new_empty(0), case.reduce_dtype).element_size() for p in trained
     )
@@ -358,7 +359,7 @@ def prepare(
         n_tokens=task.n_tokens,
         prefix=task.prefix,
         flops=flops,
-        n_parameters=sum(p.numel() for p in trained),
+        n_parameters=n_parameters,
         gradient_bytes=n_bytes if reduces_all(case) else None,
     )
 

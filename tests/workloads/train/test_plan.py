@@ -126,6 +126,11 @@ def test_a_pipelines_samples_count_where_its_loss_is(trained):
     assert trained[0]["pipeline"]["summary"]["shares"] == [0, 12]
 
 
+def test_the_parameters_of_all_ranks_are_counted(trained):
+    counts = {trained[0][name]["summary"]["n_parameters"] for name in TRAINED_ALIKE}
+    assert counts == {61706}
+
+
 def test_the_summary_says_how_microbatches_flow(trained):
     found = {
         name: [trained[1][name]["summary"][k] for k in ("schedule", "n_microbatches", "n_stages")]
