@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -215,6 +216,20 @@ class StepFlops(NamedTuple):
     scores: float
 
 
+@contextmanager
+def _lstms_as_products() -> Iterator[None]:
+    """Keep LSTMs from cuDNN and oneDNN, whose single operators the counter does not know."""
+    libraries: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
+    before = [library.enabled for library in libraries]
+    try:
+        for library in libraries:
+            library.enabled = False
+        yield
+    finally:
+        for library, was_enabled in zip(libraries, before, strict=True):
+            library.enabled = was_enabled
+
+
 def _count_flops(task: Task, n_samples: int) -> StepFlops:
     """FLOPs of forward, loss and backward.
 
@@ -226,7 +241,7 @@ def _count_flops(task: Task, n_samples: int) -> StepFlops:
     device = next((p.device for p in copied.model.parameters()), torch.device("cpu"))
     # The counter knows the products of the plain attention on every device.
     math = sdpa_kernel(SDPBackend.MATH)
-    with values_unchecked(), mode, device, math, FlopCounts() as counter:
+    with values_unchecked(), mode, device, math, _lstms_as_products(), FlopCounts() as counter:
         inputs = [torch.empty((n_samples, *spec.shape), dtype=spec.dtype) for spec in task.inputs]
         targets = task.draw_targets(n_samples, device=device)
         copied.sum_loss(copied.model(*inputs), targets).backward()

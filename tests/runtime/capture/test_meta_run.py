@@ -51,6 +51,17 @@ def test_a_decoder_counts_six_flops_a_parameter_and_token_beside_its_scores():
     assert flops.total - flops.scores == 6 * tokens * sum(p.numel() for p in multiplied)
 
 
+def test_an_lstm_counts_its_products_on_every_engine():
+    sizes = TextOptions(sequence_length=4, vocabulary_size=10, n_layers=1, width=8)
+    task = build_task("nmt", fit_options("nmt", ModelOptions(text=sizes)))
+    was_enabled = torch.backends.mkldnn.enabled
+    flops = step_flops(task, 3)
+    operators = capture(task, 3, "nmt").graph.operators
+    assert flops is not None
+    assert flops.total == sum(op.forward_flops + op.backward_flops for op in operators)
+    assert torch.backends.mkldnn.enabled == was_enabled
+
+
 def test_a_model_that_needs_values_is_not_counted():
     class Looks(nn.Module):
         def __init__(self):
