@@ -15,6 +15,7 @@ from harness.domain.hostfile import numbered_runs
 from harness.errors import HarnessError
 from harness.inputs import one_line
 from harness.measure.derive.prediction import read_prediction
+from harness.measure.derive.settings import strategy_name
 from harness.measure.derive.training import step_times
 from harness.measure.store import find_runs, read_run, without_samples
 from harness.measure.text import cell, table
@@ -336,15 +337,14 @@ def _ratios(results: Path | None, cluster: Cluster) -> Iterator[tuple[str, float
             prediction = read_prediction(path)
             if prediction is None:
                 continue
-            times = step_times(read_run(path, header)[0])
+            run = read_run(path, header)[0]
+            times = step_times(run)
         except HarnessError:
             continue
         if times:
             measured_s = statistics.median(times.values())
-            yield (
-                f"{header.config.get('model')} {prediction.strategy}",
-                (measured_s / prediction.step_s),
-            )
+            trained = f"{header.config.get('model')} {strategy_name(run)} {prediction.strategy}"
+            yield trained, measured_s / prediction.step_s
 
 
 def _kinds(cluster: Cluster) -> set[tuple[str, str]]:

@@ -16,7 +16,7 @@ from harness.domain.cluster import Cluster, CollectivePoint, Device, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, OptimizerTime, Profile
 from harness.errors import ConfigError
-from harness.measure.store import read_header
+from harness.measure.store import read_header, write_header
 from harness.plan import builders
 from harness.plan.__main__ import main
 from harness.plan.advise import pricing
@@ -340,6 +340,13 @@ def test_the_range_comes_from_own_runs_on_these_nodes_or_some(tmp_path):
     assert found.n_strategies == 2
     assert found.low <= 1 <= found.high != found.low
     assert uncertainty_of(ROOT / "results", tesla()) == Uncertainty()
+    # Of the same plan, with sharded state: a strategy of its own.
+    shutil.copytree(tmp_path / "ddp", tmp_path / "sharded")
+    header = read_header(tmp_path / "sharded")
+    sharded = {"engine": "executor", "shard_state": "parameters"}
+    changed = msgspec.structs.replace(header, run_id="sharded", config=header.config | sharded)
+    write_header(tmp_path / "sharded", changed)
+    assert uncertainty_of(tmp_path, header.cluster).n_strategies == 3
 
 
 @pytest.fixture
