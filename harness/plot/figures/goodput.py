@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -17,6 +17,7 @@ from harness.plot.style import (
     note_failures,
     write_beside,
 )
+from harness.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,6 +50,10 @@ def rows(catalog: Catalog) -> Rows:
     return found
 
 
+def _words(row: Any) -> str:
+    return f"{row['goodput']:.0%} of {format_number(row['wall_s'])} s"
+
+
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A panel for each model with a stacked bar for each training."""
     panels = draw_bar_panels(canvas, table.groupby("model", sort=True), _draw_model, extra_in=1.15)
@@ -63,7 +68,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
         axes.barh(range(len(rows)), width, 0.68, left=left, color=colour, label=words)
         left += width
     for y, (_, row) in enumerate(rows.iterrows()):
-        write_beside(axes, f"{row['goodput']:.0%} of {row['wall_s']:.4g} s", row["wall_s"], y)
+        write_beside(axes, _words(row), row["wall_s"], y)
     label_bars(axes, list(rows["label"]))
     axes.set_xlim(0, rows["wall_s"].max() * 1.3)
     axes.set_xlabel("seconds")

@@ -8,6 +8,7 @@ from harness.plot.catalog import Catalog
 from harness.plot.figures import goodput as figure
 from harness.plot.numbers import RunNumbers
 from harness.plot.render import image_bytes
+from harness.plot.report import format_value
 
 
 def trained(run_id, begun, steps, *others, continues=""):
@@ -75,3 +76,6 @@ def test_the_figure_has_a_bar_for_each_training():
     (row,) = table.to_dict("records")
     assert (row["runs"], row["n_repeated"], row["status"]) == ("a b", 3, "ok")
     assert b"32% of 37 s" in image_bytes(figure.FIGURE, table, "svg")[0]
+    hours = table.assign(wall_s=12345.0)
+    assert b"32% of 12345 s" in image_bytes(figure.FIGURE, hours, "svg")[0]
+    assert format_value("goodput", row["goodput"]) == "32.4%"
