@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from harness.runtime.capture.meta_copy import fake_copy, meta_copy
 from harness.runtime.capture.operators import is_opaque
@@ -39,11 +39,24 @@ class _Whole:
         pass
 
 
+def _of_conv_backward(
+    grad: list[int], x: list[int], weight: list[int], *rest: Any, out_shape: Any
+) -> int:
+    """FLOPs of a convolution's gradients: as many as forward for each.
+
+    torch's formula counts the gradient of the weight as if there were one group of channels.
+    """
+    is_transposed, is_wanted = rest[4], rest[7]
+    forward = conv_flop_count(x, weight, grad, transposed=is_transposed)
+    return int(forward * sum(is_wanted[:2]))
+
+
 class FlopCounts(FlopCounterMode):
     """Counts FLOPs in its block; a multiplication and an addition count as two."""
 
     def __init__(self) -> None:
-        super().__init__(display=False)
+        known = {torch.ops.aten.convolution_backward: _of_conv_backward}
+        super().__init__(display=False, custom_mapping=known)
         self.mod_tracker: Any = _Whole()
 
     @property

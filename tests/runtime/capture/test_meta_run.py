@@ -51,6 +51,20 @@ def test_a_decoder_counts_six_flops_a_parameter_and_token_beside_its_scores():
     assert flops.total - flops.scores == 6 * tokens * sum(p.numel() for p in multiplied)
 
 
+@pytest.mark.parametrize(
+    ("layer", "n_places", "n_channels"),
+    [(nn.Conv2d(4, 8, 3, groups=4), 7 * 7, 8), (nn.ConvTranspose2d(4, 8, 3, groups=4), 9 * 9, 4)],
+)
+def test_groups_of_channels_count_their_own_products(layer, n_places, n_channels):
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    inputs = (InputSpec(name="x", shape=(4, 9, 9)),)
+    flops = step_flops(Task(model=nn.Sequential(layer, *head), inputs=inputs, n_classes=3), 2)
+    # An input channel for each output channel, or two output channels for each input channel.
+    forward = 2 * 2 * n_places * 9 * n_channels * (8 // n_channels)
+    assert flops is not None
+    assert flops.total == 2 * forward + 3 * 2 * 2 * 8 * 3  # the input has no gradient
+
+
 def test_an_lstm_counts_its_products_on_every_engine():
     sizes = TextOptions(sequence_length=4, vocabulary_size=10, n_layers=1, width=8)
     task = build_task("nmt", fit_options("nmt", ModelOptions(text=sizes)))
