@@ -321,7 +321,8 @@ def _priced(simulation: Simulation, label: str = "") -> Priced:
 
 
 def largest_batch(request: AdviceRequest, cluster: Cluster, build: Build, least: int = 1) -> int:
-    """The largest batch that fits, to a thirty-second; 0 if not even `least` samples do.
+    """The largest batch that fits, to a thirty-second and at most 2^20; 0 if not even `least`
+    samples do.
 
     Memory is nearly a line in the batch, so the line through two points finds the next guess.
 
@@ -347,6 +348,8 @@ def largest_batch(request: AdviceRequest, cluster: Cluster, build: Build, least:
         reach = math.ceil(high - 1.02 * over / slope) if slope > 0 else _MOST_BATCH
         low, under, high = high, over, min(_MOST_BATCH, max(high + 1, reach))
         over = excess(high)
+    if over <= 0:
+        return high
     while high - low > max(1, low // 32):
         middle = round(low + (high - low) * under / (under - over) * 0.99)
         middle = min(max(middle, low + 1), high - 1)

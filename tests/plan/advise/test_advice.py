@@ -278,6 +278,8 @@ def test_the_largest_batch_is_the_last_that_fits():
     batch = largest_batch(request, one, lambda s, b: builders.single(s.graph, b))
     for samples, fits in ((batch, True), (batch + max(2, batch // 32 + 1), False)):
         assert simulator.simulate(builders.single(graph, samples)).fits is fits
+    without_limit = replace(request, memory_bytes=1 << 59)
+    assert largest_batch(without_limit, one, lambda s, b: builders.single(s.graph, b)) == 2**20
 
 
 PRICES = """\
