@@ -162,8 +162,7 @@ class ExecutorEngine:
             check_rows(form.layout)
             self.holders.merge(form.holders)
         self.plan.check_tied(self.holders.trained())
-        segments = forms[sizes[0]].recomputed_at
-        self._units = plan_units(self.holders, strategy.shard_state, unit_bytes, segments)
+        self._units = plan_units(self.holders, strategy, unit_bytes, forms[sizes[0]].recomputed_at)
         for form in forms.values():
             form.find_units(self._units)
         summed = partial(self._groups.for_gradients, is_scattered=strategy.shards_gradients)

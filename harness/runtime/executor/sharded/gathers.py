@@ -27,7 +27,7 @@ from torch import Tensor
 
 from harness.domain.checkpoints import is_full
 from harness.domain.schedule import Action
-from harness.domain.strategy import ShardState
+from harness.domain.strategy import Strategy
 from harness.errors import PeerError
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
@@ -63,7 +63,7 @@ class UnitPlan:
 
 
 def plan_units(
-    holders: Holders, shard_state: ShardState, unit_bytes: int, segments: Mapping[int, int]
+    holders: Holders, strategy: Strategy, unit_bytes: int, segments: Mapping[int, int]
 ) -> list[UnitPlan]:
     """Cut the trained slices with several holders, in the order of their first use, into units of
     `unit_bytes` or more; each unit has one set of holders.
@@ -71,9 +71,9 @@ def plan_units(
     Args:
         segments: by position, of the operators in stages that run again in several segments.
     """
-    if shard_state == "none":
+    if strategy.shard_state == "none":
         return []
-    freed = _freed_slices(holders) if shard_state == "parameters" else frozenset()
+    freed = _freed_slices(holders) if strategy.shard_state == "parameters" else frozenset()
     shared = [(piece, devices) for piece, devices in holders.trained() if len(devices) > 1]
     found: list[UnitPlan] = []
     open_units: dict[object, tuple[list[WeightSlice], int, int | None]] = {}
