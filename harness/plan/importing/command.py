@@ -42,10 +42,15 @@ def run(args: argparse.Namespace) -> None:
         if value is not None and not least <= value <= most:
             name = f"--{flag.replace('_', '-')}"
             raise ConfigError(f"{name} is {shorten(value)}: give a number from {least} to {most}")
+    has_cluster = args.topology is not None or args.cluster is not None
     if args.operators is None and args.layer_times is None and args.topology is None:
         raise ConfigError("give --operators or --layer-times, or --topology for a cluster")
+    if args.operators is not None and args.layer_times is not None:
+        raise ConfigError("--operators and --layer-times are times of two models: give one of them")
+    if args.collectives and not has_cluster:
+        raise ConfigError("--collectives are a cluster's: give its --topology, or --cluster FILE")
     said: list[str] = []
-    cluster = _cluster(args, said) if args.topology is not None else None
+    cluster = _cluster(args, said) if has_cluster else None
     model = _model(args, cluster, said)
     make_directory("--output", args.output)
     if cluster is not None:
@@ -62,8 +67,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
-    """The topology with measured curves; its links as fast as the curves where nobody says."""
+    """The cluster with measured curves; links of a topology as fast as the curves where nobody
+    says."""
     points = [p for path in args.collectives for p in read_collectives(path, args.ranks)]
+    if args.cluster is not None:
+        cluster = cluster_from(args)
+        return msgspec.structs.replace(cluster, collectives=points) if points else cluster
     if args.bandwidth is None:
         if not points:
             raise ConfigError("--topology needs --bandwidth INSIDE[,BETWEEN], or --collectives")

@@ -44,6 +44,27 @@ def test_collectives_are_taken_off_and_predicted_again(imported, capsys):
     assert step["strategy"]["operators"]["a"]["devices"] == [0, 1]
 
 
+def test_collectives_of_a_given_cluster_are_taken_off(imported, tmp_path, capsys):
+    words = ["--layer-times", imported / "gpt.csv", "--cluster", imported / "cluster.json"]
+    assert main(["import", *map(str, words), "--output", str(tmp_path / "again")]) == 0
+    assert "taken off by the cluster" in capsys.readouterr().out
+    for name in ("profile-gpt.json", "cluster.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (imported / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--operators", "gpt.csv"], "are times of two models: give one of them"),
+        (["--collectives", "gpus_2.csv"], "are a cluster's: give its --topology, or --cluster"),
+    ],
+)
+def test_an_input_that_would_be_ignored_is_refused(tmp_path, capsys, flags, message):
+    words = ["import", "--layer-times", "gpt.csv", *flags, "--output", str(tmp_path)]
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_pipeline_of_a_layout_fills_and_drains(imported, capsys):
     words = ("--batch-size", 4, "--microbatches", 2, "--schedule", "gpipe")
     step = predicted(imported, capsys, "pp=2,cuts=1", *words)
