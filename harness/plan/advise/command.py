@@ -155,7 +155,9 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(msgspec.json.encode(advice_object(advice, shown)).decode())
         return
-    print("\n".join([*advice_lines(advice, shown), f"train it: {_train_command(args, advice)}"]))
+    lines = advice_lines(advice, shown)
+    command = _train_command(args, advice)
+    print(*lines, f"train it, with the flags of the model's size if any: {command}", sep="\n")
 
 
 def _given_prices(path: Path, names: Sequence[str]) -> Prices:
@@ -275,6 +277,8 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
     words += ["--batch-size", str(best.batch), *_OPTIMIZER_FLAGS[args.optimizer]]
     for flag in ("dtype", "reduce_dtype"):
         words += [f"--{flag.replace('_', '-')}", value] if (value := getattr(args, flag)) else []
+    if args.results not in (None, Path("results")):  # where train finds the measurements
+        words += ["--results", str(args.results)]
     return shlex.join([*words, "--strategy", *_strategy_words(args, best)])
 
 
