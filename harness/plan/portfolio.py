@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy, check_fresh, validate
@@ -20,7 +21,7 @@ from harness.plan.report import describe_strategy, memory_saved
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.searches import Searches
 from harness.plan.search.space import leaner, standard_strategies
-from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.options import OPTIMIZERS, SimulatorOptions
 from harness.plan.simulate.report import explain
 from harness.plan.simulate.simulator import Simulation, Simulator, Trial, operator_seconds
 from harness.units import format_bytes, format_duration
@@ -135,7 +136,7 @@ def search_portfolio(
         graph,
         profile,
         request.cluster,
-        options=options or options_of(profile, request.reduce_dtype),
+        options=options or options_of(profile, request.cluster, request.reduce_dtype),
         memory_bytes=request.memory_bytes,
     )
     _check_times(simulator, batch)
@@ -158,15 +159,20 @@ def search_portfolio(
     )
 
 
-def options_of(profile: Profile, reduce_dtype: str = "fp32") -> SimulatorOptions:
-    """Options that follow from dtypes: under autocast fp32 values are sent as the profile's, and
-    gradients are summed as `reduce_dtype`."""
+def options_of(profile: Profile, cluster: Cluster, reduce_dtype: str = "fp32") -> SimulatorOptions:
+    """Options that follow from the profile: under autocast fp32 values are sent as its dtype, and
+    the optimizer is the one that it has timed; gradients are summed as `reduce_dtype`."""
     dtypes = {point.dtype for point in profile.measurements}
     is_half = bool(dtypes) and dtypes <= {"bfloat16", "float16"}
-    return SimulatorOptions(
+    options = SimulatorOptions(
         wire_bytes_per_fp32_byte=0.5 if is_half else 1.0,
         reduce_bytes_per_gradient_byte=0.5 if reduce_dtype == "bf16" else 1.0,
     )
+    timed = {time.optimizer for time in profile.optimizers} & set(OPTIMIZERS)
+    if not timed:
+        return options
+    name = "momentum" if "momentum" in timed else min(timed)
+    return options.with_optimizer(name, profile, cluster)
 
 
 def _check_times(simulator: Simulator, batch: int) -> None:

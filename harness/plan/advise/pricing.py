@@ -187,7 +187,7 @@ class AdviceRequest:
         )
 
     def options(self, cluster: Cluster) -> SimulatorOptions:
-        options = options_of(self.profile, self.reduce_dtype)
+        options = options_of(self.profile, cluster, self.reduce_dtype)
         options = options.with_optimizer(self.optimizer, self.profile, cluster)
         return replace(options, overlap=self.overlap)
 

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     if request.batch is None:
         raise ConfigError("the graph does not say its batch: give --batch-size B, samples per step")
     options = replace(
-        options_of(profile, request.reduce_dtype),
+        options_of(profile, request.cluster, request.reduce_dtype),
         overlap=not args.no_overlap,
         all_reduce=args.all_reduce,
         recomputes_ahead=args.recompute != "layers",

@@ -49,7 +49,7 @@ def plan(request: PlanRequest) -> PlanResult:
         profile,
         request.cluster,
         batch,
-        options_of(profile, request.reduce_dtype),
+        options_of(profile, request.cluster, request.reduce_dtype),
         limit_bytes=limit,
         shard_state=request.shard_state,
     )

@@ -3,10 +3,11 @@
 import json
 import re
 
+import msgspec
 import pytest
 
 from harness.domain.graph import Graph
-from harness.domain.profile import Profile
+from harness.domain.profile import OptimizerTime, Profile
 from harness.errors import DataError
 from harness.plan.__main__ import main
 from harness.plan.importing.tables import bandwidth_of, read_collectives
@@ -70,6 +71,17 @@ def test_pipeline_of_a_layout_fills_and_drains(imported, capsys):
     step = predicted(imported, capsys, "pp=2,cuts=1", *words)
     # Three slots of forward and of backward, and 0.25 s of transfer in each.
     assert step["step_s"] == pytest.approx(3 * 3 + 2 * 0.25)
+
+
+def test_a_step_has_the_optimizer_that_the_profile_has_timed(imported, capsys):
+    before = predicted(imported, capsys, "dp=1", "--batch-size", 2)["step_s"]
+    path = imported / "profile-gpt.json"
+    profile = Profile.load(path)
+    kind = profile.device_kinds[0]
+    times = [OptimizerTime(device_kind=kind, optimizer="adamw", s_per_byte=0.01)]
+    path.write_bytes(msgspec.structs.replace(profile, optimizers=times).to_json())
+    after = predicted(imported, capsys, "dp=1", "--batch-size", 2)["step_s"]
+    assert after - before == pytest.approx(200 * 0.01)  # bytes of the parameters of both layers
 
 
 @pytest.mark.parametrize(
