@@ -134,3 +134,9 @@ def format_duration(seconds: float) -> str:
     if abs(seconds) >= 120:
         return f"{seconds / 60:.1f} min"
     return _pick(seconds, [(1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")])
+
+
+def format_count(n: int, noun: str) -> str:
+    """Print a number of things: `1 stage`, `3 microbatches`."""
+    plural = "" if n == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{n} {noun}{plural}"

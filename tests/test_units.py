@@ -8,6 +8,7 @@ from harness.errors import ConfigError
 from harness.units import (
     format_bandwidth,
     format_bytes,
+    format_count,
     format_duration,
     format_flops,
     format_number,
@@ -90,3 +91,9 @@ def test_printing():
     assert [format_bytes(1024 * n) for n in (999.7, 1023.4)] == ["1000 KiB", "1023 KiB"]
     assert format_duration(float("nan")) == "-"
     assert format_bytes(0) == "0 B"
+
+
+def test_counts_have_a_plural_but_for_one():
+    assert format_count(1, "stage") == "1 stage"
+    assert format_count(2, "stage") == "2 stages"
+    assert format_count(0, "microbatch") == "0 microbatches"

@@ -22,7 +22,13 @@ from harness.inputs import decode_text, read_file
 from harness.measure.text import cell, format_shape, table
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.formats.pipedream import parse_graph_txt
-from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
+from harness.units import (
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_flops,
+)
 
 _MOST_LINKS = 20
 _COLOURS = ("lightblue", "palegreen", "lightsalmon", "gold", "plum", "lightgrey", "beige")
@@ -256,8 +262,9 @@ def cluster_lines(cluster: Cluster) -> list[str]:
 def strategy_lines(strategy: Strategy) -> list[str]:
     """A header and a row per operator."""
     lines = [
-        f"strategy {strategy.name}: batch {strategy.batch}, {strategy.n_microbatches} "
-        f"microbatches, {strategy.schedule}, {len(strategy.stages)} stages"
+        f"strategy {strategy.name}: batch {strategy.batch}, "
+        f"{format_count(strategy.n_microbatches, 'microbatch')}, {strategy.schedule}, "
+        f"{format_count(len(strategy.stages), 'stage')}"
     ]
     if strategy.made_for.model:
         lines.append(f"made for {strategy.made_for.model}, graph {strategy.made_for.graph_hash}")

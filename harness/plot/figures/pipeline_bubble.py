@@ -23,6 +23,7 @@ from harness.plot.style import (
     spread_caption,
     write_beside,
 )
+from harness.units import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,9 +100,8 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
 
 
 def _label(row: Any) -> str:
-    return (
-        f"{row['label']} · {row['n_stages']:.0f} stages, {row['n_microbatches']:.0f} microbatches"
-    )
+    stages = format_count(int(row["n_stages"]), "stage")
+    return f"{row['label']} · {stages}, {format_count(int(row['n_microbatches']), 'microbatch')}"
 
 
 FIGURE = Figure(

@@ -13,7 +13,7 @@ from harness.measure.derive.spans import samples_of
 from harness.measure.store import Run
 from harness.measure.text import columns, for_each_run
 from harness.plan.fit import OperatorTime, OperatorTimes
-from harness.units import format_bytes, format_duration
+from harness.units import format_bytes, format_count, format_duration
 from harness.workloads.profile.store import fit_errors
 
 _N_HEAVIEST = 12
@@ -127,7 +127,8 @@ def _order_advice(profile: Profile, graph: Graph) -> str:
 def _by_samples(steps: list[WholeStep], graph: Graph) -> str:
     """Format the calibrations of the graph's batch, and of other sizes with their size."""
     found = [
-        ("" if step.batch == graph.batch else f"{step.batch} samples: ") + f"{step.calibration:.2f}"
+        ("" if step.batch == graph.batch else f"{format_count(step.batch, 'sample')}: ")
+        + f"{step.calibration:.2f}"
         for step in sorted(steps, key=lambda step: -step.batch)
     ]
     return ", ".join(found) or "-"
