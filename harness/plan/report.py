@@ -48,7 +48,7 @@ def style(cuts: Mapping[str, Cut], devices: list[int]) -> str:
 
 def describe_plans(plans: Iterable[tuple[str, Mapping[str, Cut], list[int]]]) -> str:
     """Summarise (kind, cuts, devices) of all operators, such as
-    `data-parallel MLPs, whole tables on devices`."""
+    `data-parallel MLPs, tables on one device each`."""
     styles: dict[str, Counter[str]] = {}
     places: set[int] = set()
     for kind, cuts, devices in plans:
@@ -62,7 +62,9 @@ def describe_plans(plans: Iterable[tuple[str, Mapping[str, Cut], list[int]]]) ->
         for name, _ in counts.most_common():
             noun = _PLURALS.get(kind, kind)
             share = "" if len(counts) == 1 else f" ({counts[name]} of {counts.total()})"
-            phrases.append(f"{name} {noun}{share}{' on devices' if name == 'whole' else ''}")
+            phrases.append(
+                f"{noun}{share} on one device each" if name == "whole" else f"{name} {noun}{share}"
+            )
     return ", ".join(phrases)
 
 
@@ -114,9 +116,9 @@ def result_lines(result: PlanResult, title: str = "") -> list[str]:
     title = title or f"best plan by {result.cost}: {step}"
     if result.interrupted:
         title += " (interrupted: best so far)"
-    ratios = f"{result.speedup_over_single:.2f} times one device"
+    ratios = f"predicted {result.speedup_over_single:.2f} times as fast as one device"
     if not math.isnan(result.speedup_over_ddp):
-        ratios += f", {result.speedup_over_ddp:.2f} times data parallel"
+        ratios += f", {result.speedup_over_ddp:.2f} times as fast as data parallel"
     lines = [
         title,
         f"  {ratios}",

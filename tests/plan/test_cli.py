@@ -99,7 +99,7 @@ def test_text_explains_the_choice(chain, capsys):
     assert main([*flags, "--cost", "pipedream", "--batch-size", "64"]) == 0
     out = capsys.readouterr().out
     assert "best plan by pipedream: 6 ms per step" in out
-    assert "2.00 times one device" in out
+    assert "predicted 2.00 times as fast as one device" in out
     assert "stage 0: 2 operators on 1 device: compute 6 ms" in out
     assert "sets the pace, by compute" in out
     assert "data parallel" in out
@@ -216,7 +216,7 @@ def test_show_tells_files_by_their_content(chain, tmp_path, capsys):
         "graph": (graph.to_json(), "graph chain: 4 operators"),
         "profile": (profile.to_json(), "profile of chain: 4 measurements on device"),
         "cluster": (cluster.to_json(), "link node0:0 -> node0:1: 1 GB/s"),
-        "strategy": (plan.read_bytes(), "strategy pipedream: batch"),
+        "strategy": (plan.read_bytes(), "batch 2, 2 microbatches, 1f1b, 2 stages"),
     }
     for name, (data, line) in expected.items():
         path = tmp_path / name

@@ -36,8 +36,8 @@ def test_flexflows_names_of_operators_say_their_kinds(name):
     assert len(found) == 16
     imported = read_strategy_file(CASES / name)
     assert imported.describe() == (
-        "data-parallel MLPs (3 of 7), whole MLPs (2 of 7) on devices, feature-parallel MLPs "
-        "(2 of 7), whole tables on devices"
+        "data-parallel MLPs (3 of 7), MLPs (2 of 7) on one device each, feature-parallel MLPs "
+        "(2 of 7), tables on one device each"
     )
 
 

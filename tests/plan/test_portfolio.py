@@ -229,7 +229,7 @@ def test_without_a_sample_for_each_device_nothing_is_compared_with_data_parallel
     found = plan_with_simulator(request_of(graph, profile))
     assert math.isnan(found.speedup_over_ddp)
     text = "\n".join(result_lines(found))
-    assert "times one device" in text
+    assert "times as fast as one device" in text
     assert "data parallel" not in text
 
 

@@ -253,7 +253,7 @@ def kind_from_name(name: str) -> str:
 
 
 def describe_entries(entries: Sequence[Entry], order: DimOrder = "innermost_first") -> str:
-    """Name a strategy by its content, such as `data-parallel MLPs, whole tables on devices`."""
+    """Name a strategy by its content, such as `data-parallel MLPs, tables on one device each`."""
     return describe_plans(
         (kind_from_name(e.name), dict(e.shown_cuts(order)), list(e.devices)) for e in entries
     )

@@ -58,7 +58,7 @@ def test_the_order_of_dims_decides_what_a_strategy_is():
 
 
 def test_dlrm_lines_are_named_for_what_they_are():
-    assert describe_entries(parse_console(LINES)) == "data-parallel MLPs, whole tables on devices"
+    assert describe_entries(parse_console(LINES)) == "data-parallel MLPs, tables on one device each"
 
 
 def test_text_file_round_trips():
@@ -267,7 +267,7 @@ def test_a_format_is_told_by_content():
         (
             "flexflow_strategies/dlrm_4gpus.console.txt",
             "flexflow console",
-            "data-parallel MLPs, whole tables on devices",
+            "data-parallel MLPs, tables on one device each",
         ),
         (
             "flexflow_strategies/alexnet_optimized.v1.strategy",
@@ -277,7 +277,7 @@ def test_a_format_is_told_by_content():
         (
             "flexflow_strategies/dlrm_8embs_8gpus.r21.pb",
             "flexflow protobuf r21",
-            "whole tables on devices, data-parallel MLPs",
+            "tables on one device each, data-parallel MLPs",
         ),
         (
             "pipedream_plans/vgg16_4gpus.json",

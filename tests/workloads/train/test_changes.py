@@ -182,7 +182,7 @@ def test_freezing_and_a_change_by_hand_go_together(trained):
 )
 def test_a_frozen_model_is_planned_again(trained, name, changes):
     found = [
-        after.replace(", whole convolutions on devices, whole MLPs on devices", "")
+        after.replace(", convolutions on one device each, MLPs on one device each", "")
         for _, after in strategies_after(trained, name)
     ]
     assert found == changes
