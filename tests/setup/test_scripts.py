@@ -23,6 +23,7 @@ def _run(script, *words):
         "demo.sh",
         "test.sh",
         "freeze.sh",
+        "../scripts/check",
     ],
 )
 def test_help_shows_how_to_use_it(script):
