@@ -1,9 +1,12 @@
-"""README.md and docs/: every relative link leads somewhere."""
+"""README.md and docs/: every relative link leads somewhere, and lists are whole."""
 
 import re
 
 import pytest
 from launching import ROOT
+
+from harness.plot.figures import FIGURES
+from harness.virtual.lifecycle import KINDS
 
 PAGES = sorted(
     path
@@ -52,3 +55,13 @@ def test_link_to_a_missing_file_or_heading_is_found(tmp_path):
 
 def test_readme_has_at_most_120_lines():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_the_page_of_the_report_names_every_figure():
+    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    assert [name for name in FIGURES if f"\n| `{name}` |" not in text] == []
+
+
+def test_the_page_of_virtual_clusters_names_every_fault():
+    text = (ROOT / "docs" / "design" / "virtual-cluster.md").read_text(encoding="utf-8")
+    assert [kind for kind in KINDS if f"\n| `{kind}` |" not in text] == []

@@ -56,7 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("argv", nargs="+", metavar="CMD", help="after --")
     fault = commands.add_parser("fault", parents=[common], help="inject a fault, or heal it")
     fault.add_argument("node", help="name or position")
-    fault.add_argument("--kind", choices=lifecycle.KINDS, required=True)
+    fault.add_argument(
+        "--kind",
+        choices=lifecycle.KINDS,
+        required=True,
+        help="off: link down, all processes ended; wrong-key: another host key; hang: sshd "
+        "stopped; cut: link down; freeze: all processes stopped; slow: a third of the CPU quota; "
+        "heal: as built",
+    )
     return parser
 
 
