@@ -8,7 +8,9 @@
 # Variables that are already set (mpirun -x NAME=VALUE) override both.
 set -euo pipefail
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+script=${BASH_SOURCE[0]}
+[[ ! -L $script ]] || script=$(readlink -f -- "$script") # in a user's own directory
+root=$(cd -- "$(dirname -- "$script")" && pwd)
 
 # Exports each allowed NAME=VALUE of a file unless the variable is already set.
 read_settings() {

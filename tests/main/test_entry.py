@@ -1,5 +1,7 @@
 """The environment that entry.sh makes: settings of the hosts, threads, interfaces and GPUs."""
 
+import sys
+
 import pytest
 from launching import ROOT, completed, entry, write_program
 
@@ -122,3 +124,10 @@ def test_only_a_bridge_above_no_physical_device_is_left_to_containers(tmp_path, 
     script = f"{function}\n}}\ninner_bridges {tmp_path}"
     done = completed("bash", "-euc", script)
     assert done.stdout == (",br-1f2e" if is_inner else "")
+
+
+def test_a_link_to_it_starts_the_program_of_the_checkout(tmp_path):
+    (tmp_path / "entry.sh").symlink_to(ROOT / "entry.sh")
+    done = completed(tmp_path / "entry.sh", "--help", cwd=tmp_path, HARNESS_VENV=sys.prefix)
+    assert done.returncode == 0, done.stderr
+    assert "workloads:" in done.stdout
