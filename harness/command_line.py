@@ -104,11 +104,12 @@ def parse_all(argv: list[str]) -> list[tuple[str, Any, Any]]:
 
 
 def _changed_flags(config: Any) -> str:
-    """The flags that differ from their defaults, as text."""
+    """Model and strategy, then the other flags that differ from their defaults, as text."""
     defaults = type(config)()
     names = [field.name for field in dataclasses.fields(config)]
-    changed = [n for n in names if getattr(config, n) != getattr(defaults, n)]
-    return " ".join(f"{name}={getattr(config, name)}" for name in changed) or "(defaults)"
+    shown: list[str] = [name for name in ("model", "strategy") if name in names]
+    shown += [n for n in names if n not in shown and getattr(config, n) != getattr(defaults, n)]
+    return " ".join(f"{name}={getattr(config, name)}" for name in shown) or "(defaults)"
 
 
 def _found_before(cases: list[Any], options: RunOptions, n_ranks: int) -> list[str]:

@@ -142,6 +142,13 @@ def test_a_dry_run_lists_the_runs_and_writes_nothing(tmp_path, capsys):
     assert not results.exists()
 
 
+def test_a_dry_run_names_model_and_strategy_of_each_run_by_default_too(tmp_path, capsys):
+    strategies = ["--strategy", "single", "ddp"]
+    assert main(["train", *strategies, "--dry-run", "--results", str(tmp_path)]) == 0
+    lines = [line[6:] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(lines) == [f"train model=resnet18 strategy={name}" for name in ("ddp", "single")]
+
+
 def test_one_launch_takes_several_workloads(tmp_path, capsys):
     shared = ["--dry-run", "--results", str(tmp_path)]
     words = ["matmul", *shared, "+", "train", "--strategy", "single", "ddp", *shared]
