@@ -235,7 +235,7 @@ def test_a_dry_run_refuses_results_that_cannot_be_written(tmp_path):
     ("model", "message"),
     [
         ("unwritten.nets:small", "No module named 'unwritten'; start in the directory that holds"),
-        ("dry_nets:none", "dry_nets.py has no callable 'none'"),
+        ("dry_nets:none", "dry_nets.py has no callable 'none': name a function that it defines"),
         ("dry_broken:small", "ValueError: no flag (dry_broken.py:1 in <module>)"),
     ],
 )

@@ -111,7 +111,9 @@ class UserFunction:
             module = importlib.import_module(module_name)
         found = getattr(module, attribute, None)
         if not callable(found):
-            raise self._error(f"{module.__file__} has no callable {attribute!r}")
+            raise self._error(
+                f"{module.__file__} has no callable {attribute!r}: name a function that it defines"
+            )
         if isinstance(found, nn.Module):
             raise self._error(
                 f"is a model, not a function that makes one: add `def make(): return {attribute}` "
