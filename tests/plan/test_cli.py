@@ -102,6 +102,8 @@ def test_text_explains_the_choice(chain, capsys):
     assert "predicted 2.00 times as fast as one device" in out
     assert "stage 0: 2 operators on 1 device: compute 6 ms" in out
     assert "sets the pace, by compute" in out
+    assert "with 1 minibatch in flight" in out
+    assert "links between devices: 1 GB/s" in out
     assert "data parallel" in out
     assert "node0:1" in out
 

@@ -33,7 +33,7 @@ from harness.plan.published.pipedream.search import (
     search,
 )
 from harness.plan.simulate.network import Network
-from harness.units import format_bandwidth, format_bytes, format_duration
+from harness.units import format_bandwidth, format_bytes, format_count, format_duration
 
 
 def plan(request: PlanRequest) -> PlanResult:
@@ -236,9 +236,6 @@ def _explain(
 ) -> list[str]:
     lines = []
     for number, stage in enumerate(found.stages):
-        workers = "group" if stage.inner else "device"
-        inside = "-".join(str(each.n_replicas) for each in stage.inner)
-        inside = f" of {inside} inside" if inside else ""
         parts = {
             "compute": stage.compute_s,
             "gradients": stage.sync_s,
@@ -248,8 +245,8 @@ def _explain(
         times = ", ".join(f"{name} {format_duration(s)}" for name, s in parts.items() if s > 0)
         members = found.cuts.members[stage.end] & ~found.cuts.members[stage.start]
         lines.append(
-            f"stage {number}: {members.bit_count()} operators on {stage.n_replicas} {workers}"
-            f"{'s' if stage.n_replicas > 1 else ''}{inside}: {times}"
+            f"stage {number}: {format_count(members.bit_count(), 'operator')} on "
+            f"{_workers(stage.n_replicas, [each.n_replicas for each in stage.inner])}: {times}"
         )
     slowest = max(range(len(lines)), key=lambda i: found.stages[i].total_s)
     lines.append(f"stage {slowest} sets the pace, by {found.stages[slowest].binding}")
@@ -259,13 +256,23 @@ def _explain(
     fullest = max(placed, key=lambda stage: stage.memory_bytes)
     lines.append(
         f"memory is fullest on {names[fullest.devices[0]]}: {format_bytes(fullest.memory_bytes)} "
-        f"with {fullest.in_flight} minibatches in flight"
+        f"with {format_count(fullest.in_flight, 'minibatch')} in flight"
     )
-    for depth, level in enumerate(problem.levels):
+    places = ["inside nodes", "between nodes"] if len(problem.levels) > 1 else ["between devices"]
+    for where, level in zip(places, problem.levels, strict=True):
         if level.n_workers > 1:
-            where = "inside nodes" if depth < len(problem.levels) - 1 else "between workers"
             lines.append(f"links {where}: {format_bandwidth(level.bandwidth)} (the slowest counts)")
     return lines
+
+
+def _workers(n_replicas: int, inside: Sequence[int]) -> str:
+    """The workers of a stage, with the replicas of its stages inside each: `3 nodes of 4 devices`,
+    `1 node, in stages on 2-1 devices`."""
+    if not inside:
+        return format_count(n_replicas, "device")
+    devices = "-".join(map(str, inside)) + f" device{'s' if max(inside) + len(inside) > 2 else ''}"
+    words = ", in stages on" if len(inside) > 1 else " of"
+    return f"{format_count(n_replicas, 'node')}{words} {devices}"
 
 
 def _batch_note(wanted: int | None, written: int) -> list[str]:

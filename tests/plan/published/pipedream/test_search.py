@@ -10,7 +10,7 @@ from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.errors import ClusterError
-from harness.plan.published.pipedream.planner import levels_for
+from harness.plan.published.pipedream.planner import _workers, levels_for
 from harness.plan.published.pipedream.problem import (
     OperatorDag,
     data_parallel_s,
@@ -361,3 +361,16 @@ def test_nodes_of_unequal_size_become_one_level_at_the_slowest_link():
 def test_missing_link_is_named():
     with pytest.raises(ClusterError, match="no link n1:0 -> n0:0"):
         levels_at(linked(cluster(1, 1), missing=1))
+
+
+@pytest.mark.parametrize(
+    ("n_replicas", "inside", "words"),
+    [
+        (2, [], "2 devices"),
+        (3, [4], "3 nodes of 4 devices"),
+        (2, [1], "2 nodes of 1 device"),
+        (1, [2, 1], "1 node, in stages on 2-1 devices"),
+    ],
+)
+def test_the_workers_of_a_stage_in_words(n_replicas, inside, words):
+    assert _workers(n_replicas, inside) == words
