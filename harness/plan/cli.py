@@ -265,10 +265,9 @@ def _source_line(args: argparse.Namespace, profile: Profile) -> str:
     """Where the operators' times come from."""
     source = profile.provenance.get("source", "")
     if source != "measured":
-        return (
-            f"operator times are {source or 'of unknown source'}: `./entry.sh profile --model "
-            f"{profile.model}` measures them"
-        )
+        words = {"": "of unknown source", ROOFLINE: "estimated from --rates"}.get(source, source)
+        command = f"./entry.sh profile --model {profile.model}"
+        return f"operator times are {words}: `{command}` measures them"
     return f"operator times are from {_default_profile(args, profile.model)}"
 
 
