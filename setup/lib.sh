@@ -87,6 +87,6 @@ stop_all() {
 # Prints the reason why a host could not be reached, in one line.
 why_unreachable() {
     local reason
-    reason=$(grep -v '^@\|^$' "$work/$1.err" | tail -n 1)
-    echo "${reason:-no answer in time}; run: bash setup/check_nodes.sh HOSTFILE"
+    reason=$(tr -d '\r' <"$work/$1.err" | grep -v '^@\|^$' | tail -n 1) # ssh ends its lines by CR and LF
+    echo "${reason:-no answer in time}; run: bash setup/check_nodes.sh ${hostfile:-HOSTFILE}"
 }

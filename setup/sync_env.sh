@@ -201,6 +201,7 @@ report() {
         row "$host" "${answer[0]}" OK
     else
         row "$host" "${answer[0]}" "$(difference "${answer[@]}")"
+        differs=yes
         if [[ $apply == yes ]]; then sed 's/^/    /' "$work/$host.bring" | tail -n 5; fi
     fi
 }
@@ -246,10 +247,10 @@ main() {
         for host in "${reached[@]}"; do mv "$work/$host.err" "$work/$host.bring"; done
         probe_all
     fi
-    status=0
+    status=0 differs=no
     printf '%-20s %-8s %s\n' host disk result
     for host in "${hosts[@]}"; do report "$host"; done
-    [[ $status == 0 || $apply == yes ]] || echo "nothing was changed: --apply brings what differs"
+    [[ $differs == no || $apply == yes ]] || echo "nothing was changed: --apply brings what differs"
     exit "$status"
 }
 

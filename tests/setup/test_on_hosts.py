@@ -101,6 +101,8 @@ def test_a_shared_disk_needs_nothing_sent(hostfile, checkout):
     done = _sync(checkout, hostfile)
     assert [_rows(done)[node].split() for node in NODES[:2]] == [["shared", "OK"]] * 2
     assert "UNREACHABLE" in _rows(done)[NODES[2]]
+    assert f"run: bash setup/check_nodes.sh {hostfile}" in _rows(done)[NODES[2]]
+    assert "--apply" not in done.stdout  # it could not reach the host either
     assert done.returncode == 1
 
 
