@@ -31,6 +31,7 @@ _PLURALS = {
     "ring": "ring attention",
     "gathered": "attention over gathered keys",
     "lstm": "LSTMs",
+    "other": "operators",
 }
 
 

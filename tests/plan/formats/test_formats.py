@@ -25,6 +25,7 @@ from harness.plan.formats.pipedream import (
     parse_graph_txt,
     to_strategy,
 )
+from harness.plan.report import describe_plans
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="published files are not here")
@@ -59,6 +60,10 @@ def test_the_order_of_dims_decides_what_a_strategy_is():
 
 def test_dlrm_lines_are_named_for_what_they_are():
     assert describe_entries(parse_console(LINES)) == "data-parallel MLPs, tables on one device each"
+
+
+def test_operators_of_unknown_kind_are_called_operators():
+    assert describe_plans([("other", {"sample": 2}, [0, 1])]) == "data-parallel operators"
 
 
 def test_text_file_round_trips():
