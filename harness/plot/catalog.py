@@ -195,7 +195,7 @@ def _cluster_words(run: RunNumbers, variables: Sequence[str]) -> list[str]:
         with_network += f", {shorten(f'{name}={own[name]}', LONGEST_NAME)}"
     first, last = (shorten(node.name, LONGEST_NAME) for node in (nodes[0], nodes[-1]))
     hosts = first if len(nodes) == 1 else f"{first} … {last}"
-    exact = f"{with_network}, {hosts}"
+    exact = f"{with_network} · {hosts}"  # a separator at which long labels break
     return [with_network, exact, f"{exact} [{cluster_identity(run, variables)}]"]
 
 

@@ -106,12 +106,13 @@ def _draw_case(axes: Axes, label: str, steps: pd.DataFrame) -> None:
     axes.plot(far["step"], far["duration_s"] * scale, "o", mfc="none", mec=FAILED, markersize=8)
     median = _median_s(steps) * scale
     axes.axhline(median, color=LIMIT, linewidth=0.8, linestyle="--")
-    axes.set_ylim(0, float(steps["duration_s"].max()) * scale * 1.15)
+    # Room for the words above all points.
+    axes.set_ylim(0, float(steps["duration_s"].max()) * scale * 1.25)
     unit = "s" if is_epochs else "ms"
     words = f"median {format_number(median)} {unit}"
     words += f", {len(far)} outlier{'s' if len(far) > 1 else ''}" if len(far) else ""
     words += f", {n_repeats} of {len(repeats)} repeats" if n_repeats < len(repeats) else ""
-    axes.annotate(words, (0.98, 0.06), xycoords="axes fraction", ha="right", fontsize=8)
+    axes.annotate(words, (0.98, 0.97), xycoords="axes fraction", ha="right", va="top", fontsize=8)
     axes.set_title(wrap_label(label, 45), fontsize=8.5)
     axes.set_ylabel(f"{steps['unit'].iloc[0]} time ({unit})")
     axes.set_xlabel(str(steps["unit"].iloc[0]))

@@ -27,6 +27,7 @@ from harness.plot.figures.scaling import draw as draw_scaling
 from harness.plot.headlines import warnings
 from harness.plot.render import image_bytes
 from harness.plot.report import format_value, header_of, present
+from harness.plot.style import wrap_label
 
 Write = Callable[..., Path]
 
@@ -183,6 +184,17 @@ def test_outlier_steps_are_marked_in_every_repeat(catalog):
     assert digest["n_outliers"].sum() == 8
 
 
+def test_the_words_about_steps_stand_above_all_points(catalog):
+    canvas = Canvas()
+    load_figure("step_time").draw(table_of("step_time", catalog), canvas)
+    canvas.draw_without_rendering()
+    for axes in canvas.axes:
+        points = [y for line in axes.lines for y in line.get_ydata()]
+        for words in axes.texts:
+            (_, bottom), _ = axes.transData.inverted().transform(words.get_window_extent())
+            assert bottom > max(points), words.get_text()
+
+
 def test_memory_is_the_highest_ranks(catalog):
     table = table_of("memory", catalog)
     row = row_of(table[table["strategy"] == "pipeline"], kind="allocated")
@@ -240,6 +252,18 @@ def test_runs_of_unlike_clusters_do_not_merge(tmp_path):
     table = table_of("throughput", read_catalog(*find_runs(tmp_path)))
     assert sorted(table["n_repeats"]) == [1, 2]
     assert len(set(table["cluster"])) == 2
+
+
+def test_nodes_that_tell_clusters_apart_are_whole_in_a_figures_label(tmp_path):
+    three = make_cluster(3)
+    for name, others in (("near", [1]), ("far", [2])):
+        nodes = [three.nodes[k] for k in (0, *others)]
+        on = msgspec.structs.replace(three, nodes=nodes, links=[])
+        run = make_header("train", train_config("ddp", 32), on, run_id=name)
+        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
+    table = table_of("throughput", read_catalog(*find_runs(tmp_path)))
+    last = sorted(wrap_label(label, 30).splitlines()[-1] for label in table["label"])
+    assert last == ["tesla0 … tesla1", "tesla0 … tesla2"]
 
 
 def test_runs_with_other_environment_variables_do_not_merge_and_say_them(tmp_path):
