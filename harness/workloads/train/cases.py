@@ -277,6 +277,7 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     cases: list[TrainCase] = []
     for strategy in config.strategy:
         has_flow = strategy == "pipeline" or is_layout(strategy)
+        own = shared if is_shardable(strategy) else shared | {"shard_state": TrainCase.shard_state}
         is_sharded = config.asked_state not in (None, "none") and is_shardable(strategy)
         needs_executor = config.needs_executor or is_sharded
         engine = engine_of(strategy, config.engine, needs_executor=needs_executor)
@@ -292,7 +293,7 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
                     batch=batch,
                     n_ranks=count,
                     **flow,
-                    **shared,
+                    **own,
                 )
                 for dtype in config.dtype
                 for reduce_dtype in (config.reduce_dtype if count > 1 else ("fp32",))

@@ -32,6 +32,12 @@ def test_what_dtype_gradients_are_summed_in_is_swept_where_they_are_summed():
     assert sorted(found) == [("ddp", "bf16"), ("ddp", "fp32"), ("single", "fp32")]
 
 
+def test_state_is_sharded_where_ranks_would_keep_it_alike():
+    config = TrainConfig(strategy=("single", "ddp", "zero2"), shard_state="parameters")
+    found = [(case.strategy, case.shard_state) for case in train_cases(config, 4)]
+    assert sorted(found) == [("ddp", "parameters"), ("single", "auto"), ("zero2", "auto")]
+
+
 def test_the_order_is_random_but_equal_on_every_rank():
     config = TrainConfig(batch_size=(8, 16, 32, 64), repeats=4, seed=3)
     orders = [case.batch for case in train_cases(config, 4)]
