@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -118,6 +119,8 @@ def _import_deepspeed(world: World) -> Any:
     os.environ["LOCAL_RANK"] = str(world.device.index or 0)
     os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # Of names that torch has changed since.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     try:
         import deepspeed
         import deepspeed.ops

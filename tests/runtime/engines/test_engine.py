@@ -1,11 +1,13 @@
 """Shares and checksums; engines on several ranks are tested with the train workload."""
 
 import contextlib
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_clock import FakeClock
+from launching import ROOT, completed
 from torch import nn
 
 from harness.errors import ConfigError
@@ -177,3 +179,17 @@ def test_a_cpu_has_one_queue():
     clock.advance(3.0)
     aside = CompletionStream(SimpleNamespace(device=torch.device("cpu"), backend="gloo"))
     assert aside.mark(None, clock) == 3.0
+
+
+def test_deepspeed_does_not_warn_of_names_that_torch_has_changed():
+    program = """
+import warnings
+from types import SimpleNamespace
+import torch
+from harness.runtime.engines.deepspeed_engine import _import_deepspeed
+_import_deepspeed(SimpleNamespace(device=torch.device("cpu")))
+warnings.warn("`torch.distributed.all_gather_into_tensor` is deprecated.", FutureWarning)
+"""
+    done = completed(sys.executable, "-c", program, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "all_gather_into_tensor" not in done.stderr
