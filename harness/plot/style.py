@@ -207,6 +207,7 @@ def note_failures(canvas: Canvas, table: pd.DataFrame) -> None:
         lines = [*lines[:MAX_FAILURES], f"and {n_more} more that are not ok"]
     if lines:
         canvas.supxlabel("\n".join(lines), fontsize=8, color=FAILED, ha="left", x=0.01)
+        canvas.set_figheight(canvas.get_figheight() + len(lines) * _LINE_IN)
 
 
 def note_cut(canvas: Canvas, n_shown: int, n_all: int, things: str) -> None:
@@ -315,6 +316,8 @@ def joint_legend(canvas: Canvas, panels: Iterable[Axes], *, n_columns: int) -> N
     }
     longest_in = _ENTRY_IN + _LETTER_IN * max(map(len, entries), default=0)
     n_columns = max(1, min(n_columns, len(entries), int(WIDTH_IN / longest_in)))
+    n_more = math.ceil(len(entries) / n_columns) - 1
+    canvas.set_figheight(canvas.get_figheight() + n_more * LEGEND_ROW_IN)
     canvas.legend(
         list(entries.values()), list(entries), loc="outside upper center", ncols=n_columns
     )

@@ -17,7 +17,7 @@ from harness.plot.__main__ import main
 from harness.plot.catalog import read_catalog
 from harness.plot.figures import load_figure
 from harness.plot.render import image_bytes
-from harness.plot.style import draw_bar_panels, label_bars
+from harness.plot.style import draw_bar_panels, joint_legend, label_bars, note_failures
 
 SAMPLES = Path(__file__).parents[2] / "results"
 HEIGHT = 800
@@ -172,4 +172,20 @@ def test_a_panel_grows_where_its_labels_have_many_lines(label, is_taller):
     assert (canvas.get_figheight() > before) == is_taller
     canvas.draw_without_rendering()
     boxes = [tick.get_window_extent() for tick in second.get_yticklabels()]
+    assert all(above.y0 >= below.y1 for above, below in pairwise(boxes))
+
+
+def test_failures_and_a_legend_take_no_room_from_the_bars():
+    from matplotlib.figure import Figure
+
+    canvas = Figure(layout="constrained")
+    rows = pd.DataFrame({"label": [f"run {k}" for k in range(6)]})
+    (axes,) = draw_bar_panels(canvas, [("model", rows)], lambda axes, name, rows: None)
+    label_bars(axes, ["first line of a label, long · its second line, as long · and its third"] * 6)
+    for name in "abcdef":
+        axes.barh(0, 1, label=name * 80)
+    joint_legend(canvas, [axes], n_columns=3)
+    note_failures(canvas, rows.assign(status="crash", reason="killed"))
+    canvas.draw_without_rendering()
+    boxes = [tick.get_window_extent() for tick in axes.get_yticklabels()]
     assert all(above.y0 >= below.y1 for above, below in pairwise(boxes))
