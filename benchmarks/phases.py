@@ -13,6 +13,7 @@ therefore adds this contention, from computing in steps with and without synchro
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,7 @@ from typing import Annotated
 import tyro
 from comparison import compare, show
 
-from harness.errors import ResultsError
+from harness.errors import ResultsError, run_command
 from harness.measure.derive.spans import phase_table
 from harness.measure.derive.training import training_summary
 from harness.measure.store import Run, read_results
@@ -68,7 +69,7 @@ def exposed_readings(runs: list[Run]) -> tuple[list[float], list[float], list[fl
     return list(by_spans), list(by_difference), list(slowed)
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     runs = [
         run
         for run in read_results(options.results).runs
@@ -87,7 +88,9 @@ def main(options: Options) -> None:
         compare("exposed and slowed compute / by no_sync", both, by_difference, place=where),
     ]
     show(comparisons, as_json=options.as_json)
+    return 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    given = tyro.cli(Options, description=__doc__)
+    sys.exit(run_command("error", lambda: main(given)))

@@ -28,6 +28,7 @@ from planner_graphs import GRAPHS
 from harness.measure.text import table
 
 PROFILES = Path(__file__).parents[2] / "shared/data/pipedream_profiles"
+OPTIMIZER = "optimizer/optimizer_graph_hierarchical.py"  # in a clone of PipeDream
 GIB = 2**30
 
 
@@ -219,6 +220,10 @@ def main() -> None:
     parser.add_argument("--pipedream", type=Path, help="a clone of PipeDream, to time it too")
     parser.add_argument("--json", action="store_true", help="one object per comparison")
     args = parser.parse_args()
+    if args.pipedream is not None and not (args.pipedream / OPTIMIZER).is_file():
+        parser.error(
+            f"--pipedream {args.pipedream} holds no {OPTIMIZER}: give a clone of PipeDream"
+        )
     repeats = 1 if args.quick else args.repeats
     rows = run(args.profiles, repeats, quick=args.quick, checkout=args.pipedream)
     out = sys.stderr if args.json else sys.stdout

@@ -8,7 +8,7 @@ from math import nan
 
 import msgspec
 import pytest
-from launching import ROOT
+from launching import ROOT, completed
 
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import OperatorPlan, Strategy
@@ -158,3 +158,17 @@ def test_what_fp32_leaves_open_is_told_by_float64(judging, tmp_path, monkeypatch
     assert judging.trains_the_same(differences, {"searched": 1e-14})
     monkeypatch.setattr(judging, "losses", lambda run: [1.0, nan if run is found["ddp"] else 1.0])
     assert not judging.trains_the_same(judging.loss_differences(found), {})
+
+
+@pytest.mark.parametrize(
+    ("program", "flag", "message"),
+    [
+        ("phases.py", [], "holds no ok train run on several ranks"),
+        ("planner_pipedream.py", ["--pipedream"], "give a clone of PipeDream"),
+    ],
+)
+def test_a_directory_without_what_a_benchmark_reads_is_refused(tmp_path, program, flag, message):
+    done = completed(sys.executable, ROOT / "benchmarks" / program, *flag, tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
