@@ -34,6 +34,7 @@ from harness.plan.estimates import (
     parse_dlrm,
     rated_profile,
 )
+from harness.plan.flags import model_sizes, size_flags
 from harness.plan.formats.detect import read_strategy_file, strategy_from
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.show import load_graph
@@ -80,10 +81,13 @@ def request_from(
     )
 
 
-def _capture_model(name: str, batch: int) -> Graph:
+def _capture_model(args: argparse.Namespace) -> Graph:
     """Capture by torch, which only this needs; what the model's code prints goes to stderr."""
+    name: str = args.model
     try:
         capture = importlib.import_module("harness.runtime.capture.capture")
+        models = importlib.import_module("harness.runtime.models")
+        task = importlib.import_module("harness.runtime.models.task")
         failures = importlib.import_module("harness.runtime.ranks.failures")
     except ImportError as error:
         raise EnvironmentSetupError(
@@ -91,8 +95,12 @@ def _capture_model(name: str, batch: int) -> Graph:
             "files with --profile and --graph"
         ) from None
     try:
+        kind = models.input_kind(name)
+        sizes = model_sizes(args, kind)
+        given = {"text": task.TextOptions(**sizes)} if kind == "text" else sizes
         with contextlib.redirect_stdout(sys.stderr):
-            graph: Graph = capture.capture_model(name, batch)
+            options = task.ModelOptions(**given)
+            graph: Graph = capture.capture_model(name, args.batch_size, options)
     except HarnessError:
         raise
     except Exception as error:
@@ -222,7 +230,9 @@ def _model(args: argparse.Namespace, cluster: Cluster) -> tuple[Graph, Profile]:
     if args.model is not None:
         if args.batch_size is None:
             raise ConfigError("--model needs --batch-size B, the global batch in samples")
-        graph = _capture_model(args.model, args.batch_size)
+        graph = _capture_model(args)
+    elif flags := size_flags(args):
+        raise ConfigError(f"{next(iter(flags))} is a size of --model, which is not given")
     if args.dlrm_tables is not None:
         graph = _dlrm(args)
     if args.rates is not None and graph is not None:
@@ -266,13 +276,16 @@ def _source_line(args: argparse.Namespace, profile: Profile) -> str:
     source = profile.provenance.get("source", "")
     if source != "measured":
         words = {"": "of unknown source", ROOFLINE: "estimated from --rates"}.get(source, source)
-        command = f"./entry.sh profile --model {profile.model}"
+        sizes = (f"{flag} {size}" for flag, size in size_flags(args).items())
+        command = " ".join([f"./entry.sh profile --model {profile.model}", *sizes])
         return f"operator times are {words}: `{command}` measures them"
     return f"operator times are from {_default_profile(args, profile.model)}"
 
 
 def _default_profile(args: argparse.Namespace, model: str) -> Path:
-    return default_profile(model, args.dtype or "fp32")
+    results = getattr(args, "results", None)  # of advise
+    given = () if results is None else (results,)
+    return default_profile(model, args.dtype or "fp32", *given)
 
 
 def _profile(
@@ -314,84 +327,3 @@ def _profile(
 
 def _is_json(data: bytes) -> bool:
     return data.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"{"
-
-
-SHARD_STATE = (
-    "state of which each of the n devices that hold a weight keeps 1/n: optimizer (ZeRO-1), "
-    "gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD)"
-)
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name a model and its times."""
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        help="capture this model, or package.module:factory; times come from --profile, else from "
-        "results/profile-MODEL.json, else are estimated",
-    )
-    model.add_argument(
-        "--profile", type=Path, metavar="FILE", help="times: harness JSON or PipeDream graph.txt"
-    )
-    model.add_argument(
-        "--graph",
-        type=Path,
-        metavar="FILE",
-        help="graph of a harness profile (default: the .graph.json beside it)",
-    )
-    model.add_argument(
-        "--rates",
-        metavar="FLOPS,BYTES",
-        help="plan for devices that nobody has profiled: their FLOP/s and memory bytes/s, such as "
-        "9.3e12,549e9 (a roofline in place of --profile)",
-    )
-    model.add_argument(
-        "--dlrm-tables",
-        metavar="NxROWSxCOLUMNS",
-        help="plan a DLRM of these tables, such as 8x1000000x64, without capturing a model",
-    )
-    model.add_argument(
-        "--dlrm-bottom-mlp",
-        default="64-512-512-64",
-        metavar="WIDTHS",
-        help="of --dlrm-tables, from the dense features to the tables' columns (default: "
-        "%(default)s)",
-    )
-    model.add_argument(
-        "--dlrm-top-mlp",
-        default="576-1024-1024-1024-1",
-        metavar="WIDTHS",
-        help="of --dlrm-tables, from all columns and the bottom MLP's output (default: "
-        "%(default)s)",
-    )
-    model.add_argument(
-        "--dtype",
-        choices=list(DTYPE_NAMES),
-        help="dtype of training, whose times are taken from the profile (default: the profile's)",
-    )
-    model.add_argument(
-        "--reduce-dtype",
-        choices=["fp32", "bf16"],
-        help="dtype in which gradients are summed over devices (default: fp32)",
-    )
-    model.add_argument("--batch-size", type=int, metavar="B", help="global batch, samples")
-
-
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name a cluster."""
-    where = parser.add_argument_group("cluster")
-    where.add_argument("--cluster", type=Path, metavar="FILE", help="nodes, devices and links")
-    where.add_argument("--topology", metavar="NODESxDEVICES", help="equal devices, such as 4x4")
-    where.add_argument(
-        "--bandwidth",
-        metavar="INSIDE[,BETWEEN]",
-        help="of --topology, inside and between nodes: bytes/s (1e10,1.25e9) or bits (10gbit)",
-    )
-    where.add_argument(
-        "--memory", metavar="BYTES", help="limit per device, such as 12GB (default: the cluster's)"
-    )
-    where.add_argument(
-        "--device-kind",
-        metavar="KIND",
-        help="device of a graph.txt's profile (default: the cluster's first kind)",
-    )

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.plan.__main__ import main
+from harness.plan.flags import MODEL_SIZES
+from harness.runtime.models.task import ModelOptions, TextOptions
 
 Refuse = Callable[..., str]
 
@@ -204,6 +207,43 @@ def test_a_dlrm_is_planned_from_its_sizes_for_devices_that_nobody_has(capsys):
     found = json.loads(told.out)
     assert found["predicted_step_s"] > 0
     assert found["speedup_over_ddp"] >= 1
+
+
+HERE = ["--topology", "1x2", *HARDWARE]
+TEXT = ["search", "--model", "gpt2", "--n-layers", "1", "--width", "32", "--n-heads", "2"]
+
+
+def test_a_built_in_model_is_planned_at_the_sizes_of_its_flags(capsys):
+    sizes = ["--vocabulary-size", "64", "--sequence-length", "8", "--batch-size", "4"]
+    assert main([*TEXT, *sizes, *HERE, "--json"]) == 0
+    told = capsys.readouterr()
+    assert "profile --model gpt2 --sequence-length 8 --vocabulary-size 64 --n-layers 1" in told.err
+    assert json.loads(told.out)["predicted_step_s"] < 1e-3
+
+
+def test_the_sizes_are_those_of_the_models():
+    own = {field.name for field in fields(TextOptions)} - {"capacity_factor", "head"}
+    assert MODEL_SIZES["text"].keys() == own
+    assert MODEL_SIZES["images"].keys() < {field.name for field in fields(ModelOptions)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--n-heads", "0"], "--n-heads 0 must be above 0"),
+        (["--n-heads", "3"], "gpt2 has width 32 and 3 heads"),
+        (["--image-size", "8"], "--image-size is for built-in models of images, not for --model"),
+        (["--model", "resnet18"], "--n-layers is for built-in models of text, not for --model"),
+    ],
+)
+def test_sizes_that_a_model_has_not_are_refused(capsys, flags, message):
+    assert main([*TEXT, *HERE, "--batch-size", "4", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_size_needs_a_model(capsys):
+    assert main([*DLRM, *HARDWARE, "--width", "8"]) == 2
+    assert "--width is a size of --model, which is not given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,9 @@ from harness.plan.advise.words import (
     parse_label,
     uncertainty_of,
 )
-from harness.plan.cli import add_cluster, add_model, check_output, request_from
+from harness.plan.cli import check_output, request_from
 from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress
+from harness.plan.flags import add_cluster, add_model, size_flags
 from harness.plan.report import ProgressLine
 from harness.plan.simulate.options import OPTIMIZERS
 
@@ -156,8 +157,8 @@ def run(args: argparse.Namespace) -> None:
         print(msgspec.json.encode(advice_object(advice, shown)).decode())
         return
     lines = advice_lines(advice, shown)
-    command = _train_command(args, advice)
-    print(*lines, f"train it, with the flags of the model's size if any: {command}", sep="\n")
+    sizes = "" if args.model else ", with the flags of the model's size if any"
+    print(*lines, f"train it{sizes}: {_train_command(args, advice)}", sep="\n")
 
 
 def _given_prices(path: Path, names: Sequence[str]) -> Prices:
@@ -191,7 +192,7 @@ def _find_files(args: argparse.Namespace) -> None:
             names = ", ".join(path.stem.removeprefix("profile-") for path in found) or "none"
             raise ConfigError(f"{results} has profiles of {names}: name one with --model")
         args.profile = found[0]
-    elif args.model is not None:
+    elif args.model is not None and not size_flags(args):
         path = default_profile(args.model, args.dtype or "fp32", results)
         if path.is_file() and graph_beside(path).is_file():
             args.profile, args.model = path, None
@@ -274,6 +275,7 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
         best.cluster.n_devices > 1
     ) else []  # fmt: skip
     words += ["./entry.sh", "train", "--model", advice.request.graph.name]
+    words += [str(word) for pair in size_flags(args).items() for word in pair]
     words += ["--batch-size", str(best.batch), *_OPTIMIZER_FLAGS[args.optimizer]]
     for flag in ("dtype", "reduce_dtype"):
         words += [f"--{flag.replace('_', '-')}", value] if (value := getattr(args, flag)) else []

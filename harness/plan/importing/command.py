@@ -14,7 +14,8 @@ from harness.errors import ConfigError
 from harness.inputs import shorten
 from harness.measure.places import make_directory
 from harness.measure.store import write_atomically
-from harness.plan.cli import add_cluster, cluster_from
+from harness.plan.cli import cluster_from
+from harness.plan.flags import add_cluster
 from harness.plan.importing.tables import bandwidth_of, read_collectives
 from harness.plan.importing.times import (
     LayerTime,

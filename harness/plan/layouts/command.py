@@ -13,7 +13,8 @@ from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import SHARD_STATES, Strategy
 from harness.errors import ConfigError
 from harness.measure.store import write_atomically
-from harness.plan.cli import SHARD_STATE, add_cluster, add_model, check_output, request_from
+from harness.plan.cli import check_output, request_from
+from harness.plan.flags import SHARD_STATE, add_cluster, add_model
 from harness.plan.layouts.degrees import parse_layout, profiled_layout
 from harness.plan.portfolio import options_of
 from harness.plan.report import memory_lines

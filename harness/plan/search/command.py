@@ -5,9 +5,10 @@ from pathlib import Path
 
 from harness.domain.strategy import SHARD_STATES
 from harness.measure.store import write_atomically
-from harness.plan.cli import SHARD_STATE, add_cluster, add_model, check_output, request_from
+from harness.plan.cli import check_output, request_from
 from harness.plan.costs import COSTS
 from harness.plan.costs import run as search
+from harness.plan.flags import SHARD_STATE, add_cluster, add_model
 from harness.plan.report import ProgressLine, json_line, result_lines
 
 _EXAMPLES = """\

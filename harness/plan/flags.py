@@ -1,0 +1,141 @@
+"""The flags that commands of `python -m harness.plan` share."""
+
+import argparse
+from pathlib import Path
+
+from harness.domain.profile import DTYPE_NAMES
+from harness.errors import ConfigError
+from harness.inputs import MOST_COUNT, shorten
+
+SHARD_STATE = (
+    "state of which each of the n devices that hold a weight keeps 1/n: optimizer (ZeRO-1), "
+    "gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD)"
+)
+
+
+# By the kind of inputs of the models that have them.
+MODEL_SIZES = {
+    "images": {"image_size": "height and width of the images in pixels"},
+    "text": {
+        "sequence_length": "tokens of a sample",
+        "vocabulary_size": "number of tokens",
+        "n_layers": "layers (t5, nmt: of encoder and of decoder each)",
+        "width": "features of a token between layers",
+        "n_heads": "heads of an attention",
+        "n_groups": "heads of keys and values",
+        "mlp_width": "features inside an MLP",
+        "n_experts": "llama: experts in the place of each MLP",
+        "n_experts_per_token": "llama: experts that compute a token",
+    },
+}
+
+
+def size_flags(args: argparse.Namespace) -> dict[str, int]:
+    """The given sizes of the model, by flag."""
+    names = [name for own in MODEL_SIZES.values() for name in own]
+    return {_flag(name): size for name in names if (size := getattr(args, name)) is not None}
+
+
+def model_sizes(args: argparse.Namespace, kind: str) -> dict[str, int]:
+    """The given sizes of a model with this kind of inputs, by name.
+
+    Raises:
+        ConfigError: models of this kind have no such size, or it is not above 0.
+    """
+    found: dict[str, int] = {}
+    for other, names in MODEL_SIZES.items():
+        given = {name: size for name in names if (size := getattr(args, name)) is not None}
+        for name, size in given.items():
+            if other != kind:
+                raise ConfigError(
+                    f"{_flag(name)} is for built-in models of {other}, not for --model "
+                    f"{args.model}: drop it, or change --model"
+                )
+            if not 0 < size <= MOST_COUNT:
+                raise ConfigError(f"{_flag(name)} {shorten(size)} must be above 0")
+        found |= given
+    return found
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name a model and its times."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        help="capture this model, or package.module:factory; times come from --profile, else from "
+        "results/profile-MODEL.json, else are estimated",
+    )
+    sizes = parser.add_argument_group(
+        "sizes of a built-in --model", "default: the model's own, as for ./entry.sh"
+    )
+    for name, words in (one for own in MODEL_SIZES.values() for one in own.items()):
+        sizes.add_argument(_flag(name), type=int, metavar="N", help=words)
+    model.add_argument(
+        "--profile", type=Path, metavar="FILE", help="times: harness JSON or PipeDream graph.txt"
+    )
+    model.add_argument(
+        "--graph",
+        type=Path,
+        metavar="FILE",
+        help="graph of a harness profile (default: the .graph.json beside it)",
+    )
+    model.add_argument(
+        "--rates",
+        metavar="FLOPS,BYTES",
+        help="plan for devices that nobody has profiled: their FLOP/s and memory bytes/s, such as "
+        "9.3e12,549e9 (a roofline in place of --profile)",
+    )
+    model.add_argument(
+        "--dlrm-tables",
+        metavar="NxROWSxCOLUMNS",
+        help="plan a DLRM of these tables, such as 8x1000000x64, without capturing a model",
+    )
+    model.add_argument(
+        "--dlrm-bottom-mlp",
+        default="64-512-512-64",
+        metavar="WIDTHS",
+        help="of --dlrm-tables, from the dense features to the tables' columns (default: "
+        "%(default)s)",
+    )
+    model.add_argument(
+        "--dlrm-top-mlp",
+        default="576-1024-1024-1024-1",
+        metavar="WIDTHS",
+        help="of --dlrm-tables, from all columns and the bottom MLP's output (default: "
+        "%(default)s)",
+    )
+    model.add_argument(
+        "--dtype",
+        choices=list(DTYPE_NAMES),
+        help="dtype of training, whose times are taken from the profile (default: the profile's)",
+    )
+    model.add_argument(
+        "--reduce-dtype",
+        choices=["fp32", "bf16"],
+        help="dtype in which gradients are summed over devices (default: fp32)",
+    )
+    model.add_argument("--batch-size", type=int, metavar="B", help="global batch, samples")
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name a cluster."""
+    where = parser.add_argument_group("cluster")
+    where.add_argument("--cluster", type=Path, metavar="FILE", help="nodes, devices and links")
+    where.add_argument("--topology", metavar="NODESxDEVICES", help="equal devices, such as 4x4")
+    where.add_argument(
+        "--bandwidth",
+        metavar="INSIDE[,BETWEEN]",
+        help="of --topology, inside and between nodes: bytes/s (1e10,1.25e9) or bits (10gbit)",
+    )
+    where.add_argument(
+        "--memory", metavar="BYTES", help="limit per device, such as 12GB (default: the cluster's)"
+    )
+    where.add_argument(
+        "--device-kind",
+        metavar="KIND",
+        help="device of a graph.txt's profile (default: the cluster's first kind)",
+    )
