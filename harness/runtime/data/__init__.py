@@ -36,11 +36,13 @@ from harness.runtime.ranks.isolate import die_with_parent
 
 __all__ = [
     "DATA",
+    "OF_TEXT",
     "Batch",
     "BatchPlan",
     "DataEntry",
     "DataOptions",
     "count_targets",
+    "described_data",
     "entry_for",
     "entry_of",
     "fit_to_data",
@@ -92,6 +94,7 @@ class DataEntry:
         held_out: opens samples that are not trained by; None if there are none.
         feeds: kind of models that it feeds; None: any.
         head: what a model of text predicts from it.
+        holds: the contents of its files, for --help.
     """
 
     open: Open
@@ -103,6 +106,7 @@ class DataEntry:
     held_out: Open | None = None
     feeds: Literal["images", "dlrm", "text"] | None = "images"
     head: HeadName | None = None
+    holds: str = ""
 
 
 def _synthetic(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
@@ -133,7 +137,7 @@ OpenText = Callable[[Path, Vocabulary, Task], TextData]
 
 
 def _text(
-    head: HeadName, open_text: OpenText, find: Callable[[Path], object], n_classes: int = 0
+    head: HeadName, open_text: OpenText, find: Callable[[Path], object], **more: Any
 ) -> DataEntry:
     def check(options: DataOptions) -> None:
         find(options.data_dir)
@@ -144,9 +148,7 @@ def _text(
         check_vocabulary(len(vocabulary), task, vocabulary.path)
         return open_text(options.data_dir, vocabulary, task)
 
-    return DataEntry(
-        open=open_it, check=check, n_classes=lambda _: n_classes, feeds="text", head=head
-    )
+    return DataEntry(open=open_it, check=check, feeds="text", head=head, **more)
 
 
 DATA: dict[str, DataEntry] = {
@@ -159,6 +161,7 @@ DATA: dict[str, DataEntry] = {
         n_classes=lambda _: 10,
         image_size=8,
         n_channels=1,
+        holds="scikit-learn's 1797 images",
     ),
     "imagefolder": DataEntry(
         open=lambda options, task, _: open_folder(options.data_dir, task.inputs[0].shape[-1]),
@@ -170,12 +173,19 @@ DATA: dict[str, DataEntry] = {
         open=lambda options, *_: DlrmHdf5(options.data_dir, options.dlrm),
         check=lambda options: DlrmHdf5(options.data_dir, options.dlrm),
         feeds="dlrm",
+        holds="X_int, X_cat, y",
     ),
-    "sst2": _text("classes", open_sst2, sst2_file, n_classes=2),
+    "sst2": _text("classes", open_sst2, sst2_file, n_classes=lambda _: 2),
     "squad": _text("span", open_squad, squad_file),
-    "text": _text("tokens", open_text, text_files),
-    "pairs": _text("tokens", open_pairs, pair_files),
+    "text": _text("tokens", open_text, text_files, holds="*.txt"),
+    "pairs": _text("tokens", open_pairs, pair_files, holds="*.tsv of source and target"),
 }
+OF_TEXT = tuple(name for name, row in DATA.items() if row.feeds == "text")
+
+
+def described_data() -> str:
+    """The names of DATA, with what their files hold."""
+    return ", ".join(f"{name} ({row.holds})" if row.holds else name for name, row in DATA.items())
 
 
 def _own_entry(name: str) -> DataEntry:

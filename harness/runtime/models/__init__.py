@@ -123,8 +123,8 @@ MODELS: dict[str, ModelEntry] = {
     "vgg16": ModelEntry(build=partial(_torchvision, "vgg16")),
     "resnet18": ModelEntry(build=partial(_torchvision, "resnet18")),
     "resnet50": ModelEntry(build=partial(_torchvision, "resnet50")),
-    "resnet152": ModelEntry(build=partial(_torchvision, "resnet152")),
     "resnet101": ModelEntry(build=partial(_torchvision, "resnet101")),
+    "resnet152": ModelEntry(build=partial(_torchvision, "resnet152")),
     "inception_v3": ModelEntry(
         build=partial(_torchvision, "inception_v3", aux_logits=False, init_weights=True),
         image_size=299,

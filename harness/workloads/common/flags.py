@@ -23,7 +23,14 @@ import tyro
 from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
 from harness.inputs import MOST_COUNT
-from harness.runtime.models import DlrmOptions, HeadName, ModelOptions, TextOptions, input_kind
+from harness.runtime.models import (
+    MODELS,
+    DlrmOptions,
+    HeadName,
+    ModelOptions,
+    TextOptions,
+    input_kind,
+)
 from harness.runtime.ranks.introduction import HEARTBEAT_TIMEOUT_S, RUN_TIMEOUT_S
 from harness.units import parse_bytes
 
@@ -155,9 +162,8 @@ class ModelFlags(DlrmFlags, TextFlags):
     """A model's name and its options."""
 
     model: str = "resnet18"
-    """lenet, alexnet, vgg16, resnet18, resnet50, resnet101, resnet152, inception_v3, densenet121,
-    vit_b_16, dlrm, bert_base, gpt2, llama, t5, nmt, or your own as package.module:factory (a
-    function that returns an nn.Module, or it and a batch of example inputs; docs/models.md)."""
+    f"""{", ".join(MODELS)}, or your own as package.module:factory (a function that returns an
+    nn.Module, or it and a batch of example inputs; docs/models.md)."""
     image_size: int | None = None
     """Height and width of the images in pixels. Default: that of the data set if the model accepts
     it, else the model's (224). Small images, such as 64, suit CPUs."""
@@ -355,11 +361,13 @@ def _automatic(hint: Any) -> Any:
 
 
 def _docstrings(config: type) -> Iterator[tuple[str, str]]:
-    """The docstring below each field of a class, without its line breaks."""
+    """The docstring below each field of a class, without its line breaks; one that lists the rows
+    of a table is an f-string."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
     assert isinstance(body, ast.ClassDef)
+    names = vars(sys.modules[config.__module__])
     for field, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
             assert isinstance(field.target, ast.Name)
-            assert isinstance(below.value, ast.Constant)
-            yield field.target.id, " ".join(str(below.value.value).split())
+            text = eval(compile(ast.Expression(below.value), "", "eval"), names)
+            yield field.target.id, " ".join(text.split())

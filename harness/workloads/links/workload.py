@@ -53,8 +53,7 @@ class LinksConfig:
     """Measure latency and bandwidth of each link and collective; write the cluster file."""
 
     operations: tuple[str, ...] = OPERATIONS
-    """Collectives to time: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all,
-    send_recv."""
+    f"""Collectives to time: {", ".join(OPERATIONS)}."""
     sizes: tuple[str, ...] = ()
     """Message sizes of the collectives, such as 4KiB 16MiB. For all_gather, reduce_scatter and
     all_to_all this is the buffer of all ranks together, as in nccl-tests. Default: 4KiB to 16MiB

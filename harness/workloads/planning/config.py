@@ -20,7 +20,7 @@ from harness.errors import ConfigError
 from harness.plan.simulate.options import SimulatorOptions
 from harness.runtime.devices.precision import wire_bytes_per_fp32_byte
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.engines.optimizers import OptimizerOptions, check_optimizer
+from harness.runtime.engines.optimizers import OPTIMIZERS, OptimizerOptions, check_optimizer
 from harness.runtime.models import ModelOptions, fit_options
 from harness.workloads.common.flags import (
     Dtype,
@@ -130,7 +130,7 @@ class ProfileConfig(ModelFlags):
     """Data type of training; parameters stay fp32, bf16 and fp16 use autocast. Each has its own
     file."""
     optimizer: str = "sgd"
-    """sgd or adamw; its step is timed too."""
+    f"""{" or ".join(OPTIMIZERS)}; its step is timed too."""
     momentum: float = 0.9
     """Momentum of sgd. Without momentum (0) its step is faster."""
     shards: tuple[int, ...] = ()
@@ -229,7 +229,7 @@ class SearchConfig(SearchFlags, ModelFlags):
     dtype: Dtype = "fp32"
     """Data type of training."""
     optimizer: str = "sgd"
-    """sgd or adamw; its state needs memory and its step needs time."""
+    f"""{" or ".join(OPTIMIZERS)}; its state needs memory and its step needs time."""
     momentum: float = 0.9
     """Momentum of sgd."""
     bucket_mib: float = 25.0

@@ -10,7 +10,7 @@ from harness.domain.checkpoints import MOST_OF_STAGE
 from harness.domain.schedule import check_schedule
 from harness.errors import ConfigError
 from harness.plan.layouts.degrees import parse_layout
-from harness.runtime.data import DATA, entry_for
+from harness.runtime.data import DATA, OF_TEXT, entry_for
 from harness.runtime.engines.optimizers import check_optimizer
 from harness.runtime.models import fit_options
 from harness.workloads.common.flags import (
@@ -64,7 +64,7 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("lr_step_size", "lr_gamma"), ("lr_schedule", ("step",))),
     "momentum": ("optimizer", ("sgd",)),
     "n_samples": ("data", ("synthetic",)),
-    "vocabulary": ("data", tuple(name for name, row in DATA.items() if row.feeds == "text")),
+    "vocabulary": ("data", OF_TEXT),
     "evaluate": ("data", (*(name for name, row in DATA.items() if row.held_out), _OWN_DATA)),
 }
 

@@ -10,7 +10,8 @@ from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
 from harness.inputs import parse_int
-from harness.runtime.engines.optimizers import LrSchedule, OptimizerOptions
+from harness.runtime.data import OF_TEXT, described_data
+from harness.runtime.engines.optimizers import OPTIMIZERS, LrSchedule, OptimizerOptions
 from harness.runtime.ranks.isolate import GRACE_S
 from harness.workloads.common.flags import ModelFlags, ReduceDtype, SearchFlags
 
@@ -62,14 +63,13 @@ class TrainSettings(SearchFlags, ModelFlags):
     """Flags that have one value in all runs of a sweep."""
 
     data: str = "synthetic"
-    """Data set: synthetic, digits (scikit-learn's 1797 images), cifar10, cifar100, imagefolder,
-    dlrm_hdf5 (X_int, X_cat, y), sst2, squad, text (*.txt), pairs (*.tsv of source and target), or
-    package.module:factory, which returns your own data set."""
+    f"""Data set: {described_data()}, or package.module:factory, which returns your own data
+    set."""
     data_dir: Path = Path("data")
     """Directory of the data set (dlrm_hdf5: the file). The harness never downloads data. Your own
     factory gets it, and --seed, if it takes an argument of that name."""
     vocabulary: Path | None = None
-    """sst2, squad, text, pairs: the file of WordPiece tokens, one a line, as BERT's vocab.txt."""
+    f"""{", ".join(OF_TEXT)}: the file of WordPiece tokens, one a line, as BERT's vocab.txt."""
     n_samples: int | None = None
     """Number of synthetic samples. Default: a few global batches. If it is no multiple of the
     batch, the last batch of every epoch is smaller."""
@@ -83,7 +83,7 @@ class TrainSettings(SearchFlags, ModelFlags):
     """Extra steps without communication, run after verification: a second estimate of exposed
     communication, and the time of computing alone. 0 skips them."""
     optimizer: str = "sgd"
-    """sgd or adamw."""
+    f"""{" or ".join(OPTIMIZERS)}."""
     learning_rate: float = 0.01
     """Learning rate; it is not scaled with the batch or the ranks."""
     lr_schedule: LrSchedule = "constant"
