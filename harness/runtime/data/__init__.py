@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -30,7 +30,7 @@ from harness.runtime.data.text.formats import (
     text_files,
 )
 from harness.runtime.data.text.sequences import TextData, Vocabulary, check_vocabulary
-from harness.runtime.models import fit_options, input_kind
+from harness.runtime.models import InputKind, fit_options, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task
 from harness.runtime.ranks.isolate import die_with_parent
 
@@ -104,7 +104,7 @@ class DataEntry:
     n_channels: int = 0
     is_shuffled: bool = True
     held_out: Open | None = None
-    feeds: Literal["images", "dlrm", "text"] | None = "images"
+    feeds: InputKind | None = "images"
     head: HeadName | None = None
     holds: str = ""
 

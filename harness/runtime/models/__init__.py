@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,6 +31,7 @@ __all__ = [
     "MODELS",
     "DlrmOptions",
     "HeadName",
+    "InputKind",
     "InputSpec",
     "ModelEntry",
     "ModelOptions",
@@ -44,6 +44,8 @@ __all__ = [
     "preloads_of",
 ]
 
+InputKind = Literal["images", "dlrm", "text"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry:
@@ -51,6 +53,8 @@ class ModelEntry:
 
     Attributes:
         build: makes the module from options that `fit_options` has filled in.
+        takes: kind of its inputs.
+        library: of the module to import once for all runs; empty: none.
         image_size: default height and width of images; 0 if the model takes none.
         min_image_size: smallest height and width that its layers accept.
         size_multiple: height and width must be a multiple of this.
@@ -61,6 +65,8 @@ class ModelEntry:
     """
 
     build: Callable[[ModelOptions], nn.Module]
+    takes: InputKind = "images"
+    library: Literal["torchvision", ""] = ""
     image_size: int = 224
     min_image_size: int = 32
     size_multiple: int = 1
@@ -71,11 +77,21 @@ class ModelEntry:
     heads: tuple[HeadName, ...] = ("tokens",)
 
 
-def _torchvision(name: str, options: ModelOptions, **fixed: Any) -> nn.Module:
-    """Build a torchvision model with random weights, without downloads."""
-    factory = getattr(import_torchvision("models"), name)
-    model: nn.Module = factory(weights=None, num_classes=options.n_classes, **fixed)
-    return model
+def _torchvision(
+    name: str, more: Callable[[ModelOptions], dict[str, Any]] = lambda _: {}, **sizes: Any
+) -> ModelEntry:
+    """A torchvision model with random weights, without downloads.
+
+    Args:
+        more: its factory's other arguments.
+    """
+
+    def build(options: ModelOptions) -> nn.Module:
+        factory = getattr(import_torchvision("models"), name)
+        model: nn.Module = factory(weights=None, num_classes=options.n_classes, **more(options))
+        return model
+
+    return ModelEntry(build=build, library="torchvision", **sizes)
 
 
 def _text_entry(
@@ -85,8 +101,9 @@ def _text_entry(
     heads: tuple[HeadName, ...] = ("tokens",),
 ) -> ModelEntry:
     return ModelEntry(
-        build=build, image_size=0, n_channels=0, n_classes=2, text=sizes, inputs=inputs, heads=heads
-    )
+        build=build, takes="text", image_size=0, n_channels=0, n_classes=2, text=sizes,
+        inputs=inputs, heads=heads,
+    )  # fmt: skip
 
 
 _BERT = TextOptions(
@@ -119,24 +136,24 @@ MODELS: dict[str, ModelEntry] = {
         n_channels=1,
         n_classes=10,
     ),
-    "alexnet": ModelEntry(build=partial(_torchvision, "alexnet"), min_image_size=63),
-    "vgg16": ModelEntry(build=partial(_torchvision, "vgg16")),
-    "resnet18": ModelEntry(build=partial(_torchvision, "resnet18")),
-    "resnet50": ModelEntry(build=partial(_torchvision, "resnet50")),
-    "resnet101": ModelEntry(build=partial(_torchvision, "resnet101")),
-    "resnet152": ModelEntry(build=partial(_torchvision, "resnet152")),
-    "inception_v3": ModelEntry(
-        build=partial(_torchvision, "inception_v3", aux_logits=False, init_weights=True),
+    "alexnet": _torchvision("alexnet", min_image_size=63),
+    **{n: _torchvision(n) for n in ("vgg16", "resnet18", "resnet50", "resnet101", "resnet152")},
+    "inception_v3": _torchvision(
+        "inception_v3",
+        lambda _: {"aux_logits": False, "init_weights": True},
         image_size=299,
         min_image_size=75,
     ),
-    "densenet121": ModelEntry(build=partial(_torchvision, "densenet121")),
-    "vit_b_16": ModelEntry(
-        build=lambda given: _torchvision("vit_b_16", given, image_size=given.image_size),
+    "densenet121": _torchvision("densenet121"),
+    "vit_b_16": _torchvision(
+        "vit_b_16",
+        lambda given: {"image_size": given.image_size},
         min_image_size=16,
         size_multiple=16,
     ),
-    "dlrm": ModelEntry(build=lambda options: Dlrm(options.dlrm), image_size=0, n_channels=0),
+    "dlrm": ModelEntry(
+        build=lambda given: Dlrm(given.dlrm), takes="dlrm", image_size=0, n_channels=0
+    ),
     "bert_base": _text_entry(
         Bert, _BERT, "tokens", "segments", heads=("classes", "span", "tokens")
     ),
@@ -163,26 +180,22 @@ def entry_of(name: str) -> ModelEntry | None:
     )
 
 
-def input_kind(name: str) -> Literal["images", "dlrm", "text"]:
+def input_kind(name: str) -> InputKind:
     """The inputs of a model; a user's factory takes images unless it returns a Task.
 
     Raises:
         ModelError: there is no such model.
     """
-    if name == "dlrm":
-        return "dlrm"
     entry = entry_of(name)
-    return "images" if entry is None or entry.text is None else "text"
+    return "images" if entry is None else entry.takes
 
 
 def preloads_of(name: str) -> list[str]:
     """Modules that import the libraries which building a model needs, once for all runs."""
-    if name in ("lenet", "dlrm") or (name in MODELS and MODELS[name].text is not None):
-        return []
-    found = ["harness.runtime.models.preload_torchvision"]
+    libraries: list[str] = [MODELS[name].library] if name in MODELS else ["torchvision"]
     if name not in MODELS and "transformers" in source_of(name):
-        found.append("harness.runtime.models.preload_transformers")
-    return found
+        libraries.append("transformers")
+    return [f"harness.runtime.models.preload_{library}" for library in libraries if library]
 
 
 def fit_options(
@@ -194,7 +207,7 @@ def fit_options(
         ModelError: the model is unknown or does not accept the size or channels of the images.
     """
     entry = entry_of(name) or ModelEntry(build=_no_build, min_image_size=1)
-    if name == "dlrm":
+    if entry.takes == "dlrm":
         check_dlrm(options.dlrm)
         return options
     if entry.text is not None:
@@ -320,7 +333,7 @@ def build_task(name: str, options: ModelOptions, seed: int = 0) -> Task:
         task = task_from_factory(name, options)
     elif entry.text is not None:
         task = _text_task(entry, options)
-    elif name == "dlrm":
+    elif entry.takes == "dlrm":
         task = _dlrm_task(entry, options)
     else:
         task = Task(
