@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class TorchTransport:
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self.name: str = dist.get_backend()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device, self.clock = device, clock
+        self.device: torch.device = device
+        self.clock = clock
 
     @classmethod
     def of(cls, world: World, clock: Clock) -> TorchTransport:
@@ -87,151 +89,9 @@ class TorchTransport:
     def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> None:
         dist.all_to_all_single(out, data)
 
-    def ring(self, out: torch.Tensor, data: torch.Tensor) -> None:
+    def send_recv(self, out: torch.Tensor, data: torch.Tensor) -> None:
         for work in post_ring(out, data):
             work.wait()
-
-
-def pattern(rank: int, n: int, device: torch.device) -> torch.Tensor:
-    """A rank's input of a collective: float32, (n,)."""
-    return ((torch.arange(n, device=device) + 31 * rank) % _PERIOD).float()
-
-
-def _sum_of_patterns(size: int, n: int, device: torch.device) -> torch.Tensor:
-    total = torch.zeros(n, device=device)
-    for rank in range(size):
-        total += pattern(rank, n, device)
-    return total
-
-
-@dataclass
-class CollectiveTrial:
-    """A collective at one size with its buffers; `reset` (before `run`) and `check` (after) are not
-    timed.
-
-    Attributes:
-        n_bytes: S, rounded up to whole elements on every rank.
-        source: this rank's input.
-        out: its output; all_reduce and broadcast work in place on it.
-        expected: the correct output.
-    """
-
-    name: str
-    n_bytes: int
-    transport: Transport
-    source: torch.Tensor
-    out: torch.Tensor
-    expected: torch.Tensor
-    run: Callable[[], None]
-
-    def reset(self) -> None:
-        if self.name in _IN_PLACE:
-            self.out.copy_(self.source)
-        else:
-            self.out.fill_(-1.0)
-
-    def check(self) -> None:
-        """Compare every element.
-
-        Raises:
-            VerificationError: names the first element that is wrong.
-        """
-        wrong = self.out != self.expected
-        if not bool(wrong.any()):
-            return
-        at = int(wrong.nonzero()[0])
-        raise VerificationError(
-            f"{self.name} of {format_bytes(self.n_bytes)} over {self.transport.name}: element {at} "
-            f"of rank {self.transport.rank} is {self.out[at].item():g} instead of "
-            f"{self.expected[at].item():g} ({int(wrong.sum())} of {wrong.numel()} wrong): "
-            "the network or the library corrupts data"
-        )
-
-
-def _chunk(whole: torch.Tensor, transport: Transport) -> torch.Tensor:
-    return whole.chunk(transport.size)[transport.rank].clone()  # so that `whole` is freed
-
-
-# This rank's input, its output, the correct output, and the operation.
-Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], None]]
-
-
-def _all_reduce(t: Transport, n: int) -> Buffers:
-    data, out = pattern(t.rank, n, t.device), torch.empty(n, device=t.device)
-    return data, out, _sum_of_patterns(t.size, n, t.device), lambda: t.all_reduce(out)
-
-
-def _all_gather(t: Transport, n: int) -> Buffers:
-    part = n // t.size
-    data, out = pattern(t.rank, part, t.device), torch.empty(n, device=t.device)
-    expected = torch.cat([pattern(rank, part, t.device) for rank in range(t.size)])
-    return data, out, expected, lambda: t.all_gather(out, data)
-
-
-def _reduce_scatter(t: Transport, n: int) -> Buffers:
-    data, out = pattern(t.rank, n, t.device), torch.empty(n // t.size, device=t.device)
-    expected = _chunk(_sum_of_patterns(t.size, n, t.device), t)
-    return data, out, expected, lambda: t.reduce_scatter(out, data)
-
-
-def _broadcast(t: Transport, n: int) -> Buffers:
-    out, expected = torch.empty(n, device=t.device), pattern(0, n, t.device)
-    source = expected if t.rank == 0 else torch.full_like(expected, -1.0)
-    return source, out, expected, lambda: t.broadcast(out)
-
-
-def _all_to_all(t: Transport, n: int) -> Buffers:
-    data, out = pattern(t.rank, n, t.device), torch.empty(n, device=t.device)
-    expected = torch.cat([_chunk(pattern(rank, n, t.device), t) for rank in range(t.size)])
-    return data, out, expected, lambda: t.all_to_all(out, data)
-
-
-def _send_recv(t: Transport, n: int) -> Buffers:
-    data, out = pattern(t.rank, n, t.device), torch.empty(n, device=t.device)
-    expected = pattern((t.rank - 1) % t.size, n, t.device)
-    return data, out, expected, lambda: t.ring(out, data)
-
-
-_MAKE: dict[str, Callable[[Transport, int], Buffers]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-    "all_to_all": _all_to_all,
-    "send_recv": _send_recv,
-}
-_IN_PLACE = ("all_reduce", "broadcast")
-OPERATIONS = tuple(_MAKE)
-
-
-def make_trial(operation: str, n_bytes: int, transport: Transport) -> CollectiveTrial:
-    """Make an operation with its buffers; S is rounded up to whole elements on every rank.
-
-    In send_recv, as in nccl-tests, every rank sends to the next and receives from the previous.
-    """
-    quantum = ELEMENT_BYTES * transport.size
-    n = max(1, -(-n_bytes // quantum)) * transport.size
-    source, out, expected, run = _MAKE[operation](transport, n)
-    return CollectiveTrial(operation, ELEMENT_BYTES * n, transport, source, out, expected, run)
-
-
-def time_trial(trial: CollectiveTrial, transport: Transport, n: int) -> list[float]:
-    """Time n iterations on this rank, in seconds; all ranks must call it.
-
-    An untimed barrier precedes each iteration, so that iterations do not overlap. An iteration's
-    time is the maximum over ranks, which the caller takes.
-    """
-    clock, durations = transport.clock, []
-    for _ in range(n):
-        trial.reset()
-        transport.barrier()
-        clock.settle()
-        start = clock.mark()
-        trial.run()
-        end = clock.mark()
-        clock.settle()
-        durations.append(clock.seconds_at(end) - clock.seconds_at(start))
-    return durations
 
 
 class MpiTransport:
@@ -246,7 +106,7 @@ class MpiTransport:
         self._comm = comm
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.device = torch.device("cpu")
+        self.device: torch.device = torch.device("cpu")
         self.clock: Clock = HostClock()
         from mpi4py import MPI  # its import initialises MPI, which the owner of `comm` has done
 
@@ -276,7 +136,7 @@ class MpiTransport:
     def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> None:
         self._comm.Alltoall(data.numpy(), out.numpy())
 
-    def ring(self, out: torch.Tensor, data: torch.Tensor) -> None:
+    def send_recv(self, out: torch.Tensor, data: torch.Tensor) -> None:
         self._comm.Sendrecv(
             data.numpy(),
             (self.rank + 1) % self.size,
@@ -286,6 +146,143 @@ class MpiTransport:
 
 
 Transport = TorchTransport | MpiTransport
+
+
+def pattern(rank: int, n: int, device: torch.device) -> torch.Tensor:
+    """A rank's input of a collective: float32, (n,)."""
+    return ((torch.arange(n, device=device) + 31 * rank) % _PERIOD).float()
+
+
+@dataclass
+class CollectiveTrial:
+    """A collective at one size with its buffers; `reset` (before `run`) and `check` (after) are not
+    timed.
+
+    Attributes:
+        n_bytes: S, rounded up to whole elements on every rank.
+        source: this rank's input.
+        out: its output, which an operation in place also reads.
+        expected: the correct output.
+    """
+
+    name: str
+    n_bytes: int
+    transport: Transport
+    source: torch.Tensor
+    out: torch.Tensor
+    expected: torch.Tensor
+    run: Callable[[], None]
+
+    def reset(self) -> None:
+        if OPERATIONS[self.name].is_in_place:
+            self.out.copy_(self.source)
+        else:
+            self.out.fill_(-1.0)
+
+    def check(self) -> None:
+        """Compare every element.
+
+        Raises:
+            VerificationError: names the first element that is wrong.
+        """
+        wrong = self.out != self.expected
+        if not bool(wrong.any()):
+            return
+        at = int(wrong.nonzero()[0])
+        raise VerificationError(
+            f"{self.name} of {format_bytes(self.n_bytes)} over {self.transport.name}: element {at} "
+            f"of rank {self.transport.rank} is {self.out[at].item():g} instead of "
+            f"{self.expected[at].item():g} ({int(wrong.sum())} of {wrong.numel()} wrong): "
+            "the network or the library corrupts data"
+        )
+
+
+def _whole(t: Transport, n: int) -> torch.Tensor:
+    return pattern(t.rank, n, t.device)
+
+
+def _sum(t: Transport, n: int) -> torch.Tensor:
+    total = torch.zeros(n, device=t.device)
+    for rank in range(t.size):
+        total += pattern(rank, n, t.device)
+    return total
+
+
+def _own_part(whole: torch.Tensor, t: Transport) -> torch.Tensor:
+    return whole.chunk(t.size)[t.rank].clone()  # so that `whole` is freed
+
+
+def _joined(t: Transport, part: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part(rank) for rank in range(t.size)])
+
+
+Make = Callable[[Transport, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row of OPERATIONS, which is also the name of a transport's method.
+
+    Attributes:
+        takes, gives: this rank's input and correct output for a size of n elements.
+        is_in_place: the method gets one buffer, else the output and the input.
+    """
+
+    takes: Make
+    gives: Make
+    is_in_place: bool = False
+
+
+# `bus_factor` of measure/derive/links.py has the factor of those that move less than their size.
+OPERATIONS: dict[str, Operation] = {
+    "all_reduce": Operation(_whole, _sum, is_in_place=True),
+    "all_gather": Operation(
+        lambda t, n: _whole(t, n // t.size),
+        lambda t, n: _joined(t, lambda rank: pattern(rank, n // t.size, t.device)),
+    ),
+    "reduce_scatter": Operation(_whole, lambda t, n: _own_part(_sum(t, n), t)),
+    "broadcast": Operation(
+        lambda t, n: _whole(t, n) if t.rank == 0 else torch.full((n,), -1.0, device=t.device),
+        lambda t, n: pattern(0, n, t.device),
+        is_in_place=True,
+    ),
+    "all_to_all": Operation(
+        _whole,
+        lambda t, n: _joined(t, lambda rank: _own_part(pattern(rank, n, t.device), t)),
+    ),
+    # As in nccl-tests, every rank sends to the next and receives from the previous.
+    "send_recv": Operation(_whole, lambda t, n: pattern((t.rank - 1) % t.size, n, t.device)),
+}
+
+
+def make_trial(operation: str, n_bytes: int, transport: Transport) -> CollectiveTrial:
+    """Make an operation with its buffers; S is rounded up to whole elements on every rank."""
+    quantum = ELEMENT_BYTES * transport.size
+    n = max(1, -(-n_bytes // quantum)) * transport.size
+    row, carry_out = OPERATIONS[operation], getattr(transport, operation)
+    source, expected = row.takes(transport, n), row.gives(transport, n)
+    out = torch.empty_like(expected)
+    run = partial(carry_out, out) if row.is_in_place else partial(carry_out, out, source)
+    return CollectiveTrial(operation, ELEMENT_BYTES * n, transport, source, out, expected, run)
+
+
+def time_trial(trial: CollectiveTrial, transport: Transport, n: int) -> list[float]:
+    """Time n iterations on this rank, in seconds; all ranks must call it.
+
+    An untimed barrier precedes each iteration, so that iterations do not overlap. An iteration's
+    time is the maximum over ranks, which the caller takes.
+    """
+    clock, durations = transport.clock, []
+    for _ in range(n):
+        trial.reset()
+        transport.barrier()
+        clock.settle()
+        start = clock.mark()
+        trial.run()
+        end = clock.mark()
+        clock.settle()
+        durations.append(clock.seconds_at(end) - clock.seconds_at(start))
+    return durations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ _LONGEST_S = 0.5
 class LinksConfig:
     """Measure latency and bandwidth of each link and collective; write the cluster file."""
 
-    operations: tuple[str, ...] = OPERATIONS
+    operations: tuple[str, ...] = tuple(OPERATIONS)
     f"""Collectives to time: {", ".join(OPERATIONS)}."""
     sizes: tuple[str, ...] = ()
     """Message sizes of the collectives, such as 4KiB 16MiB. For all_gather, reduce_scatter and
