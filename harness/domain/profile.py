@@ -156,11 +156,33 @@ class Calibration(NamedTuple):
     host_s: float = 0.0
 
 
+class OptimizerStep(NamedTuple):
+    """A kind of optimizer step.
+
+    Attributes:
+        n_states: tensors of a parameter's shape that are kept beside it.
+        n_accesses: memory accesses per byte of the parameters, counted over its operations.
+        flags: that choose it.
+    """
+
+    n_states: int
+    n_accesses: int
+    flags: tuple[str, ...]
+
+
+OPTIMIZER_STEPS = {
+    "sgd": OptimizerStep(0, 3, ("--momentum", "0")),  # p += g
+    "momentum": OptimizerStep(1, 8, ()),  # m *= a, m += g, p += m
+    # Decay, two moments, root and quotient.
+    "adamw": OptimizerStep(2, 20, ("--optimizer", "adamw")),
+}
+
+
 class OptimizerTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The measured speed of an optimizer's step on one kind of device.
 
     Attributes:
-        optimizer: sgd, momentum (SGD with momentum) or adamw.
+        optimizer: one of OPTIMIZER_STEPS.
         s_per_byte: seconds of a step per byte of parameters.
     """
 

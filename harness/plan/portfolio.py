@@ -13,7 +13,7 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
-from harness.domain.profile import Profile
+from harness.domain.profile import OPTIMIZER_STEPS, Profile
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import PlanError, StrategyError
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp
@@ -21,7 +21,7 @@ from harness.plan.report import describe_strategy, memory_saved
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.searches import Searches
 from harness.plan.search.space import leaner, standard_strategies
-from harness.plan.simulate.options import OPTIMIZERS, SimulatorOptions
+from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import explain
 from harness.plan.simulate.simulator import Simulation, Simulator, Trial, operator_seconds
 from harness.units import format_bytes, format_duration
@@ -168,7 +168,7 @@ def options_of(profile: Profile, cluster: Cluster, reduce_dtype: str = "fp32") -
         wire_bytes_per_fp32_byte=0.5 if is_half else 1.0,
         reduce_bytes_per_gradient_byte=0.5 if reduce_dtype == "bf16" else 1.0,
     )
-    timed = {time.optimizer for time in profile.optimizers} & set(OPTIMIZERS)
+    timed = {time.optimizer for time in profile.optimizers} & set(OPTIMIZER_STEPS)
     if not timed:
         return options
     name = "momentum" if "momentum" in timed else min(timed)

@@ -14,7 +14,7 @@ from harness.domain.cluster import CLUSTER_FILE, Cluster
 from harness.domain.fingerprint import fingerprint, is_by
 from harness.domain.graph import Graph
 from harness.domain.prediction import STRATEGY_FILE
-from harness.domain.profile import Profile, default_profile, graph_beside
+from harness.domain.profile import OPTIMIZER_STEPS, Profile, default_profile, graph_beside
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, HarnessError
 from harness.measure.store import find_runs, write_atomically
@@ -31,7 +31,6 @@ from harness.plan.cli import check_output, request_from
 from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress
 from harness.plan.flags import add_cluster, add_model, size_flags
 from harness.plan.report import ProgressLine
-from harness.plan.simulate.options import OPTIMIZERS
 
 _EXAMPLES = """\
 examples:
@@ -50,11 +49,6 @@ _SIMPLE = {
 _IN_MICROBATCHES = re.compile(
     r"(?P<way>single|pipeline|interleaved pipeline)( of [\dx ]+)?, (?P<n>\d+) microbatches"
 )
-_OPTIMIZER_FLAGS = {
-    "sgd": ["--momentum", "0"],
-    "momentum": [],
-    "adamw": ["--optimizer", "adamw"],
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--optimizer",
-        choices=list(OPTIMIZERS),
+        choices=list(OPTIMIZER_STEPS),
         default="momentum",
         help="its state needs memory and its step needs time (default: %(default)s)",
     )
@@ -276,7 +270,7 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
     ) else []  # fmt: skip
     words += ["./entry.sh", "train", "--model", advice.request.graph.name]
     words += [str(word) for pair in size_flags(args).items() for word in pair]
-    words += ["--batch-size", str(best.batch), *_OPTIMIZER_FLAGS[args.optimizer]]
+    words += ["--batch-size", str(best.batch), *OPTIMIZER_STEPS[args.optimizer].flags]
     for flag in ("dtype", "reduce_dtype"):
         words += [f"--{flag.replace('_', '-')}", value] if (value := getattr(args, flag)) else []
     if args.results not in (None, Path("results")):  # where train finds the measurements

@@ -8,14 +8,10 @@ from typing import Literal
 import numpy as np
 
 from harness.domain.cluster import Cluster
-from harness.domain.profile import Profile
+from harness.domain.profile import OPTIMIZER_STEPS, Profile
 from harness.domain.sharding import BUCKET_BYTES
 from harness.errors import PlanError
 
-# By optimizer: state tensors per parameter, and memory accesses per byte of the parameters in a
-# step, counted over its operations: p += g; m *= a, m += g, p += m; AdamW's decay, two moments,
-# root and quotient.
-OPTIMIZERS = {"sgd": (0, 3), "momentum": (1, 8), "adamw": (2, 20)}
 AllReduce = Literal["ring", "hierarchical"]
 
 
@@ -98,12 +94,12 @@ class SimulatorOptions:
     def with_optimizer(
         self, name: str, profile: Profile, cluster: Cluster, *, is_averaging: bool = False
     ) -> SimulatorOptions:
-        """With the state of one of OPTIMIZERS, and its measured speed on each device.
+        """With the state of one of OPTIMIZER_STEPS, and its measured speed on each device.
 
         Args:
             is_averaging: a moving average of each parameter is kept and updated too.
         """
-        n_states, n_accesses = OPTIMIZERS[name]
+        n_states, n_accesses, _ = OPTIMIZER_STEPS[name]
         rates = [profile.optimizer_s_per_byte(one.kind, name) or 0.0 for one in cluster.devices]
         longer = 1 + (3 / n_accesses if is_averaging else 0)  # two reads and a write
         return replace(

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
+from harness.domain.profile import OPTIMIZER_STEPS
 from harness.errors import ConfigError
-
-OptimizerVariant = Literal["sgd", "momentum", "adamw"]
-# Tensors of a parameter's shape in the state of each kind of step.
-_STATES_PER_PARAMETER: dict[OptimizerVariant, int] = {"sgd": 0, "momentum": 1, "adamw": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +41,12 @@ class OptimizerOptions:
     @property
     def n_states(self) -> int:
         """Tensors of a parameter's shape that are kept beside it."""
-        return _STATES_PER_PARAMETER[self.variant] + (self.ema is not None)
+        return OPTIMIZER_STEPS[self.variant].n_states + (self.ema is not None)
 
     @property
-    def variant(self) -> OptimizerVariant:
-        """The kind of step, which determines its time and state: sgd with momentum is its own."""
-        if self.name == "sgd" and self.momentum > 0:
-            return "momentum"
-        return "adamw" if self.name == "adamw" else "sgd"
+    def variant(self) -> str:
+        """The kind of step, one of OPTIMIZER_STEPS: sgd with momentum is its own."""
+        return "momentum" if self.name == "sgd" and self.momentum > 0 else self.name
 
     def group_of(self, name: str, n_dims: int) -> int:
         """The optimizer's group of a parameter: 0, or 1 if its weights do not decay."""
@@ -66,28 +61,24 @@ def is_matched(name: str, n_dims: int, pattern: str) -> bool:
 Groups = list[dict[str, Any]]
 
 
-def _sgd(groups: Groups, options: OptimizerOptions, is_fused: bool) -> Optimizer:
-    return SGD(
-        groups,
-        lr=options.learning_rate,
-        momentum=options.momentum,
-        weight_decay=options.weight_decay,
-        fused=is_fused or None,
-    )
+class KnownOptimizer(NamedTuple):
+    """One row of OPTIMIZERS; its kinds of step are rows of OPTIMIZER_STEPS.
+
+    Attributes:
+        make: called with the groups, lr, weight_decay and fused.
+        keeps: tensors of each parameter in its state, beside the number of steps and others by its
+            options.
+        options: names of further `OptimizerOptions` that it takes.
+    """
+
+    make: Callable[..., Optimizer]
+    keeps: set[str]
+    options: tuple[str, ...] = ()
 
 
-def _adamw(groups: Groups, options: OptimizerOptions, is_fused: bool) -> Optimizer:
-    return AdamW(
-        groups,
-        lr=options.learning_rate,
-        weight_decay=options.weight_decay,
-        fused=is_fused or None,
-    )
-
-
-OPTIMIZERS: dict[str, Callable[[Groups, OptimizerOptions, bool], Optimizer]] = {
-    "sgd": _sgd,
-    "adamw": _adamw,
+OPTIMIZERS = {
+    "sgd": KnownOptimizer(SGD, {"momentum_buffer"}, ("momentum",)),
+    "adamw": KnownOptimizer(AdamW, {"exp_avg", "exp_avg_sq"}),
 }
 
 
@@ -150,7 +141,14 @@ def _known_optimizer(
     for name, parameter in parameters:
         groups[options.group_of(name, parameter.dim())]["params"].append(parameter)
         is_fused = is_fused and parameter.is_floating_point()
-    return OPTIMIZERS[options.name](groups, options, is_fused)
+    row = OPTIMIZERS[options.name]
+    return row.make(
+        groups,
+        lr=options.learning_rate,
+        weight_decay=options.weight_decay,
+        fused=is_fused or None,
+        **{name: getattr(options, name) for name in row.options},
+    )
 
 
 # Key of a parameter's average in the optimizer's state, with which it is saved, cut and moved; key
@@ -195,14 +193,6 @@ def average_of(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     return average.detach()
 
 
-# Tensors that an optimizer keeps of each parameter, beside its number of steps and others by its
-# options; a user's own may keep any.
-_KEPT: dict[type[Optimizer], set[str]] = {
-    SGD: {"momentum_buffer"},
-    AdamW: {"exp_avg", "exp_avg_sq"},
-}
-
-
 def kept_keys(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> set[str]:
     """The keys of a saved state that the optimizer keeps; averages only if it has some.
 
@@ -211,7 +201,8 @@ def kept_keys(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> s
     """
     saved = {key for values in state.values() for key in values}
     found = saved - {"step", AVERAGE}
-    kept = _KEPT.get(type(optimizer), found)
+    known = (row.keeps for row in OPTIMIZERS.values() if row.make is type(optimizer))
+    kept = next(known, found)  # a user's own may keep any
     if found and not kept <= found:
         raise ConfigError(
             f"the state has {' and '.join(sorted(found))} of each parameter, this optimizer keeps "
