@@ -8,6 +8,19 @@ from harness.domain.run import Headed
 from harness.inputs import MOST_NUMBER
 
 _LONGEST = 200  # most characters of a setting
+# Flags of training that let its strategy change between steps, in the order of a name.
+CHANGING = ("freeze", "shrink", "replicate", "cache", "drift", "change", "controlled")
+# Flags that choose how a run trains, but not what: another run may go on by others.
+STRATEGY_FLAGS = frozenset({
+    *CHANGING, "cache_memory", "drift_threshold", "strategy", "schedule", "microbatches", "stages",
+    "recompute", "recompute_segments", "reduce_dtype", "shard_state", "search_seconds",
+    "search_budget", "trials", "memory",
+}) - {"freeze", "change"}  # fmt: skip
+# Flags that define a strategy or its search; compared runs agree in all others.
+COMPARED = STRATEGY_FLAGS - {"stages"} | {
+    *CHANGING, "freeze_alpha", "freeze_interval", "unfreeze", "survive", "rejoin",
+    "strategy_digest", "engine", "n_ranks", "asynchronous", "channels_last", "compile", "predict",
+}  # fmt: skip
 
 
 def configured(run: Headed, name: str, default: str = "") -> str:
@@ -59,7 +72,7 @@ def file_name(path: PurePath) -> str:
 def _elastic_name(run: Headed) -> str:
     """The reasons for which a run may change its strategy: `-freeze-shrink-replicate-cache`."""
     suffix = ""
-    for flag in ("freeze", "shrink", "replicate", "cache", "drift", "change", "controlled"):
+    for flag in CHANGING:
         value = run.header.config.get(flag)
         if value and value not in ("none", "off"):
             is_usual = value in ("schedule", "search", "on") or not isinstance(value, str)

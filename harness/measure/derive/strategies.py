@@ -10,19 +10,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.domain.run import STATUS_WORDS, Headed, Status
-from harness.measure.derive.settings import configured
+from harness.measure.derive.settings import COMPARED, configured
 from harness.measure.derive.training import TrainingSummary
 from harness.measure.statistics import Summary, Verdict, known_median, summarize, verdict
 from harness.units import format_bytes, format_number
-
-# Settings that define a strategy or its search; compared runs agree in all others.
-_COMPARED = (
-    "strategy", "strategy_digest", "engine", "n_ranks", "schedule", "microbatches", "asynchronous",
-    "recompute", "recompute_segments", "reduce_dtype", "channels_last", "compile", "predict",
-    "search_seconds", "search_budget", "trials", "memory", "shard_state", "freeze", "freeze_alpha",
-    "freeze_interval", "unfreeze", "shrink", "replicate", "cache", "cache_memory", "drift",
-    "drift_threshold", "change", "controlled", "survive", "rejoin",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +72,7 @@ def strategy_tables(runs: Iterable[tuple[Headed, TrainingSummary]]) -> list[list
 
 
 def _rest_of_config(run: Headed) -> str:
-    rest = {name: v for name, v in run.header.config.items() if name not in _COMPARED}
+    rest = {name: v for name, v in run.header.config.items() if name not in COMPARED}
     return json.dumps([rest, _kind_of(run)], sort_keys=True)
 
 

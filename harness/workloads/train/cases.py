@@ -279,7 +279,7 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
         has_flow = strategy == "pipeline" or is_layout(strategy)
         own = shared if is_shardable(strategy) else shared | {"shard_state": TrainCase.shard_state}
         is_sharded = config.asked_state not in (None, "none") and is_shardable(strategy)
-        needs_executor = config.needs_executor or is_sharded
+        needs_executor = bool(config.executor_flags) or is_sharded
         engine = engine_of(strategy, config.engine, needs_executor=needs_executor)
         counts = config.n_ranks or (n_ranks,)
         for count in (1,) if strategy == "single" else counts:

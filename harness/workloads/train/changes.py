@@ -68,7 +68,7 @@ class StrategyChanges:
             current=self._current,
             cache=TrainingCache(case, context, training) if case.cache != "off" else None,
         )
-        self._policies = [row.make(inputs) for row in POLICIES.values() if row.is_on(case)]
+        self._policies = [make(inputs) for flag, make in POLICIES.items() if case.is_set(flag)]
         self._cache, self._n_steps = inputs.cache, training.n_steps
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="next engine")
         self._building: Future[_Built] | None = None

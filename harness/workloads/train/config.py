@@ -10,6 +10,7 @@ from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
 from harness.inputs import parse_int
+from harness.measure.derive.settings import CHANGING
 from harness.runtime.data import OF_TEXT, described_data
 from harness.runtime.engines.optimizers import OPTIMIZERS, LrSchedule, OptimizerOptions
 from harness.runtime.ranks.isolate import GRACE_S
@@ -29,6 +30,13 @@ STRATEGIES: dict[EngineName, tuple[str, ...]] = {
 }
 # Strategies that --shard-state is for: a file holds its own shard_state.
 SHARDABLE = ("ddp", "pipeline", "tensor", "hybrid", "searched")
+
+_ELASTIC = (*CHANGING, "survive")
+# Flags that only the executor supports; those of TrainCase.executor_flags depend on others too.
+_OF_EXECUTOR = (
+    *("exact_dropout", "recompute", "save_sharded", "load_state", "save_every"),
+    *_ELASTIC,
+)
 
 
 def is_file(strategy: str) -> bool:
@@ -199,17 +207,19 @@ class TrainSettings(SearchFlags, ModelFlags):
     seed: int = 0
     """Seed of weights, data and the order of runs."""
 
+    def is_set(self, name: str) -> bool:
+        """Whether a flag differs from its default."""
+        return bool(getattr(self, name) != getattr(TrainSettings, name))
+
     @property
-    def needs_executor(self) -> bool:
-        """Whether a flag is set that only the executor supports."""
-        states = self.save_every or self.save_sharded or self.load_state
-        return self.exact_dropout or self.recompute or self.is_elastic or bool(states)
+    def executor_flags(self) -> list[str]:
+        """Names of the flags that are set and that only the executor supports."""
+        return [name for name in _OF_EXECUTOR if self.is_set(name)]
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the strategy may change between steps."""
-        by_hand = bool(self.change) or self.controlled
-        return by_hand or self.freeze != "none" or self.drift or self.survive
+        """Whether the strategy may change between steps, or go on without a lost rank."""
+        return any(map(self.is_set, _ELASTIC))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,22 +304,9 @@ class TrainCase(TrainSettings):
 
     @property
     def executor_flags(self) -> list[str]:
-        """Names of the flags that are set and that only the executor supports."""
-        is_set = {
-            "exact_dropout": self.exact_dropout,
-            "recompute": self.recompute,
-            "ema": self.ema is not None and self.engine == "deepspeed",
-            "save_sharded": self.save_sharded,
-            "load_state": self.load_state is not None,
-            "shard_state": self.sharded_state != "none",
-            "change": bool(self.change),
-            "controlled": self.controlled,
-            "freeze": self.freeze != "none",
-            "drift": self.drift,
-            "survive": self.survive,
-            "save_every": bool(self.save_every),
-        }
-        return [name for name, is_given in is_set.items() if is_given]
+        has_averages = self.is_set("ema") and self.engine == "deepspeed"
+        others = {"ema": has_averages, "shard_state": self.sharded_state != "none"}
+        return [*super().executor_flags, *(name for name, is_given in others.items() if is_given)]
 
     @property
     def grace_s(self) -> float:

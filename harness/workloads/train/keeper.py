@@ -25,13 +25,13 @@ from harness.domain.run import RunHeader
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, PeerError, ResultsError, StrategyError
 from harness.inputs import find_int, read_file
+from harness.measure.derive.settings import STRATEGY_FLAGS
 from harness.measure.store import read_header
 from harness.plan.formats.detect import read_strategy_file
 from harness.runtime.ranks.failures import has_lost_peer
 from harness.runtime.ranks.sharing import Fetch, fetch_nothing
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Continuation, config_json
-from harness.workloads.common.flags import SearchFlags
 from harness.workloads.train.config import STRATEGIES, TrainCase, is_file, parse_change
 from harness.workloads.train.copies import copy_to_second_host
 
@@ -264,12 +264,6 @@ def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
     )
 
 
-# Flags that choose how a run trains, but not what.
-STRATEGY_FLAGS = frozenset({
-    "strategy", "schedule", "microbatches", "stages", "shard_state", "recompute",
-    "recompute_segments", "reduce_dtype", "shrink", "replicate", "cache", "cache_memory", "drift",
-    "drift_threshold", "controlled", *(field.name for field in fields(SearchFlags)),
-}) - {"ema"}  # fmt: skip
 # Flags that may differ between a run and the one that continues it, without a word.
 _MAY_DIFFER = {
     "n_ranks", "strategy_digest", "asked_strategy", "continues", "first_step", "load_state",

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.units import format_duration
 from harness.workloads.planning.files import only_devices
-from harness.workloads.train.config import TrainCase, parse_change
+from harness.workloads.train.config import parse_change
 from harness.workloads.train.keeper import plan_without
 from harness.workloads.train.next_plan import BesideSearch
 from harness.workloads.train.policy import LEAD_STEPS, Due, Policy, PolicyInputs
@@ -333,21 +333,13 @@ def options_of(options: SimulatorOptions, ranks: Sequence[int]) -> SimulatorOpti
     )
 
 
-@dataclass(frozen=True)
-class PolicyEntry:
-    """One row of POLICIES: whether a run has switched it on, and how it is made."""
-
-    is_on: Callable[[TrainCase], bool]
-    make: Callable[[PolicyInputs], Policy]
-
-
-POLICIES: dict[str, PolicyEntry] = {
-    "change": PolicyEntry(lambda case: bool(case.change), ScheduledPolicy),
-    "controlled": PolicyEntry(lambda case: case.controlled, ControlledPolicy),
-    "freeze": PolicyEntry(lambda case: case.freeze != "none", FreezingPolicy),
-    "shrink": PolicyEntry(lambda case: case.shrink != "none" and not case.replicate, ShrinkPolicy),
-    "replicate": PolicyEntry(lambda case: case.replicate, ShrinkPolicy),
-    "cache": PolicyEntry(lambda case: case.cache != "off", CachePolicy),
-    "drift": PolicyEntry(lambda case: case.drift, DriftPolicy),
-    "survive": PolicyEntry(lambda case: case.survive, SurvivalPolicy),
+# By the flag of TrainSettings that switches it on.
+POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
+    "change": ScheduledPolicy,
+    "controlled": ControlledPolicy,
+    "freeze": FreezingPolicy,
+    "shrink": ShrinkPolicy,
+    "cache": CachePolicy,
+    "drift": DriftPolicy,
+    "survive": SurvivalPolicy,
 }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.errors import ConfigError, VerificationError
+from harness.measure.derive.settings import STRATEGY_FLAGS
 from harness.measure.derive.spans import phase_table
 from harness.measure.store import replacing
 from harness.run import measure_steps
@@ -352,6 +353,6 @@ WORKLOAD = Workload(
     find_continuation=states.find_continuation,
     go_on=states.go_on,
     differing=states.differing,
-    strategy_flags=states.STRATEGY_FLAGS,
+    strategy_flags=STRATEGY_FLAGS,
     check=check_inputs,
 )
