@@ -2,7 +2,7 @@
 warnings; then one row per strategy, measured and predicted. Repeats share a row of medians.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
@@ -29,8 +29,6 @@ from harness.units import (
 )
 from harness.workloads.train.config import is_file
 
-_HEADS = ["strategies", "by", "repeats", "samples/s", "step", "99% interval", "exposed comm",
-          "bubble", "memory", "predicted", "error", "speed-up"]  # fmt: skip
 # Memory shown: that of the GPU's allocator, else the process's resident set.
 _MEMORY_KINDS = ("allocated", "rss")
 
@@ -42,11 +40,10 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
     repeats = {s.run_id: (run, s) for run, s in zip(runs, summaries, strict=True)}
     rows = list(chain.from_iterable(strategy_tables(repeats.values())))
     compared = [(row, [repeats[run_id] for run_id in row.run_ids]) for row in rows]
-    heads, cells = _HEADS, [_cells(row, found) for row, found in compared]
-    if len({row[0] for row in cells}) == 1:
-        heads = [f"strategies of {cells[0][0]}", *_HEADS[2:]]
-        cells = [row[1:] for row in cells]
-    lines = [columns(heads, cells)]
+    heads, of_one = [*_COLUMNS], [*_COLUMNS.values()]
+    if len({row.workload for row in rows}) == 1:
+        heads, of_one = [f"strategies of {rows[0].workload}", *heads[2:]], of_one[1:]
+    lines = [columns(heads, [[of(*pair) for of in of_one] for pair in compared])]
     lines += [f"{row.strategy} against {row.against}: {row.verdict}" for row in rows if row.verdict]
     lines += [_stale_text(row, found) for row, found in compared if _is_asynchronous(found)]
     lines += [
@@ -55,29 +52,6 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
         if any(run.header.config.get("freeze", "none") != "none" for run, _ in found)
     ]
     return "\n".join(lines)
-
-
-def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
-    step_s = row.median_s
-    predicted_s = known_median(
-        run.header.number("predicted_step_s") for run, _ in repeats if not change_times(run)
-    )
-    return [
-        row.workload,
-        row.strategy,
-        str(len(repeats))
-        if len(repeats) == row.n_started
-        else f"{len(repeats)} of {row.n_started}",
-        cell(row.throughput, format_number),
-        cell(step_s, format_duration),
-        interval_words(row.interval) if row.interval else "-",
-        cell(known_mean(s.exposed_communication_s for _, s in repeats), format_duration),
-        cell(known_median(_bubble(run) for run, _ in repeats), ".0%"),
-        cell(_peak(_memory(summary) for _, summary in repeats), format_bytes),
-        cell(predicted_s, format_duration),
-        "-" if not predicted_s or not step_s else f"{predicted_s / step_s - 1:+.0%}",
-        cell(row.speedup, ".2f"),
-    ]
 
 
 def _bubble(run: Run) -> float | None:
@@ -91,6 +65,42 @@ def _memory(summary: TrainingSummary) -> float | None:
 
 def _peak(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
+
+
+def _predicted_s(row: StrategyRow, repeats: Sequence[Repeat]) -> float | None:
+    return known_median(
+        run.header.number("predicted_step_s") for run, _ in repeats if not change_times(run)
+    )
+
+
+def _error(row: StrategyRow, repeats: Sequence[Repeat]) -> float | None:
+    predicted_s, step_s = _predicted_s(row, repeats), row.median_s
+    return predicted_s / step_s - 1 if predicted_s and step_s else None
+
+
+def _count(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
+    n = len(repeats)
+    return str(n) if n == row.n_started else f"{n} of {row.n_started}"
+
+
+# The columns of the strategies' table: the cell of a row and its repeats that ended ok. Columns
+# without any value are left out.
+_COLUMNS: dict[str, Callable[[StrategyRow, Sequence[Repeat]], str]] = {
+    "strategies": lambda row, _: row.workload,
+    "by": lambda row, _: row.strategy,
+    "repeats": _count,
+    "samples/s": lambda row, _: cell(row.throughput, format_number),
+    "step": lambda row, _: cell(row.median_s, format_duration),
+    "99% interval": lambda row, _: interval_words(row.interval) if row.interval else "-",
+    "exposed comm": lambda _, found: cell(
+        known_mean(s.exposed_communication_s for _, s in found), format_duration
+    ),
+    "bubble": lambda _, found: cell(known_median(_bubble(run) for run, _ in found), ".0%"),
+    "memory": lambda _, found: cell(_peak(_memory(s) for _, s in found), format_bytes),
+    "predicted": lambda *pair: cell(_predicted_s(*pair), format_duration),
+    "error": lambda *pair: cell(_error(*pair), "+.0%"),
+    "speed-up": lambda row, _: cell(row.speedup, ".2f"),
+}
 
 
 def _is_asynchronous(repeats: Sequence[Repeat]) -> bool:
@@ -136,8 +146,8 @@ def train_text(runs: list[Run]) -> str:
     parts = [
         _throughput(rows),
         _phases(done),
-        _communication(done),
-        _device(done),
+        _table(_COMMUNICATION, [(name, s) for name, s in done if s.communication_s]),
+        _table(_DEVICE, done),
         _warnings(named),
         compared_text(runs, summaries),
     ]
@@ -197,32 +207,50 @@ def _name(run: Run, summary: TrainingSummary) -> str:
     return " ".join(str(word) for word in words)
 
 
+def _loss(summary: TrainingSummary) -> str:
+    first, last = summary.first_loss, cell(summary.last_loss, ".4g")
+    return "-" if first is None else f"{first:.4g} to {last}"
+
+
+_Columns = dict[str, Callable[[TrainingSummary], str]]
+_THROUGHPUT: _Columns = {
+    "step": lambda s: format_duration(s.duration.median) if s.duration else "-",
+    "99% interval": lambda s: interval_words(s.duration) if s.duration else "-",
+    "samples/s": lambda s: cell(s.throughput, format_number),
+    "tokens/s": lambda s: cell(s.tokens_per_s, format_number),
+    "per device": lambda s: cell(s.throughput_per_device, format_number),
+    "loss": _loss,
+    "accuracy": lambda s: cell(s.accuracy, ".1%"),
+    "averaged": lambda s: cell(s.averaged_accuracy, ".1%"),
+}
+_COMMUNICATION: _Columns = {
+    "communication": lambda s: cell(s.communication_s, format_duration),
+    "overlapped": lambda s: cell(s.overlap, ".0%"),
+    "exposed": lambda s: cell(s.exposed_communication_s, format_duration),
+    "step - no_sync": lambda s: cell(s.no_sync_exposed_s, format_duration),
+    "compute slowed": lambda s: cell(s.slowed_compute_s, format_duration),
+    "sync/s": lambda s: cell(s.synchronisations_per_s, format_number),
+    "sent": lambda s: cell(s.sent_bytes_per_s, format_bandwidth),
+    "received": lambda s: cell(s.received_bytes_per_s, format_bandwidth),
+    "ring needs": lambda s: cell(s.ring_bytes, lambda n: f"{format_bytes(n)}/step"),
+}
+_DEVICE: _Columns = {
+    "rate": lambda s: cell(s.flops_per_s, format_flops),
+    "MFU": lambda s: cell(s.mfu, ".0%"),
+    "without scores": lambda s: cell(s.mfu_without_scores, ".0%"),
+    "MFU of measured peak": lambda s: cell(s.mfu_of_measured_peak, ".0%"),
+    "memory peak": lambda s: ", ".join(
+        f"{kind} {format_bytes(n)}" for kind, n in s.memory_bytes.items()
+    ),
+}
+
+
 def _throughput(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
-    heads = ["run", "status", "step", "99% interval", "samples/s", "per device", "loss",
-             "accuracy", "averaged"]  # fmt: skip
-    cells = [[name, summary.status, *_rate(summary)] for name, summary in rows]
-    if any(summary.tokens_per_s for _, summary in rows):
-        heads.insert(5, "tokens/s")
-        for row, (_, summary) in zip(cells, rows, strict=True):
-            row.insert(5, cell(summary.tokens_per_s, format_number))
-    return columns(heads, cells)
-
-
-def _rate(summary: TrainingSummary) -> list[str]:
-    step = summary.duration
-    if step is None:
-        return ["-"] * 7
-    return [
-        format_duration(step.median),
-        interval_words(step),
-        cell(summary.throughput, format_number),
-        cell(summary.throughput_per_device, format_number),
-        "-"
-        if summary.first_loss is None
-        else f"{summary.first_loss:.4g} to {cell(summary.last_loss, '.4g')}",
-        cell(summary.accuracy, ".1%"),
-        cell(summary.averaged_accuracy, ".1%"),
+    cells = [
+        [name, s.status, *(of(s) if s.duration else "-" for of in _THROUGHPUT.values())]
+        for name, s in rows
     ]
+    return columns(["run", "status", *_THROUGHPUT], cells)
 
 
 def _phases(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
@@ -234,43 +262,9 @@ def _phases(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     return columns(["mean step", *_PHASES.values()], cells)
 
 
-def _communication(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
-    heads = ["run", "communication", "overlapped", "exposed", "step - no_sync",
-             "compute slowed", "sync/s", "sent", "received", "ring needs"]  # fmt: skip
-    cells = [
-        [
-            name,
-            cell(summary.communication_s, format_duration),
-            cell(summary.overlap, ".0%"),
-            cell(summary.exposed_communication_s, format_duration),
-            cell(summary.no_sync_exposed_s, format_duration),
-            cell(summary.slowed_compute_s, format_duration),
-            cell(summary.synchronisations_per_s, format_number),
-            cell(summary.sent_bytes_per_s, format_bandwidth),
-            cell(summary.received_bytes_per_s, format_bandwidth),
-            "-" if summary.ring_bytes is None else f"{format_bytes(summary.ring_bytes)}/step",
-        ]
-        for name, summary in rows
-        if summary.communication_s
-    ]
-    return columns(heads, cells)
-
-
-def _device(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
-    cells = [
-        [
-            name,
-            cell(summary.flops_per_s, format_flops),
-            cell(summary.mfu, ".0%"),
-            cell(summary.mfu_without_scores, ".0%"),
-            cell(summary.mfu_of_measured_peak, ".0%"),
-            ", ".join(f"{kind} {format_bytes(n)}" for kind, n in summary.memory_bytes.items()),
-        ]
-        for name, summary in rows
-    ]
-    return columns(
-        ["run", "rate", "MFU", "without scores", "MFU of measured peak", "memory peak"], cells
-    )
+def _table(of_columns: _Columns, rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    cells = [[name, *(of(summary) for of in of_columns.values())] for name, summary in rows]
+    return columns(["run", *of_columns], cells)
 
 
 def _warnings(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
