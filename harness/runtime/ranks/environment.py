@@ -1,13 +1,15 @@
 """Read this rank's number and the number of ranks from the launcher's environment variables.
 
-Launchers: Open MPI 4 and 5, MPICH (Hydra's PMI), Slurm's srun, torchrun, or none (one rank).
+LAUNCHERS are Open MPI 4 and 5, MPICH (Hydra's PMI), Slurm's srun and torchrun; without one there
+is one rank.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from harness.errors import LaunchError
 from harness.inputs import find_int, parse_int, shorten
@@ -15,7 +17,7 @@ from harness.inputs import find_int, parse_int, shorten
 # srun numbers its steps from 0; batch and extern steps have the highest numbers.
 _FIRST_SPECIAL_SLURM_STEP = 4294967290
 _MAX_RANKS = 1_000_000
-_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "torchrun": "torchrun", "slurm": "Slurm"}
+Environ = Mapping[str, str]
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -24,7 +26,7 @@ class Launch:
     """A rank's number among all ranks, as the launcher sets it.
 
     Attributes:
-        launcher: openmpi, mpich, torchrun, slurm or none.
+        launcher: its name as in LAUNCHERS, in small letters without blanks, or none.
         has_mpi: whether the rendezvous can use MPI.
     """
 
@@ -34,13 +36,13 @@ class Launch:
     has_mpi: bool
 
 
-def _read_int(environ: Mapping[str, str], name: str, launcher: str) -> int:
+def _read_int(environ: Environ, name: str, launcher: str) -> int:
     text = environ.get(name)
     value = None if text is None else find_int(text, 0, _MAX_RANKS)
     if value is None:
         shown = "not set" if text is None else shorten(text)
         raise LaunchError(
-            f"{_NAMES[launcher]} should set {name} to a whole number up to {_MAX_RANKS}, it is "
+            f"{launcher} should set {name} to a whole number up to {_MAX_RANKS}, it is "
             f"{shown}: start the ranks with mpirun, srun or torchrun, or unset the launcher's "
             "other variables"
         )
@@ -48,24 +50,24 @@ def _read_int(environ: Mapping[str, str], name: str, launcher: str) -> int:
 
 
 def _launch(
-    environ: Mapping[str, str], launcher: str, rank: str, size: str, *, has_mpi: bool = False
+    launcher: str, rank: str, size: str, environ: Environ, *, has_mpi: bool = False
 ) -> Launch:
     """Read the variables of a launcher, and check the numbers against each other."""
     found = Launch(
-        launcher=launcher,
+        launcher=launcher.lower().replace(" ", ""),
         rank=_read_int(environ, rank, launcher),
         size=_read_int(environ, size, launcher),
         has_mpi=has_mpi,
     )
     if not found.rank < found.size:
         raise LaunchError(
-            f"{_NAMES[launcher]} says rank {found.rank} of {found.size} ranks: "
+            f"{launcher} says rank {found.rank} of {found.size} ranks: "
             "ranks count from 0, so its environment is stale; start from a clean shell"
         )
     return found
 
 
-def read_port(environ: Mapping[str, str]) -> int:
+def read_port(environ: Environ) -> int:
     """Read MASTER_PORT; raises LaunchError if it is no port."""
     return parse_int(
         environ.get("MASTER_PORT", ""), "MASTER_PORT", at_least=1, at_most=65535,
@@ -73,7 +75,7 @@ def read_port(environ: Mapping[str, str]) -> int:
     )  # fmt: skip
 
 
-def read_address(environ: Mapping[str, str]) -> str:
+def read_address(environ: Environ) -> str:
     """Read MASTER_ADDR; raises LaunchError if it is no host name or address."""
     address = environ.get("MASTER_ADDR", "")
     if not re.fullmatch(r"[A-Za-z0-9._:%-]{1,255}", address, re.ASCII):
@@ -84,18 +86,18 @@ def read_address(environ: Mapping[str, str]) -> str:
     return address
 
 
-def _torchrun(environ: Mapping[str, str]) -> Launch:
+def _torchrun(environ: Environ) -> Launch:
     read_address(environ)
     read_port(environ)
-    return _launch(environ, "torchrun", "RANK", "WORLD_SIZE")
+    return _launch("torchrun", "RANK", "WORLD_SIZE", environ)
 
 
-def _slurm(environ: Mapping[str, str]) -> Launch:
+def _slurm(environ: Environ) -> Launch:
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    return _launch({"SLURM_NTASKS": "1", **environ}, "slurm", "SLURM_PROCID", size)
+    return _launch("Slurm", "SLURM_PROCID", size, {"SLURM_NTASKS": "1", **environ})
 
 
-def _is_slurm_step(environ: Mapping[str, str]) -> bool:
+def _is_slurm_step(environ: Environ) -> bool:
     """Whether srun started this process; a batch script runs in a step of a special number."""
     if "SLURM_STEP_ID" not in environ:
         return False
@@ -106,7 +108,7 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     return step < _FIRST_SPECIAL_SLURM_STEP
 
 
-def _is_srun_pmi(environ: Mapping[str, str]) -> bool:
+def _is_srun_pmi(environ: Environ) -> bool:
     """Whether PMI's variables are those of `srun --mpi=pmi2`, which a site may have as its default.
 
     They do not say that mpi4py's MPI can use them; Hydra, also inside a job, counts a host's ranks.
@@ -114,7 +116,7 @@ def _is_srun_pmi(environ: Mapping[str, str]) -> bool:
     return _is_slurm_step(environ) and "MPI_LOCALNRANKS" not in environ
 
 
-def _check_incomplete_launcher(environ: Mapping[str, str]) -> None:
+def _check_incomplete_launcher(environ: Environ) -> None:
     """Refuse incomplete variables, because each rank would run alone and report for all."""
     missing = [name for name in _TORCHRUN_VARIABLES if name not in environ]
     if "RANK" in environ and find_int(environ.get("WORLD_SIZE", "1"), 1, 1) is None and missing:
@@ -125,25 +127,30 @@ def _check_incomplete_launcher(environ: Mapping[str, str]) -> None:
         )
 
 
-def read_launch(environ: Mapping[str, str]) -> Launch:
+# The innermost first: whether it has started this process, and the reader of its variables.
+LAUNCHERS: list[tuple[Callable[[Environ], bool], Callable[[Environ], Launch]]] = [
+    (lambda environ: "TORCHELASTIC_RUN_ID" in environ, _torchrun),
+    (
+        lambda environ: "OMPI_COMM_WORLD_RANK" in environ,
+        partial(_launch, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", has_mpi=True),
+    ),
+    (
+        lambda environ: "PMI_RANK" in environ and not _is_srun_pmi(environ),
+        partial(_launch, "MPICH", "PMI_RANK", "PMI_SIZE", has_mpi=True),
+    ),
+    (_is_slurm_step, _slurm),
+    (lambda environ: environ.keys() >= set(_TORCHRUN_VARIABLES), _torchrun),
+]
+
+
+def read_launch(environ: Environ) -> Launch:
     """Find the innermost launcher and read its variables.
 
     Raises:
         LaunchError: a launcher's variables are incomplete or contradict each other.
     """
-    if "TORCHELASTIC_RUN_ID" in environ:
-        launch = _torchrun(environ)
-    elif "OMPI_COMM_WORLD_RANK" in environ:
-        launch = _launch(
-            environ, "openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", has_mpi=True
-        )
-    elif "PMI_RANK" in environ and not _is_srun_pmi(environ):
-        launch = _launch(environ, "mpich", "PMI_RANK", "PMI_SIZE", has_mpi=True)
-    elif _is_slurm_step(environ):
-        launch = _slurm(environ)
-    elif environ.keys() >= set(_TORCHRUN_VARIABLES):
-        launch = _torchrun(environ)
-    else:
-        _check_incomplete_launcher(environ)
-        launch = Launch(launcher="none", rank=0, size=1, has_mpi=False)
-    return launch
+    for has_started, read in LAUNCHERS:
+        if has_started(environ):
+            return read(environ)
+    _check_incomplete_launcher(environ)
+    return Launch(launcher="none", rank=0, size=1, has_mpi=False)
