@@ -151,7 +151,7 @@ def _complain(lines: Sequence[str]) -> None:
 
 
 def _import(words: Sequence[str]) -> None:
-    from harness.plot.imports import ImportOptions, import_logs
+    from harness.plot.imports import READERS, ImportOptions, import_logs
 
     facts = parse_flags(ImportOptions, words, "python -m harness.plot import")
     for name in ("batch_per_device", "epoch_samples", "weak_share"):
@@ -168,7 +168,7 @@ def _import(words: Sequence[str]) -> None:
     if imported and (words := _assumed(facts)):
         print(f"assumed, because logs do not say it: {' '.join(words)}")
     if not imported:
-        raise ResultsError("no log could be imported: give per-epoch CSVs or DeepSpeed step lines")
+        raise ResultsError(f"no log could be imported: give a {' or '.join(READERS)}")
 
 
 def _assumed(facts: Any) -> list[str]:

@@ -9,15 +9,31 @@ accumulation. Lines may contain launcher prefixes, terminal colours and progress
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from harness.domain.record import Record, Span
 from harness.errors import ResultsError
 from harness.inputs import find_int
-from harness.plot.imports.epoch_csv import parse_time
-from harness.plot.imports.text import group, most_common, plain, read_number
+from harness.plot.imports.epoch_csv import is_epoch_csv, parse_epoch_csv, parse_time
+from harness.plot.imports.epochs import devices_of
+from harness.plot.imports.runs import (
+    Devices,
+    ImportedRun,
+    Log,
+    Reader,
+    group,
+    most_common,
+    n_gpus_named,
+    origin_of,
+    plain,
+    read_number,
+    read_text,
+    seconds_at,
+)
 
 MARK = "time (ms)"
 STAMP = re.compile(r"\[(?P<at>\d{4}-\d\d-\d\d[T ][^\]]{1,40})\]", re.ASCII)
@@ -213,3 +229,69 @@ def accumulation(steps: list[StepLine]) -> int:
     """The most common number of micro-steps of a step; 1 if the log does not list them."""
     counts = Counter(line.n_microsteps for line in steps if line.n_microsteps)
     return counts.most_common(1)[0][0] if counts else 1
+
+
+def _step_records(steps: Sequence[StepLine], origin: datetime | None) -> list[Record]:
+    """Spans end at their line's time; without times they follow each other."""
+    records: list[Record] = []
+    reached_s = 0.0
+    for index, line in enumerate(steps):
+        end_s = seconds_at(line.at, origin)
+        start_s = max(reached_s, (end_s if end_s is not None else 0.0) - line.step_s)
+        reached_s = start_s + line.step_s
+        records.append(Span(kind="step", step=index, start_s=start_s, duration_s=line.step_s))
+        at = start_s
+        for kind, span_name, duration_s in (
+            ("forward", "fwd", line.forward_s),
+            ("backward", "bwd_inner", line.backward_s),
+            ("communication", "bwd_allreduce", line.allreduce_s),
+            ("optimizer", "step", line.optimizer_s),
+        ):
+            if duration_s is not None:
+                records.append(
+                    Span(kind=kind, name=span_name, step=index, start_s=at, duration_s=duration_s)  # type: ignore[arg-type]
+                )
+                at += duration_s
+    return records
+
+
+def _devices(log: Log, n_ranks: int) -> Devices:
+    """GPUs of a log that names none: given, or from a CSV of as many in the same directory."""
+    if given := log.given_device:
+        return [(0, *given)] * n_ranks
+    for sibling in sorted(log.path.parent.glob("*.csv")):
+        if sibling.is_file() and n_gpus_named(sibling) == n_ranks:
+            text = read_text(sibling)
+            if is_epoch_csv(text):
+                rows = parse_epoch_csv(text, sibling)[0]
+                if max(row.rank for row in rows) < n_ranks:
+                    return devices_of(rows, log._replace(path=sibling), n_ranks)
+    raise ResultsError(
+        f"{log.path} does not name its GPUs and no CSV of {n_ranks} GPUs is in its directory: "
+        "give --device-kind and --device-memory"
+    )
+
+
+def _read(log: Log) -> list[ImportedRun]:
+    steps, skipped = parse_deepspeed_log(log.text, log.path)
+    log.skipped.extend(skipped)
+    if error := ending(log.text):
+        log.skipped.append(f"training ended with an error ({error}): its steps are kept")
+    by_rank: dict[int, list[StepLine]] = defaultdict(list)
+    for line in steps:
+        by_rank[line.rank].append(line)
+    n_ranks = max(n_gpus_named(log.path) or 1, max(by_rank) + 1)
+    devices = _devices(log, n_ranks)
+    origin = origin_of((line.at, line.step_s) for line in steps)
+    ends = [s for line in steps if (s := seconds_at(line.at, origin)) is not None]
+    n_micro = accumulation(steps)
+    config = log.config(n_ranks)
+    if n_micro > 1:
+        # A device trains its batch in each micro-step; all are one step of the optimizer.
+        config |= {"accumulation": n_micro, "global_batch": config["global_batch"] * n_micro}
+    records = {rank: _step_records(lines, origin) for rank, lines in sorted(by_rank.items())}
+    end_s = max(ends, default=None)
+    return [ImportedRun(log.name, config, devices, records, origin, end_s)]
+
+
+READER = Reader(is_deepspeed_log, _read)

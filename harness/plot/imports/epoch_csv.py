@@ -4,8 +4,6 @@
 
 Columns are found by name, in any order and case; others are ignored. Ranks may come in any order.
 MB in these files is nvidia-smi's: 2**20 bytes.
-
-Columns of a per-epoch CSV, found by name, with the unit from name or cell.
 """
 
 import csv
@@ -18,7 +16,7 @@ from pathlib import Path
 
 from harness.errors import ResultsError
 from harness.inputs import find_int, shorten
-from harness.plot.imports.text import group, most_common, plain, read_number
+from harness.plot.imports.runs import group, most_common, plain, read_number
 
 MIB = 2**20
 DELIMITERS = ",;\t|"

@@ -12,7 +12,7 @@ from harness.measure.store import read_results
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.imports.deepspeed_log import accumulation, is_deepspeed_log, parse_deepspeed_log
 from harness.plot.imports.epoch_csv import FAR_RANK, NO_NUMBER, is_epoch_csv, parse_epoch_csv
-from harness.plot.imports.text import decode, plain, read_number
+from harness.plot.imports.runs import decode, plain, read_number
 
 LOGS = Path(__file__).parents[1] / "logs"
 FACTS = ImportFacts(device_kind="Card", device_memory="8GiB")
