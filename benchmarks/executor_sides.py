@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.domain.sharding import BUCKET_BYTES
+from harness.domain.routes import BUCKET_BYTES
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch

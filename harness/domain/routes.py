@@ -1,4 +1,5 @@
 """Routes of a value: which pieces travel to a reader, and which all-reduces serve readers instead.
+Also the buckets in which gradients travel.
 
     part    one block of one operator on one device
     piece   the region that one part shares with a wanted block
@@ -24,9 +25,23 @@ from harness.domain.partition import nearest
 # From this number of devices on, one all-reduce adds up an output's partial sums. Between two
 # devices an exchange moves as many bytes at half the latency.
 FEWEST_SUMMED = 3
+# DDP's default bucket size.
+BUCKET_BYTES = 25 << 20
+# Fewest elements of a linear layer's weight whose gradient the executor writes into memory of its
+# own, which it keeps from step to step: 4 MiB of fp32, more than the cache of a core. At 1 MiB the
+# autograd function in Python takes longer than the copies that it saves.
+LARGE_ELEMENTS = 1 << 20
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+
+
+def first_bucket_bytes(bucket_bytes: int) -> int:
+    """Size of the first bucket of gradients, as in DDP.
+
+    By default it is small, so that communication starts early; a given size holds for all buckets.
+    """
+    return 1 << 20 if bucket_bytes == BUCKET_BYTES else bucket_bytes
 
 
 class Parts(NamedTuple):

@@ -6,6 +6,7 @@ The simulator and the executor share these rules.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from harness.domain.einsum import equation_of
 from harness.domain.graph import Operator
@@ -26,53 +27,53 @@ HEADS = "heads"
 # Dims that the output does not have: parts along them are partial sums of the whole output.
 PARTIAL_DIMS = (HEADS, CONTRACTION)
 
-# DDP's default bucket size.
-BUCKET_BYTES = 25 << 20
-# Fewest elements of a linear layer's weight whose gradient the executor writes into memory of its
-# own, which it keeps from step to step: 4 MiB of fp32, more than the cache of a core. At 1 MiB the
-# autograd function in Python takes longer than the copies that it saves.
-LARGE_ELEMENTS = 1 << 20
-
-# Dims along which each kind of operator can be cut; other kinds only along samples.
-_CUTTABLE: dict[str, tuple[str, ...]] = {
-    "linear": (SAMPLE, "seq", "feature", CONTRACTION),
-    "conv2d": (SAMPLE, "feature", "height", "width"),
-    "pool": (SAMPLE, "feature", "height", "width"),
-    "batch_norm": (SAMPLE, "feature", "height", "width"),
-    "layer_norm": (SAMPLE, HEADS, "seq", "feature", "height", "width"),
-    "elementwise": (SAMPLE, HEADS, "seq", "feature", "height", "width"),
-    "add": (SAMPLE, HEADS, "seq", "feature", "height", "width"),
-    "embedding": (SAMPLE, "seq", "feature", CONTRACTION),
-    "loss": (SAMPLE, CONTRACTION),
-    "attention": (SAMPLE, HEADS, "seq"),
-    "block": (SAMPLE, HEADS),
-    "einsum": (SAMPLE, "seq", "feature", "depth", "height", "width", CONTRACTION),
-}
-# Dims whose cuts also cut the weights; a cut of any other dim copies the weights. Those of an
-# einsum follow from its equation.
-_WEIGHT_DIMS: dict[str, tuple[str, ...]] = {
-    "linear": ("feature", CONTRACTION),
-    "conv2d": ("feature",),
-    "batch_norm": ("feature",),
-    "embedding": ("feature", CONTRACTION),
-    "attention": (HEADS,),
-    "block": (HEADS,),
-}
-_WINDOWED = ("conv2d", "pool")
 _SPATIAL = ("height", "width")
-_POINTWISE = ("batch_norm", "layer_norm", "elementwise", "add")
-_WITH_WEIGHTS = ("linear", "conv2d", "batch_norm", "embedding", "lstm", "block")
-_WITH_HEADS = ("attention", "block")
-# Position of the output's feature dim that the weights belong to.
-_FEATURE_POSITION = {"linear": -1, "embedding": -1, "conv2d": 1, "batch_norm": 1}
+_IMAGE = (SAMPLE, "feature", *_SPATIAL)
 
 
-def first_bucket_bytes(bucket_bytes: int) -> int:
-    """Size of the first bucket of gradients, as in DDP.
+class Kind(NamedTuple):
+    """How operators of one kind can be cut.
 
-    By default it is small, so that communication starts early; a given size holds for all buckets.
+    Attributes:
+        cuts: dims along which they can be cut.
+        reads: what a block reads of an input: its own place, with dims aligned from the last
+            (`pointwise`), or the windows of its rows (`window`); else by `input_block`.
+        weights: dims whose cuts also cut the weights (of an einsum they follow from its equation);
+            a cut of any other dim copies the weights.
+        feature: position of the output's feature dim that the weights belong to.
+        has_copies: several devices may compute the same block if it has no weights; false for kinds
+            that have some, even without bytes, as in a graph without sizes.
     """
-    return 1 << 20 if bucket_bytes == BUCKET_BYTES else bucket_bytes
+
+    cuts: tuple[str, ...] = (SAMPLE,)
+    reads: Literal["pointwise", "window", ""] = ""
+    weights: tuple[str, ...] = ()
+    feature: int | None = None
+    has_copies: bool = True
+
+
+_POINTWISE = Kind((SAMPLE, HEADS, "seq", "feature", *_SPATIAL), "pointwise")
+_TABLE = ("feature", CONTRACTION)
+KINDS = {
+    "linear": Kind((SAMPLE, "seq", *_TABLE), "", _TABLE, -1, has_copies=False),
+    "embedding": Kind((SAMPLE, "seq", *_TABLE), "", _TABLE, -1, has_copies=False),
+    "conv2d": Kind(_IMAGE, "window", ("feature",), 1, has_copies=False),
+    "pool": Kind(_IMAGE, "window"),
+    "batch_norm": Kind(_IMAGE, "pointwise", ("feature",), 1, has_copies=False),
+    "layer_norm": _POINTWISE,
+    "elementwise": _POINTWISE,
+    "add": _POINTWISE,
+    "loss": Kind((SAMPLE, CONTRACTION)),
+    "attention": Kind((SAMPLE, HEADS, "seq"), "", (HEADS,)),
+    "block": Kind((SAMPLE, HEADS), "", (HEADS,), has_copies=False),
+    "einsum": Kind((SAMPLE, "seq", "feature", "depth", *_SPATIAL, CONTRACTION)),
+    "lstm": Kind(has_copies=False),
+}
+_OTHER = Kind()
+
+
+def _kind(operator: Operator) -> Kind:
+    return KINDS.get(operator.kind, _OTHER)
 
 
 def has_tasks(operator: Operator) -> bool:
@@ -94,7 +95,7 @@ def full_shape(operator: Operator, *, batch: int, graph_batch: int | None) -> di
     elif not shape:
         shape = {SAMPLE: batch}
     n_heads = operator.attrs.get("n_heads")
-    if operator.kind in _WITH_HEADS and HEADS not in shape and isinstance(n_heads, int):
+    if HEADS in _kind(operator).weights and HEADS not in shape and isinstance(n_heads, int):
         shape[HEADS] = n_heads
     n_summed = _n_summed(operator)
     if isinstance(n_summed, int):
@@ -162,20 +163,20 @@ def cuttable_dims(operator: Operator, shape: dict[str, int]) -> list[str]:
     forward writes a buffer, which is on one device."""
     if operator.attrs.get("writes_buffers"):
         return []
-    allowed = set(_CUTTABLE.get(operator.kind, (SAMPLE,))) - _fixed_dims(operator)
+    allowed = set(_kind(operator).cuts) - _fixed_dims(operator)
     return [dim for dim in shape if dim in allowed]
 
 
 def may_have_copies(operator: Operator) -> bool:
     """Whether several devices may compute the same block: only if there are no weights to sync.
 
-    Kinds with weights may not, even without bytes, as in a graph without sizes. An operator that
-    draws random numbers or writes a buffer may not either, nor an unknown function, which might.
+    Kinds with weights may not (`Kind.has_copies`), nor an operator that draws random numbers or
+    writes a buffer, nor an unknown function, which might.
     """
     is_free = operator.weight_bytes == 0 and has_tasks(operator)
     is_repeatable = operator.attrs.get("is_repeatable") is not False
     is_repeatable = is_repeatable and not operator.attrs.get("writes_buffers")
-    return is_free and is_repeatable and operator.kind not in _WITH_WEIGHTS
+    return is_free and is_repeatable and _kind(operator).has_copies
 
 
 def _fixed_dims(operator: Operator) -> set[str]:
@@ -187,7 +188,7 @@ def _fixed_dims(operator: Operator) -> set[str]:
         fixed.add(SAMPLE)
     if not _has_feature_weights(operator):
         fixed.add("feature")
-    if operator.kind in _WINDOWED and not _has_windows(operator):
+    if _kind(operator).reads == "window" and not _has_windows(operator):
         fixed.update(_SPATIAL)
     has_mask = operator.kind == "attention" and len(operator.inputs) > 3
     if (has_mask and "reads" not in attrs) or attrs.get("is_cut_by_positions") is False:
@@ -203,7 +204,7 @@ def _has_feature_weights(operator: Operator) -> bool:
 
     Names follow the positions of dims, so they are wrong for (sample, height, width, channels).
     """
-    position = _FEATURE_POSITION.get(operator.kind)
+    position = _kind(operator).feature
     dims = list(operator.shape)
     if position is None or "feature" not in dims:
         return True
@@ -220,7 +221,7 @@ def weight_dims(operator: Operator) -> tuple[str, ...]:
     if equation := equation_of(operator):
         found = _dims_of_letters(operator)
         return tuple(dim for letter, dim in found.items() if letter in equation.weights)
-    dims = _WEIGHT_DIMS.get(operator.kind, ())
+    dims = _kind(operator).weights
     return dims if _has_feature_weights(operator) else tuple(d for d in dims if d != "feature")
 
 
@@ -320,13 +321,14 @@ def input_block(
     intervals = dict(zip(shape, block, strict=True))
     matching = _matching_dims(operator, shape, producer_shape, argument)
     needed: list[Interval] = []
+    is_windowed = _kind(operator).reads == "window"
     for dim, size in producer_shape.items():
         name = matching.get(dim)
         if name is None:
             needed.append((0, size))
         elif dim == SAMPLE:
             needed.append(scaled(intervals[SAMPLE], shape[SAMPLE], size))
-        elif operator.kind in _WINDOWED and dim in _SPATIAL:
+        elif is_windowed and dim in _SPATIAL:
             needed.append(_window(operator, dim, intervals[name], size))
         elif operator.kind == "conv2d" and dim == "feature":
             needed.append(_channels(operator, intervals[name], shape[name], size))
@@ -359,7 +361,7 @@ def _matching_dims(
         # An embedding bag has as many dims as its input, because it sums over the last one.
         matched = dims[:-1] if len(producer_dims) == len(dims) - 1 else [SAMPLE]
         found = {b: a for a, b in zip(matched, producer_dims, strict=False)}
-    elif operator.kind in _POINTWISE and operator.shape:
+    elif _kind(operator).reads == "pointwise" and operator.shape:
         found = dict(zip(reversed(producer_dims), reversed(dims), strict=False))
     if SAMPLE in producer_dims:
         found.pop(SAMPLE, None)
@@ -373,7 +375,8 @@ def _matching_dims(
 
 def _reads_matching(operator: Operator, dim: str, argument: int, has_own_keys: bool) -> bool:
     """Whether a block reads only its interval along a dim that the input has too."""
-    if operator.kind in (*_POINTWISE, "einsum") or dim == CONTRACTION:
+    is_pointwise = _kind(operator).reads == "pointwise" or operator.kind == "einsum"
+    if is_pointwise or dim == CONTRACTION:
         return True
     if operator.kind == "pool":
         return dim == "feature"

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.domain.sharding import first_bucket_bytes
+from harness.domain.routes import first_bucket_bytes
 from harness.domain.strategy import ShardState
 from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.layouts.group import (

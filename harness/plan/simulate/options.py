@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.domain.cluster import Cluster
 from harness.domain.profile import OPTIMIZER_STEPS, Profile
-from harness.domain.sharding import BUCKET_BYTES
+from harness.domain.routes import BUCKET_BYTES
 from harness.errors import PlanError
 
 AllReduce = Literal["ring", "hierarchical"]

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.domain.partition import SAMPLE
+from harness.domain.routes import LARGE_ELEMENTS, first_bucket_bytes
 from harness.domain.schedule import ScheduleName, rank_actions
-from harness.domain.sharding import LARGE_ELEMENTS, first_bucket_bytes, has_tasks
+from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.options import SimulatorOptions

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from harness.domain.sharding import BUCKET_BYTES
+from harness.domain.routes import BUCKET_BYTES
 from harness.measure.recorder import Clock, Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.optimizers import OptimizerOptions

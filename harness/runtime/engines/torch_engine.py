@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.domain.sharding import BUCKET_BYTES
+from harness.domain.routes import BUCKET_BYTES
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_ins
 from harness.runtime.data.batch import Batch

@@ -21,7 +21,7 @@ from equivalence_reference import Trace
 from torch import Tensor
 
 from harness.domain.record import Span
-from harness.domain.sharding import BUCKET_BYTES
+from harness.domain.routes import BUCKET_BYTES
 from harness.domain.strategy import Strategy
 from harness.measure.derive.spans import spans_of
 from harness.measure.recorder import HostClock, Recorder

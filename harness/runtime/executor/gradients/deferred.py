@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from harness.domain.sharding import LARGE_ELEMENTS
+from harness.domain.routes import LARGE_ELEMENTS
 from harness.runtime.executor.geometry.layout import Layout, Part
 from harness.runtime.executor.gradients.weight_gradients import (
     ConvProduct,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.domain.sharding import first_bucket_bytes
+from harness.domain.routes import first_bucket_bytes
 from harness.errors import PeerError
 from harness.measure.recorder import Recorder
 from harness.runtime.devices.precision import reduced

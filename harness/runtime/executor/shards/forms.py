@@ -22,7 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from harness.domain.checkpoints import recomputed_segments
 from harness.domain.key_forms import POSITIONS
 from harness.domain.partition import SAMPLE, Interval, count_parts, n_parts, n_replicas
-from harness.domain.sharding import BUCKET_BYTES, CONTRACTION, has_tasks
+from harness.domain.routes import BUCKET_BYTES
+from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import Strategy
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.domain.sharding import BUCKET_BYTES, first_bucket_bytes
+from harness.domain.routes import BUCKET_BYTES, first_bucket_bytes
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.sums import SumBucket, bucketed
 from harness.runtime.executor.program.program import PartKey
