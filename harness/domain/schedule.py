@@ -17,7 +17,7 @@ Without a flush (PipeDream, SOSP 2019) steps of 1f1b leave each rank's last micr
                        rank 1     F0 B0 F1 B1 | F2 B2 F3 B3 | ...
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, get_args
 
 from harness.errors import StrategyError
@@ -34,9 +34,9 @@ RECEIVES_AT_FIRST, RECEIVES_AHEAD = 2, 6
 class Action(NamedTuple):
     """One pass of one microbatch through one stage.
 
-    `backward` computes gradients of inputs and weights, but under zero_bubble only those of the
-    inputs; `weight` computes the others later. If `weight` follows directly, as on the first
-    rank, the two may run as one.
+    `backward` computes gradients of inputs and weights, or only those of the inputs
+    (`splits_backward`); `weight` computes the others later. If `weight` follows directly, as on the
+    first rank, the two may run as one.
     """
 
     kind: ActionKind
@@ -53,14 +53,7 @@ def rank_actions(
         StrategyError: the schedule cannot be made for these numbers (see `check_schedule`).
     """
     check_schedule(schedule, n_stages=n_stages, n_microbatches=n_microbatches, n_ranks=n_ranks)
-    if schedule == "gpipe":
-        yield from _gpipe(n_stages, n_microbatches, n_ranks, rank)
-    elif schedule == "1f1b":
-        yield from _one_forward_one_backward(n_microbatches, n_ranks, rank)
-    elif schedule == "interleaved":
-        yield from _interleaved(n_stages, n_microbatches, n_ranks, rank)
-    else:
-        yield from _zero_bubble(n_microbatches, n_ranks, rank)
+    yield from SCHEDULES[schedule].actions(n_stages, n_microbatches, n_ranks, rank)
 
 
 def unflushed_actions(
@@ -91,7 +84,9 @@ def unflushed_position(microbatch: int, *, n_ranks: int, rank: int, is_backward:
     return 2 * microbatch + lag + 1 if is_backward else microbatch + max(0, microbatch - lag)
 
 
-def check_schedule(schedule: str, *, n_stages: int, n_microbatches: int, n_ranks: int) -> None:
+def check_schedule(
+    schedule: ScheduleName, *, n_stages: int, n_microbatches: int, n_ranks: int
+) -> None:
     """Refuse numbers that the schedule does not support."""
     if schedule not in SCHEDULE_NAMES:
         raise StrategyError(
@@ -107,7 +102,7 @@ def check_schedule(schedule: str, *, n_stages: int, n_microbatches: int, n_ranks
             f"{n_stages} stages do not spread evenly over {n_ranks} ranks: "
             f"use a multiple of {n_ranks}"
         )
-    if schedule in ("1f1b", "zero_bubble") and n_stages != n_ranks:
+    if SCHEDULES[schedule].has_one_stage and n_stages != n_ranks:
         raise StrategyError(
             f"{schedule} needs one stage per rank, got {n_stages} stages on {n_ranks} ranks: "
             "use interleaved"
@@ -178,3 +173,27 @@ def _zero_bubble(n_microbatches: int, n_ranks: int, rank: int) -> Iterator[Actio
             n_done += 1
     for microbatch in range(n_done, n_microbatches):
         yield Action("weight", microbatch, rank)
+
+
+class Schedule(NamedTuple):
+    """One row of SCHEDULES.
+
+    Attributes:
+        actions: of a rank, given the numbers of stages, microbatches and ranks.
+        has_one_stage: each rank has one stage; else one or more.
+        splits_backward: it has `weight` actions.
+    """
+
+    actions: Callable[[int, int, int, int], Iterator[Action]]
+    has_one_stage: bool = False
+    splits_backward: bool = False
+
+
+SCHEDULES: dict[ScheduleName, Schedule] = {
+    "gpipe": Schedule(_gpipe),
+    "1f1b": Schedule(lambda _, *numbers: _one_forward_one_backward(*numbers), has_one_stage=True),
+    "interleaved": Schedule(_interleaved),
+    "zero_bubble": Schedule(
+        lambda _, *numbers: _zero_bubble(*numbers), has_one_stage=True, splits_backward=True
+    ),
+}

@@ -24,7 +24,7 @@ from harness.domain.fingerprint import MadeFor, differences, fingerprint
 from harness.domain.graph import Graph, Operator
 from harness.domain.key_forms import KeyForm, check_keys
 from harness.domain.partition import REPLICA, SAMPLE, count_parts, cut_dim, n_parts, n_replicas
-from harness.domain.schedule import ScheduleName, check_schedule
+from harness.domain.schedule import SCHEDULES, ScheduleName, check_schedule
 from harness.domain.sharding import (
     CONTRACTION,
     cuttable_dims,
@@ -263,11 +263,11 @@ def check_numbers(strategy: Strategy) -> None:
                 f"stage {k} of strategy {strategy.name!r} has {stage.segments} segments and "
                 f"recompute {stage.recompute}: make segments 1 or more, and above 1 with recompute"
             )
-    if strategy.shard_state == "parameters" and strategy.schedule == "zero_bubble":
+    if strategy.shard_state == "parameters" and SCHEDULES[strategy.schedule].splits_backward:
         raise StrategyError(
             f"strategy {strategy.name!r} shards parameters, which are freed after a backward, and "
-            "its schedule zero_bubble computes gradients of weights later: use 1f1b, or shard "
-            "gradients"
+            f"its schedule {strategy.schedule} computes gradients of weights later: use 1f1b, or "
+            "shard gradients"
         )
 
 

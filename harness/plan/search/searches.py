@@ -10,7 +10,7 @@ from itertools import product
 from typing import NamedTuple
 
 from harness.domain.checkpoints import can_recompute, n_segments_of_least_memory
-from harness.domain.schedule import ScheduleName
+from harness.domain.schedule import SCHEDULES, ScheduleName
 from harness.domain.strategy import OperatorPlan, ShardState, Stage
 from harness.plan.costs import PlanRequest
 from harness.plan.search.mcmc import Chain, apply_plans, closest, descend
@@ -134,7 +134,7 @@ class Searches:
                 for schedule in schedules_for(n_microbatches):
                     if objective.is_over():
                         return
-                    if self._state != "parameters" or schedule != "zero_bubble":
+                    if self._state != "parameters" or not SCHEDULES[schedule].splits_backward:
                         search.judge(pipeline, objective, schedule, shard_state=self._state)
                 if objective.memory_binds:
                     if self._recomputes:

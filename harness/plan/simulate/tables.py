@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from harness.domain.partition import SAMPLE
 from harness.domain.routes import LARGE_ELEMENTS, first_bucket_bytes
-from harness.domain.schedule import ScheduleName, rank_actions
+from harness.domain.schedule import SCHEDULES, ScheduleName, rank_actions
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.costs import Costs
@@ -81,7 +81,7 @@ def flow_of(
 
     A weight pass follows every backward if each microbatch updates the weights.
     """
-    has_weights, n_ranks = schedule == "zero_bubble", len(dict.fromkeys(stage_devices))
+    has_weights, n_ranks = SCHEDULES[schedule].splits_backward, len(dict.fromkeys(stage_devices))
     stage_ops = [[i for i, s in enumerate(stages_of_ops) if s == k] for k in range(len(stages))]
     rank_of = np.full(n_devices, -1, dtype=np.int64)
     lists = []

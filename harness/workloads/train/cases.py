@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from harness.domain.checkpoints import MOST_OF_STAGE
-from harness.domain.schedule import check_schedule
+from harness.domain.schedule import SCHEDULES, check_schedule
 from harness.errors import ConfigError
 from harness.plan.layouts.degrees import parse_layout
 from harness.runtime.data import DATA, OF_TEXT, entry_for
@@ -209,9 +209,9 @@ def _check_pipeline(case: TrainCase) -> None:
         )
     if case.is_asynchronous and case.sharded_state != "none":
         raise ConfigError(f"--asynchronous has no --shard-state {case.shard_state}: drop one")
-    if case.sharded_state == "parameters" and case.schedule == "zero_bubble":
+    if case.sharded_state == "parameters" and SCHEDULES[case.schedule].splits_backward:
         raise ConfigError(
-            "--shard-state parameters frees weights after a backward, --schedule zero_bubble "
+            f"--shard-state parameters frees weights after a backward, --schedule {case.schedule} "
             "computes their gradients later: use 1f1b, or --shard-state gradients"
         )
     if case.is_asynchronous and case.dtype == "fp16":

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.domain.routes import LARGE_ELEMENTS
+from harness.domain.schedule import SCHEDULES
 from harness.runtime.executor.geometry.layout import Layout, Part
 from harness.runtime.executor.gradients.weight_gradients import (
     ConvProduct,
@@ -269,7 +270,7 @@ class WeightGradients:
     ) -> None:
         strategy, self._reached = plan.strategy, reached
         stages = range(1, len(strategy.stages))
-        is_split = strategy.schedule == "zero_bubble"
+        is_split = SCHEDULES[strategy.schedule].splits_backward
         self.split = {stage: WeightQueue() for stage in stages if is_split}
         # Joined ones are computed after the gradients that the previous stage awaits.
         self._joined = {stage: WeightQueue() for stage in stages if not is_split}
