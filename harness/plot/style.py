@@ -18,10 +18,14 @@ from harness.inputs import find_int
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure
     from matplotlib.text import Annotation
     from matplotlib.transforms import BboxBase
+
+    Canvas = Figure
+else:  # for annotations: matplotlib is imported when a figure is drawn
+    Axes = Canvas = Any
 
 WIDTH_IN = 9.0
 LEGEND_ROW_IN = 0.17

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from harness.plot.style import Axes as Axes
+from harness.plot.style import Canvas as Canvas
 from harness.plot.style import note_cut
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure as Canvas
 
     from harness.plot.catalog import Catalog
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.measure.derive.links import nic_limit_bytes_per_s
 from harness.plot.catalog import Catalog, RepeatGroup, merged
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     LIMIT,
     MUTED,
@@ -20,10 +20,6 @@ from harness.plot.style import (
     wrap_label,
 )
 from harness.units import format_bandwidth, format_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 
 def _rows(case: RepeatGroup) -> list[dict[str, Any]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.measure.derive.changes import ChangeRow
 from harness.plot.catalog import Catalog
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     draw_bar_panels,
     joint_legend,
@@ -19,10 +19,6 @@ from harness.plot.style import (
     write_beside,
 )
 from harness.units import format_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 NUMBERS = (
     *("step", "before", "after", "why", "still_s", "predicted_still_s", "build_s"),

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.plot.catalog import Catalog
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.numbers import TELEMETRY, RunNumbers
 from harness.plot.style import WIDTH_IN, series_style, shorten, wrap_label
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 _UNITS = (
     *(("load (%)", 1.0), ("temperature (°C)", 1.0)),

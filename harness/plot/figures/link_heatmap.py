@@ -8,21 +8,12 @@ import numpy as np
 import pandas as pd
 
 from harness.plot.catalog import Catalog, RepeatGroup
-from harness.plot.figures import Figure, Rows
-from harness.plot.style import (
-    MUTED,
-    WIDTH_IN,
-    note_failures,
-    plain_log_axis,
-    shorten,
-    wrap_label,
-)
+from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.style import MUTED, WIDTH_IN, note_failures, plain_log_axis, shorten, wrap_label
 from harness.units import format_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.colors import LogNorm, Normalize
-    from matplotlib.figure import Figure as Canvas
 
 LEAST_SPAN = 2.0  # of the colours of latency
 # Sides of a map, and a digit of a value in it.

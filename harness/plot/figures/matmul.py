@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.plot.catalog import Catalog, RepeatGroup, merged, short_kind
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     FAILED,
     WIDTH_IN,
@@ -17,10 +17,6 @@ from harness.plot.style import (
     series_style,
 )
 from harness.units import format_number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 RANK_IN = 0.5  # of height, for the bars and the name of a rank
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "tf32")

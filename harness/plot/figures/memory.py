@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     MUTED,
     draw_bar_panels,
@@ -18,10 +18,6 @@ from harness.plot.style import (
     write_beside,
 )
 from harness.units import format_number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 KINDS = {
     "predicted": ("#D55E00", "predicted by the simulator"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.measure.derive.devices import MemoryRow
 from harness.plot.catalog import Catalog, RepeatGroup, merged, short_kind
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     SERIES,
     draw_bar_panels,
@@ -19,10 +19,6 @@ from harness.plot.style import (
     spread_caption,
 )
 from harness.units import format_number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 COLOURS = {"copy": SERIES[0], "triad": SERIES[4]}
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.measure.derive.pipeline import PipelineSummary
 from harness.plot.catalog import Catalog, TrainingCase, merged
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     MUTED,
     colour_of,
@@ -24,10 +24,6 @@ from harness.plot.style import (
     write_beside,
 )
 from harness.units import format_count
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 
 def _predicted(case: TrainingCase) -> float | None:

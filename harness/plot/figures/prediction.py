@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from harness.plot.catalog import Catalog
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.predicted import PlannedCase, PlannedRepeat, planned_cases
 from harness.plot.style import (
     FAILED,
@@ -25,8 +25,6 @@ from harness.plot.style import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
     from matplotlib.transforms import BboxBase
 
 BANDS = (0.2, 0.1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.measure.derive.prediction import CellSummary, RankedStrategy, cell_summary
 from harness.plot.catalog import Catalog
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.predicted import PlannedCase, competing, planned_cases
 from harness.plot.style import (
     FAILED,
@@ -22,10 +22,6 @@ from harness.plot.style import (
     status_words,
     write_beside,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 FAILED_CHOICE = "predicted choice failed"  # in place of a regret
 CELL_COLUMNS = [

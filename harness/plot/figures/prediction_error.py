@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.measure.derive.prediction import PARTS, mean_parts
 from harness.plot.catalog import Catalog
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.predicted import PlannedCase, planned_cases
 from harness.plot.style import (
     LIMIT,
@@ -20,10 +20,6 @@ from harness.plot.style import (
     mark_failed,
     write_beside,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 WORDS = {
     "contention": "contention",

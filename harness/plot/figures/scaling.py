@@ -19,7 +19,7 @@ from harness.plot.catalog import (
     short_kind,
     speed_class,
 )
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     LEGEND_ROW_IN,
     MUTED,
@@ -34,8 +34,6 @@ from harness.plot.style import (
 from harness.units import format_number
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
     from matplotlib.text import Annotation
     from matplotlib.transforms import BboxBase
 

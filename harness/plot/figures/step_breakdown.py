@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,7 @@ from harness.measure.derive.spans import PHASES
 from harness.measure.derive.training import rate_over_repeats
 from harness.measure.statistics import known_mean
 from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     PHASE_COLOURS,
     draw_bar_panels,
@@ -22,10 +22,6 @@ from harness.plot.style import (
     write_beside,
 )
 from harness.units import format_number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 ESTIMATES = ("communication_s", "no_sync_exposed_s", "slowed_compute_s", "overlap")
 WORDS = {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     FAILED,
     LIMIT,
@@ -18,10 +18,6 @@ from harness.plot.style import (
     wrap_label,
 )
 from harness.units import format_number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 MAX_PANELS = 24
 MAX_REPEATS = 12

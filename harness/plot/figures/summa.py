@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.measure.derive.devices import SummaRow
 from harness.measure.statistics import known_median
 from harness.plot.catalog import Catalog, RepeatGroup, merged
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     FAILED,
     LIMIT,
@@ -22,10 +22,6 @@ from harness.plot.style import (
     write_beside,
 )
 from harness.units import format_number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 
 def _rows(case: RepeatGroup, catalog: Catalog) -> list[dict[str, Any]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.measure.derive.training import rate_over_repeats
 from harness.plot.catalog import Catalog, TrainingCase, batch_of, merged
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     colour_of,
     draw_bar,
@@ -20,10 +20,6 @@ from harness.plot.style import (
     write_beside,
 )
 from harness.units import format_number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 COLUMNS = (
     "model",

@@ -9,21 +9,13 @@ import pandas as pd
 
 from harness.measure.derive.spans import covered_by_group
 from harness.plot.catalog import Catalog
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.numbers import PASSES, SIDES
 from harness.plot.predicted import PlannedCase, planned_cases
-from harness.plot.style import (
-    KIND_COLOURS,
-    WIDTH_IN,
-    note_failures,
-    shorten,
-    time_unit,
-)
+from harness.plot.style import KIND_COLOURS, WIDTH_IN, note_failures, shorten, time_unit
 from harness.units import format_duration
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
     from matplotlib.figure import SubFigure
 
 MAX_CASES = 8

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from harness.domain.prediction import ValidatedPoint, Validation
 from harness.plot.catalog import Catalog
-from harness.plot.figures import Figure, Rows
+from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import LIMIT, MUTED, SERIES, WIDTH_IN, plain_log_axis
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 N_COLUMNS, PANEL_IN = 2, 4.2
 
