@@ -196,12 +196,8 @@ _PREFIXED = re.compile(r"^([^#\n]{1,100})#\s{1,100}size\s{1,100}count\s", re.MUL
 _TEST = re.compile(r"\b([a-z_]+)_perf\b")
 # By the names of nccl-tests' programs, and of files.
 _OPERATIONS = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "broadcast": "broadcast",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
+    **{name: name for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")},
+    **dict.fromkeys(("alltoall", "all_to_all"), "all_to_all"),
 }
 _INITIALS = {"ar": "all_reduce", "ag": "all_gather", "rs": "reduce_scatter"}
 _MOST_RANKS = 2**20

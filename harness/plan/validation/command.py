@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,16 +22,6 @@ from harness.measure.statistics import rank_correlation
 from harness.measure.store import write_atomically
 from harness.measure.text import cell, table
 from harness.plan.report import ProgressLine
-from harness.plan.validation import (
-    amp,
-    neusight,
-    pipetransformer,
-    pollux,
-    sailor,
-    torchgpipe,
-    vit_deepspeed,
-    vtrain,
-)
 from harness.plan.validation.points import MeasuredStep, NotExpressedError, Published, SetReader
 from harness.units import format_bytes
 
@@ -206,15 +197,13 @@ def _missing_memory(points: Sequence[ValidatedPoint]) -> list[str]:
     ]
 
 
+# Each is the module of the same name.
+_SETS = (
+    *("vtrain", "pollux", "scalable_vit_dt", "amp", "sailor", "neusight", "torchgpipe"),
+    "pipetransformer",
+)
 READERS: dict[str, SetReader] = {
-    "vtrain": vtrain.READER,
-    "pollux": pollux.READER,
-    "scalable_vit_dt": vit_deepspeed.READER,
-    "amp": amp.READER,
-    "sailor": sailor.READER,
-    "neusight": neusight.READER,
-    "torchgpipe": torchgpipe.READER,
-    "pipetransformer": pipetransformer.READER,
+    name: import_module(f"harness.plan.validation.{name}").READER for name in _SETS
 }
 
 

@@ -196,17 +196,8 @@ class ProfileConfig(ModelFlags):
 def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
     """Check the flags and return one run, with the model's options filled in."""
     config.check()
-    check_at_least(
-        config,
-        {
-            "batch_size": 1,
-            "n_channels": 1,
-            "momentum": 0,
-            "min_samples": 1,
-            "rounds": 1,
-            "warm_up": 1,
-        },
-    )
+    ones = ("batch_size", "n_channels", "min_samples", "rounds", "warm_up")
+    check_at_least(config, {**dict.fromkeys(ones, 1), "momentum": 0})
     check_above_zero(config, ("time_budget_s",))
     check_optimizer(config.optimizer)
     wrong = [n for n in config.shards if not 1 <= n <= config.batch_size]
