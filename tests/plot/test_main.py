@@ -13,17 +13,11 @@ import pytest
 from launching import completed
 from measured_runs import make_cluster, make_header, train_config, training_records, write_run
 
+from harness.measure.store import find_runs
 from harness.plot.__main__ import main
-from harness.plot.figures import FIGURES
+from harness.plot.catalog import read_catalog
+from harness.plot.figures import FIGURES, load_figure
 
-# What runs that nobody planned are drawn in.
-UNPLANNED = [
-    name
-    for name in FIGURES
-    if not name.startswith("prediction")
-    and name not in ("timeline", "pipeline_bubble", "stage_times", "validation")
-    and name not in ("changes", "goodput")
-]
 HOSTILE = "<script>alert('x')</script>"
 
 
@@ -53,29 +47,36 @@ def plot(*arguments):
 
 
 @pytest.fixture(scope="module")
+def drawn(comparison):
+    """The figures that have data."""
+    catalog = read_catalog(*find_runs(comparison))
+    return [name for name in FIGURES if not load_figure(name).table(catalog).empty]
+
+
+@pytest.fixture(scope="module")
 def plots(comparison, tmp_path_factory):
     out = tmp_path_factory.mktemp("plots")
     assert plot(comparison, "--output", out) == 0
     return out
 
 
-def test_every_figure_is_written_with_its_table_and_a_report(plots):
+def test_every_figure_is_written_with_its_table_and_a_report(plots, drawn):
     names = {path.name for path in plots.iterdir()}
-    expected = {f"{name}.{suffix}" for name in UNPLANNED for suffix in ("png", "csv")}
+    expected = {f"{name}.{suffix}" for name in drawn for suffix in ("png", "csv")}
     assert names == expected | {"report.html"}
     assert (plots / "throughput.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_report_is_self_contained(plots):
+def test_report_is_self_contained(plots, drawn):
     page = Page((plots / "report.html").read_text())
     assert "script" not in page.tags
     assert "link" not in page.tags
     for link in page.links:
         assert link.startswith(("data:image/svg+xml;base64,", "#"))
-    assert sum(link.startswith("data:") for link in page.links) == len(UNPLANNED)
+    assert sum(link.startswith("data:") for link in page.links) == len(drawn)
     targets = {link[1:] for link in page.links if link.startswith("#")}
     assert targets <= page.anchors
-    assert set(UNPLANNED) <= targets
+    assert set(drawn) <= targets
 
 
 def test_report_holds_the_environment_and_what_failed(plots):
