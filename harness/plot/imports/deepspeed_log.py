@@ -18,10 +18,9 @@ from pathlib import Path
 from harness.domain.record import Record, Span
 from harness.errors import ResultsError
 from harness.inputs import find_int
-from harness.plot.imports.epoch_csv import is_epoch_csv, parse_epoch_csv, parse_time
-from harness.plot.imports.epochs import devices_of
+from harness.plot.imports.epoch_csv import parse_time
+from harness.plot.imports.epochs import devices_beside
 from harness.plot.imports.runs import (
-    Devices,
     ImportedRun,
     Log,
     Reader,
@@ -31,7 +30,6 @@ from harness.plot.imports.runs import (
     origin_of,
     plain,
     read_number,
-    read_text,
     seconds_at,
 )
 
@@ -255,23 +253,6 @@ def _step_records(steps: Sequence[StepLine], origin: datetime | None) -> list[Re
     return records
 
 
-def _devices(log: Log, n_ranks: int) -> Devices:
-    """GPUs of a log that names none: given, or from a CSV of as many in the same directory."""
-    if given := log.given_device:
-        return [(0, *given)] * n_ranks
-    for sibling in sorted(log.path.parent.glob("*.csv")):
-        if sibling.is_file() and n_gpus_named(sibling) == n_ranks:
-            text = read_text(sibling)
-            if is_epoch_csv(text):
-                rows = parse_epoch_csv(text, sibling)[0]
-                if max(row.rank for row in rows) < n_ranks:
-                    return devices_of(rows, log._replace(path=sibling), n_ranks)
-    raise ResultsError(
-        f"{log.path} does not name its GPUs and no CSV of {n_ranks} GPUs is in its directory: "
-        "give --device-kind and --device-memory"
-    )
-
-
 def _read(log: Log) -> list[ImportedRun]:
     steps, skipped = parse_deepspeed_log(log.text, log.path)
     log.skipped.extend(skipped)
@@ -281,7 +262,7 @@ def _read(log: Log) -> list[ImportedRun]:
     for line in steps:
         by_rank[line.rank].append(line)
     n_ranks = max(n_gpus_named(log.path) or 1, max(by_rank) + 1)
-    devices = _devices(log, n_ranks)
+    devices = devices_beside(log, n_ranks)
     origin = origin_of((line.at, line.step_s) for line in steps)
     ends = [s for line in steps if (s := seconds_at(line.at, origin)) is not None]
     n_micro = accumulation(steps)

@@ -14,6 +14,7 @@ from harness.plot.imports.runs import (
     Reader,
     n_gpus_named,
     origin_of,
+    read_text,
     seconds_at,
 )
 
@@ -45,6 +46,27 @@ def devices_of(rows: Sequence[EpochRow], log: Log, n_ranks: int) -> Devices:
             "give --device-kind and --device-memory"
         )
     return [device for device in known if device]
+
+
+def devices_beside(log: Log, n_ranks: int) -> Devices:
+    """GPUs of a log that names none: given, or from a CSV of as many in the same directory.
+
+    Raises:
+        ResultsError: there is neither.
+    """
+    if given := log.given_device:
+        return [(0, *given)] * n_ranks
+    for sibling in sorted(log.path.parent.glob("*.csv")):
+        if sibling.is_file() and n_gpus_named(sibling) == n_ranks:
+            text = read_text(sibling)
+            if is_epoch_csv(text):
+                rows = parse_epoch_csv(text, sibling)[0]
+                if max(row.rank for row in rows) < n_ranks:
+                    return devices_of(rows, log._replace(path=sibling), n_ranks)
+    raise ResultsError(
+        f"{log.path} does not name its GPUs and no CSV of {n_ranks} GPUs is in its directory: "
+        "give --device-kind and --device-memory"
+    )
 
 
 def _n_ranks(rows: Sequence[EpochRow], log: Log) -> int:

@@ -9,7 +9,7 @@ from harness.errors import ResultsError
 from harness.measure.derive.spans import samples_of, spans_of
 from harness.measure.derive.training import training_summary
 from harness.measure.store import read_results
-from harness.plot.imports import ImportFacts, import_logs
+from harness.plot.imports import READERS, ImportFacts, import_logs
 from harness.plot.imports.deepspeed_log import accumulation, is_deepspeed_log, parse_deepspeed_log
 from harness.plot.imports.epoch_csv import FAR_RANK, NO_NUMBER, is_epoch_csv, parse_epoch_csv
 from harness.plot.imports.runs import decode, plain, read_number
@@ -160,9 +160,8 @@ def test_lines_of_throughput_are_no_steps_and_said_so(tmp_path):
         "epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=123.4, "
         "CurrSamplesPerSec=120.1, MemAllocated=1.2GB, MaxMemAllocated=2.3GB\n"
     )
-    assert imported(tmp_path, "a.log", text.encode()) == (
-        [], ["neither a per-epoch CSV nor DeepSpeed step lines"],
-    )  # fmt: skip
+    runs, (why,) = imported(tmp_path, "a.log", text.encode())
+    assert (runs, why) == ([], f"neither a {' nor '.join(READERS)}")
     steps, problems = parse_deepspeed_log(text + STEP + "\n" + text, Path("x"))
     assert (len(steps), problems) == (1, [])
 
