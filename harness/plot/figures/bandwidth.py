@@ -1,7 +1,5 @@
 """Bus bandwidth of every collective against message size, with the limit of the link."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

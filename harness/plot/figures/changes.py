@@ -1,7 +1,5 @@
 """Changes of strategy in a run: seconds standing still and bytes moved, predicted and measured."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

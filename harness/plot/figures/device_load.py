@@ -1,7 +1,5 @@
 """Utilisation, temperature, memory and power of every device over the time of a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

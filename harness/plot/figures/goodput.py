@@ -1,7 +1,5 @@
 """The wall time of a training over all runs that it took: steps that count, and all else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

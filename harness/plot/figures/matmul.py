@@ -1,7 +1,5 @@
 """TFLOP/s of one product on each single device, by size and dtype."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Peak memory of a device, by kind of reading, against the device's memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Bytes per second that each device reads and writes in its own memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

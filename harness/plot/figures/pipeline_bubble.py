@@ -1,7 +1,5 @@
 """How much of a step the ranks of a pipeline idle, measured and predicted."""
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether predictions choose well: each cell's strategies in predicted and measured order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

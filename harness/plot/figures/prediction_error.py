@@ -1,7 +1,5 @@
 """Prediction error by part of the step: the difference of every part of the step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

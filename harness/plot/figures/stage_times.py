@@ -1,7 +1,5 @@
 """Seconds of one microbatch in every stage of a pipeline, measured and predicted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import fmean

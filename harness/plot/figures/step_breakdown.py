@@ -1,7 +1,5 @@
 """The mean step of each case, split into phases that sum to it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

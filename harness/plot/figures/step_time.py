@@ -1,7 +1,5 @@
 """Time of every step (or epoch), with the outliers marked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

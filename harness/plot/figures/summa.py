@@ -1,7 +1,5 @@
 """One product distributed over all ranks: aggregate rate, efficiency, and where its time goes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

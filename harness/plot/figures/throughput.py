@@ -1,7 +1,5 @@
 """Samples per second of the whole job, by strategy, for each model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Predicted against measured steps of published sets, one panel a set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd
