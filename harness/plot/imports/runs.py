@@ -129,7 +129,8 @@ class Reader(NamedTuple):
 
     Attributes:
         matches: whether a text is of this kind.
-        read: its runs; raises ResultsError where no line is usable.
+        read: its runs, with spans of steps or samples `epoch_s` and `n_samples` as runs of ours
+            have; raises ResultsError where no line is usable.
     """
 
     matches: Callable[[str], bool]

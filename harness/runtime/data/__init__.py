@@ -86,7 +86,7 @@ class DataEntry:
     """One row of DATA.
 
     Attributes:
-        open: opens the data set for a task and a global batch; raises DataError.
+        open: opens a BatchedData for a task and a global batch; raises DataError.
         check: raises DataError if the data are missing; needs no task.
         n_classes: reads the number of classes from the directory; 0: the model's.
         image_size, n_channels: of the stored images; 0: the model's.

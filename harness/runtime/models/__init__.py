@@ -53,7 +53,7 @@ class ModelEntry:
 
     Attributes:
         build: makes the module from options that `fit_options` has filled in.
-        takes: kind of its inputs.
+        takes: kind of its inputs; images (n, channels, side, side) give logits (n, classes).
         library: of the module to import once for all runs; empty: none.
         image_size: default height and width of images; 0 if the model takes none.
         min_image_size: smallest height and width that its layers accept.
