@@ -6,23 +6,7 @@ from dataclasses import dataclass
 from harness.errors import ConfigError
 from harness.nodes.between import ALLREDUCE, MPI, TCP
 from harness.nodes.facts import Finding, Judgement, Status
-from harness.nodes.judge.access import (
-    judge_clock,
-    judge_login,
-    judge_port,
-    judge_resolve,
-    judge_shell,
-)
-from harness.nodes.judge.between import judge_allreduce, judge_mpi, judge_tcp
-from harness.nodes.judge.gpu import judge_gpu, judge_torch_cuda
-from harness.nodes.judge.machine import (
-    judge_cpu,
-    judge_disk,
-    judge_environment,
-    judge_memory,
-    judge_nic,
-    judge_os,
-)
+from harness.nodes.judge import access, between, gpu, machine
 from harness.nodes.survey import HostReport, Survey
 
 Judge = Callable[[HostReport, Survey], list[Judgement]]
@@ -44,24 +28,30 @@ class Check:
 
 
 CHECKS: dict[str, Check] = {
-    "resolve": Check(judge_resolve, "its name has an address"),
-    "port": Check(judge_port, "its ssh port takes connections"),
-    "login": Check(judge_login, "a login without password, its host key known"),
-    "shell": Check(judge_shell, "the login shell is a POSIX one", "cpus_allowed"),
-    "clock": Check(judge_clock, "its clock agrees with this machine's"),
-    "os": Check(judge_os, "Linux, one architecture, no machine twice", "shell"),
-    "cpu": Check(judge_cpu, "cores within quotas, and their load", "net_dev"),
-    "memory": Check(judge_memory, "free memory within limits", "net_dev"),
-    "disk": Check(judge_disk, "room in home, /tmp and /dev/shm", "cgroup"),
-    "nic": Check(judge_nic, "the interface that reaches the others, and its speed", "python"),
-    "env": Check(
-        judge_environment, "Python, torch, mpi4py, MPI, harness: equal everywhere", "nvidia_cards"
+    "resolve": Check(access.judge_resolve, "its name has an address"),
+    "port": Check(access.judge_port, "its ssh port takes connections"),
+    "login": Check(access.judge_login, "a login without password, its host key known"),
+    "shell": Check(access.judge_shell, "the login shell is a POSIX one", "cpus_allowed"),
+    "clock": Check(access.judge_clock, "its clock agrees with this machine's"),
+    "os": Check(machine.judge_os, "Linux, one architecture, no machine twice", "shell"),
+    "cpu": Check(machine.judge_cpu, "cores within quotas, and their load", "net_dev"),
+    "memory": Check(machine.judge_memory, "free memory within limits", "net_dev"),
+    "disk": Check(machine.judge_disk, "room in home, /tmp and /dev/shm", "cgroup"),
+    "nic": Check(
+        machine.judge_nic, "the interface that reaches the others, and its speed", "python"
     ),
-    "gpu": Check(judge_gpu, "driver, memory, users, clocks, throttling, ECC, MIG", "end"),
-    "cuda": Check(judge_torch_cuda, "torch has code for each GPU (--deep: runs a kernel)", "end"),
-    TCP: Check(judge_tcp, "connections to every other host"),
-    MPI: Check(judge_mpi, "the real mpirun starts a rank on every host"),
-    ALLREDUCE: Check(judge_allreduce, "torch.distributed sums over all hosts"),
+    "env": Check(
+        machine.judge_environment,
+        "Python, torch, mpi4py, MPI, harness: equal everywhere",
+        "nvidia_cards",
+    ),
+    "gpu": Check(gpu.judge_gpu, "driver, memory, users, clocks, throttling, ECC, MIG", "end"),
+    "cuda": Check(
+        gpu.judge_torch_cuda, "torch has code for each GPU (--deep: runs a kernel)", "end"
+    ),
+    TCP: Check(between.judge_tcp, "connections to every other host"),
+    MPI: Check(between.judge_mpi, "the real mpirun starts a rank on every host"),
+    ALLREDUCE: Check(between.judge_allreduce, "torch.distributed sums over all hosts"),
 }
 
 

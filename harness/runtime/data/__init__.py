@@ -19,16 +19,7 @@ from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
 from harness.runtime.data.images import DigitData, class_names, open_cifar, open_folder
 from harness.runtime.data.own import factory_of, open_own
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
-from harness.runtime.data.text.formats import (
-    open_pairs,
-    open_squad,
-    open_sst2,
-    open_text,
-    pair_files,
-    squad_file,
-    sst2_file,
-    text_files,
-)
+from harness.runtime.data.text import formats
 from harness.runtime.data.text.sequences import TextData, Vocabulary, check_vocabulary
 from harness.runtime.models import InputKind, fit_options, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task
@@ -175,10 +166,12 @@ DATA: dict[str, DataEntry] = {
         feeds="dlrm",
         holds="X_int, X_cat, y",
     ),
-    "sst2": _text("classes", open_sst2, sst2_file, n_classes=lambda _: 2),
-    "squad": _text("span", open_squad, squad_file),
-    "text": _text("tokens", open_text, text_files, holds="*.txt"),
-    "pairs": _text("tokens", open_pairs, pair_files, holds="*.tsv of source and target"),
+    "sst2": _text("classes", formats.open_sst2, formats.sst2_file, n_classes=lambda _: 2),
+    "squad": _text("span", formats.open_squad, formats.squad_file),
+    "text": _text("tokens", formats.open_text, formats.text_files, holds="*.txt"),
+    "pairs": _text(
+        "tokens", formats.open_pairs, formats.pair_files, holds="*.tsv of source and target"
+    ),
 }
 OF_TEXT = tuple(name for name, row in DATA.items() if row.feeds == "text")
 
