@@ -33,7 +33,7 @@ CHECKS: dict[str, Check] = {
     "login": Check(access.judge_login, "a login without password, its host key known"),
     "shell": Check(access.judge_shell, "the login shell is a POSIX one", "cpus_allowed"),
     "clock": Check(access.judge_clock, "its clock agrees with this machine's"),
-    "os": Check(machine.judge_os, "Linux, one architecture, no machine twice", "shell"),
+    "os": Check(machine.judge_os, "Linux, one architecture, no machine twice", "cpus_allowed"),
     "cpu": Check(machine.judge_cpu, "cores within quotas, and their load", "net_dev"),
     "memory": Check(machine.judge_memory, "free memory within limits", "net_dev"),
     "disk": Check(machine.judge_disk, "room in home, /tmp and /dev/shm", "cgroup"),
