@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.runtime.models import MODELS, ModelOptions, Task, build_task, fit_options
+from harness.runtime.models import MODELS, build_task, fit_options
+from harness.runtime.models.task import ModelOptions, Task
 
 
 class Widened(nn.Module):

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.runtime.models import InputSpec, ModelOptions, Task, build_task, fit_options
+from harness.runtime.models import build_task, fit_options
 from harness.runtime.models.attention import GroupedAttention
-from harness.runtime.models.task import TextOptions
+from harness.runtime.models.task import InputSpec, ModelOptions, Task, TextOptions
 from harness.runtime.models.text import Block, Mlp
 from harness.runtime.models.torchvision_import import import_torchvision
 

@@ -23,7 +23,8 @@ from harness.errors import ConfigError, ModelError, StrategyError
 from harness.measure.recorder import HostClock, Recorder
 from harness.plan.formats.detect import load_strategy_file
 from harness.runtime.capture.capture import capture
-from harness.runtime.data import Batch, BatchPlan, load_batches
+from harness.runtime.data import load_batches
+from harness.runtime.data.batch import Batch, BatchPlan
 from harness.runtime.data.own import OwnData, PaddedData
 from harness.runtime.devices.precision import lack_of
 from harness.runtime.engines.engine import EngineOptions, Share

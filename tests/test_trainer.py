@@ -30,9 +30,9 @@ from harness.domain.cluster import Cluster
 from harness.errors import ConfigError, DataError, LaunchError, ModelError, StrategyError
 from harness.plan.builders import pipeline, single, tensor_parallel
 from harness.runtime.capture.capture import capture
-from harness.runtime.data import BatchPlan
-from harness.runtime.models import ModelOptions
+from harness.runtime.data.batch import BatchPlan
 from harness.runtime.models.factory import task_of
+from harness.runtime.models.task import ModelOptions
 from harness.runtime.ranks.gather import wait_for_all
 from harness.runtime.ranks.world import World
 from harness.trainer import Trainer

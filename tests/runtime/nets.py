@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from harness.runtime.capture.capture import capture
-from harness.runtime.models import InputSpec, Task
+from harness.runtime.models.task import InputSpec, Task
 
 
 class Scaled(torch.autograd.Function):

@@ -54,9 +54,9 @@ from harness.runtime.capture.sample_dims import (
     values_by_batch,
 )
 from harness.runtime.capture.saved import KeptBytes, tensors_within
-from harness.runtime.models import ModelOptions, Task, build_task, fit_options
+from harness.runtime.models import build_task, fit_options
 from harness.runtime.models.factory import weights_on_meta
-from harness.runtime.models.task import check_weights, logits_of
+from harness.runtime.models.task import ModelOptions, Task, check_weights, logits_of
 from harness.runtime.tracing.constructs import WRITES, WRITTEN, function_name
 from harness.runtime.tracing.mixing import SampleMixing
 from harness.runtime.tracing.patches import has_gradient_hooks

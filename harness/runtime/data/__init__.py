@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from harness.errors import ConfigError, DataError
-from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
+from harness.runtime.data.batch import Batch, BatchPlan
 from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
 from harness.runtime.data.images import DigitData, class_names, open_cifar, open_folder
 from harness.runtime.data.own import factory_of, open_own
@@ -24,23 +24,6 @@ from harness.runtime.data.text.sequences import TextData, Vocabulary, check_voca
 from harness.runtime.models import InputKind, fit_options, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task
 from harness.runtime.ranks.isolate import die_with_parent
-
-__all__ = [
-    "DATA",
-    "OF_TEXT",
-    "Batch",
-    "BatchPlan",
-    "DataEntry",
-    "DataOptions",
-    "count_targets",
-    "described_data",
-    "entry_for",
-    "entry_of",
-    "fit_to_data",
-    "load_batches",
-    "open_data",
-    "split_by_weight",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

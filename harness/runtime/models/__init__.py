@@ -15,34 +15,10 @@ from harness.errors import ModelError
 from harness.runtime.models.dlrm import Dlrm, check_dlrm
 from harness.runtime.models.factory import task_from_factory
 from harness.runtime.models.lenet import LeNet
-from harness.runtime.models.task import (
-    DlrmOptions,
-    HeadName,
-    InputSpec,
-    ModelOptions,
-    Task,
-    TextOptions,
-)
+from harness.runtime.models.task import HeadName, InputSpec, ModelOptions, Task, TextOptions
 from harness.runtime.models.text import T5, Bert, Gpt2, Llama, Nmt, check_text
 from harness.runtime.models.torchvision_import import import_torchvision
 from harness.runtime.models.user_code import UserFunction, source_of
-
-__all__ = [
-    "MODELS",
-    "DlrmOptions",
-    "HeadName",
-    "InputKind",
-    "InputSpec",
-    "ModelEntry",
-    "ModelOptions",
-    "Task",
-    "TextOptions",
-    "build_task",
-    "entry_of",
-    "fit_options",
-    "input_kind",
-    "preloads_of",
-]
 
 InputKind = Literal["images", "dlrm", "text"]
 

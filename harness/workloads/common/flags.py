@@ -23,14 +23,8 @@ import tyro
 from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
 from harness.inputs import MOST_COUNT
-from harness.runtime.models import (
-    MODELS,
-    DlrmOptions,
-    HeadName,
-    ModelOptions,
-    TextOptions,
-    input_kind,
-)
+from harness.runtime.models import MODELS, input_kind
+from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, TextOptions
 from harness.runtime.ranks.introduction import HEARTBEAT_TIMEOUT_S, RUN_TIMEOUT_S
 from harness.units import parse_bytes
 

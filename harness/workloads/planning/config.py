@@ -21,7 +21,8 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.runtime.devices.precision import wire_bytes_per_fp32_byte
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.engines.optimizers import OPTIMIZERS, OptimizerOptions, check_optimizer
-from harness.runtime.models import ModelOptions, fit_options
+from harness.runtime.models import fit_options
+from harness.runtime.models.task import ModelOptions
 from harness.workloads.common.flags import (
     Dtype,
     ModelFlags,

@@ -21,8 +21,9 @@ from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.faithfulness.held import hold_once
-from harness.runtime.models import Task, build_task, fit_options
+from harness.runtime.models import build_task, fit_options
 from harness.runtime.models.factory import weights_on_meta
+from harness.runtime.models.task import Task
 from harness.runtime.ranks.host import code_commit
 from harness.workloads.common.contract import Need, config_json
 from harness.workloads.common.flags import flag_words

@@ -25,7 +25,7 @@ from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.devices.precision import Precision
 from harness.runtime.devices.sampling import Budget, hold_gpu, shortest_sample_s
-from harness.runtime.models import Task
+from harness.runtime.models.task import Task
 from harness.runtime.profiling.shards import OperatorShard, operator_shard, verify
 from harness.runtime.profiling.subgraph import (
     ModelPart,

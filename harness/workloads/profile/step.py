@@ -33,7 +33,7 @@ from harness.runtime.devices.sampling import (
     take_samples,
 )
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
-from harness.runtime.models import Task
+from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import gather_bytes
 from harness.runtime.ranks.world import World
 from harness.workloads.profile.store import StepValues

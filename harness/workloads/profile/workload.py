@@ -22,8 +22,9 @@ from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.devices.memory import is_out_of_memory, move_model, record_peaks, reset_peak
 from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.faithfulness.held import hold_once
-from harness.runtime.models import Task, build_task
+from harness.runtime.models import build_task
 from harness.runtime.models.shared_build import build_on_host
+from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, run_on_rank_0, wait_for_all
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Workload

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from harness.errors import ConfigError
-from harness.runtime.data import Batch, entry_for
+from harness.runtime.data import entry_for
+from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import Engine
 from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import logits_of

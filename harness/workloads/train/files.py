@@ -12,7 +12,7 @@ from harness.domain.strategy import Strategy, check_names, check_numbers, valida
 from harness.errors import StrategyError
 from harness.plan.formats.detect import load_strategy_file
 from harness.runtime.data import DataOptions, entry_of, fit_to_data
-from harness.runtime.models import ModelOptions
+from harness.runtime.models.task import ModelOptions
 from harness.workloads.train.config import TrainCase, is_file, parse_change
 
 

@@ -19,15 +19,8 @@ from harness.errors import ConfigError
 from harness.inputs import shorten
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.meta_run import StepFlops, step_flops
-from harness.runtime.data import (
-    Batch,
-    BatchPlan,
-    count_targets,
-    entry_for,
-    load_batches,
-    open_data,
-    split_by_weight,
-)
+from harness.runtime.data import count_targets, entry_for, load_batches, open_data
+from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import move_model
 from harness.runtime.devices.precision import Precision, reduced, set_tensor_cores

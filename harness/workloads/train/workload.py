@@ -18,7 +18,7 @@ from harness.measure.derive.settings import STRATEGY_FLAGS
 from harness.measure.derive.spans import phase_table
 from harness.measure.store import replacing
 from harness.run import measure_steps
-from harness.runtime.data import Batch
+from harness.runtime.data.batch import Batch
 from harness.runtime.devices.memory import record_peaks, reset_peak
 from harness.runtime.devices.telemetry import watched_device
 from harness.runtime.engines.engine import Share

@@ -11,16 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture, capture_model, trace
 from harness.runtime.faithfulness.comparison import hold_to_model
-from harness.runtime.models import (
-    MODELS,
-    DlrmOptions,
-    InputSpec,
-    ModelOptions,
-    Task,
-    TextOptions,
-    build_task,
-    fit_options,
-)
+from harness.runtime.models import MODELS, build_task, fit_options
+from harness.runtime.models.task import DlrmOptions, InputSpec, ModelOptions, Task, TextOptions
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.refusals import refusal
 

@@ -11,14 +11,8 @@ from harness.domain.einsum import expert_dim
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import step_flops
-from harness.runtime.models import (
-    InputSpec,
-    ModelOptions,
-    Task,
-    TextOptions,
-    build_task,
-    fit_options,
-)
+from harness.runtime.models import build_task, fit_options
+from harness.runtime.models.task import InputSpec, ModelOptions, Task, TextOptions
 
 
 def test_counting_without_memory_equals_counting_a_real_step():

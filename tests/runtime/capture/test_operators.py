@@ -8,7 +8,7 @@ from torch import fx, nn
 from harness.domain.sharding import may_have_copies
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.operators import draws_random, is_dropout
-from harness.runtime.models import InputSpec, Task
+from harness.runtime.models.task import InputSpec, Task
 
 
 @fx.wrap

@@ -6,7 +6,7 @@ from torch import nn
 
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.sample_dims import is_cut_by_samples, is_uneven, placed, sample_dims
-from harness.runtime.models import InputSpec, Task
+from harness.runtime.models.task import InputSpec, Task
 
 
 def test_a_dim_that_is_the_sum_of_its_parts_counts_samples():

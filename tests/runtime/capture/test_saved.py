@@ -9,8 +9,8 @@ from harness.domain.graph import INNER, INNER_HALF, KEPT, KEPT_HALF
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.meta_run import run_on_meta
 from harness.runtime.data.synthetic import draw_batch
-from harness.runtime.models import ModelOptions, build_task, fit_options
-from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.models import build_task, fit_options
+from harness.runtime.models.task import InputSpec, ModelOptions, Task
 from harness.runtime.models.torchvision_import import import_torchvision
 
 BATCH = 4

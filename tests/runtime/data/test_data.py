@@ -18,15 +18,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness.errors import DataError
-from harness.runtime.data import (
-    BatchPlan,
-    DataOptions,
-    load_batches,
-    open_data,
-    split_by_weight,
-)
+from harness.runtime.data import DataOptions, load_batches, open_data
+from harness.runtime.data.batch import BatchPlan, split_by_weight
 from harness.runtime.data.images import class_names
-from harness.runtime.models import DlrmOptions, InputSpec, Task
+from harness.runtime.models.task import DlrmOptions, InputSpec, Task
 from harness.runtime.models.torchvision_import import import_torchvision
 
 CPU = torch.device("cpu")

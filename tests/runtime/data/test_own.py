@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 
 from harness.errors import DataError
 from harness.runtime.data.own import OwnData, open_own
-from harness.runtime.models import ModelOptions
 from harness.runtime.models.factory import task_of
+from harness.runtime.models.task import ModelOptions
 
 N = 6
 WORDS, NUMBERS = torch.arange(4 * N).view(N, 4) % 5, torch.rand(N, 3)

@@ -7,8 +7,8 @@ import torch
 
 from harness.errors import DataError
 from harness.runtime.data import DataOptions, count_targets, fit_to_data, open_data
-from harness.runtime.models import DlrmOptions, ModelOptions, TextOptions, build_task
-from harness.runtime.models.task import IGNORED
+from harness.runtime.models import build_task
+from harness.runtime.models.task import IGNORED, DlrmOptions, ModelOptions, TextOptions
 
 pytest.importorskip("tokenizers")
 

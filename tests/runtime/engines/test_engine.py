@@ -18,8 +18,8 @@ from harness.runtime.engines.engine import CompletionStream, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.engines.replicas import digest, fingerprint
 from harness.runtime.engines.torch_engine import unread_parameters
-from harness.runtime.models import ModelOptions
 from harness.runtime.models.factory import task_of
+from harness.runtime.models.task import ModelOptions
 
 
 def test_weights_make_the_ranks_parts_add_up_to_the_mean():

@@ -13,7 +13,8 @@ from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness import held
 from harness.runtime.faithfulness.held import HELD_FILE, hold_once, key_of
-from harness.runtime.models import InputSpec, ModelOptions, Task, build_task, fit_options
+from harness.runtime.models import build_task, fit_options
+from harness.runtime.models.task import InputSpec, ModelOptions, Task
 
 
 @pytest.fixture

@@ -21,10 +21,9 @@ from harness.runtime.capture.meta_run import step_flops
 from harness.runtime.data.own import OwnData
 from harness.runtime.data.synthetic import SyntheticData, draw_batch
 from harness.runtime.faithfulness.comparison import hold_to_model
-from harness.runtime.models import InputSpec, ModelOptions, Task
 from harness.runtime.models.factory import task_of, weights_on_meta
 from harness.runtime.models.own_loss import BatchLossTask, LabelledTask, join
-from harness.runtime.models.task import TextOptions
+from harness.runtime.models.task import InputSpec, ModelOptions, Task, TextOptions
 from harness.runtime.models.torchvision_import import allow_torchvision
 
 OPTIONS = ModelOptions(n_classes=7, n_channels=3, image_size=32)

@@ -8,12 +8,12 @@ from launching import ROOT, completed
 from torch import nn
 
 from harness.errors import ModelError
-from harness.runtime.models import ModelOptions
 from harness.runtime.models.factory import task_from_factory, task_of, weights_on_meta
+from harness.runtime.models.task import ModelOptions
 
 OPTIONS = ModelOptions(n_classes=10, n_channels=3, image_size=32)
 BUILD = """
-from harness.runtime.models import ModelOptions
+from harness.runtime.models.task import ModelOptions
 from harness.runtime.models.factory import task_from_factory
 
 task = task_from_factory({name!r}, ModelOptions(n_classes=10, n_channels=3, image_size=32))

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from harness.errors import ModelError
-from harness.runtime.models import ModelOptions, TextOptions, fit_options
+from harness.runtime.models import fit_options
 from harness.runtime.models.mixture import Mixture
+from harness.runtime.models.task import ModelOptions, TextOptions
 
 N, T, D, H, E = 3, 10, 6, 8, 4
 

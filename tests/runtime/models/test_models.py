@@ -6,15 +6,9 @@ import pytest
 import torch
 
 from harness.errors import ModelError
-from harness.runtime.models import (
-    DlrmOptions,
-    ModelOptions,
-    TextOptions,
-    build_task,
-    fit_options,
-)
+from harness.runtime.models import build_task, fit_options
 from harness.runtime.models.attention import GroupedAttention
-from harness.runtime.models.task import IGNORED
+from harness.runtime.models.task import IGNORED, DlrmOptions, ModelOptions, TextOptions
 
 
 def on_meta(name, **options):

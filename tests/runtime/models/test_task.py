@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
-from harness.runtime.models import InputSpec, Task
-from harness.runtime.models.task import logits_of
+from harness.runtime.models.task import InputSpec, Task, logits_of
 
 Pair = namedtuple("Pair", ["logits", "hidden"])
 Odd = namedtuple("Odd", ["scores", "hidden"])

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from harness.errors import VerificationError
 from harness.runtime.capture.capture import capture
-from harness.runtime.models import InputSpec, Task
+from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.profiling.shards import operator_shard, verify
 from harness.runtime.profiling.subgraph import OperatorCall
 from harness.runtime.tracing.attention_region import AttentionRegion

@@ -11,7 +11,8 @@ from torch import nn
 from harness.errors import VerificationError
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.saved import tensors_within
-from harness.runtime.models import ModelOptions, build_task, fit_options
+from harness.runtime.models import build_task, fit_options
+from harness.runtime.models.task import ModelOptions
 from harness.runtime.profiling.shards import verify
 from harness.runtime.profiling.subgraph import (
     OperatorCall,
@@ -94,7 +95,7 @@ class Residual(nn.Module):
 
 
 def test_branches_operators_in_place_and_parameters_read_directly_have_their_gradients():
-    from harness.runtime.models import InputSpec, Task
+    from harness.runtime.models.task import InputSpec, Task
 
     model = Residual().double()
     whole = copy.deepcopy(model)

@@ -5,7 +5,7 @@ import torch
 from nets import Net
 
 from harness.runtime.capture.capture import capture
-from harness.runtime.models import InputSpec, Task
+from harness.runtime.models.task import InputSpec, Task
 
 
 def autocast(net, x):

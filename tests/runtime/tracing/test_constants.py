@@ -6,7 +6,7 @@ from torch import nn
 
 from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness.comparison import hold_to_model
-from harness.runtime.models import InputSpec, Task
+from harness.runtime.models.task import InputSpec, Task
 
 
 class Net(nn.Module):

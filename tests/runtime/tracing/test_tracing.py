@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
-from harness.runtime.models import InputSpec, ModelOptions, Task
 from harness.runtime.models.factory import task_of
+from harness.runtime.models.task import InputSpec, ModelOptions, Task
 from harness.runtime.tracing import tracer
 from harness.runtime.tracing.kept_calls import Vmap
 from harness.runtime.tracing.trace import trace

@@ -9,7 +9,7 @@ from torch import nn
 from harness.domain.strategy import check_microbatches
 from harness.errors import StrategyError
 from harness.runtime.capture.capture import capture
-from harness.runtime.models import InputSpec, Task
+from harness.runtime.models.task import InputSpec, Task
 
 
 class Flipped(torch.autograd.Function):

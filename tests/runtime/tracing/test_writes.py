@@ -12,7 +12,7 @@ from harness.domain.strategy import OperatorPlan, Stage, Strategy, check_buffers
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import capture
 from harness.runtime.executor.shards.inplace import COPIES
-from harness.runtime.models import InputSpec, Task
+from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.tracing.trace import trace
 from harness.runtime.tracing.tracer import ModelTracer
 from harness.runtime.tracing.writes import replace_in_place_writes

@@ -7,7 +7,8 @@ import torch
 
 from harness.runtime.capture.capture import capture_model
 from harness.runtime.engines.optimizers import OptimizerOptions
-from harness.runtime.models import ModelOptions, build_task
+from harness.runtime.models import build_task
+from harness.runtime.models.task import ModelOptions
 from harness.workloads.profile import step as plan_optimizer
 from harness.workloads.profile.step import StepSampler, TimedParameters, optimizer_s_per_byte
 

@@ -15,8 +15,8 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.shards.forms import choose_forms
-from harness.runtime.models import InputSpec, ModelOptions, Task, build_task, fit_options
-from harness.runtime.models.task import TextOptions
+from harness.runtime.models import build_task, fit_options
+from harness.runtime.models.task import InputSpec, ModelOptions, Task, TextOptions
 
 PAIR = Cluster.uniform(1, 2, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
 

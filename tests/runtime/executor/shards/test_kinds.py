@@ -15,7 +15,7 @@ from harness.errors import StrategyError
 from harness.runtime.capture.capture import capture
 from harness.runtime.executor.shards.base import ShardSpec, Wanted
 from harness.runtime.executor.shards.kinds import make_shard
-from harness.runtime.models import InputSpec, Task
+from harness.runtime.models.task import InputSpec, Task
 
 # Sums of up to a few hundred terms of size 1, in another order, in float64.
 TOLERANCE = 1e-12
