@@ -27,7 +27,7 @@ READERS = {"per-epoch CSV": epochs.READER, "DeepSpeed step lines": deepspeed_log
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(ImportFacts):
-    """Turn per-epoch CSVs and DeepSpeed step lines into runs. Importing a file again replaces its
+    __doc__ = f"""Turn logs into runs: {", ".join(READERS)}. Importing a file again replaces its
     runs. Facts that a log lacks come from its name (vit_b16_strong_2gpu.csv) and from these flags.
     """
 
