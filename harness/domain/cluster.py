@@ -70,7 +70,7 @@ class CollectivePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One measured point of a collective's curve: median of the maximum over ranks, in seconds.
 
     Attributes:
-        operation: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all.
+        operation: its name, as `links --operations` has it.
         transport: gloo, nccl or mpi.
         n_bytes: nccl-tests' S: the whole n-rank buffer for all_gather and reduce_scatter.
     """

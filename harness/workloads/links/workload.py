@@ -55,8 +55,8 @@ class LinksConfig:
     operations: tuple[str, ...] = tuple(OPERATIONS)
     f"""Collectives to time: {", ".join(OPERATIONS)}."""
     sizes: tuple[str, ...] = ()
-    """Message sizes of the collectives, such as 4KiB 16MiB. For all_gather, reduce_scatter and
-    all_to_all this is the buffer of all ranks together, as in nccl-tests. Default: 4KiB to 16MiB
+    """Message sizes of the collectives, such as 4KiB 16MiB; of those that gather, scatter or
+    exchange parts, the buffer of all ranks together, as in nccl-tests. Default: 4KiB to 16MiB
     (GPUs: 256MiB), without sizes that would take over 0.5 s per iteration."""
     pair_sizes: tuple[str, ...] = ()
     """Message sizes between pairs of ranks, from which bandwidth is fitted. Default: 256KiB and

@@ -244,8 +244,8 @@ class TrainConfig(TrainSettings):
     (weak scaling). Without either, the global batch is 32 for each rank, and single trains it too.
     """
     schedule: tuple[ScheduleName, ...] = ("1f1b",)
-    """pipeline or degrees: gpipe, 1f1b, interleaved (pipeline only) or zero_bubble. interleaved
-    gives each rank two stages, or more with --stages."""
+    """pipeline or degrees: order of the microbatches. interleaved is for pipeline only, and gives
+    each rank two stages, or more with --stages."""
     microbatches: tuple[int | Literal["auto"], ...] = ("auto",)
     """pipeline or degrees: microbatches per step. auto predicts one, two and four per rank and
     takes the fastest (degrees without a pipeline: one)."""
