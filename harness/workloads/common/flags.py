@@ -363,5 +363,7 @@ def _docstrings(config: type) -> Iterator[tuple[str, str]]:
     for field, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
             assert isinstance(field.target, ast.Name)
+            # A string, or an f-string, of this package's own source.
+            assert isinstance(below.value, ast.Constant | ast.JoinedStr)
             text = eval(compile(ast.Expression(below.value), "", "eval"), names)
             yield field.target.id, " ".join(text.split())
