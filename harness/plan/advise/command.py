@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
         print(msgspec.json.encode(advice_object(advice, shown)).decode())
         return
     lines = advice_lines(advice, shown)
-    sizes = "" if args.model else ", with the flags of the model's size if any"
+    sizes = "" if args.model else " (add the model's size flags, if any)"
     print(*lines, f"train it{sizes}: {_train_command(args, advice)}", sep="\n")
 
 

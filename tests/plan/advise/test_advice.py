@@ -386,7 +386,7 @@ def test_the_comparison_ends_in_advice(results, capfd):
     assert lines[1] == "which machines to use (python -m harness.plan advise):"
     assert lines[2].startswith("Use ecetesla0")
     before, _, command = lines[-1].partition(": ")
-    assert before == "train it, with the flags of the model's size if any"
+    assert before == "train it (add the model's size flags, if any)"
     assert command.startswith("mpirun -np ")
     # Where its measurements are, which train would make again elsewhere.
     assert f" --results {results} --strategy " in command
