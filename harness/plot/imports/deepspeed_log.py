@@ -23,7 +23,7 @@ from harness.plot.imports.epochs import devices_beside
 from harness.plot.imports.runs import (
     ImportedRun,
     Log,
-    Reader,
+    LogReader,
     group,
     most_common,
     n_gpus_named,
@@ -275,4 +275,4 @@ def _read(log: Log) -> list[ImportedRun]:
     return [ImportedRun(log.name, config, devices, records, origin, end_s)]
 
 
-READER = Reader(is_deepspeed_log, _read)
+READER = LogReader(is_deepspeed_log, _read)

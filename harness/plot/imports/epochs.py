@@ -11,7 +11,7 @@ from harness.plot.imports.runs import (
     Devices,
     ImportedRun,
     Log,
-    Reader,
+    LogReader,
     n_gpus_named,
     origin_of,
     read_text,
@@ -138,4 +138,4 @@ def _read(log: Log) -> list[ImportedRun]:
     return found
 
 
-READER = Reader(is_epoch_csv, _read)
+READER = LogReader(is_epoch_csv, _read)

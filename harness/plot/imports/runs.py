@@ -124,7 +124,7 @@ class ImportedRun(NamedTuple):
         return run_dir
 
 
-class Reader(NamedTuple):
+class LogReader(NamedTuple):
     """One row of READERS.
 
     Attributes:
