@@ -116,14 +116,15 @@ def copy_to_first(control: Control, paths: Mapping[int, Path]) -> dict[int, str]
     size = path.stat().st_size if path is not None and path.exists() else -1
     sizes = control.gather("sizes", size, int)
     missing = [
-        rank for rank, own in paths.items() if sizes[rank] >= 0 and not _has_size(own, sizes[rank])
+        rank for rank, own in paths.items() if sizes[rank] >= 0 and not has_size(own, sizes[rank])
     ]
     missing = control.broadcast("missing", missing, list[int])
     problems = {rank: _copy(control, paths[rank], sizes[rank], rank, [0]) for rank in missing}
     return {rank: problem for rank, problem in problems.items() if problem}
 
 
-def _has_size(path: Path, n_bytes: int) -> bool:
+def has_size(path: Path, n_bytes: int) -> bool:
+    """Whether there is a file of that size."""
     return path.exists() and path.stat().st_size == n_bytes
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from harness.measure.store import replacing
 from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks
+from harness.runtime.ranks.sharing import has_size
 from harness.runtime.ranks.world import World
 
 # Of a file, at once in the memory of both hosts.
@@ -24,13 +25,14 @@ def second_host_of(rank: int, hostnames: Sequence[str]) -> int | None:
     Args:
         hostnames: of the ranks.
     """
-    hosts = list(dict.fromkeys(hostnames))
-    if len(hosts) == 1:
+    ranks: dict[str, list[int]] = {}
+    for k, host in enumerate(hostnames):
+        ranks.setdefault(host, []).append(k)
+    if len(ranks) == 1:
         return None
-    ranks = {host: [k for k, name in enumerate(hostnames) if name == host] for host in hosts}
-    next_host = hosts[(hosts.index(hostnames[rank]) + 1) % len(hosts)]
-    there = ranks[next_host]
-    return there[ranks[hostnames[rank]].index(rank) % len(there)]
+    hosts, own = list(ranks), hostnames[rank]
+    there = ranks[hosts[(hosts.index(own) + 1) % len(hosts)]]
+    return there[ranks[own].index(rank) % len(there)]
 
 
 def copy_to_second_host(paths: Sequence[Path], world: World) -> None:
@@ -48,7 +50,7 @@ def copy_to_second_host(paths: Sequence[Path], world: World) -> None:
         return
     sizes = [round(size) for size in gather_numbers(paths[me].stat().st_size, world)]
     kept = [rank for rank, keeper in enumerate(keepers) if keeper == me]
-    lacking = [rank in kept and not _has_size(paths[rank], n) for rank, n in enumerate(sizes)]
+    lacking = [rank in kept and not has_size(paths[rank], n) for rank, n in enumerate(sizes)]
     is_lacking = [number > 0 for number in maximum_over_ranks(lacking, world)]
     with ExitStack() as files:
         copies = {k: files.enter_context(_written(paths[k])) for k in kept if is_lacking[k]}
@@ -68,10 +70,6 @@ def copy_to_second_host(paths: Sequence[Path], world: World) -> None:
                 work.wait()
             for rank, block in received.items():
                 copies[rank].write(block.cpu().numpy().tobytes())
-
-
-def _has_size(path: Path, n_bytes: int) -> bool:
-    return path.exists() and path.stat().st_size == n_bytes
 
 
 @contextmanager
