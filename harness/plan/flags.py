@@ -32,8 +32,7 @@ MODEL_SIZES = {
 
 def size_flags(args: argparse.Namespace) -> dict[str, int]:
     """The given sizes of the model, by flag."""
-    names = [name for own in MODEL_SIZES.values() for name in own]
-    return {_flag(name): size for name in names if (size := getattr(args, name)) is not None}
+    return {_flag(name): size for name, size in _given(args).items()}
 
 
 def model_sizes(args: argparse.Namespace, kind: str) -> dict[str, int]:
@@ -42,19 +41,22 @@ def model_sizes(args: argparse.Namespace, kind: str) -> dict[str, int]:
     Raises:
         ConfigError: models of this kind have no such size, or it is not above 0.
     """
-    found: dict[str, int] = {}
-    for other, names in MODEL_SIZES.items():
-        given = {name: size for name in names if (size := getattr(args, name)) is not None}
-        for name, size in given.items():
-            if other != kind:
-                raise ConfigError(
-                    f"{_flag(name)} is for built-in models of {other}, not for --model "
-                    f"{args.model}: drop it, or change --model"
-                )
-            if not 0 < size <= MOST_COUNT:
-                raise ConfigError(f"{_flag(name)} {shorten(size)} must be above 0")
-        found |= given
+    found = _given(args)
+    for name, size in found.items():
+        own = next(own for own, names in MODEL_SIZES.items() if name in names)
+        if own != kind:
+            raise ConfigError(
+                f"{_flag(name)} is for built-in models of {own}, not for --model {args.model}: "
+                "drop it, or change --model"
+            )
+        if not 0 < size <= MOST_COUNT:
+            raise ConfigError(f"{_flag(name)} {shorten(size)} must be above 0, and at most 2**53")
     return found
+
+
+def _given(args: argparse.Namespace) -> dict[str, int]:
+    names = [name for own in MODEL_SIZES.values() for name in own]
+    return {name: size for name in names if (size := getattr(args, name)) is not None}
 
 
 def _flag(name: str) -> str:
