@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from harness.domain.run import RunHeader
+from harness.measure.derive.settings import CHANGING
 from harness.measure.derive.spans import samples_of
 from harness.measure.derive.training import change_times
 from harness.measure.rank_records import KIND_CODES, Records
 from harness.measure.store import Run
+
+# Flags of runs that have a goodput.
+_KEEPING = ("save_every", "survive", "continues", *CHANGING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +61,17 @@ class Goodput:
 
 
 def step_clock(run: Run) -> StepClock | None:
-    """None without steps on rank 0, or without the time at which the run began."""
+    """None without steps on rank 0, without the time at which the run began, or for a run that
+    neither saves its state, changes, survives the loss of a rank, nor continues another."""
+    config = run.header.config
+    if not any(config.get(flag) and config[flag] not in ("none", "off") for flag in _KEEPING):
+        return None
     spans = Records.of(run.ranks.get(0, [])).columns
     is_step = spans.kind == KIND_CODES["step"]
     numbers = spans.steps[spans.group[is_step]].tolist()
     try:
         begun_s = datetime.fromisoformat(run.header.start_utc).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     if not numbers:
         return None
@@ -96,7 +104,7 @@ def goodput(run_ids: Sequence[str], clocks: Mapping[str, StepClock | None]) -> G
         clocks: by run.
 
     Returns:
-        None unless there are several, a save or a change of strategy.
+        None unless there are several, a save or a change of strategy, in some time.
     """
     known = [(run_id, clock) for run_id in run_ids if (clock := clocks.get(run_id)) is not None]
     runs = [clock for _, clock in known]
@@ -104,6 +112,8 @@ def goodput(run_ids: Sequence[str], clocks: Mapping[str, StepClock | None]) -> G
         return None
     starts_s = [min(start_s for start_s, _ in run.steps.values()) for run in runs]
     ends_s = [max(end_s for _, end_s in run.steps.values()) for run in runs]
+    if ends_s[-1] <= starts_s[0]:  # a host's clock was set back
+        return None
     counted_s, repeated_s = list[float](), list[float]()
     saving_s = changing_s = 0.0
     for run, then in zip(runs, [*runs[1:], None], strict=True):

@@ -21,7 +21,7 @@ def trained(run_id, begun, steps, *others, continues=""):
         [*spans, *others],
         run_id=run_id,
         start_utc=f"2026-01-01T00:{begun}+00:00",
-        config={"continues": continues},
+        config={"continues": continues, "survive": True},
     )
 
 
@@ -58,6 +58,12 @@ def test_a_run_without_saves_and_changes_has_none():
     assert goodput(("a",), clocks) is None
     assert goodput(("a",), {"a": step_clock(trained("a", "soon", range(3)))}) is None
     assert goodput(("b",), {"b": step_clock(trained("b", "00:00", []))}) is None
+    assert step_clock(run_of([Span(kind="step", step=0, start_s=0.0, duration_s=1.0)])) is None
+
+
+def test_a_clock_that_was_set_back_has_no_goodput():
+    later, earlier = trained("a", "50:00", range(3)), trained("b", "00:00", [3], continues="a")
+    assert goodput(("a", "b"), {"a": step_clock(later), "b": step_clock(earlier)}) is None
 
 
 def test_the_figure_has_a_bar_for_each_training():
