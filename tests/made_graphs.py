@@ -101,11 +101,8 @@ def replicated_pipeline(
 def unlike_cluster(speeds: Sequence[float], memory_bytes: int = GB) -> Cluster:
     """One node with a device of each speed."""
     cluster = Cluster.uniform(1, len(speeds), inside_bytes_per_s=1e6, memory_bytes=memory_bytes)
-    devices = [
-        replace(device, speed=speed) for device, speed in zip(cluster.devices, speeds, strict=True)
-    ]
-    nodes = [replace(cluster.nodes[0], devices=devices)]
-    return replace(cluster, nodes=nodes)
+    devices = zip(cluster.devices, speeds, strict=True)
+    return cluster.with_devices(replace(device, speed=speed) for device, speed in devices)
 
 
 def links_between(

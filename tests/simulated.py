@@ -46,15 +46,8 @@ def cluster_of(n=2, bandwidth=16.0, latency=0.0, memory=MB, **changes):
 
 def talking(cluster, *costs_s):
     """The cluster, where each byte takes this much computation from each device."""
-    own = iter(costs_s)
-    nodes = [
-        replace(
-            node,
-            devices=[replace(device, host_s_per_byte=next(own)) for device in node.devices],
-        )
-        for node in cluster.nodes
-    ]
-    return replace(cluster, nodes=nodes)
+    devices = zip(cluster.devices, costs_s, strict=True)
+    return cluster.with_devices(replace(device, host_s_per_byte=cost) for device, cost in devices)
 
 
 def simulate(graph, profile, cluster, plans, *, options=None, batch=8, **flow):

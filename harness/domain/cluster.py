@@ -143,19 +143,20 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
     def scaled(self, factors: Sequence[float]) -> Cluster:
         """The cluster with the speed of each device multiplied; its communication overhead, which
         is computing, too."""
-        left, nodes = iter(factors), []
-        for node in self.nodes:
-            devices = []
-            for device in node.devices:
-                speed, overhead_s = device.speed, device.host_s_per_byte
-                factor = next(left)
-                devices.append(
-                    msgspec.structs.replace(
-                        device, speed=speed * factor, host_s_per_byte=overhead_s / factor
-                    )
-                )
-            nodes.append(msgspec.structs.replace(node, devices=devices))
-        return msgspec.structs.replace(self, nodes=nodes)
+        return self.with_devices(
+            msgspec.structs.replace(
+                device,
+                speed=device.speed * factor,
+                host_s_per_byte=device.host_s_per_byte / factor,
+            )
+            for device, factor in zip(self.devices, factors, strict=True)
+        )
+
+    def with_devices(self, devices: Iterable[Device]) -> Cluster:
+        """The cluster with as many other devices in the places of its own."""
+        left, replace = iter(devices), msgspec.structs.replace
+        nodes = [replace(node, devices=[next(left) for _ in node.devices]) for node in self.nodes]
+        return replace(self, nodes=nodes)
 
     @classmethod
     def uniform(

@@ -207,9 +207,8 @@ def test_recomputation_is_tried_where_something_slower_fits():
     graph = change(graph, operators=[graph.operators[0], *saving])
     profile = change(profile, graph_hash="")
     cluster = Cluster.uniform(1, 3, inside_bytes_per_s=100, memory_bytes=500)
-    first = msgspec.structs.replace(cluster.devices[0], memory_bytes=GB)
-    nodes = [msgspec.structs.replace(cluster.nodes[0], devices=[first, *cluster.devices[1:]])]
-    cluster = msgspec.structs.replace(cluster, nodes=nodes)
+    first, *others = cluster.devices
+    cluster = cluster.with_devices([msgspec.structs.replace(first, memory_bytes=GB), *others])
     simulator = Simulator(graph, profile, cluster)
     assert simulator.step_s(builders.single(graph, 8)) == 24.0
     found = plan_with_simulator(request_of(graph, profile, cluster))

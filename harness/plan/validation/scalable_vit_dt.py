@@ -120,12 +120,8 @@ def _cluster(run: _DeepSpeedRun, bandwidth: float) -> Cluster:
     uniform = Cluster.uniform(
         run.n_devices // run.n_each, run.n_each, inside_bytes_per_s=bandwidth, memory_bytes=2**50
     )
-    kinds = iter(run.kinds)
-    nodes = [
-        replace(node, devices=[replace(device, kind=next(kinds)) for device in node.devices])
-        for node in uniform.nodes
-    ]
-    return replace(uniform, nodes=nodes)
+    devices = zip(uniform.devices, run.kinds, strict=True)
+    return uniform.with_devices(replace(device, kind=kind) for device, kind in devices)
 
 
 def _run(path: Path, root: Path) -> _DeepSpeedRun | None:

@@ -225,15 +225,8 @@ def test_equal_nodes_are_interchangeable():
     # 4 x 2 x 2 - 1 sets of classes; equal nodes differ in number only.
     assert len(sets_of(tesla(), [1.0, 1.0, 1.0, 3.3, 2.0])) == 15
 
-    unlike = msgspec.structs.replace(
-        tesla(),
-        nodes=[
-            msgspec.structs.replace(
-                node, devices=[msgspec.structs.replace(node.devices[0], kind=f"kind {k}")]
-            )
-            for k, node in enumerate(tesla().nodes)
-        ],
-    )
+    devices = enumerate(tesla().devices)
+    unlike = tesla().with_devices(msgspec.structs.replace(d, kind=f"kind {k}") for k, d in devices)
     assert len(sets_of(unlike, [1.0] * 5)) == 31
     many = Cluster.uniform(64, 1, inside_bytes_per_s=1e9, memory_bytes=1)
     assert [len(one) for one in sets_of(many, [1.0] * 64)] == [1, 2, 4, 8, 16, 32, 64]

@@ -17,7 +17,6 @@ from simulated import (
     timeline,
 )
 
-from harness.domain.cluster import Cluster
 from harness.domain.profile import OptimizerTime, Profile, WholeStep
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import ClusterError, PlanError, StrategyError
@@ -39,7 +38,7 @@ def test_one_device_runs_forward_and_backward_in_order():
         graph, profile, cluster_of(), {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
     )
     assert timeline(found) == [("a", 0, 1), ("b", 1, 3), ("b", 3, 7), ("a", 7, 9)]
-    # Weights, gradients, one optimizer state, and a's output in its backward.
+    # Weights, gradients, one optimizer state, and a's output in its backward, as b's is freed.
     assert found.memory_bytes == {"node0:0": 3 * 120 + 32, "node0:1": 0}
 
 
@@ -94,14 +93,7 @@ def test_feature_parallel_gathers_and_needs_no_synchronisation():
 
 def test_slow_device_takes_longer_and_shares_balance_it():
     graph, profile = chain()
-    cluster = cluster_of(bandwidth=1e30)
-    slow = msgspec.structs.replace(cluster.nodes[0].devices[1], speed=1 / 3)
-    cluster = Cluster(
-        nodes=[
-            msgspec.structs.replace(cluster.nodes[0], devices=[cluster.nodes[0].devices[0], slow])
-        ],
-        links=cluster.links,
-    )
+    cluster = cluster_of(bandwidth=1e30).scaled([1, 1 / 3])
     even = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
     fair = {name: OperatorPlan({"sample": [3, 1]}, [0, 1]) for name in ("a", "b")}
     assert simulate(graph, profile, cluster, even).step_s == pytest.approx(9 / 2 * 3)
@@ -139,14 +131,8 @@ def test_each_kind_of_device_has_its_own_times():
     graph, profile = chain()
     other = profile_of(graph, {"a": (5.0, 0.0), "b": (5.0, 0.0)}, kind="old")
     both = Profile(model="chain", measurements=profile.measurements + other.measurements)
-    cluster = cluster_of()
-    old = msgspec.structs.replace(cluster.nodes[0].devices[1], kind="old")
-    cluster = Cluster(
-        nodes=[
-            msgspec.structs.replace(cluster.nodes[0], devices=[cluster.nodes[0].devices[0], old])
-        ],
-        links=cluster.links,
-    )
+    first, second = cluster_of().devices
+    cluster = cluster_of().with_devices([first, msgspec.structs.replace(second, kind="old")])
     plans = {"a": OperatorPlan({}, [1]), "b": OperatorPlan({}, [1])}
     assert simulate(graph, both, cluster, plans).step_s == 10.0
 
@@ -186,14 +172,6 @@ def test_records_are_those_of_a_measured_run():
         ("step", 0.0),
     ]
     assert by_rank[0][1].n_bytes == 32
-
-
-def test_memory_holds_outputs_until_their_backward():
-    graph, profile = chain()
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
-    found = simulate(graph, profile, cluster_of(), plans)
-    # 120 B of weights, as much of gradients and of momentum, and a's output, as b's is freed.
-    assert found.memory_bytes == {"node0:0": 360 + 32, "node0:1": 0}
 
 
 def test_the_critical_path_names_what_binds():
