@@ -14,6 +14,7 @@ consecutive numbers, as if `replica` were the last dim.
 Simulator, executor and importers of other formats share these formulas.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 
@@ -98,10 +99,7 @@ def blocks(dims: Sequence[str], shape: Sequence[int], cuts: Mapping[str, Cut]) -
 
 def count_parts(cuts: Mapping[str, Cut]) -> int:
     """Number of blocks of all cuts together, copies included."""
-    count = 1
-    for cut in cuts.values():
-        count *= n_parts(cut)
-    return count
+    return math.prod(map(n_parts, cuts.values()))
 
 
 def part_index(dims: Sequence[str], cuts: Mapping[str, Cut], index: int) -> dict[str, int]:
@@ -121,10 +119,7 @@ def intersect(a: Block, b: Block) -> Block | None:
 
 def volume(block: Block) -> int:
     """Number of elements of a block."""
-    count = 1
-    for start, stop in block:
-        count *= stop - start
-    return count
+    return math.prod([stop - start for start, stop in block])
 
 
 def input_interval(

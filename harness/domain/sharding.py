@@ -235,11 +235,6 @@ def _dims_of_letters(operator: Operator) -> dict[str, str]:
     return {**found, summed: CONTRACTION} if isinstance(summed, str) else found
 
 
-def weight_dim(operator: Operator) -> str | None:
-    """The first of `weight_dims`; None if there is none."""
-    return next(iter(weight_dims(operator)), None)
-
-
 def weight_cuts(operator: Operator, partition: Mapping[str, Cut]) -> dict[int, Cut]:
     """The cuts of the weight by its own dims, as far as these are cut."""
     dims = weight_dims(operator)

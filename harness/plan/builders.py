@@ -32,7 +32,6 @@ from harness.domain.sharding import (
     has_tasks,
     is_partial,
     may_have_copies,
-    weight_dim,
     weight_dims,
 )
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
@@ -140,10 +139,10 @@ def experts_of(graph: Graph) -> Experts:
 # Operators that the parts of a sequence do not meet in.
 _BETWEEN = ("elementwise", "add", "layer_norm")
 
-Planner = Callable[[Operator], OperatorPlan]
 
-
-def _build(name: str, graph: Graph, batch: int, plan: Planner) -> Strategy:
+def _build(
+    name: str, graph: Graph, batch: int, plan: Callable[[Operator], OperatorPlan]
+) -> Strategy:
     plans = {op.name: plan(op) for op in graph.operators if has_tasks(op)}
     return Strategy(name=name, batch=batch, operators=plans)
 
@@ -221,7 +220,9 @@ def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
         is_between = op.kind in _BETWEEN and op.name not in inside
         if is_between and routed and batch >= len(devices):
             return SAMPLE
-        return "seq" if is_between and "seq" in op.shape else weight_dim(op) or "feature"
+        if is_between and "seq" in op.shape:
+            return "seq"
+        return next(iter(weight_dims(op)), "feature")
 
     def plan(op: Operator) -> OperatorPlan:
         found = cut_or_whole(op, graph, batch, dim_of(op), len(devices), devices)

@@ -130,29 +130,18 @@ def needs_gradient(graph: Graph, frozen: frozenset[str] = frozenset()) -> npt.ND
 def gradients_of(graph: Graph, frozen: frozenset[str]) -> list[Gradients]:
     """The gradients that each operator computes."""
     before, after = needs_gradient(graph), needs_gradient(graph, frozen)
-    return [
-        _gradients(
-            operator,
-            is_frozen=operator.name in frozen,
-            needs=bool(after[i] or not before[i]),
-            loses_inputs=any(before[p] for p in producers) and not any(after[p] for p in producers),
-        )
-        for i, (operator, producers) in enumerate(
-            zip(graph.operators, graph.producers(), strict=True)
-        )
-    ]
-
-
-def _gradients(
-    operator: Operator, *, is_frozen: bool, needs: bool, loses_inputs: bool
-) -> Gradients:
-    if not needs:
-        return "none"
-    if not is_product(operator):
-        return "all"
-    if is_frozen:
-        return "inputs"
-    return "weights" if loses_inputs else "all"
+    found: list[Gradients] = []
+    for i, producers in enumerate(graph.producers()):
+        operator, gave = graph.operators[i], any(before[p] for p in producers)
+        if before[i] and not after[i]:
+            found.append("none")
+        elif not is_product(operator):
+            found.append("all")
+        elif operator.name in frozen:
+            found.append("inputs")
+        else:
+            found.append("weights" if gave and not any(after[p] for p in producers) else "all")
+    return found
 
 
 def passes_s(

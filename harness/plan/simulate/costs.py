@@ -47,10 +47,9 @@ from harness.plan.simulate.transfers import (
     Shared,
     Sum,
     Wants,
+    collective,
     key_sums,
-    loss_sum,
     make_transfers,
-    norm_sum,
     shared_sums,
 )
 
@@ -349,9 +348,10 @@ class Costs:
         if operator.kind == "loss" and CONTRACTION in plan.partition:
             return self._loss_sums(op, plan)
         if syncs_norms and operator.kind == "batch_norm" and operator.name not in self._frozen:
+            # Forward, sums and then squares in FP32; backward, the gradients of both in double.
             return tuple(
-                norm_sum(op, self.n_devices, stop - start, group)
-                for (start, stop), group in self._sharing(op, plan, "feature")
+                collective(op, self.n_devices, group, (4 * (b - a), 16 * (b - a)), (2, 1))
+                for (a, b), group in self._sharing(op, plan, "feature")
             )
         summed = shared_sums(op, self.n_devices, readers)
         if plan.keys == "input" or not self.wire_share[op]:
@@ -368,15 +368,17 @@ class Costs:
         )
 
     def _loss_sums(self, op: int, plan: OperatorPlan) -> tuple[Sum, ...]:
-        """The all-reduces of a loss that is cut by classes."""
+        """The all-reduces of a loss that is cut by classes: numbers in FP32, for each target one
+        for each device and one more; forward only."""
         shape = self.shapes[op]
         producer = self.graph.index()[self.graph.operators[op].inputs[0]]
         logits = output_sizes(self.graph.operators[producer], self.shapes[producer])
         per_sample = math.prod(logits.values()) / shape[SAMPLE] / shape[CONTRACTION]
-        return tuple(
-            loss_sum(op, self.n_devices, round(per_sample * (stop - start)), group)
-            for (start, stop), group in self._sharing(op, plan, SAMPLE)
-        )
+        found = []
+        for (start, stop), group in self._sharing(op, plan, SAMPLE):
+            n_bytes = 4 * round(per_sample * (stop - start)) * (len(group) + 1)
+            found.append(collective(op, self.n_devices, group, (n_bytes, 1), (1, 0)))
+        return tuple(found)
 
     def _sharing(
         self, op: int, plan: OperatorPlan, dim: str

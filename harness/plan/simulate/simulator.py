@@ -315,12 +315,6 @@ def _run(lowered: Lowered, begin: Floats) -> _EventTimes:
     return _EventTimes(start, finish, cause, busy, ends)
 
 
-def compile_events(simulator: Simulator, strategy: Strategy) -> None:
-    """Compile the event loop, which takes seconds once per machine, so that no search's time
-    includes it."""
-    Trial.from_strategy(simulator, strategy).outcome()
-
-
 @dataclass(frozen=True)
 class Simulation:
     """One strategy's outcome; `harness.plan.simulate.report` converts it to records and words."""

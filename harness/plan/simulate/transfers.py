@@ -239,7 +239,7 @@ def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tup
     )
 
 
-def _collective(
+def collective(
     operator: int,
     n_devices: int,
     group: Sequence[int],
@@ -256,21 +256,6 @@ def _collective(
         sources=tuple(operator * n_devices + device for device in group),
         targets=(),
     )
-
-
-def norm_sum(operator: int, n_devices: int, n_features: int, group: Sequence[int]) -> Sum:
-    """The all-reduces of features of a batch norm with the statistics of the whole microbatch.
-
-    Forward, sums and then squares in FP32; backward, the gradients of both in double precision.
-    """
-    return _collective(operator, n_devices, group, (4 * n_features, 16 * n_features), (2, 1))
-
-
-def loss_sum(operator: int, n_devices: int, n_targets: int, group: Sequence[int]) -> Sum:
-    """The all-reduce of a loss that is cut by classes: numbers in FP32, for each of its targets one
-    for each device and one more; forward only."""
-    n_bytes = 4 * n_targets * (len(group) + 1)
-    return _collective(operator, n_devices, group, (n_bytes, 1), (1, 0))
 
 
 def key_sums(
@@ -310,7 +295,7 @@ def key_sums(
             for way, each in enumerate(seconds)
         ]
         n_rounds = (ways[0].rounds.n_messages, ways[1].rounds.n_messages)
-        sums = _collective(position, len(seconds[0]), group, (n_bytes, n_bytes), n_rounds)
+        sums = collective(position, len(seconds[0]), group, (n_bytes, n_bytes), n_rounds)
         found.append(sums._replace(passes=(ways[0], ways[1])))
     return tuple(found)
 

@@ -21,27 +21,6 @@ NONE = -1
 
 
 @inlined
-def _held_bytes(
-    pass_: int,
-    recomputes: bool,
-    split_weight: bool,
-    kept_bytes: float,
-    outside_bytes: float,
-    brief_bytes: float,
-) -> Any:
-    """Bytes of activations that a task allocates at its start and frees at its end. Recomputed ones
-    count in backward.
-
-    Args:
-        recomputes: it runs again.
-    """
-    if pass_ == FORWARD:
-        freed = kept_bytes - outside_bytes if recomputes else 0.0
-        return kept_bytes + brief_bytes, freed + brief_bytes
-    return 0.0, kept_bytes if pass_ == (WEIGHT if split_weight else BACKWARD) else 0.0
-
-
-@inlined
 def _append(task: int, device: int, following: Any, position: Any, first: Any, last: Any) -> None:
     """Let a device run a task after its last one."""
     if last[device] == NONE:
@@ -122,24 +101,21 @@ def order_tasks(
                             task = (RECOMPUTE * n_microbatches + microbatch) * rows + again
                             _append(task, device, following, position, first, last)
                 task = (kind * n_microbatches + microbatch) * rows + row
-                taken, freed = _held_bytes(
-                    kind,
-                    recompute[row],
-                    split_weight,
-                    kept_bytes[row],
-                    outside_bytes[row],
-                    brief_bytes[row],
-                )
                 if receives[kind, row]:
                     if n_exchanges >= n_first:
                         posted = max(0, n_exchanges - n_ahead)
                         gate[task] = before_wait[posted % n_ahead]
                     before_wait[n_exchanges % n_ahead] = last[device]
                     n_exchanges += 1
-                if kind == (WEIGHT if split_weight else BACKWARD):
+                freed = 0.0
+                if kind == FORWARD:  # a recomputed row's activations count in backward
+                    freed = kept_bytes[row] - outside_bytes[row] if recompute[row] else 0.0
+                    freed += brief_bytes[row]
+                    memory += kept_bytes[row] + brief_bytes[row]
+                elif kind == (WEIGHT if split_weight else BACKWARD):
+                    freed = kept_bytes[row]
                     memory += missing[row]
                     missing[row] = 0.0
-                memory += taken
                 passing = passing_bytes[FORWARD if kind == FORWARD else BACKWARD, row]
                 peak[device] = max(peak[device], memory + passing)
                 memory -= freed
