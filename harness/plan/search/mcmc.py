@@ -82,7 +82,7 @@ class Chain:
         """Walk from a start until the objective's budget is used up; the best plans seen."""
         plans = dict(start)
         apply_plans(self.trial, plans)
-        score = best_score = self.objective.judge(self.trial).score
+        score = best_score = self.objective.judge(self.trial)
         best = dict(plans)
         since = 0
         while not self.objective.is_over():
@@ -99,7 +99,7 @@ class Chain:
                 continue
             before = {op: plans[op] for op in move}
             apply_plans(self.trial, move)
-            found = self.objective.judge(self.trial).score
+            found = self.objective.judge(self.trial)
             if found <= score or self._random.random() < math.exp(
                 (score - found) / (temperature * best_score)
             ):
@@ -235,7 +235,7 @@ def descend(
     """
     plans = dict(start)
     apply_plans(trial, plans)
-    score = objective.judge(trial).score
+    score = objective.judge(trial)
     moves = _joint_moves(trial, space)
     k = n_failed = 0
     while n_failed < len(moves):
@@ -248,7 +248,7 @@ def descend(
             if len(move) < len(ops):
                 continue
             apply_plans(trial, move)
-            found = objective.judge(trial).score
+            found = objective.judge(trial)
             if found < score:
                 score = found
                 plans.update(move)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from harness.domain.graph import Graph
 from harness.domain.partition import Cut
@@ -18,19 +17,6 @@ from harness.plan.simulate.simulator import Simulator, Trial
 from harness.plan.simulate.tables import Tables
 
 _PROGRESS_EVERY_S = 0.25
-
-
-class JudgedPlan(NamedTuple):
-    """One proposal's step, and by which share of its memory the fullest device is too small; plus
-    the operators that are planned unlike others which share a batch norm or a weight with them."""
-
-    step_s: float
-    excess: float
-
-    @property
-    def score(self) -> float:
-        """The objective: a strategy that does not fit is worse the more it lacks."""
-        return self.step_s if self.excess == 0 else self.step_s * (2 + 10 * self.excess)
 
 
 @dataclass(frozen=True)
@@ -125,8 +111,10 @@ class Objective:
         """Whether nothing fits yet, or something faster than the best does not."""
         return self.best is None or self._least_unfit_s < self.best.step_s
 
-    def judge(self, trial: Trial) -> JudgedPlan:
-        """Simulate the trial as it is now."""
+    def judge(self, trial: Trial) -> float:
+        """Simulate the trial as it is now; its step, longer the more memory its fullest device
+        lacks, and the more operators are planned unlike others which share a batch norm or a weight
+        with them."""
         began = time.process_time()
         out = trial.outcome()
         limits = self.simulator.limits
@@ -142,7 +130,7 @@ class Objective:
             self._least_unfit_s = min(self._least_unfit_s, out.step_s)
         self.judging_s += time.process_time() - began
         self.tick()
-        return JudgedPlan(out.step_s, excess)
+        return out.step_s if excess == 0 else out.step_s * (2 + 10 * excess)
 
     def _n_unlike(self, tables: Tables) -> int:
         """Number of operators that share a batch norm or a written buffer with another and are

@@ -365,7 +365,7 @@ class PipelineSearch:
             stages=[Stage(recompute)] * len(pipeline.groups),
             shard_state=shard_state,
         )
-        return objective.judge(trial).score
+        return objective.judge(trial)
 
 
 def _undominated(partials: list[Partial], keep: int | None) -> list[Partial]:

@@ -9,6 +9,7 @@ A search must not lose to a standard strategy. Pipelines among them are balanced
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
@@ -92,10 +93,7 @@ class Space:
     @property
     def size(self) -> float:
         """Number of strategies in the space."""
-        size = 1.0
-        for menu in self.menus.values():
-            size *= len(menu)
-        return size
+        return math.prod(map(len, self.menus.values()), start=1.0)
 
     def _menu(self, op: int) -> list[OperatorPlan]:
         forms = key_forms(self._costs.graph.operators[op], self._costs.graph)
