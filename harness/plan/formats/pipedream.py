@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -220,20 +219,6 @@ _LIST = re.compile(r"\[[^\[\]]*\]")
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
 
-@dataclass(frozen=True)
-class _Node:
-    """One node line; times in seconds."""
-
-    name: str
-    description: str
-    forward_s: float
-    backward_s: float
-    activation_bytes: float
-    parameter_bytes: float
-    stage_id: int | None
-    producers: list[str] = field(default_factory=list)
-
-
 def parse_graph_txt(
     text: str,
     *,
@@ -251,7 +236,9 @@ def parse_graph_txt(
     Raises:
         GraphError: names the line or the operators, and the error.
     """
-    nodes: dict[str, _Node] = {}
+    shape = {} if batch is None else {"sample": batch}
+    operators: dict[str, Operator] = {}
+    points: list[Measurement] = []
     edges: list[tuple[str, str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         where = f"{source}:{number}"
@@ -265,57 +252,66 @@ def parse_graph_txt(
                 )
             edges.append((ends[0], ends[1], where))
             continue
-        node = _parse_node(line, where)
-        if node.name in nodes:
-            raise GraphError(f"{where}: {shorten(node.name)} is described twice: remove one line")
-        nodes[node.name] = node
+        operator, forward_s, backward_s = _parse_node(line, where, shape)
+        if operator.name in operators:
+            raise GraphError(
+                f"{where}: {shorten(operator.name)} is described twice: remove one line"
+            )
+        operators[operator.name] = operator
+        points.append(
+            Measurement(
+                device_kind=device_kind,
+                operator=operator.name,
+                shape=shape,
+                forward_s=forward_s,
+                backward_s=backward_s,
+            )
+        )
     for producer, consumer, where in edges:
         for end in (producer, consumer):
-            if end not in nodes:
+            if end not in operators:
                 raise GraphError(f"{where}: an edge names unknown operator {shorten(end)}")
-        nodes[consumer].producers.append(producer)
-    shape = {} if batch is None else {"sample": batch}
-    operators = [_operator(node, shape) for node in nodes.values()]
-    points = [
-        Measurement(
-            device_kind=device_kind,
-            operator=node.name,
-            shape=shape,
-            forward_s=node.forward_s,
-            backward_s=node.backward_s,
-        )
-        for node in nodes.values()
-    ]
-    graph = Graph.from_unordered(name, operators, batch=batch)
+        operators[consumer].inputs.append(producer)
+    graph = Graph.from_unordered(name, operators.values(), batch=batch)
     return graph, Profile(model=name, measurements=points, provenance={"source": source})
 
 
-def _parse_node(line: str, where: str) -> _Node:
+def _parse_node(line: str, where: str, shape: dict[str, int]) -> tuple[Operator, float, float]:
+    """An operator without its inputs, and its forward and backward seconds."""
     parts = [part.strip() for part in line.strip().split(" -- ")]
     if len(parts) not in (3, 4):
         raise GraphError(
             f"{where}: a node line has 3 or 4 fields parted by ` -- `, this has {len(parts)}"
         )
-    values = _values(parts[2], parts[0], where)
-    numbers = {
-        key: [
-            _parse_number(item, key, parts[0], where)
-            for item in values[key].strip().strip("[]").split(";")
-        ]
-        for key in _FIELDS
-    }
+    name, description = parts[:2]
+    values = _values(parts[2], name, where)
     forward_ms, backward_ms, activation_bytes, parameter_bytes = (
-        sum(numbers[key]) for key in _FIELDS
+        sum(
+            _parse_number(item, key, name, where)
+            for item in values[key].strip().strip("[]").split(";")
+        )
+        for key in _FIELDS
     )
-    return _Node(
-        name=parts[0],
-        description=parts[1],
-        forward_s=forward_ms / 1e3,
-        backward_s=backward_ms / 1e3,
-        activation_bytes=activation_bytes,
-        parameter_bytes=parameter_bytes,
-        stage_id=_parse_stage(parts[3], where) if len(parts) == 4 else None,
+    attrs: dict[str, Attribute] = {"description": description}
+    stage_id = _parse_stage(parts[3], where) if len(parts) == 4 else None
+    if stage_id is not None:
+        attrs["stage_id"] = stage_id
+    if linear := _LINEAR.search(description):
+        for feature, number in zip(("in_features", "out_features"), linear.groups(), strict=True):
+            what = f"{feature} of {shorten(name)}"
+            attrs[feature] = parse_int(number, what, at_least=1, error=GraphError)
+    match = _NAME.match(description)
+    word = match.group() if match else ""
+    operator = Operator(
+        name=name,
+        kind="input" if word.startswith("Input") else _KINDS.get(word, "other"),
+        inputs=[],
+        shape=shape,
+        parameter_bytes=round(parameter_bytes),
+        activation_bytes=round(activation_bytes),
+        attrs=attrs,
     )
+    return operator, forward_ms / 1e3, backward_ms / 1e3
 
 
 def _values(text: str, node: str, where: str) -> dict[str, str]:
@@ -357,25 +353,3 @@ def _parse_stage(text: str, where: str) -> int | None:
     if value.strip() == "None":
         return None
     return parse_int(value, f"{where}: stage_id", error=GraphError)
-
-
-def _operator(node: _Node, shape: dict[str, int]) -> Operator:
-    match = _NAME.match(node.description)
-    word = match.group() if match else ""
-    attrs: dict[str, Attribute] = {"description": node.description}
-    if node.stage_id is not None:
-        attrs["stage_id"] = node.stage_id
-    linear = _LINEAR.search(node.description)
-    if linear:
-        for name, number in zip(("in_features", "out_features"), linear.groups(), strict=True):
-            what = f"{name} of {shorten(node.name)}"
-            attrs[name] = parse_int(number, what, at_least=1, error=GraphError)
-    return Operator(
-        name=node.name,
-        kind="input" if word.startswith("Input") else _KINDS.get(word, "other"),
-        inputs=node.producers,
-        shape=shape,
-        parameter_bytes=round(node.parameter_bytes),
-        activation_bytes=round(node.activation_bytes),
-        attrs=attrs,
-    )

@@ -74,7 +74,7 @@ def problem_from(workload: OperatorDag, cluster: Cluster, limit_bytes: int | Non
         ],
         producers=workload.producers,
         values=[
-            Value(2 * workload.output_bytes[i] / bandwidth, (i, *consumers))
+            Value(2 * workload.activation_bytes[i] / bandwidth, (i, *consumers))
             for i, consumers in enumerate(workload.consumers)
             if consumers
         ],
@@ -109,7 +109,6 @@ def _in_turn(
 def _result(
     request: PlanRequest, workload: OperatorDag, problem: LoadProblem, found: Found
 ) -> PlanResult:
-    graph, profile = request.model()
     is_free = found.free.load_s < found.contiguous.load_s
     stages = stages_in_turn(problem, found.free.device_of) if is_free else None
     chosen = found.contiguous if stages is None else found.free
@@ -140,7 +139,7 @@ def _result(
         speedup_over_single=single_s / chosen.load_s,
         speedup_over_ddp=math.nan,
         memory_bytes={**dict.fromkeys(names, 0), **dict(zip(names, n_bytes, strict=False))},
-        strategy=pipeline_strategy(graph, profile, request, workload, placed, name="maxload"),
+        strategy=pipeline_strategy(request, workload, placed, name="maxload"),
         explanation=_explain(problem, found, placed),
         runners_up=_runners_up(found, single_s, is_written=is_written),
         n_proposals=found.n_sets,

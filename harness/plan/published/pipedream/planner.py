@@ -8,8 +8,6 @@ import numpy as np
 
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
-from harness.domain.graph import Graph
-from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import PlanError
@@ -58,7 +56,7 @@ def plan(request: PlanRequest) -> PlanResult:
     found = search(problem, report=report, deadline_s=deadline_s)
     if found is None:
         raise PlanError(_nothing_fits(problem))
-    return _result(graph, profile, request, problem, found)
+    return _result(request, problem, found)
 
 
 def check_devices(cluster: Cluster, workload: OperatorDag, cost: str) -> None:
@@ -89,8 +87,8 @@ def levels_for(cluster: Cluster, limit_bytes: int | None, workload: OperatorDag)
     """
     memory = float(limit_bytes or min(device.memory_bytes for device in cluster.devices))
     # No plan needs more on any device; a limit above it is none.
-    kept = sum(workload.activation_bytes) + sum(workload.output_bytes)
-    if memory >= memory_bytes(float(sum(workload.parameter_bytes)), float(kept), cluster.n_devices):
+    kept = 2.0 * sum(workload.activation_bytes)
+    if memory >= memory_bytes(float(sum(workload.parameter_bytes)), kept, cluster.n_devices):
         memory = math.inf
     bandwidth, sizes = Network(cluster).bandwidth, {len(node.devices) for node in cluster.nodes}
     if len(sizes) > 1:
@@ -128,19 +126,11 @@ def _nothing_fits(problem: PipelineProblem) -> str:
     )
 
 
-def _result(
-    graph: Graph,
-    profile: Profile,
-    request: PlanRequest,
-    problem: PipelineProblem,
-    found: FoundPipeline,
-) -> PlanResult:
+def _result(request: PlanRequest, problem: PipelineProblem, found: FoundPipeline) -> PlanResult:
     placed = device_stages(found, problem.levels)
     single_s = sum(problem.workload.compute_ticks) * TICK_S
     ddp_s = data_parallel_s(single_s, sum(problem.workload.parameter_bytes), problem.levels)
-    strategy = pipeline_strategy(
-        graph, profile, request, problem.workload, placed, name="pipedream"
-    )
+    strategy = pipeline_strategy(request, problem.workload, placed, name="pipedream")
     names = [device.name for device in request.cluster.devices]
     memory: dict[str, int] = dict.fromkeys(names, 0)
     for stage in placed:
@@ -156,7 +146,7 @@ def _result(
         memory_bytes=memory,
         strategy=strategy,
         explanation=_explain(found, placed, problem, names)
-        + _batch_note(request.batch or graph.batch, strategy.batch),
+        + _batch_note(request.batch or request.model()[0].batch, strategy.batch),
         runners_up=[
             _runner_up("data parallel", ddp_s, problem, "every device holds all operators"),
             _runner_up("one device", single_s, problem, "no communication"),
@@ -176,13 +166,7 @@ def _runner_up(name: str, step_s: float, problem: PipelineProblem, note: str) ->
 
 
 def pipeline_strategy(
-    graph: Graph,
-    profile: Profile,
-    request: PlanRequest,
-    workload: OperatorDag,
-    placed: Sequence[DeviceStage],
-    *,
-    name: str,
+    request: PlanRequest, workload: OperatorDag, placed: Sequence[DeviceStage], *, name: str
 ) -> Strategy:
     """The plan as a strategy: replicas split the samples of each microbatch of one step.
 
@@ -190,6 +174,7 @@ def pipeline_strategy(
     microbatches as there are pipeline stages. Where the batch is unknown, or too small for every
     replica to get a sample, the smallest that every stage can split evenly stands in for it.
     """
+    graph, profile = request.model()
     stage_of = {workload.names[i]: s for s, stage in enumerate(placed) for i in stage.operators}
     for operator in graph.operators:  # what the formula leaves out goes where its input is
         if operator.name not in stage_of and operator.inputs and operator.kind != "input":

@@ -55,8 +55,7 @@ class OperatorDag:
 
     Attributes:
         compute_ticks: forward plus backward of the profiled minibatch on one device, in TICK_S.
-        activation_bytes: kept until the backward pass, whole minibatch.
-        output_bytes: sent to its consumers, whole minibatch.
+        activation_bytes: sent to its consumers and kept until the backward pass, whole minibatch.
         producers: positions of the distinct producers.
     """
 
@@ -64,7 +63,6 @@ class OperatorDag:
     compute_ticks: list[int]
     parameter_bytes: list[int]
     activation_bytes: list[int]
-    output_bytes: list[int]
     producers: list[list[int]]
 
     @cached_property
@@ -100,7 +98,6 @@ def workload_from(graph: Graph, profile: Profile, device_kind: str) -> OperatorD
         compute_ticks=[round(times.lookup(op, device_kind).total_s / TICK_S) for op in kept],
         parameter_bytes=[op.parameter_bytes for op in kept],
         activation_bytes=[op.activation_bytes for op in kept],
-        output_bytes=[op.activation_bytes for op in kept],
         producers=[
             [position[name] for name in dict.fromkeys(op.inputs) if name in position] for op in kept
         ],
@@ -200,12 +197,13 @@ class Cuts:
         last = flags * (flags @ is_consumer.T == 0)
         sent = last @ flags_of(_sent_sets(workload), n) > 0
         sent[-1] = False
+        activations = np.array(workload.activation_bytes, dtype=float)
         return cls(
             members=members,
             compute_s=np.array([tick for tick, *_ in keys], dtype=float) * TICK_S,
             parameter_bytes=flags @ np.array(workload.parameter_bytes, dtype=float),
-            activation_bytes=flags @ np.array(workload.activation_bytes, dtype=float),
-            crossing_bytes=sent @ np.array(workload.output_bytes, dtype=float),
+            activation_bytes=flags @ activations,
+            crossing_bytes=sent @ activations,
         )
 
     def __len__(self) -> int:
