@@ -12,11 +12,11 @@ import importlib
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
@@ -25,6 +25,7 @@ from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
 from harness.plan.costs import PlanRequest
 from harness.plan.portfolio import search_portfolio
+from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 
 _PR_SET_PDEATHSIG = 1
@@ -100,23 +101,15 @@ def predict_change_s(cluster: Cluster, pair_bytes: Mapping[tuple[int, int], int]
     Args:
         pair_bytes: bytes by (sender, reader), as positions in `Cluster.devices`.
     """
-    rank_of = {device.name: rank for rank, device in enumerate(cluster.devices)}
-    slowest_s = 0.0
-    for link in cluster.links:
-        n_bytes = pair_bytes.get((rank_of[link.source], rank_of[link.target]), 0)
+    network, slowest_s = Network(cluster), 0.0
+    sent, received = np.zeros((2, len(cluster.nodes)))
+    for (a, b), n_bytes in pair_bytes.items():
         if n_bytes:
-            slowest_s = max(slowest_s, link.latency_s + n_bytes / link.bandwidth_bytes_per_s)
-    node_of = cluster.node_of()
-    sent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
-    for (source, target), n_bytes in pair_bytes.items():
-        if node_of[source] != node_of[target]:
-            sent[node_of[source]] += n_bytes
-            received[node_of[target]] += n_bytes
-    for at, node in enumerate(cluster.nodes):
-        if node.nic_bytes_per_s:
-            slowest_s = max(slowest_s, max(sent[at], received[at]) / node.nic_bytes_per_s)
-    return slowest_s
+            slowest_s = max(slowest_s, network.latency_s[a, b] + n_bytes / network.bandwidth[a, b])
+        source, target = network.node_of[a], network.node_of[b]
+        sent[source] += n_bytes * (source != target)
+        received[target] += n_bytes * (source != target)
+    return float(max(slowest_s, (np.maximum(sent, received) / network.nic).max()))
 
 
 def is_worth(before_s: float, after_s: float, n_steps_left: int, cost_s: float) -> bool:
