@@ -34,7 +34,7 @@ from harness.plan.estimates import (
     parse_dlrm,
     rated_profile,
 )
-from harness.plan.flags import model_sizes, size_flags
+from harness.plan.flags import flag_of, model_sizes, size_flags
 from harness.plan.formats.detect import read_strategy_file, strategy_from
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.show import load_graph
@@ -55,8 +55,7 @@ def request_from(
     _check_numbers(args)
     for name in COSTS[args.cost].unread:
         if getattr(args, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"--cost {args.cost} has no use for {flag}: leave it out")
+            raise ConfigError(f"--cost {args.cost} has no use for {flag_of(name)}: leave it out")
     cluster = cluster_from(args)
     graph, profile = None, None
     if "model" not in COSTS[args.cost].unread:
@@ -124,8 +123,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in ("batch_size", "search_budget", "search_seconds"):
         value = getattr(args, name)
         if value is not None and not 0 < value <= MOST_COUNT:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} {shorten(value)} must be above 0, and at most 2**53")
+            raise ConfigError(
+                f"{flag_of(name)} {shorten(value)} must be above 0, and at most 2**53"
+            )
     if args.memory is not None and parse_bytes(args.memory) < 1:
         raise ConfigError(f"--memory {args.memory} must be above 0")
 

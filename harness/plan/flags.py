@@ -32,7 +32,7 @@ MODEL_SIZES = {
 
 def size_flags(args: argparse.Namespace) -> dict[str, int]:
     """The given sizes of the model, by flag."""
-    return {_flag(name): size for name, size in _given(args).items()}
+    return {flag_of(name): size for name, size in _given(args).items()}
 
 
 def model_sizes(args: argparse.Namespace, kind: str) -> dict[str, int]:
@@ -46,11 +46,11 @@ def model_sizes(args: argparse.Namespace, kind: str) -> dict[str, int]:
         own = next(own for own, names in MODEL_SIZES.items() if name in names)
         if own != kind:
             raise ConfigError(
-                f"{_flag(name)} is for built-in models of {own}, not for --model {args.model}: "
+                f"{flag_of(name)} is for built-in models of {own}, not for --model {args.model}: "
                 "drop it, or change --model"
             )
         if not 0 < size <= MOST_COUNT:
-            raise ConfigError(f"{_flag(name)} {shorten(size)} must be above 0, and at most 2**53")
+            raise ConfigError(f"{flag_of(name)} {shorten(size)} must be above 0, and at most 2**53")
     return found
 
 
@@ -59,7 +59,8 @@ def _given(args: argparse.Namespace) -> dict[str, int]:
     return {name: size for name in names if (size := getattr(args, name)) is not None}
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The flag of an argument."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -75,7 +76,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "sizes of a built-in --model", "default: the model's own, as for ./entry.sh"
     )
     for name, words in (one for own in MODEL_SIZES.values() for one in own.items()):
-        sizes.add_argument(_flag(name), type=int, metavar="N", help=words)
+        sizes.add_argument(flag_of(name), type=int, metavar="N", help=words)
     model.add_argument(
         "--profile", type=Path, metavar="FILE", help="times: harness JSON or PipeDream graph.txt"
     )

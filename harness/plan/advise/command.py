@@ -29,7 +29,7 @@ from harness.plan.advise.words import (
 )
 from harness.plan.cli import check_output, request_from
 from harness.plan.costs import FAMILIES, PlanRequest, SearchProgress
-from harness.plan.flags import add_cluster, add_model, size_flags
+from harness.plan.flags import add_cluster, add_model, flag_of, size_flags
 from harness.plan.report import ProgressLine
 
 _EXAMPLES = """\
@@ -272,7 +272,7 @@ def _train_command(args: argparse.Namespace, advice: Advice) -> str:
     words += [str(word) for pair in size_flags(args).items() for word in pair]
     words += ["--batch-size", str(best.batch), *OPTIMIZER_STEPS[args.optimizer].flags]
     for flag in ("dtype", "reduce_dtype"):
-        words += [f"--{flag.replace('_', '-')}", value] if (value := getattr(args, flag)) else []
+        words += [flag_of(flag), value] if (value := getattr(args, flag)) else []
     if args.results not in (None, Path("results")):  # where train finds the measurements
         words += ["--results", str(args.results)]
     return shlex.join([*words, "--strategy", *_strategy_words(args, best)])

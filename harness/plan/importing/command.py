@@ -15,7 +15,7 @@ from harness.inputs import shorten
 from harness.measure.places import make_directory
 from harness.measure.store import write_atomically
 from harness.plan.cli import cluster_from
-from harness.plan.flags import add_cluster
+from harness.plan.flags import add_cluster, flag_of
 from harness.plan.importing.tables import bandwidth_of, read_collectives
 from harness.plan.importing.times import (
     LayerTime,
@@ -41,8 +41,9 @@ def run(args: argparse.Namespace) -> None:
     ):
         value = getattr(args, flag)
         if value is not None and not least <= value <= most:
-            name = f"--{flag.replace('_', '-')}"
-            raise ConfigError(f"{name} is {shorten(value)}: give a number from {least} to {most}")
+            raise ConfigError(
+                f"{flag_of(flag)} is {shorten(value)}: give a number from {least} to {most}"
+            )
     has_cluster = args.topology is not None or args.cluster is not None
     if args.operators is None and args.layer_times is None and args.topology is None:
         raise ConfigError("give --operators or --layer-times, or --topology for a cluster")
