@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TextIO
 
-import msgspec
-
 from harness.domain.einsum import expert_dim
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import REPLICA, SAMPLE, Cut, n_parts
@@ -104,11 +102,6 @@ _MOST_DEVICES = 16
 _LONGEST_NOTE = 50  # of a plan, so that its row fits a terminal; --json has all of it
 _ROUNDING = 1e-9
 _LEAST_INTERVAL_S = 0.1  # between two texts of the progress line
-
-
-def json_line(result: PlanResult) -> str:
-    """One JSON object."""
-    return msgspec.json.encode(result).decode()
 
 
 def result_lines(result: PlanResult, title: str = "") -> list[str]:

@@ -302,7 +302,8 @@ class Adviser:
         pipeline on the best set and on all; each with and without recomputation."""
         kinds = {device.kind: k for k, device in reversed(list(enumerate(self.cluster.devices)))}
         for kind, k in kinds.items():
-            yield self._largest_of("single", kind, part_of(self.cluster, [k]), _single, 1)
+            alone = part_of(self.cluster, [k])
+            yield self._largest_of("single", kind, alone, _ddp, 1)
         groups = {"all machines": self.cluster}
         if 1 < best.cluster.n_devices < self.cluster.n_devices:
             groups = {"the best set": best.cluster, **groups}
@@ -339,10 +340,6 @@ def _rate(priced: Priced | None) -> float:
 
 def _recomputed(build: Build, simulator: Simulator, batch: int) -> Strategy:
     return with_recomputation(build(simulator, batch), simulator.graph, MOST_OF_STAGE)
-
-
-def _single(simulator: Simulator, batch: int) -> Strategy:
-    return builders.single(simulator.graph, batch)
 
 
 def _ddp(simulator: Simulator, batch: int) -> Strategy:

@@ -32,9 +32,7 @@ from harness.plan import builders
 from harness.plan.costs import FAMILIES, PlanRequest, family_of
 from harness.plan.portfolio import options_of, search_portfolio
 from harness.plan.search.space import leaner, standard_strategies
-from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulation, Simulator
-from harness.units import format_bytes
 
 HOSTS = Path("hosts")
 _NODE_KEYS = ("watts", "hour_price")
@@ -178,18 +176,12 @@ class AdviceRequest:
         return known if is_right and (self.is_tried or _uses_all_nodes(known, cluster)) else None
 
     def simulator(self, cluster: Cluster) -> Simulator:
-        return Simulator(
-            self.graph,
-            self.profile,
-            cluster,
-            options=self.options(cluster),
-            memory_bytes=self.memory_bytes,
-        )
-
-    def options(self, cluster: Cluster) -> SimulatorOptions:
         options = options_of(self.profile, cluster, self.reduce_dtype)
         options = options.with_optimizer(self.optimizer, self.profile, cluster)
-        return replace(options, overlap=self.overlap)
+        options = replace(options, overlap=self.overlap)
+        return Simulator(
+            self.graph, self.profile, cluster, options=options, memory_bytes=self.memory_bytes
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,9 +350,3 @@ def largest_batch(request: AdviceRequest, cluster: Cluster, build: Build, least:
             (middle, found, high, over) if found <= 0 else (low, under, middle, found)
         )
     return low
-
-
-def memory_words(priced: Priced) -> str:
-    """The fullest device's memory of its limit, such as `5.1 GiB of 8 GiB`."""
-    _, n_bytes, limit = priced.fullest
-    return f"{format_bytes(n_bytes)} of {format_bytes(limit)}"

@@ -20,8 +20,8 @@ from harness.measure.derive.training import step_times
 from harness.measure.store import find_runs, read_run, without_samples
 from harness.measure.text import cell, table
 from harness.plan.advise.advice import Advice, LeftOut
-from harness.plan.advise.pricing import Priced, Prices, memory_words
-from harness.units import format_bandwidth, format_duration, format_number
+from harness.plan.advise.pricing import Priced, Prices
+from harness.units import format_bandwidth, format_bytes, format_duration, format_number
 
 _MOST_ROWS = 12
 _LONGEST_LABEL = 50  # of a strategy, so that a row fits a terminal; --json has all of it
@@ -188,7 +188,7 @@ def _set_table(advice: Advice, shown: Presentation) -> list[str]:
             f"{format_duration(one.step_s * shown.uncertainty.high)}",
             format_number(one.samples_per_s, 3),
             cell(None if single is None else one.samples_per_s / single.samples_per_s, ".2f"),
-            memory_words(one),
+            " of ".join(format_bytes(n_bytes) for n_bytes in one.fullest[1:]),
         ]
         if prices is not None:
             costs = energy_kwh(one, prices), money_of(one, prices)

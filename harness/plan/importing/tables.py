@@ -373,11 +373,11 @@ def _points(
     ]
 
 
-def thinned(points: Sequence[CollectivePoint], step: float = 1.1) -> list[CollectivePoint]:
-    """Points whose sizes grow by a factor, for a curve with many; the last one stays."""
+def thinned(points: Sequence[CollectivePoint]) -> list[CollectivePoint]:
+    """Points whose sizes grow by a tenth, for a curve with many; the last one stays."""
     found: list[CollectivePoint] = []
     for point in sorted(points, key=lambda point: point.n_bytes):
-        if not found or point.n_bytes >= step * found[-1].n_bytes:
+        if not found or point.n_bytes >= 1.1 * found[-1].n_bytes:
             found.append(point)
     return [*found[:-1], points[-1]] if found else []
 

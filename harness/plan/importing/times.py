@@ -264,9 +264,6 @@ class TimeKey(NamedTuple):
     tp: int = 1
 
 
-LayerTimes = Mapping[TimeKey, Sequence[LayerTime]]
-
-
 def chain_graph(name: str, layers: Sequence[PlannedLayer], batch: int, n_parts: int = 1) -> Graph:
     """Layers that each read the one before.
 
@@ -299,7 +296,9 @@ def _attrs(layer: PlannedLayer, batch: int, n_parts: int) -> dict[str, Attribute
     return attrs
 
 
-def layer_profile(graph: Graph, times: LayerTimes, *, source: str = "") -> Profile:
+def layer_profile(
+    graph: Graph, times: Mapping[TimeKey, Sequence[LayerTime]], *, source: str = ""
+) -> Profile:
     """Measurements of all layers of a chain.
 
     Raises:
@@ -314,8 +313,8 @@ def layer_profile(graph: Graph, times: LayerTimes, *, source: str = "") -> Profi
             )
         for operator, time in zip(graph.operators, row, strict=True):
             shape = {SAMPLE: key.samples}
-            if key.tp > 1:
-                shape[HEADS] = n_parts_of(operator) // key.tp
+            if key.tp > 1 and isinstance(n_parts := operator.attrs.get("n_heads", 1), int):
+                shape[HEADS] = n_parts // key.tp
             points.append(
                 Measurement(
                     device_kind=key.device_kind,
@@ -327,12 +326,6 @@ def layer_profile(graph: Graph, times: LayerTimes, *, source: str = "") -> Profi
             )
     provenance = {"source": source} if source else {}
     return Profile(model=graph.name, measurements=points, provenance=provenance)
-
-
-def n_parts_of(operator: Operator) -> int:
-    """Most devices among which tensor parallelism divides a layer."""
-    n = operator.attrs.get("n_heads", 1)
-    return n if isinstance(n, int) else 1
 
 
 def without_collectives(

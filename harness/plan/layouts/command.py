@@ -10,7 +10,7 @@ import msgspec
 from harness.domain.checkpoints import MOST_OF_STAGE, with_recomputation
 from harness.domain.fingerprint import fingerprint
 from harness.domain.schedule import SCHEDULE_NAMES
-from harness.domain.strategy import SHARD_STATES, Strategy
+from harness.domain.strategy import SHARD_STATES
 from harness.errors import ConfigError
 from harness.measure.store import write_atomically
 from harness.plan.cli import check_output, request_from
@@ -22,17 +22,6 @@ from harness.plan.simulate.options import AllReduce
 from harness.plan.simulate.report import explain
 from harness.plan.simulate.simulator import Simulator
 from harness.units import format_duration, format_number
-
-
-class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """The printed prediction."""
-
-    layout: str
-    step_s: float
-    samples_per_s: float
-    fits: bool
-    memory_bytes: dict[str, int]
-    strategy: Strategy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,23 +98,24 @@ def run(args: argparse.Namespace) -> None:
     simulation = simulator.simulate(strategy)
     if args.output is not None:
         write_atomically(args.output, strategy.to_json())
-    found = Predicted(
-        layout=layout.name,
-        step_s=simulation.step_s,
-        samples_per_s=strategy.batch / simulation.step_s,
-        fits=simulation.fits,
-        memory_bytes=simulation.memory_bytes,
-        strategy=strategy,
-    )
+    samples_per_s = strategy.batch / simulation.step_s
     if args.json:
+        found = {
+            "layout": layout.name,
+            "step_s": simulation.step_s,
+            "samples_per_s": samples_per_s,
+            "fits": simulation.fits,
+            "memory_bytes": simulation.memory_bytes,
+            "strategy": strategy,
+        }
         print(msgspec.json.encode(found).decode())
         return
-    fits = "" if found.fits else "; it does not fit into memory"
+    fits = "" if simulation.fits else "; it does not fit into memory"
     print(
-        f"{found.layout}: {format_duration(found.step_s)} per step, "
-        f"{format_number(found.samples_per_s)} samples/s{fits}",
+        f"{layout.name}: {format_duration(simulation.step_s)} per step, "
+        f"{format_number(samples_per_s)} samples/s{fits}",
         *(f"  {line}" for line in explain(simulation)),
         "",
-        *memory_lines(found.memory_bytes),
+        *memory_lines(simulation.memory_bytes),
         sep="\n",
     )

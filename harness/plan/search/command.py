@@ -3,13 +3,15 @@
 import argparse
 from pathlib import Path
 
+import msgspec
+
 from harness.domain.strategy import SHARD_STATES
 from harness.measure.store import write_atomically
 from harness.plan.cli import check_output, request_from
 from harness.plan.costs import COSTS
 from harness.plan.costs import run as search
 from harness.plan.flags import SHARD_STATE, add_cluster, add_model
-from harness.plan.report import ProgressLine, json_line, result_lines
+from harness.plan.report import ProgressLine, result_lines
 
 _EXAMPLES = """\
 examples:
@@ -78,4 +80,4 @@ def run(args: argparse.Namespace) -> None:
         progress.clear()
     if args.output is not None:
         write_atomically(args.output, result.strategy.to_json())
-    print(json_line(result) if args.json else "\n".join(result_lines(result)))
+    print(msgspec.json.encode(result).decode() if args.json else "\n".join(result_lines(result)))

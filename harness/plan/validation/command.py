@@ -234,10 +234,6 @@ def _matching(folder: Path) -> list[str]:
     return [name for name, reader in READERS.items() if reader.matches(folder)]
 
 
-# Fields of the file that the JSON line leaves out.
-_ONLY_IN_FILE = ("points", "schema", "version")
-
-
 def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
     """Each set of the directories, when it is done.
 
@@ -261,27 +257,10 @@ def _show(line: ProgressLine, name: str, done: int, of: int) -> None:
     line.show(f"{name}: {done} of {of} steps predicted")
 
 
-def json_line(validation: Validation) -> str:
-    """One JSON object without the points."""
-    fields = msgspec.to_builtins(validation)
-    return msgspec.json.encode(
-        {name: value for name, value in fields.items() if name not in _ONLY_IN_FILE}
-    ).decode()
-
-
 def lines(validations: Sequence[Validation]) -> list[str]:
     """A row per set, then the assumptions, calibrations and missing terms of each."""
-    heads = [
-        "set",
-        "points",
-        "judged",
-        "median",
-        "p90",
-        "Spearman",
-        "regret",
-        "source's",
-        "trivial",
-    ]
+    heads = ["set", "points", "judged", "median", "p90", "Spearman", "regret"]
+    heads += ["source's", "trivial"]
     rows = []
     for one in validations:
         others = (one.source_median_error, one.trivial_median_error)
@@ -322,8 +301,10 @@ def _failures(scores: Validation | PartScores) -> Iterator[str]:
 def run(args: argparse.Namespace) -> None:
     """Print all sets; with --json each as soon as it is done."""
     if args.json:
-        for one in validate_sets(args):
-            print(json_line(one), flush=True)
+        for fields in map(msgspec.to_builtins, validate_sets(args)):
+            for only_in_file in ("points", "schema", "version"):
+                del fields[only_in_file]
+            print(msgspec.json.encode(fields).decode(), flush=True)
     else:
         print("\n".join(lines(list(validate_sets(args)))))
 

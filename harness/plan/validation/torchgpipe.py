@@ -46,10 +46,6 @@ class _GPipeRun(NamedTuple):
     n_stages: int
     samples_per_s: float
 
-    @property
-    def recomputes(self) -> bool:
-        return self.experiment != _PLAIN_BASELINE
-
 
 class _Model:
     """One model's runs."""
@@ -79,7 +75,7 @@ class _Model:
             n_microbatches=run.chunks,
             schedule="gpipe",
         )
-        if run.recomputes:
+        if run.experiment != _PLAIN_BASELINE:
             strategy = with_recomputation(strategy, simulator.graph, 1)
         return SimulatedRun(simulator, strategy)
 

@@ -222,18 +222,17 @@ def anneal_placement(
 ) -> OperatorPlacement:
     """Improve a placement without keeping stages contiguous."""
     n_moves = int(effort * max(_LEAST_MOVES, _MOVES_EACH * problem.n_operators * problem.n_devices))
-    best = start
+    best, joined = start, Joined.from_problem(problem)
     for k, hottest in enumerate(_HOTTEST if problem.n_devices > 1 else ()):
         if n_moves == 0 or best.load_s <= bound_s * _ROUNDING:
             break
-        device_of = start.device_of if k % 2 == 0 else best.device_of
-        chain = anneal(problem, device_of, n_moves=n_moves, hottest=hottest, seed=8 * seed + k)
-        if chain[1] < best.load_s * (1 - 1e-9):
-            best = OperatorPlacement(*chain)
+        device_of, load_s = _run_chain(
+            joined, np.array((best if k % 2 else start).device_of), problem.n_devices,
+            problem.memory_bytes, n_moves, hottest, 8 * seed + k,
+        )  # fmt: skip
+        if load_s < best.load_s * (1 - 1e-9):
+            best = OperatorPlacement(device_of.tolist(), float(load_s))
     return best
-
-
-_COLDEST = 1e-4  # of the load
 
 
 class Joined(NamedTuple):
@@ -271,26 +270,15 @@ class AnnealingState(NamedTuple):
     counts: Integers
 
 
-def anneal(
-    problem: LoadProblem, start: Sequence[int], *, n_moves: int, hottest: float, seed: int
-) -> tuple[list[int], float]:
-    """The best placement of one chain, and its greatest load.
-
-    Args:
-        hottest: temperature at the start, as a part of the load.
-    """
-    device_of, load_s = _run_chain(
-        Joined.from_problem(problem), np.array(start, dtype=np.int64), problem.n_devices,
-        problem.memory_bytes, n_moves, hottest, _COLDEST, seed,
-    )  # fmt: skip
-    return device_of.tolist(), float(load_s)
+_COLDEST = 1e-4  # of the load
 
 
 @compiled
 def _run_chain(
     joined: Any, device_of: Any, n_devices: int, memory_bytes: float, n_moves: int,
-    hottest: float, coldest: float, seed: int,
+    hottest: float, seed: int,
 ) -> Any:  # fmt: skip
+    """The best placement of one chain, and its greatest load, of which `hottest` is a part."""
     np.random.seed(seed)
     state = AnnealingState(
         device_of.copy(), np.zeros(n_devices), np.zeros(n_devices),
@@ -302,7 +290,7 @@ def _run_chain(
     best, best_s = device_of.copy(), state.loads.max()
     energy = _energy(state, memory_bytes)
     for step in range(n_moves):
-        temperature = best_s * hottest * (coldest / hottest) ** (step / n_moves)
+        temperature = best_s * hottest * (_COLDEST / hottest) ** (step / n_moves)
         i = np.random.randint(n)
         if np.random.random() < 0.5:
             target = np.random.randint(n_devices)

@@ -105,8 +105,6 @@ def test_a_sample_of_the_cuts_gives_a_plan_and_a_bound_below_the_optimum():
     )
     exact = search(branches, effort=0)
     sample = search(branches, most_sets=60, effort=0)
-    assert exact is not None
-    assert sample is not None
     assert exact.n_sets == 2**11 + 1
     assert exact.is_exact
     assert sample.n_sets <= 60
@@ -147,7 +145,6 @@ def test_the_plan_is_a_pipeline_with_its_bound():
     assert [result.strategy.operators[name].devices for name in "abcd"] == [[0], [0], [1], [1]]
     assert result.strategy.schedule == "1f1b"
     assert any("optimal" in line for line in result_lines(result))
-    assert asked.graph is not None
     validate(result.strategy, asked.graph, asked.cluster)
 
 
