@@ -1,4 +1,5 @@
 from collections import Counter
+from itertools import accumulate
 
 import pytest
 
@@ -14,20 +15,20 @@ from harness.errors import StrategyError
 LETTER = {"forward": "F", "backward": "B", "weight": "W"}
 
 
+def actions_of(schedule, n_ranks, n_microbatches, n_stages=None):
+    """By rank."""
+    numbers = {"n_microbatches": n_microbatches, "n_ranks": n_ranks}
+    numbers["n_stages"] = n_ranks if n_stages is None else n_stages
+    return [list(rank_actions(schedule, rank=rank, **numbers)) for rank in range(n_ranks)]
+
+
 def table(schedule, n_ranks, n_microbatches, n_stages=None):
-    n_stages = n_stages or n_ranks
-    rows = []
-    for rank in range(n_ranks):
-        actions = rank_actions(
-            schedule, n_stages=n_stages, n_microbatches=n_microbatches, n_ranks=n_ranks, rank=rank
+    return [
+        " ".join(
+            f"{LETTER[a.kind]}{a.microbatch}" + (f".{a.stage}" if n_stages else "") for a in own
         )
-        rows.append(
-            " ".join(
-                f"{LETTER[a.kind]}{a.microbatch}" + (f".{a.stage}" if n_stages > n_ranks else "")
-                for a in actions
-            )
-        )
-    return rows
+        for own in actions_of(schedule, n_ranks, n_microbatches, n_stages)
+    ]
 
 
 def test_1f1b_written_out():
@@ -60,18 +61,7 @@ def test_zero_bubble_written_out():
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 5])
 def test_every_pass_happens_once_and_no_rank_waits_for_ever(schedule, n_ranks, chunks):
     n_stages, n_microbatches = n_ranks * chunks, 2 * n_ranks
-    queues = [
-        list(
-            rank_actions(
-                schedule,
-                n_stages=n_stages,
-                n_microbatches=n_microbatches,
-                n_ranks=n_ranks,
-                rank=rank,
-            )
-        )
-        for rank in range(n_ranks)
-    ]
+    queues = actions_of(schedule, n_ranks, n_microbatches, n_stages)
     counts = Counter(action for queue in queues for action in queue)
     n_kinds = 3 if schedule == "zero_bubble" else 2
     assert set(counts.values()) == {1}
@@ -101,12 +91,9 @@ def test_every_pass_happens_once_and_no_rank_waits_for_ever(schedule, n_ranks, c
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_at_most_as_many_microbatches_as_ranks_hold_activations(schedule):
     last = "weight" if schedule == "zero_bubble" else "backward"
-    for rank in range(4):
-        held = peak = 0
-        for action in rank_actions(schedule, n_stages=4, n_microbatches=9, n_ranks=4, rank=rank):
-            held += (action.kind == "forward") - (action.kind == last)
-            peak = max(peak, held)
-        assert peak <= 4
+    for own in actions_of(schedule, 4, 9):
+        held = accumulate((a.kind == "forward") - (a.kind == last) for a in own)
+        assert max(held) <= 4
 
 
 @pytest.mark.parametrize(
@@ -121,38 +108,24 @@ def test_at_most_as_many_microbatches_as_ranks_hold_activations(schedule):
 )
 def test_impossible_schedule_is_refused(schedule, n_stages, n_microbatches, n_ranks, message):
     with pytest.raises(StrategyError, match=message):
-        list(
-            rank_actions(
-                schedule,
-                n_stages=n_stages,
-                n_microbatches=n_microbatches,
-                n_ranks=n_ranks,
-                rank=0,
-            )
-        )
+        actions_of(schedule, n_ranks, n_microbatches, n_stages)
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("n_microbatches", [1, 2, 3, 7])
 def test_steps_without_a_flush_and_a_flush_are_one_long_1f1b(n_microbatches, n_ranks):
-    n_steps = 4
-    for rank in range(n_ranks):
+    n_fed = 4 * n_microbatches
+    for rank, wanted in enumerate(actions_of("1f1b", n_ranks, n_fed)):
+        where = {"n_ranks": n_ranks, "rank": rank}
         found = []
-        for first in range(0, n_steps * n_microbatches, n_microbatches):
-            step = unflushed_actions(
-                n_microbatches=n_microbatches, n_ranks=n_ranks, rank=rank, n_before=first
-            )
+        for first in range(0, n_fed, n_microbatches):
+            step = unflushed_actions(n_microbatches=n_microbatches, n_before=first, **where)
             found += [one._replace(microbatch=first + one.microbatch) for one in step]
-        n_fed = n_steps * n_microbatches
         at_flush = [
-            unflushed_position(
-                one.microbatch, n_ranks=n_ranks, rank=rank, is_backward=one.kind == "backward"
-            )
+            unflushed_position(one.microbatch, is_backward=one.kind == "backward", **where)
             for one in found
         ]
-        flush = flush_actions(n_ranks=n_ranks, rank=rank, n_before=n_fed)
+        flush = flush_actions(n_before=n_fed, **where)
         found += [one._replace(microbatch=n_fed + one.microbatch) for one in flush]
-        assert found == list(
-            rank_actions("1f1b", n_stages=n_ranks, n_microbatches=n_fed, n_ranks=n_ranks, rank=rank)
-        )
+        assert found == wanted
         assert at_flush == list(range(len(at_flush)))

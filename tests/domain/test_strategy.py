@@ -137,10 +137,7 @@ def test_copies_are_those_of_one_block_and_are_fed_all_of_it():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (
-            OperatorPlan({"replica": 2}, [1, 1]),
-            r"2 copies of a block on devices \[1, 1\]",
-        ),
+        (OperatorPlan({"replica": 2}, [1, 1]), r"2 copies of a block on devices \[1, 1\]"),
         (OperatorPlan({"replica": 3}, [0, 1]), "3 blocks and 2 devices"),
         (OperatorPlan({"replica": [2, 1]}, [0, 1]), r"\[2, 1\] copies of a block are not"),
         (OperatorPlan({"replica": 0}, []), "0 copies of a block are not possible"),
