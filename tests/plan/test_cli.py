@@ -14,7 +14,6 @@ from launching import completed
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.strategy import Strategy, validate
-from harness.plan.__main__ import main
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.report import ProgressLine
 
@@ -49,14 +48,12 @@ def chain(tmp_path):
     return path
 
 
-def search(*flags):
-    return ["search", *(str(flag) for flag in flags)]
+SEARCH = "search --cost pipedream"
+ON_TWO = "search --cost pipedream --topology 2 --bandwidth 1e9"
 
 
-def test_json_is_one_object_with_every_field(chain, capsys):
-    flags = search("--profile", chain, "--topology", "1x2", "--bandwidth", "1e9")
-    assert main([*flags, "--cost", "pipedream", "--json"]) == 0
-    out = capsys.readouterr().out
+def test_json_is_one_object_with_every_field(chain, printed):
+    out = printed(SEARCH, "--topology 1x2 --bandwidth 1e9 --json --profile", chain).out
     assert out.count("\n") == 1
     result = json.loads(out)
     assert result["predicted_step_s"] == pytest.approx(6e-3)  # two stages of two operators
@@ -78,26 +75,23 @@ def test_json_is_one_object_with_every_field(chain, capsys):
 @pytest.mark.parametrize(
     ("flags", "batch", "note"),
     [
-        ([], 4, "whose size is not known"),
-        (["--batch-size", "64"], 64, None),
-        (["--batch-size", "2"], 4, "a batch of 2 leaves replicas without a sample"),
+        ("", 4, "whose size is not known"),
+        ("--batch-size 64", 64, None),
+        ("--batch-size 2", 4, "a batch of 2 leaves replicas without a sample"),
     ],
 )
-def test_strategy_has_a_batch_that_every_replica_can_share(tmp_path, flags, batch, note, capsys):
+def test_strategy_has_a_batch_that_every_replica_can_share(tmp_path, flags, batch, note, printed):
     path = tmp_path / "one.txt"
     path.write_text(node("a", 1))
-    flags = [*search("--profile", path, "--topology", "4", "--bandwidth", "1e9"), *flags]
-    assert main([*flags, "--cost", "pipedream", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    words = (SEARCH, "--topology 4 --bandwidth 1e9 --json --profile", path, flags)
+    result = json.loads(printed(*words).out)
     assert result["strategy"]["batch"] == batch
     assert result["strategy"]["operators"]["a"]["partition"] == {"sample": 4}
     assert any(note in line for line in result["explanation"]) if note else batch == 64
 
 
-def test_text_explains_the_choice(chain, capsys):
-    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "8gbit")
-    assert main([*flags, "--cost", "pipedream", "--batch-size", "64"]) == 0
-    out = capsys.readouterr().out
+def test_text_explains_the_choice(chain, printed):
+    out = printed(SEARCH, "--topology 2 --bandwidth 8gbit --batch-size 64 --profile", chain).out
     assert "best plan by pipedream: 6 ms per step" in out
     assert "predicted 2.00 times as fast as one device" in out
     assert "stage 0: 2 operators on 1 device: compute 6 ms" in out
@@ -108,18 +102,17 @@ def test_text_explains_the_choice(chain, capsys):
     assert "node0:1" in out
 
 
-def test_written_strategy_is_valid_for_the_graph(chain, tmp_path):
+def test_written_strategy_is_valid_for_the_graph(chain, tmp_path, printed):
     plan = tmp_path / "plan.json"
-    flags = search("--profile", chain, "--topology", "2x2", "--bandwidth", "1e9,1e8")
-    flags += ["--batch-size", "64", "--cost", "pipedream", "--output", str(plan)]
-    assert main(flags) == 0
+    hardware = "--topology 2x2 --bandwidth 1e9,1e8"
+    printed(SEARCH, hardware, "--batch-size 64 --profile", chain, "--output", plan)
     strategy = Strategy.load(plan)
     assert strategy.batch == 64
     cluster = Cluster.uniform(2, 2, inside_bytes_per_s=1e9, memory_bytes=2**40)
     validate(strategy, parse_graph_txt(CHAIN, name="chain", batch=64)[0], cluster)
 
 
-def test_published_costs_refuse_unlike_devices(chain, tmp_path, capsys):
+def test_published_costs_refuse_unlike_devices(chain, tmp_path, refused):
     cluster = json.loads(
         Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=2**40).to_json()
     )
@@ -127,46 +120,36 @@ def test_published_costs_refuse_unlike_devices(chain, tmp_path, capsys):
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(cluster))
     for cost in ("pipedream", "maxload"):
-        assert main(search("--profile", chain, "--cluster", path, "--cost", cost)) == 2
-        assert f"--cost {cost} plans for equal devices" in capsys.readouterr().err
+        said = refused("search --cost", cost, "--profile", chain, "--cluster", path)
+        assert f"--cost {cost} plans for equal devices" in said
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--bandwidth", "1e9"], "give either --cluster FILE or --topology"),
-        (["--topology", "2", "--cluster", "x.json"], "give either --cluster FILE or --topology"),
-        (["--topology", "2y2", "--bandwidth", "1e9"], "--topology '2y2' is not NODESxDEVICES"),
-        (["--topology", "0x2", "--bandwidth", "1e9"], "--topology '0x2' is not NODESxDEVICES"),
-        (["--topology", "2"], "--topology needs --bandwidth"),
-        (["--topology", "2", "--bandwidth", "1,2,3"], "is not INSIDE[,BETWEEN]"),
-        (["--topology", "2", "--bandwidth", "fast"], "'fast' is not a number"),
-        (
-            ["--topology", "2", "--bandwidth", "1e9", "--batch-size", "0"],
-            "--batch-size 0 must be above 0",
-        ),
-        (
-            ["--topology", "2", "--bandwidth", "1e9", "--search-seconds", "-1"],
-            "--search-seconds -1.0 must be",
-        ),
-        (["--topology", "2", "--bandwidth", "1e9", "--memory", "1kB"], "no plan fits"),
-        (["--cluster"], "argument --cluster: expected one argument; see python -m harness.plan"),
-        (["--topology", "2", "--bandwidth", "1e9", "--memory", "0"], "--memory 0 must be above 0"),
-        (["--cluster", "absent.json"], "absent.json: No such file"),
-        (["--topology", "2", "--bandwidth", "1e9", "--graph", "absent"], "absent: No such file"),
+        ("--bandwidth 1e9", "give either --cluster FILE or --topology"),
+        ("--topology 2 --cluster x.json", "give either --cluster FILE or --topology"),
+        ("--topology 2y2 --bandwidth 1e9", "--topology '2y2' is not NODESxDEVICES"),
+        ("--topology 0x2 --bandwidth 1e9", "--topology '0x2' is not NODESxDEVICES"),
+        ("--topology 2", "--topology needs --bandwidth"),
+        ("--topology 2 --bandwidth 1,2,3", "is not INSIDE[,BETWEEN]"),
+        ("--topology 2 --bandwidth fast", "'fast' is not a number"),
+        ("--topology 2 --bandwidth 1e9 --batch-size 0", "--batch-size 0 must be above 0"),
+        ("--topology 2 --bandwidth 1e9 --search-seconds -1", "--search-seconds -1.0 must be"),
+        ("--topology 2 --bandwidth 1e9 --memory 1kB", "no plan fits"),
+        ("--cluster", "argument --cluster: expected one argument; see python -m harness.plan"),
+        ("--topology 2 --bandwidth 1e9 --memory 0", "--memory 0 must be above 0"),
+        ("--cluster absent.json", "absent.json: No such file"),
+        ("--topology 2 --bandwidth 1e9 --graph absent", "absent: No such file"),
     ],
 )
-def test_bad_flags_end_with_one_line_and_code_2(chain, flags, message, capsys):
-    assert main(search("--profile", chain, "--cost", "pipedream", *flags)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
+def test_bad_flags_end_with_one_line_and_code_2(chain, flags, message, refused):
+    assert message in refused(SEARCH, "--profile", chain, flags)
 
 
-def test_simulator_asks_for_memory_with_a_topology(chain, capsys):
-    assert main(search("--profile", chain, "--topology", "2", "--bandwidth", "1e9")) == 2
-    assert "--topology needs --memory BYTES" in capsys.readouterr().err
+def test_simulator_asks_for_memory_with_a_topology(chain, refused):
+    said = refused("search --topology 2 --bandwidth 1e9 --profile", chain)
+    assert "--topology needs --memory BYTES" in said
 
 
 @pytest.mark.parametrize(
@@ -178,42 +161,34 @@ def test_simulator_asks_for_memory_with_a_topology(chain, capsys):
         (CHAIN.replace("time=1.000", "time=-1.000", 1), "a time is in milliseconds"),
     ],
 )
-def test_bad_profile_ends_with_one_line_and_code_2(tmp_path, text, message, capsys):
+def test_bad_profile_ends_with_one_line_and_code_2(tmp_path, text, message, refused):
     path = tmp_path / "bad.txt"
     path.write_text(text)
-    flags = search("--profile", path, "--topology", "2", "--bandwidth", "1e9")
-    assert main([*flags, "--cost", "pipedream"]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert message in err
+    assert message in refused(ON_TWO, "--profile", path)
 
 
-def test_profile_without_its_graph_asks_for_it(tmp_path, capsys):
+def test_profile_without_its_graph_asks_for_it(tmp_path, refused):
     _, profile = parse_graph_txt(CHAIN, name="chain")
     path = tmp_path / "chain.json"
     path.write_bytes(profile.to_json())
-    flags = search("--profile", path, "--topology", "2", "--bandwidth", "1e9")
-    assert main([*flags, "--cost", "pipedream"]) == 2
-    assert "give --model or --graph FILE too" in capsys.readouterr().err
+    assert "give --model or --graph FILE too" in refused(ON_TWO, "--profile", path)
 
 
-def test_graph_and_profile_files_plan_like_the_graph_txt(tmp_path, capsys):
+def test_graph_and_profile_files_plan_like_the_graph_txt(tmp_path, printed):
     graph, profile = parse_graph_txt(CHAIN, name="chain")
     (tmp_path / "p.json").write_bytes(profile.to_json())
     (tmp_path / "g.json").write_bytes(graph.to_json())
-    flags = search("--profile", tmp_path / "p.json", "--graph", tmp_path / "g.json")
-    flags += ["--topology", "2", "--bandwidth", "1e9", "--cost", "pipedream", "--json"]
-    assert main(flags) == 0
-    assert json.loads(capsys.readouterr().out)["predicted_step_s"] == pytest.approx(6e-3)
+    files = ("--profile", tmp_path / "p.json", "--graph", tmp_path / "g.json")
+    assert json.loads(printed(ON_TWO, *files, "--json").out)["predicted_step_s"] == pytest.approx(
+        6e-3
+    )
 
 
-def test_show_tells_files_by_their_content(chain, tmp_path, capsys):
+def test_show_tells_files_by_their_content(chain, tmp_path, printed):
     graph, profile = parse_graph_txt(CHAIN, name="chain")
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=2**30)
     plan = tmp_path / "strategy"
-    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--output", plan)
-    main([*flags, "--cost", "pipedream"])
-    capsys.readouterr()
+    printed(ON_TWO, "--profile", chain, "--output", plan)
     expected = {
         "graph": (graph.to_json(), "graph chain: 4 operators"),
         "profile": (profile.to_json(), "profile of chain: 4 measurements on device"),
@@ -223,32 +198,25 @@ def test_show_tells_files_by_their_content(chain, tmp_path, capsys):
     for name, (data, line) in expected.items():
         path = tmp_path / name
         path.write_bytes(data)
-        assert main(["show", str(path)]) == 0
-        assert line in capsys.readouterr().out
+        assert line in printed("show", path).out
 
 
-def test_show_draws_a_strategy_over_its_graph(chain, tmp_path, capsys):
+def test_show_draws_a_strategy_over_its_graph(chain, tmp_path, printed, refused):
     plan = tmp_path / "plan.json"
-    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--output", plan)
-    assert main([*flags, "--cost", "pipedream"]) == 0
-    capsys.readouterr()
-    assert main(["show", str(plan), "--dot", "--graph", str(chain)]) == 0
-    out = capsys.readouterr().out
+    printed(ON_TWO, "--profile", chain, "--output", plan)
+    out = printed("show", plan, "--dot --graph", chain).out
     assert '"c" [label="c\\nlinear\\nsample 1 on 1", style=filled, fillcolor=palegreen];' in out
     other = tmp_path / "other.txt"
     other.write_text(node("z", 1))
-    assert main(["show", str(plan), "--dot", "--graph", str(other)]) == 2
-    assert "places 'a', which graph 'other' does not have" in capsys.readouterr().err
+    said = refused("show", plan, "--dot --graph", other)
+    assert "places 'a', which graph 'other' does not have" in said
 
 
-def test_show_refuses_what_it_cannot_draw(tmp_path, capsys):
+def test_show_refuses_what_it_cannot_draw(tmp_path, refused):
     path = tmp_path / "cluster.json"
     path.write_bytes(Cluster.uniform(1, 2, inside_bytes_per_s=1, memory_bytes=1).to_json())
-    assert main(["show", str(path), "--dot"]) == 2
-    assert main(["show", str(tmp_path / "absent")]) == 2
-    err = capsys.readouterr().err
-    assert "is not a graph" in err
-    assert "No such file" in err
+    assert "is not a graph" in refused("show", path, "--dot")
+    assert "No such file" in refused("show", tmp_path / "absent")
 
 
 def test_showing_does_not_load_compilers_or_torch(chain):
@@ -271,35 +239,31 @@ def test_help_imports_no_command():
 CONSOLE = "[Dense_100] num_dims(2) dims[1,2] device_ids[0,1]\n"
 
 
-def test_convert_carries_a_strategy_there_and_back(tmp_path, capsys):
+def test_convert_carries_a_strategy_there_and_back(tmp_path, printed):
     operators = [Operator(name="Dense_100", kind="linear", shape={"sample": 8, "feature": 4})]
     (tmp_path / "g.json").write_bytes(Graph(name="g", operators=operators, batch=8).to_json())
     (tmp_path / "a.txt").write_text(CONSOLE)
-    paths = {"--graph": tmp_path / "g.json"}
-    flags = [str(each) for pair in paths.items() for each in pair]
-    assert main(["convert", str(tmp_path / "a.txt"), "--output", str(tmp_path / "s"), *flags]) == 0
+    graph = ("--graph", tmp_path / "g.json")
+    out = printed("convert", tmp_path / "a.txt", "--output", tmp_path / "s", *graph).out
     strategy = Strategy.load(tmp_path / "s")
     assert strategy.operators["Dense_100"].partition == {"sample": 2}
     assert strategy.batch == 8
-    out = capsys.readouterr().out
     assert "as flexflow console, dims innermost first: data-parallel MLPs; wrote" in out
-    back = ["--to", "flexflow-console", "--output", str(tmp_path / "b.txt"), *flags]
-    assert main(["convert", str(tmp_path / "s"), *back]) == 0
+    printed("convert", tmp_path / "s", "--to flexflow-console --output", tmp_path / "b.txt", *graph)
     assert (tmp_path / "b.txt").read_text() == CONSOLE
 
 
-def test_a_search_starts_from_a_file_of_another_project(chain, tmp_path, capsys):
+def test_a_search_starts_from_a_file_of_another_project(chain, tmp_path, printed):
     lines = [f"[{name}] num_dims(2) dims[1,1] device_ids[1]\n" for name in "abcd"]
     (tmp_path / "start.txt").write_text("".join(lines))
-    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--batch-size", "8",
-                   "--start", tmp_path / "start.txt", "--search-budget", "1", "--json")  # fmt: skip
-    assert main([*flags, "--memory", "100GB"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    sizes = "--topology 2 --bandwidth 1e9 --memory 100GB --batch-size 8 --search-budget 1 --json"
+    words = ("search", sizes, "--profile", chain, "--start", tmp_path / "start.txt")
+    found = json.loads(printed(*words).out)
     assert "start: single device" in [found["method"], *(r["name"] for r in found["runners_up"])]
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the published profiles are not here")
-def test_interrupt_returns_the_best_plan_so_far(monkeypatch, capsys):
+def test_interrupt_returns_the_best_plan_so_far(monkeypatch, printed):
     """SIGINT arrives when refinement begins, as from a terminal."""
 
     def interrupt(self, progress):
@@ -308,14 +272,13 @@ def test_interrupt_returns_the_best_plan_so_far(monkeypatch, capsys):
 
     monkeypatch.setattr(ProgressLine, "__call__", interrupt)
     profile = DATA / "pipedream_profiles/inception_v3.txt"
-    flags = search("--profile", profile, "--topology", "4", "--bandwidth", "1e10")
     # What a shell starts in the background ignores SIGINT, and so would these tests there.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert main([*flags, "--cost", "pipedream", "--json"]) == 0
+        told = printed(SEARCH, "--topology 4 --bandwidth 1e10 --json --profile", profile)
     finally:
         signal.signal(signal.SIGINT, before)
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(told.out)
     assert result["interrupted"] is True
     assert result["speedup_over_single"] > 3.9
 
@@ -335,11 +298,11 @@ SETTINGS = (("4", "1e9"), ("4", "1e10"), ("16", "5e9"), ("4x4", "1e10,1.25e9"))
 
 @pytest.mark.skipif(not DATA.exists(), reason="the published profiles are not here")
 @pytest.mark.parametrize("name", PIPEDREAM)
-def test_plans_are_as_fast_as_those_of_pipedream(name, capsys):
+def test_plans_are_as_fast_as_those_of_pipedream(name, printed):
     for (topology, bandwidth), expected in zip(SETTINGS, PIPEDREAM[name], strict=True):
         if expected is None:
             continue
-        flags = search("--profile", DATA / f"pipedream_profiles/{name}.txt", "--json")
-        flags += ["--topology", topology, "--bandwidth", bandwidth, "--cost", "pipedream"]
-        assert main(flags) == 0
-        assert json.loads(capsys.readouterr().out)["speedup_over_single"] >= expected
+        hardware = f"--topology {topology} --bandwidth {bandwidth}"
+        profile = DATA / f"pipedream_profiles/{name}.txt"
+        found = json.loads(printed(SEARCH, hardware, "--json --profile", profile).out)
+        assert found["speedup_over_single"] >= expected

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessError
-from harness.plan.__main__ import main
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.formats.flexflow import parse_text, print_text
 from harness.plan.formats.pipedream import PipeDreamPlan, parse_graph_txt
@@ -21,13 +20,6 @@ def entries(name):
 
 def graph(name):
     return parse_graph_txt((CASES / name).read_text(), name="g")
-
-
-def refusal(path, *words, capsys):
-    assert main([*words, str(path)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    return said
 
 
 @pytest.mark.parametrize("name", ["d01-ff-tutorial.txt", "d03-ff-old-names.txt"])
@@ -100,16 +92,15 @@ def test_ends_of_lines_and_numbers_as_names_are_taken(name, names):
         ("d34-compression.txt", "'compression_ratio=0.5': remove it"),
     ],
 )
-def test_what_has_no_meaning_here_is_refused_with_what_to_do(name, message, capsys):
-    assert message in refusal(CASES / name, "show", capsys=capsys)
+def test_what_has_no_meaning_here_is_refused_with_what_to_do(name, message, refused):
+    assert message in refused("show", CASES / name)
 
 
 @pytest.mark.parametrize("name", ["d20-gpt2-no-backward.txt", "d32-all-zero.txt"])
-def test_a_profile_without_backward_is_shown_and_not_planned_by(name, capsys):
-    assert main(["show", str(CASES / name)]) == 0
-    capsys.readouterr()
-    flags = ["--topology", "1x2", "--bandwidth", "1e9", "--batch-size", "8", "--cost", "pipedream"]
-    said = refusal(CASES / name, "search", *flags, "--profile", capsys=capsys)
+def test_a_profile_without_backward_is_shown_and_not_planned_by(name, printed, refused):
+    printed("show", CASES / name)
+    flags = "--topology 1x2 --bandwidth 1e9 --batch-size 8 --cost pipedream"
+    said = refused("search", flags, "--profile", CASES / name)
     assert "has backward_compute_time=0 for every operator" in said
     assert "profile it too" in said
 
@@ -122,10 +113,10 @@ HAND_WRITTEN = (
 
 
 @pytest.mark.parametrize("data", HAND_WRITTEN)
-def test_hand_written_text_comes_back_byte_for_byte(data, tmp_path, capsys):
+def test_hand_written_text_comes_back_byte_for_byte(data, tmp_path, printed):
     source, copy = tmp_path / "in", tmp_path / "out"
     source.write_bytes(data)
-    assert main(["convert", str(source), "--to", "flexflow-text", "--output", str(copy)]) == 0
+    printed("convert", source, "--to flexflow-text --output", copy)
     assert copy.read_bytes() == data
     assert print_text(parse_text(data.decode())) == data.decode()
 

@@ -18,7 +18,6 @@ from harness.domain.profile import Measurement, OptimizerTime, Profile
 from harness.errors import ConfigError
 from harness.measure.store import read_header, write_header
 from harness.plan import builders
-from harness.plan.__main__ import main
 from harness.plan.advise import pricing
 from harness.plan.advise.advice import Adviser
 from harness.plan.advise.pricing import AdviceRequest, find_prices, largest_batch, load_prices
@@ -354,12 +353,10 @@ def results(tmp_path):
     return tmp_path
 
 
-def test_the_command_reads_a_results_directory(results, capsys):
+def test_the_command_reads_a_results_directory(results, printed):
     plan = results / "plan.json"
-    flags = ["advise", str(results), "--per-device-batch", "16", "--strategies", "ddp"]
-    flags += ["--no-overlap", "--optimizer", "adamw", "--json", "--output", str(plan)]
-    assert main(flags) == 0
-    found = json.loads(capsys.readouterr().out)
+    flags = "--per-device-batch 16 --strategies ddp --no-overlap --optimizer adamw --json --output"
+    found = json.loads(printed("advise", results, flags, plan).out)
     assert found["sentence"].startswith("One GPU is fastest: use ecetesla0 alone")
     assert found["sets"][1]["nodes"] == ["ecetesla0"]
     assert found["sets"][1]["predicted_step_s"] == pytest.approx(0.2198, rel=1e-3)
@@ -388,12 +385,11 @@ def test_the_comparison_ends_in_advice(results, capfd):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--batch-size", "4", "--per-device-batch", "2"], "give one of them"),
-        (["--strategies", "dpd"], "--strategies dpd is unknown: use single, ddp"),
-        (["--model", "vgg16", "--per-device-batch", "0"], "must be above 0"),
-        (["--memory", "1MB", "--strategies", "ddp"], "fits on no set of these machines"),
+        ("--batch-size 4 --per-device-batch 2", "give one of them"),
+        ("--strategies dpd", "--strategies dpd is unknown: use single, ddp"),
+        ("--model vgg16 --per-device-batch 0", "must be above 0"),
+        ("--memory 1MB --strategies ddp", "fits on no set of these machines"),
     ],
 )
-def test_contradictions_are_refused(results, capsys, flags, message):
-    assert main(["advise", str(results), *flags]) == 2
-    assert message in capsys.readouterr().err
+def test_contradictions_are_refused(results, refused, flags, message):
+    assert message in refused("advise", results, flags)

@@ -9,7 +9,6 @@ import pytest
 from harness.domain.graph import Graph
 from harness.domain.profile import OptimizerTime, Profile
 from harness.errors import DataError
-from harness.plan.__main__ import main
 from harness.plan.importing.tables import bandwidth_of, read_collectives
 
 TIMES = """\
@@ -23,32 +22,37 @@ CURVE = "size(B),time(ms)\n100,250\n200,500\n"
 
 
 @pytest.fixture
-def imported(tmp_path, capsys):
+def imported(tmp_path, printed):
     (tmp_path / "gpt.csv").write_text(TIMES)
     (tmp_path / "gpus_2.csv").write_text(CURVE)
-    words = ["--layer-times", tmp_path / "gpt.csv", "--collectives", tmp_path / "gpus_2.csv"]
-    words += ["--topology", "1x4", "--memory", "1GB", "--output", tmp_path]
-    assert main(["import", *map(str, words)]) == 0
-    said = capsys.readouterr().out
+    files = ("--layer-times", tmp_path / "gpt.csv", "--collectives", tmp_path / "gpus_2.csv")
+    said = printed("import --topology 1x4 --memory 1GB", *files, "--output", tmp_path).out
     assert "every link has 4e-07 GB/s, by all-reduce of 2" in said
     assert "taken off by the cluster" in said
     return tmp_path
 
 
-def test_collectives_are_taken_off_and_predicted_again(imported, capsys):
+@pytest.fixture
+def predicted(imported, printed):
+    """A layout's prediction by the imported files."""
+    files = ("--profile", imported / "profile-gpt.json", "--cluster", imported / "cluster.json")
+    return lambda *words: json.loads(printed("predict --json", *files, "--layout", *words).out)
+
+
+def test_collectives_are_taken_off_and_predicted_again(imported, predicted):
     profile = Profile.load(imported / "profile-gpt.json")
     # Two devices exchange 100 B at 400 B/s: 0.25 s after a, and before b for the gradient.
     found = [(p.forward_s, p.backward_s) for p in profile.measurements if "heads" in p.shape]
     assert found == [(0.5, 1.5), (0.75, 1.25)]
-    step = predicted(imported, capsys, "tp=2", "--batch-size", 2)
+    step = predicted("tp=2 --batch-size 2")
     assert step["step_s"] == pytest.approx(4.5)
     assert step["strategy"]["operators"]["a"]["devices"] == [0, 1]
 
 
-def test_collectives_of_a_given_cluster_are_taken_off(imported, tmp_path, capsys):
-    words = ["--layer-times", imported / "gpt.csv", "--cluster", imported / "cluster.json"]
-    assert main(["import", *map(str, words), "--output", str(tmp_path / "again")]) == 0
-    assert "taken off by the cluster" in capsys.readouterr().out
+def test_collectives_of_a_given_cluster_are_taken_off(imported, tmp_path, printed):
+    files = ("--layer-times", imported / "gpt.csv", "--cluster", imported / "cluster.json")
+    said = printed("import", *files, "--output", tmp_path / "again").out
+    assert "taken off by the cluster" in said
     for name in ("profile-gpt.json", "cluster.json"):
         assert (tmp_path / "again" / name).read_bytes() == (imported / name).read_bytes()
 
@@ -56,31 +60,28 @@ def test_collectives_of_a_given_cluster_are_taken_off(imported, tmp_path, capsys
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--operators", "gpt.csv"], "are times of two models: give one of them"),
-        (["--collectives", "gpus_2.csv"], "are a cluster's: give its --topology, or --cluster"),
+        ("--operators gpt.csv", "are times of two models: give one of them"),
+        ("--collectives gpus_2.csv", "are a cluster's: give its --topology, or --cluster"),
     ],
 )
-def test_an_input_that_would_be_ignored_is_refused(tmp_path, capsys, flags, message):
-    words = ["import", "--layer-times", "gpt.csv", *flags, "--output", str(tmp_path)]
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
+def test_an_input_that_would_be_ignored_is_refused(tmp_path, refused, flags, message):
+    assert message in refused("import --layer-times gpt.csv", flags, "--output", tmp_path)
 
 
-def test_pipeline_of_a_layout_fills_and_drains(imported, capsys):
-    words = ("--batch-size", 4, "--microbatches", 2, "--schedule", "gpipe")
-    step = predicted(imported, capsys, "pp=2,cuts=1", *words)
+def test_pipeline_of_a_layout_fills_and_drains(predicted):
+    step = predicted("pp=2,cuts=1 --batch-size 4 --microbatches 2 --schedule gpipe")
     # Three slots of forward and of backward, and 0.25 s of transfer in each.
     assert step["step_s"] == pytest.approx(3 * 3 + 2 * 0.25)
 
 
-def test_a_step_has_the_optimizer_that_the_profile_has_timed(imported, capsys):
-    before = predicted(imported, capsys, "dp=1", "--batch-size", 2)["step_s"]
+def test_a_step_has_the_optimizer_that_the_profile_has_timed(imported, predicted):
+    before = predicted("dp=1 --batch-size 2")["step_s"]
     path = imported / "profile-gpt.json"
     profile = Profile.load(path)
     kind = profile.device_kinds[0]
     times = [OptimizerTime(device_kind=kind, optimizer="adamw", s_per_byte=0.01)]
     path.write_bytes(msgspec.structs.replace(profile, optimizers=times).to_json())
-    after = predicted(imported, capsys, "dp=1", "--batch-size", 2)["step_s"]
+    after = predicted("dp=1 --batch-size 2")["step_s"]
     assert after - before == pytest.approx(200 * 0.01)  # bytes of the parameters of both layers
 
 
@@ -92,22 +93,15 @@ def test_a_step_has_the_optimizer_that_the_profile_has_timed(imported, capsys):
     ],
 )
 def test_columns_may_stand_in_any_order_in_capitals_in_other_units_parted_by_semicolons(
-    tmp_path, capsys, times
+    tmp_path, printed, times
 ):
     text = "Output_Bytes;microbatch;LAYER;tp;" + times
     (tmp_path / "gpt.csv").write_bytes(text.encode())
-    words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path)]
-    assert main(["import", *words]) == 0
+    printed("import --layer-times", tmp_path / "gpt.csv", "--output", tmp_path)
     (point,) = Profile.load(tmp_path / "profile-gpt.json").measurements
     assert (point.forward_s, point.backward_s) == (1, 2)
     graph = Graph.load(tmp_path / "profile-gpt.graph.json")
     assert graph.operators[0].activation_bytes == 50
-
-
-def predicted(folder, capsys, layout, *words):
-    files = ("--profile", folder / "profile-gpt.json", "--cluster", folder / "cluster.json")
-    assert main(["predict", "--json", "--layout", layout, *map(str, (*files, *words))]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +116,11 @@ def predicted(folder, capsys, layout, *words):
         ('{"traceEvents": []}', "is JSON, not a table"),
     ],
 )
-def test_bad_layer_times_are_refused(tmp_path, capsys, rows, message):
+def test_bad_layer_times_are_refused(tmp_path, refused, rows, message):
     header = "" if rows.startswith("{") else TIMES.splitlines()[0] + "\n"
     (tmp_path / "gpt.csv").write_text(header + rows + "\n")
-    words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path / "out")]
-    words += ["--topology", "1x2", "--bandwidth", "1e9", "--memory", "1GB"]
-    assert main(["import", *words]) == 2
-    assert message in capsys.readouterr().err
+    words = ("--layer-times", tmp_path / "gpt.csv", "--output", tmp_path / "out")
+    assert message in refused("import --topology 1x2 --bandwidth 1e9 --memory 1GB", *words)
     assert not (tmp_path / "out").exists()
 
 
@@ -140,30 +132,28 @@ def test_bad_layer_times_are_refused(tmp_path, capsys, rows, message):
         ("output_bytes,Output_Bytes", "column 'output_bytes' twice"),
     ],
 )
-def test_a_column_that_would_be_ignored_is_refused(tmp_path, capsys, columns, message):
+def test_a_column_that_would_be_ignored_is_refused(tmp_path, refused, columns, message):
     cells = ",".join("1" * (1 + columns.count(",")))
     text = f"layer,tp,microbatch,forward_s,backward_s,{columns}\na,1,2,1,2,{cells}\n"
     (tmp_path / "gpt.csv").write_text(text)
-    words = ["--layer-times", str(tmp_path / "gpt.csv"), "--output", str(tmp_path)]
-    assert main(["import", *words]) == 2
-    assert message in capsys.readouterr().err
+    words = ("import --layer-times", tmp_path / "gpt.csv", "--output", tmp_path)
+    assert message in refused(*words)
 
 
 @pytest.mark.parametrize(
     ("rows", "flags", "message"),
     [
-        ("input_nodes\na,1,2,{}", (), "has a column 'input_nodes': is it '_input_nodes'?"),
-        ("_input_nodes\na,1,2,{b: None}\nb,1,2,{}", (), "'a' reads 'b', which is no row above"),
-        ("_input_nodes\n,1,2,{}", (), "Name is empty"),
-        ("meta\na,1,2,x", ("--n-layers", "0"), "--n-layers is 0: give a number from 1 to 10000"),
-        ("meta\na,1,2,x", ("--ranks", "-3"), "--ranks is -3"),
+        ("input_nodes\na,1,2,{}", "", "has a column 'input_nodes': is it '_input_nodes'?"),
+        ("_input_nodes\na,1,2,{b: None}\nb,1,2,{}", "", "'a' reads 'b', which is no row above"),
+        ("_input_nodes\n,1,2,{}", "", "Name is empty"),
+        ("meta\na,1,2,x", "--n-layers 0", "--n-layers is 0: give a number from 1 to 10000"),
+        ("meta\na,1,2,x", "--ranks -3", "--ranks is -3"),
     ],
 )
-def test_bad_operators_are_refused(tmp_path, capsys, rows, flags, message):
+def test_bad_operators_are_refused(tmp_path, refused, rows, flags, message):
     (tmp_path / "o.csv").write_text(f"Name,fw_latency,bw_latency,{rows}\n")
-    words = ["--operators", str(tmp_path / "o.csv"), "--batch-size", "8", "--output", str(tmp_path)]
-    assert main(["import", *words, *flags]) == 2
-    assert message in capsys.readouterr().err
+    words = ("import --batch-size 8", flags, "--operators", tmp_path / "o.csv")
+    assert message in refused(*words, "--output", tmp_path)
 
 
 NCCL = """\

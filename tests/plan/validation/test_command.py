@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from harness.measure.statistics import rank_correlation
-from harness.plan.__main__ import main
 from harness.plan.validation.command import percentile_error, regret_of
 from harness.plan.validation.points import fit_amounts, solve_all
 
@@ -16,9 +15,9 @@ DATA = Path(__file__).parents[4] / "shared/data/gpu_clusters"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data/gpu_clusters")
 
 
-def validated(capsys, *args):
-    assert main(["validate", "--json", *map(str, args)]) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+@pytest.fixture
+def validated(printed):
+    return lambda folder: json.loads(printed("validate --json", folder).out)
 
 
 def sample_of(source, target, *keep):
@@ -29,26 +28,26 @@ def sample_of(source, target, *keep):
     )
 
 
-def test_vtrain_predicts_other_layouts_from_pure_ones(tmp_path, capsys):
+def test_vtrain_predicts_other_layouts_from_pure_ones(tmp_path, validated):
     kept = [f",{batch},1,1024,16,{n},1024," for batch in (4, 8) for n in (12, 24)]
     sample_of(DATA / "vtrain/ground_truth_single.csv", tmp_path / "iterations.csv", *kept)
     shutil.copytree(DATA / "vtrain/trace", tmp_path / "trace")
-    (found,) = validated(capsys, tmp_path)
+    found = validated(tmp_path)
     assert (found["n_points"], found["n_expressed"]) == (62, 46)
     assert found["median_error"] < 0.02
     assert found["p90_error"] < 0.05
-    assert found["regret"] < 0.01  # type: ignore[operator]
+    assert found["regret"] < 0.01
 
 
-def test_tesla_machines_are_better_used_one_by_one_at_batch_16(capsys):
-    (found,) = validated(capsys, DATA / "scalable_vit_dt/tesla")
+def test_tesla_machines_are_better_used_one_by_one_at_batch_16(validated):
+    found = validated(DATA / "scalable_vit_dt/tesla")
     assert found["set"] == "scalable_vit_dt"
     assert (found["n_points"], found["n_expressed"]) == (16, 10)
     assert found["median_error"] < 0.05
     assert found["regret"] == 0
 
 
-def test_unlike_gpus_need_a_run_on_one_of_each_kind(tmp_path, capsys):
+def test_unlike_gpus_need_a_run_on_one_of_each_kind(tmp_path, validated):
     # Seconds of an epoch of 100, 10, 50, 25 and 34 steps.
     runs = {
         "1_GPU/p1_b500_e1": (100, "A"),
@@ -63,18 +62,18 @@ def test_unlike_gpus_need_a_run_on_one_of_each_kind(tmp_path, capsys):
         rows = [f"{rank},1,{seconds},0,{kind}" for rank, kind in enumerate(kinds)]
         header = "Rank,Epoch,Computation_Time,GPU_ID,GPU_Name"
         (folder / "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
-    (found,) = validated(capsys, tmp_path)
+    found = validated(tmp_path)
     assert found["not_expressed"] == {
         "calibrates the others": 3, "no run on one C has its batch on this cluster": 1}  # fmt: skip
     # 3 s of B and 0.2 s of synchronisation, which the pair of A shows.
     assert found["median_error"] == pytest.approx(0, abs=1e-6)
 
 
-def test_pollux_needs_two_placements(tmp_path, capsys):
+def test_pollux_needs_two_placements(tmp_path, validated):
     folder = tmp_path / "cifar10"
     folder.mkdir()
     sample_of(DATA / "pollux/cifar10/placements.csv", folder / "placements.csv", ",129,")
-    (found,) = validated(capsys, tmp_path)
+    found = validated(tmp_path)
     assert found["not_expressed"] == {"calibrates the others": 3}
     assert "4 GPUs of a node compute 6% slower; 1+1+1+1 GPUs give" in found["notes"][0]
     assert found["median_error"] < 0.09
@@ -96,42 +95,40 @@ def test_pollux_needs_two_placements(tmp_path, capsys):
         ("pipetransformer", (",",), 15, 0.15, 0),
     ],
 )
-def test_bars_of_other_sets(tmp_path, capsys, name, keep, n_expressed, most, fewest_failures):
+def test_bars_of_other_sets(tmp_path, validated, name, keep, n_expressed, most, fewest_failures):
     for path in (DATA / name).iterdir():
         if path.suffix == ".csv":
             sample_of(path, tmp_path / path.name, *keep)
         else:
             (tmp_path / path.name).symlink_to(path)
-    (found,) = validated(capsys, tmp_path)
+    found = validated(tmp_path)
     assert (found["set"], found["n_expressed"]) == (name, n_expressed)
-    assert found["median_error"] < most  # type: ignore[operator]
-    assert found["n_failed_called"] >= fewest_failures  # type: ignore[operator]
+    assert found["median_error"] < most
+    assert found["n_failed_called"] >= fewest_failures
 
 
-def test_one_layer_of_neusight_stands_for_all(tmp_path, capsys):
+def test_one_layer_of_neusight_stands_for_all(tmp_path, validated):
     source = DATA / "neusight/label/Tesla_V100-PCIE-32GB"
     for name in ("bert_large-train-512-8.csv", "bert_large-train-512-8.json"):
         (tmp_path / name).symlink_to(source / name)
     (tmp_path / "bert_large-inf-512-8.json").symlink_to(source / "bert_large-inf-512-8.json")
-    (found,) = validated(capsys, tmp_path)
+    found = validated(tmp_path)
     assert found["not_expressed"] == {"no table of its operators (inf)": 1}
-    assert found["median_error"] < 0.08  # type: ignore[operator]
+    assert found["median_error"] < 0.08
 
 
-def test_a_folder_without_a_set_is_refused(tmp_path, capsys):
-    assert main(["validate", str(tmp_path)]) == 2
-    assert "holds no data set" in capsys.readouterr().err
+def test_a_folder_without_a_set_is_refused(tmp_path, refused):
+    assert "holds no data set" in refused("validate", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("cell", "message"), [("nan", "write a number"), ("0", "above 0"), ("1,2", "cells")]
 )
-def test_a_bad_cell_is_named(tmp_path, capsys, cell, message):
+def test_a_bad_cell_is_named(tmp_path, refused, cell, message):
     folder = tmp_path / "resnet"
     folder.mkdir()
     (folder / "p.csv").write_text(f"placement,local_bsz,step_time,sync_time\n1,8,{cell},0\n")
-    assert main(["validate", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused("validate", tmp_path)
 
 
 def test_scores_of_a_hand_sized_cell():
