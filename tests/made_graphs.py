@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise, permutations
 from typing import Any
 
@@ -38,6 +38,12 @@ def profile_of(
         for name, (f, b) in seconds.items()
     ]
     return Profile(model=graph.name, measurements=points)
+
+
+def changed(graph: Graph, names: Collection[str], **changes: Any) -> Graph:
+    """The graph with these changes of its operators of these names."""
+    operators = [replace(op, **changes) if op.name in names else op for op in graph.operators]
+    return replace(graph, operators=operators)
 
 
 def layers(

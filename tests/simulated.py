@@ -55,6 +55,15 @@ def simulate(graph, profile, cluster, plans, *, options=None, batch=8, **flow):
     return Simulator(graph, profile, cluster, options=options).simulate(strategy)
 
 
+ZERO, ONE = OperatorPlan({}, [0]), OperatorPlan({}, [1])
+BY_SAMPLES = OperatorPlan({"sample": 2}, [0, 1])
+
+
+def simulate_chain(a, b, cluster=None, **how):
+    """The chain by plans of a and b, by default on two devices."""
+    return simulate(*chain(), cluster or cluster_of(), {"a": a, "b": b}, **how)
+
+
 def timeline(simulation):
     return [(event.name, event.span.start_s, event.end_s) for event in events(simulation)]
 

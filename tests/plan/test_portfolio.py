@@ -6,16 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_graphs import GB, layers, profile_of, request_of
+from made_graphs import GB, changed, layers, profile_of, request_of
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Operator
 from harness.domain.sharding import weight_cuts
-from harness.domain.strategy import (
-    Stage,
-    check_fresh,
-    validate,
-)
+from harness.domain.strategy import Stage, check_fresh, validate
 from harness.errors import PlanError, StrategyError
 from harness.plan import builders
 from harness.plan.bottleneck import balance_in_turn
@@ -87,8 +83,7 @@ def test_what_does_not_fit_is_tried_with_sharded_state_and_with_recomputation():
     }
     for form in forms.values():
         validate(form, graph, cluster)
-    writing = msgspec.structs.replace(graph.operators[1], attrs={"writes_buffers": ["mean"]})
-    graph = msgspec.structs.replace(graph, operators=[graph.operators[0], writing])
+    graph = changed(layers(1, batch=32)[0], ["fc0"], attrs={"writes_buffers": ["mean"]})
     simulator = Simulator(graph, profile, cluster)
     assert not list(leaner(builders.single(graph, 32), simulator))
 
@@ -146,11 +141,7 @@ def test_pipeline_programme_finds_the_fastest_pipeline(seed, n_microbatches):
 def test_what_crosses_a_cut_does_not_grow_with_the_features_that_an_output_sums_over():
     graph, profile = layers(2)
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=256.0, memory_bytes=GB)
-    summing = [
-        msgspec.structs.replace(op, attrs={"in_features": 8} if op.parameter_bytes else {})
-        for op in graph.operators
-    ]
-    for one in (graph, msgspec.structs.replace(graph, operators=summing)):
+    for one in (graph, changed(graph, ["fc0", "fc1"], attrs={"in_features": 8})):
         (best,) = PipelineSearch(Simulator(one, profile, cluster), 8, 1).candidates(1)
         assert best.bound_s == 2 * 3 + 2 * 1  # layers of 3 s, and 256 B each way
 
@@ -383,18 +374,16 @@ def test_under_a_profile_in_bf16_what_travels_is_priced_so():
 
 
 def with_norms(graph, *calls):
-    """The graph, whose operators at these places call one batch norm."""
-    ops = list(graph.operators)
-    for k in calls:
-        shares = {"shares_norm_with": ops[calls[0]].name} if k != calls[0] else {}
-        ops[k] = msgspec.structs.replace(ops[k], kind="batch_norm", attrs=shares)
-    return msgspec.structs.replace(graph, operators=ops)
+    """The graph, of which these operators call one batch norm."""
+    shares = {"shares_norm_with": calls[0]}
+    graph = changed(graph, calls[:1], kind="batch_norm")
+    return changed(graph, calls[1:], kind="batch_norm", attrs=shares)
 
 
 @pytest.mark.parametrize("exhaustive_up_to", [0, 20_000])
 def test_every_plan_of_a_search_has_all_calls_of_a_batch_norm_alike(exhaustive_up_to):
     graph, profile = layers(4)
-    graph = with_norms(graph, 2, 4)
+    graph = with_norms(graph, "fc1", "fc3")
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e6, memory_bytes=GB)
     request = request_of(graph, profile, cluster)
     found = search_portfolio(request, exhaustive_up_to=exhaustive_up_to)
@@ -411,11 +400,8 @@ def test_every_plan_of_a_search_has_all_calls_of_a_batch_norm_alike(exhaustive_u
 @pytest.mark.parametrize("exhaustive_up_to", [0, 20_000])
 def test_every_plan_of_a_search_has_a_written_buffer_on_one_device(exhaustive_up_to):
     graph, profile = layers(4)
-    ops = list(graph.operators)
-    for k in (2, 4):  # reads the buffer, writes it
-        attrs = {"writes_buffers": ["seen"], "mixes_samples": True, "is_cut_by_samples": False}
-        ops[k] = msgspec.structs.replace(ops[k], kind="other", attrs=attrs)
-    graph = msgspec.structs.replace(graph, operators=ops)
+    attrs = {"writes_buffers": ["seen"], "mixes_samples": True, "is_cut_by_samples": False}
+    graph = changed(graph, ["fc1", "fc3"], kind="other", attrs=attrs)
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=GB)
     found = search_portfolio(request_of(graph, profile, cluster), exhaustive_up_to=exhaustive_up_to)
     for candidate in found.ranked():
@@ -427,12 +413,12 @@ def test_every_plan_of_a_search_has_a_written_buffer_on_one_device(exhaustive_up
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_search_cuts_a_weight_alike_for_all_operators_that_use_it(is_tied, exhaustive_up_to):
     graph, profile = layers(4, parameters=100_000)
-    ops = list(graph.operators)
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e6, memory_bytes=GB)
     if is_tied:
-        ops[2] = msgspec.structs.replace(ops[2], attrs=ops[2].attrs | {"tied_to": ops[1].name})
-    request = request_of(msgspec.structs.replace(graph, operators=ops), profile, cluster)
+        graph = changed(graph, ["fc1"], attrs={"tied_to": "fc0"})
+    request = request_of(graph, profile, cluster)
     found = search_portfolio(request, exhaustive_up_to=exhaustive_up_to)
-    cuts = [[weight_cuts(ops[k], c.plans[k].partition) for k in (1, 2)] for c in found.ranked()]
+    tied = [(k, graph.operators[k]) for k in (1, 2)]
+    cuts = [[weight_cuts(op, c.plans[k].partition) for k, op in tied] for c in found.ranked()]
     assert any(first != other for first, other in cuts) != is_tied
     assert any(first for first, _ in cuts)

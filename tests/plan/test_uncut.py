@@ -1,8 +1,8 @@
 """Plans of operators that are not cut by samples as others are: merged rows, positions."""
 
-import msgspec
 import pytest
-from made_graphs import GB, layers, profile_of, request_of, unlike_cluster
+from made_graphs import GB, changed, layers, profile_of, request_of, unlike_cluster
+from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
@@ -30,18 +30,8 @@ def merged_rows(*, batch=32, n_rows=16):
     """Layers of which the second has a row for each step of each sample."""
     graph, profile = layers(4, batch=batch)
     shape = {"sample": batch * n_rows, "feature": 8}
-    operators = [
-        msgspec.structs.replace(op, shape=shape) if op.name == "fc1" else op
-        for op in graph.operators
-    ]
-    points = [
-        msgspec.structs.replace(p, shape=shape) if p.operator == "fc1" else p
-        for p in profile.measurements
-    ]
-    return (
-        msgspec.structs.replace(graph, operators=operators),
-        msgspec.structs.replace(profile, measurements=points),
-    )
+    points = [replace(p, shape=shape) if p.operator == "fc1" else p for p in profile.measurements]
+    return changed(graph, ["fc1"], shape=shape), replace(profile, measurements=points)
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 0.6, 0.8)])
@@ -112,11 +102,7 @@ def test_every_plan_of_every_menu_is_valid_on_four_devices(position):
 
 def test_pipelines_leave_whole_what_cannot_be_cut_by_samples():
     graph, profile = layers(4)
-    operators = [
-        msgspec.structs.replace(op, attrs={"is_cut_by_samples": False}) if op.name == "fc1" else op
-        for op in graph.operators
-    ]
-    graph = msgspec.structs.replace(graph, operators=operators)
+    graph = changed(graph, ["fc1"], attrs={"is_cut_by_samples": False})
     cluster = Cluster.uniform(1, 3, inside_bytes_per_s=1e6, memory_bytes=GB)
     search = PipelineSearch(Simulator(graph, profile, cluster), 8, 2)
     for pipeline in search.candidates(1000):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from made_graphs import changed
 from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster
@@ -151,18 +152,15 @@ def test_a_stage_waits_for_the_stages_that_it_reads_alone():
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "changes",
     [
         {"shape": {"seq": 4}},
         {"shape": {}, "attrs": {"is_cut_by_samples": False}},  # a number, made of parameters
         {"attrs": {"is_cut_by_samples": False}},  # a loss that compares samples
     ],
 )
-def test_an_operator_that_cannot_be_cut_by_samples_is_on_one_replica(changed):
-    operators = [
-        replace(op, kind="other", **changed) if op.name == "l0" else op for op in GRAPH.operators
-    ]
-    graph = replace(GRAPH, operators=operators)
+def test_an_operator_that_cannot_be_cut_by_samples_is_on_one_replica(changes):
+    graph = changed(GRAPH, ["l0"], kind="other", **changes)
     found = layout_strategy(parse_layout("dp=2"), graph, EIGHT, 8)
     validate(found, graph, EIGHT)
     assert (found.operators["l0"].devices, found.operators["l1"].devices) == ([0], [0, 1])

@@ -6,13 +6,18 @@ import random
 import msgspec
 import numpy as np
 import pytest
+from made_graphs import changed
 from simulated import (
+    BY_SAMPLES,
+    ONE,
+    ZERO,
     chain,
     cluster_of,
     profile_of,
     random_case,
     random_plan,
     simulate,
+    simulate_chain,
     talking,
     timeline,
 )
@@ -33,10 +38,7 @@ from harness.plan.simulate.simulator import Simulator, Trial
 
 
 def test_one_device_runs_forward_and_backward_in_order():
-    graph, profile = chain()
-    found = simulate(
-        graph, profile, cluster_of(), {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
-    )
+    found = simulate_chain(ZERO, ZERO)
     assert timeline(found) == [("a", 0, 1), ("b", 1, 3), ("b", 3, 7), ("a", 7, 9)]
     # Weights, gradients, one optimizer state, and a's output in its backward, as b's is freed.
     assert found.memory_bytes == {"node0:0": 3 * 120 + 32, "node0:1": 0}
@@ -44,9 +46,8 @@ def test_one_device_runs_forward_and_backward_in_order():
 
 def test_devices_that_read_samples_hold_all_their_inputs_for_the_whole_step():
     graph, profile = chain()
-    x = msgspec.structs.replace(graph.operators[0], activation_bytes=8 * 100)
-    fed = msgspec.structs.replace(graph, operators=[x, *graph.operators[1:]])
-    plans = {"a": OperatorPlan({"sample": 2}, [0, 1]), "b": OperatorPlan({}, [1])}
+    fed = changed(graph, "x", activation_bytes=8 * 100)
+    plans = {"a": BY_SAMPLES, "b": ONE}
     held = [
         simulate(one, profile, cluster_of(), plans, n_microbatches=2).memory_bytes
         for one in (graph, fed)
@@ -57,16 +58,11 @@ def test_devices_that_read_samples_hold_all_their_inputs_for_the_whole_step():
 
 
 def test_microbatches_of_unlike_sizes_take_what_their_samples_take():
-    graph, profile = chain()
-    one = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
-    found = simulate(graph, profile, cluster_of(), one, n_microbatches=3)  # of 3, 3 and 2 samples
+    found = simulate_chain(ZERO, ZERO, n_microbatches=3)  # of 3, 3 and 2 samples
     assert found.step_s == pytest.approx(9)
-    two = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
     sent = [
         end - start
-        for name, start, end in timeline(
-            simulate(graph, profile, cluster_of(), two, n_microbatches=3)
-        )
+        for name, start, end in timeline(simulate_chain(ZERO, ONE, n_microbatches=3))
         if name.startswith("a node0:0 -> node0:1")
     ]
     assert sent == pytest.approx([2 / 3] * 3)  # 32 B at 16 B/s in all
@@ -75,9 +71,7 @@ def test_microbatches_of_unlike_sizes_take_what_their_samples_take():
 
 
 def test_feature_parallel_gathers_and_needs_no_synchronisation():
-    graph, profile = chain()
-    plans = {"a": OperatorPlan({"feature": 2}, [0, 1]), "b": OperatorPlan({}, [0])}
-    found = simulate(graph, profile, cluster_of(), plans)
+    found = simulate_chain(OperatorPlan({"feature": 2}, [0, 1]), ZERO)
     # Half of a's output (16 bytes) crosses, 1 s each way.
     assert timeline(found) == [
         ("a", 0, 0.5),
@@ -92,12 +86,10 @@ def test_feature_parallel_gathers_and_needs_no_synchronisation():
 
 
 def test_slow_device_takes_longer_and_shares_balance_it():
-    graph, profile = chain()
     cluster = cluster_of(bandwidth=1e30).scaled([1, 1 / 3])
-    even = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
-    fair = {name: OperatorPlan({"sample": [3, 1]}, [0, 1]) for name in ("a", "b")}
-    assert simulate(graph, profile, cluster, even).step_s == pytest.approx(9 / 2 * 3)
-    assert simulate(graph, profile, cluster, fair).step_s == pytest.approx(9 * 3 / 4)
+    fair = OperatorPlan({"sample": [3, 1]}, [0, 1])
+    assert simulate_chain(BY_SAMPLES, BY_SAMPLES, cluster).step_s == pytest.approx(9 / 2 * 3)
+    assert simulate_chain(fair, fair, cluster).step_s == pytest.approx(9 * 3 / 4)
 
 
 def test_operators_are_calibrated_to_the_measured_step():
@@ -108,8 +100,7 @@ def test_operators_are_calibrated_to_the_measured_step():
     )  # fmt: skip
     other = msgspec.structs.replace(step, dtype="bfloat16", step_s=36.0)  # not what runs
     profile = msgspec.structs.replace(profile, whole_steps=[step, other])
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
-    assert simulate(graph, profile, cluster_of(), plans).step_s == 18.0
+    assert simulate(graph, profile, cluster_of(), {"a": ZERO, "b": ZERO}).step_s == 18.0
 
 
 def test_a_part_of_an_operator_takes_the_host_as_long_as_the_whole():
@@ -133,15 +124,11 @@ def test_each_kind_of_device_has_its_own_times():
     both = Profile(model="chain", measurements=profile.measurements + other.measurements)
     first, second = cluster_of().devices
     cluster = cluster_of().with_devices([first, msgspec.structs.replace(second, kind="old")])
-    plans = {"a": OperatorPlan({}, [1]), "b": OperatorPlan({}, [1])}
-    assert simulate(graph, both, cluster, plans).step_s == 10.0
+    assert simulate(graph, both, cluster, {"a": ONE, "b": ONE}).step_s == 10.0
 
 
 def test_optimizer_runs_at_the_end_on_what_a_device_owns():
-    graph, profile = chain()
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
-    options = SimulatorOptions(optimizer_s_per_byte=0.01)
-    found = simulate(graph, profile, cluster_of(), plans, options=options)
+    found = simulate_chain(ZERO, ZERO, options=SimulatorOptions(optimizer_s_per_byte=0.01))
     assert found.step_s == pytest.approx(9 + 1.2)
     assert device_seconds(found, 0) == pytest.approx(
         {"forward": 3, "backward": 6, "exposed": 0, "optimizer": 1.2}
@@ -159,10 +146,7 @@ def test_an_average_is_one_more_state_and_three_more_accesses():
 
 
 def test_records_are_those_of_a_measured_run():
-    graph, profile = chain()
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
-    found = simulate(graph, profile, cluster_of(), plans)
-    by_rank = spans(found, step=3)
+    by_rank = spans(simulate_chain(ZERO, ONE), step=3)
     assert {span.step for own in by_rank.values() for span in own} == {3}
     assert [(s.kind, s.start_s) for s in by_rank[1]] == [
         ("communication", 1.0),
@@ -175,9 +159,7 @@ def test_records_are_those_of_a_measured_run():
 
 
 def test_the_critical_path_names_what_binds():
-    graph, profile = chain()
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
-    found = simulate(graph, profile, cluster_of(bandwidth=1.0), plans)
+    found = simulate_chain(ZERO, ONE, cluster_of(bandwidth=1.0))
     assert [event.name for event in critical_path(found)] == [
         "a",
         "a node0:0 -> node0:1",
@@ -193,9 +175,8 @@ def test_the_critical_path_names_what_binds():
 
 def test_out_of_memory_is_predicted_and_names_the_device():
     graph, profile = chain()
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
     simulator = Simulator(graph, profile, cluster_of(memory=390))
-    found = simulator.simulate(Strategy(name="s", batch=8, operators=plans))
+    found = simulator.simulate(Strategy(name="s", batch=8, operators={"a": ZERO, "b": ZERO}))
     assert not found.fits
     with pytest.raises(PlanError, match="needs 392 B on device node0:0, which has 390 B"):
         found.check_memory()
@@ -204,13 +185,12 @@ def test_out_of_memory_is_predicted_and_names_the_device():
 
 def test_bad_input_gets_its_error():
     graph, profile = chain()
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [7])}
     with pytest.raises(StrategyError, match="device 7, the cluster has devices 0 to 1"):
-        simulate(graph, profile, cluster_of(), plans)
+        simulate_chain(ZERO, OperatorPlan({}, [7]))
     with pytest.raises(PlanError, match="measured for graph"):
         Simulator(graph, msgspec.structs.replace(profile, graph_hash="abc"), cluster_of())
     with pytest.raises(PlanError, match="no device kind 'T4'"):
-        simulate(graph, profile, cluster_of(kind="T4"), {k: OperatorPlan({}, [0]) for k in "ab"})
+        simulate_chain(ZERO, ZERO, cluster_of(kind="T4"))
     with pytest.raises(ClusterError, match="no link node0:0 -> node0:1"):
         Simulator(graph, profile, msgspec.structs.replace(cluster_of(), links=[]))
     with pytest.raises(PlanError, match="a bucket needs a byte"):

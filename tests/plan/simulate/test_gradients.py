@@ -1,7 +1,18 @@
 """Gradients and partial sums: buckets and their overlap, microbatches added up, weight passes."""
 
 import pytest
-from simulated import chain, cluster_of, op, profile_of, simulate, timeline, two_linears
+from simulated import (
+    BY_SAMPLES,
+    ZERO,
+    chain,
+    cluster_of,
+    op,
+    profile_of,
+    simulate,
+    simulate_chain,
+    timeline,
+    two_linears,
+)
 
 from harness.domain.graph import Graph
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
@@ -25,9 +36,7 @@ def test_the_first_bucket_of_a_group_is_small_as_ddps():
 
 
 def test_data_parallel_overlaps_buckets_with_the_backward_pass():
-    graph, profile = chain()
-    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
-    found = simulate(graph, profile, cluster_of(), plans, options=SimulatorOptions(bucket_bytes=1))
+    found = simulate_chain(BY_SAMPLES, BY_SAMPLES, options=SimulatorOptions(bucket_bytes=1))
     # Half the samples halve the times. Ring over two: 2 * 1 steps of half the bytes at 16 B/s.
     assert timeline(found)[-1] == ("all-reduce a", 6.0, 11.0)
     assert ("all-reduce b", 3.5, 6.0) in timeline(found)
@@ -35,11 +44,9 @@ def test_data_parallel_overlaps_buckets_with_the_backward_pass():
 
 
 def test_rounded_gradients_send_half_and_need_their_copies():
-    graph, profile = chain()
-    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
     whole, rounded = (
-        simulate(
-            graph, profile, cluster_of(), plans,
+        simulate_chain(
+            BY_SAMPLES, BY_SAMPLES,
             options=SimulatorOptions(bucket_bytes=1, reduce_bytes_per_gradient_byte=share),
         )
         for share in (1.0, 0.5)
@@ -47,7 +54,7 @@ def test_rounded_gradients_send_half_and_need_their_copies():
     # Sums of 2.5 s and 5 s take half; the first begins as before.
     assert timeline(whole)[-1] == ("all-reduce a", 6.0, 11.0)
     assert timeline(rounded)[-1] == ("all-reduce a", 4.75, 7.25)
-    copies = sum(op.weight_bytes for op in graph.operators) / 2
+    copies = sum(op.weight_bytes for op in chain()[0].operators) / 2
     more = [
         rounded.memory_bytes[device] - n_bytes for device, n_bytes in whole.memory_bytes.items()
     ]
@@ -55,30 +62,22 @@ def test_rounded_gradients_send_half_and_need_their_copies():
 
 
 def test_without_overlap_gradients_wait_for_the_whole_backward_pass():
-    graph, profile = chain()
-    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
-    found = simulate(graph, profile, cluster_of(), plans, options=SimulatorOptions(overlap=False))
+    found = simulate_chain(BY_SAMPLES, BY_SAMPLES, options=SimulatorOptions(overlap=False))
     assert timeline(found)[-1] == ("all-reduce b to a", 4.5, 12.0)
 
 
 def test_gradients_of_microbatches_are_added_up_and_shared_ones_copied():
-    graph, profile = chain()
-    options = SimulatorOptions(stream_s_per_byte=0.01)
-
     def added_s(plan, n_microbatches):
-        plans = dict.fromkeys(("a", "b"), plan)
         found, bare = (
-            simulate(
-                graph, profile, cluster_of(), plans, n_microbatches=n_microbatches, options=given
-            )
-            for given in (options, SimulatorOptions())
+            device_seconds(simulate_chain(plan, plan, n_microbatches=n_microbatches, options=o), 0)
+            for o in (SimulatorOptions(stream_s_per_byte=0.01), SimulatorOptions())
         )
-        return device_seconds(found, 0)["backward"] - device_seconds(bare, 0)["backward"]
+        return found["backward"] - bare["backward"]
 
     # 120 bytes of weights: the first microbatch's gradient stays, the second's is added to it.
-    assert added_s(OperatorPlan({}, [0]), 1) == 0
-    assert added_s(OperatorPlan({}, [0]), 2) == pytest.approx(3 * 120 * 0.01)
-    assert added_s(OperatorPlan({"sample": 2}, [0, 1]), 1) == pytest.approx(2 * 120 * 0.01)
+    assert added_s(ZERO, 1) == 0
+    assert added_s(ZERO, 2) == pytest.approx(3 * 120 * 0.01)
+    assert added_s(BY_SAMPLES, 1) == pytest.approx(2 * 120 * 0.01)
 
 
 def zero_bubble(cuts, devices, names=("b", "n")):
@@ -230,7 +229,7 @@ def test_global_batch_norm_sums_its_statistics():
     operators += [op("n", ["a"], 4, 0, kind="batch_norm"), op("b", ["n"], 4)]
     graph = Graph(name="norm", batch=8, operators=operators)
     profile = profile_of(graph, {"a": (2.0, 4.0), "n": (2.0, 4.0), "b": (2.0, 4.0)})
-    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in "anb"}
+    plans = dict.fromkeys("anb", BY_SAMPLES)
     local = simulate(graph, profile, cluster_of(), plans)
     options = SimulatorOptions(batch_norm="global")
     found = simulate(graph, profile, cluster_of(), plans, options=options)

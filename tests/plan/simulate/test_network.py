@@ -2,14 +2,18 @@
 
 import msgspec
 import pytest
-from made_graphs import links_between
+from made_graphs import changed, links_between
 from simulated import (
+    BY_SAMPLES,
     MB,
+    ONE,
+    ZERO,
     chain,
     cluster_of,
     op,
     profile_of,
     simulate,
+    simulate_chain,
     talking,
     timeline,
 )
@@ -28,13 +32,7 @@ from harness.plan.simulate.report import contention_seconds, events, explain
 
 
 def test_a_producer_elsewhere_sends_and_gets_gradients_back():
-    graph, profile = chain()
-    found = simulate(
-        graph,
-        profile,
-        cluster_of(latency=0.5),
-        {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])},
-    )
+    found = simulate_chain(ZERO, ONE, cluster_of(latency=0.5))
     # 32 bytes at 16 B/s take 2 s and 0.5 s latency.
     assert timeline(found) == [
         ("a", 0, 1),
@@ -48,13 +46,11 @@ def test_a_producer_elsewhere_sends_and_gets_gradients_back():
     assert found.memory_bytes == {"node0:0": 240 + 32, "node0:1": 120 + 16 + 32}
 
 
-@pytest.mark.parametrize("plan", [OperatorPlan({}, [1]), OperatorPlan({"sample": 2}, [0, 1])])
+@pytest.mark.parametrize("plan", [ONE, BY_SAMPLES])
 def test_an_output_of_unknown_bytes_is_waited_for(plan):
     graph, profile = chain()
-    operators = [msgspec.structs.replace(op, activation_bytes=0) for op in graph.operators]
-    graph = msgspec.structs.replace(graph, operators=operators)
-    plans = {"a": OperatorPlan({}, [0]), "b": plan}
-    found = simulate(graph, profile, cluster_of(latency=0.5), plans)
+    graph = changed(graph, "xab", activation_bytes=0)
+    found = simulate(graph, profile, cluster_of(latency=0.5), {"a": ZERO, "b": plan})
     assert min(event.span.start_s for event in events(found) if event.ranks == (1,)) == 1.0 + 0.5
     assert found.outcome.lowered.work.edge_bytes.tolist() == [0.0]
 
@@ -115,7 +111,6 @@ def test_both_directions_of_a_link_are_apart():
 
 
 def test_measured_collectives_replace_the_ring():
-    graph, profile = chain()
     points = [
         CollectivePoint(
             operation="all_reduce", transport="gloo", n_ranks=2, n_bytes=n, duration_s=s
@@ -123,9 +118,8 @@ def test_measured_collectives_replace_the_ring():
         for n, s in ((12, 1.0), (1200, 100.0))
     ]
     cluster = msgspec.structs.replace(cluster_of(), collectives=points)
-    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
     # 120 bytes lie half-way on the logarithmic scale: 10 s after 4.5 s of computation.
-    assert simulate(graph, profile, cluster, plans).step_s == pytest.approx(14.5)
+    assert simulate_chain(BY_SAMPLES, BY_SAMPLES, cluster).step_s == pytest.approx(14.5)
 
 
 def test_a_device_fetches_a_region_once_for_all_that_read_it_there():
@@ -152,10 +146,7 @@ def test_a_device_fetches_a_region_once_for_all_that_read_it_there():
 
 
 def test_what_crosses_devices_is_told_of_both_ways_and_all_microbatches():
-    graph, profile = chain()
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1], 1)}
-    stages = [Stage(), Stage()]
-    found = simulate(graph, profile, cluster_of(), plans, n_microbatches=3, stages=stages)
+    found = simulate_chain(ZERO, OperatorPlan({}, [1], 1), n_microbatches=3, stages=[Stage()] * 2)
     # a's 32 B, as 3, 3 and 2 of 8 samples, and the gradient of them.
     assert "per step 64 B of activations and their gradients" in "\n".join(explain(found))
     assert {event.span.n_bytes for event in events(found) if "->" in event.name} == {round(32 / 3)}
@@ -183,17 +174,14 @@ def test_transfers_take_computing_time_from_both_ends():
 
 
 def test_what_arrives_in_parts_is_put_together():
-    graph, profile = chain()
     options = SimulatorOptions(stream_s_per_byte=1 / 32)
-    gathered = {"a": OperatorPlan({"sample": 2}, [0, 1]), "b": OperatorPlan({}, [0])}
-    free = simulate(graph, profile, cluster_of(), gathered)
-    found = simulate(graph, profile, cluster_of(), gathered, options=options)
+    free = simulate_chain(BY_SAMPLES, ZERO)
+    found = simulate_chain(BY_SAMPLES, ZERO, options=options)
     # b reads and writes the 32 B of a, and device 1 gets all of its part's gradient; 80 B of
     # gradients of a, on both, are copied into a bucket.
     assert found.step_s - free.step_s == 2 * 32 / 32 + 2 * 80 / 32
     # Device 1 uses its half as it arrives; its gradient is added to the other half's on device 0.
-    spread = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({"sample": 2}, [0, 1])}
-    found = simulate(graph, profile, cluster_of(), spread, options=options)
+    found = simulate_chain(ZERO, BY_SAMPLES, options=options)
     seconds = [end - start for name, start, end in timeline(found) if name == "a"]
     assert seconds == [1, 2 + 3 * 16 / 32]
 

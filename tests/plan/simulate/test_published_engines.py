@@ -1,7 +1,7 @@
 """Differences of Megatron-LM and DeepSpeed from the executor."""
 
 import pytest
-from simulated import chain, cluster_of, simulate
+from simulated import ZERO, simulate, simulate_chain
 
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import OperatorPlan, Stage
@@ -126,11 +126,9 @@ def test_hierarchical_ring_moves_each_byte_once_between_two_nodes():
 
 
 def test_a_part_of_an_output_takes_its_share_of_the_time_between_stages():
-    graph, profile = chain()
-    plans = {"a": OperatorPlan({}, [0], 0), "b": OperatorPlan({}, [1], 1)}
     steps = [
-        simulate(
-            graph, profile, cluster_of(), plans, stages=[Stage(), Stage()],
+        simulate_chain(
+            ZERO, OperatorPlan({}, [1], 1), stages=[Stage(), Stage()],
             options=SimulatorOptions(activation_share=share),
         ).step_s
         for share in (1.0, 0.5)

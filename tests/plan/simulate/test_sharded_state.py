@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from simulated import chain, cluster_of, op, profile_of, simulate
+from simulated import BY_SAMPLES, ONE, ZERO, cluster_of, op, profile_of, simulate, simulate_chain
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
-from harness.domain.strategy import SHARD_STATES, OperatorPlan, Stage
+from harness.domain.strategy import SHARD_STATES, Stage
 from harness.plan.costs import PlanRequest
 from harness.plan.importing.times import (
     LayerTime,
@@ -23,8 +23,6 @@ from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import binding, events, explain, sent_bytes
 from harness.plan.simulate.sharded_state import gather_seconds
-
-BY_SAMPLES = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
 
 
 @pytest.mark.parametrize(
@@ -45,12 +43,9 @@ BY_SAMPLES = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
 def test_each_device_keeps_half_of_the_sharded_state(
     state, complete_s, optimizer_s, gather_s, static_bytes, peak_bytes, sent
 ):
-    graph, profile = chain()
     options = SimulatorOptions(bucket_bytes=1, optimizer_s_per_byte=0.1)
-    cluster = Cluster.uniform(
-        2, 1, inside_bytes_per_s=16.0, between_bytes_per_s=16.0, memory_bytes=10**6
-    )
-    found = simulate(graph, profile, cluster, BY_SAMPLES, options=options, shard_state=state)
+    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=16.0, memory_bytes=10**6)
+    found = simulate_chain(BY_SAMPLES, BY_SAMPLES, cluster, options=options, shard_state=state)
     out = found.outcome
     assert out.device_end_s.tolist() == [complete_s] * 2
     assert out.optimizer_s.tolist() == [optimizer_s] * 2
@@ -70,7 +65,7 @@ def test_a_unit_has_the_weights_of_whole_segments_unless_these_are_most_of_them(
     operators += [op(name, [before], 4, 10) for before, name in pairwise("xabcde")]
     graph = Graph(name="g", batch=8, operators=[*operators, op("f", ["e"], 4, last)])
     profile = profile_of(graph, dict.fromkeys("abcdef", (1.0, 2.0)))
-    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in "abcdef"}
+    plans = dict.fromkeys("abcdef", BY_SAMPLES)
 
     def gathered(stage):
         found = simulate(
@@ -86,11 +81,8 @@ def test_a_unit_has_the_weights_of_whole_segments_unless_these_are_most_of_them(
 
 
 def test_parameters_are_gathered_one_unit_ahead_and_kept_for_their_backward():
-    graph, profile = chain()
-    found = simulate(
-        graph, profile, cluster_of(), BY_SAMPLES,
-        options=SimulatorOptions(bucket_bytes=1), shard_state="parameters",
-    )  # fmt: skip
+    options = SimulatorOptions(bucket_bytes=1)
+    found = simulate_chain(BY_SAMPLES, BY_SAMPLES, options=options, shard_state="parameters")
     assert [
         (event.name, event.span.start_s, event.end_s)
         for event in events(found)
@@ -110,12 +102,10 @@ def test_gathers_of_groups_that_share_an_interface_take_longer():
 
 
 def test_freed_weights_are_gathered_once_for_forward_again_and_backward():
-    graph, profile = chain()
     steps = [
-        simulate(
-            graph, profile, cluster_of(), BY_SAMPLES, stages=[Stage(recompute=True)],
+        simulate_chain(
+            BY_SAMPLES, BY_SAMPLES, stages=[Stage(recompute=True)], shard_state="parameters",
             options=SimulatorOptions(bucket_bytes=1, recomputes_ahead=ahead),
-            shard_state="parameters",
         ).step_s
         for ahead in (True, False)
     ]  # fmt: skip
@@ -134,7 +124,7 @@ def test_freed_weights_are_gathered_once_for_forward_again_and_backward():
 def test_each_unit_of_a_stage_that_recomputes_runs_again_by_itself(bucket_bytes, kept_bytes):
     graph = chain_graph("layers", [PlannedLayer(f"l{k}", 80, 4, 20) for k in range(3)], 8)
     profile = layer_profile(graph, {TimeKey("device", 4): [LayerTime(1.0, 2.0)] * 3})
-    plans = {f"l{k}": OperatorPlan({"sample": 2}, [0, 1]) for k in range(3)}
+    plans = {f"l{k}": BY_SAMPLES for k in range(3)}
     out = simulate(
         graph, profile, cluster_of(), plans, stages=[Stage(recompute=True)],
         options=SimulatorOptions(bucket_bytes=bucket_bytes), shard_state="parameters",
@@ -143,29 +133,18 @@ def test_each_unit_of_a_stage_that_recomputes_runs_again_by_itself(bucket_bytes,
 
 
 def test_gradients_are_summed_after_each_microbatch_where_they_are_sharded():
-    graph, profile = chain()
-    counts = {
-        state: sum(
-            "reduce" in event.name
-            for event in events(
-                simulate(
-                    graph, profile, cluster_of(), BY_SAMPLES, n_microbatches=2,
-                    options=SimulatorOptions(bucket_bytes=1), shard_state=state,
-                )
-            )
-        )
-        for state in ("optimizer", "gradients")
-    }  # fmt: skip
-    assert counts == {"optimizer": 2, "gradients": 4}
+    counts = []
+    for state in ("optimizer", "gradients"):
+        found = simulate_chain(
+            BY_SAMPLES, BY_SAMPLES, n_microbatches=2, options=SimulatorOptions(bucket_bytes=1),
+            shard_state=state,
+        )  # fmt: skip
+        counts.append(sum("reduce" in event.name for event in events(found)))
+    assert counts == [2, 4]
 
 
 def test_no_weights_travel_where_none_are_shared():
-    graph, profile = chain()
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
-    one, other = (
-        simulate(graph, profile, cluster_of(), plans, shard_state=state)
-        for state in ("parameters", "none")
-    )
+    one, other = (simulate_chain(ZERO, ONE, shard_state=state) for state in ("parameters", "none"))
     assert one.step_s == other.step_s
     assert one.memory_bytes == other.memory_bytes
 
@@ -191,9 +170,5 @@ def test_data_parallelism_shards_what_memory_needs(memory, state):
     names = ["ddp", *(f"ddp, sharded {each}" for each in SHARD_STATES[1:])]
     wanted = names[:1] if state == "none" else names[SHARD_STATES.index(state) :]
     assert fitting == set(wanted)
-    asked = (
-        search_portfolio(replace(request, shard_state="parameters"), options=options)
-        .result()
-        .strategy
-    )
-    assert asked.shard_state == "parameters"
+    asked = search_portfolio(replace(request, shard_state="parameters"), options=options)
+    assert asked.result().strategy.shard_state == "parameters"
