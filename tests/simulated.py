@@ -28,14 +28,23 @@ def op(name, inputs, features, parameters=0, kind="linear", **attrs):
     )
 
 
+def model(operators, seconds=(1.0, 2.0)):
+    """The graph of these behind an input `x`, and its profile: forward and backward of each or, by
+    name, of one."""
+    graph = Graph(name="g", batch=8, operators=[op("x", [], 4, kind="input"), *operators])
+    return graph, profile_of(graph, seconds)
+
+
+def row(parameters, seconds=(1.0, 2.0)):
+    """Linear layers one after the other, by the bytes of their weights."""
+    before = zip(("x", *parameters), parameters.items(), strict=False)
+    return model([op(name, [last], 4, n_bytes) for last, (name, n_bytes) in before], seconds)
+
+
 def chain():
     """x -> a (forward 1 s, backward 2 s, 32 B out, 80 B weights) -> b (2 s, 4 s, 16 B, 40 B)."""
-    graph = Graph(
-        name="chain",
-        batch=8,
-        operators=[op("x", [], 4, kind="input"), op("a", ["x"], 4, 80), op("b", ["a"], 2, 40)],
-    )
-    return graph, profile_of(graph, {"a": (1.0, 2.0), "b": (2.0, 4.0)})
+    operators = [op("a", ["x"], 4, 80), op("b", ["a"], 2, 40)]
+    return model(operators, {"a": (1.0, 2.0), "b": (2.0, 4.0)})
 
 
 def cluster_of(n=2, bandwidth=16.0, latency=0.0, memory=MB, **changes):
@@ -70,17 +79,8 @@ def timeline(simulation):
 
 def two_linears(n_devices, **attrs):
     """x -> a (4 features) -> b (2 features from those 4), both with weights."""
-    graph = Graph(
-        name="mlp",
-        batch=8,
-        operators=[
-            op("x", [], 4, kind="input"),
-            op("a", ["x"], 4, 80, in_features=4),
-            op("b", ["a"], 4, 40, in_features=4),
-            op("c", ["b"], 4, 0),
-        ],
-    )
-    profile = profile_of(graph, {"a": (4.0, 8.0), "b": (4.0, 8.0), "c": (4.0, 8.0)})
+    a, b = op("a", ["x"], 4, 80, in_features=4), op("b", ["a"], 4, 40, in_features=4)
+    graph, profile = model([a, b, op("c", ["b"], 4, 0)], (4.0, 8.0))
     devices = list(range(n_devices))
     plans = {
         "a": OperatorPlan({"feature": n_devices}, devices),

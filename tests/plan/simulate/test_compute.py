@@ -121,7 +121,7 @@ def test_a_part_of_an_operator_takes_the_host_as_long_as_the_whole():
 def test_each_kind_of_device_has_its_own_times():
     graph, profile = chain()
     other = profile_of(graph, {"a": (5.0, 0.0), "b": (5.0, 0.0)}, kind="old")
-    both = Profile(model="chain", measurements=profile.measurements + other.measurements)
+    both = Profile(model="g", measurements=profile.measurements + other.measurements)
     first, second = cluster_of().devices
     cluster = cluster_of().with_devices([first, msgspec.structs.replace(second, kind="old")])
     assert simulate(graph, both, cluster, {"a": ONE, "b": ONE}).step_s == 10.0

@@ -1,28 +1,22 @@
 """Frozen operators run forward alone: their price in seconds, transfers and bytes."""
 
 import pytest
-from simulated import cluster_of, op, profile_of, simulate
+from simulated import ZERO, cluster_of, model, op, simulate
 
-from harness.domain.graph import Graph
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import events
-
-WHOLE = OperatorPlan({}, [0])
 
 
 def three(kinds=("linear", "linear", "linear"), **attrs):
     """x -> a (80 B of weights, 32 B out) -> b (40 B, 16 B out) -> c (8 B, 8 B out); 1 + 3 s each,
     so a product's input gradients take 1 s and its weights' 2 s."""
-    (a, b, c), x = kinds, op("x", [], 4, kind="input")
+    sizes = (("a", "x", 4, 80), ("b", "a", 2, 40), ("c", "b", 1, 8))
     operators = [
-        x,
-        op("a", ["x"], 4, 80, kind=a, **attrs),
-        op("b", ["a"], 2, 40, kind=b, **attrs),
-        op("c", ["b"], 1, 8, kind=c, **attrs),
+        op(name, [before], features, n_bytes, kind=kind, **attrs)
+        for kind, (name, before, features, n_bytes) in zip(kinds, sizes, strict=True)
     ]
-    graph = Graph(name="three", batch=8, operators=operators)
-    return graph, profile_of(graph, dict.fromkeys("abc", (1.0, 3.0)))
+    return model(operators, (1.0, 3.0))
 
 
 def frozen(*names, **options):
@@ -42,14 +36,14 @@ def frozen(*names, **options):
 )
 def test_a_frozen_prefix_has_no_backward(names, kinds, step_s):
     graph, profile = three((kinds,) * 3)
-    plans = dict.fromkeys("abc", WHOLE)
+    plans = dict.fromkeys("abc", ZERO)
     found = simulate(graph, profile, cluster_of(1), plans, options=frozen(*names))
     assert found.step_s == step_s
 
 
 def test_cached_operators_take_no_time_and_send_nothing():
     graph, profile = three()
-    plans = {"a": WHOLE, "b": WHOLE, "c": OperatorPlan({}, [1], 1)}
+    plans = {"a": ZERO, "b": ZERO, "c": OperatorPlan({}, [1], 1)}
     options = frozen("a", "b", skipped=frozenset("ab"))
     found = simulate(
         graph, profile, cluster_of(2), plans, options=options, stages=[Stage(), Stage()]
@@ -59,7 +53,7 @@ def test_cached_operators_take_no_time_and_send_nothing():
 
 def test_frozen_dropout_is_off():
     graph, profile = three(function="Dropout")
-    plans = dict.fromkeys("abc", WHOLE)
+    plans = dict.fromkeys("abc", ZERO)
     found = simulate(graph, profile, cluster_of(1), plans, options=frozen("a", "b"))
     assert found.step_s == 1 + 2  # of c
 
@@ -78,7 +72,7 @@ def test_frozen_dropout_is_off():
 )
 def test_a_frozen_prefix_keeps_weights_alone(names, static, activations):
     graph, profile = three()
-    plans = dict.fromkeys("abc", WHOLE)
+    plans = dict.fromkeys("abc", ZERO)
     found = simulate(graph, profile, cluster_of(1), plans, options=frozen(*names)).outcome
     assert found.static_bytes.tolist() == [static]
     assert found.memory_bytes.tolist() == [static + activations]
@@ -99,7 +93,7 @@ def test_frozen_weights_are_neither_reduced_nor_updated():
 @pytest.mark.parametrize("names", ["", "a"])
 def test_no_gradient_returns_to_the_prefix_and_it_is_not_recomputed(names):
     graph, profile = three()
-    plans = {"a": WHOLE, **{name: OperatorPlan({}, [1], stage=1) for name in "bc"}}
+    plans = {"a": ZERO, **{name: OperatorPlan({}, [1], stage=1) for name in "bc"}}
     stages = [Stage(recompute=True)] * 2
     found = simulate(graph, profile, cluster_of(), plans, options=frozen(*names), stages=stages)
     passes = [

@@ -6,15 +6,15 @@ from simulated import (
     ZERO,
     chain,
     cluster_of,
+    model,
     op,
-    profile_of,
+    row,
     simulate,
     simulate_chain,
     timeline,
     two_linears,
 )
 
-from harness.domain.graph import Graph
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import device_seconds
@@ -24,14 +24,9 @@ from harness.plan.simulate.simulator import Simulator, Trial
 def test_the_first_bucket_of_a_group_is_small_as_ddps():
     mib = 2**20
     sizes = {"a": 10 * mib, "b": 20 * mib, "c": mib}
-    operators = [op("x", [], 4, kind="input")]
-    for name, before in (("a", "x"), ("b", "a"), ("c", "b")):
-        operators.append(op(name, [before], 4, sizes[name]))
-    graph = Graph(name="g", batch=8, operators=operators)
-    profile = profile_of(graph, dict.fromkeys(sizes, (1.0, 1.0)))
-    simulator = Simulator(graph, profile, cluster_of(memory=10**9))
-    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in sizes}
-    trial = Trial.from_strategy(simulator, Strategy(name="s", batch=8, operators=plans))
+    simulator = Simulator(*row(sizes), cluster_of(memory=10**9))
+    strategy = Strategy(name="s", batch=8, operators=dict.fromkeys(sizes, BY_SAMPLES))
+    trial = Trial.from_strategy(simulator, strategy)
     assert trial.tables.buckets().n_bytes.tolist() == [mib, 30 * mib]
 
 
@@ -83,22 +78,15 @@ def test_gradients_of_microbatches_are_added_up_and_shared_ones_copied():
 def zero_bubble(cuts, devices, names=("b", "n")):
     """a, then a product b and a batch norm n on another stage, in two microbatches."""
     kinds = {"b": "linear", "n": "batch_norm"}
-    operators = [
-        op("x", [], 4, kind="input"),
-        op("a", ["x"], 4, 80),
-        *(
-            op(name, [before], 4, 40, kind=kinds[name])
-            for before, name in zip(("a", *names), names, strict=False)
-        ),
-    ]
-    graph = Graph(name="g", batch=8, operators=operators)
-    profile = profile_of(graph, {"a": (1.0, 3.0), "b": (1.0, 3.0), "n": (1.0, 3.0)})
+    behind = zip(("a", *names), names, strict=False)
+    operators = [op(name, [before], 4, 40, kind=kinds[name]) for before, name in behind]
+    graph, profile = model([op("a", ["x"], 4, 80), *operators], (1.0, 3.0))
     last = OperatorPlan(cuts, devices, 1)
     return simulate(
         graph,
         profile,
         cluster_of(3, bandwidth=1e12),
-        {"a": OperatorPlan({}, [0]), "b": last, "n": last},
+        {"a": ZERO, "b": last, "n": last},
         n_microbatches=2,
         schedule="zero_bubble",
         stages=[Stage(), Stage()],
@@ -179,12 +167,11 @@ def test_partial_sums_are_sent_where_others_want_them_or_not_all_of_them():
 def with_copies(n_devices):
     """A contraction, an elementwise that all devices compute, and a reader cut by features."""
     graph, _, cluster, plans = two_linears(n_devices)
-    ops = [*graph.operators[:3], op("r", ["b"], 4, kind="elementwise"), op("c", ["r"], 4, 0)]
-    graph = Graph(name="copies", batch=8, operators=ops)
+    ops = [*graph.operators[1:3], op("r", ["b"], 4, kind="elementwise"), op("c", ["r"], 4, 0)]
     seconds = {"a": (4.0, 8.0), "b": (4.0, 8.0), "r": (1.0, 2.0), "c": (4.0, 8.0)}
     devices = list(range(n_devices))
     plans = plans | {"r": OperatorPlan({"replica": n_devices}, devices)}
-    return graph, profile_of(graph, seconds), cluster, plans
+    return *model(ops, seconds), cluster, plans
 
 
 def test_copies_have_what_they_read_and_give_without_a_word():
@@ -225,10 +212,8 @@ def test_a_copy_elsewhere_reads_and_one_copy_alone_gives_its_gradient_back():
 
 
 def test_global_batch_norm_sums_its_statistics():
-    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 80)]
-    operators += [op("n", ["a"], 4, 0, kind="batch_norm"), op("b", ["n"], 4)]
-    graph = Graph(name="norm", batch=8, operators=operators)
-    profile = profile_of(graph, {"a": (2.0, 4.0), "n": (2.0, 4.0), "b": (2.0, 4.0)})
+    norm = op("n", ["a"], 4, 0, kind="batch_norm")
+    graph, profile = model([op("a", ["x"], 4, 80), norm, op("b", ["n"], 4)], (2.0, 4.0))
     plans = dict.fromkeys("anb", BY_SAMPLES)
     local = simulate(graph, profile, cluster_of(), plans)
     options = SimulatorOptions(batch_norm="global")

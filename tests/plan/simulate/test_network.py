@@ -10,6 +10,7 @@ from simulated import (
     ZERO,
     chain,
     cluster_of,
+    model,
     op,
     profile_of,
     simulate,
@@ -57,10 +58,8 @@ def test_an_output_of_unknown_bytes_is_waited_for(plan):
 
 def star(n, nic=None, bandwidth=16.0):
     """Node 0 sends one tensor to n consumers, each on a node of its own."""
-    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 8)]
-    operators += [op(f"b{i}", ["a"], 1) for i in range(n)]
-    graph = Graph(name="star", batch=8, operators=operators)
-    profile = profile_of(graph, {o.name: (1.0, 0.0) for o in operators[1:]})
+    consumers = [op(f"b{i}", ["a"], 1) for i in range(n)]
+    graph, profile = model([op("a", ["x"], 4, 8), *consumers], (1.0, 0.0))
     nodes = [
         Node(
             name=f"n{i}",
@@ -93,18 +92,8 @@ def test_a_fast_interface_overlaps_slow_links():
 
 
 def test_both_directions_of_a_link_are_apart():
-    graph = Graph(
-        name="cross",
-        batch=8,
-        operators=[
-            op("x", [], 4, kind="input"),
-            op("a", ["x"], 4),
-            op("b", ["x"], 4),
-            op("c", ["a"], 1),
-            op("d", ["b"], 1),
-        ],
-    )
-    profile = profile_of(graph, dict.fromkeys("abcd", (1.0, 0.0)))
+    operators = [op("a", ["x"], 4), op("b", ["x"], 4), op("c", ["a"], 1), op("d", ["b"], 1)]
+    graph, profile = model(operators, (1.0, 0.0))
     plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("b", 1), ("c", 1), ("d", 0))}
     found = simulate(graph, profile, cluster_of(), plans)
     assert found.step_s == 4.0  # 1 s, 2 s across at once in both directions, 1 s
@@ -123,10 +112,7 @@ def test_measured_collectives_replace_the_ring():
 
 
 def test_a_device_fetches_a_region_once_for_all_that_read_it_there():
-    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 8)]
-    operators += [op("b", ["a"], 1), op("c", ["a"], 1), op("d", ["a"], 1)]
-    graph = Graph(name="once", batch=8, operators=operators)
-    profile = profile_of(graph, dict.fromkeys("abcd", (1.0, 2.0)))
+    graph, profile = model([op("a", ["x"], 4, 8), *(op(name, ["a"], 1) for name in "bcd")])
     plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("b", 1), ("c", 1), ("d", 0))}
     found = simulate(graph, profile, cluster_of(), plans)
     # 32 B at 16 B/s go once; c finds them there, and one gradient comes back after b, the last.
@@ -153,10 +139,8 @@ def test_what_crosses_devices_is_told_of_both_ways_and_all_microbatches():
 
 
 def test_transfers_take_computing_time_from_both_ends():
-    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4), op("s", ["x"], 1)]
-    operators += [op("b", ["a"], 1), op("r", ["x"], 1)]
-    graph = Graph(name="host", batch=8, operators=operators)
-    profile = profile_of(graph, dict.fromkeys("asbr", (4.0, 0.0)))
+    operators = [op("a", ["x"], 4), op("s", ["x"], 1), op("b", ["a"], 1), op("r", ["x"], 1)]
+    graph, profile = model(operators, (4.0, 0.0))
     plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("s", 0), ("b", 1), ("r", 1))}
     cluster = talking(cluster_of(), 0.5 / 32, 1.0 / 32)
     simulation = simulate(graph, profile, cluster, plans)

@@ -1,12 +1,9 @@
 """Fill, drain and memory of pipelines by every schedule."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
-from simulated import chain, cluster_of, op, profile_of, simulate, timeline
+from simulated import ZERO, chain, cluster_of, model, op, profile_of, row, simulate, timeline
 
-from harness.domain.graph import Graph
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import binding, spans
@@ -20,7 +17,7 @@ def two_stages(schedule, n_microbatches, recompute=False, bandwidth=np.inf):
         graph,
         profile,
         cluster,
-        {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1], 1)},
+        {"a": ZERO, "b": OperatorPlan({}, [1], 1)},
         n_microbatches=n_microbatches,
         schedule=schedule,
         stages=[Stage(recompute), Stage(recompute)],
@@ -39,12 +36,8 @@ def test_1f1b_holds_fewer_activations_than_gpipe():
 
 
 def test_a_stage_that_recomputes_in_segments_holds_one_of_them_and_what_crosses_its_cuts():
-    names = "abcdef"
-    operators = [op("x", [], 4, kind="input")]
-    operators += [op(name, [before], 4, 10) for before, name in pairwise(f"x{names}")]
-    graph = Graph(name="g", batch=8, operators=operators)
-    profile = profile_of(graph, dict.fromkeys(names, (1.0, 2.0)))
-    plans = {name: OperatorPlan({}, [0]) for name in names}
+    graph, profile = row(dict.fromkeys("abcdef", 10))
+    plans = dict.fromkeys("abcdef", ZERO)
 
     def run(stage):
         found = simulate(graph, profile, cluster_of(), plans, stages=[stage])
@@ -59,10 +52,7 @@ def test_a_stage_that_recomputes_in_segments_holds_one_of_them_and_what_crosses_
 
 
 def test_a_device_runs_again_what_lies_between_its_exchanges_and_keeps_what_it_exchanged():
-    operators = [op("x", [], 4, kind="input")]
-    operators += [op(name, [before], 4, 10) for before, name in pairwise("xabcd")]
-    graph = Graph(name="g", batch=8, operators=operators)
-    profile = profile_of(graph, dict.fromkeys("abcd", (1.0, 2.0)))
+    graph, profile = row(dict.fromkeys("abcd", 10))
     plans = {name: OperatorPlan({}, [int(name == "c")]) for name in "abcd"}
     found = simulate(
         graph, profile, cluster_of(bandwidth=1e30), plans, n_microbatches=2,
@@ -82,10 +72,9 @@ def test_weight_passes_fill_the_bubble_of_zero_bubble():
 
 
 def test_the_next_step_fills_a_pipeline_while_this_one_drains():
-    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 10), op("b", ["a"], 2, 60)]
-    graph = Graph(name="g", batch=8, operators=operators)
-    profile = profile_of(graph, {"a": (1.0, 2.0), "b": (2.0, 4.0)})
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1], 1)}
+    seconds = {"a": (1.0, 2.0), "b": (2.0, 4.0)}
+    graph, profile = model([op("a", ["x"], 4, 10), op("b", ["a"], 2, 60)], seconds)
+    plans = {"a": ZERO, "b": OperatorPlan({}, [1], 1)}
     options = SimulatorOptions(optimizer_s_per_byte=0.1)
     found = simulate(
         graph, profile, cluster_of(bandwidth=1e30), plans, stages=[Stage()] * 2, options=options

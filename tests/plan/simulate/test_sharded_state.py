@@ -1,14 +1,12 @@
 """Sharded state: what each device keeps, and the collectives that this takes."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from simulated import BY_SAMPLES, ONE, ZERO, cluster_of, op, profile_of, simulate, simulate_chain
+from simulated import BY_SAMPLES, ONE, ZERO, cluster_of, row, simulate, simulate_chain
 
 from harness.domain.cluster import Cluster
-from harness.domain.graph import Graph
 from harness.domain.strategy import SHARD_STATES, Stage
 from harness.plan.costs import PlanRequest
 from harness.plan.importing.times import (
@@ -61,10 +59,7 @@ def test_each_device_keeps_half_of_the_sharded_state(
 def test_a_unit_has_the_weights_of_whole_segments_unless_these_are_most_of_them(last, units):
     """Six operators in two segments, cut by units that are smaller. The first segment has half of
     the weights, or less than an eighth."""
-    operators = [op("x", [], 4, kind="input")]
-    operators += [op(name, [before], 4, 10) for before, name in pairwise("xabcde")]
-    graph = Graph(name="g", batch=8, operators=[*operators, op("f", ["e"], 4, last)])
-    profile = profile_of(graph, dict.fromkeys("abcdef", (1.0, 2.0)))
+    graph, profile = row({**dict.fromkeys("abcde", 10), "f": last})
     plans = dict.fromkeys("abcdef", BY_SAMPLES)
 
     def gathered(stage):
@@ -154,12 +149,7 @@ def test_no_weights_travel_where_none_are_shared():
     [(13e6, "none"), (11e6, "optimizer"), (9e6, "gradients"), (7.5e6, "parameters")],
 )
 def test_data_parallelism_shards_what_memory_needs(memory, state):
-    parameters = 10**6 // 4
-    operators = [op("x", [], 4, kind="input")]
-    for k in range(16):
-        operators.append(op(f"fc{k}", [operators[-1].name], 4, parameters))
-    graph = Graph(name="g", batch=8, operators=operators)
-    profile = profile_of(graph, {one.name: (1.0, 2.0) for one in operators[1:]})
+    graph, profile = row({f"fc{k}": 10**6 // 4 for k in range(16)})
     # 12 MB of weights, gradients and state: half of each sharded part, 3 buckets and 2 units more.
     cluster = cluster_of(bandwidth=1e9, memory=round(memory))
     request = PlanRequest(cluster=cluster, graph=graph, profile=profile, budget=50)
