@@ -1,10 +1,8 @@
 """A step of asynchronous training, worked out by hand."""
 
 import pytest
-from made_graphs import profile_of
+from simulated import cluster_of, row
 
-from harness.domain.cluster import Cluster
-from harness.domain.graph import Graph, Operator
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.measure.derive.spans import spans_by_step
 from harness.plan.simulate.options import SimulatorOptions
@@ -15,25 +13,9 @@ from harness.plan.simulate.unflushed import simulate_unflushed
 SECONDS = {"a": (4.0, 8.0), "b": (4.0, 8.0)}
 
 
-def linear(name, inputs, parameters):
-    return Operator(
-        name=name,
-        kind="input" if not inputs else "linear",
-        inputs=inputs,
-        shape={"sample": 8, "feature": 4},
-        parameter_bytes=parameters,
-        activation_bytes=32,
-    )
-
-
 def run(n_microbatches, plans, *, n_devices=2, bandwidth=1e30, **options):
-    graph = Graph(
-        name="chain",
-        batch=8,
-        operators=[linear("x", [], 0), linear("a", ["x"], 10), linear("b", ["a"], 20)],
-    )
-    profile = profile_of(graph, SECONDS)
-    cluster = Cluster.uniform(1, n_devices, inside_bytes_per_s=bandwidth, memory_bytes=10**6)
+    graph, profile = row({"a": 10, "b": 20}, SECONDS)
+    cluster = cluster_of(n_devices, bandwidth)
     strategy = Strategy(
         name="s",
         batch=8,
