@@ -39,6 +39,8 @@ N_PARAMETERS = 86_567_656
 TEN_GBE, ONE_GBE = 0.97e9, 117e6
 N_BLOCKS = 12
 GIB = 2**30
+STEP_S = (0.064, 0.1385, 0.0173)  # of 16 samples: forward, backward and optimizer
+PLAIN = Presentation(uncertainty=Uncertainty())
 
 
 def tesla(*, rate: float = TEN_GBE, slow_rate: float = ONE_GBE) -> Cluster:
@@ -153,8 +155,8 @@ def test_as_many_gpus_are_advised_as_were_measured_to_be_fastest(
 
 
 def test_the_first_lines_say_which_machines_and_why_not_the_others():
-    advice = advise_vit(16, (0.064, 0.1385, 0.0173))
-    lines = advice_lines(advice, Presentation(uncertainty=Uncertainty()))
+    advice = advise_vit(16, STEP_S)
+    lines = advice_lines(advice, PLAIN)
 
     assert lines[:5] == [
         "One GPU is fastest: use ecetesla0 alone (NVIDIA GeForce RTX 3070), 72.8 samples/s.",
@@ -174,30 +176,26 @@ def test_the_first_lines_say_which_machines_and_why_not_the_others():
     assert not any("(RTX 3070) with" in name for name in gains)
 
     same = replace(advice.left_out[0], with_it=advice.sets[0])
-    lines = advice_lines(replace(advice, left_out=[same]), Presentation(uncertainty=Uncertainty()))
+    lines = advice_lines(replace(advice, left_out=[same]), PLAIN)
     assert "would be 1.03 times as fast" in lines[1]  # not said twice
 
 
 def test_overlap_makes_three_gpus_worth_it():
-    advice = advise_vit(16, (0.064, 0.1385, 0.0173), overlap=True)
+    advice = advise_vit(16, STEP_S, overlap=True)
     assert len(advice.best.node_names) > 1
 
 
 def test_a_model_that_fits_no_device_alone_is_spread():
-    advice = advise_vit(16, (0.064, 0.1385, 0.0173), memory_bytes=500 << 20,
-                        families=("pipeline",))  # fmt: skip
+    advice = advise_vit(16, STEP_S, memory_bytes=500 << 20, families=("pipeline",))
     assert advice.single is None
-    assert (
-        "no GPU holds the model alone"
-        in advice_lines(advice, Presentation(uncertainty=Uncertainty()))[0]
-    )
+    assert "no GPU holds the model alone" in advice_lines(advice, PLAIN)[0]
     alone = [one.batch for one in advice.largest if one.strategy == "single"]
     assert alone == [0, 0, 0]
 
 
 def test_data_parallelism_shards_its_state_where_only_that_fits():
-    advice = advise_vit(16, (0.064, 0.1385, 0.0173), memory_bytes=800 << 20)
-    assert advice_lines(advice, Presentation(uncertainty=Uncertainty()))[0] == (
+    advice = advise_vit(16, STEP_S, memory_bytes=800 << 20)
+    assert advice_lines(advice, PLAIN)[0] == (
         "Use ecetesla0 to ecetesla2 with ddp (sharded parameters): no GPU holds the model alone, "
         "67.1 samples/s."
     )
@@ -347,7 +345,7 @@ def test_the_range_comes_from_own_runs_on_these_nodes_or_some(tmp_path):
 def results(tmp_path):
     graph = vit(16)
     (tmp_path / "cluster.json").write_bytes(tesla().to_json())
-    profile = vit_profile(graph, 0.064, 0.1385, 0.0173)
+    profile = vit_profile(graph, *STEP_S)
     (tmp_path / "profile-vit_b_16.json").write_bytes(profile.to_json())
     (tmp_path / "profile-vit_b_16.graph.json").write_bytes(graph.to_json())
     return tmp_path
