@@ -46,10 +46,10 @@ def compare(
     ratio = paired_ratio(ours, theirs)
     return {
         "name": name,
-        "ratio": ratio.ratio,
+        "ratio": ratio.median,
         "low": ratio.low,
         "high": ratio.high,
-        "n_pairs": ratio.n_pairs,
+        "n_pairs": ratio.n,
         **provenance(place),
     }
 

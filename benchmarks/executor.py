@@ -170,7 +170,7 @@ def _compared(name: str, bar: float, theirs: Blocks, ours: Blocks) -> dict[str, 
     return {
         **compare(name, theirs.wall_s, ours.wall_s),
         "bar": bar,
-        "cpu_ratio": cpu.ratio,
+        "cpu_ratio": cpu.median,
         "cpu_low": cpu.low,
         "cpu_high": cpu.high,
         "ours_s": statistics.median(ours.wall_s),

@@ -159,13 +159,13 @@ def judge_strategy(run: Run, steps_s: list[float], searched_s: list[float]) -> d
     predicted = predicted_run(run, prediction)
     # A disturbance affects all strategies of a round, so ratios are more reliable than seconds.
     ratio = paired_ratio(steps_s, searched_s[: len(steps_s)])
-    measured_s = median(searched_s) * ratio.ratio
+    measured_s = median(searched_s) * ratio.median
     return {
         "status": "ok",
         "plan": prediction.strategy,
         "predicted_s": prediction.step_s,
         "measured_s": measured_s,
-        "over_searched": [ratio.ratio, ratio.low, ratio.high],
+        "over_searched": [ratio.median, ratio.low, ratio.high],
         "n_rounds": len(steps_s),
         "run_s": median(step_times(run).values()),
         "error": prediction.step_s / measured_s - 1,

@@ -48,17 +48,6 @@ class Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """Median ratio of pairs with its interval; `coverage` as in `Summary`."""
-
-    ratio: float
-    low: float
-    high: float
-    n_pairs: int
-    coverage: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Result of comparing one set of durations with a second one.
 
@@ -181,8 +170,8 @@ def summarize(values: Sequence[float], *, shortest: float = TOO_SHORT_S) -> Summ
     )
 
 
-def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """Median of a[i] / b[i], for samples taken in pairs, one right after the other.
+def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Summary:
+    """Statistics of a[i] / b[i], for samples taken in pairs, one right after the other.
 
     Raises:
         ValueError: lengths differ, empty, not finite, or a `b` that is not above 0.
@@ -192,14 +181,7 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
         raise ValueError(f"{above.size} and {below.size} samples do not pair: measure them in turn")
     if (below <= 0).any():
         raise ValueError("paired_ratio divides by the second samples: they must be above 0")
-    summary = summarize((above / below).tolist(), shortest=0.0)
-    return Ratio(
-        ratio=summary.median,
-        low=summary.low,
-        high=summary.high,
-        n_pairs=summary.n,
-        coverage=summary.coverage,
-    )
+    return summarize((above / below).tolist(), shortest=0.0)
 
 
 def _shift_interval(log_a: np.ndarray, log_b: np.ndarray) -> tuple[float, float, float]:

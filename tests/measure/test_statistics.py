@@ -84,7 +84,7 @@ def test_samples_that_are_not_numbers_are_refused(values):
 def test_paired_ratio_cancels_a_drift_that_both_share():
     drift = [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0]
     ratio = paired_ratio([2 * x for x in drift], drift)
-    assert (ratio.ratio, ratio.low, ratio.high, ratio.n_pairs) == (2.0, 2.0, 2.0, 8)
+    assert (ratio.median, ratio.low, ratio.high, ratio.n) == (2.0, 2.0, 2.0, 8)
 
 
 def test_unpaired_lengths_are_refused():
