@@ -1,13 +1,15 @@
 """Runs of every workload on five unlike nodes, written through the store as ranks write them."""
 
 import random
-from typing import Any
+from pathlib import Path
 
 from made_runs import cluster_of, header_of
 
-from harness.domain.record import Record, Sample, Span
+from harness.domain.record import Sample, Span
 from harness.domain.run import run_key
-from harness.measure.store import RecordWriter, write_header
+from harness.measure.store import RecordWriter, find_runs, write_header
+from harness.plot.catalog import read_catalog
+from harness.plot.figures import load_figure
 
 GPU = "NVIDIA GeForce RTX 3070"
 NIC = 1.25e8
@@ -20,13 +22,14 @@ def make_cluster(n, nic_bytes_per_s=NIC, kind=GPU):
     return cluster_of(hosts, kind=kind, nic_bytes_per_s=nic_bytes_per_s)
 
 
-def make_header(workload, config, cluster, **more):
+def make_header(workload, config, cluster, settings=None, **more):
     values = {
         "workload": workload, "key": run_key(workload, config, cluster),
         "argv": ["entry.sh", workload], "config": config, "versions": {"torch": "2.13.0"},
         "commit": "0123456789abcdef", "status": "ok", "backend": "nccl", "duration_s": 12.0,
     }  # fmt: skip
-    info = {"n_cores": 8, "interface": "eth0", "peak_flops_per_s": {"fp32": 2.03e13}}
+    info = {"n_cores": 8, "interface": "eth0", "peak_flops_per_s": {"fp32": 2.03e13},
+            "settings": settings or {}}  # fmt: skip
     hosts = [node.name for node in cluster.nodes]
     return header_of(hosts, cluster=cluster, info=info, **(values | more))
 
@@ -40,14 +43,31 @@ def write_run(root, header, records):
     return root / header.run_id
 
 
-def train_config(strategy, global_batch, model="resnet50"):
+def train_config(strategy, global_batch, model="resnet50", **more):
     return {
         "strategy": strategy,
         "model": model,
         "dtype": "fp32",
         "dataset": "synthetic",
         "global_batch": global_batch,
+        **more,
     }
+
+
+def write_training(root, run_id, config, cluster, compute_s=0.1, exposed_s=0.1, *, seed=0, **more):
+    """A training on every device of a cluster; `more` are fields of its header."""
+    header = make_header("train", config, cluster, run_id=run_id, **more)
+    n, batch = cluster.n_devices, config["global_batch"]
+    return write_run(root, header, training_records(n, batch, compute_s, exposed_s, seed=seed))
+
+
+def catalog_of(root):
+    return read_catalog(*find_runs(root))
+
+
+def table_of(name, catalog):
+    """A figure's table, of a catalog or of a directory of runs."""
+    return load_figure(name).table(catalog_of(catalog) if isinstance(catalog, Path) else catalog)
 
 
 def training_records(n_ranks, global_batch, compute_s, exposed_s, *, seed=0):
@@ -55,9 +75,9 @@ def training_records(n_ranks, global_batch, compute_s, exposed_s, *, seed=0):
     source = random.Random(seed)
     noise = [source.gauss(1, 0.01) for _ in range(40)]
     noise[20] = 1.9
-    records: dict[int, list[Record]] = {}
+    records = {}
     for rank in range(n_ranks):
-        of_rank: list[Record] = []
+        of_rank = []
         at = 0.0
         for step, factor in enumerate(noise):
             lengths = {
@@ -74,9 +94,7 @@ def training_records(n_ranks, global_batch, compute_s, exposed_s, *, seed=0):
                 start = at - length / 2 if is_hidden and length else at
                 whole = at + length - start
                 if length:
-                    of_rank.append(
-                        Span(kind=kind, step=step, start_s=start, duration_s=whole)  # type: ignore[arg-type]
-                    )
+                    of_rank.append(Span(kind=kind, step=step, start_s=start, duration_s=whole))
                 at += length
             of_rank.append(Span(kind="step", step=step, start_s=begin, duration_s=at - begin))
             of_rank += [
@@ -88,25 +106,25 @@ def training_records(n_ranks, global_batch, compute_s, exposed_s, *, seed=0):
         for kind, gib in (("allocated", 3.1), ("reserved", 3.6)):
             value = (gib + 0.1 * rank) * 2**30
             of_rank.append(Sample(metric="memory_peak_bytes", value=value, labels={"kind": kind}))
+        labels = {"device": "cuda:0"}
         for i in range(20):
             for metric, value in (
                 ("device_utilization_percent", 90 - source.random() * 20),
                 ("device_temperature_c", 55 + rank + i / 4),
             ):
-                labels: dict[str, Any] = {"device": "cuda:0"}
                 of_rank.append(Sample(metric=metric, value=value, labels=labels, time_s=i * 1.0))
         records[rank] = of_rank
     return records
 
 
 def matmul_records(n_ranks=5):
-    records: dict[int, list[Record]] = {}
+    records = {}
     for rank in range(n_ranks):
-        of_rank: list[Record] = []
+        of_rank = []
         for dtype, factor in (("fp32", 1.0), ("bf16", 2.5)):
             for n in (256, 512, 1024, 2048, 4096):
                 rate = PEAK * factor * SPEEDS[rank] * n / (n + 400)
-                labels: dict[str, Any] = {"m": n, "n": n, "k": n, "dtype": dtype}
+                labels = {"m": n, "n": n, "k": n, "dtype": dtype}
                 of_rank += [
                     Sample(metric="matmul_s", value=2 * n**3 / rate * f, labels=labels, step=i)
                     for i, f in enumerate((1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 1.0, 0.98, 1.0))
@@ -132,35 +150,27 @@ def matmul_records(n_ranks=5):
 
 
 def links_records(n_ranks=5, bandwidth=1.17e8):
-    records: dict[int, list[Record]] = {rank: [] for rank in range(n_ranks)}
+    records = {rank: [] for rank in range(n_ranks)}
     sizes = [2**k for k in range(10, 25, 2)]
     for operation, factor in (("all_reduce", 1.6), ("all_gather", 0.8), ("broadcast", 1.0)):
         for transport, latency in (("nccl", 3e-4), ("mpi", 2e-4)):
             for n_bytes in sizes:
-                labels: dict[str, Any] = {
-                    "operation": operation,
-                    "transport": transport,
-                    "n_bytes": n_bytes,
-                }
+                labels = {"operation": operation, "transport": transport, "n_bytes": n_bytes}
                 for i in range(9):
                     value = (latency + n_bytes * factor / bandwidth) * (1 + 0.01 * i)
-                    for rank in records:
-                        records[rank].append(
-                            Sample(metric="collective_s", value=value, labels=labels, step=i)
-                        )
+                    sample = Sample(metric="collective_s", value=value, labels=labels, step=i)
+                    for of_rank in records.values():
+                        of_rank.append(sample)
     for source in range(n_ranks):
         for target in range(n_ranks):
             if source != target:
                 # The last node hangs on a slower port.
                 rate = bandwidth * (0.5 if n_ranks - 1 in (source, target) else 1)
-                pair: dict[str, Any] = {"source": source, "target": target, "transport": "nccl"}
+                pair = {"source": source, "target": target, "transport": "nccl"}
+                sized = pair | {"n_bytes": 2**24}
                 records[source] += [
                     Sample(metric="link_latency_s", value=1.5e-4, labels=pair),
-                    Sample(
-                        metric="link_transfer_s",
-                        value=2**24 / rate,
-                        labels=pair | {"n_bytes": 2**24},
-                    ),
+                    Sample(metric="link_transfer_s", value=2**24 / rate, labels=sized),
                 ]
     return records
 
@@ -170,29 +180,14 @@ def fill(root):
     five, one = make_cluster(5), make_cluster(1)
     write_run(root, make_header("matmul", {}, five, run_id="matmul"), matmul_records())
     write_run(root, make_header("links", {}, five, run_id="links"), links_records())
-    single = make_header("train", train_config("single", 32), one, run_id="single")
-    write_run(root, single, training_records(1, 32, 0.1, 0.0))
+    write_training(root, "single", train_config("single", 32), one, 0.1, 0.0)
     for repeat in range(3):
-        for strategy, batch, exposed in (("ddp", 32, 0.09), ("ddp", 160, 0.09)):
-            header = make_header(
-                "train",
-                train_config(strategy, batch),
-                five,
-                run_id=f"{strategy}-{batch}-{repeat}",
-                repeat=repeat,
-            )
+        for batch in (32, 160):
+            config, name = train_config("ddp", batch), f"ddp-{batch}-{repeat}"
             compute_s = 0.1 * batch / 160
-            records = training_records(5, batch, compute_s, exposed, seed=repeat)
-            write_run(root, header, records)
-    header = make_header("train", train_config("pipeline", 160), five, run_id="pipeline")
-    write_run(root, header, training_records(5, 160, 0.12, 0.03))
-    header = make_header(
-        "train",
-        train_config("ddp", 640),
-        five,
-        run_id="too-large",
-        status="oom",
-        reason="CUDA out of memory on rank 3: tried to allocate 2.4 GiB",
-    )
-    write_run(root, header, {})
+            write_training(root, name, config, five, compute_s, 0.09, seed=repeat, repeat=repeat)
+    write_training(root, "pipeline", train_config("pipeline", 160), five, 0.12, 0.03)
+    reason = "CUDA out of memory on rank 3: tried to allocate 2.4 GiB"
+    failed = {"run_id": "too-large", "status": "oom", "reason": reason}
+    write_run(root, make_header("train", train_config("ddp", 640), five, **failed), {})
     return root

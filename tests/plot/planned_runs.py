@@ -1,7 +1,6 @@
 """Runs of strategies that were simulated, with the tasks of a step stretched."""
 
 import itertools
-from typing import Any
 
 import msgspec
 from made_graphs import links_between
@@ -11,8 +10,8 @@ from measured_runs import (
     make_cluster,
     make_header,
     train_config,
-    training_records,
     write_run,
+    write_training,
 )
 
 from harness.domain.checkpoints import with_recomputation
@@ -20,7 +19,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Measurement, Profile
-from harness.domain.record import Record, Sample, Span
+from harness.domain.record import Sample, Span
 from harness.plan import builders
 from harness.plan.bottleneck import balance
 from harness.plan.simulate.report import spans as simulated_spans
@@ -33,17 +32,10 @@ CHAIN_BATCH = 160
 
 def chain_graph():
     def operator(name, inputs, kind="linear"):
-        shape = {"sample": CHAIN_BATCH, "feature": 512}
-        n_bytes = CHAIN_BATCH * 512 * 4
-        weights = 0 if kind == "input" else 2**20
         return Operator(
-            name=name,
-            kind=kind,
-            inputs=inputs,
-            shape=shape,
-            activation_bytes=n_bytes,
-            parameter_bytes=weights,
-        )
+            name=name, kind=kind, inputs=inputs, shape={"sample": CHAIN_BATCH, "feature": 512},
+            activation_bytes=CHAIN_BATCH * 512 * 4, parameter_bytes=2**20 * (kind != "input"),
+        )  # fmt: skip
 
     names = ["images", *CHAIN_MS]
     rest = [operator(name, [before]) for before, name in itertools.pairwise(names)]
@@ -116,9 +108,9 @@ def executed(strategy, prediction, stretch, n_ranks, *, n_steps=9):
     Clock of rank r stands 1000 r seconds apart, known to 0.1 r milliseconds; every rank loads
     data for a millisecond, and steps differ by per mille.
     """
-    records: dict[int, list[Record]] = {}
+    records = {}
     for rank, spans in ((int(key), spans) for key, spans in prediction.spans.items()):
-        own: list[Record] = [
+        own = [
             Sample(metric="clock_offset_s", value=1000.0 * rank),
             Sample(metric="clock_offset_error_s", value=1e-4 * rank),
             Sample(metric="memory_peak_bytes", value=2.0**30 + rank, labels={"kind": "allocated"}),
@@ -144,7 +136,7 @@ def executed(strategy, prediction, stretch, n_ranks, *, n_steps=9):
 
 def executor_spans(strategy, spans):
     """Operators of a pass brought together as one of the stage; gaps in between are waits."""
-    passes: dict[tuple[str, int | None, int, str | None], list[Span]] = {}
+    passes = {}
     others = []
     for span in spans:
         if span.kind in ("forward", "backward"):
@@ -156,10 +148,10 @@ def executor_spans(strategy, spans):
             others.append(msgspec.structs.replace(span, name=f"bucket{len(others)}"))
     work = [
         Span(
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             stage=stage,
             microbatch=microbatch,
-            pass_=pass_,  # type: ignore[arg-type]
+            pass_=pass_,
             start_s=start,
             duration_s=stop - start,
         )
@@ -189,7 +181,7 @@ def executor_spans(strategy, spans):
 def write_planned(root, name, strategy, prediction, *, repeat=0, stretch=1.0, n_ranks=5):
     """A run with its strategy and prediction; it ran out of memory when `stretch` is None."""
     config = train_config(name, CHAIN_BATCH, "vgg16")
-    more: dict[str, Any] = {"run_id": f"{name}-{repeat}", "repeat": repeat}
+    more = {"run_id": f"{name}-{repeat}", "repeat": repeat}
     if stretch is None:
         more |= {"status": "oom", "reason": "rank 4: tried to allocate 9 GiB"}
     header = make_header("train", config, make_cluster(n_ranks), **more)
@@ -218,6 +210,5 @@ def fill_planned(root):
     alone = predict(single, cluster)
     write_planned(root, "single", single, alone, n_ranks=1)
     write_planned(root, "tensor", strategies["ddp"], alone, stretch=None)
-    header = make_header("train", train_config("ddp", 32), make_cluster(5), run_id="unplanned")
-    write_run(root, header, training_records(5, 32, 0.1, 0.05))
+    write_training(root, "unplanned", train_config("ddp", 32), make_cluster(5), 0.1, 0.05)
     return root

@@ -11,11 +11,17 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 from launching import completed
-from measured_runs import make_cluster, make_header, train_config, training_records, write_run
+from measured_runs import (
+    catalog_of,
+    make_cluster,
+    make_header,
+    train_config,
+    training_records,
+    write_run,
+    write_training,
+)
 
-from harness.measure.store import find_runs
 from harness.plot.__main__ import main
-from harness.plot.catalog import read_catalog
 from harness.plot.figures import FIGURES, load_figure
 
 HOSTILE = "<script>alert('x')</script>"
@@ -49,7 +55,7 @@ def plot(*arguments):
 @pytest.fixture(scope="module")
 def drawn(comparison):
     """The figures that have data."""
-    catalog = read_catalog(*find_runs(comparison))
+    catalog = catalog_of(comparison)
     return [name for name in FIGURES if not load_figure(name).table(catalog).empty]
 
 
@@ -175,8 +181,7 @@ def test_hostile_names_stay_text(tmp_path):
 
 
 def test_figures_without_data_are_named(tmp_path, capsys):
-    made = make_header("train", train_config("ddp", 32), make_cluster(2), run_id="one")
-    write_run(tmp_path / "results", made, training_records(2, 32, 0.1, 0.1))
+    write_training(tmp_path / "results", "one", train_config("ddp", 32), make_cluster(2))
     assert plot(tmp_path / "results", "--output", tmp_path / "plots") == 0
     printed = capsys.readouterr().out
     assert "not drawn: link_heatmap: no data: it needs a links run of two" in printed

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure as Canvas
-from measured_runs import make_cluster, make_header, train_config, training_records, write_run
+from measured_runs import (
+    catalog_of,
+    make_cluster,
+    make_header,
+    table_of,
+    train_config,
+    write_run,
+    write_training,
+)
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.record import Sample
 from harness.measure.derive.prediction import PARTS
-from harness.measure.store import find_runs, read_header, write_header
+from harness.measure.store import read_header, write_header
 from harness.plot.__main__ import main
-from harness.plot.catalog import read_catalog
 from harness.plot.figures import load_figure
 from harness.plot.headlines import answers, warnings
 from harness.plot.predicted import competing, planned_cases
@@ -30,11 +35,7 @@ OF_PREDICTIONS = ["prediction", "prediction_choice", "prediction_error", "timeli
 
 @pytest.fixture(scope="module")
 def catalog(planned):
-    return read_catalog(*find_runs(planned))
-
-
-def table_of(name, catalog):
-    return load_figure(name).table(catalog)
+    return catalog_of(planned)
 
 
 def test_error_is_predicted_over_measured_for_every_run(catalog, planned):
@@ -83,7 +84,7 @@ def test_a_choice_that_failed_has_no_regret_and_keeps_its_row(planned, tmp_path)
     path = root / "tensor-0" / PREDICTION_FILE
     path.write_bytes(msgspec.structs.replace(Prediction.load(path), step_s=1e-3).to_json())
     figure = load_figure("prediction_choice")
-    table = figure.table(read_catalog(*find_runs(root)))
+    table = figure.table(catalog_of(root))
     first = table.iloc[0]
     assert (first["strategy"], first["status"], first["is_chosen"]) == ("tensor", "oom", True)
     assert pd.isna(first["measured_s"])
@@ -100,7 +101,7 @@ def test_a_repeat_that_failed_leaves_the_choice_to_the_others(planned, tmp_path)
     for name in ("pipeline-0", "searched-0"):
         shutil.copytree(planned / name, root / name)
     _fail(shutil.copytree(planned / "pipeline-0", root / "pipeline-1"), "pipeline-1")
-    table = table_of("prediction_choice", read_catalog(*find_runs(root)))
+    table = table_of("prediction_choice", root)
     assert sorted(table["status"]) == ["crash", "ok", "ok"]
     assert set(table["regret"]) == {0.0}
     assert set(table["n_failed"]) == {0}
@@ -112,7 +113,7 @@ def test_a_pipeline_that_failed_is_noted_below_the_others(name, planned, tmp_pat
     shutil.copytree(planned / "searched-0", root / "searched-0")
     _fail(shutil.copytree(planned / "pipeline-0", root / "pipeline-0"), "pipeline-0")
     figure = load_figure(name)
-    table = figure.table(read_catalog(*find_runs(root)))
+    table = figure.table(catalog_of(root))
     assert list(table["strategy" if "strategy" in table else "label"][table["status"] == "crash"])
     assert b"crashed (rank 3 is gone)" in _text(image_bytes(figure, table, "svg")[0])
 
@@ -203,7 +204,7 @@ def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(planned, tmp_p
     assert error.count(f"skipped {broken}") == 1
     assert error.count(f"skipped {root / 'searched-0' / STRATEGY_FILE}") == 1
     assert "pipeline-0/prediction.json" in (tmp_path / "plots" / "report.html").read_text()
-    table = table_of("prediction", read_catalog(*find_runs(root)))
+    table = table_of("prediction", root)
     assert "pipeline" not in set(table["strategy"])
 
 
@@ -222,7 +223,7 @@ def test_a_clock_that_was_not_measured_is_said(tmp_path, planned):
     lines = [line for line in records.read_text().splitlines() if "clock_offset" not in line]
     records.write_text("\n".join(lines) + "\n")
     figure = load_figure("timeline")
-    table = figure.table(read_catalog(*find_runs(root)))
+    table = figure.table(catalog_of(root))
     measured = table[table["side"] == "measured"]
     assert measured["clock_error_s"].isna().all()
     assert (measured.groupby("rank")["start_s"].min() == 0).all()
@@ -234,24 +235,17 @@ def _text(svg):
     return b"\n".join(part.partition(b"-->")[0] for part in svg.split(b"<!--")[1:])
 
 
-Write = Callable[..., Path]
-
-
-def catalog_of(root):
-    return read_catalog(*find_runs(root))
-
-
 def strategies(answer):
     return [row.strategy for _, row in answer.rows]
 
 
 def test_strategies_of_unlike_clusters_are_not_one_comparison(tmp_path):
     """One device alone is the baseline on both networks."""
-    alone = make_header("train", train_config("single", 32), make_cluster(1, None), run_id="single")
-    write_run(tmp_path, alone, training_records(1, 32, 0.2, 0.0))
+    alone = train_config("single", 32)
+    write_training(tmp_path, "single", alone, make_cluster(1, None), 0.2, 0.0)
     for name, nic, exposed_s in (("slow", 1.25e7, 0.3), ("fast", 1.25e8, 0.1)):
-        run = make_header("train", train_config("ddp", 32), make_cluster(2, nic), run_id=name)
-        write_run(tmp_path, run, training_records(2, 32, 0.1, exposed_s))
+        config = train_config("ddp", 32)
+        write_training(tmp_path, name, config, make_cluster(2, nic), 0.1, exposed_s)
     found = answers(catalog_of(tmp_path))
     assert [strategies(answer) for answer in found] == [["single on 1", "ddp on 2"]] * 2
     assert len({answer.cell for answer in found}) == 2
@@ -263,13 +257,10 @@ def test_strategies_of_unlike_clusters_are_not_one_comparison(tmp_path):
 def test_a_baseline_of_other_environment_variables_does_not_compare(tmp_path):
     for name, step_s in (("slow", 0.2), ("fast", 0.1)):
         for strategy, n in (("single", 1), ("ddp", 2)):
-            run = make_header(
-                "train", train_config(strategy, 32), make_cluster(n), run_id=f"{name}-{strategy}"
-            )
-            settings = {"MALLOC_ARENA_MAX": name, "kernel": strategy}
-            ranks = [msgspec.structs.replace(rank, settings=settings) for rank in run.ranks]
-            run = msgspec.structs.replace(run, ranks=ranks)
-            write_run(tmp_path, run, training_records(n, 32, step_s / n, 0.0))
+            write_training(
+                tmp_path, f"{name}-{strategy}", train_config(strategy, 32), make_cluster(n),
+                step_s / n, 0.0, settings={"MALLOC_ARENA_MAX": name, "kernel": strategy},
+            )  # fmt: skip
     found = answers(catalog_of(tmp_path))
     assert [strategies(answer) for answer in found] == [["single on 1", "ddp on 2"]] * 2
     slow, fast = sorted((answer.rows[0][1] for answer in found), key=lambda row: -row.step_s[0])
@@ -286,10 +277,7 @@ def test_without_two_strategies_of_one_cell_there_is_no_comparison(tmp_path):
         (32, "Only ddp was trained ("),
         (64, "No strategies to compare: each of 2 cells was trained by one strategy."),
     ):
-        run = make_header(
-            "train", train_config("ddp", batch), make_cluster(2), run_id=f"ddp-{batch}"
-        )
-        write_run(tmp_path, run, training_records(2, batch, 0.1, 0.1))
+        write_training(tmp_path, f"ddp-{batch}", train_config("ddp", batch), make_cluster(2))
         (answer,) = answers(catalog_of(tmp_path))
         assert answer.sentence.startswith(sentence)
     assert strategies(answer) == ["ddp on 2", "ddp on 2"]
@@ -298,18 +286,15 @@ def test_without_two_strategies_of_one_cell_there_is_no_comparison(tmp_path):
 
 def test_warnings_are_of_every_workload_and_folded_by_kind(tmp_path):
     left_out = {"left_out": ["send_recv: one rank has nobody to send to"]}
-    write_run(
-        tmp_path, make_header("links", {}, make_cluster(3), run_id="links", summary=left_out), {}
-    )
-    labels: dict[str, Any] = {"m": 8, "n": 8, "k": 8, "dtype": "bf16", "reason": "no kernel"}
+    links = make_header("links", {}, make_cluster(3), run_id="links", summary=left_out)
+    write_run(tmp_path, links, {})
+    labels = {"m": 8, "n": 8, "k": 8, "dtype": "bf16", "reason": "no kernel"}
     skipped = {0: [Sample(metric="matmul_skipped", value=1, labels=labels)]}
     write_run(tmp_path, make_header("matmul", {}, make_cluster(3), run_id="matmul"), skipped)
     for repeat in range(5):
-        run = make_header(
-            "train", train_config("ddp", 32), make_cluster(2), run_id=f"ddp-{repeat}",
-            repeat=repeat, versions={"torch": "2.13.0" if repeat else "2.12.0"},
-        )  # fmt: skip
-        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
+        versions = {"torch": "2.13.0" if repeat else "2.12.0"}
+        config, name = train_config("ddp", 32), f"ddp-{repeat}"
+        write_training(tmp_path, name, config, make_cluster(2), repeat=repeat, versions=versions)
     named = ", ".join(f"resnet50 ddp on 2 (ddp-{repeat})" for repeat in range(3))
     found = warnings(catalog_of(tmp_path))
     assert list(found) == [

@@ -1,8 +1,6 @@
 """Figures by their tables: what is drawn, what stays although it is not ok, what merges."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pandas as pd
@@ -10,17 +8,19 @@ import pytest
 from made_runs import local_header
 from matplotlib.figure import Figure as Canvas
 from measured_runs import (
+    catalog_of,
     links_records,
     make_cluster,
     make_header,
     matmul_records,
+    table_of,
     train_config,
     training_records,
     write_run,
+    write_training,
 )
 
 from harness.measure.store import find_runs, read_results, without_samples
-from harness.plot.catalog import read_catalog
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.prediction import _name_misses
 from harness.plot.figures.scaling import draw as draw_scaling
@@ -29,21 +29,15 @@ from harness.plot.render import image_bytes
 from harness.plot.report import format_value, header_of, present
 from harness.plot.style import wrap_label
 
-Write = Callable[..., Path]
-
 
 @pytest.fixture(scope="module")
 def catalog(comparison):
-    return read_catalog(*find_runs(comparison))
+    return catalog_of(comparison)
 
 
 @pytest.fixture(scope="module")
 def of_planned(planned):
-    return read_catalog(*find_runs(planned))
-
-
-def table_of(name, catalog):
-    return load_figure(name).table(catalog)
+    return catalog_of(planned)
 
 
 def row_of(table, **values):
@@ -98,9 +92,8 @@ def test_rates_over_two_repeats_are_of_the_median_time(tmp_path):
             for rank, records in matmul_records(2).items()
         }
         write_run(tmp_path, runs["matmul"], products)
-        train = make_header("train", train_config("ddp", 32), make_cluster(2), run_id=name)
-        write_run(tmp_path, train, training_records(2, 32, 0.1 * slower, 0.0))
-    found = read_catalog(*find_runs(tmp_path))
+        write_training(tmp_path, name, train_config("ddp", 32), make_cluster(2), 0.1 * slower, 0.0)
+    found = catalog_of(tmp_path)
     links = table_of("link_heatmap", found)
     assert list(links["bandwidth_bytes_per_s"]) == pytest.approx([0.75e8] * 2)
     product = table_of("summa", found).iloc[0]
@@ -120,10 +113,9 @@ def test_rates_over_two_repeats_are_of_the_median_time(tmp_path):
 )
 def test_matmul_runs_of_other_lengths_are_repeats(tmp_path, more, n_repeats, n_labels):
     for name, config in (("a", {"time_budget_s": 0.6}), ("b", more)):
-        write_run(
-            tmp_path, make_header("matmul", config, make_cluster(3), run_id=name), matmul_records(3)
-        )
-    catalog = read_catalog(*find_runs(tmp_path))
+        header = make_header("matmul", config, make_cluster(3), run_id=name)
+        write_run(tmp_path, header, matmul_records(3))
+    catalog = catalog_of(tmp_path)
     for name in ("matmul", "memory_bandwidth", "summa"):
         table = table_of(name, catalog)
         assert set(table["n_repeats"]) == {n_repeats}
@@ -157,10 +149,9 @@ def test_scaling_keeps_unlike_clusters_and_data_apart(tmp_path, changed, told):
     other = {"dataset": "cifar10"} if changed == "data" else {}
     for name, slower, on_three, more in (("a", 1, make_cluster(3), {}), ("b", 2, three, other)):
         for n, on in ((1, make_cluster(1)), (3, on_three)):
-            config = train_config("single" if n == 1 else "ddp", 36) | more
-            run = make_header("train", config, on, run_id=f"{name}{n}")
-            write_run(tmp_path, run, training_records(n, 36, 0.1 * slower / n, 0.0))
-    table = table_of("scaling", read_catalog(*find_runs(tmp_path)))
+            config = train_config("single" if n == 1 else "ddp", 36, **more)
+            write_training(tmp_path, f"{name}{n}", config, on, 0.1 * slower / n, 0.0)
+    table = table_of("scaling", tmp_path)
     three_devices = table[table["n_devices"] == 3]
     assert len(set(three_devices["time_s"])) == len(three_devices) == 2
     labels = sorted(three_devices["label"])
@@ -226,10 +217,8 @@ def test_device_load_keeps_time_and_device(catalog):
 
 def test_an_invalid_run_is_never_a_number(tmp_path):
     for status in ("invalid", "crash", "timeout", "running"):
-        config = train_config("ddp", 32)
-        run = make_header("train", config, make_cluster(2), run_id=status, status=status)
-        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
-    made = read_catalog(*find_runs(tmp_path))
+        write_training(tmp_path, status, train_config("ddp", 32), make_cluster(2), status=status)
+    made = catalog_of(tmp_path)
     table = table_of("throughput", made)
     assert sorted(table["status"]) == ["crash", "invalid", "running", "timeout"]
     assert table["throughput_samples_per_s"].isna().all()
@@ -240,9 +229,8 @@ def test_an_invalid_run_is_never_a_number(tmp_path):
 
 def test_runs_of_unlike_clusters_do_not_merge(tmp_path):
     for name, nic in (("slow", 1.25e7), ("fast", 1.25e8), ("fast-again", 1.25e8)):
-        run = make_header("train", train_config("ddp", 32), make_cluster(2, nic), run_id=name)
-        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
-    table = table_of("throughput", read_catalog(*find_runs(tmp_path)))
+        write_training(tmp_path, name, train_config("ddp", 32), make_cluster(2, nic))
+    table = table_of("throughput", tmp_path)
     assert sorted(table["n_repeats"]) == [1, 2]
     assert len(set(table["cluster"])) == 2
 
@@ -252,9 +240,8 @@ def test_nodes_that_tell_clusters_apart_are_whole_in_a_figures_label(tmp_path):
     for name, others in (("near", [1]), ("far", [2])):
         nodes = [three.nodes[k] for k in (0, *others)]
         on = msgspec.structs.replace(three, nodes=nodes, links=[])
-        run = make_header("train", train_config("ddp", 32), on, run_id=name)
-        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
-    table = table_of("throughput", read_catalog(*find_runs(tmp_path)))
+        write_training(tmp_path, name, train_config("ddp", 32), on)
+    table = table_of("throughput", tmp_path)
     last = sorted(wrap_label(label, 30).splitlines()[-1] for label in table["label"])
     assert last == ["tesla0 … tesla1", "tesla0 … tesla2"]
 
@@ -264,11 +251,9 @@ def test_runs_with_other_environment_variables_do_not_merge_and_say_them(tmp_pat
     ring, tree = always | {"NCCL_ALGO": "Ring"}, always | {"NCCL_ALGO": "Tree"}
     of_runs = [{}, always, always | {"kernel": "6.5"}, ring, ring, tree]  # {}: not known
     for k, found in enumerate(of_runs):
-        run = make_header("train", train_config("ddp", 32), make_cluster(2), run_id=f"run{k}")
-        ranks = [msgspec.structs.replace(rank, settings=found) for rank in run.ranks]
-        run = msgspec.structs.replace(run, ranks=ranks)
-        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
-    catalog = read_catalog(*find_runs(tmp_path))
+        config = train_config("ddp", 32)
+        write_training(tmp_path, f"run{k}", config, make_cluster(2), settings=found)
+    catalog = catalog_of(tmp_path)
     table = table_of("throughput", catalog)
     pairs = zip(table["label"], table["n_repeats"], strict=True)
     assert {label.split(", ", 2)[-1]: n for label, n in pairs} == {
@@ -299,9 +284,8 @@ def test_large_numbers_are_drawn_without_exponents(name, unit, catalog, of_plann
 
 def test_a_label_has_the_speed_of_fast_links_without_exponent(tmp_path):
     for n in (2, 3):
-        run = make_header("train", train_config("ddp", 32), make_cluster(n, 1.25e10), run_id=str(n))
-        write_run(tmp_path, run, training_records(n, 32, 0.1, 0.1))
-    catalog = read_catalog(*find_runs(tmp_path))
+        write_training(tmp_path, str(n), train_config("ddp", 32), make_cluster(n, 1.25e10))
+    catalog = catalog_of(tmp_path)
     assert {case.case.cluster.split(", ")[1] for case in catalog.training} == {"100 Gbit/s"}
 
 
@@ -309,7 +293,7 @@ def test_links_of_two_speeds_do_not_merge_even_when_no_header_tells(tmp_path):
     for name, bandwidth in (("slow", 1.18e7), ("fast", 1.17e8), ("fast-again", 1.02e8)):
         run = make_header("links", {}, make_cluster(3, None), run_id=name)
         write_run(tmp_path, run, links_records(3, bandwidth))
-    table = table_of("bandwidth", read_catalog(*find_runs(tmp_path)))
+    table = table_of("bandwidth", tmp_path)
     rows = table[(table["operation"] == "broadcast") & (table["size_bytes"] == 2**24)]
     assert sorted(rows["n_repeats"]) == [1, 1, 2, 2]  # two transports of two clusters
     assert {label.split(", ")[1] for label in rows["cluster"]} == {"0.094 Gbit/s", "0.94 Gbit/s"}
@@ -321,17 +305,15 @@ def test_measured_links_do_not_divide_the_runs_of_one_node(tmp_path):
     config = train_config("ddp", 32)
     run = local_header(["one", "one"], workload="train", run_id="train", config=config)
     write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
-    (label,) = table_of("throughput", read_catalog(*find_runs(tmp_path)))["label"]
+    (label,) = table_of("throughput", tmp_path)["label"]
     assert label.endswith("2 × test device")
 
 
 def test_samples_are_drawn_until_there_is_another_run(tmp_path):
     for name in ("sample-a", "sample-b"):
-        run = make_header("train", train_config("ddp", 32), make_cluster(2), run_id=name)
-        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
+        write_training(tmp_path, name, train_config("ddp", 32), make_cluster(2))
     assert len(without_samples(find_runs(tmp_path)[0])[0]) == 2
-    run = make_header("train", train_config("ddp", 32), make_cluster(2), run_id="own")
-    write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
+    write_training(tmp_path, "own", train_config("ddp", 32), make_cluster(2))
     drawn, skipped = without_samples(find_runs(tmp_path)[0])
     assert [make_header.run_id for _, make_header in drawn] == ["own"]
     reason = "2 runs that come with the harness are not drawn with others"
@@ -341,10 +323,9 @@ def test_samples_are_drawn_until_there_is_another_run(tmp_path):
 
 def test_equal_labels_tell_the_setting_that_differs(tmp_path):
     for buckets in (1, 25):
-        config = train_config("ddp", 32) | {"bucket_mb": buckets}
-        run = make_header("train", config, make_cluster(2), run_id=f"buckets{buckets}")
-        write_run(tmp_path, run, training_records(2, 32, 0.1, 0.1))
-    labels = list(table_of("throughput", read_catalog(*find_runs(tmp_path)))["label"])
+        config = train_config("ddp", 32, bucket_mb=buckets)
+        write_training(tmp_path, f"buckets{buckets}", config, make_cluster(2))
+    labels = list(table_of("throughput", tmp_path)["label"])
     assert [label.rpartition(" · ")[2] for label in labels] == ["bucket_mb 1", "bucket_mb 25"]
 
 
