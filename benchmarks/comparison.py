@@ -1,4 +1,4 @@
-"""Shared by the programs in this folder: finding MPI, and output as one object per comparison."""
+"""Shared by the programs in this folder: a world of ranks, and one object per comparison."""
 
 from __future__ import annotations
 
@@ -8,16 +8,38 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from harness.measure.statistics import paired_ratio
+from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.host import code_commit, cpu_model
 
+if TYPE_CHECKING:
+    from harness.runtime.ranks.rendezvous import Meeting
 
-def find_mpi() -> None:
-    """Set the prefix of a relocatable Open MPI on ranks of other hosts than mpirun's (entry.sh)."""
+
+@contextmanager
+def joined(name: str, *, n_threads: int = 0) -> Iterator[Meeting]:
+    """Join the ranks of mpirun in a process group; all ranks must enter and leave.
+
+    Args:
+        n_threads: of torch on each rank; 0: as many as runs take.
+    """
+    import torch
+
+    from harness.runtime.ranks.rendezvous import join_process_group, meet
+
+    # The prefix of a relocatable Open MPI, on other hosts than mpirun's (entry.sh).
     if "PMIX_INSTALL_PREFIX" in os.environ:
         os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
+    meeting = meet(read_launch(os.environ), os.environ)
+    torch.set_num_threads(n_threads or meeting.world.n_threads)
+    join_process_group(meeting.world, meeting.address, meeting.port, name, 300.0)
+    yield meeting
+    torch.distributed.destroy_process_group()
+    meeting.leave()
 
 
 def machine() -> str:

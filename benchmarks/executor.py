@@ -35,9 +35,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import tyro
-from comparison import compare, find_mpi, show
+from comparison import compare, joined, show
 from executor_cases import Case, cases
 from executor_sharded import peaks
 from executor_sides import Side
@@ -46,9 +45,7 @@ from harness.errors import VerificationError
 from harness.measure.statistics import paired_ratio
 from harness.runtime.devices.memory import keep_freed_memory
 from harness.runtime.devices.precision import set_tensor_cores
-from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.gather import barrier, gather_numbers, maximum_over_ranks
-from harness.runtime.ranks.rendezvous import join_process_group, meet
 from harness.runtime.ranks.world import World
 
 _N_CHECKED = 3
@@ -201,23 +198,18 @@ def is_wanted(case: Case, options: Options) -> bool:
 
 
 def main(options: Options) -> None:
-    find_mpi()
-    meeting = meet(read_launch(os.environ), os.environ)
-    world = meeting.world
-    torch.set_num_threads(1)
-    keep_freed_memory(world.device)
-    set_tensor_cores("fp32", world.device)
-    join_process_group(world, meeting.address, meeting.port, "executor", 300.0)
-    for case in cases(world):
-        if not is_wanted(case, options):
-            continue
-        found = measure(case, options, world)
-        if world.is_first and options.as_json:
-            show(found, as_json=True)
-        elif world.is_first:
-            print(*map(table_line, found), sep="\n", flush=True)
-    dist.destroy_process_group()
-    meeting.leave()
+    with joined("executor", n_threads=1) as meeting:
+        world = meeting.world
+        keep_freed_memory(world.device)
+        set_tensor_cores("fp32", world.device)
+        for case in cases(world):
+            if not is_wanted(case, options):
+                continue
+            found = measure(case, options, world)
+            if world.is_first and options.as_json:
+                show(found, as_json=True)
+            elif world.is_first:
+                print(*map(table_line, found), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,18 +23,16 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, NoReturn
 
-import torch
 import torch.distributed as dist
 import tyro
-from comparison import compare, find_mpi, machine, show
+from comparison import compare, joined, machine, show
 
 from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
 from harness.measure.derive.links import bus_factor
 from harness.runtime.devices.sampling import Budget, clock_for
-from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.runtime.ranks.interfaces import list_interfaces
-from harness.runtime.ranks.rendezvous import Meeting, join_process_group, meet
+from harness.runtime.ranks.rendezvous import Meeting
 from harness.runtime.ranks.world import World
 from harness.units import format_bandwidth, parse_bytes
 from harness.workloads.links.operations import (
@@ -166,22 +164,18 @@ def report(options: Options, world: World, series: dict[str, list[float]]) -> No
 
 
 def main(options: Options) -> None:
-    meeting = meet(read_launch(os.environ), os.environ)
-    world = meeting.world
-    if world.size < 2:
-        raise EnvironmentSetupError("a link needs 2 ranks, this launch has 1: use mpirun -np 2")
-    torch.set_num_threads(world.n_threads)
-    join_process_group(world, meeting.address, meeting.port, "links_vs_iperf", 300.0)
-    mine = next(i.address for i in list_interfaces() if i.name == world.interface)
-    addresses = meeting.control.gather("addresses", mine, str)
-    with iperf_server(options.iperf_port) if world.rank == 1 else nullcontext():
-        dist.barrier()
-        series = measure(options, meeting, addresses)
-        dist.barrier()
-    if world.is_first:
-        report(options, world, series)
-    dist.destroy_process_group()
-    meeting.leave()
+    with joined("links_vs_iperf") as meeting:
+        world = meeting.world
+        if world.size < 2:
+            raise EnvironmentSetupError("a link needs 2 ranks, this launch has 1: use mpirun -np 2")
+        mine = next(i.address for i in list_interfaces() if i.name == world.interface)
+        addresses = meeting.control.gather("addresses", mine, str)
+        with iperf_server(options.iperf_port) if world.rank == 1 else nullcontext():
+            dist.barrier()
+            series = measure(options, meeting, addresses)
+            dist.barrier()
+        if world.is_first:
+            report(options, world, series)
 
 
 def end_all_ranks(code: int) -> NoReturn:
@@ -192,7 +186,6 @@ def end_all_ranks(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    find_mpi()
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks must not spin
     try:
         main(tyro.cli(Options, description=__doc__))

@@ -12,7 +12,6 @@ hardly affect. Both are the maximum over ranks.
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import tyro
-from comparison import compare, show
+from comparison import compare, joined, show
 
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
@@ -32,9 +31,7 @@ from harness.runtime.devices.precision import Precision
 from harness.runtime.devices.sampling import clock_for
 from harness.runtime.devices.telemetry import watched_device
 from harness.runtime.engines.optimizers import make_optimizer
-from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.gather import maximum_over_ranks
-from harness.runtime.ranks.rendezvous import join_process_group, meet
 from harness.runtime.ranks.world import Context, Progress, World
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.setup import Training, make_task, prepare
@@ -160,11 +157,8 @@ def compare_costs(name: str, pairs: list[tuple[float, float]]) -> dict[str, obje
 
 
 def main(options: Options) -> None:
-    meeting = meet(read_launch(os.environ), os.environ)
-    world = meeting.world
-    torch.set_num_threads(world.n_threads)
-    join_process_group(world, meeting.address, meeting.port, "overhead", 300.0)
-    with tempfile.TemporaryDirectory() as directory:
+    with joined("overhead") as meeting, tempfile.TemporaryDirectory() as directory:
+        world = meeting.world
         pairs = measure(options, world, Path(directory))
     if world.is_first:
         name = f"instrumented over bare step: {options.model} {options.dtype}, {world.size} ranks"
@@ -173,8 +167,6 @@ def main(options: Options) -> None:
             compare_costs(f"{name}, CPU time", [(a.cpu_s, b.cpu_s) for a, b in pairs]),
         ]
         show(comparisons, as_json=options.as_json)
-    dist.destroy_process_group()
-    meeting.leave()
 
 
 if __name__ == "__main__":

@@ -22,12 +22,14 @@ import torch
 import tyro
 from torch import Tensor
 
+from benchmarks.comparison import joined
 from benchmarks.double_models import DoubleTask
-from benchmarks.searched_steps import joined_world, leave, read_case
+from benchmarks.searched_steps import leave, read_case
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
+from harness.runtime.devices.memory import keep_freed_memory
 from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer
@@ -128,7 +130,9 @@ def train_by_strategy(run_dir: Path, batches: list[Batch], world: World) -> Iter
 
 
 def main(options: Options) -> None:
-    with joined_world("double") as world:
+    with joined("double") as meeting:
+        world = meeting.world
+        keep_freed_memory(world.device)
         case = read_case(options.single)
         batches = whole_batches(case, world)
         expected = list(train_on_one_device(case, batches, world))

@@ -19,18 +19,15 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import msgspec
-import torch
 import torch.distributed as dist
 import tyro
 
-from benchmarks.comparison import find_mpi
+from benchmarks.comparison import joined
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
@@ -38,9 +35,7 @@ from harness.measure.store import read_header
 from harness.runtime.devices.memory import keep_freed_memory
 from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import Share
-from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.gather import maximum_over_ranks, wait_for_all
-from harness.runtime.ranks.rendezvous import join_process_group, meet
 from harness.runtime.ranks.world import World
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import Planned
@@ -65,19 +60,6 @@ def read_case(run_dir: Path) -> TrainCase:
     return msgspec.convert(config, TrainCase, dec_hook=lambda kind, value: kind(value))
 
 
-@contextmanager
-def joined_world(name: str) -> Iterator[World]:
-    """Join the ranks of mpirun in a process group; all ranks must enter and leave."""
-    find_mpi()
-    meeting = meet(read_launch(os.environ), os.environ)
-    torch.set_num_threads(meeting.world.n_threads)
-    keep_freed_memory(meeting.world.device)
-    join_process_group(meeting.world, meeting.address, meeting.port, name, 300.0)
-    yield meeting.world
-    dist.destroy_process_group()
-    meeting.leave()
-
-
 def leave() -> NoReturn:
     """End the process without the interpreter's clean-up, during which a gloo thread that still
     releases a tensor aborts."""
@@ -97,7 +79,7 @@ class Stepper:
         planned = None
         if case.engine == "executor":
             strategy = Strategy.load(run_dir / STRATEGY_FILE)
-            planned = Planned(strategy=strategy, predicted_step_s=None, flops=(0.0,) * world.size)
+            planned = Planned(strategy=strategy, predicted_step_s=0.0, flops=(0.0,) * world.size)
         is_single = case.strategy == "single"
         self._training: Training | None = None
         if world.is_first or not is_single:  # other ranks idle for `single`
@@ -151,7 +133,9 @@ def _elapsed(start_s: float, world: World) -> float:
 
 
 def main(options: Options) -> None:
-    with joined_world("steps") as world:
+    with joined("steps") as meeting:
+        world = meeting.world
+        keep_freed_memory(world.device)
         steppers = [Stepper(run_dir, world) for run_dir in options.runs]
         steps = measure(steppers, options, world)
         if world.is_first:
