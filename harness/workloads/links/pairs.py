@@ -11,7 +11,6 @@ clock.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, permutations
 from pathlib import Path
@@ -24,12 +23,13 @@ from harness.domain.cluster import Cluster, CollectivePoint, Link, Node
 from harness.domain.run import RunHeader, device_names
 from harness.errors import VerificationError
 from harness.measure.derive.devices import matmul_table
-from harness.measure.store import headers_in, read_run, write_atomically
+from harness.measure.store import read_run
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.gather import maximum_over_ranks, raise_on_all_ranks
 from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
 from harness.workloads.links.operations import ELEMENT_BYTES, Limits, Transport, pattern
+from harness.workloads.planning.files import finished_runs
 
 _log = logging.getLogger(__name__)
 
@@ -307,28 +307,20 @@ def _nic_bytes_per_s(node: Node, links: list[Link]) -> float | None:
     return max(between, default=None)
 
 
-def _signatures(header: RunHeader) -> list[tuple[str, str]]:
-    return [(info.hostname, info.device_kind) for info in header.ranks]
-
-
 def measured_flops(results: Path, header: RunHeader) -> list[dict[str, float]]:
     """Best matmul FLOP/s of each rank by dtype, from the newest matmul run on these devices.
 
     Empty for every rank if there is no such run.
     """
-    usable = [
-        (path, other)
-        for path, other in headers_in(results)
-        if other.workload == "matmul" and other.status == "ok"
-        if _signatures(other) == _signatures(header)
-    ]
+    devices = [(info.hostname, info.device_kind) for info in header.ranks]
     rates: list[dict[str, float]] = [{} for _ in header.ranks]
-    if not usable:
-        return rates
-    run, _ = read_run(*max(usable, key=lambda one: one[1].start_utc))
-    for row in matmul_table(run):
-        best = rates[row.rank]
-        best[row.dtype] = max(best.get(row.dtype, 0.0), row.flops_per_s)
+    for other, path in finished_runs(results, "matmul"):
+        if [(info.hostname, info.device_kind) for info in other.ranks] == devices:
+            run, _ = read_run(path, other)
+            for row in matmul_table(run):
+                best = rates[row.rank]
+                best[row.dtype] = max(best.get(row.dtype, 0.0), row.flops_per_s)
+            break
     return rates
 
 
@@ -364,10 +356,3 @@ def build_cluster(
         for node in header.cluster.nodes
     ]
     return Cluster(nodes=nodes, links=links, collectives=collectives)
-
-
-def write_cluster(cluster: Cluster, paths: Sequence[Path]) -> None:
-    """Write the cluster to each path; rank 0 only."""
-    for path in paths:
-        write_atomically(path, cluster.to_json())
-        _log.info("wrote %s", path)

@@ -1,5 +1,6 @@
 """The links workload: measure every link and collective, and write the cluster file."""
 
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from harness.measure.derive.links import (
     overhead_table,
 )
 from harness.measure.places import check_place
-from harness.measure.store import Run, read_header
+from harness.measure.store import Run, read_header, write_atomically
 from harness.measure.text import columns, for_each_run
 from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.world import Context
@@ -40,9 +41,10 @@ from harness.workloads.links.pairs import (
     build_cluster,
     measure_pairs,
     measured_flops,
-    write_cluster,
 )
 from harness.workloads.planning.files import is_complete
+
+_log = logging.getLogger(__name__)
 
 _LARGEST_BYTES = 8 << 30
 _LONGEST_S = 0.5
@@ -185,7 +187,9 @@ def _write_cluster(
         written.append(config.cluster_file)
     elif is_first or (pairs and is_complete(asdict(config))):
         written.append(shared)
-    write_cluster(cluster, written)
+    for path in written:
+        write_atomically(path, cluster.to_json())
+        _log.info("wrote %s", path)
 
 
 @for_each_run

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import local_ranks
+import msgspec
 import pytest
 import torch
 from fake_clock import FakeClock
@@ -104,29 +105,21 @@ def test_rates_come_from_the_newest_matmul_run_on_the_same_devices(tmp_path):
     header = local_header(["a", "b"])
     assert measured_flops(tmp_path, header) == [{}, {}]
 
-    def write_run(name, start, seconds, **changes):
-        other = header.__class__(**{**as_dict(header), "workload": "matmul", **changes})
-        other = replace_start(other, start)
-        write_header(tmp_path / name, other)
+    def write_run(start, seconds, **changes):
+        changed = {"workload": "matmul", "start_utc": start, **changes}
+        name = f"{start}-matmul-r0"
+        write_header(tmp_path / name, msgspec.structs.replace(header, **changed))
         sample = (
             '{"type":"sample","metric":"matmul_s","value":%g,'
             '"labels":{"m":100,"n":100,"k":100,"dtype":"fp32"}}\n'
         )
         (tmp_path / name / "rank1.jsonl").write_text(sample % seconds)
 
-    write_run("old", "2026-01-01", 1.0)
-    write_run("new", "2026-01-02", 0.5)
-    write_run("broken", "2026-01-03", 0.1, status="invalid")
-    write_run("elsewhere", "2026-01-04", 0.2, ranks=local_header(["a", "c"]).ranks)
+    write_run("2026-01-01", 1.0)
+    write_run("2026-01-02", 0.5)
+    write_run("2026-01-03", 0.1, status="invalid")
+    write_run("2026-01-04", 0.2, ranks=local_header(["a", "c"]).ranks)
     assert measured_flops(tmp_path, header) == [{}, {"fp32": 4e6}]
-
-
-def as_dict(struct):
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}
-
-
-def replace_start(header, start):
-    return header.__class__(**{**as_dict(header), "start_utc": start})
 
 
 def test_every_pair_and_collective_is_measured_checked_and_written():
