@@ -23,7 +23,7 @@ from harness.runtime.devices.memory import last_cache_bytes
 from harness.runtime.devices.sampling import Budget, clock_for
 from harness.units import format_flops
 from harness.workloads.matmul.local import precision_of, time_product
-from harness.workloads.matmul.product import torch_dtype
+from harness.workloads.matmul.product import TORCH_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class Options:
 
 def plain_time(size: int, dtype: str, device: torch.device, n: int, is_cold: bool) -> float:
     """Median seconds of torch.matmul in a hand-written loop."""
-    a = torch.randn(size, size, device=device, dtype=torch_dtype(dtype))
-    b = torch.randn(size, size, device=device, dtype=torch_dtype(dtype))
+    a = torch.randn(size, size, device=device, dtype=TORCH_DTYPES[dtype])
+    b = torch.randn(size, size, device=device, dtype=TORCH_DTYPES[dtype])
     cache = torch.empty(last_cache_bytes(device), dtype=torch.uint8, device=device)
     for _ in range(3):
         torch.matmul(a, b)
@@ -80,7 +80,7 @@ def main(options: Options) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = options.size or (8192 if device.type == "cuda" else 1024)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    is_cold = 3 * size * size * torch_dtype(dtype).itemsize <= last_cache_bytes(device)
+    is_cold = 3 * size * size * TORCH_DTYPES[dtype].itemsize <= last_cache_bytes(device)
     ours: list[float] = []
     plain: list[float] = []
     with precision_of(dtype):

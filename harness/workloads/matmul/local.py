@@ -20,7 +20,7 @@ from harness.runtime.devices.precision import lack_of
 from harness.runtime.devices.sampling import Budget, hold_gpu, shortest_sample_s, take_samples
 from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes, format_flops
-from harness.workloads.matmul.product import SEED_A, SEED_B, block, check_block, torch_dtype
+from harness.workloads.matmul.product import SEED_A, SEED_B, TORCH_DTYPES, block, check_block
 
 # Memory beside the operands: strips of the check, and the caching allocator.
 _SPARE_BYTES = 1 << 29
@@ -60,7 +60,7 @@ def _unsupported_by_cpu(dtype: str) -> str:
 
 def oversize_reason(size: int, dtype: str, world: World) -> str:
     """Why a product does not fit into the device's memory; empty if it fits."""
-    operands = 3 * size * size * torch_dtype(dtype).itemsize
+    operands = 3 * size * size * TORCH_DTYPES[dtype].itemsize
     needed = operands + last_cache_bytes(world.device) + _SPARE_BYTES
     if needed <= world.memory_bytes:
         return ""
@@ -88,7 +88,7 @@ class _Operands:
 
     @classmethod
     def make(cls, size: int, dtype: str, device: torch.device) -> _Operands:
-        stored = torch_dtype(dtype)
+        stored = TORCH_DTYPES[dtype]
         a, b = (block(s, (0, size), (0, size), device).to(stored) for s in (SEED_A, SEED_B))
         return cls(a, b, torch.empty_like(a))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.errors import ConfigError, VerificationError
+from harness.errors import VerificationError
 
 SEED_A, SEED_B = 1, 2
 
@@ -22,23 +22,13 @@ _N_SAMPLED = 4
 _SAFETY = 8.0
 # Significand bits: unit roundoff is 2**-bits. tf32 rounds its operands, not its result.
 _BITS = {"fp32": 24, "tf32": 11, "bf16": 8, "fp16": 11}
-_TORCH_DTYPE = {
+# Storage types; tf32 is fp32 that a GPU rounds when it reads.
+TORCH_DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-
-
-def torch_dtype(dtype: str) -> torch.dtype:
-    """Storage type of a named dtype; tf32 is fp32 that a GPU rounds when it reads.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
-    if dtype not in _TORCH_DTYPE:
-        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(_TORCH_DTYPE)}: choose one")
-    return _TORCH_DTYPE[dtype]
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +161,7 @@ def _error(
     dtype: str,
 ) -> torch.Tensor:
     """Largest error in the given rows and columns of a block that begins at `origin`."""
-    device, stored = product.device, torch_dtype(dtype)
+    device, stored = product.device, TORCH_DTYPES[dtype]
     rows, columns, inner = rows.to(device), columns.to(device), torch.arange(k, device=device)
     a = elements(SEED_A, rows + origin[0], inner).to(stored).double()
     b = elements(SEED_B, inner, columns + origin[1]).to(stored).double()

@@ -15,7 +15,7 @@ from harness.runtime.ranks.gather import barrier, gather_numbers, raise_on_all_r
 from harness.runtime.ranks.world import Context, World
 from harness.units import format_bytes
 from harness.workloads.matmul.local import precision_of
-from harness.workloads.matmul.product import check_block, torch_dtype
+from harness.workloads.matmul.product import TORCH_DTYPES, check_block
 from harness.workloads.matmul.summa import Marks, Summa, split_square
 
 Scaling = Literal["strong", "weak"]
@@ -57,7 +57,7 @@ def check_memory(points: list[DistributedProduct], dtype: str, world: World) -> 
     """Refuse products that do not fit on the smallest device; all ranks must call it."""
     smallest = min(gather_numbers(world.memory_bytes, world))
     for point in points:
-        held = _MATRICES_HELD * point.size**2 * torch_dtype(dtype).itemsize / point.n_ranks
+        held = _MATRICES_HELD * point.size**2 * TORCH_DTYPES[dtype].itemsize / point.n_ranks
         if held > smallest:
             raise ConfigError(
                 f"a distributed product of size {point.size} on {point.n_ranks} rank(s) needs "
@@ -126,7 +126,7 @@ class _RankPart:
             rank=world.rank,
             size=point.size,
             panel_width=max(32, -(-point.size // _N_PANELS)),
-            dtype=torch_dtype(dtype),
+            dtype=TORCH_DTYPES[dtype],
             device=world.device,
             group=group,
             clock=self._clock,

@@ -13,9 +13,9 @@ from harness.errors import StrategyError, VerificationError
 from harness.workloads.matmul.product import (
     SEED_A,
     SEED_B,
+    TORCH_DTYPES,
     block,
     check_block,
-    torch_dtype,
 )
 from harness.workloads.matmul.summa import cut_panels, pieces_of, split_square
 
@@ -110,7 +110,7 @@ CPU = torch.device("cpu")
 
 
 def product_of(size, dtype):
-    a, b = (block(s, (0, size), (0, size), CPU).to(torch_dtype(dtype)) for s in (SEED_A, SEED_B))
+    a, b = (block(s, (0, size), (0, size), CPU).to(TORCH_DTYPES[dtype]) for s in (SEED_A, SEED_B))
     return a @ b
 
 
