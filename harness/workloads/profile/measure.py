@@ -2,9 +2,7 @@
 
 A microbatch is run as in a pipeline: the model has as many stages as there are devices, and as many
 microbatches are in flight. Any other batch passes through the whole model, or through as large a
-part of it as memory holds.
-
-A shard of an operator's weights, timed in place of the operator.
+part of it as memory holds. A shard of an operator's weights is timed in place of the operator.
 """
 
 import logging
@@ -40,27 +38,6 @@ from harness.runtime.profiling.timer import OperatorSamples, OpTimer
 from harness.runtime.ranks.world import Context
 from harness.workloads.planning.config import Point
 
-
-class ShardCall:
-    """Replaces an operator's call by its shard's call.
-
-    The shard is made at its first call, so that few shards are in memory at a time.
-    """
-
-    def __init__(self, captured: Captured, point: Point) -> None:
-        self._captured, self._point = captured, point
-        self._shard: OperatorShard | None = None
-
-    def __call__(self, call: OperatorCall) -> OperatorCall:
-        point = self._point
-        if self._shard is None:
-            self._shard = operator_shard(
-                self._captured, point.operator, point.dim, point.size, call
-            )
-        assert self._shard is not None, "verification has made this shard before"
-        return self._shard.call(call)
-
-
 _log = logging.getLogger(__name__)
 
 # Several time slices of the OS scheduler, so that each sample includes the share of other processes
@@ -79,6 +56,21 @@ class Measured:
 
     measurements: list[Measurement] = field(default_factory=list)
     skipped: list[tuple[Point, str]] = field(default_factory=list)
+
+
+def _by_shard(captured: Captured, point: Point) -> Callable[[OperatorCall], OperatorCall]:
+    """Replace an operator's call by its shard's call; the shard is made at its first call, so that
+    few shards are in memory at a time."""
+    shard: OperatorShard | None = None
+
+    def replaced(call: OperatorCall) -> OperatorCall:
+        nonlocal shard
+        if shard is None:
+            shard = operator_shard(captured, point.operator, point.dim, point.size, call)
+        assert shard is not None, "verification has made this shard before"
+        return shard.call(call)
+
+    return replaced
 
 
 def _shortest_s(device_type: str) -> float:
@@ -210,7 +202,7 @@ class PointMeasurer:
     def _time(self, wanted: dict[str, Point], subgraph: Subgraph, part: ModelPart) -> None:
         """Time one point per operator, by the operator's name."""
         shards = {
-            name: ShardCall(self._captured, point) for name, point in wanted.items() if point.dim
+            name: _by_shard(self._captured, point) for name, point in wanted.items() if point.dim
         }
         found = self._timer.measure(
             subgraph,

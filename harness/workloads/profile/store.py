@@ -16,7 +16,6 @@ from harness.domain.profile import (
 )
 from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
-from harness.measure.store import write_atomically
 from harness.plan.fit import OperatorTime, OperatorTimes
 from harness.workloads.planning.config import Point
 
@@ -142,8 +141,3 @@ def with_optimizer(
     ]
     known = {(time.device_kind, time.optimizer): time for time in [*profile.optimizers, *new]}
     return msgspec.structs.replace(profile, optimizers=list(known.values()))
-
-
-def write_profile(path: Path, profile: Profile) -> None:
-    """Write the profile atomically; rank 0 only."""
-    write_atomically(path, profile.to_json())

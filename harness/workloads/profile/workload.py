@@ -49,7 +49,6 @@ from harness.workloads.profile.store import (
     with_measurements,
     with_optimizer,
     with_whole_steps,
-    write_profile,
 )
 from harness.workloads.profile.table import profile_text
 
@@ -154,7 +153,7 @@ class _Profiler:
     def _write(self) -> None:
         if self._context.world.is_first:
             profile = _with_provenance(self.profile, self._context.world.hostnames)
-            write_profile(self._path, profile)
+            write_atomically(self._path, profile.to_json())
             write_atomically(graph_beside(self._path), self.graph.to_json())
 
     def _step_sampler(self) -> StepSampler | None:
