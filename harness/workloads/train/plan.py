@@ -183,12 +183,11 @@ class Planned:
     """The plan of a run, on every rank.
 
     Attributes:
-        predicted_step_s: None if the simulator does not support the engine or strategy.
         flops: FLOPs of each rank in a step.
     """
 
     strategy: Strategy
-    predicted_step_s: float | None
+    predicted_step_s: float
     flops: tuple[StepFlops, ...]
 
 
@@ -216,14 +215,9 @@ def check_inputs(case: TrainCase, results: Path) -> None:
         )
 
 
-def is_predictable(case: TrainCase) -> bool:
-    """Whether the simulator supports the run's engine and strategy."""
-    return not case.zero_stage and case.engine != "deepspeed"
-
-
 def train_needs(case: TrainCase) -> list[Need]:
     """Runs that measure the inputs of the strategy or its prediction."""
-    if case.engine != "executor" and not (case.predict and is_predictable(case)):
+    if case.engine == "deepspeed" or (case.engine == "torch" and not case.predict):
         return []
     try:
         search_config = search_config_of(case)
@@ -250,7 +244,7 @@ def plan_training(case: TrainCase, context: Context, shares: Sequence[int] = ())
         PlanError: nothing fits into memory, or links or operators have not been measured.
         ConfigError, ModelError, DataError: flags, model and data contradict each other.
     """
-    if case.engine == "deepspeed" or (case.engine == "torch" and not is_predictable(case)):
+    if case.engine == "deepspeed":
         return None
     return broadcast_result(lambda: _plan(case, context, shares), Planned | None, context.world)
 
@@ -275,7 +269,7 @@ def _plan(case: TrainCase, context: Context, shares: Sequence[int]) -> Planned |
     write_plan(context.run_dir, strategy, None if case.is_elastic else prediction)
     return Planned(
         strategy=strategy,
-        predicted_step_s=None if prediction is None else prediction.step_s,
+        predicted_step_s=prediction.step_s,
         flops=tuple(device_flops(inputs.graph, strategy, n_ranks)),
     )
 
@@ -310,7 +304,7 @@ class _Planner:
     search_config: SearchConfig
     inputs: Inputs
 
-    def plan(self) -> tuple[Strategy, Prediction | None]:
+    def plan(self) -> tuple[Strategy, Prediction]:
         """Load the plan of an earlier repeat, of a search or of the user's file, or build one, and
         predict its step by the profile in its current state, calibration included."""
         kept, inputs, case = self._load_earlier(), self.inputs, self.case
@@ -327,8 +321,6 @@ class _Planner:
             strategy, method = self._load(), "file"
         else:
             strategy, method = build_strategy(case, simulator, self.shares), "builder"
-        if not is_predictable(case):
-            return strategy, None
         if case.is_asynchronous:
             return strategy, predict_asynchronous(simulator, strategy, method=method)
         return strategy, predict(simulator, strategy, method=method, search_s=search_s)
