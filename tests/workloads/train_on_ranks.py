@@ -27,7 +27,7 @@ from harness.workloads.common.contract import config_json
 from harness.workloads.planning.config import SearchConfig
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.search.workload import run_search
-from harness.workloads.train import changes, replanning
+from harness.workloads.train import replanning
 from harness.workloads.train.config import TrainCase, parse_change
 from harness.workloads.train.next_plan import BesideSearch
 from harness.workloads.train.plan import plan_training, search_config_of
@@ -276,8 +276,8 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
         change = () if case.controlled else tuple(f"{step}:{file}" for step, file in files)
         try:
             with (
-                mock.patch.multiple(replanning, has_ended=waited_for, is_worth=is_faster),
-                mock.patch.object(changes, "has_ended", waited_for),
+                mock.patch.object(replanning, "is_worth", is_faster),
+                mock.patch.object(Future, "done", waited_for),
             ):
                 summary = run_train(replace(case, change=change), context)
         except HarnessError as error:

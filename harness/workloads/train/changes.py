@@ -31,11 +31,10 @@ from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
 from harness.workloads.train.cache import Start, TrainingCache
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.next_plan import NextPlanner
+from harness.workloads.train.next_plan import NextPlanner, PairBytes
 from harness.workloads.train.plan import Planned
 from harness.workloads.train.policies import POLICIES
 from harness.workloads.train.policy import LEAD_STEPS, Current, Due, PolicyInputs
-from harness.workloads.train.replanning import has_ended
 from harness.workloads.train.requests import ChangeAnswer, answer_request, read_request
 from harness.workloads.train.setup import Training, continue_by
 
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from harness.runtime.executor.engine import ExecutorEngine
 
 _log = logging.getLogger(__name__)
-
-PairBytes = dict[tuple[int, int], int]
 
 
 class StrategyChanges:
@@ -144,8 +141,7 @@ class StrategyChanges:
         ]
         if any(other is not None and other <= step + LEAD_STEPS for other in known):
             return True
-        is_done = has_ended(self._building)
-        return min(gather_numbers(float(is_done), self._context.world)) > 0
+        return min(gather_numbers(float(self._building.done()), self._context.world)) > 0
 
     def _change(
         self, due: Due, step: int, training: Training, elastic: ElasticExecutor

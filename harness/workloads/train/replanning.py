@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -274,7 +273,7 @@ class ShrinkPolicy(Policy):
                 )
         if not self._is_waiting:
             return None
-        is_done = self._planning is not None and has_ended(self._planning)
+        is_done = self._planning is not None and self._planning.done()
         if max(gather_numbers(float(is_done), world)) == 0:
             return None
         self._is_waiting = False
@@ -355,8 +354,3 @@ class ShrinkPolicy(Policy):
             )  # fmt: skip
             return None
         return Due(planned=offer.planned, why=f"{flags}: {reason}")
-
-
-def has_ended(work: Future[Any]) -> bool:
-    """Whether a plan, or the next engine, is there."""
-    return work.done()
