@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-FORMATS = ("png", "svg", "pdf")
 # Without these, files carry the time and the version of the library that drew them.
 METADATA: dict[str, dict[str, Any]] = {
     "png": {"Software": None},

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from harness.domain.prediction import Prediction
 from harness.domain.record import Record, Span
 from harness.errors import ResultsError
+from harness.measure.derive.devices import info_of
 from harness.measure.derive.timeline import Shifts, clock_offsets, clock_shifts, median_step, moved
 from harness.measure.derive.training import step_times
 from harness.measure.store import Run
@@ -143,10 +144,6 @@ def _complete(item: Slice) -> dict[str, Any]:
     }
 
 
-def _node_of(run: Run, rank: int) -> str:
-    return next((info.hostname for info in run.header.ranks if info.rank == rank), f"rank {rank}")
-
-
 def _shifted(records: Iterable[Record], by_s: float) -> list[Span]:
     return [moved(record, by_s) for record in records if isinstance(record, Span)]
 
@@ -211,7 +208,7 @@ def build_trace(run: Run, plan: Plan) -> dict[str, Any]:
 def _add_measured(events: TraceEvents, run: Run, shifts: Shifts, before_s: float) -> None:
     slices: list[tuple[int, Slice]] = []
     for rank, shift_s in shifts.by_rank.items():
-        pid = events.process(_node_of(run, rank), _clock_words(shifts.error_s))
+        pid = events.process(info_of(run, rank).hostname, _clock_words(shifts.error_s))
         spans = _shifted(run.ranks[rank], before_s - shift_s)
         slices += [(rank, item) for item in events.add_rank(pid, rank, spans)]
     for sent, waited in _flows(slices, shifts.error_s):
@@ -222,7 +219,7 @@ def _add_predicted(
     events: TraceEvents, run: Run, prediction: Prediction, label: str, before_s: float
 ) -> None:
     for rank in sorted(int(key) for key in prediction.spans):
-        pid = events.process(f"predicted: {_node_of(run, rank)}", label)
+        pid = events.process(f"predicted: {info_of(run, rank).hostname}", label)
         events.add_rank(pid, rank, _shifted(prediction.spans[str(rank)], before_s))
 
 

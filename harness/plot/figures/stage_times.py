@@ -10,6 +10,7 @@ import pandas as pd
 from harness.measure.derive.pipeline import PipelineSummary
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.numbers import PASSES
 from harness.plot.style import (
     KIND_COLOURS,
     draw_bar_panels,
@@ -24,7 +25,6 @@ from harness.plot.style import (
 )
 from harness.units import format_number
 
-PASSES = ("forward", "recompute", "backward")
 MAX_CASES = 24
 
 
