@@ -10,6 +10,7 @@ import time
 import msgspec
 import pytest
 from made_runs import header_of
+from waiting import wait_until
 
 from harness.cases import finished_repeats
 from harness.measure import heartbeat
@@ -42,16 +43,9 @@ def test_every_beat_renews_the_file_and_writes_it_again_where_it_is_missing(run_
     path = run_dir / HEARTBEAT_FILE
     with Heartbeat(run_dir, period_s=0.02):
         path.unlink()
-        for _ in range(500):
-            if path.exists():
-                break
-            time.sleep(0.02)
+        wait_until(path.exists)
         first_s = path.stat().st_mtime_ns
-        for _ in range(500):
-            if path.stat().st_mtime_ns > first_s:
-                break
-            time.sleep(0.02)
-        assert path.stat().st_mtime_ns > first_s
+        wait_until(lambda: path.stat().st_mtime_ns > first_s)
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
@@ -63,7 +57,6 @@ def test_a_writer_that_was_killed_on_this_host_is_dead_at_once(run_dir):
     writer = subprocess.Popen(
         [sys.executable, "-c", program, str(run_dir)], stdout=subprocess.PIPE, text=True
     )
-    assert writer.stdout is not None
     writer.stdout.readline()
     assert find_dead_writer(run_dir) == ""
     writer.send_signal(signal.SIGKILL)

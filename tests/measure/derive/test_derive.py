@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from made_runs import cluster_of, run_of
 
-from harness.domain.record import Record, Sample, Span
+from harness.domain.record import Sample, Span
 from harness.measure.derive.devices import (
     low_peak_warnings,
     matmul_peaks,
@@ -38,7 +38,7 @@ def make_run(ranks, *, peak=None, nic_bytes_per_s=None, config=None, **changes):
 
 
 def span(kind, start_s, end_s, step=0, **more):
-    return Span(kind=kind, start_s=start_s, duration_s=end_s - start_s, step=step, **more)  # type: ignore[arg-type]
+    return Span(kind=kind, start_s=start_s, duration_s=end_s - start_s, step=step, **more)
 
 
 def one_step(step=0, *, stretch=1.0):
@@ -88,12 +88,12 @@ def test_step_time_is_the_slowest_ranks():
 
 def full_run():
     def extras(rank):
+        of_steps = {
+            "n_samples": 10 + rank, "model_flops": 1e12, "n_synchronisations": 3,
+            "no_sync_step_s": 8.0 + rank, "no_sync_compute_s": 5.0 + rank,
+        }  # fmt: skip
         return [
-            *(Sample(metric="n_samples", value=10 + rank, step=s) for s in range(2)),
-            *(Sample(metric="model_flops", value=1e12, step=s) for s in range(2)),
-            *(Sample(metric="n_synchronisations", value=3, step=s) for s in range(2)),
-            *(Sample(metric="no_sync_step_s", value=8.0 + rank, step=s) for s in range(2)),
-            *(Sample(metric="no_sync_compute_s", value=5.0 + rank, step=s) for s in range(2)),
+            *(Sample(metric=m, value=v, step=s) for m, v in of_steps.items() for s in range(2)),
             *(
                 Sample(metric="nic_sent_bytes", value=v, step=s, labels={"interface": i})
                 for s in range(2)
@@ -111,7 +111,6 @@ def full_run():
 
 def test_training_summary_of_a_hand_sized_run():
     summary = training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e12})
-    assert summary.duration is not None
     assert summary.duration.median == 10.5
     assert summary.n_samples == 21
     assert summary.throughput == 2.0
@@ -158,7 +157,7 @@ def test_a_run_out_of_memory_is_a_row_without_numbers():
 
 
 def test_epochs_stand_in_when_no_steps_were_logged():
-    ranks: list[list[Record]] = [
+    ranks = [
         [Sample(metric="epoch_s", value=100.0 + r, step=e) for e in range(3)] for r in range(2)
     ]
     for records in ranks:
@@ -202,19 +201,10 @@ def test_a_straggler_is_slow_for_its_flops():
 
 def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers():
     def stage(number, duration_s):
-        return counted(
-            4e9,
-            [
-                Span(kind="step", step=0, start_s=0.0, duration_s=10.0),
-                Span(kind="forward", stage=number, step=0, start_s=0.0, duration_s=duration_s),
-            ],
-        )
+        return counted(4e9, [span("step", 0, 10), span("forward", 0, duration_s, stage=number)])
 
     def left_out(duration_s):
-        spans: list[Record] = [
-            Span(kind=kind, step=0, start_s=0.0, duration_s=duration_s) for kind in ("step", "data")
-        ]
-        return counted(0.0, spans)
+        return counted(0.0, [span(kind, 0, duration_s) for kind in ("step", "data")])
 
     summary = training_summary(
         make_run([stage(0, 2.0), stage(1, 6.0), stage(1, 9.0), left_out(0.1), left_out(0.2)])
@@ -223,8 +213,7 @@ def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers():
 
 
 def test_means_are_over_the_ranks_that_compute():
-    idle: list[Record] = [Span(kind="step", step=0, start_s=0.0, duration_s=0.001)]
-    summary = training_summary(make_run([one_step(), one_step(), idle]))
+    summary = training_summary(make_run([one_step(), one_step(), [span("step", 0, 0.001)]]))
     alone = training_summary(make_run([one_step()]))
     assert summary.phases == alone.phases
     assert summary.exposed_communication_s == alone.exposed_communication_s == 2.0
@@ -237,7 +226,7 @@ def test_outliers_are_far_beyond_the_quartiles():
 
 
 def matmul(rank_times, **more):
-    ranks: list[list[Record]] = [
+    ranks = [
         [
             Sample(metric="matmul_s", value=t, labels={"m": n, "n": n, "k": n, "dtype": "fp32"})
             for n, times in sizes.items()
@@ -261,7 +250,7 @@ def test_rate_above_the_published_peak_is_marked():
 
 
 def test_memory_bandwidth_counts_reads_and_writes():
-    samples: list[Record] = [
+    samples = [
         Sample(metric=metric, value=time_s, labels={"n_bytes": 600}, step=step)
         for metric in ("memory_copy_s", "memory_triad_s")
         for step, time_s in enumerate((1.0, 3.0, 2.0))
@@ -277,14 +266,15 @@ def test_measured_peak_is_the_best_size_of_the_median_device():
     assert matmul_peaks([matmul([{10: [1.0]}], status="invalid")]) == {}
 
 
+SUMMA = {"m": 100, "n": 100, "k": 200, "dtype": "fp32", "scaling": "strong"}
+
+
 def test_summa_efficiency_is_against_the_sum_of_local_peaks():
-    labels = {"m": 100, "n": 100, "k": 200, "dtype": "fp32", "scaling": "strong"}
-    ranks: list[list[Record]] = [
+    exposed = "summa_exposed_communication_s"
+    ranks = [
         [
-            Sample(metric="summa_s", value=1.0 + rank, labels=labels, step=0),
-            Sample(
-                metric="summa_exposed_communication_s", value=0.5 - rank / 4, labels=labels, step=0
-            ),
+            Sample(metric="summa_s", value=1.0 + rank, labels=SUMMA, step=0),
+            Sample(metric=exposed, value=0.5 - rank / 4, labels=SUMMA, step=0),
         ]
         for rank in range(2)
     ]
@@ -296,9 +286,7 @@ def test_summa_efficiency_is_against_the_sum_of_local_peaks():
 
 
 def test_a_rate_above_the_measured_peak_is_warned_of():
-    labels = {"m": 100, "n": 100, "k": 200, "dtype": "fp32", "scaling": "strong"}
-    ranks: list[list[Record]] = [[Sample(metric="summa_s", value=1.0, labels=labels, step=0)]]
-    run = make_run(ranks, workload="matmul")
+    run = make_run([[Sample(metric="summa_s", value=1.0, labels=SUMMA, step=0)]], workload="matmul")
     (warning,) = low_peak_warnings(summa_table(run, {("GPU", 4, "fp32"): 2e6}))
     assert "(most: 200%, n = 100 fp32 on 1)" in warning
     summary = training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e11})
@@ -318,12 +306,9 @@ def test_bus_factors_of_five_ranks(operation, factor):
 
 def test_collective_iteration_takes_as_long_as_its_slowest_rank():
     labels = {"operation": "all_reduce", "transport": "gloo", "n_bytes": 1000}
-    ranks: list[list[Record]] = [
-        [
-            Sample(metric="collective_s", value=v, labels=labels, step=i)
-            for i, v in enumerate(values)
-        ]
-        for values in ([1.0, 5.0, 2.0], [4.0, 1.0, 2.0])
+    ranks = [
+        [Sample(metric="collective_s", value=v, labels=labels, step=i) for i, v in enumerate(own)]
+        for own in ([1.0, 5.0, 2.0], [4.0, 1.0, 2.0])
     ]
     (row,) = collective_table(make_run(ranks, workload="links"))
     assert row.time.median == 4.0  # of 4, 5, 2
@@ -335,7 +320,7 @@ def test_link_matrix_keeps_direction_and_leaves_gaps():
         labels = {"source": source, "target": target, "transport": "gloo", "n_bytes": n_bytes}
         return Sample(metric=metric, value=value, labels=labels)
 
-    ranks: list[list[Record]] = [
+    ranks = [
         [
             pair("link_transfer_s", 0.1, 0, 1, 10),
             pair("link_transfer_s", 2.0, 0, 1, 1000),

@@ -47,7 +47,6 @@ def spans(layout, *, n_steps=1):
 
 def test_bubble_is_the_idle_share_of_the_step_over_ranks():
     summary = pipeline_summary(run_of(spans(RANK0, n_steps=2), spans(RANK1, n_steps=2)))
-    assert summary is not None
     assert summary.bubble_by_rank == {0: pytest.approx(0.3), 1: pytest.approx(0.3)}
     assert summary.bubble.median == pytest.approx(0.3)
     assert summary.bubble.n == 2
@@ -56,7 +55,6 @@ def test_bubble_is_the_idle_share_of_the_step_over_ranks():
 
 def test_stage_times_are_those_of_one_microbatch():
     summary = pipeline_summary(run_of(spans(RANK0), spans(RANK1)))
-    assert summary is not None
     assert [stage.ranks for stage in summary.stages] == [(0,), (1,)]
     assert [(stage.forward_s, stage.backward_s) for stage in summary.stages] == [(1, 2), (1, 2)]
     assert summary.stages[0].total_s == 3
@@ -71,7 +69,6 @@ def test_a_wait_inside_a_pass_is_idle_and_no_time_of_the_stage():
         ("communication", {"name": "bucket0"}, 5, 9),  # beside backward: no wait
     ]
     summary = pipeline_summary(run_of(spans(inside), spans(RANK1)))
-    assert summary is not None
     assert summary.bubble_by_rank[0] == pytest.approx(0.2)
     assert summary.stages[0].forward_s == 2
     assert summary.stages[0].backward_s == 6
@@ -86,7 +83,6 @@ def test_weight_passes_are_backward_and_recomputation_is_computing():
         ("backward", at(0, 0, pass_="weights"), 6, 9),
     ]
     summary = pipeline_summary(run_of(spans(own), spans(RANK1)))
-    assert summary is not None
     stage = summary.stages[0]
     assert (stage.forward_s, stage.recompute_s, stage.backward_s) == (1, 1, 5)
     assert summary.bubble_by_rank[0] == pytest.approx(0.3)
@@ -95,7 +91,6 @@ def test_weight_passes_are_backward_and_recomputation_is_computing():
 def test_the_slowest_replica_stands_for_its_stage():
     slow = [("step", {}, 0, 10), ("forward", at(0, 0), 0, 3), ("backward", at(0, 0), 3, 9)]
     summary = pipeline_summary(run_of(spans(RANK0), spans(RANK1), spans(slow)))
-    assert summary is not None
     assert summary.stages[0].ranks == (0, 2)
     assert (summary.stages[0].forward_s, summary.stages[0].backward_s) == (3, 6)
 
@@ -103,7 +98,6 @@ def test_the_slowest_replica_stands_for_its_stage():
 def test_steps_that_a_rank_never_ended_are_left_out():
     unfinished = spans([line for line in RANK1 if line[0] != "step"], n_steps=2)[-6:]
     summary = pipeline_summary(run_of(spans(RANK0, n_steps=2), [*spans(RANK1), *unfinished]))
-    assert summary is not None
     assert summary.bubble.n == 1
 
 

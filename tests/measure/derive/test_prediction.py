@@ -10,7 +10,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Measurement, Profile
-from harness.domain.record import Sample, Span, SpanFields, SpanKind
+from harness.domain.record import Sample, Span
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import ResultsError, StrategyError
 from harness.measure.derive.prediction import (
@@ -88,7 +88,7 @@ def simulated(*, recompute=False):
 def step(number, stretch):
     """data 0-1, forward 1-4 with a wait 2-3 in it, backward 4-8, bucket 6-10, optimizer 10-11,
     end 12."""
-    layout: list[tuple[SpanKind, SpanFields, float, float]] = [
+    layout = [
         ("step", {}, 0, 12),
         ("data", {}, 0, 1),
         ("forward", {"stage": 0, "microbatch": 0}, 1, 4),
@@ -113,7 +113,6 @@ def test_error_is_predicted_over_the_median_measured_step():
     _, prediction = simulated()
     records = [record for n, stretch in enumerate((1, 2, 50)) for record in step(n, stretch)]
     found = predicted_run(run_of(records), prediction)
-    assert found.measured is not None
     assert found.measured.median == 24.0
     assert found.error == pytest.approx(prediction.step_s / 24 - 1)
 
@@ -123,9 +122,8 @@ def test_measured_parts_sum_to_the_middle_step_and_leave_waits_out_of_computing(
     # The middle half of 1, 1, 1 and 9 is the first three: the outlier weighs nothing.
     records = [record for n, stretch in enumerate((1, 1, 1, 9)) for record in step(n, stretch)]
     found = predicted_run(run_of(records), prediction)
-    expected = dict(
-        zip(PARTS[:1] + PARTS[2:], (6, 3, 1, 2), strict=True)
-    )  # exposed: the wait, and 8-10
+    # Exposed: the wait, and 8-10.
+    expected = dict(zip(PARTS[:1] + PARTS[2:], (6, 3, 1, 2), strict=True))
     assert found.measured_parts == pytest.approx(expected)
     assert sum(found.measured_parts.values()) == pytest.approx(12)
     assert middle_steps({0: 1.0, 1: 1.0, 2: 1.0, 3: 9.0}) == {0, 1, 2}

@@ -5,7 +5,7 @@ import pytest
 from made_runs import run_of
 
 from harness.domain.prediction import Prediction
-from harness.domain.record import Record, Sample, Span
+from harness.domain.record import Sample, Span
 from harness.measure.derive.devices import unpublished_peaks
 from harness.measure.derive.doubts import stolen_shares, stolen_warnings
 from harness.measure.derive.timeline import (
@@ -19,7 +19,7 @@ from harness.measure.store import Run
 
 def rank(offset_s, *starts_and_durations):
     """One rank: its clock's offset, and a step with a forward pass of half its length each."""
-    records: list[Record] = []
+    records = []
     if offset_s is not None:
         records = [
             Sample(metric="clock_offset_s", value=offset_s),
@@ -34,20 +34,18 @@ def rank(offset_s, *starts_and_durations):
 
 
 def test_a_rank_that_a_strategy_leaves_out_neither_begins_the_step_nor_is_shown():
-    idle: list[Record] = [
+    idle = [
         Sample(metric="clock_offset_s", value=0.0),
         Sample(metric="clock_offset_error_s", value=0.0),
         Span(kind="step", step=0, start_s=2.0, duration_s=0.001),
     ]
     timeline = measured_timeline(run_of(rank(0.0, (10, 4)), rank(0.0, (11, 3)), idle))
-    assert timeline is not None
     starts = {rank: spans[0].start_s for rank, spans in timeline.spans.items()}
     assert starts == {0: 0.0, 1: 1.0}
 
 
 def test_offsets_are_subtracted_and_their_largest_error_is_stated():
     timeline = measured_timeline(run_of(rank(0.0, (10, 4)), rank(100.0, (111, 3))))
-    assert timeline is not None
     # On rank 0's clock rank 1 starts at 11, a second after rank 0.
     assert [spans[0].start_s for spans in timeline.spans.values()] == [0.0, 1.0]
     assert timeline.clock_error_s == pytest.approx(0.1)
@@ -56,7 +54,6 @@ def test_offsets_are_subtracted_and_their_largest_error_is_stated():
 
 def test_clocks_that_were_not_measured_count_from_each_ranks_own_start():
     timeline = measured_timeline(run_of(rank(0.0, (10, 4)), rank(None, (500, 3))))
-    assert timeline is not None
     assert timeline.clock_error_s is None
     assert [spans[0].start_s for spans in timeline.spans.values()] == [0.0, 0.0]
     assert list(clock_offsets(run_of(rank(0.0), rank(None)))) == [0]
@@ -64,7 +61,6 @@ def test_clocks_that_were_not_measured_count_from_each_ranks_own_start():
 
 def test_the_step_of_median_duration_is_shown():
     timeline = measured_timeline(run_of(rank(0.0, (0, 9), (10, 1), (20, 3))))
-    assert timeline is not None
     assert (timeline.step, timeline.duration_s) == (2, 3.0)
     assert timeline.spans[0][0].start_s == 0.0
     assert median_step({0: 2.0, 1: 1.0}) == 1  # the lower of two
@@ -72,9 +68,8 @@ def test_the_step_of_median_duration_is_shown():
 
 
 def test_a_run_without_a_finished_step_has_no_timeline():
-    assert (
-        measured_timeline(run_of([Span(kind="forward", step=0, start_s=0, duration_s=1)])) is None
-    )
+    unfinished = Span(kind="forward", step=0, start_s=0, duration_s=1)
+    assert measured_timeline(run_of([unfinished])) is None
 
 
 def test_a_prediction_is_a_timeline_without_error():
