@@ -16,12 +16,8 @@ from harness.nodes.ssh import Login, Target
 GIB = 2**30
 
 
-def interface_of(cluster, index):
-    return cluster.reports[index].facts.interfaces
-
-
 def with_nic(cluster, index, **changes):
-    lo, eth0, docker0 = interface_of(cluster, index)
+    lo, eth0, docker0 = cluster.reports[index].facts.interfaces
     return cluster.facts(index, interfaces=(lo, dataclasses.replace(eth0, **changes), docker0))
 
 
@@ -232,13 +228,13 @@ def test_routes_over_two_interfaces_are_a_warning(hosts):
     assert "through docker0 and eth0" in finding.detail
 
 
+def python_with(torch, version="3.11.7", harness_hash="aaa"):
+    packages = {"torch": torch, "mpi4py": "4.1.2", "training-harness": "0.1.0"}
+    return PythonFacts(version=version, packages=packages, harness_hash=harness_hash)
+
+
 def test_outliers_are_named_against_the_majority(hosts):
-    old = PythonFacts(
-        version="3.11.7",
-        packages={"torch": "2.12.0", "mpi4py": "4.1.2", "training-harness": "0.1.0"},
-        harness_hash="aaa",
-    )
-    cluster = hosts(4).facts(3, python=old)
+    cluster = hosts(4).facts(3, python=python_with("2.12.0"))
     (finding,) = cluster.judge("env", 3)
     assert finding.detail == "torch 2.12.0, while 3 of 4 hosts have 2.13.0"
     assert finding.remedy == "bash setup/sync_env.sh my.txt"
@@ -246,22 +242,18 @@ def test_outliers_are_named_against_the_majority(hosts):
 
 
 def test_a_release_of_torch_that_captures_no_model_is_critical(hosts):
-    packages = {"torch": "2.6.0+cu124", "mpi4py": "4.1.2"}
-    python = PythonFacts(version="3.11.7", packages=packages, harness_hash="aaa")
-    finding, *_ = hosts(1).facts(0, python=python).judge("env", 0)
+    finding, *_ = hosts(1).facts(0, python=python_with("2.6.0+cu124")).judge("env", 0)
     assert (finding.status, finding.detail[:24]) == (Status.CRITICAL, "torch 2.6.0 is none of 2")
     assert finding.remedy.startswith("bash setup/install.sh, then bash setup/sync_env.sh")
 
 
 def test_cpu_and_cuda_builds_of_one_torch_release_are_equal(hosts):
-    packages = {"torch": "2.13.0+cu130", "mpi4py": "4.1.2", "training-harness": "0.1.0"}
-    python = PythonFacts(version="3.11.7", packages=packages, harness_hash="aaa")
-    assert hosts(2).facts(1, python=python).judge("env", 1)[0].status is Status.OK
+    cluster = hosts(2).facts(1, python=python_with("2.13.0+cu130"))
+    assert cluster.judge("env", 1)[0].status is Status.OK
 
 
 def test_other_source_of_the_harness_is_critical(hosts):
-    packages = {"torch": "2.13.0", "mpi4py": "4.1.2", "training-harness": "0.1.0"}
-    python = PythonFacts(version="3.11.9", packages=packages, harness_hash="bbb")
+    python = python_with("2.13.0", version="3.11.9", harness_hash="bbb")
     (finding,) = hosts(3).facts(1, python=python).judge("env", 1)
     assert finding.status is Status.CRITICAL
     assert finding.detail == "harness source bbb, while 2 of 3 hosts have aaa"

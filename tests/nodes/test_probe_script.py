@@ -48,7 +48,6 @@ def test_the_probe_runs_clean_and_its_facts_are_this_machines(shell, tmp_path):
 def test_this_environments_packages_are_read_without_importing_them(tmp_path):
     start = run_probe(script(order(tmp_path, env_dir=sys.prefix)), ["sh"])
     python = parse_facts(start).python
-    assert python is not None
     assert python.version == ".".join(map(str, sys.version_info[:3]))
     assert "torch" in python.packages
 
@@ -87,14 +86,12 @@ def test_the_probe_kills_itself_when_nobody_else_does(tmp_path):
         env={**os.environ, "PATH": path}, start_new_session=True,
     )  # fmt: skip
     try:
-        assert process.stdin is not None
         process.stdin.write(text)
         process.stdin.close()
         assert process.wait(10) == -signal.SIGKILL
         assert time.monotonic() - start_s < 8
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        assert process.stdout is not None
         process.stdout.close()
 
 

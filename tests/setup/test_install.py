@@ -155,13 +155,17 @@ def test_uv_gets_sources_as_variables(call, tmp_path):
     assert index == "https://me:secret@packages.example/simple"
 
 
-@pytest.fixture(scope="module")
-def uv_flags():
-    path = Path(__file__).parents[2] / "setup" / "uv_flags.py"
-    spec = importlib.util.spec_from_file_location("uv_flags", path)
+def _module(name):
+    """A program of setup/, imported."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPT.with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def uv_flags():
+    return _module("uv_flags")
 
 
 def test_every_source_is_handed_over_once(uv_flags):
@@ -191,9 +195,6 @@ def test_an_offline_configuration_stays_offline(uv_flags):
     assert "--no-index" not in uv_flags.flags(uv_flags.parse(["global.no-index='false'"]))
 
 
-_FILE = Path(__file__).parents[2] / "setup" / "verify.py"
-
-
 @pytest.mark.parametrize(
     ("cuda", "n_gpus", "is_available", "is_told"),
     [("13.0", 2, False, True), ("13.0", 2, True, False), ("13.0", 0, False, False),
@@ -203,9 +204,7 @@ def test_cards_that_stand_idle_are_told(cuda, n_gpus, is_available, is_told, mon
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
-    spec = importlib.util.spec_from_file_location("verify", _FILE)
-    verify = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(verify)
+    verify = _module("verify")
     text = "this host has 2 GPUs, and this torch (CUDA 13.0) cannot start them" if is_told else ""
     assert verify.gpu_problem().startswith(text)
     assert bool(verify.gpu_problem()) == is_told

@@ -28,12 +28,8 @@ def start(tmp_path):
     write_program(tmp_path / "ssh", FAKE)
 
     def start(*arguments, **variables):
-        environ = {
-            **os.environ,
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "SAID": "",
-            **variables,
-        }
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        environ = os.environ | {"PATH": path, "SAID": "", **variables}
         pipe = subprocess.PIPE
         return subprocess.Popen(
             [str(AGENT), *arguments], env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True

@@ -48,9 +48,8 @@ def test_shells_are_shown_then_changed_then_verified(hostfile):
 
     shown = _cluster("run", "--", *script)
     assert shown.returncode == 1
-    assert [f"--apply changes it to {wanted}" in _rows(shown)[node] for node in NODES] == [
-        *(True, True, False)
-    ]
+    told = [f"--apply changes it to {wanted}" in _rows(shown)[node] for node in NODES]
+    assert told == [True, True, False]
     assert "UNREACHABLE" in _rows(shown)[NODES[2]]
     assert _shell(1) != wanted
 

@@ -15,17 +15,9 @@ def _run(script, *words):
 
 @pytest.mark.parametrize(
     "script",
-    [
-        "install.sh",
-        "change_shell.sh",
-        "sync_env.sh",
-        "virtual_cluster.sh",
-        "demo.sh",
-        "test.sh",
-        "freeze.sh",
-        "../scripts/check",
-    ],
-)
+    ["install.sh", "change_shell.sh", "sync_env.sh", "virtual_cluster.sh", "demo.sh", "test.sh",
+     "freeze.sh", "../scripts/check"],
+)  # fmt: skip
 def test_help_shows_how_to_use_it(script):
     done = _run(script, "--help")
     assert done.returncode == 0
