@@ -15,47 +15,28 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from comparison import compare, show
+from faults_cluster import ROOT, Cluster
 
-_ROOT = Path(__file__).resolve().parents[1]
 _FAULTS = {1: "off", 3: "wrong-key", 4: "hang"}
 _BROKEN_CHECK = {1: "port", 3: "login", 4: "login"}
 # Skipped, because all nodes share this machine's load, and the source may change meanwhile.
 _SKIPPED = "cpu,env"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """A virtual cluster that this program builds and removes."""
-
-    name: str
-    n_nodes: int
-    hosts_dir: Path
-
-    def call(self, command: str, *words: str) -> subprocess.CompletedProcess[str]:
-        argv = ["bash", "setup/virtual_cluster.sh", command, "--name", self.name, *words]
-        return subprocess.run(argv, cwd=_ROOT, capture_output=True, text=True, check=False)
-
-    def build(self, faults: dict[int, str]) -> None:
-        words = ["--nodes", str(self.n_nodes), "--bandwidth", "1gbit"]
-        self.call("up", *words, "--hosts-dir", str(self.hosts_dir)).check_returncode()
-        for index, kind in faults.items():
-            self.call("fault", str(index), "--kind", kind).check_returncode()
-
-    def check(self, timeout_s: float) -> dict[str, Any]:
-        """Run the check on node 0; returns its JSON."""
-        script = str(_ROOT / "setup" / "check_nodes.sh")
-        hostfile = str(self.hosts_dir / f"virtual-{self.name}.txt")
-        flags = ["--json", "--skip", _SKIPPED, "--timeout", f"{timeout_s}s"]
-        flags += ["--launch-timeout", "180s", "--env", sys.prefix]
-        done = self.call("run", "--", "bash", script, hostfile, *flags)
-        if not done.stdout:
-            raise SystemExit(f"check_nodes: no answer from {self.name}: {done.stderr}")
-        return dict(json.loads(done.stdout))
+def check(cluster: Cluster, timeout_s: float) -> dict[str, Any]:
+    """Run the check on node 0; returns its JSON."""
+    flags = ["--json", "--skip", _SKIPPED, "--timeout", f"{timeout_s}s"]
+    flags += ["--launch-timeout", "180s", "--env", sys.prefix]
+    script = str(ROOT / "setup" / "check_nodes.sh")
+    argv = cluster.argv("run", "--", "bash", script, str(cluster.hostfile), *flags)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    if not done.stdout:
+        raise SystemExit(f"check_nodes: no answer from {cluster.name}: {done.stderr}")
+    return dict(json.loads(done.stdout))
 
 
 def mistakes(document: dict[str, Any], faults: dict[int, str]) -> list[str]:
@@ -79,7 +60,7 @@ def measure(
     durations_s: dict[str, list[float]] = {cluster.name: [] for cluster in clusters}
     for _ in range(n_repeats):
         for cluster in clusters:
-            document = cluster.check(timeout_s)
+            document = check(cluster, timeout_s)
             if wrong := mistakes(document, faults):
                 raise SystemExit(f"check_nodes: {len(wrong)} wrong verdicts: {'; '.join(wrong)}")
             durations_s[cluster.name].append(document["duration_s"])
@@ -102,18 +83,19 @@ def main() -> None:
     faults = {} if options.healthy else _FAULTS
     with tempfile.TemporaryDirectory() as directory:
         small, large = (
-            Cluster(name=f"bench{n}", n_nodes=n, hosts_dir=Path(directory))
-            for n in (options.small, options.large)
+            Cluster(f"bench{n}", Path(directory), n) for n in (options.small, options.large)
         )
         try:
-            small.build(faults)
-            large.build(faults)
+            for cluster in (small, large):
+                cluster.up("--bandwidth", "1gbit")
+                for index, kind in faults.items():
+                    cluster.fault(index, kind)
             found = measure(
                 [small, large], faults, n_repeats=options.repeats, timeout_s=options.timeout
             )
         finally:
-            small.call("down")
-            large.call("down")
+            small.down()
+            large.down()
     state = "healthy" if options.healthy else "three broken"
     ours, theirs = found[large.name], found[small.name]
     name = f"check_nodes, {state}: {options.large} nodes over {options.small} (at most 2)"
