@@ -271,27 +271,27 @@ class Finding:
 
 
 class Judgement(NamedTuple):
-    """A finding without its host and check."""
+    """A finding without its host and check; a check returns any number of them."""
 
     status: Status
     detail: str
     remedy: str = ""
 
 
-def ok(detail: str) -> Judgement:
-    return Judgement(Status.OK, detail)
+def ok(detail: str) -> list[Judgement]:
+    return [Judgement(Status.OK, detail)]
 
 
-def warn(detail: str, remedy: str) -> Judgement:
-    return Judgement(Status.WARN, detail, remedy)
+def warn(detail: str, remedy: str) -> list[Judgement]:
+    return [Judgement(Status.WARN, detail, remedy)]
 
 
-def critical(detail: str, remedy: str) -> Judgement:
-    return Judgement(Status.CRITICAL, detail, remedy)
+def critical(detail: str, remedy: str) -> list[Judgement]:
+    return [Judgement(Status.CRITICAL, detail, remedy)]
 
 
-def unknown(detail: str, remedy: str) -> Judgement:
-    return Judgement(Status.UNKNOWN, detail, remedy)
+def unknown(detail: str, remedy: str) -> list[Judgement]:
+    return [Judgement(Status.UNKNOWN, detail, remedy)]
 
 
 def worst(statuses: Iterable[Status]) -> Status:

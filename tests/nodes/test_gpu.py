@@ -65,29 +65,16 @@ def test_volta_counts_errors_by_double_bits(smi_xml):
     ("old", "new", "status", "words"),
     [
         ("", "", Status.OK, "1x NVIDIA H200 140 GiB at 1980/1980 MHz, driver 570.124.06"),
-        (
-            "<dram_uncorrectable>0<",
-            "<dram_uncorrectable>2<",
-            Status.CRITICAL,
-            "2 uncorrectable memory errors",
-        ),
-        (
-            "hw_thermal_slowdown>Not Active<",
-            "hw_thermal_slowdown>Active<",
-            Status.WARN,
-            "slowed down: too hot (hardware)",
-        ),
-        (
-            "<current_mig>Disabled",
-            "<current_mig>Enabled",
-            Status.WARN,
-            "cut into MIG instances",
-        ),
+        ("<dram_uncorrectable>0<", "<dram_uncorrectable>2<", Status.CRITICAL,
+         "2 uncorrectable memory errors"),
+        ("hw_thermal_slowdown>Not Active<", "hw_thermal_slowdown>Active<", Status.WARN,
+         "slowed down: too hot (hardware)"),
+        ("<current_mig>Disabled", "<current_mig>Enabled", Status.WARN, "cut into MIG instances"),
         ("<used>4 MiB", "<used>90000 MiB", Status.WARN, "in use: 87.9 GiB held"),
         ("<gpu_temp>41 C", "<gpu_temp>88 C", Status.WARN, "at 88 C"),
         ("<total>143771 MiB", "<total>[Unknown Error]", Status.CRITICAL, "does not answer"),
     ],
-)
+)  # fmt: skip
 def test_each_state_of_a_gpu_has_its_verdict(hosts, smi_xml, old, new, status, words):
     text = smi_xml("h200").replace(old, new)
     (finding,) = hosts(1).facts(0, gpu=facts_of(text)).judge("gpu", 0)
@@ -186,14 +173,11 @@ def torch_cuda(**changes):
         (torch_cuda(arch_list=("compute_70",)), Status.WARN, "compiles for GPU 0 (sm_86)"),
         (torch_cuda(cuda="12.4"), Status.CRITICAL, "needs CUDA 12.4, the driver offers 11.4"),
         (torch_cuda(is_available=False), Status.CRITICAL, "sees no GPU"),
-        (
-            torch_cuda(kernel_errors=("CUDA error: no kernel image is available",)),
-            Status.CRITICAL,
-            "a kernel fails on GPU 0: CUDA error: no kernel image",
-        ),
+        (torch_cuda(kernel_errors=("CUDA error: no kernel image is available",)), Status.CRITICAL,
+         "a kernel fails on GPU 0: CUDA error: no kernel image"),
         (None, Status.CRITICAL, "torch fails"),
     ],
-)
+)  # fmt: skip
 def test_each_torch_build_has_its_verdict(hosts, smi_xml, torch, status, words):
     (finding,) = cuda_host(hosts, smi_xml, torch).judge("cuda", 0)
     assert finding.status is status

@@ -54,14 +54,12 @@ def test_a_name_without_address_stops_the_host_with_one_finding(hosts):
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (
-            "10.0.0.2 port 22: Connection refused",
-            "at n1's console: sudo systemctl enable --now ssh",
-        ),
+        ("10.0.0.2 port 22: Connection refused",
+         "at n1's console: sudo systemctl enable --now ssh"),
         ("10.0.0.2 port 22: No route to host", "switch n1 on, and check its cable and its address"),
         ("10.0.0.2 port 22: no answer in 20 s", "switch n1 on, or open port 22 in its firewall"),
     ],
-)
+)  # fmt: skip
 def test_each_shut_port_has_its_remedy(hosts, error, remedy):
     cluster = hosts(2).fail_login(1, Login.UNTRIED, is_port_open=False, port_error=error)
     (finding,) = cluster.judge("port", 1)
@@ -164,14 +162,10 @@ def test_a_clock_counts_as_wrong_beyond_the_error_of_the_look(hosts, offset_s, e
         ("env", {"environment": ""}, Status.CRITICAL, "no environment at /e"),
         ("env", {"mpi": ""}, Status.CRITICAL, "lacks mpirun"),
         ("env", {"mpi": "Open MPI 5.0.3"}, Status.CRITICAL, "MPI Open MPI 5.0.3, while 2 of 3"),
-        (
-            "env",
-            {"python": None, "python_error": "Killed"},
-            Status.CRITICAL,
-            "its Python fails: Killed",
-        ),
+        ("env", {"python": None, "python_error": "Killed"}, Status.CRITICAL,
+         "its Python fails: Killed"),
     ],
-)
+)  # fmt: skip
 def test_each_broken_fact_has_its_verdict(hosts, check, changes, status, words):
     cluster = hosts(3).facts(2, **changes)
     (finding,) = cluster.judge(check, 2)

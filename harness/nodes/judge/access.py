@@ -19,28 +19,24 @@ def judge_resolve(report: HostReport, survey: Survey) -> list[Judgement]:
     """The name resolves to an address on this machine."""
     probe = report.probe
     if probe.target is None:
-        return [critical(f"ssh refuses the name: {probe.login_detail}", "correct ~/.ssh/config")]
+        return critical(f"ssh refuses the name: {probe.login_detail}", "correct ~/.ssh/config")
     if probe.target.is_proxied:
-        return [ok("reached through a proxy")]
+        return ok("reached through a proxy")
     if probe.resolve_error:
         name = probe.target.hostname
-        return [
-            critical(
-                f"{name} has no address: {probe.resolve_error}",
-                f"correct the name in the hostfile, or add `ADDRESS {name}` to /etc/hosts here",
-            )
-        ]
+        return critical(
+            f"{name} has no address: {probe.resolve_error}",
+            f"correct the name in the hostfile, or add `ADDRESS {name}` to /etc/hosts here",
+        )
     loopback = [address for address in probe.addresses if address.startswith("127.")]
     if loopback and len(survey.reports) > 1 and report.facts.hostname != report.name:
-        return [
-            warn(
-                f"resolves to {loopback[0]} here: other hosts cannot use that",
-                f"write {report.facts.hostname or 'its real name'} instead of {report.name} into "
-                f"the hostfile, or {report.name}'s network address in place of {loopback[0]} "
-                "into /etc/hosts here",
-            )
-        ]
-    return [ok(probe.addresses[0])]
+        return warn(
+            f"resolves to {loopback[0]} here: other hosts cannot use that",
+            f"write {report.facts.hostname or 'its real name'} instead of {report.name} into "
+            f"the hostfile, or {report.name}'s network address in place of {loopback[0]} "
+            "into /etc/hosts here",
+        )
+    return ok(probe.addresses[0])
 
 
 def judge_port(report: HostReport, survey: Survey) -> list[Judgement]:
@@ -48,16 +44,16 @@ def judge_port(report: HostReport, survey: Survey) -> list[Judgement]:
     probe = report.probe
     assert probe.target is not None
     if probe.target.is_proxied:
-        return [ok("reached through a proxy")]
+        return ok("reached through a proxy")
     if not probe.port_error:
-        return [ok(f"port {probe.target.port}, {probe.banner or 'silent'}")]
+        return ok(f"port {probe.target.port}, {probe.banner or 'silent'}")
     if "refused" in probe.port_error:
         remedy = f"at {report.name}'s console: sudo systemctl enable --now ssh"
     elif "route" in probe.port_error or "unreachable" in probe.port_error:
         remedy = f"switch {report.name} on, and check its cable and its address"
     else:
         remedy = f"switch {report.name} on, or open port {probe.target.port} in its firewall"
-    return [critical(probe.port_error, remedy)]
+    return critical(probe.port_error, remedy)
 
 
 def judge_login(report: HostReport, survey: Survey) -> list[Judgement]:
@@ -65,22 +61,20 @@ def judge_login(report: HostReport, survey: Survey) -> list[Judgement]:
     probe = report.probe
     if not report.is_in:
         detail, remedy = _explain_login(report)
-        return [critical(detail, remedy)]
+        return critical(detail, remedy)
     if not probe.is_complete:
         marks = [line for line in probe.text.splitlines() if line.startswith("@harness:")]
         stage = marks[-1].removeprefix("@harness:") if marks else "its first line"
         if probe.login_detail:
             text = f"logged in, and the shell ended at {stage}: {probe.login_detail}"
-            return [critical(text, f"ssh {report.name} 'command -v sh; uptime', then check again")]
-        return [
-            critical(
-                f"logged in, then hung at {stage}: no end within {survey.order.timeout_s:g} s",
-                f"ssh {report.name}, and look for what hangs (a stale network file system: df; "
-                "a wedged GPU driver: nvidia-smi), or raise --timeout",
-            )
-        ]
+            return critical(text, f"ssh {report.name} 'command -v sh; uptime', then check again")
+        return critical(
+            f"logged in, then hung at {stage}: no end within {survey.order.timeout_s:g} s",
+            f"ssh {report.name}, and look for what hangs (a stale network file system: df; "
+            "a wedged GPU driver: nvidia-smi), or raise --timeout",
+        )
     user = f" as {report.facts.user}" if report.facts.user else ""
-    return [ok(f"key accepted{user}, probed in {format_duration(probe.duration_s)}")]
+    return ok(f"key accepted{user}, probed in {format_duration(probe.duration_s)}")
 
 
 def _explain_login(report: HostReport) -> tuple[str, str]:
@@ -156,27 +150,25 @@ def judge_shell(report: HostReport, survey: Survey) -> list[Judgement]:
     """The login shell is a POSIX shell, which mpirun and the harness' scripts require."""
     shell = report.facts.shell
     if not shell:
-        return [unknown("the account has no entry", f"ssh {report.name} getent passwd")]
+        return unknown("the account has no entry", f"ssh {report.name} getent passwd")
     if shell.rsplit("/", 1)[-1] in _POSIX_SHELLS:
-        return [ok(shell)]
-    return [
-        warn(
-            f"the login shell is {shell}: it does not read POSIX syntax",
-            f"bash setup/change_shell.sh {survey.order.hostfile} --apply",
-        )
-    ]
+        return ok(shell)
+    return warn(
+        f"the login shell is {shell}: it does not read POSIX syntax",
+        f"bash setup/change_shell.sh {survey.order.hostfile} --apply",
+    )
 
 
 def judge_clock(report: HostReport, survey: Survey) -> list[Judgement]:
     """The clock agrees with this machine's, within the error of the measurement."""
     clock = report.probe.clock
     if clock is None:
-        return [unknown("`date` gives no seconds", f"ssh {report.name} date +%s.%N")]
+        return unknown("`date` gives no seconds", f"ssh {report.name} date +%s.%N")
     text = f"{clock.offset_s * 1e3:+.1f} ms +- {format_duration(clock.error_s)}"
     certain_s = abs(clock.offset_s) - clock.error_s
     remedy = f"ssh {report.name} sudo timedatectl set-ntp true (or install chrony on every host)"
     if certain_s >= CLOCK_CRITICAL_S:
-        return [critical(f"off by {text}", remedy)]
+        return critical(f"off by {text}", remedy)
     if certain_s >= CLOCK_WARN_S:
-        return [warn(f"off by {text}", remedy)]
-    return [ok(text)]
+        return warn(f"off by {text}", remedy)
+    return ok(text)

@@ -20,28 +20,26 @@ def judge_tcp(report: HostReport, survey: Survey) -> list[Judgement]:
     """This host can connect to every other one, on an arbitrary port."""
     pairs = survey.pairs
     if len(survey.reports) == 1:
-        return [ok("no other host to connect to")]
+        return ok("no other host to connect to")
     if excluded := _excluded(report, survey):
-        return [excluded]
+        return excluded
     if pairs is None:
-        return [unknown("no other host answered", "repair the other hosts")]
+        return unknown("no other host answered", "repair the other hosts")
     if report.name in pairs.silent:
-        return [
-            unknown(
-                f"its test program failed: {pairs.silent[report.name]}",
-                f"ssh {report.name} python3 -V (the test needs any Python 3)",
-            )
-        ]
+        return unknown(
+            f"its test program failed: {pairs.silent[report.name]}",
+            f"ssh {report.name} python3 -V (the test needs any Python 3)",
+        )
     mine = {target: c for (source, target), c in pairs.connections.items() if source == report.name}
     failed = {target: c for target, c in mine.items() if c.error}
     if failed:
-        return [_explain_failures(report.name, mine, failed, pairs)]
+        return _explain_failures(report.name, mine, failed, pairs)
     slowest_s = max((c.rtt_s or 0.0 for c in mine.values()), default=0.0)
     text = f"reaches {len(mine)} of {len(mine)}, round trip up to {format_duration(slowest_s)}"
-    return [ok(text + _without(survey, (*mine, report.name)))]
+    return ok(text + _without(survey, (*mine, report.name)))
 
 
-def _excluded(report: HostReport, survey: Survey) -> Judgement | None:
+def _excluded(report: HostReport, survey: Survey) -> list[Judgement]:
     if not report.probe.is_complete:
         return unknown("left out: its probe hung", "see login")
     if report.name in survey.late:
@@ -49,12 +47,12 @@ def _excluded(report: HostReport, survey: Survey) -> Judgement | None:
             f"answered after {report.probe.duration_s:.1f} s, too late to take part",
             f"raise --timeout above {2 * report.probe.duration_s:.0f}",
         )
-    return None
+    return []
 
 
 def _explain_failures(
     name: str, mine: dict[str, Connection], failed: dict[str, Connection], pairs: Pairs
-) -> Judgement:
+) -> list[Judgement]:
     reasons = [
         f"{target} ({_REASONS.get(c.error, c.error)}{': ' + c.detail if c.detail else ''})"
         for target, c in failed.items()
@@ -89,22 +87,22 @@ def judge_mpi(report: HostReport, survey: Survey) -> list[Judgement]:
     """mpirun starts a rank on this host, and the job has the expected size and machines."""
     hello = survey.hello
     if excluded := _excluded(report, survey):
-        return [excluded]
+        return excluded
     if not survey.has_mpirun:
-        return [unknown("no mpirun on this machine", "bash setup/install.sh")]
+        return unknown("no mpirun on this machine", "bash setup/install.sh")
     if hello is None or report.name not in hello.hosts:
         remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
-        return [unknown("left out: no MPI or mpi4py there", remedy)]
+        return unknown("left out: no MPI or mpi4py there", remedy)
     if report.name in hello.culprits:
         remedy = f"mpirun -np 1 --host {report.name} hostname"
-        return [critical(f"no rank starts: {hello.culprits[report.name]}", remedy)]
+        return critical(f"no rank starts: {hello.culprits[report.name]}", remedy)
     if hello.error and hello.culprits:
         culprits = ", ".join(hello.culprits)
-        return [unknown(f"one rank starts, but the whole job fails on {culprits}", "see there")]
+        return unknown(f"one rank starts, but the whole job fails on {culprits}", "see there")
     if hello.error:
         command = f"mpirun -np {len(hello.hosts)} --host {','.join(hello.hosts)} hostname"
-        return [critical(f"the job over {len(hello.hosts)} hosts fails: {hello.error}", command)]
-    return [*_judge_slots(report, survey), _judge_names(report, survey)]
+        return critical(f"the job over {len(hello.hosts)} hosts fails: {hello.error}", command)
+    return _judge_slots(report, survey) + _judge_names(report, survey)
 
 
 def _judge_slots(report: HostReport, survey: Survey) -> list[Judgement]:
@@ -112,15 +110,13 @@ def _judge_slots(report: HostReport, survey: Survey) -> list[Judgement]:
     if has_slots or len(survey.reports) == 1 or report.facts.n_cores == 1:
         return []
     n_gpus = len(report.facts.gpu.gpus)
-    return [
-        warn(
-            "its line says no slots=: mpirun takes one for each core, and fills this host first",
-            f"write `{report.name} slots={n_gpus or 1}` in the hostfile",
-        )
-    ]
+    return warn(
+        "its line says no slots=: mpirun takes one for each core, and fills this host first",
+        f"write `{report.name} slots={n_gpus or 1}` in the hostfile",
+    )
 
 
-def _judge_names(report: HostReport, survey: Survey) -> Judgement:
+def _judge_names(report: HostReport, survey: Survey) -> list[Judgement]:
     hello = survey.hello
     assert hello is not None
     n_ranks, n_expected = len(hello.names), len(hello.hosts)
@@ -152,30 +148,28 @@ def judge_allreduce(report: HostReport, survey: Survey) -> list[Judgement]:
     """torch.distributed sums over all hosts, with the correct sum on this one."""
     reduction = survey.reduction
     if excluded := _excluded(report, survey):
-        return [excluded]
+        return excluded
     if not report.facts.has_package("torch"):
         remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
-        return [unknown("left out: no torch there", remedy)]
+        return unknown("left out: no torch there", remedy)
     if reduction is None:
-        return [unknown("not run: no host was ready", "see environment")]
+        return unknown("not run: no host was ready", "see environment")
     if report.name in reduction.left_out:
-        return [
-            critical(
-                f"torch does not get ready: {reduction.left_out[report.name]}",
-                f"ssh {report.name} {survey.order.env_dir}/bin/python -c 'import torch'",
-            )
-        ]
+        return critical(
+            f"torch does not get ready: {reduction.left_out[report.name]}",
+            f"ssh {report.name} {survey.order.env_dir}/bin/python -c 'import torch'",
+        )
     if report.name in reduction.errors:
-        return [_explain_rank(report, survey, reduction.errors[report.name])]
+        return _explain_rank(report, survey, reduction.errors[report.name])
     if reduction.errors:
         failed = ", ".join(reduction.errors)
-        return [warn(f"right here, but not on {failed}", "see there")]
+        return warn(f"right here, but not on {failed}", "see there")
     spent = format_duration(reduction.duration_s or 0.0)
     text = f"{reduction.backend}, {len(reduction.hosts)} ranks, 1 MiB in {spent}"
-    return [ok(text + _without(survey, reduction.hosts))]
+    return ok(text + _without(survey, reduction.hosts))
 
 
-def _explain_rank(report: HostReport, survey: Survey, error: str) -> Judgement:
+def _explain_rank(report: HostReport, survey: Survey, error: str) -> list[Judgement]:
     assert survey.reduction is not None
     interface = report.facts.cluster_interface
     name = interface.name if interface else "the right interface"

@@ -91,12 +91,12 @@ def judge_gpu(report: HostReport, survey: Survey) -> list[Judgement]:
     """Every GPU works, is idle, cool and unthrottled, and has the same driver as the others."""
     gpu = report.facts.gpu
     if gpu.smi_error:
-        return [_judge_failure(report)]
+        return _judge_failure(report)
     if not gpu.gpus:
-        return [_judge_absence(report, survey)]
+        return _judge_absence(report, survey)
     verdicts = [v for one in gpu.gpus for v in _judge_one(report, one)]
     verdicts += _judge_host(report, survey)
-    return verdicts or [ok(describe_gpus(gpu))]
+    return verdicts or ok(describe_gpus(gpu))
 
 
 def _has_no_card(gpu: GpuFacts) -> bool:
@@ -105,7 +105,7 @@ def _has_no_card(gpu: GpuFacts) -> bool:
     return not gpu.n_cards and bool(re.search(words, gpu.smi_error, re.IGNORECASE))
 
 
-def _judge_failure(report: HostReport) -> Judgement:
+def _judge_failure(report: HostReport) -> list[Judgement]:
     gpu = report.facts.gpu
     remedy = remedy_of(f"{gpu.smi_error} status {gpu.smi_returncode}", report.name)
     if _has_no_card(gpu):
@@ -132,7 +132,7 @@ def _describe_model(gpu: SmiGpu) -> str:
     return f"{gpu.name} {memory} at {gpu.clock_mhz:.0f}/{gpu.clock_max_mhz:.0f} MHz"
 
 
-def _judge_absence(report: HostReport, survey: Survey) -> Judgement:
+def _judge_absence(report: HostReport, survey: Survey) -> list[Judgement]:
     gpu = report.facts.gpu
     if gpu.n_cards:
         return critical(
@@ -160,19 +160,17 @@ def _judge_one(report: HostReport, gpu: SmiGpu) -> list[Judgement]:
         remedy = (
             f"clean fans and airflow, check power: ssh {report.name} nvidia-smi -q -d PERFORMANCE"
         )
-        verdicts.append(warn(f"{name} is slowed down: {', '.join(bad)}", remedy))
+        verdicts += warn(f"{name} is slowed down: {', '.join(bad)}", remedy)
     elif gpu.temperature_c is not None and gpu.temperature_c >= HOT_C:
-        verdicts.append(warn(f"{name} is at {gpu.temperature_c:.0f} C", "clean fans and airflow"))
+        verdicts += warn(f"{name} is at {gpu.temperature_c:.0f} C", "clean fans and airflow")
     if gpu.fabric:
         remedy = f"ssh {report.name} sudo systemctl restart nvidia-fabricmanager"
-        verdicts.append(warn(f"{name} waits for its NVSwitch fabric ({gpu.fabric})", remedy))
+        verdicts += warn(f"{name} waits for its NVSwitch fabric ({gpu.fabric})", remedy)
     if gpu.mig_mode == "Enabled":
-        verdicts.append(
-            warn(
-                f"{name} is cut into MIG instances ({gpu.n_mig_devices} made): a rank sees one "
-                "slice only",
-                f"ssh {report.name} sudo nvidia-smi -i {gpu.index} -mig 0",
-            )
+        verdicts += warn(
+            f"{name} is cut into MIG instances ({gpu.n_mig_devices} made): a rank sees one "
+            "slice only",
+            f"ssh {report.name} sudo nvidia-smi -i {gpu.index} -mig 0",
         )
     return verdicts + _judge_users(report, gpu, name)
 
@@ -185,16 +183,16 @@ def _judge_errors(report: HostReport, gpu: SmiGpu, name: str) -> list[Judgement]
         shown = ", ".join(fields[:4]) + (f" and {len(fields) - 4} more" if fields[4:] else "")
         if words == BROKEN:
             text = f"{name} cannot be judged: nvidia-smi printed {words}"
-            verdicts.append(critical(text, f"ssh {report.name} nvidia-smi; a newer driver"))
+            verdicts += critical(text, f"ssh {report.name} nvidia-smi; a newer driver")
         elif re.search("permission", words, re.IGNORECASE):
             if gpu.mig_mode != "Enabled":  # with MIG, only root may read these fields
-                verdicts.append(warn(f"{name} cannot be read whole: {words} ({shown})", remedy))
+                verdicts += warn(f"{name} cannot be read whole: {words} ({shown})", remedy)
         elif "total" in fields or re.search("lost|fallen|requires", words, re.IGNORECASE):
-            verdicts.append(critical(f"{name} does not answer: {words}", remedy))
+            verdicts += critical(f"{name} does not answer: {words}", remedy)
         elif any(_VITAL.search(field) for field in fields):
-            verdicts.append(critical(f"{name} is faulty: {words} in {shown}", remedy))
+            verdicts += critical(f"{name} is faulty: {words} in {shown}", remedy)
         else:
-            verdicts.append(warn(f"{name} has {words} in {shown}", remedy))
+            verdicts += warn(f"{name} has {words} in {shown}", remedy)
     return verdicts
 
 
@@ -203,22 +201,20 @@ def _judge_memory(report: HostReport, gpu: SmiGpu, name: str) -> list[Judgement]
     verdicts = []
     reset = f"ssh {report.name} sudo nvidia-smi --gpu-reset -i {gpu.index}"
     if gpu.ecc_uncorrected:
-        verdicts.append(
-            critical(
-                f"{name} has {gpu.ecc_uncorrected} uncorrectable memory errors: results are not "
-                "to be trusted",
-                f"{reset}; if they return, replace it",
-            )
+        verdicts += critical(
+            f"{name} has {gpu.ecc_uncorrected} uncorrectable memory errors: results are not "
+            "to be trusted",
+            f"{reset}; if they return, replace it",
         )
     if gpu.remap == "failure":
         text = f"{name} has bad memory that could not be remapped"
-        verdicts.append(critical(text, "replace it: it is worn out"))
+        verdicts += critical(text, "replace it: it is worn out")
     elif gpu.remap:
         text = f"{name} has bad memory, which is remapped at its next reset"
-        verdicts.append(warn(text, f"{reset}, or reboot {report.name}"))
+        verdicts += warn(text, f"{reset}, or reboot {report.name}")
     if gpu.recovery:
         text = f"{name} needs to be recovered, by its driver: {gpu.recovery}"
-        verdicts.append(critical(text, f"{reset}, or reboot {report.name}"))
+        verdicts += critical(text, f"{reset}, or reboot {report.name}")
     return verdicts
 
 
@@ -238,7 +234,7 @@ def _judge_users(report: HostReport, gpu: SmiGpu, name: str) -> list[Judgement]:
     text = f"{name} is in use: {format_bytes(used)} held, {gpu.utilization or 0:.0%} busy, by {who}"
     owners = sorted({p.user for p in gpu.processes if p.user})
     ask = f"wait, or ask {', '.join(owners)}" if owners else "wait, or find its owner"
-    return [warn(text, f"{ask}: ssh {report.name} nvidia-smi")]
+    return warn(text, f"{ask}: ssh {report.name} nvidia-smi")
 
 
 def _judge_host(report: HostReport, survey: Survey) -> list[Judgement]:
@@ -247,22 +243,22 @@ def _judge_host(report: HostReport, survey: Survey) -> list[Judgement]:
     n_missing = max(gpu.n_cards, gpu.n_attached or 0) - len(gpu.gpus)
     if n_missing > 0:
         text = f"{n_missing} of {n_missing + len(gpu.gpus)} NVIDIA card(s) are not shown"
-        verdicts.append(critical(f"{text} by nvidia-smi", remedy_of("is lost", report.name)))
+        verdicts += critical(f"{text} by nvidia-smi", remedy_of("is lost", report.name))
     if gpu.smi_remarks:
         words = " / ".join(gpu.smi_remarks[:3])[:300]
         text = f"nvidia-smi says more (status {gpu.smi_returncode or 0}): {words}"
-        verdicts.append(warn(text, remedy_of(words, report.name)))
+        verdicts += warn(text, remedy_of(words, report.name))
     elif gpu.smi_returncode:
         text = f"nvidia-smi ended with status {gpu.smi_returncode} after its answer"
-        verdicts.append(warn(text, remedy_of(f"status {gpu.smi_returncode}", report.name)))
+        verdicts += warn(text, remedy_of(f"status {gpu.smi_returncode}", report.name))
     drivers = [o.facts.gpu.driver for o in survey.answered if o.facts.gpu.driver]
     usual = Counter(drivers).most_common(1)[0][0] if drivers else ""
     if gpu.driver and gpu.driver != usual:
         text = f"driver {gpu.driver}, most others {usual}"
-        verdicts.append(warn(text, f"install driver {usual} on {report.name}"))
+        verdicts += warn(text, f"install driver {usual} on {report.name}")
     if slots is not None and slots > len(gpu.gpus):
         text = f"{slots} slots share {len(gpu.gpus)} GPU(s): NCCL refuses two ranks on one"
-        verdicts.append(warn(text, f"write `{report.name} slots={len(gpu.gpus)}` in the hostfile"))
+        verdicts += warn(text, f"write `{report.name} slots={len(gpu.gpus)}` in the hostfile")
     return verdicts
 
 
@@ -272,25 +268,23 @@ def judge_torch_cuda(report: HostReport, survey: Survey) -> list[Judgement]:
     gpu = facts.gpu
     if not gpu.gpus:
         if gpu.smi_error and not _has_no_card(gpu):
-            return [unknown("nvidia-smi fails: see gpu", remedy_of(gpu.smi_error, report.name))]
-        return [ok("no GPU to support")]
+            return unknown("nvidia-smi fails: see gpu", remedy_of(gpu.smi_error, report.name))
+        return ok("no GPU to support")
     if not facts.has_package("torch"):
         remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
-        return [unknown("no torch in the environment", remedy)]
+        return unknown("no torch in the environment", remedy)
     assert facts.python is not None
     version = facts.python.packages["torch"]
     if facts.python.torch_cuda is None:
-        return [
-            critical(
-                f"torch {version} is a build without CUDA: the GPU would stand idle",
-                f"ssh {report.name} {facts.environment}/bin/pip install torch (a CUDA build)",
-            )
-        ]
+        return critical(
+            f"torch {version} is a build without CUDA: the GPU would stand idle",
+            f"ssh {report.name} {facts.environment}/bin/pip install torch (a CUDA build)",
+        )
     if gpu.torch is None:
         error = gpu.torch_error or "torch was not asked"
         remedy = f"ssh {report.name} {facts.environment}/bin/python -c 'import torch'"
         remedy += " (a slow file system: raise --timeout)" if "in time" in error else ""
-        return [critical(f"torch fails: {error}", remedy)]
+        return critical(f"torch fails: {error}", remedy)
     return _judge_build(report, version)
 
 
@@ -302,10 +296,10 @@ def _judge_build(report: HostReport, version: str) -> list[Judgement]:
     needed, offered = _major(torch.cuda or ""), _major(gpu.cuda)
     if needed and offered and needed > offered:
         text = f"torch {version} needs CUDA {torch.cuda}, the driver offers {gpu.cuda}"
-        verdicts.append(critical(text, "update the driver, or install a torch for its CUDA"))
+        verdicts += critical(text, "update the driver, or install a torch for its CUDA")
     elif not torch.is_available:
         remedy = f"ssh {report.name} 'echo $CUDA_VISIBLE_DEVICES; nvidia-smi; ls -l /dev/nvidia*'"
-        verdicts.append(critical(f"torch {version} sees no GPU", remedy))
+        verdicts += critical(f"torch {version} sees no GPU", remedy)
     for index, capability in enumerate(_capabilities(gpu)):
         name = f"GPU {index} (sm_{capability[0]}{capability[1]})"
         support = kernel_support(capability, torch.arch_list)
@@ -313,18 +307,18 @@ def _judge_build(report: HostReport, version: str) -> list[Judgement]:
         remedy = f"install a torch build that holds sm_{capability[0]}{capability[1]}"
         remedy += f": {where_built(capability)}"
         if support == "none":
-            verdicts.append(critical(f"torch {version} has no code for {name}: {has}", remedy))
+            verdicts += critical(f"torch {version} has no code for {name}: {has}", remedy)
         elif support == "jit":
             text = f"torch {version} compiles for {name} at each first start (PTX): {has}"
-            verdicts.append(warn(text, remedy))
+            verdicts += warn(text, remedy)
     for index, error in enumerate(torch.kernel_errors or ()):
         if error:
             remedy = f"ssh {report.name} sudo dmesg | grep -i -E 'nvrm|xid'"
-            verdicts.append(critical(f"a kernel fails on GPU {index}: {error}", remedy))
+            verdicts += critical(f"a kernel fails on GPU {index}: {error}", remedy)
     if verdicts:
         return verdicts
     ran = "a kernel ran on each" if torch.kernel_errors is not None else "not run (--deep runs it)"
-    return [ok(f"torch {version} has code for every GPU, {ran}")]
+    return ok(f"torch {version} has code for every GPU, {ran}")
 
 
 def _major(release: str) -> int:

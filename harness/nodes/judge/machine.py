@@ -16,20 +16,20 @@ def judge_environment(report: HostReport, survey: Survey) -> list[Judgement]:
     facts, path = report.facts, survey.order.env_dir
     remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
     if facts.python is None and facts.python_error:
-        return [critical(f"its Python fails: {facts.python_error}", remedy)]
+        return critical(f"its Python fails: {facts.python_error}", remedy)
     if not facts.environment:
         if not any(other.facts.environment for other in survey.answered):
             remedy = f"bash setup/install.sh, then {remedy}"
         system = f" (its own Python is {facts.python.version})" if facts.python else ""
-        return [critical(f"no environment at {path}{system}", remedy)]
+        return critical(f"no environment at {path}{system}", remedy)
     if facts.python is None:
-        return [unknown("its Python did not answer", f"ssh {report.name} {path}/bin/python -V")]
+        return unknown("its Python did not answer", f"ssh {report.name} {path}/bin/python -V")
     missing = [name for name in _REQUIRED if not facts.has_package(name)]
     if not facts.mpi:
         missing.append("mpirun")
     if missing:
-        return [critical(f"lacks {', '.join(missing)}", remedy)]
-    return _judge_versions(report, survey, remedy) or [ok(_describe_software(facts))]
+        return critical(f"lacks {', '.join(missing)}", remedy)
+    return _judge_versions(report, survey, remedy) or ok(_describe_software(facts))
 
 
 def versions(facts: Facts) -> dict[str, str]:
@@ -53,7 +53,7 @@ def _judge_versions(report: HostReport, survey: Survey, remedy: str) -> list[Jud
     """Compare with the version that most hosts have, or in a tie the first host's."""
     own = versions(report.facts)
     problem = torch_problem(own.get("torch", ""))
-    verdicts = [critical(problem, f"bash setup/install.sh, then {remedy}")] if problem else []
+    verdicts = critical(problem, f"bash setup/install.sh, then {remedy}") if problem else []
     for name, value in own.items():
         values = [v[name] for o in survey.answered if name in (v := versions(o.facts))]
         usual, n_usual = Counter(values).most_common(1)[0]
@@ -61,7 +61,7 @@ def _judge_versions(report: HostReport, survey: Survey, remedy: str) -> list[Jud
             continue
         text = f"{name} {value}, while {n_usual} of {len(values)} hosts have {usual}"
         severe = warn if name == "Python" else critical
-        verdicts.append(severe(text, remedy))
+        verdicts += severe(text, remedy)
     return verdicts
 
 
@@ -92,9 +92,9 @@ def judge_os(report: HostReport, survey: Survey) -> list[Judgement]:
     facts = report.facts
     system, _, rest = facts.kernel.partition(" ")
     if not facts.kernel:
-        return [unknown(_NOT_REPORTED, f"ssh {report.name} uname -a")]
+        return unknown(_NOT_REPORTED, f"ssh {report.name} uname -a")
     if system != "Linux":
-        return [critical(f"runs {system}: only Linux is supported", "take it out of the hostfile")]
+        return critical(f"runs {system}: only Linux is supported", "take it out of the hostfile")
     verdicts = []
     namesakes = [
         other
@@ -105,21 +105,19 @@ def judge_os(report: HostReport, survey: Survey) -> list[Judgement]:
         text = f"calls itself {facts.hostname}, as {', '.join(o.name for o in namesakes)} does"
         if all(other.facts.boot_id == facts.boot_id for other in namesakes):
             remedy = "take the second name out of the hostfile, or give the hosts different names"
-            verdicts.append(warn(text, remedy))
+            verdicts += warn(text, remedy)
         else:
             remedy = f"ssh -t {shlex.quote(report.name)} sudo hostnamectl set-hostname NAME"
-            verdicts.append(critical(f"{text}, which is another machine", remedy))
+            verdicts += critical(f"{text}, which is another machine", remedy)
     machine = facts.kernel.split(" ")[-1]
     machines = Counter(other.facts.kernel.split(" ")[-1] for other in survey.answered)
     usual = machines.most_common(1)[0][0] if machines else ""
     if machine != usual:
-        verdicts.append(
-            critical(
-                f"is {machine}, the others are {usual}: one environment does not fit both",
-                f"take {report.name} out of the hostfile",
-            )
+        verdicts += critical(
+            f"is {machine}, the others are {usual}: one environment does not fit both",
+            f"take {report.name} out of the hostfile",
         )
-    return verdicts or [ok(f"{facts.os_name or 'Linux'}, {rest}")]
+    return verdicts or ok(f"{facts.os_name or 'Linux'}, {rest}")
 
 
 def judge_cpu(report: HostReport, survey: Survey) -> list[Judgement]:
@@ -127,7 +125,7 @@ def judge_cpu(report: HostReport, survey: Survey) -> list[Judgement]:
     facts = report.facts
     cores = facts.usable_cores
     if cores is None or facts.n_cores is None:
-        return [unknown(_NOT_REPORTED, f"ssh {report.name} nproc")]
+        return unknown(_NOT_REPORTED, f"ssh {report.name} nproc")
     text = f"{facts.n_cores} cores" if facts.n_cores != 1 else "1 core"
     if facts.quota_cores is not None and facts.quota_cores < facts.n_cores:
         text += f", limited to {facts.quota_cores:.3g}"
@@ -135,13 +133,11 @@ def judge_cpu(report: HostReport, survey: Survey) -> list[Judgement]:
         text += f", {facts.cpu_model}"
     load = facts.load_1min
     if load is not None and load > LOAD_PER_CORE_WARN * facts.n_cores:
-        return [
-            warn(
-                f"load {load:.3g} on {text}: other work disturbs what is measured",
-                f"ssh {report.name} top -b -n 1, and wait or ask its owner",
-            )
-        ]
-    return [ok(text if load is None else f"{text}, load {load:.3g}")]
+        return warn(
+            f"load {load:.3g} on {text}: other work disturbs what is measured",
+            f"ssh {report.name} top -b -n 1, and wait or ask its owner",
+        )
+    return ok(text if load is None else f"{text}, load {load:.3g}")
 
 
 def judge_memory(report: HostReport, survey: Survey) -> list[Judgement]:
@@ -149,15 +145,15 @@ def judge_memory(report: HostReport, survey: Survey) -> list[Judgement]:
     facts = report.facts
     usable, available = facts.usable_memory_bytes, facts.memory_available_bytes
     if usable is None or available is None:
-        return [unknown(_NOT_REPORTED, f"ssh {report.name} cat /proc/meminfo")]
+        return unknown(_NOT_REPORTED, f"ssh {report.name} cat /proc/meminfo")
     free = min(usable, available)
     text = f"{format_bytes(free)} free of {format_bytes(usable)}"
     remedy = f"ssh {report.name} ps aux --sort -rss, and end what is not needed"
     if free < MEMORY_CRITICAL_BYTES:
-        return [critical(f"only {text}", remedy)]
+        return critical(f"only {text}", remedy)
     if free < MEMORY_WARN_BYTES:
-        return [warn(f"only {text}", remedy)]
-    return [ok(text)]
+        return warn(f"only {text}", remedy)
+    return ok(text)
 
 
 def judge_disk(report: HostReport, survey: Survey) -> list[Judgement]:
@@ -168,34 +164,32 @@ def judge_disk(report: HostReport, survey: Survey) -> list[Judgement]:
         if disk.mount == "/dev/shm":
             if disk.free_bytes < SHM_WARN_BYTES:
                 remedy = f"ssh {report.name} sudo mount -o remount,size=50% /dev/shm"
-                verdicts.append(warn(text, remedy))
+                verdicts += warn(text, remedy)
             continue
         remedy = f"ssh {report.name} du -xsh {disk.mount} (delete what is not needed)"
         if disk.free_bytes < DISK_CRITICAL_BYTES:
-            verdicts.append(critical(f"{text}: results cannot be written", remedy))
+            verdicts += critical(f"{text}: results cannot be written", remedy)
         elif disk.free_bytes < DISK_WARN_BYTES:
-            verdicts.append(warn(text, remedy))
+            verdicts += warn(text, remedy)
     if not report.facts.disks:
-        return [unknown("df does not answer", f"ssh {report.name} df (a stale network mount?)")]
+        return unknown("df does not answer", f"ssh {report.name} df (a stale network mount?)")
     free = [f"{disk.mount} {format_bytes(disk.free_bytes)}" for disk in report.facts.disks]
-    return verdicts or [ok(", ".join(free) + " free")]
+    return verdicts or ok(", ".join(free) + " free")
 
 
 def judge_nic(report: HostReport, survey: Survey) -> list[Judgement]:
     """All other hosts are reached through one interface, as fast as theirs."""
     facts = report.facts
     if len(survey.reports) == 1:
-        return [ok("no other host to reach")]
+        return ok("no other host to reach")
     interface = facts.cluster_interface
     if interface is None:
         others = " ".join(one.name for one in survey.reports if one.name != report.name)
-        return [
-            critical(
-                "no route to any of the other hosts by their names",
-                f"ssh {report.name} getent hosts {others}; add the names to its /etc/hosts",
-            )
-        ]
-    return _judge_interface(report, interface, survey) or [ok(_describe(interface, facts))]
+        return critical(
+            "no route to any of the other hosts by their names",
+            f"ssh {report.name} getent hosts {others}; add the names to its /etc/hosts",
+        )
+    return _judge_interface(report, interface, survey) or ok(_describe(interface, facts))
 
 
 def _describe(interface: InterfaceFacts, facts: Facts) -> str:
@@ -227,32 +221,28 @@ def _judge_interface(
     verdicts = []
     names = sorted({route.interface for route in report.facts.peer_routes})
     if len(names) > 1:
-        verdicts.append(
-            warn(
-                f"reaches the others through {' and '.join(names)}",
-                f"entry.sh takes {interface.name}; put the others' addresses on its network, or "
-                "set the interface per host",
-            )
+        verdicts += warn(
+            f"reaches the others through {' and '.join(names)}",
+            f"entry.sh takes {interface.name}; put the others' addresses on its network, or "
+            "set the interface per host",
         )
     speed = interface.speed_mbit_per_s
     all_nics = [other.facts.cluster_interface for other in survey.answered]
     fastest = max((nic.speed_mbit_per_s or 0 for nic in all_nics if nic), default=0)
     cable = f"replace the cable, or: ssh {report.name} sudo ethtool -s {interface.name} autoneg on"
     if interface.kind == "wireless":
-        verdicts.append(warn(f"{interface.name} is wireless", "plug in a cable"))
+        verdicts += warn(f"{interface.name} is wireless", "plug in a cable")
     if interface.duplex == "half":
-        verdicts.append(warn(f"{interface.name} runs half duplex", cable))
+        verdicts += warn(f"{interface.name} runs half duplex", cable)
     if speed is not None and speed < max(fastest, SPEED_WARN_MBIT_PER_S):
         others = f", others {fastest}" if fastest > speed else ""
-        verdicts.append(warn(f"{interface.name} runs at {speed} Mbit/s{others}", cable))
+        verdicts += warn(f"{interface.name} runs at {speed} Mbit/s{others}", cable)
     sizes = Counter(nic.mtu_bytes for nic in all_nics if nic and nic.mtu_bytes)
     usual = sizes.most_common(1)[0][0] if sizes else None
     if interface.mtu_bytes and usual and interface.mtu_bytes != usual:
-        verdicts.append(
-            warn(
-                f"{interface.name} has an MTU of {interface.mtu_bytes} B, most others {usual} B: "
-                "large packets may vanish",
-                f"ssh {report.name} sudo ip link set {interface.name} mtu {usual}",
-            )
+        verdicts += warn(
+            f"{interface.name} has an MTU of {interface.mtu_bytes} B, most others {usual} B: "
+            "large packets may vanish",
+            f"ssh {report.name} sudo ip link set {interface.name} mtu {usual}",
         )
     return verdicts
