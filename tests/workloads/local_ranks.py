@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,12 +39,9 @@ def _rank(
     recorder = Recorder(clock_for(world.device))
     writer = RecordWriter(run_dir, rank)
     context = Context(
-        world=world,
-        recorder=recorder,
-        writer=writer,
-        progress=Progress(is_shown=False),
+        world=world, recorder=recorder, writer=writer, progress=Progress(is_shown=False),
         run_dir=run_dir,
-    )
+    )  # fmt: skip
     recorder.sample("clock_offset_s", 0.0)  # as in every run, so that no rank has an empty file
     result = function(argument, context)
     writer.write(recorder.collect())
@@ -70,21 +68,20 @@ def run_on_ranks(
         # Forks of a server that has imported torch: seconds less than a fresh interpreter each.
         context = multiprocessing.get_context("forkserver")
         workloads = [workload_module(name) for name in WORKLOADS]
-        context.set_forkserver_preload(
-            [
-                "torch",
-                "torch._dynamo",
-                "torch.distributed",
-                "harness.plan.simulate.lowering",
-                *workloads,
-            ]
-        )
+        modules = ["torch", "torch._dynamo", "torch.distributed", "harness.plan.simulate.lowering"]
+        context.set_forkserver_preload([*modules, *workloads])
         start_and_join(context, _rank, size, directory, function, argument)
         results = [torch.load(f"{directory}/result{rank}") for rank in range(size)]
         run_dir = Path(directory) / "run"
         run, skipped = read_run(run_dir, read_header(run_dir))
         assert not skipped, skipped
         return results, run
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Of tensors of the same names."""
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 def refusal_of(act: Callable[..., object], *arguments: Any) -> str:
@@ -106,13 +103,11 @@ def matmul_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
         time.sleep(3 * context.world.rank)
         return measure(config, context)
 
-    matmul._measure_device = slowly
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
-    try:
-        return matmul.run_matmul(config, context)
-    finally:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
-        matmul._measure_device = measure
+    with mock.patch.object(matmul, "_measure_device", slowly):
+        found = matmul.run_matmul(config, context)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
+    return found
 
 
 def matmul_with_a_wrong_block(config: Any, context: Context) -> str:

@@ -1,5 +1,6 @@
 """What ranks of a test run; importable by name, for spawned processes."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Profile, WholeStep
-from harness.domain.record import Sample
+from harness.domain.record import Record, Sample
 from harness.errors import HarnessError, StrategyError
 from harness.measure.derive.spans import samples_of, spans_of
 from harness.measure.rank_records import read_records
@@ -169,9 +170,8 @@ def planned_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str
             found[name] = planned_training(replace(case, save_model=True), context)
         except HarnessError as error:
             found[name] = f"{type(error).__name__}: {error}"
-        files = (PREDICTION_FILE, STRATEGY_FILE)
         if context.world.is_first and isinstance(found[name], dict):
-            for file in files:
+            for file in (PREDICTION_FILE, STRATEGY_FILE):
                 path = context.run_dir / file
                 found[name][file] = path.read_text() if path.exists() else ""
                 path.unlink(missing_ok=True)
@@ -182,7 +182,8 @@ class KeptPlan:
     """What an earlier run of a case has planned, beside the run of a test; rank 0's only."""
 
     def __init__(self, case: TrainCase, context: Context) -> None:
-        self._search_config = search_config = search_config_of(case)
+        self._context, self._search_config = context, search_config_of(case)
+        search_config = self._search_config
         header = read_header(context.run_dir)
         is_search = case.strategy == "searched"
         name, config = ("search", config_json(search_config)) if is_search else ("train", {})
@@ -192,6 +193,12 @@ class KeptPlan:
         if self._is_mine:
             told = {"workload": name, "config": config, "run_id": self._path.name}
             write_header(self._path, msgspec.structs.replace(header, **told))
+
+    def planned(self, case: TrainCase, shares: Sequence[int] = ()) -> dict[str, bytes]:
+        """The files of a plan that is made now."""
+        plan_training(case, self._context, shares)
+        files = (PREDICTION_FILE, STRATEGY_FILE) if self._is_mine else ()
+        return {name: (self._context.run_dir / name).read_bytes() for name in files}
 
     def write(self, files: dict[str, bytes], **changes: float) -> None:
         """Its strategy and its prediction, changed."""
@@ -218,23 +225,14 @@ class KeptPlan:
 
 def plans_at_two_calibrations(case: TrainCase, context: Context) -> list[dict[str, bytes]]:
     """Files of a plan: made, found again (with a mark in it), and once devices are slower."""
-
-    def planned() -> dict[str, bytes]:
-        plan_training(case, context)
-        if not context.world.is_first:
-            return {}
-        return {
-            name: (context.run_dir / name).read_bytes() for name in (PREDICTION_FILE, STRATEGY_FILE)
-        }
-
     if case.strategy == "searched":
         search_before(case, context)
     kept = KeptPlan(case, context)
-    found = [planned()]
+    found = [kept.planned(case)]
     kept.write(found[0], step_s=123.0, search_s=45.0)
-    found.append(planned())
+    found.append(kept.planned(case))
     kept.calibrate({12: 3.0})
-    return [*found, planned()]
+    return [*found, kept.planned(case)]
 
 
 def plans_at_two_speeds(case: TrainCase, context: Context) -> list[bytes]:
@@ -242,11 +240,9 @@ def plans_at_two_speeds(case: TrainCase, context: Context) -> list[bytes]:
     kept = KeptPlan(case, context)
     found = []
     for shares in ((8, 4), (4, 8)):
-        plan_training(case, context, shares)
-        if context.world.is_first:
-            files = (PREDICTION_FILE, STRATEGY_FILE)
-            kept.write({name: (context.run_dir / name).read_bytes() for name in files})
-            found.append((context.run_dir / STRATEGY_FILE).read_bytes())
+        files = kept.planned(case, shares)
+        kept.write(files)
+        found += [files[STRATEGY_FILE]] if files else []
     return found
 
 
@@ -261,13 +257,29 @@ def is_faster(before_s: float, after_s: float, n_steps_left: int, cost_s: float)
     return after_s < before_s
 
 
+class Written:
+    """What this rank records."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._n_read = context, 0
+
+    def since_last(self) -> list[Record]:
+        """The records since the last call."""
+        context = self._context
+        context.flush()
+        path = context.run_dir / f"rank{context.world.rank}.jsonl"
+        every = list(read_records(path, context.world.size)[0])
+        new, self._n_read = every[self._n_read :], len(every)
+        return new
+
+
 def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:
     """Several trainings whose files of --change lie beside the run; records of the changes too.
 
     The case "controlled" finds a request for the file of its first --change.
     """
     found: dict[str, Any] = {}
-    n_before = 0
+    written = Written(context)
     for name, case in cases.items():
         parsed = [parse_change(text) for text in case.change]
         files = [(step, context.run_dir.parent / file) for step, file in parsed]
@@ -283,10 +295,7 @@ def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
         except HarnessError as error:
             found[name] = f"{type(error).__name__}: {error}"
             continue
-        context.flush()
-        path = context.run_dir / f"rank{context.world.rank}.jsonl"
-        every, _ = read_records(path, context.world.size)
-        records, n_before = list(every)[n_before:], len(every)
+        records = written.since_last()
         found[name] = {
             "samples": [
                 (r.metric, r.step, r.value, r.labels)
@@ -307,7 +316,7 @@ def drifting_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
     invented times; training waits for a search, so that it ends while there are steps."""
     end = MeanComputeTime._end
     found: dict[str, Any] = {}
-    n_before = 0
+    written = Written(context)
     asked: list[SearchAgain] = []
     BesideSearch.warm_up = lambda self: None  # type: ignore[method-assign]
     BesideSearch.start = lambda self, request: asked.append(request)  # type: ignore[method-assign]
@@ -321,10 +330,6 @@ def drifting_trainings(cases: dict[str, TrainCase], context: Context) -> dict[st
 
         MeanComputeTime._end = invented  # type: ignore[method-assign]
         run_train(case, context)
-        context.flush()
-        path = context.run_dir / f"rank{context.world.rank}.jsonl"
-        every, _ = read_records(path, context.world.size)
-        records, n_before = list(every)[n_before:], len(every)
-        samples = [record for record in records if isinstance(record, Sample)]
+        samples = [one for one in written.since_last() if isinstance(one, Sample)]
         found[name] = [(one.metric, one.step, one.value, one.labels) for one in samples]
     return found

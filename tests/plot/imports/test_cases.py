@@ -252,13 +252,11 @@ def test_rows_of_validation_are_no_second_training():
     ("text", "reason"),
     [
         ("epoch;epoch_time\n1;5\n", "has no column Rank, only 'epoch, epoch_time': rename or add"),
-        (
-            "step,loss\n1,5\n",
-            "has no column Rank and no Epoch and no Epoch_Time, only 'step, loss'",
-        ),
+        ("step,loss\n1,5\n",
+         "has no column Rank and no Epoch and no Epoch_Time, only 'step, loss'"),
         ("\n", "is empty"),
     ],
-)
+)  # fmt: skip
 def test_a_table_of_another_kind_says_what_it_lacks(text, reason, tmp_path):
     runs, (problem,) = imported(tmp_path, "a.csv", text.encode())
     assert (runs, problem.startswith(reason)) == ([], True), problem

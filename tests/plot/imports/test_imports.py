@@ -152,14 +152,12 @@ def test_deepspeed_log_takes_its_gpu_from_the_csv_beside_it(tmp_path):
     [
         ("", None),
         ("Traceback (most recent call last):\n  File x\nOSError: full\nmore\n", "OSError: full"),
-        (
-            "[rank1]: Traceback (most recent call last):\n[rank1]:   at y\n[rank1]: Lost: one\n",
-            "Lost: one",
-        ),
+        ("[rank1]: Traceback (most recent call last):\n[rank1]:   at y\n[rank1]: Lost: one\n",
+         "Lost: one"),
         ("[ERROR] Process 12 exits with return code = -9\n", "its launcher reports exit code -9"),
         ("[INFO] Process 12 exits successfully.\n", None),
     ],
-)
+)  # fmt: skip
 def test_an_error_after_the_last_deepspeed_step_is_told(after, error, tmp_path):
     (tmp_path / "log.log").write_text(
         "Traceback (most recent call last):\n" + deepspeed_text(2) + after

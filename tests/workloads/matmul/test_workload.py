@@ -99,20 +99,14 @@ def test_products_are_right_on_any_number_of_ranks(n_ranks):
     """The body verifies every block against float64, and raises when one is wrong."""
     results, run = run_on_ranks(run_matmul, SMALL, n_ranks)
     rows = results[0]["distributed"]
-    counts = list(range(1, n_ranks + 1))
-    assert [(row["scaling"], row["n_ranks"]) for row in rows] == [
-        *(("strong", n) for n in counts),
-        *(("weak", n) for n in counts),
-    ]
+    wanted = [(scaling, n) for scaling in ("strong", "weak") for n in range(1, n_ranks + 1)]
+    assert [(row["scaling"], row["n_ranks"]) for row in rows] == wanted
     table = matmul_table(run)
     assert {(row.rank, row.n) for row in table} == {
         (r, n) for r in range(n_ranks) for n in (32, 48)
     }
     assert all(row.error is not None and row.error < 1e-5 for row in table)
-    assert [(row.scaling, row.n_ranks) for row in summa_table(run)] == [
-        *(("strong", n) for n in counts),
-        *(("weak", n) for n in counts),
-    ]
+    assert [(row.scaling, row.n_ranks) for row in summa_table(run)] == wanted
     rates = [row.flops_per_s for row in summa_table(run)]  # whose efficiency is the only one
     assert [row["flops_per_s"] for row in rows] == pytest.approx(rates)
     assert all("efficiency" not in row for row in rows)

@@ -53,7 +53,6 @@ def test_the_newest_links_of_these_very_nodes_count(tmp_path):
     planned_results.write_links(tmp_path, 2, start_utc="2026-01-02", rate=2.0)
     planned_results.write_links(tmp_path, 2, start_utc="2026-01-01", rate=1.0)
     found = find_cluster(tmp_path, here)
-    assert found is not None
     assert {link.bandwidth_bytes_per_s for link in found.links} == {250e6}
 
 

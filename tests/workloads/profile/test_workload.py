@@ -251,9 +251,7 @@ def test_a_slow_kind_of_device_may_take_longer_than_a_collective(tmp_path):
 
 
 def test_a_run_that_was_killed_half_way_is_completed(tmp_path):
-    config = replace(
-        QUICK, profile_file=tmp_path / "lenet.json", rounds=2, min_samples=4,
-    )  # fmt: skip
+    config = replace(QUICK, profile_file=tmp_path / "lenet.json", rounds=2, min_samples=4)
     results, _ = run_on_ranks(profile_on_ranks.profile_killed_and_again, config, 1)
     left, summary, whole = results[0]
     left, whole = (Profile.from_json(text.encode()) for text in (left, whole))
@@ -273,20 +271,13 @@ def test_a_run_that_was_killed_half_way_is_completed(tmp_path):
 def profiled(tmp_path):
     """A run of the profile workload whose results were moved after it."""
     graph = captured_model("lenet", 8)
-    header = local_header(
-        ["a"],
-        workload="profile",
-        config={"model": "lenet"},
-        summary={
-            "profile": "/gone/profile-lenet.json",
-            "graph": "/gone/profile-lenet.graph.json",
-            "n_measured": 1,
-            "n_known": 0,
-        },
-    )
-    (tmp_path / "profile-lenet.json").write_bytes(
-        as_profile(graph, points_of(graph, [1], [1])).to_json()
-    )
+    summary = {
+        "profile": "/gone/profile-lenet.json", "graph": "/gone/profile-lenet.graph.json",
+        "n_measured": 1, "n_known": 0,
+    }  # fmt: skip
+    header = local_header(["a"], workload="profile", config={"model": "lenet"}, summary=summary)
+    profile = as_profile(graph, points_of(graph, [1], [1]))
+    (tmp_path / "profile-lenet.json").write_bytes(profile.to_json())
     (tmp_path / "profile-lenet.graph.json").write_bytes(graph.to_json())
     return Run(path=tmp_path / "run", header=header, ranks={})
 

@@ -45,6 +45,11 @@ FROZEN = replace(
     CASE, n_samples=40, steps=14, freeze="schedule", freeze_alpha=0.5, freeze_interval=3,
     change=("7:pipeline.json",),
 )  # fmt: skip
+UNFROZEN = replace(FROZEN, lr_schedule="step", lr_step_size=10, unfreeze=10)
+PIPELINE = replace(
+    CASE, strategy="pipeline", microbatches=2, freeze="schedule", freeze_alpha=0.5,
+    freeze_interval=2,
+)  # fmt: skip
 CASES = {
     "unchanged": CASE,
     "changed": replace(CASE, change=("2:pipeline.json", "4:single.json")),
@@ -52,28 +57,13 @@ CASES = {
     "frozen": replace(
         CASE, freeze="schedule", freeze_alpha=0.5, freeze_interval=2, change=("3:pipeline.json",)
     ),
-    **{
-        name: replace(
-            CASE,
-            strategy="pipeline",
-            microbatches=2,
-            freeze="schedule",
-            freeze_alpha=0.5,
-            freeze_interval=2,
-            **flags,
-        )
-        for name, flags in {
-            "frozen pipeline": {},
-            "shrunk": {"shrink": "pipetransformer", "replicate": True},
-            "searched again": {"shrink": "search", "replicate": True, "search_budget": 200},
-        }.items()
-    },
+    "frozen pipeline": PIPELINE,
+    "shrunk": replace(PIPELINE, shrink="pipetransformer", replicate=True),
+    "searched again": replace(PIPELINE, shrink="search", replicate=True, search_budget=200),
     "uncached": FROZEN,
     "cached": replace(FROZEN, cache="on", cache_memory=0.02),
-    **{
-        name: replace(FROZEN, lr_schedule="step", lr_step_size=10, unfreeze=10, **flags)
-        for name, flags in {"unfrozen": {}, "unfrozen cached": {"cache": "on"}}.items()
-    },
+    "unfrozen": UNFROZEN,
+    "unfrozen cached": replace(UNFROZEN, cache="on"),
     "cached where it pays": replace(FROZEN, cache="auto"),
     "other batch": replace(CASE, change=("2:other.json",)),
     "other model": replace(CASE, controlled=True, change=("1:model.json",)),
@@ -160,26 +150,20 @@ def test_freezing_and_a_change_by_hand_go_together(trained):
     ("name", "changes"),
     [
         # The last layers hold most of lenet: with 3 frozen, the rest is smaller than a stage was.
-        (
-            "shrunk",
-            [
-                "pipeline, 2 layers frozen",
-                "pipeline of 2 x 1 ranks, 2 layers frozen",
-                "pipeline of 2 x 1 ranks, 3 layers frozen",
-                "pipeline of 1 x 2 ranks, 3 layers frozen",
-            ],
-        ),
+        ("shrunk", [
+            "pipeline, 2 layers frozen",
+            "pipeline of 2 x 1 ranks, 2 layers frozen",
+            "pipeline of 2 x 1 ranks, 3 layers frozen",
+            "pipeline of 1 x 2 ranks, 3 layers frozen",
+        ]),
         # The second search finds nothing faster.
-        (
-            "searched again",
-            [
-                "pipeline, 2 layers frozen",
-                "2 stages on 1-1 devices, 2 layers frozen",
-                "2 stages on 1-1 devices, 3 layers frozen",
-            ],
-        ),
+        ("searched again", [
+            "pipeline, 2 layers frozen",
+            "2 stages on 1-1 devices, 2 layers frozen",
+            "2 stages on 1-1 devices, 3 layers frozen",
+        ]),
     ],
-)
+)  # fmt: skip
 def test_a_frozen_model_is_planned_again(trained, name, changes):
     found = [
         after.replace(", convolutions on one device each, MLPs on one device each", "")
@@ -288,11 +272,9 @@ def test_a_request_for_another_model_changes_nothing(trained):
 
 
 def test_a_change_to_another_batch_is_refused_before_training(trained):
+    wanted = "is for a batch of 24, the run has 12: a change keeps the global batch"
     assert trained[0]["other batch"].startswith("StrategyError: ")
-    assert (
-        "is for a batch of 24, the run has 12: a change keeps the global batch"
-        in (trained[1]["other batch"])
-    )
+    assert wanted in trained[1]["other batch"]
 
 
 def test_a_second_controller_is_refused_until_the_first_has_its_answer(tmp_path):

@@ -11,7 +11,7 @@ import planned_results
 import pytest
 import train_on_ranks
 import tyro
-from local_ranks import run_on_ranks
+from local_ranks import largest_difference, run_on_ranks
 from made_runs import local_header
 
 from harness.domain.graph import Graph, Operator
@@ -82,11 +82,6 @@ def measured(search_config=None):
 def trained():
     """By rank: the losses of each case, or the error it ended with."""
     return run_on_ranks(train_on_ranks.planned_trainings, CASES, 2, measured())[0]
-
-
-def largest_difference(a, b):
-    assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 @pytest.mark.parametrize("name", TRAINED_ALIKE)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import train_on_ranks
-from local_ranks import run_on_ranks
+from local_ranks import largest_difference, run_on_ranks
 from safetensors.torch import load_file
 
 from harness.errors import ConfigError, DataError, ModelError
@@ -35,10 +35,6 @@ CASE = TrainCase(
 )  # fmt: skip
 # fp32 sums in another order: 20 steps of differences of 1e-7 stay far below.
 TOLERANCE = 1e-5
-
-
-def largest_difference(a, b):
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 CASES = {
@@ -164,13 +160,8 @@ def test_buckets_carry_all_gradients(two_ranks):
 
 def test_counters_are_recorded_each_step(two_ranks):
     _, run = two_ranks
-    for metric in (
-        "nic_sent_bytes",
-        "nic_received_bytes",
-        "n_samples",
-        "n_synchronisations",
-        "loss",
-    ):
+    counters = ("nic_sent_bytes", "nic_received_bytes", "n_samples", "n_synchronisations", "loss")
+    for metric in counters:
         steps = [r.step for r in samples_of(run.ranks[1], metric)]
         assert steps == list(range(20)), metric
 
@@ -186,7 +177,6 @@ def test_the_summary_has_every_number(two_ranks):
     results, run = two_ranks
     summary = training_summary(run)
     assert summary.n_samples == 128
-    assert summary.flops_per_s
     assert summary.flops_per_s > 0
     assert summary.exposed_communication_s is not None
     assert summary.no_sync_exposed_s is not None
