@@ -100,16 +100,10 @@ def describe(place: State, saved: Saved) -> dict[str, object]:
 
 def _write_hosts(place: State, saved: Saved) -> None:
     saved.hostfile.parent.mkdir(parents=True, exist_ok=True)
-    _replace(saved.hostfile, "".join(f"{one.name} slots=1\n" for one in saved.plan.nodes))
-    _replace(
-        saved.hostfile.with_suffix(".json"), json.dumps(describe(place, saved), indent=1) + "\n"
-    )
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    slots = "".join(f"{one.name} slots=1\n" for one in saved.plan.nodes)
+    state.replace_file(saved.hostfile, slots)
+    described = json.dumps(describe(place, saved), indent=1) + "\n"
+    state.replace_file(saved.hostfile.with_suffix(".json"), described)
 
 
 def _members(place: State) -> set[int]:

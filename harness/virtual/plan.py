@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,12 +84,9 @@ class ClusterPlan:
             f"name one of {self.nodes[0].name} to {self.nodes[-1].name}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: object) -> ClusterPlan:
-        """Inverse of `to_dict`.
+        """The plan that cluster.json holds.
 
         Raises:
             ConfigError: malformed data; names the field.

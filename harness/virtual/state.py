@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.errors import ConfigError, EnvironmentSetupError
@@ -81,16 +81,16 @@ class Saved:
     project: Path
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Write a file atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
 def save(state: State, saved: Saved) -> None:
-    """Write cluster.json atomically."""
-    data = {
-        "plan": saved.plan.to_dict(),
-        "hostfile": str(saved.hostfile),
-        "project": str(saved.project),
-    }
-    temporary = state.plan_file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n")
-    temporary.replace(state.plan_file)
+    """Write cluster.json."""
+    replace_file(state.plan_file, json.dumps(asdict(saved), indent=1, default=str) + "\n")
 
 
 def load(state: State) -> Saved:
