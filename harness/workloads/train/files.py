@@ -53,14 +53,12 @@ def load_for(case: TrainCase) -> Strategy:
     return strategy
 
 
-def load_change(text: str, case: TrainCase) -> Strategy:
-    """Load the file of a --change and check its batch; its ranks may be those that --resume has
-    lost.
-
-    Raises:
-        StrategyError: the file is missing, malformed, or for another batch.
-    """
-    return _load(parse_change(text)[1], case)
+def _load_all(case: TrainCase) -> list[tuple[Path, Strategy]]:
+    """Load the strategy's file of a run and those of its changes, whose ranks may be those that
+    --resume has lost."""
+    found = [(Path(case.strategy), load_for(case))] if is_file(case.strategy) else []
+    changes = [parse_change(text)[1] for text in case.change]
+    return found + [(path, _load(path, case)) for path in changes]
 
 
 def _load(path: Path, case: TrainCase) -> Strategy:
@@ -86,11 +84,8 @@ def _naming(path: Path) -> Iterator[None]:
 
 def check_fit(case: TrainCase, graph: Graph) -> None:
     """Refuse files of strategies that do not fit the graph of a run's model."""
-    loaded = [(parse_change(text)[1], load_change(text, case)) for text in case.change]
-    if is_file(case.strategy):
-        loaded.append((Path(case.strategy), load_for(case)))
     ranks = Cluster.uniform(1, case.n_ranks, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
-    for path, strategy in loaded:
+    for path, strategy in _load_all(case):
         with _naming(path):
             check_names(strategy, graph)
             if strategy.n_devices <= case.n_ranks:
@@ -99,10 +94,7 @@ def check_fit(case: TrainCase, graph: Graph) -> None:
 
 def check_files(case: TrainCase) -> None:
     """Refuse a run whose files are missing or have the wrong format."""
-    if is_file(case.strategy):
-        load_for(case)
-    for text in case.change:
-        load_change(text, case)
+    _load_all(case)
     entry_of(case.data).check(data_options(case))
     if case.load_state is not None:
         from harness.runtime.executor.state.files import check_sharded

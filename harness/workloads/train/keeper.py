@@ -81,7 +81,8 @@ class StateKeeper:
         self._context.recorder.sample("save_s", time.perf_counter() - start_s)
 
     def _directory(self, kind: str, step: int) -> Path:
-        return state_directory(self._context.run_dir, kind, step)
+        """That of the state before a measured step."""
+        return self._context.run_dir / STATE_DIRECTORY / f"{kind}-{step}"
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
@@ -109,11 +110,6 @@ STATE_DIRECTORY = "state"
 SCHEDULED, SURVIVORS = "step", "survivors"
 # Saves on a schedule that are kept: ranks may be a step apart, so the last may be incomplete.
 N_KEPT = 3
-
-
-def state_directory(run_dir: Path, kind: str, step: int) -> Path:
-    """Directory of the state before a measured step."""
-    return run_dir / STATE_DIRECTORY / f"{kind}-{step}"
 
 
 def plan_without(run_dir: Path, rank: int) -> Path:
