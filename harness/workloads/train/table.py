@@ -118,17 +118,6 @@ def _stale_text(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
     )
 
 
-_PHASES = {
-    "data": "data",
-    "host_to_device": "h2d",
-    "forward": "forward",
-    "backward": "backward",
-    "exposed_communication": "exposed comm",
-    "optimizer": "optimizer",
-    "other": "other",
-}
-
-
 def train_text(runs: list[Run]) -> str:
     """Return four tables over all runs, their failures and warnings, and the strategies' table."""
     peaks = matmul_peaks(
@@ -145,9 +134,9 @@ def train_text(runs: list[Run]) -> str:
     ]
     parts = [
         _throughput(rows),
-        _phases(done),
-        _table(_COMMUNICATION, [(name, s) for name, s in done if s.communication_s]),
-        _table(_DEVICE, done),
+        _table("mean step", _PHASES, [(name, s) for name, s in done if s.phases]),
+        _table("run", _COMMUNICATION, [(name, s) for name, s in done if s.communication_s]),
+        _table("run", _DEVICE, done),
         _warnings(named),
         compared_text(runs, summaries),
     ]
@@ -213,6 +202,12 @@ def _loss(summary: TrainingSummary) -> str:
 
 
 _Columns = dict[str, Callable[[TrainingSummary], str]]
+
+
+def _phase(name: str) -> Callable[[TrainingSummary], str]:
+    return lambda s: format_duration(s.phases.get(name, 0.0))
+
+
 _THROUGHPUT: _Columns = {
     "step": lambda s: format_duration(s.duration.median) if s.duration else "-",
     "99% interval": lambda s: interval_words(s.duration) if s.duration else "-",
@@ -222,6 +217,15 @@ _THROUGHPUT: _Columns = {
     "loss": _loss,
     "accuracy": lambda s: cell(s.accuracy, ".1%"),
     "averaged": lambda s: cell(s.averaged_accuracy, ".1%"),
+}
+_PHASES: _Columns = {
+    "data": _phase("data"),
+    "h2d": _phase("host_to_device"),
+    "forward": _phase("forward"),
+    "backward": _phase("backward"),
+    "exposed comm": _phase("exposed_communication"),
+    "optimizer": _phase("optimizer"),
+    "other": _phase("other"),
 }
 _COMMUNICATION: _Columns = {
     "communication": lambda s: cell(s.communication_s, format_duration),
@@ -253,18 +257,9 @@ def _throughput(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     return columns(["run", "status", *_THROUGHPUT], cells)
 
 
-def _phases(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
-    cells = [
-        [name, *(format_duration(summary.phases.get(phase, 0.0)) for phase in _PHASES)]
-        for name, summary in rows
-        if summary.phases
-    ]
-    return columns(["mean step", *_PHASES.values()], cells)
-
-
-def _table(of_columns: _Columns, rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+def _table(head: str, of_columns: _Columns, rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     cells = [[name, *(of(summary) for of in of_columns.values())] for name, summary in rows]
-    return columns(["run", *of_columns], cells)
+    return columns([head, *of_columns], cells)
 
 
 def _warnings(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
