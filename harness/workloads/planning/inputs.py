@@ -21,7 +21,7 @@ from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.faithfulness.held import hold_once
-from harness.runtime.models import build_task, fit_options
+from harness.runtime.models import build_task
 from harness.runtime.models.factory import weights_on_meta
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.host import code_commit
@@ -157,9 +157,7 @@ def capture_graph(search_config: SearchConfig, results: Path | None = None) -> G
 
 
 def _captured(search_config: SearchConfig) -> tuple[Task, Captured]:
-    task = build_task(
-        search_config.model, fit_options(search_config.model, search_config.model_options())
-    )
+    task = build_task(search_config.model, search_config.model_options())
     return task, capture(task, search_config.batch_size, search_config.model)
 
 

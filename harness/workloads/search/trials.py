@@ -3,8 +3,6 @@
 The minimum of thousands of noisy predictions is biased low (the winner's curse). So a few measured
 steps decide between the best plans of different searches; plans with similar times get more steps.
 
-Find the fastest of several candidates with few timings, by racing them.
-
 A machine's speed drifts, so times are compared within a round. A race drops slow candidates early,
 which leaves time for close ones (Maron and Moore, Hoeffding races, NIPS 1993). The interval of
 `paired_ratio`, which assumes no distribution, decides which are slow.
@@ -36,7 +34,7 @@ from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.devices.sampling import clock_for
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.models import build_task, fit_options
+from harness.runtime.models import build_task
 from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.ranks.gather import (
     barrier,
@@ -299,10 +297,8 @@ class _Trial:
         from harness.runtime.executor.engine import ExecutorEngine
 
         self._recorder = Recorder(clock_for(context.world.device), context.recorder.reached)
-        fitted = fit_options(search_config.model, search_config.model_options())
-        task = build_on_host(
-            lambda: build_task(search_config.model, fitted, search_config.seed), context.world
-        )
+        model, options = search_config.model, search_config.model_options()
+        task = build_on_host(lambda: build_task(model, options, search_config.seed), context.world)
         move_model(task.model, None, is_channels_last=search_config.channels_last)
         self._engine = ExecutorEngine(
             task, context.world, self._recorder, _options(search_config),
