@@ -1,6 +1,7 @@
 """Runs of every workload on five unlike nodes, written through the store as ranks write them."""
 
 import random
+import shutil
 from pathlib import Path
 
 from made_runs import cluster_of, header_of
@@ -59,6 +60,13 @@ def write_training(root, run_id, config, cluster, compute_s=0.1, exposed_s=0.1, 
     header = make_header("train", config, cluster, run_id=run_id, **more)
     n, batch = cluster.n_devices, config["global_batch"]
     return write_run(root, header, training_records(n, batch, compute_s, exposed_s, seed=seed))
+
+
+def copies(source, root, *names):
+    """Copies of runs of a directory, in another one."""
+    for name in names:
+        shutil.copytree(source / name, root / name)
+    return root
 
 
 def catalog_of(root):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from measured_runs import copies
 
 from harness.cases import finished_repeats
 from harness.errors import HarnessError
@@ -155,17 +156,11 @@ def check(root, run_dir):
             trace_bytes(run, read_plan(run_dir)[0])
 
 
-def copies(root, *names):
-    for name in names:
-        shutil.copytree(SAMPLES / name, root / name)
-    return root
-
-
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), name=st.sampled_from(CHANGED))
 def test_a_changed_run_costs_itself_and_nothing_else(data, name):
     with TemporaryDirectory() as directory:
-        root = copies(Path(directory), name, GOOD)
+        root = copies(SAMPLES, Path(directory), name, GOOD)
         change_run(data.draw, root / name)
         check(root, root / name)
 
@@ -178,7 +173,7 @@ HOSTILE = {
 
 
 def test_what_cannot_be_used_is_named_and_the_rest_is_drawn(tmp_path, capsys):
-    root = copies(tmp_path / "results", GOOD, *HOSTILE)
+    root = copies(SAMPLES, tmp_path / "results", GOOD, *HOSTILE)
     for name, (old, new) in HOSTILE.items():
         path = root / name / "rank0.jsonl"
         text = path.read_text()
@@ -203,7 +198,7 @@ def test_a_figure_that_fails_is_named_and_the_others_are_drawn(tmp_path, capsys,
         raise ValueError("no such colour\nand more")
 
     monkeypatch.setattr("harness.plot.figures.throughput._draw_model", fail)
-    root = copies(tmp_path / "results", GOOD)
+    root = copies(SAMPLES, tmp_path / "results", GOOD)
     only = ["throughput", "step_time"]
     assert main([str(root), "--output", str(tmp_path / "out"), "--only", *only]) == 1
     assert "failed: throughput: ValueError: no such colour\n" in capsys.readouterr().err
@@ -213,7 +208,7 @@ def test_a_figure_that_fails_is_named_and_the_others_are_drawn(tmp_path, capsys,
 
 
 def test_many_bad_lines_are_counted_and_a_few_are_named(tmp_path):
-    run_dir = copies(tmp_path, GOOD) / GOOD
+    run_dir = copies(SAMPLES, tmp_path, GOOD) / GOOD
     with (run_dir / "rank0.jsonl").open("ab") as file:
         file.write(b"{}\n" * 5000 + b"9" * 500_000)
     results = read_results(tmp_path)
@@ -225,7 +220,7 @@ def test_many_bad_lines_are_counted_and_a_few_are_named(tmp_path):
 
 
 def test_a_rank_that_is_missing_and_one_too_many_are_named(tmp_path):
-    run_dir = copies(tmp_path, "sample-train-ddp-r0") / "sample-train-ddp-r0"
+    run_dir = copies(SAMPLES, tmp_path, "sample-train-ddp-r0") / "sample-train-ddp-r0"
     (run_dir / "rank3.jsonl").rename(run_dir / "rank8.jsonl")
     (run_dir / "rank4.jsonl").write_bytes(b"")
     results = read_results(tmp_path)
@@ -238,7 +233,7 @@ def test_a_rank_that_is_missing_and_one_too_many_are_named(tmp_path):
 
 
 def test_a_copy_of_a_run_is_not_a_repeat(tmp_path):
-    copies(tmp_path, GOOD)
+    copies(SAMPLES, tmp_path, GOOD)
     shutil.copytree(tmp_path / GOOD, tmp_path / "z-copy")
     results = read_results(tmp_path)
     assert [run.path.name for run in results.runs] == [GOOD]
@@ -246,7 +241,7 @@ def test_a_copy_of_a_run_is_not_a_repeat(tmp_path):
 
 
 def test_a_pipe_in_place_of_a_file_is_skipped(tmp_path):
-    run_dir = copies(tmp_path, GOOD) / GOOD
+    run_dir = copies(SAMPLES, tmp_path, GOOD) / GOOD
     for name in ("rank0.jsonl", "strategy.json"):
         (run_dir / name).unlink(missing_ok=True)
         os.mkfifo(run_dir / name)
@@ -260,7 +255,7 @@ def test_a_pipe_in_place_of_a_file_is_skipped(tmp_path):
 
 @pytest.mark.parametrize("run_id", ["../../x", "/etc/x", "..", "", "a\nb"])
 def test_a_run_does_not_name_a_file_elsewhere(tmp_path, run_id):
-    run_dir = copies(tmp_path, GOOD) / GOOD
+    run_dir = copies(SAMPLES, tmp_path, GOOD) / GOOD
     header = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps(header | {"run_id": run_id}))
     with pytest.raises(HarnessError, match="it must be a directory's name"):

@@ -13,6 +13,7 @@ import pytest
 from launching import completed
 from measured_runs import (
     catalog_of,
+    copies,
     make_cluster,
     make_header,
     train_config,
@@ -211,8 +212,7 @@ def test_nothing_to_draw_is_one_clear_error(arguments, message, tmp_path, monkey
 
 
 def test_results_of_an_older_version_are_refused_with_the_remedy(comparison, tmp_path, capsys):
-    old = tmp_path / "results" / "old"
-    shutil.copytree(comparison / "links", old)
+    old = copies(comparison, tmp_path / "results", "links") / "links"
     text = (old / "run.json").read_text()
     (old / "run.json").write_text(text.replace('"version": 2\n}', '"version": 1\n}'))
     assert main([str(tmp_path / "results"), "--output", str(tmp_path / "plots")]) == 2

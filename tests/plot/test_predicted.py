@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure as Canvas
 from measured_runs import (
     catalog_of,
+    copies,
     make_cluster,
     make_header,
     table_of,
@@ -78,9 +79,7 @@ def test_a_cell_has_the_order_and_the_regret_of_its_predictions(catalog):
 
 
 def test_a_choice_that_failed_has_no_regret_and_keeps_its_row(planned, tmp_path):
-    root = tmp_path / "results"
-    for name in ("ddp-0", "searched-0", "tensor-0"):
-        shutil.copytree(planned / name, root / name)
+    root = copies(planned, tmp_path / "results", "ddp-0", "searched-0", "tensor-0")
     path = root / "tensor-0" / PREDICTION_FILE
     path.write_bytes(msgspec.structs.replace(Prediction.load(path), step_s=1e-3).to_json())
     figure = load_figure("prediction_choice")
@@ -97,9 +96,7 @@ def test_a_choice_that_failed_has_no_regret_and_keeps_its_row(planned, tmp_path)
 
 
 def test_a_repeat_that_failed_leaves_the_choice_to_the_others(planned, tmp_path):
-    root = tmp_path / "results"
-    for name in ("pipeline-0", "searched-0"):
-        shutil.copytree(planned / name, root / name)
+    root = copies(planned, tmp_path / "results", "pipeline-0", "searched-0")
     _fail(shutil.copytree(planned / "pipeline-0", root / "pipeline-1"), "pipeline-1")
     table = table_of("prediction_choice", root)
     assert sorted(table["status"]) == ["crash", "ok", "ok"]
@@ -109,9 +106,8 @@ def test_a_repeat_that_failed_leaves_the_choice_to_the_others(planned, tmp_path)
 
 @pytest.mark.parametrize("name", ["pipeline_bubble", "stage_times", "timeline"])
 def test_a_pipeline_that_failed_is_noted_below_the_others(name, planned, tmp_path):
-    root = tmp_path / "results"
-    shutil.copytree(planned / "searched-0", root / "searched-0")
-    _fail(shutil.copytree(planned / "pipeline-0", root / "pipeline-0"), "pipeline-0")
+    root = copies(planned, tmp_path / "results", "searched-0", "pipeline-0")
+    _fail(root / "pipeline-0", "pipeline-0")
     figure = load_figure(name)
     table = figure.table(catalog_of(root))
     assert list(table["strategy" if "strategy" in table else "label"][table["status"] == "crash"])
@@ -217,8 +213,7 @@ def test_runs_without_predictions_are_absent_and_no_error(comparison, tmp_path, 
 
 
 def test_a_clock_that_was_not_measured_is_said(tmp_path, planned):
-    root = tmp_path / "results"
-    shutil.copytree(planned / "pipeline-0", root / "pipeline-0")
+    root = copies(planned, tmp_path / "results", "pipeline-0")
     records = root / "pipeline-0" / "rank3.jsonl"
     lines = [line for line in records.read_text().splitlines() if "clock_offset" not in line]
     records.write_text("\n".join(lines) + "\n")
