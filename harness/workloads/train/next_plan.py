@@ -161,7 +161,7 @@ def estimate_moved_bytes(simulator: Simulator, before: Strategy, after: Strategy
         if one.source != one.target:
             name = one.region.name
             n_tensors = 1 + options.n_optimizer_states * (name not in options.frozen)
-            share = one.n_elements / math.prod(shapes[name].values())
+            share = one.region.n_elements / math.prod(shapes[name].values())
             found[one.source, one.target] += round(bytes_of[name] * share * n_tensors)
     return dict(found)
 

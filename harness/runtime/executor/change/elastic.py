@@ -342,7 +342,7 @@ class ElasticExecutor:
         found: Counter[tuple[int, int]] = Counter()
         for one, n_tensors in [*((m, 1) for m in weights), *((m, n_states) for m in state)]:
             if one.source != one.target:
-                n_bytes = one.n_elements * self._item_bytes[one.region.name]
+                n_bytes = one.region.n_elements * self._item_bytes[one.region.name]
                 found[one.source, one.target] += n_bytes * n_tensors
         return {pair: n_bytes for pair, n_bytes in found.items() if n_bytes}
 

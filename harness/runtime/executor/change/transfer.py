@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.domain.partition import Interval, intersect
+from harness.domain.partition import intersect
 from harness.errors import StrategyError
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
@@ -54,10 +54,6 @@ class Migration:
     source: int
     target: int
 
-    @property
-    def n_elements(self) -> int:
-        return self.region.n_elements
-
 
 def find_migrations(before: Placement, after: Placement) -> list[Migration]:
     """All migrations of a change, in the same order on every rank; kept regions included.
@@ -68,14 +64,19 @@ def find_migrations(before: Placement, after: Placement) -> list[Migration]:
         StrategyError: a region that the new strategy needs is held by no rank.
     """
     old: dict[str, list[WeightSlice]] = defaultdict(list)
-    for piece in sorted(before, key=_in_order):
+    for piece in sorted(before):
         old[piece.name].append(piece)
     found: list[Migration] = []
     n_sent: Counter[int] = Counter()
-    for piece in sorted(after, key=_in_order):
+    for piece in sorted(after):
         parts = [(one, _common(one, piece)) for one in old[piece.name]]
         known = [(one, region) for one, region in parts if region is not None]
-        _check_covered(piece, [region for _, region in known])
+        n_held = sum(region.n_elements for _, region in known)
+        if n_held != piece.n_elements:
+            raise StrategyError(
+                f"the next strategy needs {piece.n_elements} elements of {piece.name}, the ranks "
+                f"hold {n_held} of them: change to a strategy of the same model"
+            )
         for target in after[piece]:
             for one, region in known:
                 holders = before[one]
@@ -83,19 +84,9 @@ def find_migrations(before: Placement, after: Placement) -> list[Migration]:
                 if target not in holders:
                     source = min(holders, key=lambda rank: (n_sent[rank], rank))
                 migration = Migration(region, one, piece, source, target)
-                n_sent[source] += migration.n_elements if source != target else 0
+                n_sent[source] += region.n_elements if source != target else 0
                 found.append(migration)
     return found
-
-
-def _check_covered(piece: WeightSlice, regions: list[WeightSlice]) -> None:
-    wanted = piece.n_elements
-    held = sum(r.n_elements for r in regions)
-    if held != wanted:
-        raise StrategyError(
-            f"the next strategy needs {wanted} elements of {piece.name}, the ranks hold {held} of "
-            "them: change to a strategy of the same model"
-        )
 
 
 def _common(one: WeightSlice, other: WeightSlice) -> WeightSlice | None:
@@ -104,10 +95,6 @@ def _common(one: WeightSlice, other: WeightSlice) -> WeightSlice | None:
         return None
     common = intersect(one.intervals, other.intervals)
     return None if common is None else WeightSlice(one.name, common)
-
-
-def _in_order(piece: WeightSlice) -> tuple[str, tuple[Interval, ...]]:
-    return piece.name, piece.intervals
 
 
 # Key of a tensor of the model itself, beside the keys of the optimizer's state.
@@ -168,7 +155,7 @@ class _Block(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        return self.migration.n_elements * self.dtype.itemsize
+        return self.migration.region.n_elements * self.dtype.itemsize
 
 
 class StateTransfer:

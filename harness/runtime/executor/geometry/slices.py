@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.domain.partition import Interval
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class WeightSlice:
     """A rectangular part of one tensor of the model; equal slices are replicas.
 

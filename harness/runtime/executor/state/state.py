@@ -112,7 +112,7 @@ class StateGatherer:
         dtypes = {piece: tensor.dtype for piece, tensor in parts.items()}
         places = gather_objects(self._world, dtypes)
         found: dict[str, Tensor] = {}
-        for piece in sorted({p for place in places for p in place}, key=_in_order):
+        for piece in sorted({p for place in places for p in place}):
             source = next(rank for rank, place in enumerate(places) if piece in place)
             shape = [stop - start for start, stop in piece.intervals]
             buffer = torch.empty(shape, dtype=places[source][piece], device=self._world.device)
@@ -319,10 +319,6 @@ def _part_of(key: str, value: Any, piece: WeightSlice, whole: torch.Size) -> Any
     return value.clone()
 
 
-def _in_order(piece: WeightSlice) -> tuple[str, tuple[tuple[int, int], ...]]:
-    return piece.name, piece.intervals
-
-
 def gather_objects(world: World, value: Any) -> list[Any]:
     """Every rank's value, by rank; all ranks must call it."""
     if world.size == 1:
@@ -362,5 +358,5 @@ def verify_copies(trained: Parts, world: World) -> str:
                     f"replicas differ: ranks {holder} and {rank} hold unequal {piece.name} after "
                     "training"
                 )
-    listed = [(_in_order(piece), first[piece][1]) for piece in sorted(first, key=_in_order)]
+    listed = [((one.name, one.intervals), first[one][1]) for one in sorted(first)]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]

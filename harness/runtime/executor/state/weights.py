@@ -166,10 +166,7 @@ class Holders:
 
     def trained(self) -> list[tuple[WeightSlice, tuple[int, ...]]]:
         """Each trained slice with its devices, in the same order on every rank."""
-        return sorted(
-            ((piece, devices) for piece, devices in self.items() if piece.name in self._trained),
-            key=lambda item: (item[0].name, item[0].intervals),
-        )
+        return sorted(item for item in self.items() if item[0].name in self._trained)
 
     def groups(self) -> list[tuple[int, ...]]:
         """Distinct sets of several devices, in the same order on every rank."""
