@@ -75,9 +75,6 @@ def check_files(cases: Sequence[Case], results: Path, fetch: Fetch = fetch_nothi
     """Refuse cases whose files or models are missing or malformed, once for all repeats; rank 0
     only.
 
-    Args:
-        fetch: copies the files of a directory from other hosts to this one.
-
     Raises:
         HarnessError: names the file or the model.
     """
@@ -307,9 +304,6 @@ def find_resumed(
     """The run by which other ranks have ended a planned one, or how it goes on; None if it begins.
 
     Logs a line about an earlier run whose state is loaded, or could be; rank 0 only.
-
-    Args:
-        fetch: copies the files of a directory from other hosts to this one.
     """
     find = plan.case.workload.find_continuation
     if find is None:
@@ -328,9 +322,6 @@ def check_batches(
 ) -> None:
     """Refuse to begin a run again only because its global batch follows from the number of ranks;
     rank 0 only.
-
-    Args:
-        fetch: copies the files of a directory from other hosts to this one.
 
     Raises:
         ConfigError: a run of more ranks and as many samples a rank could go on.
@@ -361,12 +352,7 @@ def check_batches(
 def find_problem(
     cases: Sequence[Case], results: Path, ranks: list[RankInfo], is_resumed: bool, fetch: Fetch
 ) -> str:
-    """Describe why no case may begin; empty if all may; rank 0 only.
-
-    Args:
-        ranks: of the launch.
-        fetch: copies the files of a directory from other hosts to this one.
-    """
+    """Describe why no case may begin on a launch's ranks; empty if all may; rank 0 only."""
     try:
         check_files(cases, results, fetch)
         if is_resumed:

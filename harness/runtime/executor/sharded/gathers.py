@@ -213,11 +213,7 @@ class WeightUnit:
 
     @torch.no_grad()
     def finish(self, phases: Phases) -> None:
-        """Wait until the slices are complete.
-
-        Raises:
-            PeerError: another holder died or hangs; NCCL ends this process instead.
-        """
+        """Wait until the slices are complete."""
         if self._works:
             name = f"weights of unit {self.number}"
             phases.wait(self._wait, name=name, n_bytes=self.n_bytes)
@@ -296,6 +292,10 @@ class WeightGathers:
     Args:
         plans: all units, equal on all ranks.
         groups: process groups by their devices.
+
+    Raises:
+        PeerError: in `before` and `gather_updated`, another holder died or hangs; NCCL ends this
+            process instead.
     """
 
     def __init__(
@@ -348,11 +348,7 @@ class WeightGathers:
             self._n_started[devices] += 1
 
     def before(self, moment: Moment) -> None:
-        """Wait for the units that a segment uses first, and start to gather the next ones.
-
-        Raises:
-            PeerError: another holder died or hangs.
-        """
+        """Wait for the units that a segment uses first, and start to gather the next ones."""
         for devices, visits in self._visits.items():
             for k, visit in enumerate(visits):
                 if visit.first == moment:
@@ -374,11 +370,7 @@ class WeightGathers:
                     self._freed[visit.unit].free()
 
     def gather_updated(self) -> None:
-        """Gather the units that are not freed, after the optimizer; all holders must call it.
-
-        Raises:
-            PeerError: another holder died or hangs; NCCL ends this process instead.
-        """
+        """Gather the units that are not freed, after the optimizer; all holders must call it."""
         if not self._kept:
             return
         self._phases.begin("communication", name="weights")

@@ -112,6 +112,10 @@ class Channels:
         sums, collectives: sets of devices that all-reduce partial sums, and that communicate
             within collective tasks; equal on every rank. The latter have groups apart from
             gradients, because devices start buckets at different times.
+
+    Raises:
+        PeerError: in each method, another rank died or took longer than the timeout. Under NCCL,
+            its watchdog ends this process instead.
     """
 
     def __init__(
@@ -172,10 +176,7 @@ class Channels:
         """Start an all-reduce over devices, in place; each of the devices must call it.
 
         Returns:
-            A function that waits for it, and raises the same error.
-
-        Raises:
-            PeerError: as for `wait`.
+            A function that waits for it.
         """
         work: Any = None
 
@@ -201,9 +202,6 @@ class Channels:
 
         Returns:
             A function that waits for both, and returns the received tensor.
-
-        Raises:
-            PeerError: as for `wait`.
         """
         at = devices.index(self._world.rank)
         target, source = devices[(at + 1) % len(devices)], devices[at - 1]
@@ -245,11 +243,7 @@ class Channels:
             ) from error
 
     def send(self, tensor: Tensor, message: Message, microbatch: int, *, is_backward: bool) -> None:
-        """Start sending; the tensor must not change until the step ends.
-
-        Raises:
-            PeerError: as for `wait`.
-        """
+        """Start sending; the tensor must not change until the step ends."""
         # The memory of a conjugate or of a negated view is that of its source.
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
         if self.is_muted:
@@ -267,11 +261,7 @@ class Channels:
     def receive(
         self, message: Message, dtype: torch.dtype, microbatch: int, *, is_backward: bool
     ) -> Transfer:
-        """Post a receive.
-
-        Raises:
-            PeerError: as for `wait`.
-        """
+        """Post a receive."""
         sender, _ = message.ends(is_backward=is_backward)
         buffer = self._arriving.take(message.shape(is_backward=is_backward), dtype)
         work: Any = None
@@ -287,12 +277,7 @@ class Channels:
         return Transfer(work, buffer, message, is_backward, label, sent_at)
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait for a receive; the caller gives its pieces back to `buffers` after use.
-
-        Raises:
-            PeerError: the other rank died or took longer than the timeout. Under NCCL, its
-                watchdog ends this process instead.
-        """
+        """Wait for a receive; the caller gives its pieces back to `buffers` after use."""
         with self._waiting(transfer.label, transfer.source):
             self._wait(transfer.work)
         transfer.buffer = self._on_device(transfer.buffer)
@@ -318,11 +303,7 @@ class Channels:
             self.buffers.give_back(buffer)
 
     def finish_sends(self, before: float = math.inf) -> None:
-        """Wait for all sends of microbatches before `before`.
-
-        Raises:
-            PeerError: as for `wait`.
-        """
+        """Wait for all sends of microbatches before `before`."""
         for target in self._sending:
             self._finish_sends(target, lambda sent: sent.microbatch < before)
 

@@ -21,7 +21,8 @@ _PROBED = (1, 1 << 14, 1 << 18, 1 << 22)
 
 
 class Groups:
-    """Makes process groups; all ranks must make the same groups in the same order.
+    """Makes process groups; all ranks must make the same groups in the same order. Each method
+    raises StrategyError if under NCCL a rank then has too many.
 
     NCCL connects the ranks of a group at its first use, and again at the first use of each of its
     algorithms (rings or trees, for example), which it chooses by operation and size. It then blocks
@@ -48,11 +49,7 @@ class Groups:
         self._n_of: Counter[int] = Counter()  # by rank
 
     def for_sums(self, devices: tuple[int, ...]) -> Any:
-        """A group for all-reduces over devices.
-
-        Raises:
-            StrategyError: under NCCL, a rank has too many groups.
-        """
+        """A group for all-reduces over devices."""
         group = self._make(devices)
         if self._is_nccl and self._world.rank in devices:
             for n_elements in _PROBED:
@@ -60,11 +57,7 @@ class Groups:
         return group
 
     def for_exchanges(self, devices: tuple[int, ...]) -> Any:
-        """A group for messages among devices, and for sums.
-
-        Raises:
-            StrategyError: under NCCL, a rank has too many groups.
-        """
+        """A group for messages among devices, and for sums."""
         group = self.for_sums(devices)
         if self._is_nccl and self._world.rank in devices:
             # A sum connects some ranks only, and not for messages.
@@ -81,9 +74,6 @@ class Groups:
 
         Args:
             is_scattered: they are summed to their owners.
-
-        Raises:
-            StrategyError: under NCCL, a rank has too many groups.
         """
         # NCCL's default group was made before, and may share its stream with a new group.
         is_default = not (self._is_nccl or self._world.is_bounded)
@@ -99,11 +89,7 @@ class Groups:
         return group
 
     def for_transfers(self, sender: int, reader: int) -> Any:
-        """A group for messages from one rank to another.
-
-        Raises:
-            StrategyError: under NCCL, a rank has too many groups.
-        """
+        """A group for messages from one rank to another."""
         group = self._make((sender, reader))
         if self._is_nccl and self._world.rank == sender:
             dist.send(self._probe(), reader, group=group)

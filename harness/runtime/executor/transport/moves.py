@@ -187,7 +187,7 @@ Slot = tuple[int, int, bool]  # microbatch, message, is_backward
 
 
 class Receives:
-    """The receives of one device in a step.
+    """The receives of one device in a step; raises as Channels do.
 
     Args:
         actions: actions of a step, whose first microbatch has number 0.
@@ -242,11 +242,7 @@ class Receives:
         assert self._n_posted == len(self._slots), "every receive is posted"
 
     def take(self, microbatch: int, route: Route, *, is_backward: bool) -> Tensor:
-        """Wait for a message if necessary, and take one of its pieces; each can be taken once.
-
-        Raises:
-            PeerError: the other rank died or hangs.
-        """
+        """Wait for a message if necessary, and take one of its pieces; each can be taken once."""
         message = self._at(microbatch)[1].message_of(route, is_backward=is_backward)
         slot = (microbatch - self._first, message.number, is_backward)
         transfer = self._transfers[slot]
@@ -331,29 +327,21 @@ def key_passer(channels: Channels, phases: Phases, operator: str, devices: tuple
 
 
 class Sums:
-    """The all-reduces of partial sums that this device takes part in."""
+    """The all-reduces of partial sums that this device takes part in; raises as Channels do."""
 
     def __init__(self, channels: Channels, phases: Phases, n_microbatches: int) -> None:
         self._channels, self._phases, self._n_microbatches = channels, phases, n_microbatches
         self._under_way: dict[tuple[int, int, bool], tuple[Tensor, Callable[[], None]]] = {}
 
     def start(self, tensor: Tensor, fetch: Fetch, microbatch: int, *, is_backward: bool) -> None:
-        """Start an all-reduce in place; the caller must not use the tensor afterwards.
-
-        Raises:
-            PeerError: as for `take`.
-        """
+        """Start an all-reduce in place; the caller must not use the tensor afterwards."""
         operator = fetch.want.pieces[0].part.operator
         label = f"gradient of {operator}" if is_backward else operator
         wait = self._channels.start_sum(tensor, label, fetch.sum.devices)
         self._under_way[microbatch, fetch.want.number, is_backward] = tensor, wait
 
     def take(self, fetch: Fetch, microbatch: int, *, is_backward: bool) -> Tensor:
-        """Wait for an all-reduce and return its result.
-
-        Raises:
-            PeerError: another rank died or hangs.
-        """
+        """Wait for an all-reduce and return its result."""
         tensor, wait = self._under_way.pop((microbatch, fetch.want.number, is_backward))
         operator = fetch.want.pieces[0].part.operator
         self._phases.wait(
