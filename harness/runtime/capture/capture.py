@@ -107,7 +107,7 @@ def _signature(kind: str, attrs: dict[str, Any], inputs: list[Tensor], output: T
     return f"{kind}({', '.join(words)}) {shapes} -> {_text(output.shape[1:])}"
 
 
-def _arguments(node: fx.Node) -> list[fx.Node]:
+def argument_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes among a node's arguments, in order, with repetitions."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
@@ -167,7 +167,7 @@ class _Builder:
         of_node = {node: operators[name] for name, node in self.nodes.items()}
         for one in kept.values():
             for node in values:
-                one.follow(node, _arguments(node), of_node.get(node))
+                one.follow(node, argument_nodes(node), of_node.get(node))
             if loss not in _BY_SOFTMAX:  # others save what they read
                 one.keep(self.nodes[self.output])
         for name, node in self.nodes.items():
@@ -244,7 +244,7 @@ class _Builder:
         return found
 
     def _add_operator(self, node: fx.Node, value: Tensor) -> None:
-        sources = [n for n in _arguments(node) if n in self._name_of]
+        sources = [n for n in argument_nodes(node) if n in self._name_of]
         inputs = [tensors_in_order(self._measured[n].value)[0] for n in sources]
         kind, attrs, product = self._described(node)
         is_opaque_node = is_opaque(node, self._modules)

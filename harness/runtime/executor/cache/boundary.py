@@ -21,7 +21,7 @@ from harness.domain.partition import SAMPLE, Block
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Stage, Strategy
 from harness.errors import StrategyError
-from harness.runtime.capture.capture import Captured
+from harness.runtime.capture.capture import Captured, argument_nodes
 from harness.runtime.capture.operators import draws_random, is_frozen_norm
 from harness.runtime.executor.geometry.layout import Layout, Want, owners
 from harness.runtime.executor.geometry.values import MetaModel
@@ -56,10 +56,7 @@ def prefix_of(graph: Graph, layers: Iterable[FreezableLayer]) -> frozenset[str]:
 
 def boundary_values(captured: Captured, prefix: frozenset[str]) -> list[str]:
     """The values of a prefix that the rest of the model reads, in order."""
-    needed = _needed(captured, prefix)
-    owner = owners(captured)
-    nodes = captured.module.graph.nodes
-    return [node.name for node in nodes if node in needed and owner.get(node) in prefix]
+    return [node.name for node in _split(captured, prefix)[0]]
 
 
 def why_not(captured: Captured, prefix: frozenset[str]) -> str:
@@ -125,10 +122,21 @@ def cut(
         for value in values
     ]  # fmt: skip
     nodes = {name: node for name, node in captured.nodes.items() if name not in prefix}
-    rest = replace(captured, nodes=nodes, graph=captured.graph)
-    names = owners(replace(rest, graph=_inputs_only(captured.graph, given)))
+    # By a graph of inputs alone, `owners` knows the placeholders.
+    inputs_only = [*given, *(op for op in captured.graph.operators if not has_tasks(op))]
+    known = Graph(name=captured.graph.name, operators=inputs_only, batch=batch)
+    rest = replace(captured, nodes=nodes)
+    names = owners(replace(rest, graph=known))
+
+    def reading(operator: Operator) -> Operator:
+        """With its inputs named as in the rest; the loss reads what it read before."""
+        if operator.name not in nodes:
+            return operator
+        read = argument_nodes(nodes[operator.name])
+        return msgspec.structs.replace(operator, inputs=[names[n] for n in read if n in names])
+
     others = [
-        _reading(op, captured.nodes.get(op.name), names)
+        reading(op)
         for op in captured.graph.operators
         if op.name not in prefix and (has_tasks(op) or op.name in {n.name for n in left})
     ]
@@ -142,28 +150,13 @@ def cut(
     )
 
 
-def _inputs_only(graph: Graph, given: list[Operator]) -> Graph:
-    """A graph of inputs alone, by which `owners` knows the placeholders."""
-    inputs = [op for op in graph.operators if not has_tasks(op)]
-    return Graph(name=graph.name, operators=[*given, *inputs], batch=graph.batch)
-
-
-def _reading(operator: Operator, node: fx.Node | None, names: dict[fx.Node, str]) -> Operator:
-    """An operator whose inputs are named as in the rest; the loss reads what it read before."""
-    if node is None:
-        return operator
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
-    inputs = [names[argument] for argument in found if argument in names]
-    return msgspec.structs.replace(operator, inputs=inputs)
-
-
-def _needed(captured: Captured, prefix: frozenset[str]) -> set[fx.Node]:
-    """The nodes of the rest, with the values of the prefix and the inputs that it reads."""
-    owner = owners(captured)
+def _split(captured: Captured, prefix: frozenset[str]) -> tuple[list[fx.Node], set[fx.Node]]:
+    """The values of the prefix that the rest reads, in order, and the nodes of the rest with the
+    inputs that it reads."""
+    owner, nodes = owners(captured), captured.module.graph.nodes
     waiting = [
         node
-        for node in captured.module.graph.nodes
+        for node in nodes
         if node.op == "output"
         or (node.op != "placeholder" and node in owner and owner[node] not in prefix)
     ]
@@ -175,26 +168,25 @@ def _needed(captured: Captured, prefix: frozenset[str]) -> set[fx.Node]:
         found.add(node)
         if owner.get(node) not in prefix:
             waiting += node.all_input_nodes
-    return found
+    values = [node for node in nodes if node in found and owner.get(node) in prefix]
+    return values, found.difference(values)
 
 
 def _replace_prefix(captured: Captured, prefix: frozenset[str]) -> None:
     """Make the values that the rest reads inputs of the graph, under their names."""
-    module, owner = captured.module, owners(captured)
-    needed = _needed(captured, prefix)
-    values = [n for n in module.graph.nodes if n in needed and owner.get(n) in prefix]
-    rest = {node for node in needed if owner.get(node) not in prefix}
+    module = captured.module
+    values, rest = _split(captured, prefix)
     first = next(iter(module.graph.nodes))
-    given: list[tuple[fx.Node, str]] = []
+    given: dict[fx.Node, str] = {}
     for node in values:
         with module.graph.inserting_before(first):
             placeholder = module.graph.placeholder(f"{node.name}_kept")
         node.replace_all_uses_with(placeholder, delete_user_cb=lambda user: user in rest)
-        given.append((placeholder, node.name))
+        given[placeholder] = node.name
     for node in reversed(list(module.graph.nodes)):
-        if node not in rest and node not in {placeholder for placeholder, _ in given}:
+        if node not in rest and node not in given:
             module.graph.erase_node(node)
-    for placeholder, name in given:
+    for placeholder, name in given.items():
         placeholder.name = placeholder.target = name
     module.recompile()
 
@@ -239,9 +231,7 @@ def check_rows(layout: Layout) -> None:
     Raises:
         UncachedError: a device does not.
     """
-    for device in range(
-        max(d for parts in layout.parts.values() for d in (p.device for p in parts)) + 1
-    ):
+    for device in range(layout.strategy.n_devices):
         recorded_keys(layout, device)
 
 

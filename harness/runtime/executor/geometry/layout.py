@@ -34,7 +34,7 @@ from harness.domain.sharding import (
 )
 from harness.domain.strategy import OperatorPlan, Strategy, copies_of
 from harness.errors import ModelError, StrategyError
-from harness.runtime.capture.capture import Captured
+from harness.runtime.capture.capture import Captured, argument_nodes
 from harness.runtime.executor.geometry.values import MetaModel, TensorMeta, Values
 
 
@@ -184,10 +184,7 @@ class Layout:
         if operator not in self.captured.nodes:
             (output,) = self.captured.module.graph.find_nodes(op="output")
             return [next(n for n in output.all_input_nodes if n in self.owner)]
-        found: list[fx.Node] = []
-        node = self.captured.nodes[operator]
-        fx.node.map_arg((node.args, node.kwargs), found.append)
-        return [argument for argument in found if argument in self.owner]
+        return [n for n in argument_nodes(self.captured.nodes[operator]) if n in self.owner]
 
     def value_shape(self, node: fx.Node) -> dict[str, int]:
         """Named sizes of a value, without partial dims.
