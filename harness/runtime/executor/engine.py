@@ -117,7 +117,7 @@ class ExecutorEngine:
         self.is_cache_read = any(prefix.is_read(program) for program, _ in self._programs.values())
         self.weights.allocate()
         freed = [piece for unit in self._units if unit.is_freed for piece in unit.pieces]
-        self.owners = Owners(self.holders, self.weights, strategy.shard_state, world.rank, freed)
+        self.owners = Owners(self.holders, self.weights, strategy, world.rank, freed)
         self.model = self.owners.module(self.weights)
         self._gatherer = StateGatherer(
             task.model, names, meta, self.weights, self.holders, self.owners, world,

@@ -19,14 +19,14 @@ all-to-all and a local sum, because gloo's own is an all-reduce.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.domain.strategy import ShardState
+from harness.domain.strategy import Strategy
 from harness.runtime.devices.precision import reduced
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.sums import Bucket, buckets_of, view_like
@@ -43,6 +43,7 @@ class SharedSlice(NamedTuple):
     Attributes:
         parts: each holder's part, ascending; None for an empty one.
         own: this rank's part; None if it is empty. A view of the parameter, unless that is freed.
+        here: this rank's place among the holders.
     """
 
     piece: WeightSlice
@@ -50,12 +51,14 @@ class SharedSlice(NamedTuple):
     devices: Group
     parts: tuple[WeightSlice | None, ...]
     own: nn.Parameter | None
-    rank: int
+    here: int
 
     @property
-    def own_part(self) -> WeightSlice | None:
-        """The slice of this rank's part; None if it is empty."""
-        return self.parts[self.devices.index(self.rank)]
+    def own_part(self) -> WeightSlice:
+        """The slice of this rank's part, which must not be empty."""
+        part = self.parts[self.here]
+        assert part is not None
+        return part
 
     def size(self, holder: int) -> int:
         """Elements of a holder's part."""
@@ -85,54 +88,44 @@ class Owners:
         self,
         holders: Holders,
         weights: Weights,
-        shard_state: ShardState,
+        strategy: Strategy,
         rank: int,
-        freed: Collection[WeightSlice] = (),
+        freed: Iterable[WeightSlice],
     ) -> None:
-        self.shard_state, self._rank = shard_state, rank
+        self._strategy, self._rank, self._holders = strategy, rank, holders
+        self.is_sharded = strategy.shard_state != "none"
         self.freed = frozenset(freed)
-        self._holders = holders
         self._ranks: dict[WeightSlice, Group] = {}
-        parts_of: dict[WeightSlice, tuple[WeightSlice | None, ...]] = {}
+        self._parts: dict[WeightSlice, tuple[WeightSlice | None, ...]] = {}
         for piece, devices in holders.trained():
             if not self.is_sharded or len(devices) == 1:
                 self._ranks[piece] = devices
                 continue
-            parts_of[piece] = tuple(piece.part(k, len(devices)) for k in range(len(devices)))
-            for part, device in zip(parts_of[piece], devices, strict=True):
-                if part is not None:
-                    self._ranks[part] = (device,)
+            self._parts[piece] = tuple(piece.part(k, len(devices)) for k in range(len(devices)))
+            self._ranks |= self._part_holders(piece)
         self.own: dict[WeightSlice, nn.Parameter] = {}
         self.shared: list[SharedSlice] = []
         for piece, parameter in weights.trainable().items():
-            if piece not in parts_of:
+            if piece not in self._parts:
                 self.own[piece] = parameter
                 continue
-            one = self._shared(piece, parameter, parts_of[piece])
+            one = self._shared(piece, parameter)
             self.shared.append(one)
-            part = one.own_part
-            if part is not None and one.own is not None:
-                self.own[part] = one.own
+            if one.own is not None:
+                self.own[one.own_part] = one.own
 
-    @property
-    def is_sharded(self) -> bool:
-        return self.shard_state != "none"
+    def _part_holders(self, piece: WeightSlice) -> dict[WeightSlice, Group]:
+        """The parts of a slice that are not empty, each with its holder."""
+        pairs = zip(self._parts[piece], self._holders.of(piece), strict=True)
+        return {part: (device,) for part, device in pairs if part is not None}
 
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether a rank keeps the summed gradients of its own parts only."""
-        return self.shard_state in ("gradients", "parameters")
-
-    def _shared(
-        self, piece: WeightSlice, parameter: nn.Parameter, parts: tuple[WeightSlice | None, ...]
-    ) -> SharedSlice:
-        devices = self._holders.of(piece)
+    def _shared(self, piece: WeightSlice, parameter: nn.Parameter) -> SharedSlice:
+        devices, parts = self._holders.of(piece), self._parts[piece]
         _make_dense(parameter)
-        one = SharedSlice(piece, parameter, devices, parts, None, self._rank)
-        part = one.own_part
-        own = None
-        if part is not None:
-            view = _view(part, one)
+        here = devices.index(self._rank)
+        one, own = SharedSlice(piece, parameter, devices, parts, None, here), None
+        if parts[here] is not None:
+            view = _view(one.own_part, one)
             own = nn.Parameter(view.clone() if piece in self.freed else view)
         if piece in self.freed:
             # Memory of its own, which can be freed and allocated again.
@@ -143,18 +136,17 @@ class Owners:
     def rebind(self) -> None:
         """Point views of parameters at their memory, after it has been replaced."""
         for one in self.shared:
-            part = one.own_part
-            if part is not None and one.own is not None and one.piece not in self.freed:
-                one.own.data = _view(part, one)
+            if one.own is not None and one.piece not in self.freed:
+                one.own.data = _view(one.own_part, one)
 
     def assign_gradients(self) -> None:
         """Let own parts of all-reduced gradients refer to them."""
-        if self.shards_gradients:
+        if self._strategy.shards_gradients:
             return  # they have sums of their own
         for one in self.shared:
-            gradient, part = one.parameter.grad, one.own_part
-            if one.own is not None and part is not None and gradient is not None:
-                one.own.grad = part.within(one.piece).take(gradient)
+            gradient = one.parameter.grad
+            if one.own is not None and gradient is not None:
+                one.own.grad = one.own_part.within(one.piece).take(gradient)
 
     def of(self, piece: WeightSlice) -> int:
         """The rank that writes the optimizer's state of a part."""
@@ -168,11 +160,7 @@ class Owners:
         """The ranks that hold each slice of the model between two steps: freed ones in parts."""
         found = {p: devices for p, devices in self._holders.items() if p not in self.freed}
         for piece in self.freed:
-            devices = self._holders.of(piece)
-            for k, device in enumerate(devices):
-                part = piece.part(k, len(devices))
-                if part is not None:
-                    found[part] = (device,)
+            found |= self._part_holders(piece)
         return found
 
     def trained(self, weights: Weights) -> dict[WeightSlice, nn.Parameter]:
@@ -181,7 +169,7 @@ class Owners:
         return whole | {
             one.own_part: one.own
             for one in self.shared
-            if one.piece in self.freed and one.own_part is not None and one.own is not None
+            if one.piece in self.freed and one.own is not None
         }
 
     def module(self, weights: Weights) -> nn.Module:
@@ -224,18 +212,17 @@ class ScatterBucket(Bucket):
         self,
         name: str,
         slices: Sequence[SharedSlice],
-        here: int,
         world: World,
         reduce_dtype: str = "fp32",
     ) -> None:
         parameters = [one.parameter for one in slices]
         super().__init__(name, slices[0].piece.name, parameters, reduce_dtype)
-        self.slices, self.here = list(slices), here
+        self.slices, self.here = list(slices), slices[0].here
         self._is_nccl = world.backend == "nccl"
         first = self.slices[0].parameter
         holders = range(len(self.slices[0].devices))
         self.sizes = [sum(one.size(holder) for one in self.slices) for holder in holders]
-        self.sums = torch.zeros(self.sizes[here], dtype=first.dtype, device=first.device)
+        self.sums = torch.zeros(self.sizes[self.here], dtype=first.dtype, device=first.device)
         self._places: dict[nn.Parameter, list[int]] = {one.parameter: [] for one in slices}
         at = 0
         for holder in holders:
@@ -334,6 +321,6 @@ def scatter_buckets(
     found: dict[Group, list[ScatterBucket]] = defaultdict(list)
     members = ((one.devices, parameter) for parameter, one in slices.items())
     for number, (devices, chunk) in enumerate(buckets_of(members, bucket_bytes)):
-        here, own = devices.index(world.rank), [slices[parameter] for parameter in chunk]
-        found[devices].append(ScatterBucket(f"bucket{number}", own, here, world, reduce_dtype))
+        own = [slices[parameter] for parameter in chunk]
+        found[devices].append(ScatterBucket(f"bucket{number}", own, world, reduce_dtype))
     return found

@@ -67,7 +67,7 @@ def test_fp32_gradients_are_sent_as_bf16_on_request(monkeypatch):
     parts = tuple(piece.part(k, 2) for k in range(2))
     own = nn.Parameter(parts[0].take(parameter.detach()).clone())
     slices = [SharedSlice(piece, parameter, (0, 1), parts, own, 0)]
-    scattered = ScatterBucket("bucket0", slices, 0, SimpleNamespace(backend="gloo"), "bf16")
+    scattered = ScatterBucket("bucket0", slices, SimpleNamespace(backend="gloo"), "bf16")
     for bucket in (whole, scattered):
         parameter.grad = torch.full((2, 2), value)
         bucket.collect()
@@ -98,7 +98,7 @@ def test_gradients_on_their_way_by_nccl_are_kept_until_they_have_arrived(
     parts = tuple(piece.part(k, 2) for k in range(2))
     own = nn.Parameter(parts[0].take(parameter.detach()))
     slices = [SharedSlice(piece, parameter, (0, 1), parts, own, 0)]
-    bucket = ScatterBucket("bucket0", slices, 0, SimpleNamespace(backend="nccl"))
+    bucket = ScatterBucket("bucket0", slices, SimpleNamespace(backend="nccl"))
     parameter.grad = torch.ones(n_rows, 2, dtype=dtype)
     bucket.collect()
     packed = weakref.ref(bucket.flat)
