@@ -203,6 +203,19 @@ def has_plain_weights(module: nn.Module) -> bool:
     return not hooked and not any(parametrize.is_parametrized(m) for m in module.modules())
 
 
+def operands_in(arguments: Any) -> list[Held | Given]:
+    """The tensors of the model and the producers' outputs among arguments, in order."""
+    found: list[Held | Given] = []
+
+    def note(argument: Any) -> Any:
+        if isinstance(argument, Held | Given):
+            found.append(argument)
+        return argument
+
+    fx.node.map_aggregate(arguments, note)
+    return found
+
+
 def _read_arguments(
     node: fx.Node, root: nn.Module, n_inputs: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from harness.domain.einsum import equation_of
 from harness.domain.partition import Interval
-from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
+from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec, operands_in
 from harness.runtime.executor.shards.regions import Region, region, regions
 from harness.runtime.tracing.matrix_products import transposed_linear
 
@@ -237,14 +237,7 @@ def make_einsum(part: ShardSpec) -> EinsumShard | None:
     equation, read = equation_of(part.operator), part.arguments()
     if equation is None or read is None:
         return None
-    found: list[Given | Held] = []
-
-    def note(argument: Any) -> Any:
-        if isinstance(argument, Given | Held):
-            found.append(argument)
-        return argument
-
-    fx.node.map_aggregate(read, note)
+    found = operands_in(read)
     operands = dict(zip(found, equation.operands, strict=True))
     if len(operands) < len(found):
         return None  # because one weight is two operands

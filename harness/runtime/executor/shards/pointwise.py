@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from harness.domain.partition import Block, Interval
 from harness.runtime.devices.compiling import uncompiled
-from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
+from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec, operands_in
 from harness.runtime.executor.shards.inplace import copying_function
 from harness.runtime.executor.shards.regions import Region, region, regions
 
@@ -75,7 +75,9 @@ def make_pointwise(part: ShardSpec) -> PointwiseShard | None:
     if part.node.op == "call_function":
         args, kwargs = _out_of_place(part.node.target, args, kwargs)
     shard = PointwiseShard(function, args, kwargs, inward)
-    for held in _held_in((args, kwargs)):
+    for held in dict.fromkeys(operands_in((args, kwargs))):
+        if isinstance(held, Given):
+            continue
         needed = _needed(part, tuple(part.tensor(held).shape))
         if needed is None:
             return None
@@ -95,18 +97,6 @@ def _needed(part: ShardSpec, sizes: tuple[int, ...]) -> Block | None:
             return None
         needed.append(interval if size == of_output else (0, 1))
     return tuple(needed)
-
-
-def _held_in(arguments: Any) -> Iterable[Held]:
-    found: dict[str, Held] = {}
-
-    def note(argument: Any) -> Any:
-        if isinstance(argument, Held):
-            found[argument.name] = argument
-        return argument
-
-    fx.node.map_aggregate(arguments, note)
-    return found.values()
 
 
 def _function(part: ShardSpec) -> Callable[..., Any] | None:

@@ -124,15 +124,6 @@ class Crop(nn.Module):
         return cropped * 0 if self._is_zero else cropped
 
 
-class _Cut(nn.Module):
-    def __init__(self, place: RegionMap) -> None:
-        super().__init__()
-        self._source = place.source
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._source.of_tensor(x)
-
-
 class _Cat(nn.Module):
     """Concatenates pieces along one dim."""
 
@@ -173,7 +164,7 @@ def assembled(places: list[RegionMap], block: Block, *, is_sum: bool) -> nn.Modu
     """The module that assembles a want from local parts."""
     sizes = tuple(stop - start for start, stop in block)
     if len(places) == 1:
-        return _Cut(places[0])
+        return Crop(places[0].source, is_zero=False)
     differing = [
         dim
         for dim, size in enumerate(sizes)
