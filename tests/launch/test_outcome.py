@@ -63,16 +63,18 @@ def test_ranks_that_the_watchdog_aborts_are_not_the_lost_ones():
     assert reason == "rank 2 (c): killed by SIGKILL; rank 0 (a): killed by SIGABRT"
 
 
+SKIPPED = Outcome(status="skipped", reason="stopped: rank 0 failed")
+TIMED_OUT = Outcome(status="timeout", reason="not done after 60 s")
+
+
 def test_a_rank_that_hangs_is_named_though_it_says_nothing():
-    stopped = Outcome(status="skipped", reason="stopped: rank 2 failed")
-    _, reason = worst([waited(1), waited(2), waited(3), stopped], HOSTS)
+    _, reason = worst([waited(1), waited(2), waited(3), SKIPPED], HOSTS)
     assert reason.startswith("rank 2 (c): waited for rank 3; ")
     assert reason.endswith("; no answer came from rank 3 (d)")
 
 
 def test_in_a_sum_of_all_the_rank_that_did_not_take_part_is_named():
-    stopped = Outcome(status="skipped", reason="stopped: rank 0 failed")
-    _, reason = worst([waited(1, 2, 3), waited(0, 2, 3), stopped, waited(0, 1, 2)], HOSTS)
+    _, reason = worst([waited(1, 2, 3), waited(0, 2, 3), SKIPPED, waited(0, 1, 2)], HOSTS)
     assert reason.endswith("; no answer came from rank 2 (c)")
 
 
@@ -96,59 +98,53 @@ def test_two_ranks_that_raise_unlike_exceptions_are_both_heard():
     assert reason == "rank 0 (a): KeyError: 'x'; rank 2 (c): ValueError: y"
 
 
-def at(step, phase, *, is_stopped=False):
-    return Standstill(step=step, phase=phase, for_s=21.0, is_stopped=is_stopped)
+def stuck(outcome, step, phase, *, is_stopped=False):
+    place = Standstill(step=step, phase=phase, for_s=21.0, is_stopped=is_stopped)
+    return msgspec.structs.replace(outcome, standstill=place)
 
 
-def stuck(outcome, standstill):
-    return msgspec.structs.replace(outcome, standstill=standstill)
+CRASH = Outcome(status="crash", reason="killed by SIGKILL")
 
 
-SKIPPED = Outcome(status="skipped", reason="stopped: rank 0 failed")
-TIMED_OUT = Outcome(status="timeout", reason="not done after 60 s")
-
-
-def test_the_rank_behind_the_others_comes_before_those_that_waited():
-    ranks = [stuck(waited(1, 2), at(12, "backward")), stuck(SKIPPED, at(12, "forward"))]
-    ranks.append(stuck(waited(0, 1), at(12, "backward")))
-    _, reason = worst(ranks, HOSTS)
-    assert reason.startswith(
-        "rank 1 (b): no progress for 21 s, in forward of step 12; rank 0 (a): waited for rank 1 or"
-    )
-
-
-def test_a_rank_in_an_earlier_step_is_behind_whatever_its_phase():
-    ranks = [stuck(waited(1), at(4, "forward")), stuck(SKIPPED, at(3, "optimizer"))]
-    assert worst(ranks, HOSTS)[1].startswith(
-        "rank 1 (b): no progress for 21 s, in optimizer of step 3"
-    )
-
-
-def test_a_rank_that_computes_is_waited_for_by_those_in_communication():
-    ranks = [stuck(waited(1), at(2, "communication")), stuck(SKIPPED, at(2, "optimizer"))]
-    assert worst(ranks, HOSTS)[1].startswith("rank 1 (b): no progress")
-
-
-def test_ranks_that_stand_at_the_same_place_accuse_nobody():
-    ranks = [stuck(waited(1), at(2, "backward")), stuck(SKIPPED, at(2, "backward"))]
-    assert worst(ranks, HOSTS)[1] == "rank 0 (a): waited for rank 1; no answer came from rank 1 (b)"
-
-
-def test_a_stopped_process_is_named_wherever_it_stands():
-    stopped = at(2, "communication", is_stopped=True)
-    ranks = [stuck(TIMED_OUT, at(2, "forward")), stuck(TIMED_OUT, stopped)]
-    _, reason = worst(ranks, HOSTS)
-    assert reason.startswith(
-        "rank 1 (b): no progress for 21 s, in communication of step 2; its process"
-    )
-    assert "not done after 60 s" in reason
-
-
-def test_a_slow_run_that_goes_on_until_its_timeout_accuses_nobody():
-    assert worst([TIMED_OUT, TIMED_OUT], HOSTS)[1] == "rank 0 (a): not done after 60 s"
-
-
-def test_a_rank_with_a_reason_of_its_own_leaves_no_question():
-    crash = Outcome(status="crash", reason="killed by SIGKILL")
-    ranks = [stuck(waited(1), at(2, "forward")), crash, stuck(waited(1), at(2, "backward"))]
-    assert worst(ranks, HOSTS)[1].startswith("rank 1 (b): killed by SIGKILL")
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [
+        # The one behind the others comes before those that waited, an earlier step being behind
+        # whatever its phase, and computing behind communication.
+        (
+            [stuck(waited(1, 2), 12, "backward"), stuck(SKIPPED, 12, "forward"),
+             stuck(waited(0, 1), 12, "backward")],
+            "rank 1 (b): no progress for 21 s, in forward of step 12; rank 0 (a): waited for rank "
+            "1 or",
+        ),
+        (
+            [stuck(waited(1), 4, "forward"), stuck(SKIPPED, 3, "optimizer")],
+            "rank 1 (b): no progress for 21 s, in optimizer of step 3",
+        ),
+        (
+            [stuck(waited(1), 2, "communication"), stuck(SKIPPED, 2, "optimizer")],
+            "rank 1 (b): no progress",
+        ),
+        # Those that stand at the same place, or go on until a timeout, accuse nobody.
+        (
+            [stuck(waited(1), 2, "backward"), stuck(SKIPPED, 2, "backward")],
+            "rank 0 (a): waited for rank 1; no answer came from rank 1 (b)",
+        ),
+        ([TIMED_OUT, TIMED_OUT], "rank 0 (a): not done after 60 s"),
+        # A stopped process is named wherever it stands.
+        (
+            [stuck(TIMED_OUT, 2, "forward"),
+             stuck(TIMED_OUT, 2, "communication", is_stopped=True)],
+            "rank 1 (b): no progress for 21 s, in communication of step 2; its process",
+        ),
+        # A reason of its own leaves no question.
+        (
+            [stuck(waited(1), 2, "forward"), CRASH, stuck(waited(1), 2, "backward")],
+            "rank 1 (b): killed by SIGKILL",
+        ),
+    ],
+)  # fmt: skip
+def test_the_rank_behind_the_others_is_named(ranks, wanted):
+    status, reason = worst(ranks, HOSTS)
+    assert reason.startswith(wanted)
+    assert ("not done after 60 s" in reason) == (status == "timeout")

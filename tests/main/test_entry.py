@@ -85,13 +85,15 @@ def test_threads_are_what_the_ranks_of_a_host_share(tmp_path):
     assert "OMP_NUM_THREADS=1\n" in done.stdout
 
 
-def test_blanks_behind_a_setting_are_none_of_it(tmp_path):
-    (tmp_path / "cluster.env").write_text("OMP_NUM_THREADS=1 \t\n")
-    assert entry("--help", HARNESS_HOSTS=str(tmp_path)).returncode == 0
-
-
-def test_a_parameter_of_open_mpi_that_reaches_ranks_may_be_set(tmp_path):
-    (tmp_path / "cluster.env").write_text("OMPI_MCA_btl_tcp_if_include=10.0.0.0/24\n")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "OMP_NUM_THREADS=1 \t",  # blanks are none of it
+        "OMPI_MCA_btl_tcp_if_include=10.0.0.0/24",  # reaches ranks
+    ],
+)
+def test_settings_that_reach_ranks_are_taken_without_their_blanks(tmp_path, line):
+    (tmp_path / "cluster.env").write_text(f"{line}\n")
     assert entry("--help", HARNESS_HOSTS=str(tmp_path)).returncode == 0
 
 

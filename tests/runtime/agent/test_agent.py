@@ -43,11 +43,8 @@ def test_exit_code_output_and_arguments_pass_through(code):
 
 
 def test_a_program_that_is_not_there_is_said():
-    assert run("/nowhere/program") == (
-        127,
-        "",
-        "error: /nowhere/program: No such file or directory\n",
-    )
+    said = "error: /nowhere/program: No such file or directory\n"
+    assert run("/nowhere/program") == (127, "", said)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -82,10 +79,8 @@ def test_signals_are_passed_on(number):
 
 
 def test_what_nohup_ignores_stays_ignored():
-    script = "echo ready; sleep 1; exit 3"
-    process = start(
-        "sh", "-c", script, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    )
+    deaf = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    process = start("sh", "-c", "echo ready; sleep 1; exit 3", **deaf)
     process.stdout.readline()
     process.send_signal(signal.SIGHUP)
     assert process.wait(60) == 3
@@ -164,10 +159,8 @@ def test_what_was_recorded_stands_in_the_first_line_of_a_reason(run_dir):
     run = OpenRun(run_dir, 10.0)
     run.close("oom", "rank 1 (b): no memory\nTraceback", 12.5)
     header = json.loads((run_dir / "run.json").read_text())
-    assert header["reason"] == (
-        "rank 1 (b): no memory; recorded: rank0 2 records (1 steps)\nTraceback"
-    )
-    assert (header["status"], header["duration_s"]) == ("oom", 2.5)
+    told = "rank 1 (b): no memory; recorded: rank0 2 records (1 steps)\nTraceback"
+    assert (header["reason"], header["status"], header["duration_s"]) == (told, "oom", 2.5)
 
 
 def test_a_run_that_its_program_closes_is_left_alone(run_dir):
@@ -188,10 +181,8 @@ def test_an_interrupted_run_is_closed_before_the_launcher_kills(run_dir, number)
     process.send_signal(number)
     process.communicate(timeout=60)
     header = json.loads((run_dir / "run.json").read_text())
-    assert (header["status"], header["reason"].partition(";")[0]) == (
-        "interrupted",
-        "by Ctrl-C or SIGTERM, --resume runs it again",
-    )
+    assert header["status"] == "interrupted"
+    assert header["reason"].startswith("by Ctrl-C or SIGTERM, --resume runs it again; ")
 
 
 def test_a_first_process_that_the_kernel_killed_for_memory_is_told_with_its_limit(monkeypatch):

@@ -43,21 +43,16 @@ def test_an_error_of_gloo_says_what_happened_and_no_more(prefix):
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "is_lost"),
     [
-        RuntimeError("Gloo connectFullMesh failed with [/x/tcp/pair.cc:144] no error"),
-        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+        (RuntimeError("Gloo connectFullMesh failed with [/x/tcp/pair.cc:144] no error"), True),
+        (dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was closed."), True),
+        (KeyError("closed by peer"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
-def test_a_group_that_did_not_come_about_is_for_want_of_a_peer(error):
-    assert has_lost_peer(error)
-
-
-@pytest.mark.parametrize(
-    "error", [KeyError("closed by peer"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")]
-)
-def test_an_exception_of_its_own_is_no_lost_peer(error):
-    assert not has_lost_peer(error)
+def test_a_group_fails_for_want_of_a_peer_or_by_an_exception_of_its_own(error, is_lost):
+    assert has_lost_peer(error) == is_lost
 
 
 def test_the_line_of_the_user_is_named_below_which_torch_and_python_raise():
@@ -93,22 +88,21 @@ def test_the_line_of_the_harness_is_named_where_nobody_else_has_one():
     assert "(graph.py:" in located(fault)
 
 
-def test_lines_after_the_first_stay_after_it():
+@pytest.mark.parametrize(
+    ("message", "wanted", "then"),
+    [
+        ("one\ntwo", "one", "two"),
+        # TorchInductor's announces the cause.
+        ("'inductor' raised:\nTypeError: no\n\nadvice", "'inductor' raised: TypeError: no", ""),
+    ],
+)
+def test_lines_after_the_first_stay_after_it_but_for_its_cause(message, wanted, then):
     def mistaken():
-        raise ValueError("one\ntwo")
+        raise RuntimeError(message)
 
     first, second, *_ = located(caught(mistaken)).splitlines()
-    assert first.startswith("ValueError: one (test_failures.py:")
-    assert second == "two"
-
-
-def test_a_first_line_that_announces_the_cause_takes_it():
-    def mistaken():
-        raise RuntimeError("backend='inductor' raised:\nTypeError: no\n\nadvice")
-
-    first, second, *_ = located(caught(mistaken)).splitlines()
-    assert first.startswith("RuntimeError: backend='inductor' raised: TypeError: no (test_failures")
-    assert second == ""
+    assert first.startswith(f"RuntimeError: {wanted} (test_failures.py:")
+    assert second == then
 
 
 def test_a_rank_whose_store_is_gone_names_rank_0_in_one_line():
