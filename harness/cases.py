@@ -167,13 +167,6 @@ def case_of(name: str, config: dict[str, Any]) -> Case:
     return Case(name=name, workload=workload, config=msgspec.convert(config, workload.config))
 
 
-def continued(case: Case, found: Continuation, n_ranks: int) -> Case:
-    """The case by which so many ranks go on."""
-    go_on = case.workload.go_on
-    assert go_on is not None, "a workload that finds continuations has it"
-    return replace(case, config=go_on(case.config, found, n_ranks))
-
-
 def needs_of(cases: Sequence[Case]) -> list[Need]:
     """Runs that cases build on; needs with needs of their own come last."""
     needs = [need for case in cases for need in case.workload.needs(case.config)]

@@ -30,7 +30,6 @@ from harness.cases import (
     PlannedRun,
     adjacent_cases,
     case_of,
-    continued,
     describe_cluster,
     find_problem,
     find_resumed,
@@ -47,11 +46,12 @@ from harness.measure.places import check_results
 from harness.measure.reached import ReachedReader
 from harness.measure.store import Run, read_run, write_header
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
+from harness.runtime.agent import GRACE_S
 from harness.runtime.devices.peaks import peak_flops_per_s
 from harness.runtime.ranks import sharing
 from harness.runtime.ranks.host import code_commit, read_settings
-from harness.runtime.ranks.isolate import GRACE_S, run_isolated
-from harness.runtime.ranks.rendezvous import Meeting, without_mpi
+from harness.runtime.ranks.isolate import run_isolated
+from harness.runtime.ranks.rendezvous import Meeting
 from harness.workloads.common.contract import UNTIL, Continuation, Need, config_json
 from harness.workloads.common.flags import RunOptions
 
@@ -291,10 +291,17 @@ class Launcher:
         self, plan: PlannedRun, found: Continuation, ranks: list[int], name: str
     ) -> None:
         """Record the run by which some ranks of the launch go on with a case."""
-        case = continued(plan.case, found, len(ranks))
-        (then,) = plan_runs([case], [self.ranks[rank] for rank in ranks])
+        then = self._continued(plan, found, ranks)
         title = f"[{len(ranks)} of {self._world.size} ranks {found.text}] {then.title}"
-        self._record_run(replace(then, repeat=plan.repeat), name, title)
+        self._record_run(then, name, title)
+
+    def _continued(self, plan: PlannedRun, found: Continuation, ranks: Sequence[int]) -> PlannedRun:
+        """The run by which some ranks of the launch go on with a case."""
+        go_on = plan.case.workload.go_on
+        assert go_on is not None, "a workload that finds continuations has it"
+        case = replace(plan.case, config=go_on(plan.case.config, found, len(ranks)))
+        (then,) = plan_runs([case], [self.ranks[rank] for rank in ranks])
+        return replace(then, repeat=plan.repeat)
 
     def _resumed(self, plan: PlannedRun, planned: Sequence[PlannedRun]) -> PlannedRun | None:
         """The run that goes on where an earlier launch ended; the plan itself if there is none, and
@@ -307,11 +314,7 @@ class Launcher:
             return None
         found = earlier if isinstance(earlier, Continuation) else None
         found = self._control.broadcast("resumed", found, Continuation | None)
-        if found is None:
-            return plan
-        used = [self.ranks[rank] for rank in plan.ranks]
-        (then,) = plan_runs([continued(plan.case, found, len(used))], used)
-        return replace(then, repeat=plan.repeat)
+        return plan if found is None else self._continued(plan, found, plan.ranks)
 
     def _watch_run(self, plan: PlannedRun, name: str, run_dir: Path) -> list[Outcome]:
         """Run this rank's part while the agents watch it; returns the outcomes of all ranks."""
@@ -357,7 +360,7 @@ class Launcher:
             spec = msgspec.structs.replace(spec, reached_file=reached.path)
             ending = run_isolated(
                 run_case,
-                (workload.body, config, without_mpi(world), spec),
+                (workload.body, config, replace(world, mpi=None), spec),
                 timeout_s=self._options.run_timeout_s,
                 peer_failure=lambda: self._control.read_failure(name),
                 reached=reached,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import EXIT_CODE, LaunchError
-from harness.runtime.agent import CHECK, family
+from harness.runtime.agent import CHECK, GRACE_S, family
 from harness.runtime.agent.ended import (
     Deadline,
     OpenRun,
@@ -24,7 +24,7 @@ from harness.runtime.agent.ended import (
     interruption,
     start_stand_in,
 )
-from harness.runtime.agent.peers import GRACE_S, Fault, Hub, Peers, Spoke, stopped_reason
+from harness.runtime.agent.peers import Fault, Hub, Peers, Spoke, stopped_reason
 from harness.runtime.agent.wire import Message, decode
 from harness.runtime.ranks.cgroup import n_oom_kills
 from harness.runtime.ranks.environment import Launch, read_launch

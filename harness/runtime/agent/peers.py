@@ -12,9 +12,6 @@ from typing import NamedTuple
 
 from harness.runtime.agent.wire import Message, Wire
 
-# Time for ranks to notice a peer's failure by themselves before the launch is ended.
-GRACE_S = 3.0
-
 
 class Fault(NamedTuple):
     """Why the launch ends: the open run's status, a reason in one line, the hosts that do not

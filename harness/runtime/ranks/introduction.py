@@ -95,9 +95,7 @@ def connect_agents(
             f"ranks {first} and {second} are on two hosts that are both named {text}: give each a "
             "name of its own (hostnamectl set-hostname NAME), because ranks of one host share it"
         )
-    found = choose_interface(0, hostnames, interfaces, requested)
-    if found is None:
-        raise no_interface(hostnames[0], interfaces[0], requested)
+    found = find_interface(0, hostnames, interfaces, requested)
     endpoint, listener = ("", 0, ""), None
     if rank == 0:
         listener = socket.create_server((found.address, 0), backlog=len(hostnames))
@@ -115,14 +113,19 @@ def connect_agents(
     channel.meet(connection, rank, hostnames, token, limit_s)
 
 
-def no_interface(host: str, interfaces: list[Interface], requested: str) -> LaunchError:
-    """The error of a host none of whose interfaces reaches the others."""
-    remedy = "unset GLOO_SOCKET_IFNAME, or set it" if requested else "set GLOO_SOCKET_IFNAME"
-    names = ", ".join(f"{i.name} {i.address}" for i in interfaces) or "none"
-    return LaunchError(
-        f"{host} has no interface {requested and requested + ' '}that reaches the other "
-        f"hosts (it has {names}): {remedy} to the right one"
-    )
+def find_interface(
+    rank: int, hostnames: list[str], interfaces: list[list[Interface]], requested: str
+) -> Interface:
+    """`choose_interface`; raises LaunchError where it finds none."""
+    found = choose_interface(rank, hostnames, interfaces, requested)
+    if found is None:
+        remedy = "unset GLOO_SOCKET_IFNAME, or set it" if requested else "set GLOO_SOCKET_IFNAME"
+        names = ", ".join(f"{i.name} {i.address}" for i in interfaces[rank]) or "none"
+        raise LaunchError(
+            f"{hostnames[rank]} has no interface {requested and requested + ' '}that reaches the "
+            f"other hosts (it has {names}): {remedy} to the right one"
+        )
+    return found
 
 
 def _mpi_world(launch: Launch) -> Any:

@@ -26,14 +26,14 @@ import psutil
 
 from harness.errors import flush_output
 from harness.measure.reached import ReachedReader, Standstill
+from harness.runtime.agent import GRACE_S
 from harness.runtime.ranks.cgroup import n_oom_kills
 
 _PR_SET_PDEATHSIG = 1
 # Of the 107 bytes of a socket's path, multiprocessing appends 32.
 _LONGEST_DIRECTORY = 70
 _POLL_S = 0.5
-# Time for a rank to notice a peer's failure by itself before it is killed.
-GRACE_S = 3.0
+
 # Longest exit of a child that has given its value; threads may wait for a dead rank.
 _EXIT_S = 5.0
 _ABORTED = (
@@ -65,14 +65,9 @@ class Limit:
     """Decides when a rank stops waiting for its part of a run."""
 
     def __init__(
-        self, timeout_s: float, peer_failure: Callable[[], str | None], grace_s: float = GRACE_S
+        self, timeout_s: float, peer_failure: Callable[[], str | None], grace_s: float
     ) -> None:
-        """Start the timeout.
-
-        Args:
-            timeout_s: longest duration of the part.
-            peer_failure: returns another rank's failure, after which this rank has `grace_s` left.
-        """
+        """Start the timeout; the arguments are those of `run_isolated`."""
         self._timeout_s, self._grace_s = timeout_s, grace_s
         self._peer_failure = peer_failure
         self._deadline_s = time.monotonic() + timeout_s

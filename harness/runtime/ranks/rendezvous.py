@@ -9,7 +9,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from harness.domain.interface import choose_interface
 from harness.domain.torch_builds import torch_problem
 from harness.errors import LaunchError, first_line
 from harness.inputs import parse_int
@@ -31,8 +30,8 @@ from harness.runtime.ranks.introduction import (
     HEARTBEAT_TIMEOUT_S,
     Endpoint,
     connect_agents,
+    find_interface,
     introduce,
-    no_interface,
 )
 from harness.runtime.ranks.world import World
 from harness.units import format_number
@@ -64,33 +63,28 @@ class Meeting:
         self.control.leave()
 
 
-def _serve(address: str) -> Any:
-    """Start a store at a free port of this host."""
-    return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-
-
-def _connect(address: str, port: int) -> Any:
-    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+def _store(address: str, port: int = 0, *, is_master: bool = False) -> Any:
+    """Start a store on this host, at a free port by default, or connect to one."""
+    return TCPStore(
+        address, port, is_master=is_master, wait_for_workers=False, timeout=_STORE_TIMEOUT
+    )
 
 
 def connect_store(address: str, port: int, prefix: str) -> Store:
     """Open another connection to rank 0's store, with a prefix for its keys."""
-    return PrefixStore(prefix, _connect(address, port))
+    return PrefixStore(prefix, _store(address, port))
 
 
 def _connect_over_mpi(comm: Any, facts: HostFacts, requested: str) -> tuple[Any, str, int]:
     """Start rank 0's store and broadcast its address by MPI."""
     gathered = comm.allgather(msgspec.json.encode(facts))
     all_facts = [msgspec.json.decode(data, type=HostFacts) for data in gathered]
-    mine = choose_interface(
-        0, [f.hostname for f in all_facts], [f.interfaces for f in all_facts], requested
-    )
-    if mine is None:
-        raise no_interface(all_facts[0].hostname, all_facts[0].interfaces, requested)
-    store = _serve(mine.address) if comm.rank == 0 else None
+    hosts = [f.hostname for f in all_facts], [f.interfaces for f in all_facts]
+    mine = find_interface(0, *hosts, requested)
+    store = _store(mine.address, is_master=True) if comm.rank == 0 else None
     endpoint = f"{mine.address} {store.port}" if store else ""
     address, port = comm.bcast(endpoint, root=0).split()
-    return store or _connect(address, int(port)), address, int(port)
+    return store or _store(address, int(port)), address, int(port)
 
 
 def _connect_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any, str, int]:
@@ -106,9 +100,7 @@ def _connect_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any,
             f"({error.strerror}): set it to rank 0's host, or add that to /etc/hosts"
         ) from None
     try:
-        store = TCPStore(
-            address, port, is_master=is_server, wait_for_workers=False, timeout=_STORE_TIMEOUT
-        )
+        store = _store(address, port, is_master=is_server)
     except RuntimeError as error:
         action = "serve" if is_server else "reach"
         raise LaunchError(
@@ -201,9 +193,7 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, requested: s
     hostnames = [fact.hostname for fact in facts]
     mine = facts[launch.rank]
     local_size = hostnames.count(mine.hostname)
-    interface = choose_interface(launch.rank, hostnames, [f.interfaces for f in facts], requested)
-    if interface is None:
-        raise no_interface(mine.hostname, mine.interfaces, requested)
+    interface = find_interface(launch.rank, hostnames, [f.interfaces for f in facts], requested)
     driven = _driven_gpus(facts, hostnames)
     backend, reason = _choose_backend(facts, driven)
     gpu = driven[launch.rank]
@@ -256,7 +246,7 @@ def meet(
     if comm is not None:
         store, address, port = _connect_over_mpi(comm, facts, requested)
     elif launch.launcher == "none":
-        store = _serve("127.0.0.1")
+        store = _store("127.0.0.1", is_master=True)
         address, port = "127.0.0.1", store.port
     else:
         variables = slurm_master(environ) if launch.launcher == "slurm" else environ
@@ -298,8 +288,3 @@ def join_process_group(world: World, address: str, port: int, name: str, timeout
     )
     if world.backend == "nccl":  # without device_ids, NCCL guesses the device from the rank
         dist.barrier(device_ids=[world.device.index])
-
-
-def without_mpi(world: World) -> World:
-    """The world for a child process, which has no MPI."""
-    return replace(world, mpi=None)

@@ -11,9 +11,9 @@ from harness.domain.strategy import ShardState
 from harness.errors import ConfigError
 from harness.inputs import parse_int
 from harness.measure.derive.settings import CHANGING
+from harness.runtime.agent import GRACE_S
 from harness.runtime.data import OF_TEXT, described_data
 from harness.runtime.engines.optimizers import OPTIMIZERS, LrSchedule, OptimizerOptions
-from harness.runtime.ranks.isolate import GRACE_S
 from harness.workloads.common.flags import ModelFlags, ReduceDtype, SearchFlags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
