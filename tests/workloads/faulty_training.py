@@ -82,7 +82,7 @@ class Model(nn.Module):
 # Each is killed when it is called first: in the transfer, after it, and after the vote.
 CHANGE_FAULTS = {
     "transfer": (StateTransfer, "exchange"),
-    "vote": (elastic.Vote, "of"),
+    "vote": (StateTransfer, "message_bits"),
     "commit": (elastic, "check_votes"),
 }
 

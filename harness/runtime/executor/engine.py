@@ -32,7 +32,7 @@ from harness.runtime.executor.gradients.update import (
 )
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
-from harness.runtime.executor.program.lower import Lowering
+from harness.runtime.executor.program.lower import make_program
 from harness.runtime.executor.program.program import Program
 from harness.runtime.executor.run.feed import Feed
 from harness.runtime.executor.run.flight import Stash
@@ -65,7 +65,7 @@ class ExecutorEngine:
         task: the whole model, with equal weights on every rank, on the device or the host; the
             engine keeps this rank's slices, on the device, and frees the rest.
         captured: the model's graph; captured here if None. Both may come from a Blueprint, for an
-            engine that gets its state by `change_engine`.
+            engine that gets its state by a change.
         prefix: of an engine that uses cached activations.
 
     Attributes:
@@ -198,7 +198,7 @@ class ExecutorEngine:
             random=self._random,
             gradients=self._gradients,
         )
-        return Lowering(tasks).program()
+        return make_program(tasks)
 
     def _make_sync(self, bucket_bytes: int, reduce_dtype: str) -> GradientSync:
         is_each, world = self.plan.strategy.shards_gradients, self._world

@@ -67,40 +67,6 @@ class ChangeCost:
     pair_bytes: dict[tuple[int, int], int]
 
 
-def change_engine(old: ExecutorEngine, new: ExecutorEngine, world: World) -> ChangeCost:
-    """Move the state of `old` into `new` and close `old`; all ranks must call it between steps.
-
-    Raises:
-        HarnessError: on every rank, if one cannot take its new state; `old` trains on, and `new`
-            is closed.
-        RuntimeError: another rank died or hangs.
-    """
-    start_s = time.perf_counter()
-    old.flush()
-    try:
-        transfer = StateTransfer(old.held_state(), new.held_state(), world)
-        raise_on_all_ranks(partial(_pack, transfer), world)
-        transfer.exchange()
-        votes = gather_objects(world, Vote.of(transfer))
-        check_votes(votes)
-    except HarnessError:
-        new.close()
-        raise
-    new.take_over(old)
-    old.close()
-    _free(old)
-    still_s = time.perf_counter() - start_s
-    slowest_s = maximum_over_ranks([still_s], world)[0] if world.size > 1 else still_s
-    return ChangeCost(
-        still_s=slowest_s,
-        pair_bytes={
-            (source, target): n
-            for target, vote in enumerate(votes)
-            for source, n in sorted(vote.n_bytes.items())
-        },
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Vote:
     """One rank's view of the new state.
@@ -114,14 +80,6 @@ class Vote:
     messages: Mapping[tuple[int, int], Bits]
     replicas: Mapping[tuple[WeightSlice, str], Bits]
     n_bytes: Mapping[int, int]
-
-    @classmethod
-    def of(cls, transfer: StateTransfer) -> Vote:
-        return cls(
-            messages=transfer.message_bits(),
-            replicas=transfer.replica_bits(),
-            n_bytes=transfer.n_bytes,
-        )
 
 
 def check_votes(votes: Sequence[Vote]) -> None:
@@ -155,12 +113,6 @@ def _pack(transfer: StateTransfer) -> None:
             f"the next strategy's state does not fit beside that of the current one "
             f"({first_line(error)}): choose one that keeps less on this rank"
         ) from error
-
-
-def _free(engine: ExecutorEngine) -> None:
-    """Free an engine at once, although its objects form reference cycles."""
-    vars(engine).clear()
-    gc.collect()
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -347,11 +299,40 @@ class ElasticExecutor:
         return {pair: n_bytes for pair, n_bytes in found.items() if n_bytes}
 
     def change(self, engine: ExecutorEngine) -> ChangeCost:
-        """Go on with an engine that was built; all ranks must call it between steps.
+        """Move the state into an engine that was built and close the old one; all ranks must call
+        it between steps.
 
         Raises:
-            HarnessError: see `change_engine`; the engine stays.
+            HarnessError: on every rank, if one cannot take its new state; the old engine trains on,
+                and the new one is closed.
+            RuntimeError: another rank died or hangs.
         """
-        cost = change_engine(self.engine, engine, self._world)
+        start_s, old, world = time.perf_counter(), self.engine, self._world
+        old.flush()
+        try:
+            transfer = StateTransfer(old.held_state(), engine.held_state(), world)
+            raise_on_all_ranks(partial(_pack, transfer), world)
+            transfer.exchange()
+            vote = Vote(
+                messages=transfer.message_bits(),
+                replicas=transfer.replica_bits(),
+                n_bytes=transfer.n_bytes,
+            )
+            votes = gather_objects(world, vote)
+            check_votes(votes)
+        except HarnessError:
+            engine.close()
+            raise
+        engine.take_over(old)
+        old.close()
         self.engine = engine
-        return cost
+        vars(old).clear()  # at once, although its objects form reference cycles
+        gc.collect()
+        still_s = time.perf_counter() - start_s
+        slowest_s = maximum_over_ranks([still_s], world)[0] if world.size > 1 else still_s
+        pair_bytes = {
+            (source, target): n
+            for target, vote in enumerate(votes)
+            for source, n in sorted(vote.n_bytes.items())
+        }
+        return ChangeCost(still_s=slowest_s, pair_bytes=pair_bytes)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,12 +52,6 @@ Pending = Callable[[], list[nn.Parameter]]
 JOINED_ELEMENTS = 1 << 18
 # Largest ratio of kept tensors to weights, in bytes, because keeping costs copies and memory.
 KEPT_SHARE = 1.0
-
-
-class Sink(Protocol):
-    """Receives pending gradients."""
-
-    def put(self, pending: Pending) -> None: ...
 
 
 class ImmediateSink:
@@ -106,6 +100,9 @@ class WeightQueue:
         return list(touched.values())
 
 
+Sink = ImmediateSink | WeightQueue
+
+
 def defer(
     module: nn.Module,
     sink: Sink,
@@ -141,20 +138,6 @@ def _can_defer(module: nn.Module) -> bool:
 def _is_linear(module: nn.Module) -> bool:
     is_shard = isinstance(module, LinearShard) and not module.is_transposed
     return is_shard or isinstance(module, nn.Linear)
-
-
-def is_worth_joining(module: nn.Module, n_bytes: int) -> bool:
-    """Whether to join a step's microbatches for a module's weights.
-
-    False if their gradients are added in place (`is_large_linear`).
-
-    Args:
-        n_bytes: inputs and outputs of all microbatches.
-    """
-    if not _can_defer(module) or is_large_linear(module):
-        return False
-    weight = _weight(module)
-    return weight.numel() >= JOINED_ELEMENTS and n_bytes <= KEPT_SHARE * weight.nbytes
 
 
 def _weight(module: nn.Module) -> Tensor:
@@ -304,9 +287,11 @@ class WeightGradients:
         layout, n = self._largest, self._n_microbatches
         if layout is None or n == 1 or _is_called_again(layout, path):
             return False
-        return is_worth_joining(
-            module, n * max(_io_bytes(layout, p) for p in layout.parts[operator])
-        )
+        if not _can_defer(module) or is_large_linear(module):  # which is added in place
+            return False
+        n_bytes = n * max(_io_bytes(layout, p) for p in layout.parts[operator])
+        weight = _weight(module)
+        return weight.numel() >= JOINED_ELEMENTS and n_bytes <= KEPT_SHARE * weight.nbytes
 
     def wrap(self, module: nn.Module, stage: int, operator: str | None, path: str) -> nn.Module:
         """The module, wrapped to compute its weight gradients outside of autograd if that pays.
