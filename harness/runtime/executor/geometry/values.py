@@ -52,14 +52,10 @@ class _Recording(fx.Interpreter):
         self.last: fx.Node | None = None
         self.writes: dict[fx.Node, str] = {}
 
-    def _buffers(self, n: fx.Node) -> dict[str, Tensor]:
-        if n.op != "call_module":
-            return {}
-        return dict(self.module.get_submodule(str(n.target)).named_buffers())
-
     def run_node(self, n: fx.Node) -> Any:
         self.last = n
-        buffers = self._buffers(n)
+        called = [self.module.get_submodule(str(n.target))] if n.op == "call_module" else []
+        buffers = {name: b for module in called for name, b in module.named_buffers()}
         before = {name: buffer._version for name, buffer in buffers.items()}
         value = super().run_node(n)
         changed = [name for name, buffer in buffers.items() if buffer._version != before[name]]
@@ -124,7 +120,10 @@ class MetaModel:
             ) from error
         tensors: dict[fx.Node, TensorMeta] = {}
         constants: dict[fx.Node, Any] = {}
+        writes: dict[fx.Node, str] = {}
         for node, twin in zip(self._nodes, self.module.graph.nodes, strict=True):
+            if twin in recording.writes:
+                writes[node] = recording.writes[twin]
             value = recording.found.get(twin)
             if isinstance(value, TensorMeta):
                 tensors[node] = value
@@ -132,8 +131,6 @@ class MetaModel:
                 constants[node] = self.device
             elif not _has_tensors(value):
                 constants[node] = value
-        twins = zip(self._nodes, self.module.graph.nodes, strict=True)
-        writes = {node: recording.writes[t] for node, t in twins if t in recording.writes}
         return Values(tensors, constants, writes)
 
 

@@ -73,8 +73,10 @@ def plan_units(
     """
     if strategy.shard_state == "none":
         return []
-    freed = _freed_slices(holders) if strategy.shard_state == "parameters" else frozenset()
     shared = [(piece, devices) for piece, devices in holders.trained() if len(devices) > 1]
+    is_freeing = strategy.shard_state == "parameters"
+    # What all holders use in the same operators, so that they can gather it before each use.
+    freed = {piece for piece, _ in shared if is_freeing and holders.is_used_alike(piece)}
     found: list[UnitPlan] = []
     open_units: dict[object, tuple[list[WeightSlice], int, int | None]] = {}
 
@@ -118,16 +120,6 @@ def plan_units(
     return sorted(found, key=lambda unit: (unit.first, unit.devices, unit.is_freed))
 
 
-def _freed_slices(holders: Holders) -> frozenset[WeightSlice]:
-    """Trained slices that all of several holders use in the same operators, so that they can gather
-    them together before each use."""
-    return frozenset(
-        piece
-        for piece, devices in holders.trained()
-        if len(devices) > 1 and holders.is_used_alike(piece)
-    )
-
-
 class WeightUnit:
     """One unit on a rank that holds it.
 
@@ -136,6 +128,7 @@ class WeightUnit:
         group: process group of its devices.
 
     Attributes:
+        memory: of each slice, and its full size.
         is_live: whether its slices have memory, or will when `finish` returns.
     """
 
@@ -152,17 +145,13 @@ class WeightUnit:
         self._group, self._world = group, world
         self._here = plan.devices.index(world.rank)
         self.n_bytes = sum(one.parameter.nbytes for one in self._slices)
-        self._memory = [
+        self.memory = [
             (one.parameter.untyped_storage(), one.parameter.nbytes) for one in self._slices
         ]
         self.is_live = not plan.is_freed
         self._works: list[Any] = []
         self._received: list[tuple[Tensor, list[Tensor]]] = []
         self._sent: list[Tensor] = []
-
-    def storages(self) -> list[torch.UntypedStorage]:
-        """The memory of its slices."""
-        return [storage for storage, _ in self._memory]
 
     @torch.no_grad()
     def start(self, *, is_muted: bool) -> None:
@@ -173,7 +162,7 @@ class WeightUnit:
             is_muted: without communication.
         """
         if self.plan.is_freed:
-            for storage, n_bytes in self._memory:
+            for storage, n_bytes in self.memory:
                 storage.resize_(n_bytes)
         self.is_live = True
         for one in self._slices:
@@ -238,7 +227,7 @@ class WeightUnit:
     def free(self) -> None:
         """Free the slices' memory; the own parts stay."""
         if self.plan.is_freed:
-            for storage, _ in self._memory:
+            for storage, _ in self.memory:
                 storage.resize_(0)
             self.is_live = False
 
@@ -359,7 +348,7 @@ class WeightGathers:
     def kept(self, units: Iterable[int], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The outputs of a segment with some units, copied where they are views of weights that
         will be freed."""
-        freed = {one._cdata for number in units for one in self._freed[number].storages()}
+        freed = {one._cdata for number in units for one, _ in self._freed[number].memory}
         return tuple(x.clone() if x.untyped_storage()._cdata in freed else x for x in outputs)
 
     def after(self, moment: Moment) -> None:

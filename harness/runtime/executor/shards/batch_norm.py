@@ -32,10 +32,6 @@ Reduce = Callable[[Tensor], Tensor]
 _TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class BatchNormShard(Shard):
     """A block normalised by its own statistics."""
 
@@ -206,7 +202,7 @@ def make_batch_norm_shard(part: ShardSpec) -> BatchNormShard | None:
     return BatchNormShard(part, part.module, region(part.wanted[0], part.output))
 
 
-def make_batch_norm(part: ShardSpec, reduce: Reduce = _identity) -> GlobalBatchNorm | None:
+def make_batch_norm(part: ShardSpec, reduce: Reduce) -> GlobalBatchNorm | None:
     """Make a batch normalisation with global statistics, for any cut.
 
     Its input block equals its output block.

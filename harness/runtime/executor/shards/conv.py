@@ -293,37 +293,16 @@ def _windowed(part: ShardSpec, name: str, options: dict[str, Any]) -> PoolShard:
 def _counts(
     part: ShardSpec, kernel: Pair, stride: Pair, padding: Pair, options: dict[str, Any]
 ) -> Tensor:
-    """The divisor of each window of the block, (rows, columns), as in the whole pool."""
-    counted = [
-        _count_side(
-            part.output[2 + side],
-            kernel=kernel[side],
-            stride=stride[side],
-            padding=padding[side],
-            size=_whole_sides(part)[side][1],
-            is_padding_counted=options.get("count_include_pad", True),
-        )
-        for side in range(2)
-    ]
+    """The divisor of each window of the block, (rows, columns), as in the whole pool: its rows in
+    the input, or in the input and its padding. Rows beyond the padding, which occur with ceil_mode,
+    do not count."""
+    counted: list[list[int]] = [[], []]
+    for side, (_, size) in enumerate(_whole_sides(part)):
+        n, by, pad = kernel[side], stride[side], padding[side]
+        for row in range(*part.output[2 + side]):
+            start, stop = window((row, row + 1), kernel=n, stride=by, padding=pad)
+            stop = min(stop, size + pad)
+            if not options.get("count_include_pad", True):
+                start, stop = max(start, 0), min(stop, size)
+            counted[side].append(stop - start)
     return torch.outer(*(torch.tensor(side, dtype=torch.float64) for side in counted))
-
-
-def _count_side(
-    output: Interval,
-    *,
-    kernel: int,
-    stride: int,
-    padding: int,
-    size: int,
-    is_padding_counted: bool,
-) -> list[int]:
-    """Count the rows of each window that lie in the input, or in the input and its padding.
-
-    Rows beyond the padding, which occur with ceil_mode, do not count.
-    """
-    counts = []
-    for row in range(*output):
-        start, stop = window((row, row + 1), kernel=kernel, stride=stride, padding=padding)
-        stop = min(stop, size + padding)
-        counts.append(stop - start if is_padding_counted else min(stop, size) - max(start, 0))
-    return counts

@@ -249,7 +249,7 @@ class _Chooser:
             if name not in unable and self._is_made(name, form):
                 shards = self._shards(layout, name)
             elif name not in unable and form == "collective":
-                shards = [make_batch_norm(one) for one in self._specs(layout, name)]
+                shards = [make_batch_norm(one, lambda x: x) for one in self._specs(layout, name)]
             for part, shard in zip(layout.parts[name], shards, strict=True):
                 sources = whole if shard is None else list(shard.sources.values())
                 use = Use(part.device, part.stage, layout.position[name])
