@@ -15,14 +15,15 @@ from equivalence_cases import (
     any_case,
     any_strategy,
     draw_batch,
+    part_of,
     program_case,
     random_case,
     shard_state,
 )
 from equivalence_models import min_microbatch, small_graph
-from equivalence_reference import accumulate, clip, plain_optimizer
+from equivalence_reference import Trace, accumulate, clip, plain_optimizer
 from equivalence_strategies import random_strategy
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.domain.freezing import FreezableLayer, freezable_layers
@@ -77,24 +78,17 @@ class ChangingCase(msgspec.Struct, frozen=True, kw_only=True):
         return list(islice(self.plan(everything).indices(0), self.case.n_steps))
 
 
-def part_of(data: Batch, samples: list[int]) -> Batch:
-    chosen = torch.tensor(samples, dtype=torch.int64)
-    return Batch(tuple(x[chosen] for x in data.inputs), data.targets[chosen])
+def named_state(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a `full_state` by name."""
+    found: dict[str, Tensor] = dict(state["model"])
+    for index, values in state["optimizer"]["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                found[f"{key} of parameter {index}"] = value
+    return found
 
 
-class ChangingTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """What a training showed.
-
-    Attributes:
-        losses: mean over the global batch, of each step.
-        state: `full_state` of an engine after the last step.
-    """
-
-    losses: list[float]
-    state: dict[str, Any]
-
-
-def train_alone(changing: ChangingCase, *, offset: float = 0.0) -> ChangingTrace:
+def train_alone(changing: ChangingCase, *, offset: float = 0.0) -> Trace:
     """Train on one device in plain PyTorch, by the microbatches of each step's strategy.
 
     Args:
@@ -117,8 +111,8 @@ def train_alone(changing: ChangingCase, *, offset: float = 0.0) -> ChangingTrace
         clip(case, task.model)
         optimizer.step()
     states = {n: optimizer.state.get(p, {}) for n, p in enumerate(task.model.parameters())}
-    state = {"model": task.model.state_dict(), "optimizer": {"state": states}}
-    return ChangingTrace(losses=losses, state=state)
+    state = named_state({"model": task.model.state_dict(), "optimizer": {"state": states}})
+    return Trace(losses=losses, gradients=[], state=state)
 
 
 class Freezing:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
-from change_cases import ChangingCase, ChangingTrace, train_alone
-from change_training import RankTrace, merged, train_and_change, train_and_rebuild
+from change_cases import ChangingCase, train_alone
+from change_training import RankTrace, train_and_change, train_and_rebuild
 from equivalence_check import RanksBySize, on_one_device, refusal
-from equivalence_compare import FLOAT64_TOLERANCES, Worst, differences
+from equivalence_compare import FLOAT64_TOLERANCES, Worst, worst
 from equivalence_ranks import RanksFailedError
 from equivalence_reference import Trace
-from torch import Tensor
+from equivalence_training import merged
 
 # The same sums in another order; see FLOAT64_TOLERANCES for AdamW.
 LOSS_TOLERANCES = {"sgd": 1e-12, "adamw": 1e-7}
@@ -84,7 +85,7 @@ def check_change(changing: ChangingCase, ranks: RanksBySize) -> ChangeFinding:
         tolerance = max(tolerance, _FACTOR * _loss_difference(rounded, wanted))
     return ChangeFinding(
         changing=changing,
-        worst=max(differences(_traced(found), _traced(wanted)), key=lambda one: one.difference),
+        worst=worst(found, wanted),
         worst_loss=worst_loss,
         loss_tolerance=tolerance,
         n_moved_bytes=sum(n for cost in traces[0].costs for n in cost.pair_bytes.values()),
@@ -93,12 +94,11 @@ def check_change(changing: ChangingCase, ranks: RanksBySize) -> ChangeFinding:
     )
 
 
-def _loss_difference(found: ChangingTrace, wanted: ChangingTrace) -> float:
-    traces = [Trace(losses=one.losses, gradients=[], state={}) for one in (found, wanted)]
-    return max(one.difference for one in differences(*traces))
+def _loss_difference(found: Trace, wanted: Trace) -> float:
+    return worst(*(replace(one, state={}) for one in (found, wanted))).difference
 
 
-def reference(changing: ChangingCase, ranks: RanksBySize) -> ChangingTrace:
+def reference(changing: ChangingCase, ranks: RanksBySize) -> Trace:
     """One device: plain PyTorch, or, for the same dropout masks, the executor."""
     case = changing.case
     if case.dropout == "off":
@@ -109,16 +109,6 @@ def reference(changing: ChangingCase, ranks: RanksBySize) -> ChangingTrace:
     )
     traces: Any = ranks.run(1, train_and_rebuild, alone)
     return merged(traces)
-
-
-def _traced(found: ChangingTrace) -> Trace:
-    """Model and optimizer state by name, to be compared tensor by tensor."""
-    state: dict[str, Tensor] = dict(found.state["model"])
-    for index, values in found.state["optimizer"]["state"].items():
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                state[f"{key} of parameter {index}"] = value
-    return Trace(losses=found.losses, gradients=[], state=state)
 
 
 def _wrong_samples(changing: ChangingCase, traces: list[RankTrace]) -> str:

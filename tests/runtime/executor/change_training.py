@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -11,9 +12,11 @@ from unittest import mock
 import msgspec
 import torch
 import torch.distributed as dist
-from change_cases import ChangingCase, ChangingTrace, part_of
-from equivalence_cases import target_counts
+from change_cases import ChangingCase, named_state
+from equivalence_cases import part_of, target_counts
+from equivalence_reference import Trace
 from equivalence_training import CAPTURED, as_drawn, key_of, make_engine, options_of, plan_of
+from torch import Tensor
 
 from harness.domain.strategy import Strategy
 from harness.errors import VerificationError
@@ -27,13 +30,13 @@ from harness.runtime.executor.state.survivor import Survivor
 from harness.runtime.ranks.world import World
 
 
-class RankTrace(NamedTuple):
-    """One rank's parts of the losses, the samples that it read, and its state."""
+@dataclass(frozen=True, kw_only=True)
+class RankTrace(Trace):
+    """One rank's trace, with the samples that it read and the costs of its changes."""
 
-    losses: list[float]
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
     fed: list[list[int]]
-    state: dict[str, Any]
-    costs: list[ChangeCost]
+    costs: list[ChangeCost] = field(default_factory=list)
 
 
 class Changing:
@@ -87,8 +90,8 @@ def train_and_change(changing: ChangingCase, world: World) -> RankTrace:
         losses.append(loss)
         fed.append(samples)
     training.elastic.engine.verify()
-    state = training.elastic.engine.full_state()
-    return RankTrace(losses, fed, {} if world.rank else state, costs)
+    state = named_state(training.elastic.engine.full_state())
+    return RankTrace(losses=losses, fed=fed, state={} if world.rank else state, costs=costs)
 
 
 def train_and_rebuild(changing: ChangingCase, world: World) -> RankTrace:
@@ -108,7 +111,7 @@ def train_and_rebuild(changing: ChangingCase, world: World) -> RankTrace:
         share = Share(n_local=len(samples), n_global=len(samples), counts=target_counts(part))
         losses.append(float(engine.step(lambda: part, share)))  # noqa: B023
         state = engine.full_state()
-    return RankTrace(losses, changing.batches(), state, [])
+    return RankTrace(losses=losses, fed=changing.batches(), state=named_state(state))
 
 
 def layer_norms(changing: ChangingCase, world: World) -> list[float]:
@@ -163,11 +166,11 @@ def change_often(often: tuple[ChangingCase, int], world: World) -> list[Footprin
     return found
 
 
-def change_with_a_fault(changing: ChangingCase, world: World) -> tuple[RankTrace, str]:
+def change_with_a_fault(changing: ChangingCase, world: World) -> tuple[Trace, str]:
     """The first change fails, because a rank's message arrives with other bits; the rest of the
     steps are trained by the first strategy."""
     training = Changing(changing, world)
-    losses, fed, said = [], [], ""
+    losses, said = [], ""
     for step in range(changing.case.n_steps):
         if step == changing.changes[0][0]:
             try:
@@ -175,11 +178,8 @@ def change_with_a_fault(changing: ChangingCase, world: World) -> tuple[RankTrace
                     training.change(changing.changes[0][1], step)
             except VerificationError as error:
                 said = str(error)
-        loss, samples = training.step()
-        losses.append(loss)
-        fed.append(samples)
-    state = training.elastic.engine.full_state()
-    return RankTrace(losses, fed, state, []), said
+        losses.append(training.step()[0])
+    return Trace(losses=losses, gradients=[], state={}), said
 
 
 def _with_a_fault(world: World) -> Any:
@@ -231,9 +231,3 @@ def _held_bytes(engine: ExecutorEngine) -> tuple[int, int]:
     tensors = [value for values in states for value in values.values() if value is not None]
     buckets = [bucket.flat for queue in engine._sync._queues.values() for bucket in queue]
     return sum(t.nbytes for t in tensors), sum(flat.nbytes for flat in buckets)
-
-
-def merged(traces: list[RankTrace]) -> ChangingTrace:
-    """The ranks' traces as one: losses are sums over ranks."""
-    losses = [sum(parts) for parts in zip(*(trace.losses for trace in traces), strict=True)]
-    return ChangingTrace(losses=losses, state=traces[0].state)

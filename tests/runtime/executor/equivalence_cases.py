@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Literal
@@ -118,6 +119,12 @@ def draw_batch(task: Task, n: int, seed: int) -> Batch:
         ends = torch.randint(1, targets.shape[1] + 1, (n, 1), generator=generator)
         targets[torch.arange(targets.shape[1]) >= ends] = IGNORED
     return Batch(inputs, targets)
+
+
+def part_of(whole: Batch, samples: Sequence[int]) -> Batch:
+    """Some samples of a batch."""
+    chosen = torch.tensor(samples, dtype=torch.int64)
+    return Batch(tuple(x[chosen] for x in whole.inputs), whole.targets[chosen])
 
 
 def target_counts(batch: Batch) -> tuple[int, ...]:

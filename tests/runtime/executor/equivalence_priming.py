@@ -7,8 +7,8 @@ from typing import Any
 from unittest import mock
 
 import equivalence_training
-from equivalence_cases import Case
-from equivalence_training import make_engine, options_of, own_part, small_pieces, train_step
+from equivalence_cases import Case, part_of
+from equivalence_training import make_engine, options_of, small_pieces, train_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -70,7 +70,7 @@ def evaluated(case: Case, world: World) -> list[float]:
     that they take are without messages."""
     task = case.make_task()
     engine = make_engine(case, task, world)
-    batch, found = own_part(case.batch(task, 0), engine.samples), []
+    batch, found = part_of(case.batch(task, 0), engine.samples), []
     forward, n_muted = engine.compute_forward, []
 
     def counted(part: Batch | None) -> Tensor:

@@ -16,7 +16,7 @@ from unittest import mock
 import msgspec
 import torch
 import torch.distributed as dist
-from equivalence_cases import Case, target_counts
+from equivalence_cases import Case, part_of, target_counts
 from equivalence_reference import Trace
 from torch import Tensor
 
@@ -26,7 +26,6 @@ from harness.domain.strategy import Strategy
 from harness.measure.derive.spans import spans_of
 from harness.measure.recorder import HostClock, Recorder
 from harness.runtime.capture.capture import Captured
-from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import Engine, EngineOptions, Share
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.engine import ExecutorEngine
@@ -125,18 +124,12 @@ def small_pieces(case: Case) -> Iterator[None]:
         yield
 
 
-def own_part(whole: Batch, positions: list[int]) -> Batch:
-    """The samples of a global batch that a rank is fed."""
-    chosen = torch.tensor(positions, dtype=torch.int64)
-    return Batch(tuple(x[chosen] for x in whole.inputs), whole.targets[chosen])
-
-
 def train_step(
     engine: ExecutorEngine, case: Case, task: Task, step: int, *, is_muted: bool = False
 ) -> float:
     """Carry out one step; this rank's part of its mean loss."""
     whole = case.batch(task, step)
-    part, counts = own_part(whole, engine.samples), target_counts(whole)
+    part, counts = part_of(whole, engine.samples), target_counts(whole)
     share = Share(n_local=len(engine.samples), n_global=case.strategy.batch, counts=counts)
     return float(engine.step(lambda: part, share, is_muted=is_muted))
 
@@ -389,7 +382,7 @@ def train_by_ddp(case: Case, world: World) -> Trace:
     engine = TorchEngine(task, world, Recorder(HostClock()), options)
     share = Share(n_local=len(samples), n_global=case.strategy.batch)
     losses = [
-        float(engine.step(lambda s=step: own_part(case.batch(task, s), samples), share))  # type: ignore[misc]
+        float(engine.step(lambda s=step: part_of(case.batch(task, s), samples), share))  # type: ignore[misc]
         for step in range(case.n_steps)
     ]
     return Trace(losses=losses, gradients=[], state=_final_state(case, engine))

@@ -8,12 +8,12 @@ from change_training import (
     change_with_a_fault,
     freeze_and_count,
     layer_norms,
-    merged,
     survive_the_last_change,
 )
 from equivalence_cases import Case
 from equivalence_models import small_graph
 from equivalence_strategies import named_strategies
+from equivalence_training import merged
 from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster

@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 import numpy as np
 import torch
-from equivalence_cases import draw_batch
+from equivalence_cases import draw_batch, part_of
 from equivalence_reference import Trace, gradients_of, slices
 from equivalence_strategies import random_strategy, with_attention_by_positions
 from equivalence_training import CAPTURED
@@ -223,20 +223,18 @@ def _train(case: ZooCase, world: World) -> Trace:
     options = EngineOptions(dtype="fp32", optimizer=_SGD, batch=BATCH)
     engine = ExecutorEngine(task, world, Recorder(HostClock()), options, chosen_plan, captured)
     kept = engine.keep_gradients()
-    chosen = torch.tensor(engine.samples, dtype=torch.int64)
-    share = Share(n_local=len(chosen), n_global=BATCH)
+    share = Share(n_local=len(engine.samples), n_global=BATCH)
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
     durations: list[float] = []
     for step in range(N_STEPS):
-        whole = case.batch(task, step)
-        part = Batch(tuple(x[chosen] for x in whole.inputs), whole.targets[chosen])
+        part = part_of(case.batch(task, step), engine.samples)
         start_s = time.perf_counter()
         losses.append(float(engine.step(lambda part=part: part, share)))  # type: ignore[misc]
         durations.append(time.perf_counter() - start_s)
         gradients.append({n: g.detach().clone() for n, g in kept().items()})
     engine.verify()
-    state = {n: t.detach().clone() for n, t in engine.full_state()["model"].items()}
+    state = {n: t.detach().clone() for n, t in engine.model_state().items()}
     step_s = min(durations[1:])
     if world.rank:
         return Trace(losses=losses, gradients=[], state={}, step_s=step_s)
