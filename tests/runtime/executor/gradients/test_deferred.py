@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from harness.runtime.executor.gradients.counts import backward_calls
 from harness.runtime.executor.gradients.deferred import ImmediateSink, WeightQueue, defer
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 CASES = [
     (nn.Linear(6, 5), (4, 6)),
     (nn.Linear(6, 5, bias=False), (4, 6)),
@@ -30,24 +32,25 @@ def trained(module, inputs, flush=lambda: None):
     return output, [x.grad for x in inputs]
 
 
+def taken(module):
+    """The gradients of a module's parameters, which has none then."""
+    gradients = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    return gradients
+
+
 @pytest.mark.parametrize(("module", "shape"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_deferred_gradients_are_bit_equal_to_those_of_autograd(module, shape, dtype):
     module = copy.deepcopy(module).to(dtype)
     inputs = [torch.randn(shape, dtype=dtype) for _ in range(3)]
     expected = trained(module, inputs)
-    gradients = [p.grad for p in module.parameters()]
-    module.zero_grad()
-    queue = WeightQueue()
+    gradients, queue = taken(module), WeightQueue()
     found = trained(defer(module, queue, GradientBuffers()), inputs)
     assert all(p.grad is None for p in module.parameters())
     assert queue.flush() == list(module.parameters())
     assert queue.flush() == []
-    assert torch.equal(found[0], expected[0])
-    for a, b in zip(found[1], expected[1], strict=True):
-        assert torch.equal(a, b)
-    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-        assert torch.equal(parameter.grad, gradient)
+    assert_equal([*found, taken(module)], [*expected, gradients])
 
 
 def test_deferred_gradients_have_the_strides_of_their_parameters():
@@ -61,12 +64,10 @@ def test_deferred_gradients_have_the_strides_of_their_parameters():
 def test_what_follows_a_deferred_layer_may_work_in_place():
     module, queue, x = nn.Linear(6, 5), WeightQueue(), torch.randn(2, 3, 6)
     F.relu(module(x), inplace=True).sum().backward()
-    expected = [p.grad for p in module.parameters()]
-    module.zero_grad()
+    expected = taken(module)
     F.relu(defer(module, queue, GradientBuffers())(x), inplace=True).sum().backward()
     queue.flush()
-    for parameter, gradient in zip(module.parameters(), expected, strict=True):
-        assert torch.equal(parameter.grad, gradient)
+    assert_equal(taken(module), expected)
 
 
 @pytest.mark.parametrize("dim", [0, 1])  # of the only sample
@@ -117,16 +118,14 @@ def test_joined_calls_give_their_gradients_with_the_last(module, shape):
     module, queue = copy.deepcopy(module).double(), WeightQueue()
     inputs = [torch.randn(n, *shape[1:], dtype=torch.float64) for n in (2, 3, 2)]
     expected = trained(module, inputs)
-    gradients = [p.grad for p in module.parameters()]
-    module.zero_grad()
+    gradients = taken(module)
     own = defer(module, queue, GradientBuffers(), n_joined=3)
     trained(own, inputs[:2])
     assert queue.flush() == []
     found = trained(own, inputs[2:])
     assert queue.flush() == list(module.parameters())
     assert torch.equal(found[0], expected[0])
-    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close(taken(module), gradients)
 
 
 def test_at_once_a_large_gradient_is_written_where_it_stays():
@@ -136,14 +135,11 @@ def test_at_once_a_large_gradient_is_written_where_it_stays():
     own = defer(module, ImmediateSink(reached.append), buffers)
     inputs = [torch.randn(3, 1024) for _ in range(2)]
     trained(module, inputs)
-    expected = [p.grad for p in module.parameters()]
-    module.zero_grad()
+    expected = taken(module)
     trained(own, inputs)
     assert reached == 2 * [module.weight, module.bias]
     assert module.weight.grad is buffer
-    for parameter, gradient in zip(module.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
-    module.zero_grad()
+    torch.testing.assert_close(taken(module), expected)
     trained(own, inputs[:1])
     assert module.weight.grad is buffer  # what the step before left there is gone
     trained(module.requires_grad_(), inputs[1:])
@@ -162,15 +158,11 @@ def test_under_autocast_gradients_are_those_of_autograd():
         return output, own.grad
 
     expected = run(module)
-    gradients = [p.grad for p in module.parameters()]
-    module.zero_grad()
+    gradients = taken(module)
     found = run(defer(module, queue, GradientBuffers()))
     queue.flush()
     assert found[0].dtype == torch.bfloat16
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-        assert torch.equal(parameter.grad, gradient)
+    assert_equal([*found, taken(module)], [*expected, gradients])
 
 
 def test_under_autocast_another_use_of_the_weights_is_trained():
@@ -178,9 +170,7 @@ def test_under_autocast_another_use_of_the_weights_is_trained():
     own = defer(module, WeightQueue(), GradientBuffers())
     with torch.autocast("cpu", torch.bfloat16):
         module(own(x)).float().sum().backward()
-    found = [p.grad for p in module.parameters()]
-    module.zero_grad()
+    found = taken(module)
     with torch.autocast("cpu", torch.bfloat16):
         module(module(x).detach()).float().sum().backward()
-    for parameter, gradient in zip(module.parameters(), found, strict=True):
-        assert torch.equal(parameter.grad, gradient)
+    assert_equal(taken(module), found)

@@ -47,6 +47,15 @@ def test_gradients_lie_in_a_bucket_as_their_parameters_do_in_memory():
     assert all(parameter.grad is bucket.views[parameter] for parameter in parameters)
 
 
+def scattered_over_two(parameter, backend, *reduced):
+    """A bucket of one parameter, and the part of it that rank 0 owns."""
+    piece = WeightSlice.whole("w", parameter)
+    parts = tuple(piece.part(k, 2) for k in range(2))
+    own = nn.Parameter(parts[0].take(parameter.detach()).clone())
+    slices = [SharedSlice(piece, parameter, (0, 1), parts, own, 0)]
+    return ScatterBucket("bucket0", slices, SimpleNamespace(backend=backend), *reduced), own
+
+
 def test_fp32_gradients_are_sent_as_bf16_on_request(monkeypatch):
     seen = []
 
@@ -63,11 +72,7 @@ def test_fp32_gradients_are_sent_as_bf16_on_request(monkeypatch):
     value = 1 + 2**-12  # bf16 keeps 8 bits
     parameter = nn.Parameter(torch.zeros(2, 2))
     whole = SumBucket("bucket0", "", [parameter], "bf16")
-    piece = WeightSlice.whole("w", parameter)
-    parts = tuple(piece.part(k, 2) for k in range(2))
-    own = nn.Parameter(parts[0].take(parameter.detach()).clone())
-    slices = [SharedSlice(piece, parameter, (0, 1), parts, own, 0)]
-    scattered = ScatterBucket("bucket0", slices, SimpleNamespace(backend="gloo"), "bf16")
+    scattered, own = scattered_over_two(parameter, "gloo", "bf16")
     for bucket in (whole, scattered):
         parameter.grad = torch.full((2, 2), value)
         bucket.collect()
@@ -94,11 +99,7 @@ def test_gradients_on_their_way_by_nccl_are_kept_until_they_have_arrived(
     for name in ("reduce_scatter_single", "reduce_scatter_tensor", "reduce_scatter"):
         monkeypatch.setattr(dist, name, scatter, raising=False)
     parameter = nn.Parameter(torch.zeros(n_rows, 2, dtype=dtype))
-    piece = WeightSlice.whole("w", parameter)
-    parts = tuple(piece.part(k, 2) for k in range(2))
-    own = nn.Parameter(parts[0].take(parameter.detach()))
-    slices = [SharedSlice(piece, parameter, (0, 1), parts, own, 0)]
-    bucket = ScatterBucket("bucket0", slices, SimpleNamespace(backend="nccl"))
+    bucket, own = scattered_over_two(parameter, "nccl")
     parameter.grad = torch.ones(n_rows, 2, dtype=dtype)
     bucket.collect()
     packed = weakref.ref(bucket.flat)
