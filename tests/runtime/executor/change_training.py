@@ -15,7 +15,7 @@ import torch.distributed as dist
 from change_cases import ChangingCase, named_state
 from equivalence_cases import part_of, target_counts
 from equivalence_reference import Trace
-from equivalence_training import CAPTURED, as_drawn, key_of, make_engine, options_of, plan_of
+from equivalence_training import as_drawn, make_engine, options_of, plan_of, task_of
 from torch import Tensor
 
 from harness.domain.strategy import Strategy
@@ -46,7 +46,7 @@ class Changing:
         case = changing.case
         self._changing, self._world = changing, world
         self._data = changing.data(case.make_task())
-        task, captured = CAPTURED.pop(key_of(case), (case.make_task(), None))
+        task, captured = task_of(case)
         with as_drawn(case):
             self.elastic = ElasticExecutor(
                 task, world, Recorder(HostClock()), options_of(case), plan_of(case), captured
@@ -102,8 +102,7 @@ def train_and_rebuild(changing: ChangingCase, world: World) -> RankTrace:
     for step, samples in enumerate(changing.batches()):
         if step in at:
             case = msgspec.structs.replace(changing.case, strategy=at[step])
-            task = case.make_task()
-            engine = make_engine(case, task, world)
+            engine = make_engine(case, world)
             if state:
                 engine.load_full_state(state)
         data = changing.data(changing.case.make_task())

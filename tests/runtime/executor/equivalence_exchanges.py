@@ -41,7 +41,7 @@ def norms_case(
 
 def joined_parameters(case: Case, world: World) -> int:
     """Of how many parameters this rank joins the microbatches."""
-    engine = make_engine(case, case.make_task(), world)
+    engine = make_engine(case, world)
     modules = [
         segment.module
         for program, _ in engine._programs.values()
@@ -120,7 +120,7 @@ def _orders(messages: Iterable[Message]) -> Orders:
 
 def order_of_messages(case: Case, world: World) -> dict[str, tuple[Orders, Orders]]:
     """What this rank sends and receives, forward and backward, in order."""
-    engine = make_engine(case, case.make_task(), world)
+    engine = make_engine(case, world)
     ((program, moves),) = engine._programs.values()
     leaving, returning = sorted(moves.leaving.items()), sorted(moves.returning.items())[::-1]
     sent = {
@@ -157,9 +157,8 @@ def _n_bytes(tensors: list[Tensor]) -> int:
 
 def kept_bytes(case: Case, world: World) -> Kept:
     """Train two steps, and count."""
-    task = case.make_task()
-    engine = make_engine(case, task, world)
-    train_step(engine, case, task, 0)
+    engine = make_engine(case, world)
+    train_step(engine, case, 0)
     live: dict[int, int] = {}
     found: list[int] = []
     start, free = WeightUnit.start, WeightUnit.free
@@ -177,7 +176,7 @@ def kept_bytes(case: Case, world: World) -> Kept:
         mock.patch.object(WeightUnit, "start", started),
         mock.patch.object(WeightUnit, "free", freed),
     ):
-        train_step(engine, case, task, 1)
+        train_step(engine, case, 1)
     own = list(engine.owners.own.values())
     buckets = [bucket for queue in engine._sync._queues.values() for bucket in queue]
     sums = [getattr(bucket, "sums", None) for bucket in buckets]

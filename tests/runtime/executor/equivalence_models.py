@@ -35,7 +35,8 @@ from equivalence_programs import is_dropping, is_normed, is_program, program_tas
 from torch import nn
 
 from harness.domain.graph import Graph
-from harness.runtime.capture.capture import capture
+from harness.runtime.capture.capture import Captured, capture
+from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.models import build_task, fit_options
 from harness.runtime.models.dlrm import Dlrm, interaction_width
 from harness.runtime.models.lenet import LeNet
@@ -323,3 +324,9 @@ def has_dropout(name: str) -> bool:
 def small_graph(name: str) -> Graph:
     """A model's graph, for GRAPH_BATCH samples."""
     return capture(small_task(name), GRAPH_BATCH, name).graph
+
+
+def described(task: Task, batch: int) -> tuple[Captured, MetaModel]:
+    """A task's captured model for a batch, and the shapes of its values."""
+    captured = capture(task, batch, "model")
+    return captured, MetaModel(captured, task.inputs, torch.device("cpu"))

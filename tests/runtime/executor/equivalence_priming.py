@@ -45,8 +45,7 @@ def first_called_beside_receives(case: Case, world: World) -> list[str]:
     options = replace(options_of(case), reduce_dtype="bf16")
     given = mock.patch.object(equivalence_training, "options_of", return_value=options)
     with small_pieces(case), given:
-        task = case.make_task()
-        engine = make_engine(case, task, world)
+        engine = make_engine(case, world)
     called, prime, update = Called(engine._channels), engine._prime, engine._update
 
     def primed(*told: Any) -> None:
@@ -61,16 +60,15 @@ def first_called_beside_receives(case: Case, world: World) -> list[str]:
     if not case.is_asynchronous:
         engine._update = unseen  # type: ignore[method-assign]
     with called:
-        train_step(engine, case, task, 0)
+        train_step(engine, case, 0)
     return sorted(called.found[False] - called.found[True])
 
 
 def evaluated(case: Case, world: World) -> list[float]:
     """This rank's part of the loss of a batch, by two evaluations, and how many of the forwards
     that they take are without messages."""
-    task = case.make_task()
-    engine = make_engine(case, task, world)
-    batch, found = part_of(case.batch(task, 0), engine.samples), []
+    engine = make_engine(case, world)
+    batch, found = part_of(case.batch(engine._task, 0), engine.samples), []
     forward, n_muted = engine.compute_forward, []
 
     def counted(part: Batch | None) -> Tensor:

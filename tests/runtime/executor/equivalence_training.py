@@ -51,16 +51,19 @@ def key_of(case: Case) -> object:
     return type(case), case.model, case.seed, case.dtype, case.dropout, case.strategy.batch
 
 
+def task_of(case: Case) -> tuple[Task, Captured | None]:
+    """A case's task, and its graph where that was captured before."""
+    return CAPTURED.pop(key_of(case), None) or (case.make_task(), None)
+
+
 def make_engine(
-    case: Case,
-    task: Task,
-    world: World,
-    recorder: Recorder | None = None,
+    case: Case, world: World, recorder: Recorder | None = None, *, task: Task | None = None
 ) -> ExecutorEngine:
+    """The engine of a case, by its own task if None is given."""
+    given, captured = (task, None) if task else task_of(case)
     recorder, plan = recorder or Recorder(HostClock()), plan_of(case)
-    task, captured = CAPTURED.pop(key_of(case), (task, None))
     with as_drawn(case):
-        engine = ExecutorEngine(task, world, recorder, options_of(case), plan, captured)
+        engine = ExecutorEngine(given, world, recorder, options_of(case), plan, captured)
     engine.is_priming_due = case.seed % 3 == 0  # as NCCL needs it
     return engine
 
@@ -124,11 +127,9 @@ def small_pieces(case: Case) -> Iterator[None]:
         yield
 
 
-def train_step(
-    engine: ExecutorEngine, case: Case, task: Task, step: int, *, is_muted: bool = False
-) -> float:
+def train_step(engine: ExecutorEngine, case: Case, step: int, *, is_muted: bool = False) -> float:
     """Carry out one step; this rank's part of its mean loss."""
-    whole = case.batch(task, step)
+    whole = case.batch(engine._task, step)
     part, counts = part_of(whole, engine.samples), target_counts(whole)
     share = Share(n_local=len(engine.samples), n_global=case.strategy.batch, counts=counts)
     return float(engine.step(lambda: part, share, is_muted=is_muted))
@@ -136,10 +137,9 @@ def train_step(
 
 def n_synchronisations(case: Case, world: World) -> int:
     """How many sums of gradients this rank takes part in, in a step that follows another."""
-    task = case.make_task()
-    engine = make_engine(case, task, world)
+    engine = make_engine(case, world)
     for step in range(2):
-        train_step(engine, case, task, step)
+        train_step(engine, case, step)
     return engine.n_synchronisations
 
 
@@ -147,7 +147,7 @@ def train_in_fp16(case: Case, world: World) -> list[tuple[float, float, bool]]:
     """Train four steps, the third with a factor of the losses that overflows: this rank's loss, the
     factor after the step, and whether the step changed its weights. The last step is by another
     engine."""
-    task, captured = CAPTURED.pop(key_of(case), (case.make_task(), None))
+    task, captured = task_of(case)
     options = EngineOptions(dtype="fp16", optimizer=case.optimizer_options())
     plan = ExecutorPlan(strategy=case.strategy, timeout_s=TIMEOUT_S, is_held=True)
     engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan, captured)
@@ -162,7 +162,7 @@ def train_in_fp16(case: Case, world: World) -> list[tuple[float, float, bool]]:
         assert scaler is not None
         if step == 2:
             scaler.update(2.0**60)
-        loss = train_step(engine, case, task, step)
+        loss = train_step(engine, case, step)
         pairs = zip(before, engine.model.parameters(), strict=True)
         is_changed = any(not torch.equal(a, b) for a, b in pairs)
         found.append((loss, engine._scale.factor(), is_changed))
@@ -176,11 +176,11 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
     """Kinds and labels of spans of a step, and of one without communication, which every rank
     carries out while all others stand still; whether the engine says that it can. Both follow
     another step."""
-    task, recorder = case.make_task(), Recorder(HostClock())
-    engine = make_engine(case, task, world, recorder)
+    recorder = Recorder(HostClock())
+    engine = make_engine(case, world, recorder)
 
     def phases(*, is_muted: bool) -> list[Phase]:
-        train_step(engine, case, task, 0, is_muted=is_muted)
+        train_step(engine, case, 0, is_muted=is_muted)
         return sorted((s.kind, s.label) for s in spans_of(recorder.collect()))
 
     phases(is_muted=False)
@@ -204,18 +204,17 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
 
 def spans_of_a_step(case: Case, world: World) -> list[Span]:
     """In the order of their start, of a step that follows another."""
-    task, recorder = case.make_task(), Recorder(HostClock())
-    engine = make_engine(case, task, world, recorder)
-    train_step(engine, case, task, 0)
+    recorder = Recorder(HostClock())
+    engine = make_engine(case, world, recorder)
+    train_step(engine, case, 0)
     recorder.discard()
-    train_step(engine, case, task, 1)
+    train_step(engine, case, 1)
     return spans_of(recorder.collect())
 
 
 def most_sending(case: Case, world: World) -> int:
     """The most sends whose tensors this rank keeps at once in a step."""
-    task = case.make_task()
-    engine = make_engine(case, task, world)
+    engine = make_engine(case, world)
     found: list[int] = []
     send = Channels.send
 
@@ -224,17 +223,16 @@ def most_sending(case: Case, world: World) -> int:
         found.append(sum(map(len, channels._sending.values())))
 
     with mock.patch.object(Channels, "send", counted):
-        train_step(engine, case, task, 0)
+        train_step(engine, case, 0)
     return max(found)
 
 
 def sends_kept(case: Case, world: World) -> list[int]:
     """How many sends' tensors this rank keeps after each of six steps."""
-    task = case.make_task()
-    engine = make_engine(case, task, world)
+    engine = make_engine(case, world)
     found: list[int] = []
     for step in range(6):
-        train_step(engine, case, task, step)
+        train_step(engine, case, step)
         found.append(sum(map(len, engine._channels._sending.values())))
     engine.flush()
     return found
@@ -243,10 +241,9 @@ def sends_kept(case: Case, world: World) -> list[int]:
 def closing(case: Case, world: World) -> tuple[int, int, bool]:
     """How many process groups an engine makes, how many are left of it when it is closed, and
     whether it is freed then."""
-    task = case.make_task()
     n_before = len(dist.distributed_c10d._world.pg_map)
-    engine = make_engine(case, task, world)
-    train_step(engine, case, task, 0)
+    engine = make_engine(case, world)
+    train_step(engine, case, 0)
     n_made = len(dist.distributed_c10d._world.pg_map) - n_before
     dist.barrier()  # nobody is in a step any more
     engine.close()
@@ -259,8 +256,7 @@ def closing(case: Case, world: World) -> tuple[int, int, bool]:
 
 def samples_of_joined_products(case: Case, world: World) -> list[int]:
     """Of how many samples each gradient of a convolution's weights is computed in a step."""
-    task = case.make_task()
-    engine = make_engine(case, task, world)
+    engine = make_engine(case, world)
     found: list[int] = []
     add = ConvProduct.add_gradients
 
@@ -269,7 +265,7 @@ def samples_of_joined_products(case: Case, world: World) -> list[int]:
         return add(product, x, *others)
 
     with mock.patch.object(ConvProduct, "add_gradients", counted):
-        train_step(engine, case, task, 0)
+        train_step(engine, case, 0)
     return found
 
 
@@ -293,13 +289,12 @@ def train_by_strategy(case: Case, world: World) -> Trace:
 
 
 def _train_by_strategy(case: Case, world: World) -> Trace:
-    task = case.make_task()
-    engine = make_engine(case, task, world)
+    engine = make_engine(case, world)
     kept = engine.keep_gradients()
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
     for step in range(case.n_steps):
-        losses.append(train_step(engine, case, task, step))
+        losses.append(train_step(engine, case, step))
         gradients.append(_copied(kept()))
     engine.verify()
     state = _final_state(case, engine)
@@ -354,9 +349,8 @@ def load_and_train(move: Move, world: World) -> Trace:
 
 
 def _train_before(move: Move, world: World) -> tuple[list[float], ExecutorEngine]:
-    task = move.case.make_task()
-    engine = make_engine(move.case, task, world)
-    losses = [train_step(engine, move.case, task, step) for step in range(move.n_before)]
+    engine = make_engine(move.case, world)
+    losses = [train_step(engine, move.case, step) for step in range(move.n_before)]
     return losses, engine
 
 
@@ -364,11 +358,10 @@ def _train_after(move: Move, state: dict[str, Any], world: World) -> Trace:
     case = move.case
     # Other weights, so that nothing but the state can carry them over.
     fresh = msgspec.structs.replace(case, seed=case.seed + 1).make_task()
-    moved = make_engine(msgspec.structs.replace(case, strategy=move.after), fresh, world)
+    moved = make_engine(msgspec.structs.replace(case, strategy=move.after), world, task=fresh)
     moved.load_full_state(state)
     kept = moved.keep_gradients()
-    task = case.make_task()
-    losses = [train_step(moved, case, task, s) for s in range(move.n_before, case.n_steps)]
+    losses = [train_step(moved, case, s) for s in range(move.n_before, case.n_steps)]
     gradients = _copied(kept())
     moved.verify()
     return Trace(losses=losses, gradients=[gradients], state=_final_state(case, moved))
@@ -376,7 +369,7 @@ def _train_after(move: Move, state: dict[str, Any], world: World) -> Trace:
 
 def train_by_ddp(case: Case, world: World) -> Trace:
     """Train by torch's DistributedDataParallel on the samples that the strategy gives each rank."""
-    samples = make_engine(case, case.make_task(), world).samples
+    samples = make_engine(case, world).samples
     task = case.make_task()
     options = EngineOptions(dtype="fp32", optimizer=case.optimizer_options())
     engine = TorchEngine(task, world, Recorder(HostClock()), options)

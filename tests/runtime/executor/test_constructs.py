@@ -6,22 +6,17 @@ from random import Random
 
 import msgspec
 import pytest
-import torch
-from equivalence_cases import Case
 from equivalence_check import assert_equal
-from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
-from equivalence_models import small_graph, small_task
-from equivalence_named import make_case, trained_alone
+from equivalence_models import described, small_graph, small_task
+from equivalence_named import assert_trained, case_of, make_case, pipeline_case
 from equivalence_operators import OPERATORS
 from equivalence_ranks import local_world
-from equivalence_strategies import named_strategies, random_strategy
+from equivalence_strategies import random_strategy
 from equivalence_training import make_engine
-from made_graphs import replicated_pipeline, small_cluster
+from made_graphs import small_cluster
 
 from harness.domain.strategy import OperatorPlan, validate
 from harness.errors import ModelError, StrategyError
-from harness.runtime.capture.capture import capture
-from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.shards.batch_norm import check_writers
 from harness.runtime.executor.shards.forms import choose_forms
@@ -37,21 +32,16 @@ CONSTRUCTS = (
 MIXING = ("hooked_module", "buffer_assigned", "thirds_of_batch")
 
 
-def assert_trained_by_name(model, name, ranks):
-    found = ranks.train(make_case(model, name))
-    assert first_beyond(found, trained_alone(model), FLOAT64_TOLERANCES["sgd"]) is None
-
-
 @pytest.mark.parametrize("name", WITHOUT_MICROBATCHES + WITH_MICROBATCHES)
 @pytest.mark.parametrize("model", CONSTRUCTS)
 def test_a_construct_trains_what_one_device_trains(model, name, ranks):
-    assert_trained_by_name(model, name, ranks)
+    assert_trained(make_case(model, name), ranks)
 
 
 @pytest.mark.parametrize("name", WITHOUT_MICROBATCHES)
 @pytest.mark.parametrize("model", MIXING)
 def test_what_mixes_samples_trains_what_one_device_trains(model, name, ranks):
-    assert_trained_by_name(model, name, ranks)
+    assert_trained(make_case(model, name), ranks)
 
 
 @pytest.mark.parametrize("name", WITH_MICROBATCHES)
@@ -59,21 +49,17 @@ def test_what_mixes_samples_trains_what_one_device_trains(model, name, ranks):
 def test_what_mixes_samples_refuses_microbatches(model, name):
     case = make_case(model, name)
     with pytest.raises(StrategyError, match="needs all samples of a batch at once"):
-        make_engine(case, case.make_task(), local_world(0, 2))
+        make_engine(case, local_world(0, 2))
 
 
 ALIKE = sorted(OPERATORS.keys() - {"shared_norm", "spectral_norm", "fixed_batch"})
 NAMES = ("ddp", "tensor parallel", "zero_bubble")
 
 
-def assert_trained_alike(model, strategy, ranks):
-    assert_equal(Case(name=strategy.name, model=model, n_ranks=2, strategy=strategy), ranks)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("model", ALIKE)
 def test_operators_train_what_one_device_trains(model, name, ranks):
-    assert_trained_alike(model, named_strategies(small_graph(model), 2, 8)[name], ranks)
+    assert_equal(make_case(model, name), ranks)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -81,19 +67,17 @@ def test_operators_train_what_one_device_trains(model, name, ranks):
 def test_random_strategies_train_what_one_device_trains(model, seed, ranks):
     schedule = ("1f1b", "interleaved")[seed]
     strategy = random_strategy(Random(seed), small_graph(model), 2, 8, schedule=schedule)
-    assert_trained_alike(model, msgspec.structs.replace(strategy, name=f"random {seed}"), ranks)
+    assert_equal(case_of(model, strategy, name=f"random {seed}"), ranks)
 
 
 @pytest.mark.parametrize("name", ["ddp", "single"])
 def test_a_batch_norm_of_several_operators_is_trained_where_all_are_planned_alike(name, ranks):
-    assert_trained_alike(
-        "shared_norm", named_strategies(small_graph("shared_norm"), 2, 8)[name], ranks
-    )
+    assert_equal(make_case("shared_norm", name), ranks)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "tensor parallel"])
 def test_a_batch_norm_of_operators_that_are_planned_unalike_is_refused(name):
-    strategy = named_strategies(small_graph("shared_norm"), 2, 8)[name]
+    strategy = make_case("shared_norm", name).strategy
     if name == "tensor parallel":
         plans = dict(strategy.operators)
         plans["norm"] = OperatorPlan({}, [1])
@@ -104,26 +88,19 @@ def test_a_batch_norm_of_operators_that_are_planned_unalike_is_refused(name):
 
 @pytest.mark.parametrize("name", ["single", "ddp", "tensor parallel"])
 def test_a_module_that_changes_its_buffers_trains_where_it_runs_once_a_step(name, ranks):
-    strategy = named_strategies(small_graph("spectral_norm"), 2, 8)[name]
-    assert_trained_alike("spectral_norm", strategy, ranks)
+    assert_equal(make_case("spectral_norm", name), ranks)
 
 
 @pytest.mark.parametrize(("name", "why"), [("gpipe", "4 microbatches"), ("recompute", "recomp")])
 def test_a_module_that_changes_its_buffers_is_refused_where_it_runs_more_often(name, why):
-    task, graph = small_task("spectral_norm"), small_graph("spectral_norm")
-    n_microbatches = 4 if name == "gpipe" else 1
-    strategy = replicated_pipeline(
-        graph, 8, [[0], [1]], n_microbatches=n_microbatches, recompute=name == "recompute"
-    )
-    captured = capture(task, 8, "model")
-    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
+    n_microbatches, recompute = (4, False) if name == "gpipe" else (1, True)
+    case = pipeline_case("spectral_norm", 8, [[0], [1]], n_microbatches, recompute=recompute)
     with pytest.raises(StrategyError, match=f"'second' changes its buffer '[^']*' .*{why}"):
-        check_writers(captured, meta, strategy)
+        check_writers(*described(small_task("spectral_norm"), 8), case.strategy)
 
 
 def test_a_batch_size_that_is_written_out_is_trained_whole(ranks):
-    strategy = named_strategies(small_graph("fixed_batch"), 2, 8)["single"]
-    assert_trained_alike("fixed_batch", strategy, ranks)
+    assert_equal(make_case("fixed_batch", "single"), ranks)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +111,9 @@ def test_a_batch_size_that_is_written_out_is_trained_whole(ranks):
     ],
 )
 def test_a_batch_size_that_is_written_out_is_refused_in_parts(name, message):
-    task = small_task("fixed_batch")
-    strategy = named_strategies(small_graph("fixed_batch"), 2, 8)[name]
-    captured = capture(task, 8, "model")
-    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
+    strategy = make_case("fixed_batch", name).strategy
     sizes = sorted(set(strategy.microbatch_sizes()))
     with pytest.raises(ModelError, match=message):
-        choose_forms(captured, meta, ExecutorPlan(strategy=strategy), sizes)
+        choose_forms(
+            *described(small_task("fixed_batch"), 8), ExecutorPlan(strategy=strategy), sizes
+        )

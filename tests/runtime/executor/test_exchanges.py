@@ -5,7 +5,7 @@ from functools import partial
 import msgspec
 import pytest
 import torch
-from equivalence_cases import Case, random_case
+from equivalence_cases import random_case
 from equivalence_check import assert_equal, reference
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
 from equivalence_exchanges import (
@@ -20,10 +20,10 @@ from equivalence_exchanges import (
     third_branch_copied,
     train_joined_on_rank_1,
 )
-from equivalence_models import small_graph
+from equivalence_models import described, small_graph
+from equivalence_named import case_of, make_case
 from equivalence_ranks import local_world
 from equivalence_reference import train_alone
-from equivalence_strategies import named_strategies
 from equivalence_training import make_engine, merged, train_in_fp16, train_in_pairs
 from torch import nn
 
@@ -31,9 +31,7 @@ from harness.domain.partition import REPLICA, SAMPLE
 from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import SHARD_STATES, OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
-from harness.runtime.capture.capture import capture
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.shards.forms import choose_forms
 from harness.runtime.models.task import InputSpec, Task
@@ -65,29 +63,29 @@ def test_a_block_of_a_norm_that_nobody_reads_takes_part_in_its_sums(recompute, r
 
 
 # NCCL pairs sends and receives by their order.
-@pytest.mark.parametrize("make_case", [third_branch_copied, read_ahead])
+@pytest.mark.parametrize("make", [third_branch_copied, read_ahead])
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_messages_are_received_in_the_order_in_which_they_are_sent(way, make_case, ranks):
-    first, second = (one[way] for one in ranks.run(2, order_of_messages, make_case()))
+def test_messages_are_received_in_the_order_in_which_they_are_sent(way, make, ranks):
+    first, second = (one[way] for one in ranks.run(2, order_of_messages, make()))
     assert (first[0], second[0]) == (second[1], first[1])
     assert max(map(len, [*first[0].values(), *second[0].values()])) > 1
 
 
 # Over gloo too a message has no tag, then, by which it could be told from another.
 @pytest.mark.parametrize(
-    "make_case",
+    "make",
     [third_branch_copied, read_ahead, *(partial(random_case, 0, index) for index in (1, 10, 292))],
 )
-def test_what_order_alone_pairs_trains_the_same(make_case, ranks):
-    case = make_case()
+def test_what_order_alone_pairs_trains_the_same(make, ranks):
+    case = make()
     found = merged(ranks.run(case.n_ranks, train_in_pairs, case))
     tolerance = FLOAT64_TOLERANCES[case.optimizer]
     assert first_beyond(found, reference(case, ranks), tolerance) is None
 
 
-@pytest.mark.parametrize("make_case", [read_by_two_stages, read_as_view])
-def test_what_joined_gradients_are_computed_from_is_not_received_into(make_case, ranks):
-    assert_equal(make_case(), ranks)
+@pytest.mark.parametrize("make", [read_by_two_stages, read_as_view])
+def test_what_joined_gradients_are_computed_from_is_not_received_into(make, ranks):
+    assert_equal(make(), ranks)
 
 
 def test_a_message_that_waits_for_what_does_not_travel_trains_the_same(ranks):
@@ -110,12 +108,11 @@ class Scaled(nn.Module):
 
 def test_copies_of_what_uses_weights_of_others_are_refused():
     task = Task(model=Scaled(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
-    captured = capture(task, BATCH, "scaled")
+    captured, meta = described(task, BATCH)
     *before, second, loss = [op.name for op in captured.graph.operators if has_tasks(op)]
     plans = {name: OperatorPlan({}, [0]) for name in (*before, loss)}
     plans[second] = OperatorPlan({REPLICA: 2}, [0, 1])
     plan = ExecutorPlan(strategy=Strategy(name="copies", batch=BATCH, operators=plans))
-    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
     with pytest.raises(StrategyError, match=f"'{second}' has copies, but uses the weights scale"):
         choose_forms(captured, meta, plan, [BATCH])
 
@@ -133,15 +130,12 @@ def by_sums(n_devices, batch, n_microbatches, loss):
 @pytest.mark.parametrize("n_microbatches", [1, 2])
 @pytest.mark.parametrize("loss", [SAMPLE, REPLICA])
 def test_shared_sums_train_what_one_device_trains(n_microbatches, loss, ranks):
-    strategy = by_sums(3, BATCH, n_microbatches, loss)
-    case = Case(name="sums", model="towers", n_ranks=3, strategy=strategy)
-    assert_equal(case, ranks)
+    assert_equal(case_of("towers", by_sums(3, BATCH, n_microbatches, loss)), ranks)
 
 
 @pytest.fixture
 def case():
-    strategy = named_strategies(small_graph("vit"), 2, 6)["ddp"]
-    return Case(name="sharded", model="vit", n_ranks=2, strategy=strategy, seed=4)  # small units
+    return make_case("vit", "ddp", 2, 6, seed=4)  # small units
 
 
 def test_each_rank_keeps_half_of_what_is_sharded(case, ranks):
@@ -204,8 +198,7 @@ def test_parts_are_rows_of_the_first_dim_longer_than_1(shape, n, intervals):
 
 
 def test_a_hook_needs_whole_gradients():
-    strategy = named_strategies(small_graph("hooked_weights"), 1, 6)["single"]
-    case = Case(name="hooked", model="hooked_weights", n_ranks=1, strategy=strategy)
-    make_engine(sharded(case, "optimizer"), case.make_task(), local_world(0, 1))
+    case = make_case("hooked_weights", "single", 1, 6)
+    make_engine(sharded(case, "optimizer"), local_world(0, 1))
     with pytest.raises(StrategyError, match="has a hook on its whole gradient"):
-        make_engine(sharded(case, "gradients"), case.make_task(), local_world(0, 1))
+        make_engine(sharded(case, "gradients"), local_world(0, 1))

@@ -1,20 +1,12 @@
 """Mixtures of experts train what one device trains, their experts on different devices."""
 
 import pytest
-from equivalence_cases import Case
-from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
 from equivalence_models import small_graph
-from equivalence_named import trained_alone
-from equivalence_strategies import named_strategies
+from equivalence_named import assert_trained, make_case
 from msgspec.structs import replace
 
 from harness.domain.strategy import OperatorPlan
 from harness.plan.builders import experts_of
-
-
-def make_case(model, n_ranks, name):
-    strategy = named_strategies(small_graph(model), n_ranks, 8)[name]
-    return Case(name=name, model=model, n_ranks=n_ranks, strategy=strategy)
 
 
 def check(case, ranks):
@@ -23,8 +15,7 @@ def check(case, ranks):
     inside = experts_of(small_graph(case.model)).inside
     assert inside
     assert all(plans[name].partition == {dim: case.n_ranks} for name, dim in inside.items())
-    found = ranks.train(case)
-    assert first_beyond(found, trained_alone(case.model), FLOAT64_TOLERANCES["sgd"]) is None
+    assert_trained(case, ranks)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +29,12 @@ def check(case, ranks):
     ],
 )
 def test_experts_on_devices_train_what_one_device_trains(model, name, n_ranks, ranks):
-    check(make_case(model, n_ranks, name), ranks)
+    check(make_case(model, name, n_ranks), ranks)
 
 
 @pytest.mark.parametrize("model", ["mixture", "mixture_of_batch"])
 def test_devices_that_pick_their_experts_tokens_train_what_one_device_trains(model, ranks):
-    case = make_case(model, 2, "hybrid")
+    case = make_case(model, "hybrid")
     plans = dict(case.strategy.operators)
     for name, dim in experts_of(small_graph(model)).around.items():
         plans[name] = OperatorPlan({dim: 2}, [0, 1])

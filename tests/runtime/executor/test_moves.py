@@ -7,16 +7,14 @@ from functools import cache
 import pytest
 import torch
 from equivalence_cases import copied_case, random_case
-from equivalence_models import small_task
+from equivalence_models import described, small_task
 from made_graphs import small_cluster
 
 from harness.domain.profile import Measurement, Profile
 from harness.domain.sharding import has_tasks
 from harness.plan.simulate.simulator import Simulator, Trial
-from harness.runtime.capture.capture import capture
 from harness.runtime.devices.precision import Precision
 from harness.runtime.executor.geometry.layout import Layout
-from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.transport.messages import shared_sums
 from harness.workloads.planning.config import SearchConfig
 
@@ -26,8 +24,7 @@ MODELS = ("mlp", "lenet", "alexnet", "vgg16", "resnet18", "vit")
 @cache
 def captured_of(model, batch):
     task = small_task(model, dtype=torch.float32)
-    captured = capture(task, batch, model)
-    return captured, MetaModel(captured, task.inputs, torch.device("cpu"))
+    return described(task, batch)
 
 
 def executed(layout, precision):

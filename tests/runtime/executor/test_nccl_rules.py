@@ -2,17 +2,16 @@
 
 from functools import partial
 
-import msgspec
 import nccl_rules
 import pytest
 import torch
 import torch.distributed as dist
-from equivalence_cases import Case, any_case
+from equivalence_cases import any_case
 from equivalence_check import RanksBySize, assert_equal
-from equivalence_models import small_graph
+from equivalence_exchanges import sharded
+from equivalence_named import pipeline_case
 from equivalence_priming import evaluated, first_called_beside_receives
 from equivalence_ranks import RanksFailedError
-from made_graphs import replicated_pipeline
 
 from harness.runtime.executor.transport.groups import Groups, scatter_sum
 
@@ -86,9 +85,7 @@ def test_no_sum_of_a_step_is_the_first_of_its_algorithm(is_scattered, ranks):
 
 
 def pipeline(shard_state="none", **changes):
-    strategy = replicated_pipeline(small_graph("lenet"), 6, [[0, 1], [2]], n_microbatches=3)
-    strategy = msgspec.structs.replace(strategy, shard_state=shard_state)
-    return Case(name="", model="lenet", strategy=strategy, n_ranks=3, **changes)
+    return sharded(pipeline_case("lenet", 6, [[0, 1], [2]], 3, **changes), shard_state)
 
 
 @pytest.mark.parametrize(

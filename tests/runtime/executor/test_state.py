@@ -3,16 +3,14 @@
 import os
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
-from equivalence_cases import Case
 from equivalence_check import reference
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
-from equivalence_models import small_graph
+from equivalence_exchanges import sharded
+from equivalence_named import make_case
 from equivalence_ranks import local_world
 from equivalence_reference import Trace, plain_optimizer
-from equivalence_strategies import named_strategies
 from equivalence_training import (
     Move,
     load_and_train,
@@ -33,19 +31,17 @@ from harness.runtime.executor.state.weights import Weights
 AVERAGED = 3  # a seed with averages of parameters, some of which do not decay
 
 
-def named(model, n_ranks, batch, name):
+def named(model, n_ranks, batch, name, **changes):
     name, _, state = name.partition(", sharded ")
-    strategy = named_strategies(small_graph(model), n_ranks, batch)[name]
-    return msgspec.structs.replace(strategy, shard_state=state or "none")
+    return sharded(make_case(model, name, n_ranks, batch, **changes), state or "none")
 
 
 def make_move(model, n_ranks, before, after, directory="", **changes):
     """From a strategy on so many ranks to another; both are (ranks, name)."""
-    strategy = named(model, *before)
-    case = Case(
-        name="moved", model=model, n_ranks=before[0], strategy=strategy, n_steps=4, **changes
+    case = named(model, *before, n_steps=4, **changes)
+    return Move(
+        case=case, after=named(model, *after).strategy, n_before=2, directory=str(directory)
     )
-    return Move(case=case, after=named(model, *after), n_before=2, directory=str(directory))
 
 
 def assert_uninterrupted(found, move, ranks):
@@ -119,15 +115,12 @@ def test_sharded_state_is_on_one_rank_each(ranks, tmp_path):
 
 
 def one_device(model, **changes):
-    case = Case(
-        name="one", model=model, n_ranks=1, strategy=named(model, 1, 6, "single"), **changes
-    )
-    task = case.make_task()
-    return case, task, make_engine(case, task, local_world(0, 1))
+    case = make_case(model, "single", 1, 6, **changes)
+    return case, make_engine(case, local_world(0, 1))
 
 
 def test_what_is_not_cut_as_parameters_are_goes_by_way_of_the_host():
-    _, _, engine = one_device("mlp")
+    _, engine = one_device("mlp")
     counter = mock.Mock(spec=torch.Tensor, shape=torch.Size())
     for parameter in engine.weights.trainable().values():
         engine._optimizer.state[parameter]["step"] = counter
@@ -137,11 +130,11 @@ def test_what_is_not_cut_as_parameters_are_goes_by_way_of_the_host():
 
 @pytest.mark.parametrize(("model", "seed"), [("disordered", 0), ("disordered", 2), ("exported", 5)])
 def test_a_whole_state_is_that_of_plain_pytorch(model, seed):
-    case, task, engine = one_device(model, seed=seed)
+    case, engine = one_device(model, seed=seed)
     plain = case.make_task()
     optimizer = plain_optimizer(case, plain.model)
     for step in range(2):
-        train_step(engine, case, task, step)
+        train_step(engine, case, step)
         batch = case.batch(plain, step)
         optimizer.zero_grad()
         (plain.sum_loss(plain.model(*batch.inputs), batch.targets) / 6).backward()
@@ -157,7 +150,7 @@ def test_a_whole_state_is_that_of_plain_pytorch(model, seed):
 
 
 def test_a_state_of_another_model_or_optimizer_is_refused():
-    _, _, engine = one_device("disordered")
+    _, engine = one_device("disordered")
     state = engine.full_state()
     other = {**state, "optimizer": {"state": {0: {"step": torch.ones(()), "exp_avg": 1.0}}}}
     with pytest.raises(ConfigError, match="has exp_avg of each parameter, this optimizer keeps m"):
@@ -171,7 +164,7 @@ def test_a_state_of_another_model_or_optimizer_is_refused():
 
 
 def test_averages_of_a_state_are_dropped_with_a_warning(caplog):
-    _, _, engine = one_device("disordered")
+    _, engine = one_device("disordered")
     state = engine.full_state()
     engine.load_full_state({**state, "optimizer": {"state": {0: {"average": torch.ones(())}}}})
     assert caplog.messages == [

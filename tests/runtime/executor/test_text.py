@@ -5,9 +5,8 @@ from collections import Counter
 
 import pytest
 import torch
-from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
-from equivalence_models import TEXT_MODELS, small_graph
-from equivalence_named import make_case, trained_alone
+from equivalence_models import TEXT_MODELS, described, small_graph
+from equivalence_named import assert_trained, make_case
 from equivalence_reference import train_alone
 from equivalence_training import train_in_fp16
 from msgspec.structs import replace
@@ -15,8 +14,6 @@ from msgspec.structs import replace
 from harness.domain.key_forms import key_forms
 from harness.domain.partition import count_parts
 from harness.domain.strategy import OperatorPlan
-from harness.runtime.capture.capture import capture
-from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.shards.forms import choose_forms
 from harness.runtime.executor.shards.loss import CutCrossEntropy
@@ -28,8 +25,7 @@ STRATEGIES = ("ddp", "tensor parallel", "zero_bubble")
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_a_model_of_text_trains_what_one_device_trains(model, name, ranks):
-    found = ranks.train(make_case(model, name))
-    assert first_beyond(found, trained_alone(model), FLOAT64_TOLERANCES["sgd"]) is None
+    assert_trained(make_case(model, name), ranks)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +54,7 @@ def test_attention_by_positions_trains_what_one_device_trains(model, cuts, keys,
     case = replace(case, n_ranks=n_ranks, strategy=strategy)
     forms = {form for name, form in forms_of(case).of.items() if kinds[name] == "attention"}
     assert forms == {"shard" if keys == "input" else "collective"}
-    found = ranks.train(case)
-    assert first_beyond(found, trained_alone(model), FLOAT64_TOLERANCES["sgd"]) is None
+    assert_trained(case, ranks)
 
 
 @pytest.mark.parametrize(("cuts", "first"), [({"seq": [1, 2]}, 0), ({"seq": 3}, 1)])
@@ -76,16 +71,14 @@ def test_attentions_as_transformers_and_timm_write_them_train_by_positions(cuts,
     case = replace(case, n_ranks=n_ranks, strategy=replace(case.strategy, operators=plans))
     forms = forms_of(case).of
     assert {forms[op.name] for op in attentions} == {"shard", "collective"}
-    found = ranks.train(case)
-    assert first_beyond(found, trained_alone("attentions"), FLOAT64_TOLERANCES["sgd"]) is None
+    assert_trained(case, ranks)
 
 
 def forms_of(case):
     """The forms of all operators for a whole batch, and the layout."""
     task, batch = case.make_task(), case.strategy.batch
-    captured = capture(task, batch, case.model)
-    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
-    return choose_forms(captured, meta, ExecutorPlan(strategy=case.strategy), [batch])[batch]
+    plan = ExecutorPlan(strategy=case.strategy)
+    return choose_forms(*described(task, batch), plan, [batch])[batch]
 
 
 def received(model, name):

@@ -10,17 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.domain.graph import Operator
 from harness.domain.partition import blocks
-from harness.domain.sharding import has_tasks
-from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ModelError
-from harness.runtime.capture.capture import capture
-from harness.runtime.executor.geometry.values import MetaModel
-from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.shards.base import ShardSpec, Wanted
 from harness.runtime.executor.shards.batch_norm import make_batch_norm, merge_statistics
-from harness.runtime.executor.shards.forms import choose_forms
 from harness.runtime.executor.shards.kinds import make_shard
-from harness.runtime.models.task import InputSpec, Task
 
 IMAGES = {"sample": 5, "feature": 4, "height": 6, "width": 3}
 ROWS = {"sample": 7, "feature": 4}
@@ -218,35 +211,3 @@ def test_one_value_per_feature_is_refused():
     ((_, shard),) = global_shards(nn.BatchNorm1d(4), shape, {})
     with pytest.raises(ModelError, match="needs 2 values per feature, it gets 1: raise the batch"):
         shard(torch.ones(1, 4))
-
-
-class NormByFunction(nn.Module):
-    """A batch norm that is no module."""
-
-    def __init__(self, is_training):
-        super().__init__()
-        self.is_training = is_training
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("variance", torch.ones(4))
-
-    def forward(self, x):
-        return F.batch_norm(x, self.mean, self.variance, training=self.is_training).tanh()
-
-
-def norm_form(cuts, batch_norm, *, is_training=True):
-    task = Task(model=NormByFunction(is_training), inputs=(InputSpec(name="x", shape=(4,)),))
-    captured = capture(task, 6, "norm")
-    plans = {op.name: OperatorPlan({}, [0]) for op in captured.graph.operators if has_tasks(op)}
-    plans["batch_norm"] = OperatorPlan(cuts, [0, 1])
-    strategy = Strategy(name="norm", batch=6, operators=plans)
-    plan = ExecutorPlan(strategy=strategy, batch_norm=batch_norm)
-    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
-    return choose_forms(captured, meta, plan, [6])[6].of["batch_norm"]
-
-
-def test_global_statistics_of_a_function_are_refused():
-    with pytest.raises(ModelError, match="'batch_norm' is a batch norm by a function"):
-        norm_form({"sample": 2}, "global")
-    assert norm_form({"sample": 2}, "local") == "native"
-    assert norm_form({"sample": 2}, "global", is_training=False) == "native"
-    assert norm_form({"feature": 2}, "global") != "collective"

@@ -3,16 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from equivalence_models import described
 from torch import nn
 
 from harness.domain.cluster import Cluster
+from harness.domain.strategy import OperatorPlan
 from harness.errors import ModelError
 from harness.plan.builders import ddp
 from harness.plan.costs import PlanRequest
 from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.portfolio import search_portfolio
-from harness.runtime.capture.capture import capture
-from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.shards.forms import choose_forms
 from harness.runtime.models import build_task, fit_options
@@ -33,12 +33,13 @@ class Calling(nn.Module):
         return self.function(self.linear(x))
 
 
-def forms_of(function, **plan):
-    """The forms of a data parallel plan on two devices."""
+def forms_of(function, others=None, **plan):
+    """The forms of a data parallel plan on two devices, but for `others`."""
     spec = InputSpec(name="x", shape=(6,))
-    captured = capture(Task(model=Calling(function), inputs=(spec,), n_classes=6), 4, "model")
+    task = Task(model=Calling(function), inputs=(spec,), n_classes=6)
+    captured, meta = described(task, 4)
     strategy = ddp(captured.graph, PAIR, 4)
-    meta = MetaModel(captured, (spec,), torch.device("cpu"))
+    strategy.operators.update(others or {})
     return choose_forms(captured, meta, ExecutorPlan(strategy=strategy, **plan), [4])[4].of
 
 
@@ -66,6 +67,9 @@ def test_a_functions_batch_norm_is_computed_as_it_is(training, batch_norm):
 def test_global_statistics_of_a_functions_batch_norm_are_refused():
     with pytest.raises(ModelError, match="'batch_norm' is a batch norm by a function"):
         forms_of(lambda x: _norm(x, True), batch_norm="global")
+    others = {"batch_norm": OperatorPlan({"feature": 2}, [0, 1])}
+    forms = forms_of(lambda x: _norm(x, True), others, batch_norm="global")
+    assert forms["batch_norm"] != "collective"
 
 
 @pytest.mark.parametrize("batch_norm", ["local", "global"])
@@ -90,14 +94,13 @@ def test_what_searches_cut_is_not_computed_whole(name):
     sizes = TextOptions(sequence_length=16, vocabulary_size=120, n_layers=2, width=64, n_heads=4)
     asked = ModelOptions(dropout=0.0, text=sizes) if name != "dlrm" else ModelOptions()
     task = build_task(name, fit_options(name, asked), seed=1)
-    captured = capture(task, 8, name)
+    captured, meta = described(task, 8)
     rates = {"rank": DeviceRates(flops_per_s=2e11, memory_bytes_per_s=1e10)}
     cluster = Cluster.uniform(1, 2, kind="rank", memory_bytes=1 << 36, inside_bytes_per_s=1e10)
     profile = roofline_profile(captured.graph, rates, n_parts=(1, 2), n_microbatches=(1, 2))
     found = search_portfolio(
         PlanRequest(graph=captured.graph, profile=profile, cluster=cluster, batch=8, budget=400)
     )
-    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
     for candidate in found.ranked():
         plan = ExecutorPlan(strategy=found.strategy(candidate))
         for forms in choose_forms(captured, meta, plan, plan.strategy.microbatch_sizes()).values():

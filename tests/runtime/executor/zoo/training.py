@@ -214,8 +214,7 @@ def train_on_ranks(case: ZooCase, world: World) -> Trace | Refusal:
 
 
 def _train(case: ZooCase, world: World) -> Trace:
-    task, captured = CAPTURED.pop(case.key, (None, None))
-    task = task or case.make_task()
+    task, captured = CAPTURED.pop(case.key, None) or (case.make_task(), None)
     _seed_all(case.seed)
     chosen_plan = ExecutorPlan(
         strategy=case.strategy, batch_norm="global", timeout_s=_TIMEOUT_S, is_held=case.is_held
