@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from harness.measure.store import Run
 
 if TYPE_CHECKING:
     from harness.runtime.ranks.world import World
+    from harness.workloads.common.contract import Workload
 
 GIB = 1 << 30
 
@@ -98,3 +99,12 @@ def world_of(rank: int = 0, size: int = 1, *, hosts: Sequence[str] = ()) -> Worl
         backend="gloo", backend_reason="a test", interface="lo", n_cores=1, n_threads=1,
         memory_bytes=4 * GIB,
     )  # fmt: skip
+
+
+def workload_of(config: type, body: Callable[..., Any] = lambda *_: {}, **changes: Any) -> Workload:
+    """A workload of one case without a table."""
+    from harness.workloads.common.contract import Workload
+
+    return Workload(
+        config=config, cases=lambda case, n: [case], body=body, table=lambda runs: "", **changes
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from made_graphs import replicated_pipeline, small_cluster
+from made_runs import workload_of
 from torch import fx, nn
 
 from harness.cases import Case
@@ -27,7 +28,6 @@ from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 from harness.runtime.ranks.rendezvous import meet
-from harness.workloads.common.contract import Workload
 from harness.workloads.common.flags import RunOptions
 
 BATCH = 8
@@ -100,10 +100,7 @@ def main():
     start_fork_server(["torch", "torch._dynamo", "harness.run", "harness.runtime.executor.engine"])
     meeting = meet(read_launch(os.environ), os.environ)
     options = RunOptions(results=Path(results), run_timeout_s=100.0)
-    workload = Workload(
-        config=Config, cases=lambda config, n: [config], body=body,
-        table=lambda runs: "",
-    )  # fmt: skip
+    workload = workload_of(Config, body)
     cases = [Case(name="faulty", workload=workload, config=Config(fault=fault)) for fault in faults]
     Launcher(meeting, options, sys.argv).run_cases(cases)
     meeting.leave()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from made_runs import workload_of
 
 from harness.cases import Case
 from harness.errors import VerificationError
@@ -24,7 +25,6 @@ from harness.launch import Launcher, SweepEnded
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 from harness.runtime.ranks.rendezvous import meet
-from harness.workloads.common.contract import Workload
 from harness.workloads.common.flags import RunOptions
 
 
@@ -110,13 +110,7 @@ def main():
     if "--late-rank-0" in words and meeting.world.is_first:
         begin_late(meeting.channel)
     options = RunOptions(results=Path(results), run_timeout_s=10.0, resume="--resume" in words)
-    workload = Workload(
-        config=Config,
-        cases=lambda config, n: [config],
-        body=body,
-        table=lambda runs: "",
-        is_isolated="--over-mpi" not in words,
-    )
+    workload = workload_of(Config, body, is_isolated="--over-mpi" not in words)
     cases = [Case(name="faulty", workload=workload, config=Config(fault=fault)) for fault in faults]
     try:
         headers = Launcher(meeting, options, sys.argv).run_cases(cases)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from launching import PROGRAM, ROOT, launch
+from made_runs import workload_of
 from waiting import is_alive, wait_until
 
 from harness.cases import Case, needs_of
 from harness.measure.store import read_results
-from harness.workloads.common.contract import Need, Workload
+from harness.workloads.common.contract import Need
 
 FAULTY = Path(__file__).with_name("faulty_ranks.py")
 AGENT = (sys.executable, "-SP", str(ROOT / "harness/runtime/agent/__main__.py"))
@@ -142,10 +143,7 @@ def test_a_full_disk_ends_the_sweep_with_a_row_and_a_resumed_one_goes_on(small_d
 
 def test_what_builds_on_more_is_carried_out_last(monkeypatch):
     def workload(*needs):
-        return Workload(
-            config=dict, cases=lambda config, n: [], body=lambda config, context: {},
-            table=lambda runs: "", needs=lambda config: list(needs),
-        )  # fmt: skip
+        return workload_of(dict, needs=lambda config: list(needs))
 
     def need(name):
         return Need(name=name, config={}, is_met=lambda results, cluster: False)

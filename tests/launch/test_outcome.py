@@ -47,13 +47,6 @@ def test_the_first_of_the_worst_decides():
     assert worst([OK] * 4, HOSTS) == ("ok", "")
 
 
-def test_a_rank_that_died_comes_before_those_that_waited_one_for_another():
-    killed = Outcome(status="crash", reason="killed by SIGKILL")
-    status, reason = worst([waited(1), waited(2), waited(3), killed], HOSTS)
-    assert status == "crash"
-    assert reason == "rank 3 (d): killed by SIGKILL; rank 2 (c): waited for rank 3"
-
-
 def test_ranks_that_the_watchdog_aborts_are_not_the_lost_ones():
     killed = Outcome(status="crash", reason="killed by SIGKILL", is_lost=True)
     aborted = msgspec.structs.replace(killed, reason="killed by SIGABRT", is_aborted=True)
@@ -65,45 +58,54 @@ def test_ranks_that_the_watchdog_aborts_are_not_the_lost_ones():
 
 SKIPPED = Outcome(status="skipped", reason="stopped: rank 0 failed")
 TIMED_OUT = Outcome(status="timeout", reason="not done after 60 s")
+CRASH = Outcome(status="crash", reason="killed by SIGKILL")
+TRACE = Outcome(status="crash", reason="ValueError: no\nTraceback")
+RAISED = Outcome(status="crash", reason="KeyError: 'x' (m.py:3 in f: x)", is_explained=True)
+OTHER = Outcome(status="crash", reason="ValueError: y", is_explained=True)
+LOST = Outcome(status="skipped", reason="lost its peer: Connection closed by peer")
 
 
-def test_a_rank_that_hangs_is_named_though_it_says_nothing():
-    _, reason = worst([waited(1), waited(2), waited(3), SKIPPED], HOSTS)
-    assert reason.startswith("rank 2 (c): waited for rank 3; ")
-    assert reason.endswith("; no answer came from rank 3 (d)")
-
-
-def test_in_a_sum_of_all_the_rank_that_did_not_take_part_is_named():
-    _, reason = worst([waited(1, 2, 3), waited(0, 2, 3), SKIPPED, waited(0, 1, 2)], HOSTS)
-    assert reason.endswith("; no answer came from rank 2 (c)")
-
-
-def test_lines_below_a_reason_stay_with_the_first():
-    trace = Outcome(status="crash", reason="ValueError: no\nTraceback")
-    _, reason = worst([OK, trace, Outcome(status="crash", reason="other\nlines"), OK], HOSTS)
-    assert reason == "rank 1 (b): ValueError: no; rank 2 (c): other\nTraceback"
-
-
-def test_after_an_exception_nobody_hears_of_those_that_waited_for_it():
-    raised = Outcome(status="crash", reason="KeyError: 'x' (m.py:3 in f: x)", is_explained=True)
-    lost = Outcome(status="skipped", reason="lost its peer: Connection closed by peer")
-    for outcomes in ([waited(1), raised, waited(1), lost], [lost, raised, waited(0, 1), OK]):
-        assert worst(outcomes, HOSTS) == ("crash", "rank 1 (b): KeyError: 'x' (m.py:3 in f: x)")
-
-
-def test_two_ranks_that_raise_unlike_exceptions_are_both_heard():
-    one = Outcome(status="crash", reason="KeyError: 'x'", is_explained=True)
-    other = Outcome(status="crash", reason="ValueError: y", is_explained=True)
-    _, reason = worst([one, waited(0), other, one], HOSTS)
-    assert reason == "rank 0 (a): KeyError: 'x'; rank 2 (c): ValueError: y"
+@pytest.mark.parametrize(
+    ("outcomes", "wanted"),
+    [
+        # A rank that died comes before those that waited one for another.
+        (
+            [waited(1), waited(2), waited(3), CRASH],
+            "rank 3 (d): killed by SIGKILL; rank 2 (c): waited for rank 3",
+        ),
+        # A rank that hangs is named though it says nothing, also in a sum of all.
+        (
+            [waited(1), waited(2), waited(3), SKIPPED],
+            "rank 2 (c): waited for rank 3; rank 0 (a): waited for rank 1; no answer came from "
+            "rank 3 (d)",
+        ),
+        (
+            [waited(1, 2, 3), waited(0, 2, 3), SKIPPED, waited(0, 1, 2)],
+            "rank 0 (a): waited for rank 1 or 2 or 3; rank 1 (b): waited for rank 0 or 2 or 3; no "
+            "answer came from rank 2 (c)",
+        ),
+        # Lines below a reason stay with the first.
+        (
+            [OK, TRACE, Outcome(status="crash", reason="other\nlines"), OK],
+            "rank 1 (b): ValueError: no; rank 2 (c): other\nTraceback",
+        ),
+        # After an exception nobody hears of those that waited for it.
+        ([waited(1), RAISED, waited(1), LOST], f"rank 1 (b): {RAISED.reason}"),
+        ([LOST, RAISED, waited(0, 1), OK], f"rank 1 (b): {RAISED.reason}"),
+        # Two ranks that raise unlike exceptions are both heard.
+        (
+            [RAISED, waited(0), OTHER, RAISED],
+            f"rank 0 (a): {RAISED.reason}; rank 2 (c): ValueError: y",
+        ),
+    ],
+)
+def test_of_several_failed_ranks_those_that_explain_it_are_named(outcomes, wanted):
+    assert worst(outcomes, HOSTS) == ("crash", wanted)
 
 
 def stuck(outcome, step, phase, *, is_stopped=False):
     place = Standstill(step=step, phase=phase, for_s=21.0, is_stopped=is_stopped)
     return msgspec.structs.replace(outcome, standstill=place)
-
-
-CRASH = Outcome(status="crash", reason="killed by SIGKILL")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from made_runs import header_of, world_of
+from made_runs import header_of, workload_of, world_of
 
 from harness.cases import Case, PlannedRun, find_earlier, has_failed, remaining_repeats
 from harness.launch import Launcher
@@ -13,13 +13,9 @@ from harness.measure.store import write_header
 from harness.run import RunSpec, run_case
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.rendezvous import Meeting
-from harness.workloads.common.contract import Workload
 from harness.workloads.common.flags import RunOptions
 
-WORKLOAD = Workload(
-    config=str, cases=lambda config, n: [config], body=lambda config, context: {},
-    table=lambda runs: "",
-)  # fmt: skip
+WORKLOAD = workload_of(str)
 
 
 def planned(key, repeat):
@@ -104,10 +100,7 @@ def test_every_rank_needs_a_directory_that_it_can_write_to(tmp_path, rank):
 @pytest.mark.parametrize(("rank", "looked_at"), [(0, ["a", "b"]), (1, [])])
 def test_rank_0_looks_once_at_what_repeats_name(tmp_path, rank, looked_at):
     seen: list[str] = []
-    workload = Workload(
-        config=str, cases=lambda config, n: [config], body=lambda config, context: {},
-        table=lambda runs: "", check=lambda config, results: seen.append(config),
-    )  # fmt: skip
+    workload = workload_of(str, check=lambda config, results: seen.append(config))
     cases = [Case(name="case", workload=workload, config=config) for config in "abab"]
     assert launcher(rank, tmp_path).problem(cases) == ""
     assert seen == looked_at
