@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -155,61 +155,51 @@ class SmallModel:
     has_dropout: bool = False
 
 
+def _small(
+    make: Callable[[], nn.Module],
+    *shape: int,
+    n_classes: int = N_CLASSES,
+    min_microbatch: int = 1,
+    has_dropout: bool = False,
+) -> SmallModel:
+    """A classifier of samples of this shape."""
+    return SmallModel(
+        build=lambda: _classifier(make(), *shape, n_classes=n_classes),
+        min_microbatch=min_microbatch,
+        has_dropout=has_dropout,
+    )
+
+
+def _small_resnet(block: str, *depths: int) -> SmallModel:
+    return _small(partial(_resnet, block, list(depths)), 3, 64, 64, min_microbatch=2)
+
+
 SMALL_MODELS: dict[str, SmallModel] = {
-    "mlp": SmallModel(build=lambda: _classifier(Perceptron(), 10), has_dropout=True),
-    "lenet": SmallModel(build=lambda: _classifier(LeNet(N_CLASSES, 1, 28), 1, 28, 28)),
-    "alexnet": SmallModel(
-        build=lambda: _classifier(
-            _torchvision("alexnet.AlexNet", width=lambda n: n // 16), 3, 63, 63
-        ),
+    "mlp": _small(Perceptron, 10, has_dropout=True),
+    "lenet": _small(lambda: LeNet(N_CLASSES, 1, 28), 1, 28, 28),
+    "alexnet": _small(
+        lambda: _torchvision("alexnet.AlexNet", width=lambda n: n // 16), 3, 63, 63,
         has_dropout=True,
     ),
-    "vgg16": SmallModel(
-        build=lambda: _classifier(
-            _torchvision("vgg.vgg16", width=lambda n: max(4, n // 32)), 3, 32, 32
-        ),
+    "vgg16": _small(
+        lambda: _torchvision("vgg.vgg16", width=lambda n: max(4, n // 32)), 3, 32, 32,
         has_dropout=True,
     ),
-    "resnet18": SmallModel(
-        build=lambda: _classifier(_resnet("BasicBlock", [2, 2, 2, 2]), 3, 64, 64),
-        min_microbatch=2,
-    ),
-    "resnet50": SmallModel(
-        build=lambda: _classifier(_resnet("Bottleneck", [1, 2, 1, 1]), 3, 64, 64),
-        min_microbatch=2,
-    ),
-    "resnet152": SmallModel(
-        build=lambda: _classifier(_resnet("Bottleneck", [1, 1, 4, 1]), 3, 64, 64),
-        min_microbatch=2,
-    ),
-    "vit": SmallModel(build=lambda: _classifier(_vit(), 3, 12, 12), has_dropout=True),
+    "resnet18": _small_resnet("BasicBlock", 2, 2, 2, 2),
+    "resnet50": _small_resnet("Bottleneck", 1, 2, 1, 1),
+    "resnet152": _small_resnet("Bottleneck", 1, 1, 4, 1),
+    "vit": _small(_vit, 3, 12, 12, has_dropout=True),
     "dlrm_cat": SmallModel(build=lambda: _dlrm("cat")),
     "dlrm_dot": SmallModel(build=lambda: _dlrm("dot")),
-    "lstm": SmallModel(build=lambda: _classifier(TinyLstm(), 7, 5)),
-    "lstm_time_first": SmallModel(build=lambda: _classifier(TimeFirstLstm(), 7, 5)),
-    "branchy": SmallModel(
-        build=lambda: _classifier(Branchy(), 3, 8, 8), min_microbatch=2
-    ),
+    "lstm": _small(TinyLstm, 7, 5),
+    "lstm_time_first": _small(TimeFirstLstm, 7, 5),
+    "branchy": _small(Branchy, 3, 8, 8, min_microbatch=2),
     "tokens": SmallModel(build=_tokens),
 }  # fmt: skip
 # The real depths: one case takes seconds, so only a few run.
 DEEP_MODELS: dict[str, SmallModel] = {
-    "resnet50_deep": SmallModel(
-        build=lambda: _classifier(_resnet("Bottleneck", [3, 4, 6, 3]), 3, 64, 64),
-        min_microbatch=2,
-    ),
-    "resnet152_deep": SmallModel(
-        build=lambda: _classifier(_resnet("Bottleneck", [3, 8, 36, 3]), 3, 64, 64),
-        min_microbatch=2,
-    ),
-}
-# Not among those that `random_case` takes in turn.
-OTHER_MODELS: dict[str, SmallModel] = {
-    "disordered": SmallModel(build=lambda: _classifier(Disordered(), 8)),
-    "exported": SmallModel(build=lambda: _classifier(Exported(), 6), has_dropout=True),
-    "merged_rows": SmallModel(build=lambda: _classifier(MergedRows(), 7, 5)),
-    "tracked_norms": SmallModel(build=lambda: _classifier(TrackedNorms(), 2, 6, 6)),
-    "normed_weights": SmallModel(build=lambda: _classifier(NormedWeights(), 10)),
+    "resnet50_deep": _small_resnet("Bottleneck", 3, 4, 6, 3),
+    "resnet152_deep": _small_resnet("Bottleneck", 3, 8, 36, 3),
 }
 TEXT_MODELS: dict[str, SmallModel] = {
     "bert_classes": SmallModel(build=lambda: _text("bert_base"), has_dropout=True),
@@ -220,33 +210,27 @@ TEXT_MODELS: dict[str, SmallModel] = {
     "t5": SmallModel(build=lambda: _text("t5"), has_dropout=True),
     "nmt": SmallModel(build=lambda: _text("nmt"), has_dropout=True),
 }
-OTHER_MODELS |= TEXT_MODELS
-OTHER_MODELS |= {
-    name: SmallModel(build=lambda make=make: _reader(make(), *TOKENS_SHAPE))
-    for name, make in ATTENTIONS.items()
-}
-OTHER_MODELS |= {
-    name: SmallModel(build=lambda make=make: _classifier(make(), *SHAPE))
-    for name, make in MIXTURES.items()
-}
-OTHER_MODELS |= {
-    name: SmallModel(build=lambda make=make: _classifier(make(), 10))
-    for name, make in OPERATORS.items()
-}
-OTHER_MODELS |= {
-    name: SmallModel(
-        build=lambda make=make, shape=shape, n=n: _classifier(make(), *shape, n_classes=n)
-    )
-    for name, (make, shape, n) in SHAPED.items()
-}
-OTHER_MODELS |= {
-    name: SmallModel(
-        build=lambda make=make, shape=shape: (_classifier if shape[1:] else _reader)(
-            make(), *shape
-        ),
-        min_microbatch=2 if name == "norms" else 1,
-    )
-    for name, (make, shape) in CONSTRUCTS.items()
+# Not among those that `random_case` takes in turn.
+OTHER_MODELS: dict[str, SmallModel] = {
+    "disordered": _small(Disordered, 8),
+    "exported": _small(Exported, 6, has_dropout=True),
+    "merged_rows": _small(MergedRows, 7, 5),
+    "tracked_norms": _small(TrackedNorms, 2, 6, 6),
+    "normed_weights": _small(NormedWeights, 10),
+    **TEXT_MODELS,
+    **{
+        name: SmallModel(build=lambda make=make: _reader(make(), *TOKENS_SHAPE))
+        for name, make in ATTENTIONS.items()
+    },
+    **{name: _small(make, *SHAPE) for name, make in MIXTURES.items()},
+    **{name: _small(make, 10) for name, make in OPERATORS.items()},
+    **{name: _small(make, *shape, n_classes=n) for name, (make, shape, n) in SHAPED.items()},
+    **{
+        name: _small(make, *shape, min_microbatch=2 if name == "norms" else 1)
+        if shape[1:]
+        else SmallModel(build=lambda make=make, shape=shape: _reader(make(), *shape))
+        for name, (make, shape) in CONSTRUCTS.items()
+    },
 }
 _ALL = {**SMALL_MODELS, **DEEP_MODELS, **OTHER_MODELS}
 
