@@ -151,7 +151,9 @@ class Blueprint:
         model: nn.Module = copy.deepcopy(task.model, memo)
         module: fx.GraphModule = copy.deepcopy(captured.module, memo)
         for parameter in (*task.model.parameters(), *captured.module.parameters()):
-            _copy_hooks(parameter, memo[id(parameter)])
+            for name in _HOOKS:
+                if hooks := getattr(parameter, name):
+                    setattr(memo[id(parameter)], name, copy.copy(hooks))
         twins = dict(zip(captured.module.graph.nodes, module.graph.nodes, strict=True))
         nodes = {name: twins[node] for name, node in captured.nodes.items()}
         return replace(task, model=model), replace(captured, module=module, nodes=nodes)
@@ -159,12 +161,6 @@ class Blueprint:
     def _repeated(self, tensor: Tensor) -> Tensor:
         """A tensor of the same shape and dtype with the memory of one element."""
         return torch.zeros((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
-
-
-def _copy_hooks(source: nn.Parameter, target: object) -> None:
-    for name in _HOOKS:
-        if getattr(source, name):
-            setattr(target, name, copy.copy(getattr(source, name)))
 
 
 def _is_channels_last(parameter: Tensor) -> bool:
