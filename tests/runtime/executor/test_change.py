@@ -10,9 +10,8 @@ from change_training import (
     layer_norms,
     survive_the_last_change,
 )
-from equivalence_cases import Case
 from equivalence_models import small_graph
-from equivalence_strategies import named_strategies
+from equivalence_named import case_of, strategies
 from equivalence_training import merged
 from msgspec.structs import replace
 
@@ -31,14 +30,17 @@ MIB = 1 << 20
 
 def changing_case(model, *named, at=(2,), frozen=(), **changes):
     """From one named strategy to the next; each is (ranks used, name)."""
-    strategies = [named_strategies(small_graph(model), n, 6)[name] for n, name in named]
-    n_ranks = max(n for n, _ in named)
-    case = Case(
-        name=" to ".join(name for _, name in named), model=model, n_ranks=n_ranks,
-        strategy=strategies[0], n_steps=5, **changes,
-    )  # fmt: skip
-    changes = list(zip(at, strategies[1:], strict=True))
+    first, *others = (strategies(model, n, 6)[name] for n, name in named)
+    joined, n_ranks = " to ".join(name for _, name in named), max(n for n, _ in named)
+    case = case_of(model, first, name=joined, n_ranks=n_ranks, n_steps=5, **changes)
+    changes = list(zip(at, others, strict=True))
     return ChangingCase(case=case, changes=changes, frozen=list(frozen))
+
+
+def assert_equal(changing, ranks):
+    finding = check_change(changing, ranks)
+    assert finding.is_equal, finding.text()
+    return finding
 
 
 @pytest.mark.parametrize(
@@ -57,22 +59,19 @@ def changing_case(model, *named, at=(2,), frozen=(), **changes):
     ],
 )
 def test_a_change_equals_one_device(model, named, more, ranks):
-    finding = check_change(changing_case(model, *named, **more), ranks)
-    assert finding.is_equal, finding.text()
+    finding = assert_equal(changing_case(model, *named, **more), ranks)
     assert finding.n_moved_bytes > 0
 
 
 @pytest.mark.parametrize("index", [1, 7, 11])
 def test_changes_between_random_strategies_equal_one_device(index, ranks):
-    finding = check_change(random_changing_case(0, index), ranks)
-    assert finding.is_equal, finding.text()
+    assert_equal(random_changing_case(0, index), ranks)
 
 
 def test_a_slice_that_a_rank_keeps_gets_the_layout_that_the_others_receive(ranks):
     changing = changing_case("weight_views", (1, "single"), (2, "ddp"))  # has a transposed weight
     changes = [(at, replace(after, shard_state="gradients")) for at, after in changing.changes]
-    finding = check_change(replace(changing, changes=changes), ranks)
-    assert finding.is_equal, finding.text()
+    assert_equal(replace(changing, changes=changes), ranks)
 
 
 def next_by_search(graph, start, bytes_per_s, n_frozen, most_replicas, budget):
@@ -100,26 +99,21 @@ def test_freezing_shrinking_and_replicating_equal_one_device(
 ):
     """Links are slow, so a pipeline of three shrinks; at the end most of the model is frozen."""
     graph = small_graph(model)
-    start = named_strategies(graph, 3, 6)["1f1b"]
+    start = strategies(model, 3, 6)["1f1b"]
     fewer = next_by_search(graph, start, bytes_per_s, 1, 1, budget)
     more = next_by_search(graph, start, bytes_per_s, 2, None, budget)
     used = [{d for own in one.stage_devices() for d in own} for one in (fewer, more)]
     assert [len(devices) for devices in used] == [n_fewer, 3]
-    case = Case(
-        name=model, model=model, n_ranks=3, strategy=start, n_steps=6, optimizer=optimizer,
-        dropout="off",
-    )  # fmt: skip
+    case = case_of(model, start, n_ranks=3, n_steps=6, optimizer=optimizer, dropout="off")
     changes = [(1, start), (2, fewer), (4, more)]
-    finding = check_change(ChangingCase(case=case, changes=changes, frozen=[1, 1, 2]), ranks)
-    assert finding.is_equal, finding.text()
+    assert_equal(ChangingCase(case=case, changes=changes, frozen=[1, 1, 2]), ranks)
 
 
 def test_only_slices_that_a_rank_lacks_travel(ranks):
     """Rank 1 gets the model and its momentum, which rank 0 keeps; nothing comes back."""
     changing = changing_case("mlp", (1, "single"), (2, "ddp"), (1, "single"), at=(1, 2))
     n_bytes = sum(p.numel() * 8 for p in changing.case.make_task().model.parameters())
-    finding = check_change(changing, ranks)
-    assert finding.is_equal, finding.text()
+    finding = assert_equal(changing, ranks)
     assert finding.n_moved_bytes == 2 * n_bytes
 
 
@@ -162,8 +156,7 @@ def test_many_changes_leave_no_groups_files_or_memory(ranks):
     ],
 )  # fmt: skip
 def test_frozen_layers_equal_one_device_that_freezes_them(model, named, more, ranks):
-    finding = check_change(changing_case(model, *named, **more), ranks)
-    assert finding.is_equal, finding.text()
+    assert_equal(changing_case(model, *named, **more), ranks)
 
 
 def test_survivors_of_the_first_step_after_unfreezing_have_its_whole_state(ranks, tmp_path):
