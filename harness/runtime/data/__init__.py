@@ -14,13 +14,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from harness.errors import ConfigError, DataError
-from harness.runtime.data.batch import Batch, BatchPlan
+from harness.runtime.data.batch import Batch, BatchPlan, MemoryData
 from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
-from harness.runtime.data.images import DigitData, class_names, open_cifar, open_folder
+from harness.runtime.data.images import class_names, open_cifar, open_digits, open_folder
 from harness.runtime.data.own import factory_of, open_own
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
 from harness.runtime.data.text import formats
-from harness.runtime.data.text.sequences import TextData, Vocabulary, check_vocabulary
+from harness.runtime.data.text.sequences import Vocabulary, check_vocabulary
 from harness.runtime.models import InputKind, fit_options, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task
 from harness.runtime.ranks.isolate import die_with_parent
@@ -83,11 +83,6 @@ class DataEntry:
     holds: str = ""
 
 
-def _synthetic(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
-    n_samples = options.n_samples or default_n_samples(task, global_batch)
-    return SyntheticData(task, n_samples, options.seed)
-
-
 def _cifar(name: str, n_classes: int) -> DataEntry:
     def open_it(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
         return open_cifar(name, options.data_dir, task.inputs[0].shape[-1])
@@ -101,13 +96,7 @@ def _cifar(name: str, n_classes: int) -> DataEntry:
     )
 
 
-def _digits(
-    options: DataOptions, task: Task, global_batch: int, *, is_held_out: bool = False
-) -> Dataset[Batch]:
-    return DigitData(task.inputs[0].shape, is_held_out=is_held_out)
-
-
-OpenText = Callable[[Path, Vocabulary, Task], TextData]
+OpenText = Callable[[Path, Vocabulary, Task], MemoryData]
 
 
 def _text(
@@ -126,12 +115,18 @@ def _text(
 
 
 DATA: dict[str, DataEntry] = {
-    "synthetic": DataEntry(open=_synthetic, is_shuffled=False, feeds=None),
+    "synthetic": DataEntry(
+        open=lambda options, task, global_batch: SyntheticData(
+            task, options.n_samples or default_n_samples(task, global_batch), options.seed
+        ),
+        is_shuffled=False,
+        feeds=None,
+    ),
     "cifar10": _cifar("cifar10", 10),
     "cifar100": _cifar("cifar100", 100),
     "digits": DataEntry(
-        open=_digits,
-        held_out=partial(_digits, is_held_out=True),
+        open=lambda _, task, __: open_digits(task.inputs[0].shape),
+        held_out=lambda _, task, __: open_digits(task.inputs[0].shape, is_held_out=True),
         n_classes=lambda _: 10,
         image_size=8,
         n_channels=1,
@@ -272,10 +267,6 @@ def count_targets(data: Any, task: Task, indices: Sequence[int]) -> tuple[int, .
     return (task.n_targets,) * len(indices)
 
 
-def _identity(batch: Batch) -> Batch:
-    return batch
-
-
 def load_batches(
     data: Any,
     plan: BatchPlan,
@@ -291,36 +282,21 @@ def load_batches(
     no samples gets empty batches.
     """
     if plan.n_fed(rank) == 0 and plan.positions is not None:
-        return itertools.repeat(_empty_of(data[0]))
+        inputs, targets = data[0]
+        return itertools.repeat(Batch(tuple(x[:0] for x in inputs), targets[:0]))
     if isinstance(data, SyntheticData):
         epoch = islice(plan.indices(rank), plan.n_steps_per_epoch)
         wanted = sorted({index for indices in epoch for index in indices})
         # Not in forks, which may not read pinned memory.
         data.prepare(wanted, is_lent=device.type == "cuda" and not n_workers)
-    identity: Any = _identity  # because __getitems__ returns whole batches
     loader: DataLoader[Any] = DataLoader(
         data,
-        batch_sampler=_Indices(plan, rank, first_step),
+        batch_sampler=plan.indices(rank, first_step),
         num_workers=n_workers,
         # Forks share cached activations; a rank's default is a server, which would import torch.
         multiprocessing_context="fork" if n_workers else None,
         worker_init_fn=lambda _: die_with_parent(),  # they hold sockets that peers wait for
-        collate_fn=identity,
+        collate_fn=lambda batch: batch,  # because __getitems__ returns whole batches
         pin_memory=device.type == "cuda",
     )
     return iter(loader)
-
-
-def _empty_of(batch: Batch) -> Batch:
-    """Make a batch without samples, with the same shapes and dtypes."""
-    return Batch(tuple(tensor[:0] for tensor in batch.inputs), batch.targets[:0])
-
-
-class _Indices:
-    """A batch sampler that can be iterated repeatedly, as DataLoader requires."""
-
-    def __init__(self, plan: BatchPlan, rank: int, first_step: int) -> None:
-        self._plan, self._rank, self._first_step = plan, rank, first_step
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._plan.indices(self._rank, self._first_step)

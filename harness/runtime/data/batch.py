@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from harness.errors import DataError
+from harness.runtime.models.task import IGNORED
 
 
 class Batch(NamedTuple):
@@ -56,6 +57,30 @@ class BatchedData(Dataset[Batch], ABC):
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])
+
+
+class MemoryData(BatchedData):
+    """Copies samples from memory.
+
+    Args:
+        inputs: one tensor per input of the task, each (samples, ...).
+        targets: (samples, *target_shape), IGNORED where they do not count.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], targets: Tensor) -> None:
+        self._inputs, self._targets = tuple(inputs), targets
+        self._counts: list[int] = (targets.reshape(len(targets), -1) != IGNORED).sum(1).tolist()
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def count_targets(self, indices: Sequence[int]) -> tuple[int, ...]:
+        """Number of targets that count, of each sample."""
+        return tuple(self._counts[index] for index in indices)
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        rows = torch.tensor(indices, dtype=torch.int64)
+        return Batch(tuple(column[rows] for column in self._inputs), self._targets[rows])
 
 
 def split_by_weight(total: int, weights: Sequence[float]) -> list[int]:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from harness.errors import DataError
 from harness.inputs import one_line
-from harness.runtime.data.batch import Batch, BatchedData
+from harness.runtime.data.batch import Batch, BatchedData, MemoryData
 from harness.runtime.models.torchvision_import import import_torchvision
 
 CIFAR_LAYOUT = {
@@ -74,37 +74,31 @@ def open_cifar(name: str, data_dir: Path, image_size: int) -> ImageData:
         ) from error
 
 
-class DigitData(BatchedData):
-    """The 8 x 8 images of handwritten digits that scikit-learn ships: 1440 to train by, and 357
-    held out.
+def open_digits(shape: tuple[int, ...], *, is_held_out: bool = False) -> MemoryData:
+    """Open the 8 x 8 images of handwritten digits that scikit-learn ships: 1440 to train by, and
+    357 held out.
 
     Args:
         shape: channels, height and width of a sample.
+
+    Raises:
+        DataError: scikit-learn is not installed.
     """
-
-    def __init__(self, shape: tuple[int, ...], *, is_held_out: bool = False) -> None:
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise DataError(
-                "--data digits is in scikit-learn, which is not installed: pip install scikit-learn"
-            ) from error
-        pixels, labels = load_digits(return_X_y=True)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        chosen = order[_N_DIGITS:] if is_held_out else order[:_N_DIGITS]
-        images = torch.from_numpy(pixels).float().reshape(-1, 1, 8, 8)[chosen] / 8 - 1
-        n_channels, *size = shape
-        if size != [8, 8]:
-            images = functional.interpolate(images, size=size, mode="bilinear")
-        self._images = images.expand(-1, n_channels, -1, -1).contiguous()
-        self._labels = torch.from_numpy(labels).long()[chosen]
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitems__(self, indices: list[int]) -> Batch:
-        rows = torch.tensor(indices, dtype=torch.int64)
-        return Batch((self._images[rows],), self._labels[rows])
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError(
+            "--data digits is in scikit-learn, which is not installed: pip install scikit-learn"
+        ) from error
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    chosen = order[_N_DIGITS:] if is_held_out else order[:_N_DIGITS]
+    images = torch.from_numpy(pixels).float().reshape(-1, 1, 8, 8)[chosen] / 8 - 1
+    n_channels, *size = shape
+    if size != [8, 8]:
+        images = functional.interpolate(images, size=size, mode="bilinear")
+    images = images.expand(-1, n_channels, -1, -1).contiguous()
+    return MemoryData((images,), torch.from_numpy(labels).long()[chosen])
 
 
 def class_names(data_dir: Path) -> list[str]:

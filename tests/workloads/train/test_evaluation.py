@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.errors import VerificationError
-from harness.runtime.data.images import DigitData
+from harness.runtime.data.images import open_digits
 from harness.workloads.train import workload
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.evaluation import Evaluation
@@ -24,7 +24,7 @@ def context():
 
 
 def test_held_out_digits_are_the_others():
-    trained, held_out = DigitData((1, 8, 8)), DigitData((1, 8, 8), is_held_out=True)
+    trained, held_out = open_digits((1, 8, 8)), open_digits((1, 8, 8), is_held_out=True)
     assert (len(trained), len(held_out)) == (1440, 357)
     both = [d.__getitems__(list(range(len(d)))).inputs[0].flatten(1) for d in (trained, held_out)]
     assert len(torch.cat(both).unique(dim=0)) == 1797
@@ -35,7 +35,7 @@ def test_the_accuracy_is_the_share_of_held_out_digits_that_are_found(context):
     with torch.no_grad():
         last = list(model.parameters())[-1]
         last += 100 * torch.nn.functional.one_hot(torch.tensor(3), 10)  # says 3 always
-    labels = DigitData((1, 8, 8), is_held_out=True).__getitems__(list(range(357))).targets
+    labels = open_digits((1, 8, 8), is_held_out=True).__getitems__(list(range(357))).targets
     engine = SimpleNamespace(model_state=model.state_dict)
     state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     engine.averaged_state = lambda: state  # says 0 always

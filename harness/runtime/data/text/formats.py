@@ -25,8 +25,8 @@ import torch
 from harness.domain.files import decode
 from harness.errors import DataError
 from harness.inputs import read_file, shorten
+from harness.runtime.data.batch import MemoryData
 from harness.runtime.data.text.sequences import (
-    TextData,
     Vocabulary,
     check_inputs,
     find_file,
@@ -57,7 +57,7 @@ def pair_files(data_dir: Path) -> list[Path]:
     return find_files(data_dir, ".tsv", _PAIR)
 
 
-def open_text(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
+def open_text(data_dir: Path, vocabulary: Vocabulary, task: Task) -> MemoryData:
     """Open plain text for a model that predicts the next token.
 
     Raises:
@@ -76,10 +76,10 @@ def open_text(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
     starts = range(0, len(row) - 1, length)
     tokens = padded([row[start : min(start + length, len(row) - 1)] for start in starts], length)
     targets = [row[start + 1 : start + 1 + length] for start in starts]
-    return TextData((tokens,), padded(targets, length, IGNORED))
+    return MemoryData((tokens,), padded(targets, length, IGNORED))
 
 
-def open_pairs(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
+def open_pairs(data_dir: Path, vocabulary: Vocabulary, task: Task) -> MemoryData:
     """Open pairs for a model that predicts target tokens from source tokens; longer sentences than
     the model's sequence are cut.
 
@@ -106,7 +106,7 @@ def open_pairs(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
     source_rows = padded([[*row, vocabulary.end] for row in given], length)
     shifted = padded([[vocabulary.begin, *row] for row in wanted], length)
     next_tokens = padded([[*row, vocabulary.end] for row in wanted], length, IGNORED)
-    return TextData((source_rows, shifted), next_tokens)
+    return MemoryData((source_rows, shifted), next_tokens)
 
 
 _KIND = "train-v1.1.json or train-v2.0.json of SQuAD"
@@ -189,7 +189,7 @@ def _span(window: Any, place: tuple[int, int] | None) -> tuple[int, int]:
     return (first[0], last[-1]) if first and last else (0, 0)
 
 
-def open_squad(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
+def open_squad(data_dir: Path, vocabulary: Vocabulary, task: Task) -> MemoryData:
     """Open the training questions.
 
     Raises:
@@ -216,7 +216,7 @@ def open_squad(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
             segments.append(window.type_ids)
             spans.append(_span(window, place))
     inputs = (padded(rows, length), padded(segments, length))[: len(task.inputs)]
-    return TextData(inputs, torch.tensor(spans, dtype=torch.int64).reshape(-1, 2))
+    return MemoryData(inputs, torch.tensor(spans, dtype=torch.int64).reshape(-1, 2))
 
 
 _HEADER = "sentence\tlabel"
@@ -249,7 +249,7 @@ def _read_sentences(path: Path) -> tuple[list[str], list[int]]:
     return sentences, labels
 
 
-def open_sst2(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
+def open_sst2(data_dir: Path, vocabulary: Vocabulary, task: Task) -> MemoryData:
     """Open the training sentences; longer ones than the model's sequence are cut.
 
     Raises:
@@ -261,4 +261,4 @@ def open_sst2(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
     tokenizer.enable_truncation(length)
     tokens = padded([found.ids for found in tokenizer.encode_batch(sentences)], length)
     inputs = (tokens, torch.zeros_like(tokens))[: len(task.inputs)]
-    return TextData(inputs, torch.tensor(labels))
+    return MemoryData(inputs, torch.tensor(labels))

@@ -1,4 +1,4 @@
-"""Samples of tokens in memory, and the files that they come from.
+"""Tokens of text, and the files that they come from.
 
 A vocabulary file of WordPiece (vocab.txt of BERT): one token a line, its number the line's.
 """
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from harness.errors import DataError
 from harness.inputs import decode_text, read_file, shorten
-from harness.runtime.data.batch import Batch, BatchedData
-from harness.runtime.models.task import IGNORED, PADDING, Task
+from harness.runtime.models.task import PADDING, Task
 
 PAD, UNKNOWN, BEGIN, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 
@@ -73,30 +72,6 @@ class Vocabulary:
 
 
 _LARGEST_FILE_BYTES = 4 << 30
-
-
-class TextData(BatchedData):
-    """Copies samples from memory.
-
-    Args:
-        inputs: one tensor per input of the task, each (samples, length).
-        targets: (samples, *target_shape), IGNORED where they do not count.
-    """
-
-    def __init__(self, inputs: Sequence[Tensor], targets: Tensor) -> None:
-        self._inputs, self._targets = tuple(inputs), targets
-        self._counts: list[int] = (targets.reshape(len(targets), -1) != IGNORED).sum(1).tolist()
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-    def count_targets(self, indices: Sequence[int]) -> tuple[int, ...]:
-        """Number of targets that count, of each sample."""
-        return tuple(self._counts[index] for index in indices)
-
-    def __getitems__(self, indices: list[int]) -> Batch:
-        rows = torch.tensor(indices, dtype=torch.int64)
-        return Batch(tuple(column[rows] for column in self._inputs), self._targets[rows])
 
 
 def padded(rows: Sequence[Sequence[int]], length: int, fill: int = PADDING) -> Tensor:
