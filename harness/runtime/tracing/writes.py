@@ -14,16 +14,14 @@ operators write them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from harness.errors import ModelError
 from harness.runtime.capture.meta_copy import meta_copy
-from harness.runtime.capture.meta_run import tensors_in_order
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.executor.shards.inplace import (
     COPIES,
     changes_first,
@@ -34,41 +32,20 @@ from harness.runtime.tracing.constructs import OpaqueFunction, function_name
 from harness.runtime.tracing.tuples import check_sizes, drop_empty_parts, split_tuples
 
 
-@dataclass(frozen=True)
-class _Ref:
-    """A placeholder for the call argument at a position."""
-
-    position: int
-
-
-class View(NamedTuple):
-    """One step of a chain of views: a call on the previous value, with further arguments."""
-
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class Written(OpaqueFunction):
     """A copy of a tensor in which one view has new values; both inputs get gradients.
 
     Args:
-        views: chain from the tensor to the written view.
+        view: makes the view of the tensor, which other arguments may follow.
     """
 
-    def __init__(self, views: Sequence[View]) -> None:
+    def __init__(self, view: Callable[..., Tensor]) -> None:
         super().__init__("written")
-        self._views = tuple(views)
+        self._view = view
 
     def __call__(self, base: Tensor, value: Tensor, *given: Any) -> Tensor:
         output = base.clone()
-        view: Any = output
-        for call, args, kwargs in self._views:
-            args, kwargs = fx.node.map_aggregate(
-                (args, kwargs), lambda x: given[x.position] if isinstance(x, _Ref) else x
-            )
-            view = call(view, *args, **kwargs)
-        view.copy_(value)
+        self._view(output, *given).copy_(value)
         return output
 
 
@@ -139,7 +116,7 @@ class _Memory:
 
     def _reads_elements(self, user: fx.Node) -> bool:
         is_writer = user in self.changed  # which may return nothing
-        return user.op == "output" or is_writer or bool(tensors_in_order(self.values.get(user)))
+        return user.op == "output" or is_writer or bool(tensors_within(self.values.get(user)))
 
     def chain(self, node: fx.Node) -> list[fx.Node]:
         """The chain of views from a base tensor, or a writer's output, to a node."""
@@ -251,26 +228,16 @@ def _updated_base(
     base, *chain = memory.chain(target)
     if not chain:
         return value
-    given: list[fx.Node] = []
-    views = [_view(module, step, given) for step in chain]
+    read = dict.fromkeys(node for step in chain for node in step.all_input_nodes)
+    given = [node for node in read if node not in (base, *chain)]
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in (base, *given)}
+    for step in chain:
+        copies[step] = graph.node_copy(step, copies.__getitem__)
+    graph.output(copies[target])
+    written = Written(fx.GraphModule(module, graph))
     with module.graph.inserting_after(value):
-        return module.graph.call_function(Written(views), (base, value, *given))
-
-
-def _view(module: fx.GraphModule, step: fx.Node, given: list[fx.Node]) -> View:
-    def referred(argument: Any) -> Any:
-        if not isinstance(argument, fx.Node):
-            return argument
-        given.append(argument)
-        return _Ref(len(given) - 1)
-
-    calls: dict[str, Callable[[str], Any]] = {
-        "call_module": module.get_submodule,
-        "call_method": partial(getattr, Tensor),
-    }
-    call: Any = calls[step.op](str(step.target)) if step.op in calls else step.target
-    found: Any = fx.node.map_aggregate((step.args[1:], dict(step.kwargs)), referred)
-    return View(call, *found)
+        return module.graph.call_function(written, (base, value, *given))
 
 
 def _replay(module: fx.GraphModule, memory: _Memory, alias: fx.Node, base: fx.Node) -> fx.Node:
