@@ -40,13 +40,11 @@ def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def keep_dims(module: fx.GraphModule) -> None:
     """Replace view to rows, linear layer, view of the rows by a view and a linear layer."""
     for node in module.graph.find_nodes(op="call_function", target=LINEAR):
-        before, after = node.args[0], next(iter(node.users), None)
-        if len(node.users) != 1 or not isinstance(before, fx.Node) or after is None:
+        before, after = _views_around(node, node.args[0])
+        found, made = _shape(node), _shape(after)
+        if len(found) != 2 or len(made) < 3 or found[-1] != made[-1]:
             continue
-        if {before.target, after.target} - {*_VIEWS} or not _keeps_width(node, after):
-            continue
-        views: Any = (before, after)
-        (source, (*_, width)), (_, sizes) = (view.args for view in views)
+        (source, (*_, width)), (_, sizes) = (view.args for view in (before, after))
         with module.graph.inserting_before(after):
             wide = module.graph.call_function(_VIEWS[1], (source, [*sizes[:-1], width]))
             kept = module.graph.call_function(LINEAR, (wide, *node.args[1:]))
@@ -54,6 +52,14 @@ def keep_dims(module: fx.GraphModule) -> None:
         wide.meta["val"] = before.meta["val"].new_empty((*after.meta["val"].shape[:-1], width))
         _replace(module.graph, (before, node, after), kept)
     module.recompile()
+
+
+def _views_around(node: fx.Node, before: Any) -> tuple[Any, Any]:
+    """The views to and of the rows of a product, of which `before` is one if there are such; else
+    None."""
+    after = next(iter(node.users)) if len(node.users) == 1 else None
+    are_views = all(isinstance(x, fx.Node) and x.target in _VIEWS for x in (before, after))
+    return (before, after) if are_views else (None, None)
 
 
 def _replace(graph: fx.Graph, chain: tuple[fx.Node, fx.Node, fx.Node], made: fx.Node) -> None:
@@ -66,44 +72,23 @@ def _replace(graph: fx.Graph, chain: tuple[fx.Node, fx.Node, fx.Node], made: fx.
         graph.erase_node(first)
 
 
-def _keeps_width(node: fx.Node, after: fx.Node) -> bool:
-    found, made = node.meta.get("val"), after.meta.get("val")
-    if not isinstance(found, Tensor) or not isinstance(made, Tensor):
-        return False
-    return found.dim() == 2 and made.dim() > 2 and str(found.shape[-1]) == str(made.shape[-1])
-
-
 def join_projections(module: fx.GraphModule) -> None:
     """Replace view, addmm by a parameter, view."""
     for node in module.graph.find_nodes(op="call_function", target=_ATEN.addmm.default):
-        found = _parts(node)
-        if found is None:
+        if len(node.args) != 3 or node.kwargs:
             continue
-        before, after = found
-        bias, _, weight = node.args
+        bias, rows, weight = node.args
+        before, after = _views_around(node, rows)
+        if before is None or any(getattr(x, "op", "") != "get_attr" for x in (bias, weight)):
+            continue
+        given, made = _shape(before.args[0]), _shape(after)
+        if len(given) < 2 or given[:-1] != made[:-1]:
+            continue
         with module.graph.inserting_before(after):
             joined = module.graph.call_function(transposed_linear, (before.args[0], weight, bias))
         joined.meta = {**after.meta}
         _replace(module.graph, (before, node, after), joined)
     module.recompile()
-
-
-def _parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The views before and after a product of equally many dims."""
-    if len(node.args) != 3 or node.kwargs or len(node.users) != 1:
-        return None
-    bias, before, weight = node.args
-    (after,) = node.users
-    if not isinstance(before, fx.Node) or {before.target, after.target} - {*_VIEWS}:
-        return None
-    if any(not isinstance(x, fx.Node) or x.op != "get_attr" for x in (bias, weight)):
-        return None
-    source = before.args[0]
-    given, made = (x.meta.get("val") for x in (source, after) if isinstance(x, fx.Node))
-    if not isinstance(given, Tensor) or not isinstance(made, Tensor):
-        return None
-    is_kept = list(map(str, given.shape[:-1])) == list(map(str, made.shape[:-1]))
-    return (before, after) if is_kept and given.dim() > 1 else None
 
 
 def keep_heads(module: fx.GraphModule) -> None:
