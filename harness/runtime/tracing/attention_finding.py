@@ -167,9 +167,7 @@ class _Region:
         is_stacked: a view of a projection stacks queries, keys and values before the heads.
     """
 
-    def __init__(
-        self, module: fx.GraphModule, attention: fx.Node, *, is_stacked: bool = False
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, attention: fx.Node, *, is_stacked: bool) -> None:
         self._module, self._attention = module, attention
         self._after = self._find_after()
         self._last = self._after[-1]

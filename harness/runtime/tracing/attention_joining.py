@@ -18,8 +18,8 @@ from harness.runtime.tracing.attention_region import (
     Mixing,
     RegionPositions,
     RegionWeight,
+    RowSlice,
     ScaledNumber,
-    SlicedRows,
 )
 from harness.runtime.tracing.dim_rules import NORMS, is_size, operator_name
 from harness.runtime.tracing.matrix_products import transposed_linear
@@ -71,7 +71,7 @@ class JoinedGraph:
     ) -> None:
         self._module, self._order, self._projections = module, order, projections
         self._slices, self._sliced, self._positions = slices, list[str](), positions
-        self._rows: list[SlicedRows] = []
+        self._rows: dict[str, RowSlice] = {}
         self._taken: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
@@ -127,7 +127,7 @@ class JoinedGraph:
             reads=tuple(found.of_inputs.get(source, "whole") for source in self.inputs),
             keys=frozenset(self._copies[node].name for node in found.keys),
             numbers=self._named(found.numbers),
-            slices=tuple(self._rows),
+            slices=self._rows,
             mixing=None if found.core is None else self._mixing(found.core),
         )
 
@@ -261,6 +261,6 @@ class JoinedGraph:
         if rows is not None:
             size = source.meta["val"].shape[rows.dim]
             found = self._graph.call_function(_SLICE, (found, rows.dim, 0, size))
-            self._rows.append(SlicedRows(found.name, rows.with_input, rows.with_own))
+            self._rows[found.name] = rows
         self._taken[node, source] = found
         return found

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from harness.runtime.capture.operators import SOMETIMES_RANDOM
 from harness.runtime.models.attention import AttentionForm
+from harness.runtime.tracing.attention_region import RowSlice
 from harness.runtime.tracing.dim_rules import (
     ATTENTION,
     PRODUCTS,
@@ -226,19 +227,6 @@ def _hidden(node: fx.Node) -> Literal["nothing", "later", "any"]:
         return "nothing"
     is_later = mask.shape[0] == mask.shape[1] and torch.equal(mask.clamp(min=hidden.min()), hidden)
     return "later" if is_later else "any"
-
-
-class RowSlice(NamedTuple):
-    """Where an operator takes a device's positions of a value.
-
-    Attributes:
-        with_input, with_own: whether it does so where the device computes keys of all positions,
-            and where it computes its own.
-    """
-
-    dim: int
-    with_input: bool
-    with_own: bool
 
 
 @dataclass(frozen=True)

@@ -50,15 +50,15 @@ class ScaledNumber(NamedTuple):
     place: int | None
 
 
-class SlicedRows(NamedTuple):
-    """A slice of positions.
+class RowSlice(NamedTuple):
+    """A slice of a value's positions.
 
     Attributes:
         with_input, with_own: whether it is cut where a device computes keys of all positions, and
             where it computes those of its own.
     """
 
-    node: str
+    dim: int
     with_input: bool
     with_own: bool
 
@@ -91,13 +91,14 @@ class RegionPositions(NamedTuple):
         reads: of each input, by `domain.sharding.input_block`.
         keys: nodes that compute keys or values.
         numbers: in proportion to a node's positions.
+        slices: by the node that slices.
     """
 
     n: int
     reads: tuple[str, ...]
     keys: frozenset[str]
     numbers: tuple[ScaledNumber, ...]
-    slices: tuple[SlicedRows, ...]
+    slices: Mapping[str, RowSlice]
     mixing: Mixing | None
 
 
@@ -177,9 +178,9 @@ def _cut_rows(
     for number in positions.numbers:
         if has_own_keys or number.node not in positions.keys:
             _scale(nodes, number, stop - start, positions.n)
-    for sliced in positions.slices:
+    for name, sliced in positions.slices.items():
         if sliced.with_own if has_own_keys else sliced.with_input:
-            nodes[sliced.node].args = (*nodes[sliced.node].args[:2], start, stop)
+            nodes[name].args = (*nodes[name].args[:2], start, stop)
     last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
     with graph.inserting_after(last):
         mix = graph.placeholder("mix")
