@@ -238,25 +238,6 @@ def _takes(entry: ModelEntry, size: int) -> bool:
     return size >= entry.min_image_size and size % entry.size_multiple == 0
 
 
-def _set_dropout(model: nn.Module, probability: float) -> None:
-    for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            module.p = probability
-        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-            module.dropout = probability
-
-
-def _freeze_norms(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.eval()
-
-
-def _images(options: ModelOptions) -> tuple[InputSpec, ...]:
-    side = options.image_size
-    return (InputSpec(name="images", shape=(options.n_channels, side, side)),)
-
-
 def _dlrm_task(entry: ModelEntry, options: ModelOptions) -> Task:
     dlrm = options.dlrm
     inputs = (
@@ -312,11 +293,14 @@ def build_task(name: str, options: ModelOptions, seed: int = 0) -> Task:
     elif entry.takes == "dlrm":
         task = _dlrm_task(entry, options)
     else:
-        task = Task(
-            model=entry.build(options), inputs=_images(options), n_classes=options.n_classes
-        )
-    if options.dropout is not None:
-        _set_dropout(task.model, options.dropout)
-    if options.has_frozen_norms:
-        _freeze_norms(task.model)
+        shape = (options.n_channels, options.image_size, options.image_size)
+        inputs = (InputSpec(name="images", shape=shape),)
+        task = Task(model=entry.build(options), inputs=inputs, n_classes=options.n_classes)
+    for module in task.model.modules():
+        if options.has_frozen_norms and isinstance(module, _BatchNorm):
+            module.eval()
+        if options.dropout is not None and isinstance(module, _DropoutNd):
+            module.p = options.dropout
+        elif options.dropout is not None and isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = options.dropout
     return task

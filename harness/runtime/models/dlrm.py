@@ -57,7 +57,6 @@ class Dlrm(nn.Module):
 
     def __init__(self, options: DlrmOptions) -> None:
         super().__init__()
-        check_dlrm(options)
         self.options = options
         width = options.bottom_mlp[-1]
         self.bottom = _mlp(options.bottom_mlp, is_last_linear=False)

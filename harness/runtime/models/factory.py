@@ -88,8 +88,12 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
         has_blanks = not _is_alike(split, given.bind(model, kept), [tensors[k] for k in kept])
         without = given.bind(model, kept, chosen, has_blanks=has_blanks)
         return _labelled(without, specs, kept, split)
-    logits = logits_of(output)
-    _check_logits(name, logits, len(tensors[0]))
+    logits, n_samples = logits_of(output), len(tensors[0])
+    if logits.shape[:1] != (n_samples,) or not logits.is_floating_point():
+        raise ModelError(
+            f"{name}: its forward returns {logits.dtype} of shape {tuple(logits.shape)} "
+            f"for {n_samples} samples: return one row of real logits for each sample"
+        )
     _, *sizes = logits.shape
     if sizes in ([], [1]):
         return Task(model=bound, inputs=specs, loss="binary_cross_entropy")
@@ -135,14 +139,6 @@ def _with_rows(
 def _is_view_of_all(view: Tensor, x: Tensor) -> bool:
     is_shared = view.untyped_storage()._cdata == x.untyped_storage()._cdata
     return is_shared and view.numel() == x.numel()
-
-
-def _check_logits(name: str, logits: Tensor, n_samples: int) -> None:
-    if logits.shape[:1] != (n_samples,) or not logits.is_floating_point():
-        raise ModelError(
-            f"{name}: its forward returns {logits.dtype} of shape {tuple(logits.shape)} "
-            f"for {n_samples} samples: return one row of real logits for each sample"
-        )
 
 
 def _labelled(

@@ -288,23 +288,15 @@ class TextOptions:
 
     def filled(self, model: TextOptions) -> TextOptions:
         """Fill in missing sizes; heads and MLP keep their ratios to the model's own sizes."""
-        width = self.width or model.width
-        n_heads = self.n_heads or model.n_heads
-        n_groups = max(1, n_heads * model.n_groups // model.n_heads)
-        mixture = model if self.n_experts else TextOptions()
-        return TextOptions(
-            sequence_length=self.sequence_length or model.sequence_length,
-            vocabulary_size=self.vocabulary_size or model.vocabulary_size,
-            n_layers=self.n_layers or model.n_layers,
-            width=width,
-            n_heads=n_heads,
-            n_groups=self.n_groups or n_groups,
-            mlp_width=self.mlp_width or max(1, width * model.mlp_width // model.width),
-            n_experts=self.n_experts,
-            n_experts_per_token=self.n_experts_per_token or mixture.n_experts_per_token,
-            capacity_factor=self.capacity_factor or mixture.capacity_factor,
-            head=self.head or model.head,
-        )
+        width, n_heads = self.width or model.width, self.n_heads or model.n_heads
+        known = dataclasses.asdict(model) | {
+            "n_groups": max(1, n_heads * model.n_groups // model.n_heads),
+            "mlp_width": max(1, width * model.mlp_width // model.width),
+        }
+        if not self.n_experts:
+            known |= {"n_experts_per_token": 0, "capacity_factor": 0.0}
+        given = dataclasses.asdict(self)
+        return TextOptions(**{name: given[name] or size for name, size in known.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,21 @@ class UserFunction:
     def load(self) -> Callable[..., Any]:
         """Import the function."""
         with self._contained():
-            return self._load()
+            module_name, attribute = self.parts()
+            with self._imported(module_name):
+                module = importlib.import_module(module_name)
+            found = getattr(module, attribute, None)
+        if not callable(found):
+            raise self._error(
+                f"{module.__file__} has no callable {attribute!r}: name a function that it defines"
+            )
+        if isinstance(found, nn.Module):
+            raise self._error(
+                f"is a model, not a function that makes one: add `def make(): return {attribute}` "
+                "without its arguments, because every rank and run builds its own",
+                " ",
+            )
+        return found  # type: ignore[no-any-return]
 
     def check(self) -> None:
         """Import the function; an error of its code is raised in one line."""
@@ -104,23 +118,6 @@ class UserFunction:
                 " ",
             )
         return module_name, attribute
-
-    def _load(self) -> Callable[..., Any]:
-        module_name, attribute = self.parts()
-        with self._imported(module_name):
-            module = importlib.import_module(module_name)
-        found = getattr(module, attribute, None)
-        if not callable(found):
-            raise self._error(
-                f"{module.__file__} has no callable {attribute!r}: name a function that it defines"
-            )
-        if isinstance(found, nn.Module):
-            raise self._error(
-                f"is a model, not a function that makes one: add `def make(): return {attribute}` "
-                "without its arguments, because every rank and run builds its own",
-                " ",
-            )
-        return found  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def _imported(self, module_name: str) -> Iterator[None]:
