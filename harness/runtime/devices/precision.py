@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.errors import ConfigError
 
 # Data types of autocast; parameters and optimizer state stay fp32.
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NARROW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Least compute capability of GPUs with hardware for a dtype; others emulate it or compute in fp32.
 _CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (5, 3)}
 
@@ -29,14 +29,14 @@ class Precision:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of forward and loss."""
-        if self.dtype not in _AUTOCAST:
+        if self.dtype not in NARROW_DTYPES:
             return contextlib.nullcontext()
-        return torch.autocast(self._device_type, _AUTOCAST[self.dtype])
+        return torch.autocast(self._device_type, NARROW_DTYPES[self.dtype])
 
     def transfer_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a value of `dtype` is sent: autocast's for fp32, else its own."""
-        if dtype == torch.float32 and self.dtype in _AUTOCAST:
-            return _AUTOCAST[self.dtype]
+        if dtype == torch.float32 and self.dtype in NARROW_DTYPES:
+            return NARROW_DTYPES[self.dtype]
         return dtype
 
 
@@ -62,13 +62,13 @@ class Float32Watch(TorchDispatchMode):
 
 def wire_bytes_per_fp32_byte(dtype: str) -> float:
     """Bytes sent between devices per byte of a float32 value."""
-    return _AUTOCAST.get(dtype, torch.float32).itemsize / torch.float32.itemsize
+    return NARROW_DTYPES.get(dtype, torch.float32).itemsize / torch.float32.itemsize
 
 
 def reduced(gradients: Tensor, reduce_dtype: str) -> Tensor:
     """Gradients as their sum over ranks is sent: fp32 ones rounded to `reduce_dtype`."""
     is_fp32 = gradients.dtype == torch.float32
-    return gradients.to(_AUTOCAST.get(reduce_dtype, torch.float32)) if is_fp32 else gradients
+    return gradients.to(NARROW_DTYPES.get(reduce_dtype, torch.float32)) if is_fp32 else gradients
 
 
 @contextlib.contextmanager

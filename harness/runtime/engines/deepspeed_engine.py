@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.record import SpanKind
 from harness.errors import ConfigError
 from harness.measure.recorder import Recorder
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.data.batch import Batch
+from harness.runtime.devices.precision import NARROW_DTYPES
 from harness.runtime.engines.engine import EngineOptions, Share, fetch_batch
 from harness.runtime.engines.optimizers import make_optimizer, set_rate
 from harness.runtime.engines.replicas import verify_replicas
@@ -31,27 +32,9 @@ from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 
 _COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "broadcast",
-    "all_to_all_single",
-)
-_INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def _n_bytes(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
-    """Bytes of the largest tensor among a collective's arguments."""
-    tensors: list[Tensor] = []
-    for value in (*arguments, *named.values()):
-        tensors += [
-            t for t in (value if isinstance(value, list) else [value]) if torch.is_tensor(t)
-        ]
-    return max((t.numel() * t.element_size() for t in tensors), default=0)
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "broadcast", "all_to_all_single",
+)  # fmt: skip
 
 
 class TimedBackend:
@@ -72,7 +55,7 @@ class TimedBackend:
             start = self._recorder.clock.mark()
             result = found(*arguments, **named)
             self.n_collectives += 1
-            n_bytes = _n_bytes(arguments, named)
+            n_bytes = max((t.nbytes for t in tensors_within((arguments, named))), default=0)
 
             def end(waits_since: Any) -> None:
                 now = self._recorder.clock.mark()
@@ -149,7 +132,7 @@ def _settings(options: EngineOptions) -> dict[str, Any]:
     }
     if options.reduce_dtype != "fp32":
         settings["communication_data_type"] = options.reduce_dtype
-    if options.dtype in _INPUTS:
+    if options.dtype in NARROW_DTYPES:
         settings[options.dtype] = {"enabled": True}
     return settings
 
@@ -183,7 +166,7 @@ class DeepSpeedEngine:
         self._task = task
         self._world = world
         self._recorder = recorder
-        self._input_dtype = _INPUTS.get(options.dtype)
+        self._input_dtype = NARROW_DTYPES.get(options.dtype)
         self._is_whole = options.zero_stage < 3  # between two steps
         optimizer = make_optimizer(task.model.named_parameters(), options.optimizer, world.device)
         self._engine, *_ = deepspeed.initialize(
@@ -194,10 +177,6 @@ class DeepSpeedEngine:
         self._plain_backend, self._comm = deepspeed.comm.comm.cdb, deepspeed.comm.comm
         self._timer = TimedBackend(self._plain_backend, recorder)
         self._comm.cdb = self._timer
-
-    def unmark(self) -> None:
-        """Record no more collectives, so that engines of one process do not record each other's."""
-        self._comm.cdb = self._plain_backend
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
-from harness.runtime.devices.precision import has_gradients
+from harness.runtime.devices.precision import NARROW_DTYPES, has_gradients
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.faithfulness.state import RandomSources, seed_all
@@ -85,20 +85,6 @@ class OperatorRun(fx.Interpreter):
             return self._constants[n]
         return super().run_node(n)
 
-    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The first tensor, from which the executor computes the loss."""
-        return first_tensor(args[0])
-
-
-def first_tensor(value: Any) -> Any:
-    """The first tensor among outputs; None if there is none."""
-    if isinstance(value, Tensor):
-        return value
-    parts = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, (dict, tuple, list)):
-        return None
-    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
-
 
 # Rounding of sums in another order; a wrong gradient differs by 1e-3 and more. Differences are
 # relative to a tensor's largest element, or to `_FLOOR` times the model's if that is larger.
@@ -107,7 +93,6 @@ _ROUNDED = {
     torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4,
     torch.bfloat16: 3e-2, torch.float16: 1e-2,
 }  # fmt: skip
-_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FLOOR = 1e-3
 
 
@@ -166,7 +151,7 @@ def real_of(tensor: Tensor) -> Tensor:
 def rounding_of(model: nn.Module, dtype: str) -> float:
     """The relative rounding tolerance of the narrowest of training dtype and parameter dtypes."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype in _ROUNDED}
-    dtypes |= {_NARROW[dtype]} if dtype in _NARROW else set()
+    dtypes |= {NARROW_DTYPES[dtype]} if dtype in NARROW_DTYPES else set()
     return max((_ROUNDED[dtype] for dtype in dtypes), default=EXACT)
 
 
