@@ -360,7 +360,7 @@ class _Comparison:
             summary = f"with {samples} samples its {name} differs"
             if name == "loss":
                 summary += f" ({a.loss:.6g}, not {b.loss:.6g})"
-        details = "; ".join(filter(None, (summary, first.text())))
+        details = "; ".join(filter(None, (summary, first)))
         dtype = self._precision.dtype
         under, other = ("", "") if dtype == "fp32" else (f" in {dtype}", ", use fp32")
         raise ModelError(

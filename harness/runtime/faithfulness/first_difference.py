@@ -22,8 +22,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from harness.runtime.capture.capture import Captured
-from harness.runtime.capture.meta_run import tensors_in_order
 from harness.runtime.capture.operators import UNDEFINED
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.data.batch import Batch
 from harness.runtime.executor.geometry.layout import owners
 from harness.runtime.executor.geometry.values import MetaModel
@@ -41,26 +41,6 @@ _OWN_RUN = str(Path(__file__).with_name("comparison.py"))
 _Print = tuple[torch.Size, torch.dtype, tuple[int, ...]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstDifference:
-    """The first difference between graph and model.
-
-    Attributes:
-        where: the operator, and its output or gradient; empty if no operator differs.
-        constructs: constructs of the model that tracing may drop; likely ones first.
-    """
-
-    where: str = ""
-    constructs: tuple[str, ...] = ()
-
-    def text(self) -> str:
-        """A description without a full stop; empty if nothing is known."""
-        parts = [f"the first to differ is {self.where}"] if self.where else []
-        if self.constructs:
-            parts.append(f"the model has {', '.join(self.constructs[:3])}")
-        return "; ".join(parts)
-
-
 @dataclass
 class _Seen:
     """One result: whether it requires a gradient, and the gradient's fingerprint once known."""
@@ -71,9 +51,8 @@ class _Seen:
 
 @dataclass
 class _Results:
-    """Tensors that one side computed, by fingerprint, and the loss."""
+    """Tensors that one side computed, by fingerprint."""
 
-    loss: Tensor | None = None
     by_print: defaultdict[_Print, list[_Seen]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, tensor: Tensor) -> tuple[_Print, _Seen]:
@@ -118,14 +97,14 @@ class _DifferenceRecorder(TorchFunctionMode):
             self._add_construct(read, _user_frame())
         if (has_gradient, has_autocast) != self._outer:
             self._add_context(is_autocast=has_autocast != self._outer[1])
-        for tensor in tensors_in_order(result):
+        for tensor in tensors_within(result):
             self.results.add(tensor)
         return result
 
     def add_output(self, module: nn.Module, given: Any, result: Any) -> None:
         """Keep a module's result, because an autograd function's result bypasses this mode."""
         with torch._C.DisableTorchFunction():  # the fingerprint's calls are not the model's
-            for tensor in tensors_in_order(result):
+            for tensor in tensors_within(result):
                 self.results.add(tensor)
 
     def _add_context(self, *, is_autocast: bool) -> None:
@@ -166,10 +145,14 @@ def _place(frame: FrameType | None) -> str:
 
 def find_first_difference(
     task: Task, captured: Captured, meta: MetaModel, batches: Sequence[Batch], seed: int
-) -> FirstDifference:
+) -> str:
     """Train the batches by model and graph and compare them operator by operator.
 
     Changes both modules; the caller must restore them (`preserved`).
+
+    Returns:
+        The operator, and its output or gradient, and constructs of the model that tracing may drop,
+        likely ones first; empty if nothing is known.
     """
     constructs = {text: text for text in _hooks_of(task.model)}
     recordings, runs = [], []
@@ -188,11 +171,12 @@ def find_first_difference(
         run = _OperatorResult(captured, meta, batch)
         run.train(task, batch)
         runs.append(run)
-    for recording, run in zip(recordings, runs, strict=True):
-        found = run.first_difference(recording.results)
-        if found:
-            return FirstDifference(where=found, constructs=tuple(constructs.values()))
-    return FirstDifference(constructs=tuple(constructs.values()))
+    pairs = zip(recordings, runs, strict=True)
+    found = next(filter(None, (run.first_difference(one.results) for one, run in pairs)), "")
+    parts = [f"the first to differ is {found}"] if found else []
+    if constructs:
+        parts.append(f"the model has {', '.join(list(constructs.values())[:3])}")
+    return "; ".join(parts)
 
 
 def _record(task: Task, batch: Batch) -> _DifferenceRecorder:

@@ -66,35 +66,6 @@ class RandomSources:
         return {k: hashlib.sha256(pickle.dumps(v)).hexdigest() for k, v in states.items()}
 
 
-class _Snapshot:
-    """State of modules that forward and backward may change, except parameter values."""
-
-    def __init__(self, roots: tuple[nn.Module, ...]) -> None:
-        modules = {id(module): module for root in roots for module in root.modules()}
-        self._attributes = [(m, dict(m.__dict__), _contents(m)) for m in modules.values()]
-        buffers = {id(b): b for m in modules.values() for b in _plain_tensors(m)}
-        self._buffers = [(b, b.detach().clone()) for b in buffers.values()]
-        parameters = {id(p): p for root in roots for p in root.parameters()}
-        self._gradients = [(p, p.grad) for p in parameters.values()]
-
-    def restore(self) -> None:
-        """Restore the state in place, so that references to containers and tensors stay valid."""
-        for module, attributes, contents in self._attributes:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, content in contents.items():
-                _refill(attributes[name], content)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    return {k: v.copy() for k, v in module.__dict__.items() if isinstance(v, _RESTORED)}
-
-
 def _refill(container: Any, content: Any) -> None:
     if isinstance(container, dict) and [*container] == [*content]:
         pairs = zip(container.values(), content.values(), strict=True)
@@ -116,16 +87,37 @@ def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def preserved(*roots: nn.Module) -> Iterator[None]:
-    """Restore modules and random states at the block's end, also after an error; the block starts
-    without gradients."""
-    snapshot, state = _Snapshot(roots), RandomSources()
+    """Restore what forward and backward may change of modules, except parameter values, and random
+    states at the block's end, also after an error; the block starts without gradients.
+
+    Containers and tensors are restored in place, so that references to them stay valid.
+    """
+    modules = {id(module): module for root in roots for module in root.modules()}
+    kept = []
+    for module in modules.values():
+        attributes = dict(module.__dict__)
+        contents = {k: v.copy() for k, v in attributes.items() if isinstance(v, _RESTORED)}
+        kept.append((module, attributes, contents))
+    plain = {id(tensor): tensor for module in modules.values() for tensor in _plain_tensors(module)}
+    values = [(tensor, tensor.detach().clone()) for tensor in plain.values()]
+    gradients = [(p, p.grad) for root in roots for p in root.parameters()]
+    random_states = RandomSources()
     for root in roots:
         root.zero_grad(set_to_none=True)
     try:
         yield
     finally:
-        snapshot.restore()
-        state.restore()
+        for module, attributes, contents in kept:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, content in contents.items():
+                _refill(attributes[name], content)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        random_states.restore()
 
 
 def writes_copies(model: nn.Module, forward: Callable[[], object]) -> bool:
@@ -156,17 +148,15 @@ def _copied_parameters(model: nn.Module) -> list[Tensor]:
     found: list[Tensor] = []
     for parameter in model.parameters():
         values = parameter.detach()
-        if not values.numel() or not has_gradients(values) or _is_constant(values):
+        if not values.numel() or not has_gradients(values):
+            continue
+        if bool((values == values.flatten()[0]).all()):
             continue
         earlier = alike.setdefault((values.shape, values.dtype, values.device), [])
         if any(_is_near(one, values) for one in earlier):
             found.append(parameter)
         earlier.append(values)
     return found
-
-
-def _is_constant(values: Tensor) -> bool:
-    return bool((values == values.flatten()[0]).all())
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
