@@ -173,10 +173,7 @@ _ELEMENTWISE = {
     "clamp_min", "clamp_max", "clip", "sign", "rsub", "__and__", "__or__", "bitwise_and",
     "bitwise_or", "bitwise_not",
 }  # fmt: skip
-_ADD = {"add", "add_", "iadd"}
 CONCATENATIONS = {"cat", "concat", "concatenate"}
-_FLATTEN = {"flatten"}
-_SOFTMAX = {"softmax", "log_softmax"}
 _RESHAPES = {
     "reshape", "view", "permute", "transpose", "expand", "unsqueeze", "squeeze", "stack", "chunk",
     "split", "mean", "sum", "matmul", "bmm", "getitem", "t", "repeat", "expand_as", "unflatten",
@@ -196,18 +193,19 @@ _FUNCTIONS: dict[Any, str] = {
     F.embedding_bag: "embedding",
     F.scaled_dot_product_attention: "attention",
 }
+_KINDS = {
+    **dict.fromkeys(_ELEMENTWISE, "elementwise"),
+    **dict.fromkeys(CONCATENATIONS, "cat"),
+    **dict.fromkeys(("softmax", "log_softmax"), "softmax"),
+    "flatten": "flatten",
+}
+_ATEN = {function_name(function): kind for function, kind in _FUNCTIONS.items()}
 
 
 def _kind_of_name(name: str, n_tensors: int) -> str:
-    if name in _ADD:
+    if name in ("add", "add_", "iadd"):
         return "add" if n_tensors > 1 else "elementwise"
-    if name in _ELEMENTWISE:
-        return "elementwise"
-    for names, kind in ((CONCATENATIONS, "cat"), (_FLATTEN, "flatten"), (_SOFTMAX, "softmax")):
-        if name in names:
-            return kind
-    aten = {function_name(function): kind for function, kind in _FUNCTIONS.items()}
-    return aten.get(name.removesuffix("_"), "other")
+    return _KINDS.get(name) or _ATEN.get(name.removesuffix("_"), "other")
 
 
 def is_known(kind: str, name: str) -> bool:
@@ -261,13 +259,12 @@ def describe_node(
 
 
 def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple[str, Attributes]:
+    if isinstance(module, AutocastModule):
+        function = type(module.module).__name__
+        return "other", {"function": function, "autocast": str(module.region)}
     if module is not None:
-        if isinstance(module, AutocastModule):
-            function = type(module.module).__name__
-            return "other", {"function": function, "autocast": str(module.region)}
-        if any(map(has_own_hooks, module.modules())):
-            return "other", {"function": type(module).__name__}
-        for types, kind, read in _MODULES:
+        has_hooks = any(map(has_own_hooks, module.modules()))
+        for types, kind, read in () if has_hooks else _MODULES:
             if isinstance(module, types):
                 return kind, {"function": type(module).__name__, **read(module)}
         return "other", {"function": type(module).__name__}
@@ -300,26 +297,20 @@ ALWAYS_RANDOM = {
 # Positions of the probability and of the flag that enables drawing (None: no such argument), and
 # the flag's default.
 SOMETIMES_RANDOM: dict[str, tuple[int | None, int | None, bool]] = {
-    "alpha_dropout": (1, 2, False),
-    "alpha_dropout_": (1, 2, False),
-    "drop_block2d": (1, 5, True),
-    "drop_block3d": (1, 5, True),
-    "dropout": (1, 2, True),
-    "dropout1d": (1, 2, True),
-    "dropout2d": (1, 2, True),
-    "dropout3d": (1, 2, True),
-    "dropout_": (1, 2, True),
-    "feature_alpha_dropout": (1, 2, False),
-    "feature_alpha_dropout_": (1, 2, False),
-    "feature_dropout": (1, 2, True),
-    "feature_dropout_": (1, 2, True),
+    **dict.fromkeys(("drop_block2d", "drop_block3d"), (1, 5, True)),
+    **dict.fromkeys(
+        ("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout",
+         "feature_dropout_", "native_dropout"), (1, 2, True),
+    ),
+    **dict.fromkeys(
+        ("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_"),
+        (1, 2, False),
+    ),
+    **dict.fromkeys(("rrelu", "rrelu_"), (None, 3, False)),
     "multi_head_attention_forward": (10, 13, True),
-    "native_dropout": (1, 2, True),
-    "rrelu": (None, 3, False),
-    "rrelu_": (None, 3, False),
     "scaled_dot_product_attention": (4, None, True),
     "stochastic_depth": (1, 3, True),
-}
+}  # fmt: skip
 _PROBABILITIES = ("p", "dropout_p")
 _FLAGS = ("training", "train")
 
