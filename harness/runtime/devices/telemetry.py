@@ -67,28 +67,6 @@ def _cpu_reader(n_cores: float) -> Callable[[], Reading]:
     return read
 
 
-class _Watcher(threading.Thread):
-    def __init__(self, read: Callable[[], Reading], device: str, origin_s: float) -> None:
-        super().__init__(daemon=True, name="telemetry")
-        self._read = read
-        self._device = device
-        self._origin_s = origin_s
-        self._is_over = threading.Event()
-        self.samples: list[Sample] = []
-
-    def run(self) -> None:
-        while not self._is_over.wait(_INTERVAL_S):
-            at_s = time.perf_counter() - self._origin_s
-            self.samples += [
-                Sample(metric=name, value=value, labels={"device": self._device}, time_s=at_s)
-                for name, value in self._read().items()
-            ]
-
-    def stop(self) -> None:
-        self._is_over.set()
-        self.join()
-
-
 def _origin_s(clock: Clock) -> float:
     """The clock's origin in seconds of `perf_counter`; waits for the device."""
     clock.settle()
@@ -107,11 +85,23 @@ def watched_device(device: torch.device, n_cores: float, recorder: Recorder) -> 
     if reader is None:
         yield
         return
-    watcher = _Watcher(reader, str(device), _origin_s(recorder.clock))
+    origin_s = _origin_s(recorder.clock)
+    is_over, samples = threading.Event(), list[Sample]()
+
+    def watch() -> None:
+        while not is_over.wait(_INTERVAL_S):
+            at_s = time.perf_counter() - origin_s
+            samples.extend(
+                Sample(metric=name, value=value, labels={"device": str(device)}, time_s=at_s)
+                for name, value in reader().items()
+            )
+
+    watcher = threading.Thread(target=watch, daemon=True, name="telemetry")
     watcher.start()
     try:
         yield
     finally:
-        watcher.stop()
-        for sample in watcher.samples:
+        is_over.set()
+        watcher.join()
+        for sample in samples:
             recorder.add(sample)
