@@ -24,7 +24,6 @@ def steps_in_line(functions, parameters=None):
                 kwargs={},
                 parameters=parameters[k] if parameters else (),
                 tensors=parameters[k] if parameters else (),
-                is_attribute=False,
                 is_carrying=True,
                 is_in_place=False,
             )

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.domain.graph import Operator
 from harness.domain.partition import Block
 from harness.domain.sharding import full_shape, input_block, output_sizes
 from harness.errors import VerificationError
@@ -61,10 +60,10 @@ def operator_shard(
     if size > shape.get(dim, 0):
         return None
     block = tuple((n - size if d == dim else 0, n) for d, n in shape.items())
-    wants = [
-        _wanted(operator, shape, block, operators[producer], argument)
-        for argument, producer in enumerate(operator.inputs)
-    ]
+    wants = []
+    for argument, producer in enumerate(operator.inputs):
+        sizes = output_sizes(operators[producer], operators[producer].shape)
+        wants.append(Wanted(sizes, input_block(operator, shape, block, sizes, argument=argument)))
     inputs = _inputs(call, wants)
     if [tuple(x.shape) for x in inputs] != [tuple(each.shape.values()) for each in wants]:
         return None
@@ -84,13 +83,6 @@ def operator_shard(
 def _inputs(call: OperatorCall, wants: Sequence[Wanted]) -> list[Tensor]:
     """The tensors that operators made; a function's weights follow them."""
     return tensors_within((call.args, call.kwargs))[: len(wants)]
-
-
-def _wanted(
-    operator: Operator, shape: dict[str, int], block: Block, producer: Operator, argument: int
-) -> Wanted:
-    sizes = output_sizes(producer, producer.shape)
-    return Wanted(sizes, input_block(operator, shape, block, sizes, argument=argument))
 
 
 def _regions(inputs: Sequence[Tensor], wanted: Sequence[Wanted]) -> tuple[Tensor, ...]:

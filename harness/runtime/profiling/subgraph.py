@@ -65,7 +65,6 @@ class Step:
         name: name of its operator; empty if the node is no operator.
         args, kwargs: nested, with nodes in place of values.
         tensors: the operator's parameters and buffers; the attribute.
-        is_attribute: the node is a parameter or buffer that the model reads directly.
         is_carrying: its output depends on parameters.
         is_in_place: the step writes into its input.
     """
@@ -77,9 +76,13 @@ class Step:
     kwargs: dict[str, Any]
     parameters: tuple[Tensor, ...]
     tensors: tuple[Tensor, ...]
-    is_attribute: bool
     is_carrying: bool
     is_in_place: bool
+
+    @property
+    def is_attribute(self) -> bool:
+        """Whether the node is a parameter or buffer that the model reads directly."""
+        return self.node.op == "get_attr"
 
     @property
     def reads(self) -> list[fx.Node]:
@@ -102,14 +105,19 @@ def steps_of(captured: Captured, loss: Callable[[Tensor], Tensor]) -> list[Step]
     for node in captured.module.graph.nodes:
         if node.op == "placeholder":
             continue
-        is_loss, is_attribute = node.op == "output", node.op == "get_attr"
+        is_loss, tensors = node.op == "output", tuple[Tensor, ...]()
         function: Callable[..., Any] = (
             loss if is_loss else _function(node, captured.module, modules)
         )
-        parameters = _parameters(node, modules)
-        trained = (function(),) if is_attribute else parameters
-        is_trained = any(isinstance(p, nn.Parameter) and p.requires_grad for p in trained)
-        if is_trained or any(before in carrying for before in node.all_input_nodes):
+        if node.op == "get_attr":
+            tensors = tuple(tensors_within(function()))
+        elif node.op == "call_module":
+            tensors = (
+                *modules[str(node.target)].parameters(),
+                *modules[str(node.target)].buffers(),
+            )
+        trained = tuple(x for x in tensors if isinstance(x, nn.Parameter) and x.requires_grad)
+        if trained or any(before in carrying for before in node.all_input_nodes):
             carrying.add(node)
         found.append(
             Step(
@@ -118,9 +126,8 @@ def steps_of(captured: Captured, loss: Callable[[Tensor], Tensor]) -> list[Step]
                 function=function,
                 args=(node.all_input_nodes[0],) if is_loss else node.args,
                 kwargs={} if is_loss else node.kwargs,
-                parameters=parameters,
-                tensors=_tensors(node, modules, function),
-                is_attribute=is_attribute,
+                parameters=trained if node.op == "call_module" else (),
+                tensors=tensors,
                 is_carrying=node in carrying,
                 is_in_place=not is_loss and works_in_place(node, modules),
             )
@@ -141,23 +148,6 @@ def _function(
         return lambda x, *args, **kwargs: getattr(x, str(target))(*args, **kwargs)
     function: Callable[..., Any] = target
     return function
-
-
-def _parameters(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[Tensor, ...]:
-    if node.op != "call_module":
-        return ()
-    return tuple(p for p in modules[str(node.target)].parameters() if p.requires_grad)
-
-
-def _tensors(
-    node: fx.Node, modules: Mapping[str, nn.Module], function: Callable[..., Any]
-) -> tuple[Tensor, ...]:
-    if node.op == "get_attr":
-        return tuple(tensors_within(function()))
-    if node.op != "call_module":
-        return ()
-    module = modules[str(node.target)]
-    return (*module.parameters(), *module.buffers())
 
 
 @contextmanager

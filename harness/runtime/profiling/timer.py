@@ -99,13 +99,6 @@ class _Laps:
     whole: list[Lap] = field(default_factory=list)
 
 
-class _Idle(NamedTuple):
-    """Seconds of idle laps."""
-
-    forward_s: list[float]
-    backward_s: list[float]
-
-
 class OpTimer:
     """Times operators on one device by one clock.
 
@@ -162,7 +155,7 @@ class OpTimer:
         n_each = min(_MOST_EACH, max(1, math.ceil(self._shortest_s / max(whole_s, 1e-6))))
         budget = replace(self._budget, time_s=self._budget.time_s * len(names))
         samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        idle = _Idle([], [])
+        idle: tuple[list[float], list[float]] = [], []  # forward and backward
         n_samples = budget.count(whole_s * n_each)
         for taken in range(n_samples):
             show(taken / n_samples)
@@ -172,8 +165,8 @@ class OpTimer:
                 backward = laps.backward.get(name, [])
                 backward_s = self._mean_s(backward, ratio) if backward else 0.0
                 samples[name].append((self._mean_s(forward, ratio), backward_s))
-            idle.forward_s.extend(self._seconds(lap, ratio) for lap in laps.idle_forward)
-            idle.backward_s.extend(self._seconds(lap, ratio) for lap in laps.idle_backward)
+            for seconds, found in zip(idle, (laps.idle_forward, laps.idle_backward), strict=True):
+                seconds.extend(self._seconds(lap, ratio) for lap in found)
         # Medians are robust; an outlier in the overhead would bias all operators.
         idle_s = [statistics.median(seconds) if seconds else 0.0 for seconds in idle]
         return {
@@ -243,13 +236,6 @@ class OpTimer:
         return start, self.mark()
 
 
-class _SubstituteCall(NamedTuple):
-    """A substitute's call between its forward and its backward."""
-
-    call: OperatorCall
-    outputs: list[Tensor]
-
-
 class _Iteration:
     """Runs a subgraph, timing some of its operators."""
 
@@ -264,7 +250,8 @@ class _Iteration:
         self._timer, self._names, self._substitutes = timer, names, substitutes
         self._n_in_flight, self._is_added = n_in_flight, is_added
         self.laps = _Laps()
-        self._waiting: dict[str, list[_SubstituteCall]] = defaultdict(list)
+        # Calls of substitutes between forward and backward, and their outputs.
+        self._waiting: dict[str, list[tuple[OperatorCall, list[Tensor]]]] = defaultdict(list)
         self._gradients: dict[Tensor, Tensor] = {}
         self._n_forward = self._n_backward = 0
 
@@ -296,7 +283,7 @@ class _Iteration:
         timed = substitute(call)
         output = self._time_forward(step.name, timed)
         outputs = [tensor for tensor in tensors_within(output) if tensor.requires_grad]
-        self._waiting[step.name].append(_SubstituteCall(timed, outputs))
+        self._waiting[step.name].append((timed, outputs))
         del output, outputs
         return call()
 
@@ -313,7 +300,7 @@ class _Iteration:
             self.laps.idle_backward.append(self._timer.idle_backward())
         waiting = self._waiting.get(step.name)
         if waiting:
-            self._time_substitute(step.name, waiting.pop(0))
+            self._time_substitute(step.name, *waiting.pop(0))
         is_timed = step.name in self._names and step.name not in self._substitutes
         if is_timed:
             self._timer.hold()
@@ -325,14 +312,14 @@ class _Iteration:
             self.laps.backward[step.name].append((start, self._timer.mark()))
         return [self._passed_on(x, gradient) for x, gradient in zip(wanted, found, strict=True)]
 
-    def _time_substitute(self, name: str, timed: _SubstituteCall) -> None:
-        wanted = timed.call.wanted
-        if not timed.outputs or not wanted:
+    def _time_substitute(self, name: str, call: OperatorCall, outputs: list[Tensor]) -> None:
+        wanted = call.wanted
+        if not outputs or not wanted:
             return
-        ones = [torch.ones_like(tensor) for tensor in timed.outputs]
+        ones = [torch.ones_like(tensor) for tensor in outputs]
         self._timer.hold()
         start = self._timer.mark()
-        torch.autograd.grad(timed.outputs, wanted, ones, allow_unused=True)
+        torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
         self.laps.backward[name].append((start, self._timer.mark()))
 
     def _passed_on(self, x: Tensor, gradient: Tensor | None) -> Tensor | None:
