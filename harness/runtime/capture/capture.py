@@ -31,7 +31,6 @@ from harness.runtime.capture.meta_run import (
     MetaResult,
     parameters_of,
     run_on_meta,
-    tensors_in_order,
     untrained,
 )
 from harness.runtime.capture.operators import (
@@ -47,6 +46,7 @@ from harness.runtime.capture.products import EinsumProduct, describe_product
 from harness.runtime.capture.sample_dims import (
     Values,
     batch_sizes,
+    changing_dims,
     is_cut_by_samples,
     join_samples,
     named_shape,
@@ -154,8 +154,13 @@ class _Builder:
             self._add_input(node, value)
         elif node.op == "get_attr":
             self._waiting[node] = parameters_of(node, self._module)
-        elif tensors := tensors_in_order(value):
-            self._add_computed(node, tensors[0])
+        elif tensors := tensors_within(value):
+            source = next(iter(node.all_input_nodes), node)
+            is_of_tuple = not isinstance(self._measured[source].value, Tensor)
+            if function_name(node.target) == "getitem" and is_of_tuple:
+                self._name_of[node] = self._name_of[source]  # an element or slice of a tuple
+            else:
+                self._add_operator(node, tensors[0])
 
     def with_kept_bytes(self, loss: str) -> list[Operator]:
         """The operators with the bytes that each keeps until backward; see `saved`."""
@@ -175,14 +180,6 @@ class _Builder:
             operators[name] = replace(operators[name], attrs=attrs)
         return list(operators.values())
 
-    def _add_computed(self, node: fx.Node, value: Tensor) -> None:
-        source = node.all_input_nodes[0] if node.all_input_nodes else None
-        is_part = function_name(node.target) == "getitem" and source is not None
-        if is_part and source is not None and not isinstance(self._measured[source].value, Tensor):
-            self._name_of[node] = self._name_of[source]  # an element or slice of a tuple
-            return
-        self._add_operator(node, value)
-
     def _add_input(self, node: fx.Node, value: Tensor) -> None:
         self._name_of[node] = node.name
         self._taken.add(node.name)
@@ -197,18 +194,17 @@ class _Builder:
         )
 
     def _sample_dims(self, node: fx.Node) -> tuple[int, ...]:
-        by_batch = [tensors_in_order(values[node])[0].shape for values in self._by_batch]
+        by_batch = [tensors_within(values[node])[0].shape for values in self._by_batch]
         return sample_dims(self._shape(node), by_batch, self._batches, self._batch)
 
     def _shape(self, node: fx.Node) -> torch.Size:
-        return tensors_in_order(self._measured[node].value)[0].shape
+        return tensors_within(self._measured[node].value)[0].shape
 
     def _growing(self, node: fx.Node) -> tuple[int, ...]:
         """Dims that change with the batch."""
         if not self._by_batch:
             return self._sample_dims(node)
-        shapes = [tensors_in_order(values[node])[0].shape for values in self._by_batch]
-        return tuple(k for k, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1)
+        return changing_dims([tensors_within(values[node])[0].shape for values in self._by_batch])
 
     def _described(self, node: fx.Node) -> tuple[str, Attributes, EinsumProduct | None]:
         """Kind and attributes; a product by letters, if that is what it is."""
@@ -237,20 +233,16 @@ class _Builder:
             names = [f"{node.target}.{name}" for name, _ in owned]
         return [name for name in names if name in self._written]
 
-    def _parameters_used(self, node: fx.Node) -> dict[str, nn.Parameter]:
-        found = parameters_of(node, self._module)
-        for source in node.all_input_nodes:
-            found |= self._waiting.get(source, {})
-        return found
-
     def _add_operator(self, node: fx.Node, value: Tensor) -> None:
         sources = [n for n in argument_nodes(node) if n in self._name_of]
-        inputs = [tensors_in_order(self._measured[n].value)[0] for n in sources]
+        inputs = [tensors_within(self._measured[n].value)[0] for n in sources]
         kind, attrs, product = self._described(node)
         is_opaque_node = is_opaque(node, self._modules)
         is_unknown = not is_opaque_node and not is_known(kind, str(attrs["function"]))
         is_named = is_unknown and "autocast" not in attrs and bool(sources)  # not a made tensor
-        parameters = self._parameters_used(node)
+        parameters = parameters_of(node, self._module)
+        for given in node.all_input_nodes:
+            parameters |= self._waiting.get(given, {})
         is_hooked = any(map(has_gradient_hooks, parameters.values()))
         if is_hooked:  # its hook must see the whole gradient
             kind, attrs, product = "other", {"function": attrs["function"]}, None

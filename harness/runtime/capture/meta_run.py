@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from harness.runtime.capture.meta_copy import fake_copy, meta_copy
 from harness.runtime.capture.operators import is_opaque
-from harness.runtime.capture.saved import SavedTensors, call_saving
+from harness.runtime.capture.saved import SavedTensors, call_saving, tensors_within
 from harness.runtime.models.task import Task
 from harness.runtime.tracing.constructs import NO_GRAD, GradientHooks
 from harness.runtime.tracing.patches import values_unchecked
@@ -89,15 +89,6 @@ def _detached(value: Any) -> Any:
     return value
 
 
-def tensors_in_order(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples and lists, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in tensors_in_order(part)]
-    return []
-
-
 class _MetaRun(fx.Interpreter):
     """Runs each node by itself on meta tensors and counts its FLOPs; equal calls run once."""
 
@@ -160,7 +151,7 @@ def _measure(n: fx.Node, call: Callable[..., Any], given: Any, weights: list[Ten
         with FlopCounts() as forward:
             found.value = run()
     has_gradient = not n.meta.get(NO_GRAD) and not isinstance(n.target, GradientHooks)
-    outputs = [x for x in tensors_in_order(found.value) if x.requires_grad and has_gradient]
+    outputs = [x for x in tensors_within(found.value) if x.requires_grad and has_gradient]
     with FlopCounts() as backward:
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
@@ -204,7 +195,7 @@ def untrained(module: fx.GraphModule, measured: dict[fx.Node, MetaResult]) -> fr
         if node.op == "output":
             live.update(node.all_input_nodes)
             continue
-        values = tensors_in_order(measured[node].value) if node in measured else []
+        values = tensors_within(measured[node].value) if node in measured else []
         has_gradient = any(x.requires_grad for x in values)
         is_live = has_gradient and (node in live or any(user in live for user in node.users))
         live -= {node}
@@ -243,31 +234,25 @@ def _lstms_as_products() -> Iterator[None]:
             library.enabled = was_enabled
 
 
-def _count_flops(task: Task, n_samples: int) -> StepFlops:
-    """FLOPs of forward, loss and backward.
+def step_flops(task: Task, n_samples: int) -> StepFlops | None:
+    """FLOPs of forward, loss and backward over `n_samples`; None if the model needs real values.
 
     A multiplication and an addition count as two. The gradient of the model's input is not
     computed, so it does not count. Source: torch.utils.flop_counter.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copied = replace(task, model=fake_copy(task.model, mode))
-    device = next((p.device for p in copied.model.parameters()), torch.device("cpu"))
-    # The counter knows the products of the plain attention on every device.
-    math = sdpa_kernel(SDPBackend.MATH)
-    with values_unchecked(), mode, device, math, _lstms_as_products(), FlopCounts() as counter:
-        inputs = [torch.empty((n_samples, *spec.shape), dtype=spec.dtype) for spec in task.inputs]
-        targets = task.draw_targets(n_samples, device=device)
-        copied.sum_loss(copied.model(*inputs), targets).backward()
-    return StepFlops(counter.total, counter.of_activations)
-
-
-def step_flops(task: Task, n_samples: int) -> StepFlops | None:
-    """FLOPs of one training step over `n_samples`; None if the model needs real values.
 
     Fake tensors have shapes only, so neither times nor memory peaks of the run change.
     """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # The counter knows the products of the plain attention on every device.
+    math = sdpa_kernel(SDPBackend.MATH)
     try:
-        return _count_flops(task, n_samples)
+        copied = replace(task, model=fake_copy(task.model, mode))
+        device = next((p.device for p in copied.model.parameters()), torch.device("cpu"))
+        with values_unchecked(), mode, device, math, _lstms_as_products(), FlopCounts() as counter:
+            inputs = [torch.empty((n_samples, *x.shape), dtype=x.dtype) for x in task.inputs]
+            targets = task.draw_targets(n_samples, device=device)
+            copied.sum_loss(copied.model(*inputs), targets).backward()
     except (RuntimeError, NotImplementedError, ValueError) as error:
         _log.warning("FLOPs are not counted, the model needs real values: %s", error)
         return None
+    return StepFlops(counter.total, counter.of_activations)

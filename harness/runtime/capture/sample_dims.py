@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.runtime.capture.meta_copy import meta_copy
-from harness.runtime.capture.meta_run import tensors_in_order
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.tracing.constructs import function_name
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def values_at(
 
 
 def _ranks(values: Values) -> list[list[int]]:
-    return [[tensor.dim() for tensor in tensors_in_order(value)] for value in values.values()]
+    return [[tensor.dim() for tensor in tensors_within(value)] for value in values.values()]
 
 
 def batch_sizes(by_batch: Sequence[Values]) -> list[int]:
@@ -103,6 +103,11 @@ def sample_dims(
         return (0,) if shape and shape[0] % batch == 0 else ()
     sizes = enumerate(zip(*by_batch, strict=True))
     return tuple(k for k, found in sizes if found[0] > 0 and _is_proportional(found, batches))
+
+
+def changing_dims(shapes: Sequence[Shape]) -> tuple[int, ...]:
+    """Dims whose size is not the same in all shapes."""
+    return tuple(k for k, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1)
 
 
 def _is_proportional(sizes: Sequence[int], batches: Sequence[int]) -> bool:

@@ -27,12 +27,12 @@ from harness.measure.store import write_atomically
 from harness.runtime.capture.capture import Captured
 from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models.task import Task
+from harness.runtime.tracing.patches import hooks_of
 
 _log = logging.getLogger(__name__)
 
 HELD_FILE = "held-graphs.json"
 _MAX_MODELS = 1000
-_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 _PLACE = re.compile(r"device\(type='[a-z]+'(, index=[0-9]+)?\)")
 
 
@@ -105,7 +105,8 @@ def _texts_of(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         kinds = (k for k in type(module).__mro__ if not k.__module__.startswith("torch."))
         files |= dict.fromkeys(filter(None, map(_file_of, kinds)))
-        yield f"{path} {type(module).__qualname__} {_numbers(module)} {_hooks(module)}"
+        hooks = [str(getattr(hook, "__qualname__", type(hook))) for hook in hooks_of(module)]
+        yield f"{path} {type(module).__qualname__} {_numbers(module)} {hooks}"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
         yield f"{len(tensor._backward_hooks or ())}"
@@ -131,8 +132,3 @@ def _numbers(module: nn.Module) -> list[tuple[str, Any]]:
         return isinstance(value, simple)
 
     return sorted((k, v) for k, v in module.__dict__.items() if is_simple(v))
-
-
-def _hooks(module: nn.Module) -> list[str]:
-    tables = (getattr(module, name, {}) for name in _HOOKS)
-    return [str(getattr(hook, "__qualname__", type(hook))) for t in tables for hook in t.values()]

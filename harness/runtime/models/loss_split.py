@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.models.own_loss import Call, OwnLoss, SampleCount, Slot
 from harness.runtime.models.task import InputSpec, named_outputs
 
@@ -143,8 +144,8 @@ class _Trail:
         self._calls = calls
         self._makers: defaultdict[int, list[int]] = defaultdict(list)
         for number, call in enumerate(calls):
-            given = _tensors((call.args, call.kwargs))
-            made = {id(x) for x in _tensors(call.result)} - {id(x) for x in given}
+            given = tensors_within((call.args, call.kwargs))
+            made = {id(x) for x in tensors_within(call.result)} - {id(x) for x in given}
             if _is_in_place(call):
                 made.add(id(given[0]))
             for key in made:
@@ -168,7 +169,7 @@ class _Trail:
             for number in self._makers[key]:
                 found.calls.add(number)
                 call = self._calls[number]
-                waiting += [id(x) for x in _tensors((call.args, call.kwargs))]
+                waiting += [id(x) for x in tensors_within((call.args, call.kwargs))]
         return found
 
 
@@ -176,16 +177,12 @@ def _functions(calls: Sequence[Call], found: _Found) -> tuple[Callable[..., Any]
     return tuple(calls[k].function for k in sorted(found.calls))
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _is_in_place(call: Call) -> bool:
     name = call.name
     is_changing = name in ("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__") or (
         name.endswith("_") and not name.endswith("__")
     )
-    return is_changing and bool(_tensors(call.args))
+    return is_changing and bool(tensors_within(call.args))
 
 
 def _with_counts(

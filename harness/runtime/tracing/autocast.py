@@ -7,7 +7,7 @@ dtypes of fake tensors on the real device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.tracing.constructs import (
     AUTOCAST,
     CALLS,
@@ -54,9 +55,8 @@ class AutocastRegion:
         """The type of the device on which an operator runs."""
         if self.device_type != "meta":
             return self.device_type
-        found: list[str] = []
-        tree_map(lambda x: found.append(x.device.type) if isinstance(x, Tensor) else None, inputs)
-        return next((name for name in found if name != "meta"), "cpu")
+        names = (x.device.type for x in tensors_within(inputs))
+        return next((name for name in names if name != "meta"), "cpu")
 
     def __str__(self) -> str:
         if not self.is_enabled:
@@ -64,16 +64,12 @@ class AutocastRegion:
         return "default" if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
 
-def _in_region(region: AutocastRegion, call: Callable[..., Any], tensors: Any, *args: Any) -> Any:
-    """Call a function in a region; on the meta device, with the real device's dtypes.
-
-    Args:
-        tensors: the first argument of `call`, which may be nested.
-    """
-    if not _is_meta((tensors, args)):
-        with region.enter((tensors, args)):
-            return call(tensors, *args)
-    plain = call(tensors, *args)
+def _in_region(region: AutocastRegion, call: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a region; on the meta device, with the real device's dtypes."""
+    if not _is_meta(args):
+        with region.enter(args):
+            return call(*args)
+    plain = call(*args)
     with FakeTensorMode() as mode, torch.no_grad(), region.enter(()):
 
         def fake(value: Any) -> Any:
@@ -82,14 +78,12 @@ def _in_region(region: AutocastRegion, call: Callable[..., Any], tensors: Any, *
             with mode:
                 return torch.empty(value.shape, dtype=value.dtype, device=region.device_of(()))
 
-        found = call(*tree_map(fake, (tensors, *args)))
+        found = call(*tree_map(fake, args))
     return tree_map(lambda x, like: x.to(like.dtype) if isinstance(x, Tensor) else x, plain, found)
 
 
 def _is_meta(values: Any) -> bool:
-    found: list[bool] = []
-    tree_map(lambda x: found.append(isinstance(x, Tensor) and x.is_meta), values)
-    return any(found)
+    return any(x.is_meta for x in tensors_within(values))
 
 
 class AutocastFunction(OpaqueFunction):
@@ -100,13 +94,12 @@ class AutocastFunction(OpaqueFunction):
         self._target, self.region = target, region
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        def call(tensors: Any, *_: Any) -> Any:
-            args, kwargs = tensors
+        def call(args: Any, kwargs: Any) -> Any:
             if isinstance(self._target, str):
                 return getattr(args[0], self._target)(*args[1:], **kwargs)
             return self._target(*args, **kwargs)
 
-        return _in_region(self.region, call, (args, kwargs))
+        return _in_region(self.region, call, args, kwargs)
 
 
 class AutocastModule(nn.Module):
@@ -117,30 +110,17 @@ class AutocastModule(nn.Module):
         self.module, self.region = module, region
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def call(tensors: Any, weights: dict[str, Tensor]) -> Any:
-            args, kwargs = tensors
-            return functional_call(self.module, weights, args, kwargs)
-
         if not _is_meta((args, kwargs)):
             with self.region.enter((args, kwargs)):
                 return self.module(*args, **kwargs)
         weights = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        return _in_region(self.region, call, (args, kwargs), weights)
+        return _in_region(self.region, functional_call, self.module, weights, args, kwargs)
 
 
 # Functions whose output dtype autocast does not change.
 _UNAFFECTED = (
-    "size",
-    "dim",
-    "to",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "type",
-    "contiguous",
-    "detach",
-)
+    "size", "dim", "to", "float", "double", "half", "bfloat16", "type", "contiguous", "detach",
+)  # fmt: skip
 
 
 class Regions:
@@ -179,10 +159,11 @@ class Regions:
             self._entered.pop()
             return leave(context, *args)
 
-        with ExitStack() as stack:
-            stack.enter_context(replaced(torch.autocast, "__init__", initialized))
-            stack.enter_context(replaced(torch.autocast, "__enter__", entered))
-            stack.enter_context(replaced(torch.autocast, "__exit__", left))
+        with (
+            replaced(torch.autocast, "__init__", initialized),
+            replaced(torch.autocast, "__enter__", entered),
+            replaced(torch.autocast, "__exit__", left),
+        ):
             yield
 
 

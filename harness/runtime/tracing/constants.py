@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.runtime.capture.operators import UNDEFINED, describe_node, draws_random
+from harness.runtime.capture.sample_dims import changing_dims
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing.constructs import (
     AUTOCAST,
@@ -171,7 +172,7 @@ def _fold(
 ) -> None:
     if few.is_meta or few.numel() > _LARGEST or few.dim() != more.dim():
         return
-    dims = [k for k, pair in enumerate(zip(few.shape, more.shape, strict=True)) if len({*pair}) > 1]
+    dims = changing_dims([few.shape, more.shape])
     if not dims:
         if _is_equal(few, more):
             _replace(node, _constant(module, node, few), found)
@@ -232,10 +233,9 @@ def _broadcasts(user: fx.Node, node: fx.Node, found: dict[fx.Node, None]) -> boo
     if kind not in _BROADCASTING or not isinstance(expected, Tensor):
         return False
     others = [source.meta.get("val") for source in user.all_input_nodes if source not in found]
-    return any(isinstance(x, Tensor) and _is_alike(x, expected) for x in others)
-
-
-def _is_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have equally many dims, of which the first is equal; sizes are
-    symbols."""
-    return one.dim() == other.dim() and str(one.shape[0]) == str(other.shape[0])
+    return any(  # sizes are symbols
+        isinstance(x, Tensor)
+        and x.dim() == expected.dim()
+        and str(x.shape[0]) == str(expected.shape[0])
+        for x in others
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -68,10 +68,19 @@ def export(
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     functions, copied = ExportedFunctions(), fake_copy(model, mode)
     functions.keep_whole(model, copied, whole)
+
+    def register_hook(tensor: Tensor, hook: Any) -> Any:
+        raise ConstructError("torch.export drops hooks on tensors (register_hook)")
+
+    def said(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+        return bool(is_causal)
+
     with (
-        _no_dropped_constructs(functions),
+        patches.autograd_functions(functions.apply),
+        patches.replaced(Tensor, "register_hook", register_hook),
         torch.set_grad_enabled(torch.is_grad_enabled()),  # which a model may set itself
-        patches.masks_unread(),
+        # PyTorch's transformer layers would read whether a mask is causal; they apply it as it is.
+        patches.replaced(nn.modules.transformer, "_detect_is_causal_mask", said),
         patches.users_code(model),
         _sizes_fixed(ShapeEnv, fixed),
         KnownValues(len(examples[0])),
@@ -198,21 +207,6 @@ def _with_tensors_of(model: nn.Module, module: fx.GraphModule) -> fx.GraphModule
             node.target = name.replace(".", "_")
             found[node.target] = attrgetter(name)(module)
     return fx.GraphModule(found, module.graph, type(model).__name__)
-
-
-@contextmanager
-def _no_dropped_constructs(functions: ExportedFunctions) -> Iterator[None]:
-    """Keep autograd functions, and refuse hooks, whose effect on backward torch.export drops
-    without an error."""
-
-    def register_hook(tensor: Tensor, hook: Any) -> Any:
-        raise ConstructError("torch.export drops hooks on tensors (register_hook)")
-
-    with (
-        patches.autograd_functions(functions.apply),
-        patches.replaced(Tensor, "register_hook", register_hook),
-    ):
-        yield
 
 
 def _mark_writes(module: fx.GraphModule) -> None:

@@ -28,6 +28,7 @@ from harness.runtime.capture.operators import (
     SOMETIMES_RANDOM,
     UNDEFINED,
 )
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.tracing.constructs import ConstructError, function_name
 from harness.runtime.tracing.tracer import users_frame
 
@@ -100,7 +101,7 @@ class KnownValues(TorchFunctionMode):
         return made
 
     def _is_large(self, made: Any) -> bool:
-        sizes = [x.shape for x in tree_leaves(made) if isinstance(x, Tensor)]
+        sizes = [x.shape for x in tensors_within(made)]
         try:
             return any(math.prod(size_of(n, self._sizes[-1]) for n in s) > _LARGEST for s in sizes)
         except _UnknownError:
@@ -156,7 +157,7 @@ class KnownValues(TorchFunctionMode):
     def _lose(self, name: str, args: Any, kwargs: Any) -> None:
         """Forget the values that an operator without a known result may change, or views of which
         it may give."""
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_within((args, kwargs))
         if all(id(x) in self._known for x in tensors):
             self._forget(tensors)
         elif name.endswith("_") or "out" in kwargs:  # in place
@@ -194,13 +195,14 @@ class JoinedSamples(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, function_name(func)
-        if name == "unbind" and not any((*args[1:], *kwargs.values())) and _is_open(args[0]):
+        is_of_rows = name == "unbind" and not any((*args[1:], *kwargs.values()))
+        if is_of_rows and args[0].dim() > 0 and isinstance(args[0].shape[0], SymInt):
             row = args[0][0]
             self._samples[id(row)] = row, args[0]
             return (row,)
         if name == "__len__" and any(args[0] is whole for _, whole in self._samples.values()):
             raise TypeError("the number of samples is open")  # `list` asks, and does without
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_within((args, kwargs))
         found = [self._samples[id(x)][1] for x in tensors if id(x) in self._samples]
         if not found or name == "__get__":
             return func(*args, **kwargs)
@@ -212,7 +214,3 @@ class JoinedSamples(TorchFunctionMode):
         raise ConstructError(
             "forward loops over the samples of a batch: compute on all of them at once"
         )
-
-
-def _is_open(x: Tensor) -> bool:
-    return x.dim() > 0 and isinstance(x.shape[0], SymInt)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from harness.runtime.capture.meta_copy import meta_copy
-from harness.runtime.capture.meta_run import tensors_in_order
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.tracing.constructs import (
     ConstructError,
     CustomFunction,
@@ -65,7 +65,7 @@ class WholeModule(OpaqueFunction):
         self._leaves, self._structure, self._positions = leaves, structure, positions
 
     def __call__(self, *args: Tensor) -> Any:
-        found = tensors_in_order(self.returned(*args))
+        found = tensors_within(self.returned(*args))
         return found[0] if len(found) == 1 else tuple(found)
 
     def returned(self, *args: Tensor) -> Any:

@@ -22,15 +22,22 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._pytree import tree_leaves
 
 from harness.runtime.capture.meta_copy import meta_copy
-from harness.runtime.capture.meta_run import parameters_of, tensors_in_order
+from harness.runtime.capture.meta_run import parameters_of
 from harness.runtime.capture.operators import UNDEFINED, draws_random, is_known, is_opaque
-from harness.runtime.capture.sample_dims import Values, batch_sizes, is_uneven, placed
+from harness.runtime.capture.sample_dims import (
+    Values,
+    batch_sizes,
+    changing_dims,
+    is_uneven,
+    placed,
+)
+from harness.runtime.capture.saved import tensors_within
 from harness.runtime.devices.precision import Float32Watch, has_gradients
 from harness.runtime.models.attention import GroupedAttention
 from harness.runtime.tracing.constructs import ConstructError, GradientHooks, function_name
+from harness.runtime.tracing.patches import hooks_of
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +52,6 @@ _LIMITS = ((1 << 10, 2), (1 << 10, 1), (2, 2), (1, 1))
 _ROW_WISE = ("linear", "pool", "layer_norm", "embedding")
 _BATCHED = ("conv2d", "attention")  # with four dims
 _POINTWISE = ("elementwise", "add")
-_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 # Bytecode and calls by which a hook keeps state, so that its next call may differ.
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_")
 _WRITING_CALLS = ("append", "extend", "insert", "pop", "update", "setdefault", "write", "print")
@@ -72,7 +78,7 @@ class SampleMixing:
     def is_uneven(self, node: fx.Node) -> bool:
         """Whether a node reads or makes a tensor that holds some samples only."""
         values = ([each.get(one) for each in self._values] for one in (node, *node.all_input_nodes))
-        shapes = ([[t.shape for t in tensors_in_order(v)] for v in found] for found in values)
+        shapes = ([[t.shape for t in tensors_within(v)] for v in found] for found in values)
         return any(is_uneven(found, self._batches) for found in shapes)
 
     def mixes(self, node: fx.Node, kind: str) -> bool:
@@ -106,10 +112,17 @@ class SampleMixing:
     def _classify_opaque(self, node: fx.Node) -> _Mixing:
         """Test a user's code that was not traced; hooks that keep state are not run."""
         given = self._arguments(node)
-        if any(len(one.dims) > 1 for one in given) or not self._grows(node):
+        if any(len(one.dims) > 1 for one in given):
             return _Mixing.MIXES
+        outputs = [tensors_within(each.get(node)) for each in self._values]
+        if not outputs or any(a.shape == b.shape for a, b, *_ in zip(*outputs, strict=True)):
+            return _Mixing.MIXES  # the shape of an output does not change with the batch size
         target = self._modules.get(str(node.target)) if node.op == "call_module" else node.target
-        if not all(map(_is_stateless, _hooks(target))):
+        modules = target.modules() if isinstance(target, nn.Module) else ()
+        hooks = [hook for module in modules for hook in hooks_of(module)]
+        if isinstance(target, GradientHooks):
+            hooks = target.hooks
+        if not all(map(_is_stateless, hooks)):
             return _Mixing.UNKNOWN
         weights = parameters_of(node, self._module).values()
         return self._test(node, given, sum(w.numel() for w in weights), is_strict=True)
@@ -132,13 +145,13 @@ class SampleMixing:
     def _is_known_sample_wise(self, node: fx.Node, kind: str) -> bool:
         """Whether an operator's kind implies that it is sample-wise, or the executor handles its
         mixing (batch normalization)."""
-        if kind == "batch_norm" or self._is_norm(node) or node.target is placed:
+        module = self._modules.get(str(node.target)) if node.op == "call_module" else None
+        if kind == "batch_norm" or isinstance(module, _BatchNorm) or node.target is placed:
             return True
         sources = node.all_input_nodes
         if kind in _POINTWISE:
             return not any(map(self._varies, sources))
         first = self._arguments(node)[0] if sources else None
-        module = self._modules.get(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and first is not None:
             is_batch_dim = first.dims == (0 if module.batch_first else 1,)
             return is_batch_dim and first.values[0].dim() == 3
@@ -180,16 +193,10 @@ class SampleMixing:
         given = {} if named is None or module is not None else named.kwargs
         return bool(given.get("scale_grad_by_freq")) or given.get("max_norm") is not None
 
-    def _is_norm(self, node: fx.Node) -> bool:
-        is_module = node.op == "call_module"
-        return is_module and isinstance(self._modules[str(node.target)], _BatchNorm)
-
     def _varies(self, node: fx.Node) -> bool:
         """Whether a node's value is no tensor and changes with the batch size."""
         values = [each.get(node) for each in self._values]
-        return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(values)) and any(
-            value != values[0] for value in values
-        )
+        return not tensors_within(values) and any(value != values[0] for value in values)
 
     def _target(self, node: fx.Node) -> Callable[..., Any]:
         if node.op == "call_method":
@@ -202,11 +209,6 @@ class SampleMixing:
     def _arguments(self, node: fx.Node) -> list[_Argument]:
         sources = node.all_input_nodes
         return [_Argument(n, [each.get(n) for each in self._values]) for n in sources]
-
-    def _grows(self, node: fx.Node) -> bool:
-        """Whether the shapes of all output tensors change with the batch size."""
-        found = [tensors_in_order(each.get(node)) for each in self._values]
-        return bool(found) and all(a.shape != b.shape for a, b, *_ in zip(*found, strict=True))
 
 
 @dataclass(frozen=True)
@@ -223,10 +225,7 @@ class _Argument:
     @property
     def dims(self) -> tuple[int, ...]:
         """Dims whose size changes with the batch size."""
-        if not self.is_tensor:
-            return ()
-        shapes = [value.shape for value in self.values]
-        return tuple(k for k, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1)
+        return changing_dims([x.shape for x in self.values]) if self.is_tensor else ()
 
     @property
     def n_elements(self) -> int:
@@ -305,7 +304,7 @@ class _MixingTest:
         args, kwargs = fx.node.map_arg((self._node.args, self._node.kwargs), given.__getitem__)
         # Autograd refuses in-place changes of leaves, so the operator gets copies.
         args, kwargs = fx.node.map_aggregate((args, kwargs), _copied)
-        outputs = [x for x in tree_leaves(self._call(*args, **kwargs)) if isinstance(x, Tensor)]
+        outputs = tensors_within(self._call(*args, **kwargs))
         if not k:
             self._cotangents = [torch.randn_like(x, dtype=torch.float64) for x in outputs]
         cotangents = [self._cotangent(j, x, k) for j, x in enumerate(outputs)]
@@ -339,13 +338,6 @@ def _described(node: fx.Node, given: Sequence[_Argument]) -> str:
     return f"{args} {shapes}"
 
 
-def _hooks(target: Any) -> list[Callable[..., Any]]:
-    if isinstance(target, GradientHooks):
-        return target.hooks
-    modules = target.modules() if isinstance(target, nn.Module) else ()
-    return [hook for m in modules for name in _HOOKS for hook in getattr(m, name).values()]
-
-
 def _is_stateless(hook: Callable[..., Any]) -> bool:
     """Whether a hook's bytecode shows no writes to state."""
     hook = getattr(hook, "func", hook)
@@ -364,8 +356,7 @@ def _is_joined(whole: Tensor, parts: Sequence[Tensor], tolerance: float) -> bool
     """Whether the whole is the concatenation of its parts; if no dim grows, whether all equal."""
     if any(part.dim() != whole.dim() for part in parts):
         return False
-    sizes = [(whole.shape[d], *(p.shape[d] for p in parts)) for d in range(whole.dim())]
-    dims = [dim for dim, of in enumerate(sizes) if len(set(of)) > 1]
+    dims = changing_dims([x.shape for x in (whole, *parts)])
     if not dims:
         return all(_is_near(whole, part, tolerance) for part in parts)
     if len(dims) > 1 or sum(part.shape[dims[0]] for part in parts) != whole.shape[dims[0]]:

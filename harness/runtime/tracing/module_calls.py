@@ -99,11 +99,6 @@ def _is_layer(part: nn.Module) -> bool:
     return is_plain and is_known and not parametrize.is_parametrized(part)
 
 
-def _is_fact(node: fx.Node) -> bool:
-    """Whether a node is a size or the device of a tensor, which a module reads off its input."""
-    return node.target in (getattr, torch.ops.aten.sym_size.int)
-
-
 def _is_as_made(part: nn.Module, nodes: list[fx.Node]) -> bool:
     """Whether a call of a layer has no argument but its input: `output_size` changes the padding of
     a transposed convolution."""
@@ -117,12 +112,13 @@ def _is_as_made(part: nn.Module, nodes: list[fx.Node]) -> bool:
 
 def _replace(graph: fx.Graph, path: str, nodes: list[fx.Node]) -> None:
     """Replace one call's operators if they read one value and give one."""
+    facts = (getattr, torch.ops.aten.sym_size.int)  # which a module reads off its input
     inside = set(nodes)
     given = dict.fromkeys(
         source
         for node in nodes
         for source in node.all_input_nodes
-        if source not in inside and source.op != "get_attr" and not _is_fact(source)
+        if source not in inside and source.op != "get_attr" and source.target not in facts
     )
     results = [n for n in nodes if any(user not in inside for user in n.users)]
     if len(given) != 1 or len(results) != 1:

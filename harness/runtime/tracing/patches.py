@@ -52,25 +52,10 @@ def autograd_functions(apply: Apply) -> Iterator[None]:
         yield
 
 
-def masks_unread() -> AbstractContextManager[None]:
-    """Keep PyTorch's transformer layers from reading whether a mask is causal: they then apply the
-    mask as it is."""
-    return replaced(
-        nn.modules.transformer,
-        "_detect_is_causal_mask",
-        lambda mask, said=None, size=None: bool(said),
-    )
-
-
 def values_unchecked() -> AbstractContextManager[None]:
     """Leave out `torch._check_tensor_all`, by which models compare numbers of tokens and features,
     because tensors without data have no values."""
     return replaced(torch, "_check_tensor_all_with", lambda *_: None)
-
-
-def seems_eager() -> AbstractContextManager[None]:
-    """Let a model that asks whether it is compiled hear that it is not."""
-    return replaced(torch.compiler, "is_compiling", lambda: False)
 
 
 @contextmanager
@@ -107,6 +92,12 @@ def original_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Apply a function inside `autograd_functions`."""
     original: Callable[..., Any] = torch._C._FunctionBase.__dict__["apply"]
     return original.__get__(None, function)(*args)
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks of a module itself."""
+    kinds = ("_backward", "_backward_pre", "_forward", "_forward_pre")
+    return [hook for kind in kinds for hook in getattr(module, f"{kind}_hooks").values()]
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -256,8 +256,8 @@ def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     is_eager = False
     while True:
         try:
-            mode = patches.seems_eager() if is_eager else nullcontext()
-            with no_random_draws(), forgotten_stand_ins(), mode:
+            eager = patches.replaced(torch.compiler, "is_compiling", lambda: False)
+            with no_random_draws(), forgotten_stand_ins(), eager if is_eager else nullcontext():
                 module = export(model, examples, whole)
             break
         except LoopError as found:
@@ -282,7 +282,8 @@ def _with_heads(
     model: nn.Module, traced: fx.GraphModule, examples: tuple[Tensor, ...]
 ) -> fx.GraphModule | None:
     """The export of a traced model, if that has attentions that can be cut by heads."""
-    if any(map(_is_cut_otherwise, model.modules())):
+    apart = nn.RNNBase | nn.MultiheadAttention  # kinds that an export would take apart
+    if any(isinstance(part, apart) or is_single_operator(part) for part in model.modules()):
         return None
     if not any(map(_may_be_cut, traced.graph.nodes)):
         return None
@@ -324,11 +325,6 @@ def _leads_to_linear(softmax: fx.Node, attribute: str) -> bool:
                 seen.add(node)
                 waiting.append(node)
     return False
-
-
-def _is_cut_otherwise(part: nn.Module) -> bool:
-    """Whether a module is one operator of a kind that an export would take apart."""
-    return isinstance(part, nn.RNNBase | nn.MultiheadAttention) or is_single_operator(part)
 
 
 def _module(
