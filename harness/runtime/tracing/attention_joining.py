@@ -21,7 +21,7 @@ from harness.runtime.tracing.attention_region import (
     RowSlice,
     ScaledNumber,
 )
-from harness.runtime.tracing.dim_rules import NORMS, is_size, operator_name
+from harness.runtime.tracing.dim_rules import NORMS, SizeAt, is_size, operator_name
 from harness.runtime.tracing.matrix_products import transposed_linear
 
 _SIZE = torch.ops.aten.sym_size.int
@@ -81,18 +81,8 @@ class JoinedGraph:
         self.inputs: list[fx.Node] = []
         self.held: list[fx.Node] = []
 
-    def region(
-        self,
-        numbers: Sequence[tuple[fx.Node, int, int | None]],
-        n_groups: int,
-        *,
-        draws: bool,
-    ) -> AttentionRegion:
-        """Build it.
-
-        Args:
-            numbers: as `ScaledNumber`, by operators of the model's graph.
-        """
+    def region(self, numbers: Sequence[SizeAt], n_groups: int, *, draws: bool) -> AttentionRegion:
+        """Build it."""
         given = [n.all_input_nodes[0] for n in self._order[:-1] if n in self._projections]
         for source in dict.fromkeys((*given, *self._from_elsewhere())):
             self.inputs.append(source)
@@ -113,13 +103,8 @@ class JoinedGraph:
             positions=None if self._positions is None else self._of_copies(self._positions),
         )
 
-    def _named(
-        self, numbers: Sequence[tuple[fx.Node, int, int | None]]
-    ) -> tuple[ScaledNumber, ...]:
-        return tuple(
-            ScaledNumber(self._copies[node].name, position, index)
-            for node, position, index in numbers
-        )
+    def _named(self, numbers: Sequence[SizeAt]) -> tuple[ScaledNumber, ...]:
+        return tuple(ScaledNumber(self._copies[n].name, k, place) for n, k, place in numbers)
 
     def _of_copies(self, found: FoundPositions) -> RegionPositions:
         return RegionPositions(

@@ -28,6 +28,7 @@ from harness.runtime.tracing.dim_rules import (
     PRODUCTS,
     DimRules,
     NotCuttableError,
+    SizeAt,
     module_of,
     natural,
     operator_name,
@@ -236,7 +237,6 @@ class FoundPositions:
     Attributes:
         n: positions of the output.
         keys: nodes that compute keys.
-        numbers: as `DimRules.numbers`.
         slices: by reader and value.
         of_inputs: by input of a projection, `keys` if a device wants all positions to compute keys,
             or `rows`; other values from elsewhere are read whole.
@@ -244,7 +244,7 @@ class FoundPositions:
 
     n: int
     keys: Collection[fx.Node]
-    numbers: Sequence[tuple[fx.Node, int, int | None]]
+    numbers: Sequence[SizeAt]
     slices: Mapping[tuple[fx.Node, fx.Node], RowSlice]
     of_inputs: Mapping[fx.Node, str]
     core: Core | None

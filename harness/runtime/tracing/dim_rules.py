@@ -50,20 +50,23 @@ def require(condition: object) -> None:
         raise NotCuttableError
 
 
+# A size among a node's arguments that is in proportion to a dim: node, argument, and place in that
+# if it is a list.
+SizeAt = tuple[fx.Node, int, int | None]
+
+
 class DimRules:
     """The rules of one dim; each kind of dim has its own for views, products and divisions.
 
     Attributes:
         dims: position of the dim in each node's value, of nodes so far.
-        numbers: sizes among nodes' arguments that are in proportion to the dim: node, argument, and
-            place if that is a list.
         slices: operators that read values from elsewhere, those values, and their position of the
             dim.
     """
 
     def __init__(self) -> None:
         self.dims: dict[fx.Node, int] = {}
-        self.numbers: list[tuple[fx.Node, int, int | None]] = []
+        self.numbers: list[SizeAt] = []
         self.slices: dict[tuple[fx.Node, fx.Node], int] = {}
 
     def of_view(self, node: fx.Node, source: fx.Node, place: int) -> int:

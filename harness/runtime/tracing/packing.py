@@ -48,21 +48,9 @@ class _Packing(nn.RNNBase):
         return pad_packed_sequence(y, self.batch_first, total_length=n_given)[0], state
 
 
-class PackedLSTM(_Packing, nn.LSTM):  # type: ignore[misc]
-    """A long short-term memory."""
-
-
-class PackedGRU(_Packing, nn.GRU):  # type: ignore[misc]
-    """Gated recurrent units."""
-
-
-class PackedRNN(_Packing, nn.RNN):  # type: ignore[misc]
-    """An Elman network."""
-
-
-_KINDS: dict[type, type[nn.Module]] = {
-    nn.LSTM: PackedLSTM, nn.GRU: PackedGRU, nn.RNN: PackedRNN,
-}  # fmt: skip
+_KINDS = {
+    kind: type(f"Packed{kind.__name__}", (_Packing, kind), {}) for kind in (nn.LSTM, nn.GRU, nn.RNN)
+}
 
 
 def join_packed(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module]:

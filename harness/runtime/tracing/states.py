@@ -126,7 +126,11 @@ class States:
         if not is_item and not works_in_place(node, self._modules):
             return
         if source.op == "get_attr":
-            self._record_write(str(source.target))
+            name = str(source.target)
+            if name in {known for known, _ in self._tracer.root.named_parameters()}:
+                raise ConstructError(f"forward changes the parameter {name!r} in place")
+            if name in self._by_id.values():
+                self.writes[name] = self._tracer.module_path
         elif source in self._values.values():
             if node.op == "call_method" and node.target in _COPYING:
                 copying: Any = _COPYING[str(node.target)]
@@ -134,16 +138,10 @@ class States:
             else:
                 out_of_place(node, self._modules)
             self.replace(source, node)
-        elif (name := self._viewed(source)) is not None:
+        elif (viewed := self._viewed(source)) is not None:
             raise ConstructError(
-                f"forward changes a view of the buffer {name!r} in place: assign to it"
+                f"forward changes a view of the buffer {viewed!r} in place: assign to it"
             )
-
-    def _record_write(self, name: str) -> None:
-        if name in {known for known, _ in self._tracer.root.named_parameters()}:
-            raise ConstructError(f"forward changes the parameter {name!r} in place")
-        if name in self._by_id.values():
-            self.writes[name] = self._tracer.module_path
 
     def _viewed(self, node: fx.Node) -> str | None:
         """The written buffer that a node is a view of, or None."""

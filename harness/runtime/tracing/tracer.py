@@ -6,7 +6,6 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -181,13 +180,14 @@ class ModelTracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """As `fx.Tracer.trace`, under the patches."""
-        with ExitStack() as stack:
-            stack.enter_context(patches.users_code(root))
-            stack.enter_context(torch.enable_grad())  # restores what a model may set itself
-            stack.enter_context(patches.autograd_functions(self._apply))
-            stack.enter_context(self._regions.watched())
-            stack.enter_context(self.states.watched(root))
-            stack.enter_context(ParametersRecorded(self, root))
+        with (
+            patches.users_code(root),
+            torch.enable_grad(),  # restores what a model may set itself
+            patches.autograd_functions(self._apply),
+            self._regions.watched(),
+            self.states.watched(root),
+            ParametersRecorded(self, root),
+        ):
             graph = super().trace(root, concrete_args)
             self.states.write(graph)
             return graph
@@ -259,7 +259,9 @@ class ModelTracer(fx.Tracer):
         self, name: str, concrete_args: Any, sig: Any, fn_for_analysis: Callable[..., Any]
     ) -> Any:
         if name.startswith("*"):  # forward takes them as a tuple and a dict
-            return _Keywords() if name.startswith("**") else self._inputs_left(name[1:])
+            left = range(self._n_placeholders, self._n_inputs)
+            inputs = (self.create_proxy("placeholder", f"{name[1:]}_{n}", (), {}) for n in left)
+            return _Keywords() if name.startswith("**") else _Arguments(inputs)
         parameter = sig.parameters.get(name)
         default = sig.empty if parameter is None else parameter.default
         is_by_keyword = parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
@@ -270,10 +272,6 @@ class ModelTracer(fx.Tracer):
             return default
         return super()._proxy_placeholder(name, concrete_args, sig, fn_for_analysis)
 
-    def _inputs_left(self, name: str) -> _Arguments:
-        numbers = range(self._n_placeholders, self._n_inputs)
-        return _Arguments(self.create_proxy("placeholder", f"{name}_{n}", (), {}) for n in numbers)
-
     def _apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
         """Record an autograd function as one node if an argument is traced; else apply it."""
         if not any(isinstance(a, fx.Proxy | nn.Parameter) for a in args):
@@ -281,7 +279,7 @@ class ModelTracer(fx.Tracer):
         given: list[Any] = []
         fixed: dict[int, Any] = {}
         for position, argument in enumerate(args):
-            if _has_module(argument):
+            if any(isinstance(leaf, nn.Module) for leaf in tree_leaves(argument)):
                 raise ConstructError(
                     f"the autograd function {function.__name__} is given a module, whose weights "
                     "no operator holds: call the module outside of it"
@@ -309,9 +307,3 @@ def _can_be_argument(argument: Any) -> bool:
     if isinstance(argument, tuple | list):
         return all(map(_can_be_argument, argument))
     return argument is None or isinstance(argument, (fx.Proxy, Tensor, *base_types))
-
-
-def _has_module(argument: Any) -> bool:
-    if isinstance(argument, tuple | list):
-        return any(map(_has_module, argument))
-    return isinstance(argument, nn.Module) and not isinstance(argument, Tensor)
