@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -38,50 +38,24 @@ class Example:
     def __init__(self, name: str, example: Any, *, has_rows: bool) -> None:
         args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
         args = tuple(args) if isinstance(args, tuple | list) else (args,)
-        leaves, self._structure = pytree.tree_flatten_with_path((args, kwargs))
-        self._leaves = [leaf for _, leaf in leaves]
-        self._places = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
-        self.tensors: list[Tensor] = [self._leaves[k] for k in self._places]
+        leaves, self.structure = pytree.tree_flatten_with_path((args, kwargs))
+        self.leaves = [leaf for _, leaf in leaves]
+        self.places = [k for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self.tensors: list[Tensor] = [self.leaves[k] for k in self.places]
         if not self.tensors or not all(tensor.dim() for tensor in self.tensors):
             raise ModelError(
-                f"{name}: its example holds {_kinds(self._leaves)}: give tensors of "
+                f"{name}: its example holds {_kinds(self.leaves)}: give tensors of "
                 "several samples, and leave out what has a default"
             )
         self.specs = tuple(
-            _spec(_name_of(leaves[k][0], k), self._leaves[k], has_rows) for k in self._places
+            _spec(_name_of(leaves[k][0], k), self.leaves[k], has_rows) for k in self.places
         )
         self._n_positional, self._keywords = len(args), list(kwargs)
-
-    def bind(
-        self,
-        model: nn.Module,
-        kept: Sequence[int] | None = None,
-        outputs: Sequence[str] = (),
-        *,
-        has_blanks: bool = False,
-    ) -> BoundInputs:
-        """Let a model be called with tensors in the order of `specs`.
-
-        Args:
-            kept: numbers of the tensors that are given, None for all; the others are None, or zeros
-                with `has_blanks`.
-            outputs: names of the outputs to return as one tensor; empty: all that it returns.
-        """
-        kept = range(len(self.specs)) if kept is None else kept
-        others = {self._places[k]: s for k, s in enumerate(self.specs) if k not in kept}
-        return BoundInputs(
-            model,
-            [None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves],
-            lambda leaves: pytree.tree_unflatten(leaves, self._structure),
-            [self._places[k] for k in kept],
-            outputs,
-            others if has_blanks else {},
-        )
 
     def fits(self, model: nn.Module) -> bool:
         """Whether forward takes the tensors in their order."""
         n_given = self._n_positional + len(self._keywords)
-        if not n_given == len(self.tensors) == len(self._leaves):
+        if not n_given == len(self.tensors) == len(self.leaves):
             return False
         parameters = inspect.signature(model.forward).parameters.values()
         names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -89,30 +63,35 @@ class Example:
 
 
 class BoundInputs(Wrapper):
-    """Calls a model with tensors at their places among its arguments.
+    """Calls a model with tensors, in the order of an example's `specs`, among its arguments.
 
     Args:
-        leaves: the values of all arguments, with None at the tensors.
-        arguments: (args, kwargs) of leaves.
-        positions: of the tensors that are given, among the leaves.
+        kept: numbers of the tensors that are given, None for all; the others are None, or zeros
+            with `has_blanks`.
         outputs: names of the outputs to return as one tensor; empty: all that the model returns.
-        blanks: leaves of zeros, by position.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        leaves: Sequence[Any],
-        arguments: Callable[[list[Any]], Any],
-        positions: Sequence[int],
-        outputs: Sequence[str],
-        blanks: Mapping[int, InputSpec],
+        example: Example,
+        kept: Sequence[int] | None = None,
+        outputs: Sequence[str] = (),
+        *,
+        has_blanks: bool = False,
     ) -> None:
         super().__init__(model)
-        self._leaves = tuple(leaves)
-        self._arguments = arguments  # a function, because deepcopy of a structure warns
-        self._positions, self._outputs = tuple(positions), tuple(outputs)
-        self._blanks = dict(blanks)
+        places, structure = example.places, example.structure
+        kept = range(len(places)) if kept is None else kept
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in example.leaves]
+
+        def arguments(leaves: list[Any]) -> Any:  # deepcopy of a structure warns, not of a function
+            return pytree.tree_unflatten(leaves, structure)
+
+        self._arguments = arguments
+        self._positions, self._outputs = [places[k] for k in kept], tuple(outputs)
+        others = {places[k]: spec for k, spec in enumerate(example.specs) if k not in kept}
+        self._blanks = others if has_blanks else {}
 
     def forward(self, *tensors: Tensor) -> Any:
         leaves = list(self._leaves)

@@ -23,7 +23,7 @@ from harness.errors import ModelError, first_line
 from harness.inputs import one_line
 from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_ins
 from harness.runtime.models.closures import copy_closures
-from harness.runtime.models.example import Example
+from harness.runtime.models.example import BoundInputs, Example
 from harness.runtime.models.loss_split import CallRecorder, SplitLoss, loss_name, split_loss
 from harness.runtime.models.own_loss import BatchLoss, BatchLossTask, Call, LabelledTask
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_model, logits_of
@@ -63,7 +63,7 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
     remedy = _REMEDY_OF_EXAMPLE if is_users else _REMEDY
     _prepare(name, model)
     tensors = given.tensors
-    bound = model if given.fits(model) else given.bind(model)
+    bound = model if given.fits(model) else BoundInputs(model, given)
     output, inputs, calls = _run_once(name, bound, tensors, remedy)
     specs = _with_rows(name, given.specs, inputs, calls)
 
@@ -79,14 +79,15 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
         _log.warning(
             "%s computes its loss on whole batches, which leaves out microbatches: %s", name, split
         )
-        whole = BatchLoss(given.bind(model, outputs=[loss]) if loss else bound)
+        whole = BatchLoss(BoundInputs(model, given, outputs=[loss]) if loss else bound)
         return BatchLossTask(model=whole, inputs=specs, loss="own", n_tokens=_n_tokens(specs))
     if split is not None:
         kept = [k for k in range(len(specs)) if k not in split.labels or k in split.also_read]
         is_named = list(split.loss.outputs) in (["logits"], ["out"])
         chosen = () if is_named else tuple(split.loss.outputs)
-        has_blanks = not _is_alike(split, given.bind(model, kept), [tensors[k] for k in kept])
-        without = given.bind(model, kept, chosen, has_blanks=has_blanks)
+        unlabelled = BoundInputs(model, given, kept)
+        has_blanks = not _is_alike(split, unlabelled, [tensors[k] for k in kept])
+        without = BoundInputs(model, given, kept, chosen, has_blanks=has_blanks)
         return _labelled(without, specs, kept, split)
     logits, n_samples = logits_of(output), len(tensors[0])
     if logits.shape[:1] != (n_samples,) or not logits.is_floating_point():
@@ -197,13 +198,8 @@ def _run_once(
     except Exception as error:
         if any(x.is_meta for x in model.parameters()):
             raise _not_taken(name, tensors, error, remedy) from error
-        return _run_copy(name, model, tensors, remedy)
-    return output, given, recorder.calls
-
-
-def _run_copy(
-    name: str, model: nn.Module, tensors: list[Tensor], remedy: str
-) -> tuple[Any, list[Tensor], list[Call]]:
+    else:
+        return output, given, recorder.calls
     try:
         copied = copy.deepcopy(model)
         with torch.random.fork_rng(devices=[]), CallRecorder() as recorder:
