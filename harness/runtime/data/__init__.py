@@ -84,11 +84,8 @@ class DataEntry:
 
 
 def _cifar(name: str, n_classes: int) -> DataEntry:
-    def open_it(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
-        return open_cifar(name, options.data_dir, task.inputs[0].shape[-1])
-
     return DataEntry(
-        open=open_it,
+        open=lambda options, task, _: open_cifar(name, options.data_dir, task.inputs[0].shape[-1]),
         check=lambda options: open_cifar(name, options.data_dir, 32),
         n_classes=lambda _: n_classes,
         image_size=32,
@@ -231,18 +228,18 @@ def open_data(name: str, options: DataOptions, task: Task, global_batch: int) ->
         DataError: the data set is missing, empty, or has another layout, or its classes are no
             targets of the task.
     """
-    data: Any = entry_of(name).open(options, task, global_batch)
-    _check_classes(name, options, task)
+    entry = entry_of(name)
+    data: Any = entry.open(options, task, global_batch)
+    if entry.feeds == "images":
+        _check_classes(name, entry.n_classes(options.data_dir), task)
     if len(data) < 1:
         where = "" if ":" in name else f" in {options.data_dir}"
         raise DataError(f"--data {name}{where} holds no sample")
     return data
 
 
-def _check_classes(name: str, options: DataOptions, task: Task) -> None:
+def _check_classes(name: str, n_classes: int, task: Task) -> None:
     """Refuse a task whose targets are not the classes of images."""
-    if entry_of(name).feeds != "images":
-        return
     is_class = task.target_dtype == torch.int64 and task.loss != "binary_cross_entropy"
     if task.target_shape or not is_class:
         raise DataError(
@@ -250,7 +247,6 @@ def _check_classes(name: str, options: DataOptions, task: Task) -> None:
             f"targets of shape {task.target_shape}: use --data synthetic, or return logits "
             "(samples, classes)"
         )
-    n_classes = entry_of(name).n_classes(options.data_dir)
     if task.loss == "cross_entropy" and n_classes > task.n_classes:
         raise DataError(
             f"--data {name} has {n_classes} classes, and the model returns {task.n_classes} "

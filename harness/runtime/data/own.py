@@ -86,13 +86,22 @@ class OwnData(BatchedData):
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
         for spec, column in zip(self._specs, columns, strict=True):
             if spec.n_rows is not None:
-                self._check_rows(indices, spec.name, column, spec.n_rows)
+                wrong = (column < 0) | (column >= spec.n_rows)
+                problem = (
+                    f" in {spec.name}, and the model's embedding has {spec.n_rows} rows: give "
+                    f"numbers from 0 to {spec.n_rows - 1}, or the model a larger vocabulary"
+                )
+                self._refuse_numbers(indices, column, wrong, "", problem)
         inputs = tuple(columns[: len(self._task.inputs)])
         targets = self._task.targets_among(inputs)
         if targets is None:
             targets = self._task.join_labels(columns[len(inputs) :], len(indices))
         if self._task.loss == "cross_entropy":
-            self._check_classes(indices, targets)
+            n = self._task.n_classes
+            wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= n)
+            hint = f", or {IGNORED} where none counts" if self._is_masked else ""
+            problem = f", and the model has {n} classes: give labels from 0 to {n - 1}{hint}"
+            self._refuse_numbers(indices, targets, wrong, "label ", problem)
         if isinstance(self._task, LabelledTask):
             self._check_foreseen(indices, self._task, targets)
         if not self._is_masked:
@@ -101,30 +110,15 @@ class OwnData(BatchedData):
                 raise self._error(indices[0], "or one near it has a label that no loss counts")
         return Batch(inputs, targets)
 
-    def _check_rows(self, indices: list[int], name: str, column: Tensor, n_rows: int) -> None:
-        """Refuse a number that an embedding lacks, which on a GPU would end the process unnamed."""
-        wrong = (column < 0) | (column >= n_rows)
+    def _refuse_numbers(
+        self, indices: list[int], found: Tensor, wrong: Tensor, kind: str, problem: str
+    ) -> None:
+        """Refuse numbers that an embedding or the logits lack, which on a GPU would end the process
+        unnamed."""
         if wrong.any():
             row = int(wrong.reshape(len(indices), -1).any(1).nonzero()[0])
-            raise self._error(
-                indices[row],
-                f"has {int(column[row][wrong[row]].flatten()[0])} in {name}, and the model's "
-                f"embedding has {n_rows} rows: give numbers from 0 to {n_rows - 1}, or the model a "
-                "larger vocabulary",
-            )
-
-    def _check_classes(self, indices: list[int], targets: Tensor) -> None:
-        """Refuse a class that the logits lack, which on a GPU would end the process unnamed."""
-        n = self._task.n_classes
-        wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= n)
-        if wrong.any():
-            row = int(wrong.reshape(len(indices), -1).any(1).nonzero()[0])
-            hint = f", or {IGNORED} where none counts" if self._is_masked else ""
-            raise self._error(
-                indices[row],
-                f"has label {int(targets[row][wrong[row]].flatten()[0])}, and the model has {n} "
-                f"classes: give labels from 0 to {n - 1}{hint}",
-            )
+            number = int(found[row][wrong[row]].flatten()[0])
+            raise self._error(indices[row], f"has {kind}{number}{problem}")
 
     def _check_foreseen(self, indices: list[int], task: LabelledTask, targets: Tensor) -> None:
         """Refuse labels that do not count where the loss was found to be a mean over samples."""

@@ -20,8 +20,7 @@ _SEED_FACTOR = 0x9E3779B1
 
 def bytes_per_sample(task: Task) -> int:
     """Bytes of one sample's inputs."""
-    sizes = (torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in task.inputs)
-    return sum(sizes)
+    return sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in task.inputs)
 
 
 def default_n_samples(task: Task, global_batch: int) -> int:

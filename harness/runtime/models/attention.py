@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -225,15 +225,7 @@ class GroupedAttention(nn.Module):
         self.relative = nn.Embedding(n_buckets, n_heads) if n_buckets else None
 
     def forward(self, queries: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
-        weights = Projections(
-            self.query.weight,
-            self.key.weight,
-            self.value.weight,
-            self.out.weight,
-            self.query.bias,
-            self.key.bias,
-            self.value.bias,
-            self.out.bias,
-            None if self.relative is None else self.relative.weight,
-        )
-        return attend(self.form, weights, queries, memory, mask)
+        layers = (self.query, self.key, self.value, self.out)
+        table = None if self.relative is None else self.relative.weight
+        weights: list[Any] = [*(x.weight for x in layers), *(x.bias for x in layers), table]
+        return attend(self.form, Projections(*weights), queries, memory, mask)

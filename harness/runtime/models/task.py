@@ -79,11 +79,6 @@ def _sum_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(wide(outputs), targets, reduction="sum", ignore_index=IGNORED)
 
 
-def _sum_span_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """First and last position of an answer: outputs (n, length, 2), targets (n, 2)."""
-    return _sum_cross_entropy(outputs.transpose(1, 2), targets)
-
-
 def _sum_binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     outputs = wide(outputs).reshape(-1)
     return F.binary_cross_entropy_with_logits(
@@ -94,7 +89,8 @@ def _sum_binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 LOSSES: dict[LossName, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": _sum_cross_entropy,
     "binary_cross_entropy": _sum_binary_cross_entropy,
-    "span_cross_entropy": _sum_span_cross_entropy,
+    # Of the first and last position of an answer: outputs (n, length, 2), targets (n, 2).
+    "span_cross_entropy": lambda outputs, targets: _sum_cross_entropy(outputs.mT, targets),
 }
 
 

@@ -16,6 +16,7 @@ SST-2, as in GLUE: train.tsv with a line `sentence<TAB>label` first and labels 0
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,8 @@ from harness.runtime.models.task import IGNORED, Task
 _PAIR = "*.tsv with a source, a tab and a target on each line"
 
 
-def text_files(data_dir: Path) -> list[Path]:
-    """The files of plain text.
-
-    Raises:
-        DataError: there are none.
-    """
-    return find_files(data_dir, ".txt", "plain text in UTF-8")
-
-
-def pair_files(data_dir: Path) -> list[Path]:
-    """The files of pairs.
-
-    Raises:
-        DataError: there are none.
-    """
-    return find_files(data_dir, ".tsv", _PAIR)
+text_files = partial(find_files, suffix=".txt", kind="plain text in UTF-8")
+pair_files = partial(find_files, suffix=".tsv", kind=_PAIR)
 
 
 def open_text(data_dir: Path, vocabulary: Vocabulary, task: Task) -> MemoryData:
@@ -140,13 +127,7 @@ class _Squad(msgspec.Struct):
     data: list[_Article]
 
 
-def squad_file(data_dir: Path) -> Path:
-    """The file of training questions.
-
-    Raises:
-        DataError: it is missing.
-    """
-    return find_file(data_dir, ("train-v1.1.json", "train-v2.0.json"), _KIND)
+squad_file = partial(find_file, names=("train-v1.1.json", "train-v2.0.json"), kind=_KIND)
 
 
 def _read(path: Path) -> Iterator[tuple[str, _Question, tuple[int, int] | None]]:
@@ -223,13 +204,7 @@ _HEADER = "sentence\tlabel"
 _SST2 = "train.tsv of SST-2"
 
 
-def sst2_file(data_dir: Path) -> Path:
-    """The file of training sentences.
-
-    Raises:
-        DataError: it is missing.
-    """
-    return find_file(data_dir, ("train.tsv", "SST-2/train.tsv"), _SST2)
+sst2_file = partial(find_file, names=("train.tsv", "SST-2/train.tsv"), kind=_SST2)
 
 
 def _read_sentences(path: Path) -> tuple[list[str], list[int]]:
