@@ -42,15 +42,13 @@ class Narrowing(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_narrow = isinstance(result, Tensor) and result.dtype in (
-            torch.float32, torch.bfloat16, torch.float16,
-        )  # fmt: skip
-        self.is_detected |= is_narrow or torch.is_autocast_enabled(_device_type(result))
+        device_type = "cpu"
+        if isinstance(result, Tensor):
+            device_type = result.device.type
+            narrow = (torch.float32, torch.bfloat16, torch.float16)
+            self.is_detected |= result.dtype in narrow
+        self.is_detected |= torch.is_autocast_enabled(device_type)
         return result
-
-
-def _device_type(result: Any) -> str:
-    return result.device.type if isinstance(result, Tensor) else "cpu"
 
 
 @contextmanager

@@ -78,13 +78,6 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content)
 
 
-def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Buffers and tensors that are plain attributes."""
-    for value in (*module._buffers.values(), *module.__dict__.values()):
-        if isinstance(value, Tensor) and value.is_leaf:
-            yield value
-
-
 @contextmanager
 def preserved(*roots: nn.Module) -> Iterator[None]:
     """Restore what forward and backward may change of modules, except parameter values, and random
@@ -98,7 +91,8 @@ def preserved(*roots: nn.Module) -> Iterator[None]:
         attributes = dict(module.__dict__)
         contents = {k: v.copy() for k, v in attributes.items() if isinstance(v, _RESTORED)}
         kept.append((module, attributes, contents))
-    plain = {id(tensor): tensor for module in modules.values() for tensor in _plain_tensors(module)}
+    held = (x for m in modules.values() for x in (*m._buffers.values(), *m.__dict__.values()))
+    plain = {id(x): x for x in held if isinstance(x, Tensor) and x.is_leaf}
     values = [(tensor, tensor.detach().clone()) for tensor in plain.values()]
     gradients = [(p, p.grad) for root in roots for p in root.parameters()]
     random_states = RandomSources()
