@@ -4,24 +4,60 @@ import torch
 from torch import nn
 
 from harness.runtime.capture.capture import capture
+from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models.task import InputSpec, Task
 
 
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x * 1
+def task_on(model, *shape, n_classes=3):
+    """A task of one input x, of four features by default."""
+    inputs = (InputSpec(name="x", shape=shape or (4,)),)
+    return Task(model=model, inputs=inputs, n_classes=n_classes)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.factor(grad), None
+
+def held(task, batch=4):
+    """The captured graph of a task, which trains as its model does."""
+    captured = capture(task, batch, "model")
+    hold_to_model(task, captured, "model")
+    return captured
+
+
+def function(name, forward, backward):
+    """An autograd function."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
+
+
+def keep_factor(ctx, x, factor):
+    ctx.factor = factor
+    return x * 1
+
+
+Scaled = function("Scaled", keep_factor, lambda ctx, grad: (ctx.factor(grad), None))
+
+
+class Heads(nn.Module):
+    """An attention over five steps, which is exported."""
+
+    def __init__(self, n_heads):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.n_heads = n_heads
+
+    def forward(self, x):
+        if x.sum(1).shape[0] < 0:  # torch.fx cannot follow it
+            return x
+        sizes = (-1, 5, self.n_heads, 8 // self.n_heads)
+        q, k, v = (part(x).view(sizes).transpose(1, 2) for part in (self.q, self.k, self.v))
+        made = torch.softmax(q @ k.transpose(2, 3), dim=-1) @ v
+        return self.out(made.transpose(1, 2).reshape(-1, 5, 8))
 
 
 class Net(nn.Module):
-    def __init__(self, middle):
+    def __init__(self, middle, **parts):
         super().__init__()
         self.first, self.last, self.middle = nn.Linear(4, 4), nn.Linear(4, 3), middle
+        for name, part in parts.items():
+            self.add_module(name, part)
 
     def forward(self, x):
         return self.last(self.middle(self, self.first(x)))
@@ -44,6 +80,5 @@ def hooked(net, x):
     return a + y.sin()
 
 
-def graph_of(middle, batch=4):
-    task = Task(model=Net(middle), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
-    return capture(task, batch, "net").graph
+def graph_of(middle, **parts):
+    return capture(task_on(Net(middle, **parts)), 4, "net").graph

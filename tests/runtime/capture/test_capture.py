@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import held, task_on
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture, capture_model, trace
-from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models import MODELS, build_task, fit_options
 from harness.runtime.models.task import DlrmOptions, InputSpec, ModelOptions, Task, TextOptions
 from harness.runtime.tracing.export import export
@@ -20,10 +20,6 @@ OPTIONS = ModelOptions(
     dlrm=DlrmOptions(table_rows=(100,) * 8),
     text=TextOptions(sequence_length=6, vocabulary_size=30, n_layers=1, width=16, n_heads=4),
 )
-
-
-def task_of(model, shape=(4,), n_classes=4):
-    return Task(model=model, inputs=(InputSpec(name="x", shape=shape),), n_classes=n_classes)
 
 
 def meta_task(name):
@@ -73,7 +69,7 @@ def test_frozen_statistics_of_a_function_are_told_too(is_training):
             mean, variance = torch.zeros(3), torch.ones(3)
             return F.batch_norm(images, mean, variance, training=is_training).flatten(1)
 
-    operators = capture(task_of(Normalised(), (3, 4, 4), 48), 4, "normalised").graph.operators
+    operators = capture(task_on(Normalised(), 3, 4, 4), 4, "normalised").graph.operators
     (norm,) = (o for o in operators if o.kind == "batch_norm")
     assert ("statistics" in norm.attrs) != is_training
 
@@ -107,7 +103,7 @@ class Twice(nn.Module):
 
 
 def test_a_shared_weight_is_counted_once_and_named_twice():
-    graph = capture(task_of(Twice()), 2, "twice").graph
+    graph = capture(task_on(Twice()), 2, "twice").graph
     linears = [o for o in graph.operators if o.kind == "linear"]
     assert [o.parameter_bytes for o in linears] == [80, 0]
     assert {o.attrs["module"] for o in linears} == {"linear"}
@@ -125,14 +121,11 @@ class Looping(nn.Module):
 
 
 def test_what_fx_cannot_trace_is_exported():
-    graph = capture(task_of(Looping()), 2, "looping").graph
+    graph = capture(task_on(Looping()), 2, "looping").graph
     assert graph.parameter_bytes == 80
     assert sum(o.kind == "linear" for o in graph.operators) == 1
-
-
-def test_a_model_is_exported_on_the_device_that_it_is_on():
-    task = task_of(Looping().to("meta"))
-    assert capture(task, 2, "looping").module.linear.weight.device.type == "meta"
+    on_meta = capture(task_on(Looping().to("meta")), 2, "looping").module
+    assert on_meta.linear.weight.is_meta
 
 
 class ByRows(nn.Module):
@@ -151,7 +144,7 @@ def test_an_exported_model_takes_batches_of_any_size(batch):
 @pytest.mark.parametrize("batch", [1, 6])
 def test_a_model_that_exporting_ties_to_a_batch_size_is_refused(batch):
     with pytest.raises(ModelError, match="ByRows cannot be captured: forward loops"):
-        capture(task_of(ByRows()), batch, "rows")
+        capture(task_on(ByRows()), batch, "rows")
 
 
 class Selecting(nn.Module):
@@ -164,7 +157,7 @@ def test_an_operator_without_a_shape_is_named_with_its_model():
     place = rf"\(test_capture.py:{line} in forward\)"
     message = rf"^Selecting cannot be captured: the shape of .* {place}: .*--engine torch"
     with pytest.raises(ModelError, match=message):
-        capture(task_of(Selecting()), 2, "selecting")
+        capture(task_on(Selecting()), 2, "selecting")
 
 
 class Construct(nn.Module):
@@ -219,7 +212,7 @@ def of_a_pass(net, x):
 )
 def test_a_refusal_is_one_short_line_with_construct_place_and_remedy(after, words):
     with pytest.raises(ModelError, match=rf"cannot be captured: .*{words}") as refused:
-        capture(task_of(Construct(after)), 6, "construct")
+        capture(task_on(Construct(after)), 6, "construct")
     message = str(refused.value)
     assert "\n" not in message
     assert len(message) < 300
@@ -256,12 +249,12 @@ def test_a_refusal_names_the_error_of_a_module_that_would_be_kept_whole():
     model = nn.Sequential(nn.Linear(4, 4), Unmasked())
     words = r"RuntimeError: .*\(test_capture.py:\d+ in forward\)"
     with pytest.raises(ModelError, match=f"Sequential cannot be captured: {words}"):
-        capture(task_of(model), 6, "unmasked")
+        capture(task_on(model), 6, "unmasked")
 
 
 def test_detection_of_anomalies_is_off_during_capture():
     with torch.autograd.set_detect_anomaly(True):
-        captured = capture(task_of(nn.Linear(4, 4)), 6, "linear")
+        captured = capture(task_on(nn.Linear(4, 4)), 6, "linear")
         assert torch.is_anomaly_enabled()
     assert len(captured.graph.operators) == 3
 
@@ -269,7 +262,7 @@ def test_detection_of_anomalies_is_off_during_capture():
 def test_weights_without_a_shape_are_refused_by_their_module():
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
     with pytest.raises(ModelError, match=r"^module '1' \(LazyLinear\) has no weights before"):
-        capture(task_of(model), 6, "lazy")
+        capture(task_on(model), 6, "lazy")
 
 
 class Loose(nn.Module):
@@ -297,22 +290,18 @@ def test_a_derivative_inside_a_module_of_its_own_is_kept_whole():
         def forward(self, x):
             return of_a_slope(self, x)
 
-    model = nn.Sequential(nn.Linear(4, 4), Slope())
-    task = task_of(model)
-    found = capture(task, 6, "slope")
-    hold_to_model(task, found, "slope", "fp32")
+    held(task_on(nn.Sequential(nn.Linear(4, 4), Slope())))
 
 
 def test_tensors_that_a_whole_module_makes_are_of_no_device_while_it_is_captured():
-    task = task_of(nn.Sequential(nn.Linear(4, 4), OnTheCpu()))
-    hold_to_model(task, capture(task, 6, "on the cpu"), "on the cpu", "fp32")
+    held(task_on(nn.Sequential(nn.Linear(4, 4), OnTheCpu())))
 
 
 def test_unknown_functions_are_named_in_one_line_with_their_flops(caplog):
     model = nn.Sequential(
         nn.LocalResponseNorm(2), nn.ConvTranspose2d(3, 4, 2, 2), nn.Flatten(), nn.Linear(256, 5)
     )
-    capture(task_of(model, (3, 4, 4), 5), 2, "model")
+    capture(task_on(model, 3, 4, 4), 2, "model")
     n_flops = 2 * 2 * 4 * 4 * 3 * 4 * 2 * 2
     (record,) = caplog.records
     names = "ConvTranspose2d (1), LocalResponseNorm (0)"
@@ -321,5 +310,5 @@ def test_unknown_functions_are_named_in_one_line_with_their_flops(caplog):
 
 def test_unknown_functions_without_flops_are_not_named(caplog):
     model = nn.Sequential(nn.LocalResponseNorm(2), nn.Flatten(), nn.Linear(48, 5))
-    capture(task_of(model, (3, 4, 4), 5), 2, "model")
+    capture(task_on(model, 3, 4, 4), 2, "model")
     assert not caplog.records

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from nets import task_on
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -12,7 +13,7 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import step_flops
 from harness.runtime.models import build_task, fit_options
-from harness.runtime.models.task import InputSpec, ModelOptions, Task, TextOptions
+from harness.runtime.models.task import ModelOptions, TextOptions
 
 
 def test_counting_without_memory_equals_counting_a_real_step():
@@ -51,8 +52,7 @@ def test_a_decoder_counts_six_flops_a_parameter_and_token_beside_its_scores():
 )
 def test_groups_of_channels_count_their_own_products(layer, n_places, n_channels):
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
-    inputs = (InputSpec(name="x", shape=(4, 9, 9)),)
-    flops = step_flops(Task(model=nn.Sequential(layer, *head), inputs=inputs, n_classes=3), 2)
+    flops = step_flops(task_on(nn.Sequential(layer, *head), 4, 9, 9), 2)
     # An input channel for each output channel, or two output channels for each input channel.
     forward = 2 * 2 * n_places * 9 * n_channels * (8 // n_channels)
     assert flops is not None
@@ -79,8 +79,7 @@ def test_a_model_that_needs_values_is_not_counted():
         def forward(self, x):
             return self.layer(x) if float(x.sum()) > 0 else self.layer(-x)
 
-    task = Task(model=Looks(), inputs=(InputSpec(name="x", shape=(8,)),), n_classes=4)
-    assert step_flops(task, 2) is None
+    assert step_flops(task_on(Looks(), 8), 2) is None
 
 
 class Slope(nn.Module):
@@ -96,8 +95,7 @@ class Slope(nn.Module):
 
 
 def test_a_module_that_differentiates_is_one_operator_with_its_flops():
-    inputs = (InputSpec(name="x", shape=(4,)),)
-    task = Task(model=nn.Sequential(Slope(), nn.Linear(4, 3)), inputs=inputs, n_classes=3)
+    task = task_on(nn.Sequential(Slope(), nn.Linear(4, 3)))
     slope = capture(task, 6, "slope").graph.operators[1]
     assert (slope.name, slope.kind) == ("0", "other")
     assert slope.forward_flops == 2 * (2 * 6 * (4 * 5 + 5))  # forward, and to the input
@@ -196,8 +194,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_products_are_described_by_letters(case):
     function, shape, equation, summed, experts, mixes = case
-    spec = InputSpec(name="x", shape=(T, D))
-    graph = capture(Task(model=Product(function, *shape), inputs=(spec,)), N, "one").graph
+    graph = capture(task_on(Product(function, *shape), T, D), N, "one").graph
     operator = graph.operators[-2]
     assert operator.attrs.get("equation") == equation
     assert (operator.kind == "einsum") == (equation is not None)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import task_on
 from torch import fx, nn
 
 from harness.domain.sharding import may_have_copies
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.operators import draws_random, is_dropout
-from harness.runtime.models.task import InputSpec, Task
 
 
 @fx.wrap
@@ -90,6 +90,5 @@ def test_what_draws_is_told_by_module_function_and_probability(model):
     ],
 )
 def test_what_may_differ_between_devices_has_no_copies(model, may_have):
-    task = Task(model=model, inputs=(InputSpec(name="x", shape=(3, 4)),), n_classes=4)
-    operator = capture(task, 2, "model").graph.operators[1]
+    operator = capture(task_on(model, 3, 4), 2, "model").graph.operators[1]
     assert may_have_copies(operator) is may_have

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from nets import task_on
 from torch import nn
 
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.sample_dims import is_cut_by_samples, is_uneven, placed, sample_dims
-from harness.runtime.models.task import InputSpec, Task
 
 
 def test_a_dim_that_is_the_sum_of_its_parts_counts_samples():
@@ -63,8 +63,8 @@ class Sequences(nn.Module):
 
 
 def test_a_captured_graph_says_which_operators_have_their_samples_apart():
-    task = Task(model=Sequences(), inputs=(InputSpec(name="x", shape=(3, 6)),), n_classes=2)
-    found = {op.name: op for op in capture(task, 4, "sequences").graph.operators}
+    graph = capture(task_on(Sequences(), 3, 6, n_classes=2), 4, "sequences").graph
+    found = {op.name: op for op in graph.operators}
     assert found["conv"].attrs["padding"] == [0, 1]
     assert found["conv"].attrs["padding_mode"] == "circular"
     assert found["norm"].attrs["n_normalized"] == 1

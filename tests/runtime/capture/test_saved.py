@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nets import task_on
 from torch import nn
 from torch.nn import functional as F
 
@@ -72,10 +73,6 @@ class Tied(nn.Module):
         return self.head(self.norm(self.tokens(x)).mean(1))
 
 
-def own(model, *shape):
-    return Task(model=model, inputs=(InputSpec(name="x", shape=shape),), n_classes=10)
-
-
 def built_in(name):
     return build_task(name, fit_options(name, ModelOptions(n_classes=10)))
 
@@ -86,13 +83,13 @@ def densenet():
 
 
 TASKS = {
-    "residual": lambda: own(Residual(), 3, 8, 8),
-    "split": lambda: own(Split(), 8),
-    "attention": lambda: own(Attention(), 8, 16),
+    "residual": lambda: task_on(Residual(), 3, 8, 8),
+    "split": lambda: task_on(Split(), 8),
+    "attention": lambda: task_on(Attention(), 8, 16),
     "tied": lambda: Task(model=Tied(), inputs=(TOKENS,), n_classes=10),
     "lenet": lambda: built_in("lenet"),
     "resnet18": lambda: built_in("resnet18"),
-    "densenet": lambda: own(densenet(), 3, 32, 32),
+    "densenet": lambda: task_on(densenet(), 3, 32, 32),
 }
 
 

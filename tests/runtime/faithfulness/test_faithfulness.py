@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from equivalence_models import small_task
+from nets import held
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO
@@ -23,6 +24,7 @@ from zoo.states import AttributeCounted, BufferAdded, OwnNorm, PythonLayerDrop
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness.comparison import hold_to_model
+from harness.runtime.faithfulness.state import seed_all
 from harness.runtime.models.factory import task_of as users_task
 from harness.runtime.models.task import ModelOptions
 
@@ -196,7 +198,7 @@ def test_an_error_as_small_as_rounding_is_found_in_float64():
 )
 def test_graphs_of_real_models_hold(name):
     task = small_task(name, dtype=torch.float32, has_dropout=True)
-    hold_to_model(task, capture(task, 8, name), name)
+    held(task, 8)
 
 
 @pytest.mark.parametrize("name", ["loss_inside", "per_pixel", "doubled_rows"])
@@ -215,7 +217,7 @@ def test_a_buffer_that_forward_registers_is_a_constant():
         return x * made.slopes
 
     task = task_of(net(slopes))
-    hold_to_model(task, capture(task, 8, "registered"), "registered")
+    held(task, 8)
 
 
 class Frozen(dict):
@@ -229,7 +231,7 @@ class Frozen(dict):
 
 def test_a_frozen_dict_among_the_attributes_is_left_alone():
     task = task_of(net(prepare=lambda made: setattr(made, "config", Frozen(width=WIDTH))))
-    hold_to_model(task, capture(task, 8, "frozen"), "frozen")
+    held(task, 8)
 
 
 class SpoiltBackward(nn.Linear):
@@ -245,7 +247,7 @@ def test_outputs_of_a_loss_of_its_own_are_not_blamed_for_an_error():
     example = {"x": torch.randn(2, 3), "labels": torch.randn(2, 4)}
     task = users_task("m:f", (SpoiltBackward(3, 4), example), ModelOptions())
     with pytest.raises(ModelError, match=r"one device cannot train .*\): fix its forward first$"):
-        hold_to_model(task, capture(task, 8, "spoilt"), "spoilt")
+        held(task, 8)
 
 
 def test_the_length_of_a_cache_is_no_count():
@@ -258,7 +260,7 @@ def test_the_length_of_a_cache_is_no_count():
         return x * made.table
 
     task = task_of(net(cached, prepare))
-    hold_to_model(task, capture(task, 8, "cached"), "cached")
+    held(task, 8)
 
 
 def test_a_model_that_draws_from_its_own_generator_cannot_be_held():
@@ -300,7 +302,7 @@ def test_a_forward_that_writes_parameters_is_refused():
 def test_state_beside_the_graph_is_refused(name, words):
     task = ZOO[name].task()
     with pytest.raises(ModelError, match=words):
-        hold_to_model(task, capture(task, 8, name), name)
+        held(task, 8)
 
 
 def test_a_script_module_is_refused():
@@ -334,13 +336,9 @@ def test_the_model_is_left_as_it_was():
     values = {name: g.clone() for name, g in gradients.items()}
     buffers = {name: id(b) for name, b in model.named_buffers()}
     numbers = model.n_calls, list(model.history), id(model.kept)
-    random.seed(3)
-    torch.manual_seed(4)
-    np.random.seed(5)
+    seed_all(3)
     drawn = random.random(), torch.rand(1), np.random.rand()
-    random.seed(3)
-    torch.manual_seed(4)
-    np.random.seed(5)
+    seed_all(3)
     with pytest.raises(ModelError):
         hold_to_model(task, lie, "lie")
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())

@@ -3,9 +3,12 @@
 import importlib.util
 import os
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from nets import task_on
 from torch import nn
 from zoo import ZOO
 
@@ -14,7 +17,7 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness import held
 from harness.runtime.faithfulness.held import HELD_FILE, hold_once, key_of
 from harness.runtime.models import build_task, fit_options
-from harness.runtime.models.task import InputSpec, ModelOptions, Task
+from harness.runtime.models.task import ModelOptions
 
 
 @pytest.fixture
@@ -31,39 +34,27 @@ def plain(change=lambda model: None):
     return task, capture(task, 8, "plain")
 
 
-def test_a_graph_is_held_once(tmp_path, held_graphs):
-    for _ in range(2):
-        task, captured = plain()
-        hold_once(captured, task, "plain", "fp32", tmp_path)
-    assert held_graphs == ["plain"]
+BROKEN = (
+    b"", b"{", b"null", b'{"models": 3}', b'{"schema": "other"}', b"\xff\xfe", b"[" * 100_000,
+    b'{"models": {"a": 1}}',
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"null", b'{"models": 3}', b'{"schema": "other"}', b"\xff\xfe", b"[" * 100_000,
-     b'{"models": {"a": 1}}'],
-)  # fmt: skip
-def test_a_broken_file_is_written_anew(content, tmp_path, held_graphs):
-    (tmp_path / HELD_FILE).write_bytes(content)
+    ("prepare", "n_held"),
+    [
+        (lambda path: None, 1),
+        *((partial(Path.write_bytes, data=content), 1) for content in BROKEN),
+        (os.mkfifo, 1),  # which is replaced
+        (Path.mkdir, 2),  # where a file cannot be written, only the memory is lost
+    ],
+)
+def test_a_graph_is_held_once(prepare, n_held, tmp_path, held_graphs):
+    prepare(tmp_path / HELD_FILE)
     for _ in range(2):
         task, captured = plain()
         hold_once(captured, task, "plain", "fp32", tmp_path)
-    assert held_graphs == ["plain"]
-
-
-def test_a_pipe_is_replaced(tmp_path, held_graphs):
-    os.mkfifo(tmp_path / HELD_FILE)
-    for _ in range(2):
-        task, captured = plain()
-        hold_once(captured, task, "plain", "fp32", tmp_path)
-    assert held_graphs == ["plain"]
-
-
-def test_a_directory_that_cannot_be_written_costs_the_memory_alone(tmp_path, held_graphs):
-    (tmp_path / HELD_FILE).mkdir()
-    task, captured = plain()
-    hold_once(captured, task, "plain", "fp32", tmp_path)
-    assert held_graphs == ["plain"]
+    assert held_graphs == ["plain"] * n_held
 
 
 def test_what_is_refused_is_not_remembered(tmp_path):
@@ -119,9 +110,7 @@ def test_a_changed_source_is_another_model(tmp_path):
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-        task = Task(
-            model=module.Model(4, 3), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3
-        )
+        task = task_on(module.Model(4, 3))
         keys.append(key_of(task, capture(task, 8, "model"), "fp32"))
     assert keys[0] != keys[1]
 

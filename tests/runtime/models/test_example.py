@@ -12,15 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launching import ROOT
+from nets import held
 from torch import nn
 from zoo import ZOO
 
 from harness.errors import DataError, ModelError
-from harness.runtime.capture.capture import capture
 from harness.runtime.capture.meta_run import step_flops
 from harness.runtime.data.own import OwnData
 from harness.runtime.data.synthetic import SyntheticData, draw_batch
-from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models.factory import task_of, weights_on_meta
 from harness.runtime.models.own_loss import BatchLossTask, LabelledTask, join
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, TextOptions
@@ -53,10 +52,8 @@ def test_inputs_and_targets_are_read_off_an_example():
     )
     assert (task.n_classes, task.target_shape, task.loss) == (9, (3,), "cross_entropy")
     assert task.prefix == "model."
-    captured = capture(task, 4, "tagger")
-    hold_to_model(task, captured, "tagger")
     # The mask is a constant, so no operator makes it.
-    functions = [op.attrs["function"] for op in captured.graph.operators if op.kind != "input"]
+    functions = [op.attrs["function"] for op in held(task).graph.operators if op.kind != "input"]
     assert functions == ["Embedding", "matmul", "add", "Linear", "cross_entropy"]
 
 
@@ -69,9 +66,8 @@ def test_integers_of_a_synthetic_sample_are_those_of_one_of_the_examples():
         assert {tuple(row) for row in tokens.tolist()} == {(4, 1, 2), (0, 3, 1)}
         assert torch.equal(tokens, table[:, :, 5])
     labels = torch.tensor([[1, -100, 4], [2, 0, 3]])  # not all of which count
-    task = task_of(
-        "m:f", (Tagger(), {"tokens": TOKENS, "more": {"table": labels[..., None]}}), OPTIONS
-    )
+    examples["more"] = {"table": labels[..., None]}
+    task = task_of("m:f", (Tagger(), examples), OPTIONS)
     assert task.inputs[1].rows is None
 
 
@@ -132,9 +128,7 @@ def test_documented_factories_are_captured(file, factory, shapes, target_shape, 
     assert isinstance(task, Task)
     assert [spec.shape for spec in task.inputs] == shapes
     assert (task.target_shape, task.n_classes) == (target_shape, n_classes)
-    captured = capture(task, 4, factory)
-    hold_to_model(task, captured, factory)
-    assert not [op.name for op in captured.graph.operators if op.attrs.get("mixes_samples")]
+    assert not [op.name for op in held(task).graph.operators if op.attrs.get("mixes_samples")]
 
 
 def test_documented_data_are_batches_of_the_documented_model():
@@ -145,35 +139,37 @@ def test_documented_data_are_batches_of_the_documented_model():
     assert [x.shape for x in trained.__getitems__([7, 3]).inputs] == [(2, 64)]
 
 
+# Losses of a layer, its inputs, its outputs, soft targets and labels.
+LOSSES = {
+    "weighted": lambda last, x, y, soft, labels: (
+        3 * F.mse_loss(y.sum(1), labels) + y.square().mean()
+    ),
+    "contrast": lambda last, x, y, soft, labels: (y.sum(1) - labels).square().mean().sqrt(),
+    "distilled": lambda last, x, y, soft, labels: (
+        F.cross_entropy(y, labels) + F.kl_div(y.log_softmax(1), soft, reduction="batchmean")
+    ),
+    "masked": lambda last, x, y, soft, labels: (y.square() * labels).sum() / labels.sum(),
+    "classes": lambda last, x, y, soft, labels: F.cross_entropy(
+        y, labels, weight=torch.arange(1.0, 7.0)
+    ),
+    "hidden": lambda last, x, y, soft, labels: F.mse_loss(last(x).sum(1), labels),
+    "smooth": lambda last, x, y, soft, labels: F.cross_entropy(y, labels, label_smoothing=0.1),
+}
+
+
 class Scorer(nn.Module):
-    """Computes a loss from labels; `form` says which."""
+    """Computes a loss from labels."""
 
     def __init__(self, form):
         super().__init__()
-        self.form, self.last = form, nn.Linear(4, 6)
+        self.loss, self.last = LOSSES[form], nn.Linear(4, 6)
 
     def forward(self, x, labels=None):
-        hidden, loss = x.tanh(), None
+        hidden, soft, loss = x.tanh(), x.repeat(1, 2)[:, :6].softmax(1), None
         logits = self.last(hidden)
-        if labels is not None and self.form == "weighted":
-            loss = 3 * F.mse_loss(logits.sum(1), labels) + logits.square().mean()
-        elif labels is not None and self.form == "contrast":
-            loss = (logits.sum(1) - labels).square().mean().sqrt()
-        elif labels is not None and self.form == "distilled":
-            soft = x.repeat(1, 2)[:, :6].softmax(1)
-            distance = F.kl_div(logits.log_softmax(1), soft, reduction="batchmean")
-            loss = F.cross_entropy(logits, labels) + distance
-            return {"loss": loss, "logits": logits, "soft": soft}
-        elif labels is not None and self.form == "masked":
-            loss = (logits.square() * labels).sum() / labels.sum()
-        elif labels is not None and self.form == "classes":
-            weight = torch.arange(1.0, 7.0)
-            loss = F.cross_entropy(logits, labels, weight=weight)
-        elif labels is not None and self.form == "hidden":
-            loss = F.mse_loss(self.last(hidden).sum(1), labels)
-        elif labels is not None:
-            loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
-        return {"loss": loss, "logits": logits}
+        if labels is not None:
+            loss = self.loss(self.last, hidden, logits, soft, labels)
+        return {"loss": loss, "logits": logits, "soft": soft}
 
 
 class Heads(nn.Module):
@@ -195,10 +191,14 @@ def test_a_cross_entropy_beside_another_loss_is_a_mean_over_samples():
     assert [spec.name for spec in task.inputs] == ["x"]
     targets = task.own_loss.join_labels([labels, levels])
     assert targets.dtype == task.target_dtype == task.draw_targets(3).dtype
-    parts = [task.sum_loss(task.model(x[k : k + 1]), targets[k : k + 1]) for k in (0, 1)]
-    wanted = task.model.model(x, labels, levels)["loss"]
-    assert float(sum(parts).detach()) / 2 == pytest.approx(float(wanted.detach()), rel=1e-5)
-    hold_to_model(task, capture(task, 4, "heads"), "heads")
+    assert_mean(task, x, targets, task.model.model(x, labels, levels)["loss"], 2)
+    held(task)
+
+
+def assert_mean(task, x, targets, loss, n_counted):
+    """Compare a task's sum over samples, one by one, with the mean that a model computes."""
+    parts = [task.sum_loss(task.model(x[k : k + 1]), targets[k : k + 1]) for k in range(len(x))]
+    torch.testing.assert_close(sum(parts) / n_counted, loss, rtol=1e-5, atol=0)
 
 
 class Annotator(nn.Module):
@@ -320,11 +320,7 @@ def test_the_models_own_loss_is_trained(form, labels):
     task, x = scored(form, labels), torch.rand(2, 4)
     assert [spec.name for spec in task.inputs] == ["x"]
     assert task.draw_targets(3).dtype == labels.dtype
-    parts = [task.sum_loss(task.model(x[k : k + 1]), labels[k : k + 1]) for k in (0, 1)]
-    model = task.model.model
-    assert float(sum(parts).detach()) / 2 == pytest.approx(
-        float(model(x, labels)["loss"].detach()), rel=1e-5
-    )
+    assert_mean(task, x, labels, task.model.model(x, labels)["loss"], 2)
 
 
 def test_targets_that_do_not_count_are_left_out_of_the_mean():
@@ -332,9 +328,7 @@ def test_targets_that_do_not_count_are_left_out_of_the_mean():
     task = scored("smooth", torch.tensor([2, 5]))
     own = task.own_loss
     assert [own.count(labels[:1]), own.count(labels), task.n_targets] == [0, 2, 1]
-    parts = [task.sum_loss(task.model(x[k : k + 1]), labels[k : k + 1]) for k in range(3)]
-    wanted = task.model.model(x, labels)["loss"]
-    assert float(sum(parts).detach()) / 2 == pytest.approx(float(wanted.detach()), rel=1e-5)
+    assert_mean(task, x, labels, task.model.model(x, labels)["loss"], 2)
 
 
 @pytest.mark.parametrize("form", ["contrast", "hidden"])
@@ -347,9 +341,7 @@ def test_a_loss_that_parts_cannot_compute_stays_in_the_model(form):
     found = task.sum_loss(task.model(x, labels), task.draw_targets(2)) / 2
     wanted = task.model.model.model(x, labels)["loss"]
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
-    captured = capture(task, 4, form)
-    hold_to_model(task, captured, form)
-    assert captured.graph.mixing_operator() is not None
+    assert held(task).graph.mixing_operator() is not None
 
 
 class Tied(nn.Module):
@@ -369,7 +361,7 @@ def test_functions_among_attributes_read_the_modules_of_their_own_model():
     torch.manual_seed(0)
     model = Tied()
     task = task_of("m:f", (model, (TOKENS,)), OPTIONS)
-    hold_to_model(task, capture(task, 4, "tied"), "tied")
+    held(task)
     copied = copy.deepcopy(task.model)
     copied(TOKENS).sum().backward()
     assert copied.layers.mlp.weight.grad is not None
@@ -387,7 +379,7 @@ class Autoencoder(nn.Linear):
 def test_real_values_are_between_0_and_1_where_those_of_the_example_are():
     task = task_of("m:f", (Autoencoder(6, 6), torch.rand(2, 6)), OPTIONS)
     assert isinstance(task, LabelledTask)
-    hold_to_model(task, capture(task, 4, "autoencoder"), "autoencoder")
+    held(task)
     task = task_of("m:f", (nn.Linear(6, 6), torch.zeros(2, 6)), OPTIONS)
     assert not task.inputs[0].is_fraction
 
@@ -432,7 +424,7 @@ def test_the_loss_of_a_tuple_is_trained_on_what_the_model_computes_with_labels(f
     wanted = next(x for x in outputs if not x.dim())
     found = task.sum_loss(task.model(TOKENS), targets) / 5
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
-    hold_to_model(task, capture(task, 4, form), form)
+    held(task)
 
 
 class Cached(nn.Module):
@@ -456,7 +448,7 @@ def test_a_cached_function_keeps_no_fake_tensor_and_a_flag_is_passed():
     gc.unfreeze()  # tests freeze what they have imported, which hides it from `gc.get_objects`
     task = task_of("m:f", (Cached(), {"tokens": TOKENS, "is_scaled": True}), OPTIONS)
     assert [spec.name for spec in task.inputs] == ["tokens"]
-    hold_to_model(task, capture(task, 4, "cached"), "cached")
+    held(task)
     assert type(_table(torch.device("cpu"))) is torch.Tensor
 
 
@@ -473,4 +465,4 @@ def test_the_loss_of_a_transformers_model_is_its_own(name):
     assert float(mean.detach()) == pytest.approx(float(model(**example).loss.detach()), rel=1e-5)
     # T5 makes its decoder's inputs from the labels.
     assert ("labels" in [spec.name for spec in task.inputs]) == (name == "t5_labels")
-    hold_to_model(task, capture(task, 4, name), name)
+    held(task)

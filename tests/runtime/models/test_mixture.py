@@ -4,10 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harness.errors import ModelError
-from harness.runtime.models import fit_options
 from harness.runtime.models.mixture import Mixture
-from harness.runtime.models.task import ModelOptions, TextOptions
 
 N, T, D, H, E = 3, 10, 6, 8, 4
 
@@ -53,20 +50,3 @@ def test_a_mixture_is_what_its_tokens_say(n_chosen, factor, n_slots):
     of_found = torch.autograd.grad(found, weights, gradient)
     of_wanted = torch.autograd.grad(wanted, weights, gradient)
     torch.testing.assert_close(of_found, of_wanted, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("model", "sizes", "reason"),
-    [
-        ("gpt2", {"n_experts": 4}, "gpt2 has no mixture of experts, and --n-experts is 4"),
-        (
-            "llama",
-            {"n_experts": 2, "n_experts_per_token": 3},
-            "a token of llama has 3 of 2 experts",
-        ),
-        ("llama", {"capacity_factor": 2.0}, "llama has no experts, so it has no --n-experts-per-t"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(model, sizes, reason):
-    with pytest.raises(ModelError, match=reason):
-        fit_options(model, ModelOptions(text=TextOptions(**sizes)))

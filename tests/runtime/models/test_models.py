@@ -69,19 +69,6 @@ def test_dlrm_sums_several_lookups_of_a_table():
     assert model(torch.zeros(1, 1), torch.tensor([[1, 3]])).shape == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (DlrmOptions(top_mlp=(500, 1)), "starts with 500, but 8 tables of width 64"),
-        (DlrmOptions(top_mlp=(576, 2)), "ends with 2 outputs"),
-        (DlrmOptions(table_rows=()), "0 tables"),
-    ],
-)
-def test_dlrm_refuses_widths_that_do_not_fit(options, message):
-    with pytest.raises(ModelError, match=message):
-        fit_options("dlrm", ModelOptions(dlrm=options))
-
-
 def test_dropout_sets_every_layer_that_drops(monkeypatch, tmp_path):
     (tmp_path / "dropping.py").write_text(
         "import torch\nfrom torch import nn\n\n\n"
@@ -112,16 +99,24 @@ def test_sizes_of_text_keep_the_models_ratios():
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "sizes", "message"),
     [
-        ("gpt2", TextOptions(width=100), "width 100 and 12 heads.*multiple of 24"),
-        ("llama", TextOptions(n_groups=3), "32 heads in 3 groups"),
-        ("gpt2", TextOptions(head="span"), "predicts tokens, not span"),
+        ("dlrm", {"top_mlp": (500, 1)}, "starts with 500, but 8 tables of width 64"),
+        ("dlrm", {"top_mlp": (576, 2)}, "ends with 2 outputs"),
+        ("dlrm", {"table_rows": ()}, "0 tables"),
+        ("gpt2", {"width": 100}, "width 100 and 12 heads.*multiple of 24"),
+        ("llama", {"n_groups": 3}, "32 heads in 3 groups"),
+        ("gpt2", {"head": "span"}, "predicts tokens, not span"),
+        ("gpt2", {"n_experts": 4}, "gpt2 has no mixture of experts, and --n-experts is 4"),
+        ("llama", {"n_experts": 2, "n_experts_per_token": 3}, "a token of llama has 3 of 2 expert"),
+        ("llama", {"capacity_factor": 2.0}, "llama has no experts, so it has no --n-experts-per-t"),
     ],
 )
-def test_text_refuses_sizes_that_do_not_fit(name, text, message):
+def test_sizes_that_do_not_fit_are_refused(name, sizes, message):
+    is_dlrm = name == "dlrm"
+    options = {"dlrm": DlrmOptions(**sizes)} if is_dlrm else {"text": TextOptions(**sizes)}
     with pytest.raises(ModelError, match=message):
-        fit_options(name, ModelOptions(text=text))
+        fit_options(name, ModelOptions(**options))
 
 
 def test_a_later_query_of_a_causal_attention_sees_what_comes_before_it():

@@ -5,6 +5,7 @@ from operator import attrgetter
 
 import pytest
 import torch
+from nets import Heads, task_on
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,17 +33,6 @@ class SelfAttention(nn.Module):
 
     def forward(self, x):
         return self.called(x, x, x, need_weights=False)[0]
-
-
-class FourHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x):
-        q, k, v = (part(x).view(-1, 5, 4, 2).transpose(1, 2) for part in (self.q, self.k, self.v))
-        made = torch.softmax(q @ k.transpose(2, 3), dim=-1) @ v
-        return self.out(made.transpose(1, 2).reshape(-1, 5, 8))
 
 
 def call_part(model, x, dim, size, n_arguments=1):
@@ -122,14 +112,11 @@ def test_what_cannot_be_cut_has_no_part(whole, x, dim):
     assert call_part(Call(whole), x, dim, 2)[1] is None
 
 
-def call(function, *args):
-    return OperatorCall(function, args, {})
-
-
-def test_finite_values_are_never_asked_about():
-    x = torch.ones(4, requires_grad=True)
-    kept = verify(call(torch.exp, x), "operator 'exp'", nullcontext, lambda: pytest.fail("asked"))
-    assert kept == 16
+def test_saved_bytes_are_the_inputs_and_not_the_parameters_and_finite_values_are_not_asked_about():
+    linear = nn.Linear(10, 3)
+    x = torch.ones(4, 10, requires_grad=True)
+    call = OperatorCall(linear, (x,), {}, tuple(linear.parameters()))
+    assert verify(call, "linear", nullcontext, lambda: pytest.fail("asked")) == 4 * 10 * 4
 
 
 @pytest.mark.parametrize(
@@ -138,13 +125,12 @@ def test_finite_values_are_never_asked_about():
 def test_other_values_are_wrong_unless_the_loss_is_finite(function, value, kind):
     x = torch.full((4,), value, requires_grad=True)
     with pytest.raises(VerificationError, match=f"operator 'f' gives {kind}s that are not finite"):
-        verify(call(function, x), "operator 'f'", nullcontext, lambda: False)
-    verify(call(function, x), "operator 'f'", nullcontext, lambda: True)
+        verify(OperatorCall(function, (x,), {}), "operator 'f'", nullcontext)
+    verify(OperatorCall(function, (x,), {}), "operator 'f'", nullcontext, lambda: True)
 
 
 def test_two_heads_of_an_exported_attention_have_half_of_its_weights():
-    spec = InputSpec(name="x", shape=(5, 8))
-    found = capture(Task(model=FourHeads(), inputs=(spec,)), 2, "one")
+    found = capture(task_on(Heads(4), 5, 8), 2, "one")
     ((name, node),) = (
         (k, n) for k, n in found.nodes.items() if isinstance(n.target, AttentionRegion)
     )

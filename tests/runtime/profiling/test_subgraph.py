@@ -8,14 +8,11 @@ import torch
 from lines import steps_in_line
 from torch import nn
 
-from harness.errors import VerificationError
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.saved import tensors_within
 from harness.runtime.models import build_task, fit_options
-from harness.runtime.models.task import ModelOptions
-from harness.runtime.profiling.shards import verify
+from harness.runtime.models.task import InputSpec, ModelOptions, Task
 from harness.runtime.profiling.subgraph import (
-    OperatorCall,
     Subgraph,
     resident,
     steps_of,
@@ -95,8 +92,6 @@ class Residual(nn.Module):
 
 
 def test_branches_operators_in_place_and_parameters_read_directly_have_their_gradients():
-    from harness.runtime.models.task import InputSpec, Task
-
     model = Residual().double()
     whole = copy.deepcopy(model)
     spec = InputSpec(name="x", shape=(3,), dtype=torch.float64)
@@ -136,22 +131,3 @@ def test_tensors_of_the_host_return_there_after_steps_have_run_on_a_device():
     assert [tensor.data_ptr() for tensor in tensors] == places
     with resident(steps, CPU):
         assert [tensor.data_ptr() for tensor in tensors] == places
-
-
-def test_saved_bytes_are_the_inputs_and_not_the_parameters():
-    linear = nn.Linear(10, 3)
-    x = torch.ones(4, 10, requires_grad=True)
-    call = OperatorCall(linear, (x,), {}, tuple(linear.parameters()))
-    assert verify(call, "linear", torch.enable_grad) == 4 * 10 * 4
-
-
-def test_a_result_that_is_not_finite_is_no_measurement():
-    call = OperatorCall(torch.log, (torch.zeros(3),), {})
-    with pytest.raises(VerificationError, match="operator 'log1' gives outputs"):
-        verify(call, "operator 'log1'", torch.enable_grad)
-
-
-def test_a_gradient_that_is_not_finite_is_no_measurement():
-    call = OperatorCall(torch.sqrt, (torch.zeros(3, requires_grad=True),), {})
-    with pytest.raises(VerificationError, match="gives gradients"):
-        verify(call, "sqrt", torch.enable_grad)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from equivalence_attentions import N_TOKENS, SHAPE, Reader, Relative
 from made_graphs import small_cluster
+from nets import Heads
 from torch import fx, nn
 from zoo import ZOO
 
@@ -142,21 +143,6 @@ def test_the_parts_of_an_attention_add_up(name, n_regions, n_groups, sections, k
     assert cuts.count({"contraction"}) >= 1 + (name != "transformers_bloom")
 
 
-class OneHead(nn.Module):
-    """An exported attention whose heads are a dim of one."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x):
-        if x.sum(1).shape[0] < 0:  # torch.fx cannot follow it
-            return x
-        q, k, v = (part(x).view(-1, 4, 1, 8).transpose(1, 2) for part in (self.q, self.k, self.v))
-        made = torch.softmax(q @ k.transpose(2, 3), dim=-1) @ v
-        return self.out(made.transpose(1, 2).reshape(-1, 4, 8))
-
-
 def test_dropped_probabilities_are_part_of_the_form_of_an_attention():
     model = Reader(Relative)
     model.attentions[0].dropout.p = 0.3
@@ -169,7 +155,7 @@ def test_dropped_probabilities_are_part_of_the_form_of_an_attention():
 
 
 def test_an_attention_of_one_head_stays_in_pieces():
-    module = trace(OneHead(), (torch.zeros(2, 4, 8),))
+    module = trace(Heads(1), (torch.zeros(2, 5, 8),))
     assert not any(isinstance(node.target, AttentionRegion) for node in module.graph.nodes)
 
 

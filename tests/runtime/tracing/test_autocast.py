@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from nets import Net
+from nets import Net, task_on
 
 from harness.runtime.capture.capture import capture
-from harness.runtime.models.task import InputSpec, Task
 
 
 def autocast(net, x):
@@ -34,7 +33,7 @@ def autocast_in_a_loop(net, x):
 def test_a_part_under_autocast_computes_in_its_own_dtypes(middle, dtype):
     torch.manual_seed(0)
     model, x = Net(middle), torch.randn(6, 4)
-    captured = capture(Task(model=model, inputs=(InputSpec(name="x", shape=(4,)),)), 6, "net")
+    captured = capture(task_on(model), 6, "net")
 
     def gradients_of(each):
         each.zero_grad()
@@ -47,8 +46,7 @@ def test_a_part_under_autocast_computes_in_its_own_dtypes(middle, dtype):
 
 
 def test_dtypes_under_autocast_are_known_before_anything_is_computed():
-    task = Task(model=Net(autocast), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
-    captured = capture(task, 4, "net")
+    captured = capture(task_on(Net(autocast)), 4, "net")
     graph = captured.graph
     known = {op.name: op.dtype for op in graph.operators}
     run = torch.fx.Interpreter(captured.module, garbage_collect_values=False)

@@ -1,10 +1,10 @@
 """A module that loops over a long sequence is one operator of an exported graph."""
 
 import torch
+from nets import held
 from torch import nn
 
 from harness.runtime.capture.capture import capture
-from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import ModelOptions
 from harness.runtime.tracing import kept_calls
@@ -44,9 +44,7 @@ class Net(nn.Module):
 
 def captured(n_steps):
     task = task_of("scan", (Net(), {"x": torch.randn(2, n_steps, 6)}), ModelOptions())
-    found = capture(task, 8, "scan")
-    hold_to_model(task, found, "scan")
-    return found
+    return held(task, 8)
 
 
 def test_a_long_loop_is_one_operator_that_is_cut_by_samples():

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from equivalence_models import small_task
 from made_graphs import replicated_pipeline, small_cluster
+from nets import task_on
 from torch import nn
 from zoo import ZOO
 from zoo.base import WIDTH, Net
@@ -18,7 +19,6 @@ from harness.errors import StrategyError
 from harness.plan import builders
 from harness.runtime.capture.capture import capture
 from harness.runtime.models.attention import GroupedAttention
-from harness.runtime.models.task import InputSpec, Task
 
 
 def mixing(function):
@@ -136,8 +136,7 @@ def test_a_layer_that_takes_samples_for_steps_mixes_them(layer, batch_first, is_
         def forward(self, x):
             return self.head(self.layer(*[x] * (3 if self.is_attention else 1))[0].mean(1))
 
-    task = Task(model=Steps(), inputs=(InputSpec(name="x", shape=(5, 4)),), n_classes=3)
-    assert bool(mixing_of(task)) == is_mixing
+    assert bool(mixing_of(task_on(Steps(), 5, 4))) == is_mixing
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
@@ -152,8 +151,7 @@ def test_attention_over_samples_mixes_them(is_turned):
             y = self.attention(x, x)
             return self.head((y.transpose(0, 1) if is_turned else y).mean(1))
 
-    task = Task(model=Attends(), inputs=(InputSpec(name="x", shape=(5, 4)),), n_classes=3)
-    assert mixing_of(task) == (["GroupedAttention"] if is_turned else [])
+    assert mixing_of(task_on(Attends(), 5, 4)) == (["GroupedAttention"] if is_turned else [])
 
 
 @pytest.mark.parametrize(("dim", "found"), [(0, ["softmax"]), (1, [])])

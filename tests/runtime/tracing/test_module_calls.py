@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from nets import held
 from torch import nn
 
-from harness.runtime.capture.capture import capture
-from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import ModelOptions
 
@@ -49,7 +48,6 @@ class Exported(nn.Module):
 )
 def test_a_layer_is_called_where_it_computes_the_operators(middle, layers, example, function):
     task = task_of("m:f", (Exported(middle, *layers), (example,)), ModelOptions())
-    captured = capture(task, 4, "exported")
-    hold_to_model(task, captured, "exported")
-    assert function in [op.attrs.get("function") for op in captured.graph.operators]
-    assert captured.graph.mixing_operator() is None
+    graph = held(task).graph
+    assert function in [op.attrs.get("function") for op in graph.operators]
+    assert graph.mixing_operator() is None

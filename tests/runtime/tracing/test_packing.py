@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from nets import held
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from harness.errors import ModelError
-from harness.runtime.capture.capture import capture
-from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import ModelOptions
 
@@ -35,16 +34,14 @@ class Tagger(nn.Module):
 
 def captured(tagger):
     example = {"tokens": torch.randint(9, (3, 6)), "lengths": torch.tensor([2, 6, 5])}
-    task = task_of("m:f", (tagger, example), ModelOptions())
-    return task, capture(task, 4, "tagger")
+    return held(task_of("m:f", (tagger, example), ModelOptions()))
 
 
 @pytest.mark.parametrize(
     ("kind", "reads"), [(nn.LSTM, "outputs"), (nn.GRU, "state"), (nn.RNN, "outputs")]
 )
 def test_packing_and_unpacking_are_one_operator_with_the_rnn(kind, reads):
-    task, found = captured(Tagger(kind, reads))
-    hold_to_model(task, found, "tagger")
+    found = captured(Tagger(kind, reads))
     functions = [op.attrs.get("function") for op in found.graph.operators]
     assert f"Packed{kind.__name__}" in functions
     assert found.graph.mixing_operator() is None

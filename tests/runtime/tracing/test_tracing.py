@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from nets import Net, Scaled, by_closure, hooked
+from nets import Net, Scaled, by_closure, hooked, task_on
 from torch import nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.models.factory import task_of
-from harness.runtime.models.task import InputSpec, ModelOptions, Task
+from harness.runtime.models.task import ModelOptions
 from harness.runtime.tracing import tracer
 from harness.runtime.tracing.kept_calls import Vmap
 from harness.runtime.tracing.trace import trace
@@ -112,31 +112,16 @@ class Rows(nn.Module):
         return {"sums": x.sum(1), "logits": torch.stack([x[k] * 2 for k in range(x.shape[0])])}
 
 
-class WithRows(Net):
-    def __init__(self, middle):
-        super().__init__(middle)
-        self.rows = Rows()
-
-
 @pytest.mark.parametrize(
     "middle",
     [lambda net, x: net.rows(x)["logits"], lambda net, x: net.rows(x)["sums"][:, None] + x],
 )
 def test_a_module_that_is_kept_whole_may_name_its_outputs(middle):
-    assert_same_gradients(middle, WithRows)
-
-
-class Wrapped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.rows = nn.Linear(4, 4), Rows()
-
-    def forward(self, x):
-        return self.rows(self.first(x))
+    assert_same_gradients(middle, lambda middle: Net(middle, rows=Rows()))
 
 
 def test_a_model_may_return_the_named_outputs_of_a_module_that_is_kept_whole():
-    model, x = Wrapped(), torch.randn(5, 4)
+    model, x = nn.Sequential(nn.Linear(4, 4), Rows()), torch.randn(5, 4)
     assert torch.equal(trace(model, (x,))(x), model(x)["logits"])
 
 
@@ -213,8 +198,7 @@ class Named(nn.Module):
 
 
 def test_operators_have_names_of_their_own():
-    task = Task(model=Named(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
-    captured = capture(task, 4, "named")
+    captured = capture(task_on(Named()), 4, "named")
     names = [op.name for op in captured.graph.operators]
     assert len(set(names)) == len(names)
     assert "loss" not in {node.name for node in captured.module.graph.nodes}
@@ -253,8 +237,7 @@ class Encoder(nn.Module):
 
 
 def test_parameters_without_a_gradient_are_found():
-    task = Task(model=Encoder(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
-    captured = capture(task, 4, "encoder")
+    captured = capture(task_on(Encoder()), 4, "encoder")
     assert captured.untrained == {"first.weight", "first.bias"}
     flops = {op.name: op.backward_flops for op in captured.graph.operators}
     assert flops["first"] == 0
@@ -272,8 +255,8 @@ class Optional(nn.Module):
 
 
 def test_arguments_that_are_not_fed_keep_their_defaults():
-    task = Task(model=Optional(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
-    assert [op.name for op in capture(task, 4, "o").graph.operators if op.kind == "input"] == ["x"]
+    operators = capture(task_on(Optional()), 4, "o").graph.operators
+    assert [op.name for op in operators if op.kind == "input"] == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -334,17 +317,15 @@ def fixed_noise(x, layer):
 
 
 @pytest.mark.parametrize(
-    ("draw", "by"),
-    [(by_torch, "torch"), (by_python, "random"), (by_numpy, "numpy"), (fixed_noise, "torch")],
-)
-def test_layers_left_out_at_random_are_refused(draw, by):
+    ("draw", "by", "is_exported"),
+    [
+        (by_torch, "torch", False), (by_python, "random", False), (by_numpy, "numpy", False),
+        (fixed_noise, "torch", False), (by_python, "random", True),
+    ],
+)  # fmt: skip
+def test_layers_left_out_at_random_are_refused(draw, by, is_exported):
     with pytest.raises(ModelError, match=rf"Drawing cannot be captured: forward draws .* \({by}\)"):
-        trace(Drawing(draw, is_exported=False), (X,))
-
-
-def test_layers_left_out_at_random_are_refused_where_the_model_is_exported():
-    with pytest.raises(ModelError, match=r"draws random numbers \(random\)"):
-        trace(Drawing(by_python, is_exported=True), (X,))
+        trace(Drawing(draw, is_exported), (X,))
 
 
 def by_vmap(x, layer):

@@ -3,25 +3,15 @@
 import pytest
 import torch
 from made_graphs import replicated_pipeline
-from nets import by_closure, graph_of, hooked
+from nets import by_closure, function, graph_of, hooked, task_on
 from torch import nn
 
 from harness.domain.strategy import check_microbatches
 from harness.errors import StrategyError
 from harness.runtime.capture.capture import capture
-from harness.runtime.models.task import InputSpec, Task
 
-
-class Flipped(torch.autograd.Function):
-    """The gradient of a sample is that of another."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.flip(0)
+# The gradient of a sample is that of another.
+Flipped = function("Flipped", lambda ctx, x: x * 1, lambda ctx, grad: grad.flip(0))
 
 
 def counted(net, x):
@@ -63,21 +53,13 @@ def test_names_do_not_depend_on_earlier_captures():
     ]
 
 
-class Relu(torch.autograd.Function):
-    """Named as an operator that can be cut in any way, which it cannot."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x - x.mean(1, keepdim=True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad - grad.mean(1, keepdim=True)
+def centred(ctx, x):
+    return x - x.mean(1, keepdim=True)
 
 
 @pytest.mark.parametrize("name", ["relu", "dropout", "view", "add"])
 def test_a_function_of_a_users_is_what_it_does_whatever_its_name(name):
-    own = type(name, (Relu,), {})
+    own = function(name, centred, centred)  # cannot be cut in any way, as operators of the name can
     (operator,) = (
         op for op in graph_of(lambda net, x: own.apply(x)).operators if op.name not in
         ("x", "first", "last", "loss")
@@ -86,50 +68,36 @@ def test_a_function_of_a_users_is_what_it_does_whatever_its_name(name):
     assert operator.attrs["is_repeatable"] is False
 
 
-class Multiplied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x * factor
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.factor, None
+def multiply(ctx, x, factor):
+    ctx.factor = factor
+    return x * factor
 
 
-class UnlikeAlone(Multiplied):
-    """Another function of one sample than of several."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor if len(x) > 1 else 1
-        return x * ctx.factor
+def times_factor(ctx, grad):
+    return grad * ctx.factor, None
 
 
-class SignedWeight(torch.autograd.Function):
-    """A weight's gradient that does not add up over samples."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        (weight,) = ctx.saved_tensors
-        return grad * weight, weight.sign()
+def multiply_by_weight(ctx, x, weight):
+    ctx.save_for_backward(weight)
+    return x * weight
 
 
-class Logarithm(torch.autograd.Function):
-    """NaN of random values, whatever they are divided by."""
+def with_sign(ctx, grad):
+    (weight,) = ctx.saved_tensors
+    return grad * weight, weight.sign()
 
-    @staticmethod
-    def forward(ctx, x):
-        return (x / x.abs().mean() - 9).log()
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
+Multiplied = function("Multiplied", multiply, times_factor)
+# Another function of one sample than of several.
+UnlikeAlone = function(
+    "UnlikeAlone", lambda ctx, x, n: multiply(ctx, x, n if len(x) > 1 else 1), times_factor
+)
+# A weight's gradient that does not add up over samples.
+SignedWeight = function("SignedWeight", multiply_by_weight, with_sign)
+# NaN of random values, whatever they are divided by.
+Logarithm = function(
+    "Logarithm", lambda ctx, x: (x / x.abs().mean() - 9).log(), lambda ctx, grad: grad
+)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +134,6 @@ class Attending(nn.Module):
 
 
 def test_attentions_under_masks_mix_no_samples():
-    spec = InputSpec(name="x", shape=(5, 6))
-    task = Task(model=Attending(), inputs=(spec,), n_classes=3, target_shape=(5,))
-    operators = capture(task, 4, "attending").graph.operators
+    operators = capture(task_on(Attending(), 5, 6), 4, "attending").graph.operators
     assert len(operators) > 30
     assert not [op.name for op in operators if op.attrs.get("mixes_samples")]

@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
+from nets import graph_of, task_on
 from torch import fx, nn
 
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, check_buffers
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import capture
 from harness.runtime.executor.shards.inplace import COPIES
-from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.tracing.trace import trace
 from harness.runtime.tracing.tracer import ModelTracer
 from harness.runtime.tracing.writes import replace_in_place_writes
@@ -93,15 +93,6 @@ FUNCTIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_values_are_those_of_the_model(function):
-    module = traced(function)
-    x = torch.randn(6, 8)
-    wanted = copy.deepcopy(module)(x.clone())
-    replace_in_place_writes(module, (x,))
-    assert torch.allclose(module(x.clone()), wanted)
-
-
 def run_on_copies(module, x):
     """Run each node on copies of what it reads, as another device would."""
     alone = copy.deepcopy(module)
@@ -118,11 +109,12 @@ def run_on_copies(module, x):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_operators_may_run_anywhere_once_each_has_copies_of_its_own(function):
+def test_the_values_are_those_of_the_model_also_where_each_operator_has_copies_of_its_own(function):
     module = traced(function)
     x = torch.randn(6, 8)
     wanted = copy.deepcopy(module)(x.clone())
     replace_in_place_writes(module, (x,))
+    assert torch.allclose(module(x.clone()), wanted)
     assert torch.allclose(run_on_copies(module, x.clone()), wanted)
 
 
@@ -290,15 +282,6 @@ class Running(nn.Module):
         return x - self.mean
 
 
-class WithRunning(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 4), Running(), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)))
-
-
 def strategy_of(graph, devices, **changes):
     plans = {
         op.name: OperatorPlan({}, [devices.get(op.name, 0)])
@@ -309,9 +292,7 @@ def strategy_of(graph, devices, **changes):
 
 
 def test_a_small_module_that_writes_a_buffer_is_kept_whole():
-    graph = capture(
-        Task(model=WithRunning(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3), 4, "r"
-    ).graph
+    graph = graph_of(lambda net, x: net.norm(x), norm=Running())
     norm = next(op for op in graph.operators if op.name == "norm")
     assert norm.attrs["writes_buffers"] == ["norm.mean"]
     check_buffers(strategy_of(graph, {}), graph)
@@ -320,8 +301,7 @@ def test_a_small_module_that_writes_a_buffer_is_kept_whole():
 
 
 def test_a_buffer_is_written_where_it_is_read():
-    task = Task(model=Writer(assign), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
-    graph = capture(task, 4, "w").graph
+    graph = capture(task_on(Writer(assign)), 4, "w").graph
     check_buffers(strategy_of(graph, {}), graph)
     with pytest.raises(StrategyError, match=r"'child.seen', which operator 'read_child_seen' has"):
         check_buffers(strategy_of(graph, {"write_child_seen": 1}), graph)
