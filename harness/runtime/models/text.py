@@ -55,10 +55,13 @@ def check_text(name: str, options: TextOptions) -> None:
 class Mlp(nn.Module):
     """Two linear layers around an activation."""
 
-    def __init__(self, width: int, inner: int, activation: nn.Module, *, has_bias: bool) -> None:
+    def __init__(
+        self, sizes: TextOptions, activation: Callable[[], nn.Module], *, has_bias: bool
+    ) -> None:
         super().__init__()
+        width, inner = sizes.width, sizes.mlp_width
         self.up = nn.Linear(width, inner, bias=has_bias)
-        self.activation = activation
+        self.activation = activation()
         self.down = nn.Linear(inner, width, bias=has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,8 +72,9 @@ class Mlp(nn.Module):
 class GatedMlp(nn.Module):
     """SwiGLU (Shazeer, 2020)."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, sizes: TextOptions) -> None:
         super().__init__()
+        width, inner = sizes.width, sizes.mlp_width
         self.gate = nn.Linear(width, inner, bias=False)
         self.activation = nn.SiLU()
         self.up = nn.Linear(width, inner, bias=False)
@@ -142,18 +146,20 @@ def initialise(model: nn.Module) -> None:
 
 def _blocks(
     sizes: TextOptions, mlp: Callable[[], nn.Module], norm: Norm, dropout: float, *,
-    is_post_norm: bool = False, **attention: Any,
+    is_post_norm: bool = False, has_cross: bool = False, has_bias: bool = True, **attention: Any,
 ) -> nn.ModuleList:  # fmt: skip
-    """Blocks whose attention, a GroupedAttention with some options, is over their own input."""
-
-    def attend() -> nn.Module:
-        width, n_heads, n_groups = sizes.width, sizes.n_heads, sizes.n_groups
-        return GroupedAttention(width, n_heads, n_groups=n_groups, **attention)
-
-    return nn.ModuleList(
-        Block(sizes.width, attend(), mlp(), norm, dropout, is_post_norm=is_post_norm)
-        for _ in range(sizes.n_layers)
+    """Blocks whose attention, a GroupedAttention with some options, is over their own input; with
+    `has_cross`, each has another, without options, over a memory."""
+    attend = partial(
+        GroupedAttention, sizes.width, sizes.n_heads, n_groups=sizes.n_groups, has_bias=has_bias
     )
+    return nn.ModuleList(
+        Block(
+            sizes.width, attend(**attention), mlp(), norm, dropout, is_post_norm=is_post_norm,
+            cross=attend() if has_cross else None,
+        )
+        for _ in range(sizes.n_layers)
+    )  # fmt: skip
 
 
 class Bert(nn.Module):
@@ -173,10 +179,7 @@ class Bert(nn.Module):
         self.segments = nn.Embedding(2, width)
         self.positions = nn.Parameter(self.tokens.weight.new_empty(sizes.sequence_length, width))
         self.norm, self.dropout = norm(width), nn.Dropout(0.1)
-
-        def mlp() -> nn.Module:
-            return Mlp(width, sizes.mlp_width, nn.GELU(), has_bias=True)
-
+        mlp = partial(Mlp, sizes, nn.GELU, has_bias=True)
         self.blocks = _blocks(sizes, mlp, norm, 0.1, is_post_norm=True)
         if self.head == "tokens":
             self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), norm(width))
@@ -211,10 +214,7 @@ class Gpt2(nn.Module):
         self.tokens = nn.Embedding(sizes.vocabulary_size, width)
         self.positions = nn.Parameter(self.tokens.weight.new_empty(sizes.sequence_length, width))
         self.dropout = nn.Dropout(0.1)
-
-        def mlp() -> nn.Module:
-            return Mlp(width, sizes.mlp_width, nn.GELU(approximate="tanh"), has_bias=True)
-
+        mlp = partial(Mlp, sizes, partial(nn.GELU, approximate="tanh"), has_bias=True)
         self.blocks = _blocks(sizes, mlp, nn.LayerNorm, 0.1, is_causal=True)
         self.norm = nn.LayerNorm(width)
         initialise(self)
@@ -227,19 +227,6 @@ class Gpt2(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def _mlp(sizes: TextOptions) -> nn.Module:
-    if not sizes.n_experts:
-        return GatedMlp(sizes.width, sizes.mlp_width)
-    return Mixture(
-        sizes.width,
-        sizes.mlp_width,
-        sizes.sequence_length,
-        n_experts=sizes.n_experts,
-        n_chosen=sizes.n_experts_per_token,
-        capacity_factor=sizes.capacity_factor,
-    )
-
-
 class Llama(nn.Module):
     """A decoder with grouped queries, rotary positions, RMSNorm and SwiGLU, or mixtures of it."""
 
@@ -248,9 +235,15 @@ class Llama(nn.Module):
         sizes = options.text
         width = sizes.width
         norm = partial(nn.RMSNorm, eps=1e-5)
+        mlp: Callable[[], nn.Module] = partial(GatedMlp, sizes)
+        if sizes.n_experts:
+            mlp = partial(
+                Mixture, width, sizes.mlp_width, sizes.sequence_length, n_experts=sizes.n_experts,
+                n_chosen=sizes.n_experts_per_token, capacity_factor=sizes.capacity_factor,
+            )  # fmt: skip
         self.tokens = nn.Embedding(sizes.vocabulary_size, width)
         self.blocks = _blocks(
-            sizes, partial(_mlp, sizes), norm, 0.0,
+            sizes, mlp, norm, 0.0,
             has_bias=False, is_causal=True, rotary_base=_ROTARY_BASE,
         )  # fmt: skip
         self.norm = norm(width)
@@ -277,27 +270,15 @@ class T5(nn.Module):
         sizes = options.text
         self.tokens = nn.Embedding(sizes.vocabulary_size, sizes.width)
         self.dropout = nn.Dropout(0.1)
-        layers = range(sizes.n_layers)
-        self.encoder = nn.ModuleList(self._block(sizes, is_decoder=False) for _ in layers)
-        self.decoder = nn.ModuleList(self._block(sizes, is_decoder=True) for _ in layers)
-        self.encoder_norm = nn.RMSNorm(sizes.width, eps=1e-6)
-        self.decoder_norm = nn.RMSNorm(sizes.width, eps=1e-6)
+        norm = partial(nn.RMSNorm, eps=1e-6)
+        blocks = partial(
+            _blocks, sizes, partial(Mlp, sizes, nn.ReLU, has_bias=False), norm, 0.1,
+            has_bias=False, n_buckets=_N_BUCKETS,
+        )  # fmt: skip
+        self.encoder, self.decoder = blocks(), blocks(is_causal=True, has_cross=True)
+        self.encoder_norm, self.decoder_norm = norm(sizes.width), norm(sizes.width)
         self.output = nn.Linear(sizes.width, sizes.vocabulary_size, bias=False)
         initialise(self)
-
-    @staticmethod
-    def _block(sizes: TextOptions, *, is_decoder: bool) -> Block:
-        attention = partial(
-            GroupedAttention, sizes.width, sizes.n_heads, n_groups=sizes.n_groups, has_bias=False
-        )
-        return Block(
-            sizes.width,
-            attention(is_causal=is_decoder, n_buckets=_N_BUCKETS),
-            Mlp(sizes.width, sizes.mlp_width, nn.ReLU(), has_bias=False),
-            partial(nn.RMSNorm, eps=1e-6),
-            0.1,
-            cross=attention() if is_decoder else None,
-        )
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         mask = source.ne(PADDING)
