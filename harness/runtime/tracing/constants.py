@@ -139,9 +139,8 @@ class _Evaluation(fx.Interpreter):
         """Whether a value is never changed in place, or before all others read it."""
         if self.versions.get(node) == self.env[node]._version:
             return True
-        places = {each: k for k, each in enumerate(node.graph.nodes)}
-        last = max((places[each] for each in _writers(self._graph_module, found)), default=-1)
-        return all(places[user] > last for user in node.users if user not in found)
+        writers = _writers(self._graph_module, found)
+        return all(user > each for user in node.users if user not in found for each in writers)
 
 
 def _evaluate(

@@ -78,7 +78,6 @@ class _Memory:
         run.run(*(example.to("meta") for example in examples))
         pairs = zip(meta.graph.nodes, module.graph.nodes, strict=True)
         twins: dict[fx.Node, fx.Node] = dict(pairs)
-        self.place = {node: k for k, node in enumerate(module.graph.nodes)}
         self.values = {twins[twin]: value for twin, value in run.env.items()}
         self._storages = {
             node: int(value.untyped_storage()._cdata)
@@ -101,22 +100,19 @@ class _Memory:
         """Earlier nodes that share memory with a writer's target, in order."""
         written = self._storages[self.target(writer)]
         return [
-            node
-            for node, storage in self._storages.items()
-            if storage == written and self.place[node] < self.place[writer]
+            node for node, storage in self._storages.items() if storage == written and node < writer
         ]
 
     def late_readers(self, writer: fx.Node, alias: fx.Node) -> list[fx.Node]:
         """Readers of an alias after the writer; reads of its size or dtype do not count."""
+        later = (user for user in alias.users if user > writer)
         return [
             user
-            for user in alias.users
-            if self.place[user] > self.place[writer] and self._reads_elements(user)
+            for user in later
+            if user.op == "output"
+            or user in self.changed  # which may return nothing
+            or tensors_within(self.values.get(user))
         ]
-
-    def _reads_elements(self, user: fx.Node) -> bool:
-        is_writer = user in self.changed  # which may return nothing
-        return user.op == "output" or is_writer or bool(tensors_within(self.values.get(user)))
 
     def chain(self, node: fx.Node) -> list[fx.Node]:
         """The chain of views from a base tensor, or a writer's output, to a node."""
@@ -255,7 +251,6 @@ def _replay(module: fx.GraphModule, memory: _Memory, alias: fx.Node, base: fx.No
 def read_written(graph: fx.Graph) -> None:
     """Let later readers of a value that an exported operator changes in place read its result,
     where no view of the value exists. This shows which operators an attention has."""
-    place = {node: k for k, node in enumerate(graph.nodes)}
     alone: set[fx.Node] = set()
     for node in graph.nodes:
         source: Any = node.args[0] if node.args else None
@@ -264,7 +259,7 @@ def read_written(graph: fx.Graph) -> None:
             continue
         if source not in alone or not changes_first(node.target):
             continue
-        later = {user for user in source.users if place[user] > place[node]}
+        later = {user for user in source.users if user > node}
         if not any(_shares_memory(user) for user in source.users if user not in {node, *later}):
             source.replace_all_uses_with(node, later.__contains__)
             alone.add(node)
