@@ -202,12 +202,6 @@ _KINDS = {
 _ATEN = {function_name(function): kind for function, kind in _FUNCTIONS.items()}
 
 
-def _kind_of_name(name: str, n_tensors: int) -> str:
-    if name in ("add", "add_", "iadd"):
-        return "add" if n_tensors > 1 else "elementwise"
-    return _KINDS.get(name) or _ATEN.get(name.removesuffix("_"), "other")
-
-
 def is_known(kind: str, name: str) -> bool:
     """Whether the planner knows an operator; of kind `other` it knows the reshapes only."""
     return kind != "other" or name in _RESHAPES
@@ -281,8 +275,10 @@ def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple
         return "other", {"function": name, "autocast": str(node.target.region)}
     if isinstance(node.target, OpaqueFunction):
         return "other", {"function": name}  # user code may have any name
-    kind = _FUNCTIONS.get(node.target) or _kind_of_name(name, n_tensors)
-    return kind, {"function": name}
+    if name in ("add", "add_", "iadd"):
+        return "add" if n_tensors > 1 else "elementwise", {"function": name}
+    by_name = _KINDS.get(name) or _ATEN.get(name.removesuffix("_"), "other")
+    return _FUNCTIONS.get(node.target, by_name), {"function": name}
 
 
 # Functions whose result is uninitialized memory.

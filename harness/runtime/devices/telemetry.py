@@ -47,11 +47,6 @@ def read_available(readings: dict[str, Callable[[], float]], refusal: type[Excep
     return values
 
 
-def _cpu_temperature() -> float | None:
-    sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
-    return next((s[0].current for s in sensors.values() if s), None)
-
-
 def _cpu_reader(n_cores: float) -> Callable[[], Reading]:
     process = psutil.Process()
     process.cpu_percent()
@@ -61,8 +56,10 @@ def _cpu_reader(n_cores: float) -> Callable[[], Reading]:
             "device_utilization_percent": process.cpu_percent() / n_cores,
             "memory_used_bytes": float(process.memory_info().rss),
         }
-        temperature = _cpu_temperature()
-        return reading if temperature is None else {**reading, "device_temperature_c": temperature}
+        sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
+        for first, *_ in filter(None, sensors.values()):
+            reading.setdefault("device_temperature_c", first.current)
+        return reading
 
     return read
 

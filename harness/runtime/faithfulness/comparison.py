@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +119,11 @@ class _Comparison:
             lambda: dict(root.named_parameters()),
             lambda: {name: root.get_buffer(name) for name in names},
         )
-        self._graph = Side(self._call_graph, self._graph_parameters, self._graph_buffers)
+        self._graph = Side(
+            self._call_graph,
+            partial(self._of_graph, "named_parameters"),
+            partial(self._of_graph, "named_buffers"),
+        )
 
     def _call_model(self, batch: Batch) -> Any:
         self._outputs = None
@@ -131,14 +136,10 @@ class _Comparison:
         with self._precision.autocast():
             return OperatorRun(self._captured, self._meta, samples).run(*batch.inputs)
 
-    def _graph_parameters(self) -> dict[str, Tensor]:
-        """The graph's parameters by the model's names; an export has copies of those it uses."""
-        copies = dict(self._captured.module.named_parameters(remove_duplicate=False))
-        return {name: copies.get(name, p) for name, p in self._task.model.named_parameters()}
-
-    def _graph_buffers(self) -> dict[str, Tensor]:
-        copies = dict(self._captured.module.named_buffers(remove_duplicate=False))
-        return {name: copies.get(name, b) for name, b in self._task.model.named_buffers()}
+    def _of_graph(self, kind: str) -> dict[str, Tensor]:
+        """The graph's tensors by the model's names; an export has copies of those it uses."""
+        copies = dict(getattr(self._captured.module, kind)(remove_duplicate=False))
+        return {name: copies.get(name, x) for name, x in getattr(self._task.model, kind)()}
 
     def run(self) -> None:
         """Compare; see `hold_to_model`."""

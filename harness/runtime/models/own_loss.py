@@ -180,7 +180,9 @@ class OwnLoss:
             # Outputs may have to be positive, or probabilities, for a loss that is a number.
             for outputs in (join(draws), join([draw.softmax(-1) for draw in draws])):
                 try:
-                    whole, parts = drawn._in_parts(outputs, targets)
+                    pairs = zip(outputs.split(1), targets.split(1), strict=True)
+                    whole = drawn.sum(outputs, targets)
+                    parts = torch.stack([drawn.sum(*pair) for pair in pairs]).sum()
                 except Exception as error:
                     reason = first_line(error)
                     flaw = f"its loss takes the example's number of samples only ({reason})"
@@ -205,11 +207,6 @@ class OwnLoss:
                 first = label[0].view(-1)
                 first[: (len(first) + 1) // 2] = spec.ignored
         return self.join_labels(labels)
-
-    def _in_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of all samples together, and that of each by itself."""
-        pairs = zip(outputs.split(1), targets.split(1), strict=True)
-        return self.sum(outputs, targets), torch.stack([self.sum(*pair) for pair in pairs]).sum()
 
 
 @dataclass(frozen=True, kw_only=True)

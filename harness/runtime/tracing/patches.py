@@ -113,9 +113,6 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 def has_own_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks other than PyTorch's forward hooks (such as `weight_norm`)."""
     forward = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return has_backward_hooks(module) or any(not _is_from_torch(hook) for hook in forward)
-
-
-def _is_from_torch(hook: Any) -> bool:
-    owner = hook if hasattr(hook, "__module__") else type(hook)
-    return str(owner.__module__).startswith("torch.")
+    owners = (hook if hasattr(hook, "__module__") else type(hook) for hook in forward)
+    is_from_torch = (str(owner.__module__).startswith("torch.") for owner in owners)
+    return has_backward_hooks(module) or not all(is_from_torch)
