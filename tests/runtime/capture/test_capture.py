@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import held, task_on
+from nets import Net, held, task_on
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -160,17 +160,6 @@ def test_an_operator_without_a_shape_is_named_with_its_model():
         capture(task_on(Selecting()), 2, "selecting")
 
 
-class Construct(nn.Module):
-    """A linear layer, and then what a test gives."""
-
-    def __init__(self, after):
-        super().__init__()
-        self.linear, self.after = nn.Linear(4, 4), after
-
-    def forward(self, x):
-        return self.after(self, self.linear(x))
-
-
 class OnTheCpu(nn.Module):
     """Kept whole for its hook; makes tensors where PyTorch does by default."""
 
@@ -196,7 +185,7 @@ def of_a_pass(net, x):
 
 
 @pytest.mark.parametrize(
-    ("after", "words"),
+    ("middle", "words"),
     [
         (by_value, "forward decides by the values of a tensor"),
         (of_a_slope, r"forward calls torch\.autograd\.grad, which differentiates"),
@@ -210,9 +199,9 @@ def of_a_pass(net, x):
         (lambda net, x: {"a": x}["b"], "KeyError: 'b'"),
     ],
 )
-def test_a_refusal_is_one_short_line_with_construct_place_and_remedy(after, words):
+def test_a_refusal_is_one_short_line_with_construct_place_and_remedy(middle, words):
     with pytest.raises(ModelError, match=rf"cannot be captured: .*{words}") as refused:
-        capture(task_on(Construct(after)), 6, "construct")
+        capture(task_on(Net(middle)), 6, "construct")
     message = str(refused.value)
     assert "\n" not in message
     assert len(message) < 300
@@ -225,7 +214,7 @@ def test_a_refusal_names_the_line_that_fixes_the_number_of_samples():
         return x * len(range(x.shape[0]))
 
     with pytest.raises(ModelError) as fixed:
-        export(Construct(of_six), (torch.zeros(6, 4),))
+        export(Net(of_six), (torch.zeros(6, 4),))
     with pytest.raises(KeyError) as other:
         {}["of torch.fx"]
     words = r"forward takes 6 samples as a fixed number.*\(test_capture.py:\d+ in of_six\)"
@@ -283,14 +272,6 @@ def test_arguments_without_names_are_what_is_fed(n_inputs):
     found = capture(Task(model=model, inputs=inputs, n_classes=4), 6, "loose")
     batch = [torch.rand(3, 4) for _ in range(n_inputs)]
     assert torch.equal(found.module(*batch), model(*batch))
-
-
-def test_a_derivative_inside_a_module_of_its_own_is_kept_whole():
-    class Slope(nn.Module):
-        def forward(self, x):
-            return of_a_slope(self, x)
-
-    held(task_on(nn.Sequential(nn.Linear(4, 4), Slope())))
 
 
 def test_tensors_that_a_whole_module_makes_are_of_no_device_while_it_is_captured():

@@ -173,10 +173,19 @@ def test_cifar10_is_read_from_its_files(tmp_path, monkeypatch):
     assert float(batch.inputs[0][0, 0, 0, 0]) == pytest.approx((0 - 0.485) / 0.229)
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_damaged_or_missing_cifar_names_its_layout(tmp_path, name):
-    with pytest.raises(DataError, match=r"should hold cifar-100?-"):
-        open_data(name, options(tmp_path), IMAGES, 4)
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("cifar10", ".", "should hold cifar-10-"),
+        ("cifar100", ".", "should hold cifar-100-"),
+        ("imagefolder", ".", "one directory per class"),
+        ("dlrm_hdf5", "other.txt", "not an HDF5 file"),
+    ],
+)
+def test_missing_or_other_files_are_refused_with_their_layout(tmp_path, name, path, message):
+    (tmp_path / "other.txt").write_text("no")
+    with pytest.raises(DataError, match=message):
+        open_data(name, options(tmp_path / path), IMAGES, 4)
 
 
 def test_a_folder_of_images_is_read(tmp_path):
@@ -194,11 +203,6 @@ def test_a_folder_of_images_is_read(tmp_path):
     (tmp_path / "cat" / "1.png").write_bytes((tmp_path / "cat" / "1.png").read_bytes()[:40])
     with pytest.raises(DataError, match=r"cat/1\.png cannot be decoded .*save it again"):
         first_batch("imagefolder", tmp_path, IMAGES)
-
-
-def test_an_empty_folder_says_what_it_should_hold(tmp_path):
-    with pytest.raises(DataError, match="one directory per class"):
-        open_data("imagefolder", options(tmp_path), IMAGES, 4)
 
 
 SMALL_DLRM = DlrmOptions(bottom_mlp=(3, 2), top_mlp=(6, 1), table_rows=(4, 5))
@@ -246,13 +250,6 @@ def test_hdf5_rows_come_in_the_order_asked_for(tmp_path):
 def test_an_hdf5_file_that_does_not_fit_is_refused(tmp_path, changes, message):
     path = write_hdf5(tmp_path / "a.h5", **changes)
     with pytest.raises(DataError, match=message):
-        open_data("dlrm_hdf5", options(path, dlrm=SMALL_DLRM), IMAGES, 4)
-
-
-def test_a_file_that_is_no_hdf5_is_refused(tmp_path):
-    path = tmp_path / "a.h5"
-    path.write_text("no")
-    with pytest.raises(DataError, match="not an HDF5 file"):
         open_data("dlrm_hdf5", options(path, dlrm=SMALL_DLRM), IMAGES, 4)
 
 

@@ -100,22 +100,20 @@ def test_targets_that_do_not_count_are_left_out_of_their_number(has_loss, caplog
     assert torch.equal(data.__getitems__([1]).targets, labels[[1]])
 
 
-def test_the_sample_with_a_class_that_the_logits_lack_is_named():
-    labels = WORDS.clone()
-    labels[3, 2] = 5
-    data = OwnData("own", list(zip(WORDS, labels, strict=True)), tagger(has_loss=False))
-    with pytest.raises(DataError, match="sample 3 of own has label 5, and the model has 5 classes"):
-        data.__getitems__([1, 3])
-
-
-@pytest.mark.parametrize("number", [5, -1])
-def test_the_sample_with_a_number_that_the_embedding_lacks_is_named(number):
-    words = WORDS.clone()
-    words[3, 2] = number
-    data = OwnData("own", list(zip(words, WORDS, strict=True)), tagger(has_loss=False))
-    message = f"sample 3 of own has {number} in words, and the model's embedding has 5 rows"
-    with pytest.raises(DataError, match=message):
-        data.__getitems__([1, 3])
+@pytest.mark.parametrize(
+    ("column", "number", "problem"),
+    [
+        ("words", 5, "has 5 in words, and the model's embedding has 5 rows"),
+        ("words", -1, "has -1 in words, and the model's embedding has 5 rows"),
+        ("labels", 5, "has label 5, and the model has 5 classes"),
+    ],
+)
+def test_the_sample_with_a_number_that_embedding_or_logits_lack_is_named(column, number, problem):
+    columns = {"words": WORDS.clone(), "labels": WORDS.clone()}
+    columns[column][3, 2] = number
+    samples = list(zip(*columns.values(), strict=True))
+    with pytest.raises(DataError, match=f"sample 3 of own {problem}"):
+        OwnData("own", samples, tagger(has_loss=False)).__getitems__([1, 3])
 
 
 def test_what_the_model_does_not_read_is_told(caplog):
