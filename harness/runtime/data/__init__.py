@@ -278,8 +278,7 @@ def load_batches(
     no samples gets empty batches.
     """
     if plan.n_fed(rank) == 0 and plan.positions is not None:
-        inputs, targets = data[0]
-        return itertools.repeat(Batch(tuple(x[:0] for x in inputs), targets[:0]))
+        return itertools.repeat(data[0].each(lambda column: column[:0]))
     if isinstance(data, SyntheticData):
         epoch = islice(plan.indices(rank), plan.n_steps_per_epoch)
         wanted = sorted({index for indices in epoch for index in indices})

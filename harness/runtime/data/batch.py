@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -32,17 +32,18 @@ class Batch(NamedTuple):
     def n_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.inputs, self.targets))
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """A batch of what a function makes of each tensor."""
+        return Batch(tuple(map(function, self.inputs)), function(self.targets))
+
     def to(self, device: torch.device) -> Batch:
         """Copy to the device; asynchronously from pinned memory."""
-        inputs = tuple(t.to(device, non_blocking=True) for t in self.inputs)
-        return Batch(inputs, self.targets.to(device, non_blocking=True))
+        return self.each(lambda t: t.to(device, non_blocking=True))
 
     def ready_for(self, device: torch.device) -> Batch:
         """The batch where training finds it: for a GPU in pinned memory, from which it copies while
         its host goes on."""
-        if device.type != "cuda":
-            return self
-        return Batch(tuple(t.pin_memory() for t in self.inputs), self.targets.pin_memory())
+        return self.each(Tensor.pin_memory) if device.type == "cuda" else self
 
 
 class BatchedData(Dataset[Batch], ABC):
@@ -68,11 +69,11 @@ class MemoryData(BatchedData):
     """
 
     def __init__(self, inputs: Sequence[Tensor], targets: Tensor) -> None:
-        self._inputs, self._targets = tuple(inputs), targets
+        self._all = Batch(tuple(inputs), targets)
         self._counts: list[int] = (targets.reshape(len(targets), -1) != IGNORED).sum(1).tolist()
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._counts)
 
     def count_targets(self, indices: Sequence[int]) -> tuple[int, ...]:
         """Number of targets that count, of each sample."""
@@ -80,7 +81,7 @@ class MemoryData(BatchedData):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         rows = torch.tensor(indices, dtype=torch.int64)
-        return Batch(tuple(column[rows] for column in self._inputs), self._targets[rows])
+        return self._all.each(lambda column: column[rows])
 
 
 def split_by_weight(total: int, weights: Sequence[float]) -> list[int]:

@@ -78,11 +78,9 @@ class SyntheticData(BatchedData):
             found = [self._rows[index] for index in indices]
             if self._is_lent and found == list(range(found[0], found[0] + len(found))):
                 part = slice(found[0], found[-1] + 1)
-                inputs = tuple(column[part] for column in self._prepared.inputs)
-                return Batch(inputs, self._prepared.targets[part])
+                return self._prepared.each(lambda column: column[part])
             rows = torch.tensor(found, dtype=torch.int64)
-            inputs = tuple(column.index_select(0, rows) for column in self._prepared.inputs)
-            return Batch(inputs, self._prepared.targets.index_select(0, rows))
+            return self._prepared.each(lambda column: column.index_select(0, rows))
         batch = self._allocate(len(indices))
         for row, index in enumerate(indices):
             self._draw_into(batch, row, index)
