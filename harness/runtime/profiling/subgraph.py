@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from harness.runtime.capture.capture import Captured
 from harness.runtime.capture.saved import tensors_within
 from harness.runtime.devices.precision import has_gradients
 from harness.runtime.executor.shards.inplace import works_in_place
+from harness.runtime.tracing.constructs import callable_of
 
 LOSS = "loss"
 
@@ -106,16 +108,14 @@ def steps_of(captured: Captured, loss: Callable[[Tensor], Tensor]) -> list[Step]
         if node.op == "placeholder":
             continue
         is_loss, tensors = node.op == "output", tuple[Tensor, ...]()
-        function: Callable[..., Any] = (
-            loss if is_loss else _function(node, captured.module, modules)
-        )
+        function = loss if is_loss else callable_of(node, modules)
         if node.op == "get_attr":
+            parent, _, name = str(node.target).rpartition(".")
+            function = partial(getattr, captured.module.get_submodule(parent), name)
             tensors = tuple(tensors_within(function()))
         elif node.op == "call_module":
-            tensors = (
-                *modules[str(node.target)].parameters(),
-                *modules[str(node.target)].buffers(),
-            )
+            module = modules[str(node.target)]
+            tensors = (*module.parameters(), *module.buffers())
         trained = tuple(x for x in tensors if isinstance(x, nn.Parameter) and x.requires_grad)
         if trained or any(before in carrying for before in node.all_input_nodes):
             carrying.add(node)
@@ -133,21 +133,6 @@ def steps_of(captured: Captured, loss: Callable[[Tensor], Tensor]) -> list[Step]
             )
         )
     return found
-
-
-def _function(
-    node: fx.Node, module: fx.GraphModule, modules: Mapping[str, nn.Module]
-) -> Callable[..., Any]:
-    target: Any = node.target
-    if node.op == "get_attr":
-        parent, _, name = str(target).rpartition(".")
-        return lambda: getattr(module.get_submodule(parent), name)
-    if node.op == "call_module":
-        return modules[str(target)]
-    if node.op == "call_method":
-        return lambda x, *args, **kwargs: getattr(x, str(target))(*args, **kwargs)
-    function: Callable[..., Any] = target
-    return function
 
 
 @contextmanager

@@ -5,11 +5,11 @@ Marks are in the `meta` of nodes, for facts that an operator's target does not s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from harness.errors import ModelError
 
@@ -46,6 +46,16 @@ def function_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket.__name__)
     return str(getattr(target, "__name__", target))
+
+
+def callable_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> Callable[..., Any]:
+    """The function, method or module that a node calls."""
+    target: Any = node.target
+    if node.op == "call_module":
+        return modules[target]
+    if node.op == "call_method":
+        return lambda x, *args, **kwargs: getattr(x, target)(*args, **kwargs)
+    return target  # type: ignore[no-any-return]
 
 
 # Gradient of a tensor -> its replacement, or None to keep it.

@@ -36,7 +36,12 @@ from harness.runtime.capture.sample_dims import (
 from harness.runtime.capture.saved import tensors_within
 from harness.runtime.devices.precision import Float32Watch, has_gradients
 from harness.runtime.models.attention import GroupedAttention
-from harness.runtime.tracing.constructs import ConstructError, GradientHooks, function_name
+from harness.runtime.tracing.constructs import (
+    ConstructError,
+    GradientHooks,
+    callable_of,
+    function_name,
+)
 from harness.runtime.tracing.patches import hooks_of
 
 _log = logging.getLogger(__name__)
@@ -136,8 +141,9 @@ class SampleMixing:
             torch.manual_seed(0)
             for limits in _LIMITS:
                 try:
-                    test = _MixingTest(node, self._target(node), given, limits)
-                    return test.classify(is_strict)
+                    call = callable_of(node, self._modules)
+                    call = _on_cpu(call) if isinstance(call, nn.Module) else call
+                    return _MixingTest(node, call, given, limits).classify(is_strict)
                 except Exception as error:  # user code may raise anything on random values
                     _log.info("operator %s does not run on random samples: %s", node.name, error)
             return _Mixing.UNKNOWN
@@ -197,14 +203,6 @@ class SampleMixing:
         """Whether a node's value is no tensor and changes with the batch size."""
         values = [each.get(node) for each in self._values]
         return not tensors_within(values) and any(value != values[0] for value in values)
-
-    def _target(self, node: fx.Node) -> Callable[..., Any]:
-        if node.op == "call_method":
-            name = str(node.target)
-            return lambda first, *args, **kwargs: getattr(first, name)(*args, **kwargs)
-        if node.op == "call_module":
-            return _on_cpu(self._modules[str(node.target)])
-        return node.target  # type: ignore[return-value]
 
     def _arguments(self, node: fx.Node) -> list[_Argument]:
         sources = node.all_input_nodes
