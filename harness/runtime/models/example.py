@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from harness.errors import ModelError
 from harness.runtime.devices.precision import has_gradients
-from harness.runtime.models.own_loss import join_outputs
-from harness.runtime.models.task import InputSpec, Wrapper
+from harness.runtime.models.own_loss import join
+from harness.runtime.models.task import InputSpec, Wrapper, named_outputs
 
 
 class Example:
@@ -102,7 +102,10 @@ class BoundInputs(Wrapper):
             leaves[position] = tensors[0].new_zeros(size, dtype=spec.dtype)
         args, kwargs = self._arguments(leaves)
         output = self.model(*args, **kwargs)
-        return join_outputs(output, self._outputs) if self._outputs else output
+        if not self._outputs:
+            return output
+        outputs = named_outputs(output) or output  # a traced module's are read from its proxy
+        return join([outputs[name] for name in self._outputs])
 
 
 def _kinds(leaves: list[Any]) -> str:
@@ -116,16 +119,12 @@ def _name_of(path: tuple[Any, ...], position: int) -> str:
     return "_".join(words) or f"input_{position}"
 
 
-def _is_fraction(tensor: Tensor) -> bool:
-    """Whether values lie between 0 and 1; equal ones say nothing."""
-    lowest, highest = float(tensor.min()), float(tensor.max())
-    return 0 <= lowest < highest <= 1
-
-
 def _spec(name: str, tensor: Tensor, has_rows: bool) -> InputSpec:
     shape, dtype = tuple(tensor.shape[1:]), tensor.dtype
     if has_gradients(tensor):
-        is_fraction = has_rows and dtype.is_floating_point and _is_fraction(tensor)
+        is_fraction = False
+        if has_rows and dtype.is_floating_point:  # equal values say nothing
+            is_fraction = 0 <= float(tensor.min()) < float(tensor.max()) <= 1
         return InputSpec(name=name, shape=shape, dtype=dtype, is_fraction=is_fraction)
     lowest, highest = int(tensor.min()), int(tensor.max())
     return InputSpec(

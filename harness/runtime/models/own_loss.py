@@ -17,7 +17,6 @@ from harness.runtime.models.task import (
     Task,
     Wrapper,
     logits_of,
-    named_outputs,
     wide,
 )
 
@@ -287,12 +286,6 @@ class BatchLossTask(Task):
 
     def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return wide(logits_of(outputs)).sum()
-
-
-def join_outputs(output: Any, names: Iterable[str]) -> Tensor:
-    """The named outputs of a model as one tensor."""
-    outputs = named_outputs(output) or output  # a traced module's are read from its proxy
-    return join([outputs[name] for name in names])
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:

@@ -119,7 +119,8 @@ class _WeightsFile:
         model = task.model
         places: dict[str, _Place] = {}
         for name, tensor in _tensors(model):
-            if not self._holds(tensor):
+            _, held = self._known.get(tensor.data_ptr(), (None, None))
+            if held is None or _layout(held) != _layout(tensor):
                 self.take(tensor)
             if tensor.numel() and not self._is_full:
                 places[name] = self._known[tensor.data_ptr()][0]
@@ -136,10 +137,6 @@ class _WeightsFile:
             others=_digest(task),
             random_state=torch.get_rng_state().numpy().tobytes(),
         )
-
-    def _holds(self, tensor: Tensor) -> bool:
-        _, data = self._known.get(tensor.data_ptr(), (None, None))
-        return data is not None and _layout(data) == _layout(tensor)
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
