@@ -8,9 +8,9 @@ from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models.task import InputSpec, Task
 
 
-def task_on(model, *shape, n_classes=3):
+def task_on(model, *shape, n_classes=3, dtype=torch.float32):
     """A task of one input x, of four features by default."""
-    inputs = (InputSpec(name="x", shape=shape or (4,)),)
+    inputs = (InputSpec(name="x", shape=shape or (4,), dtype=dtype),)
     return Task(model=model, inputs=inputs, n_classes=n_classes)
 
 

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from harness.errors import VerificationError
 from harness.runtime.capture.capture import capture
-from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.profiling.shards import operator_shard, verify
 from harness.runtime.profiling.subgraph import OperatorCall
 from harness.runtime.tracing.attention_region import AttentionRegion
@@ -37,8 +36,7 @@ class SelfAttention(nn.Module):
 
 def call_part(model, x, dim, size, n_arguments=1):
     """The whole module, and the call of a part of it on (n, ...) inputs."""
-    spec = InputSpec(name="x", shape=tuple(x.shape[1:]), dtype=x.dtype)
-    found = capture(Task(model=model, inputs=(spec,)), x.shape[0], "one")
+    found = capture(task_on(model, *x.shape[1:], dtype=x.dtype), x.shape[0], "one")
     whole = found.module.get_submodule("called")
     leaf = x.detach().requires_grad_(x.is_floating_point())
     call = OperatorCall(whole, (leaf,) * n_arguments, {}, tuple(whole.parameters()))
@@ -76,8 +74,7 @@ class Function(nn.Module):
 
 def test_a_part_of_a_function_has_its_slices_of_the_weights():
     model, x = Function().double(), torch.randn(2, 6, dtype=torch.float64)
-    spec = InputSpec(name="x", shape=(6,), dtype=x.dtype)
-    found = capture(Task(model=model, inputs=(spec,)), 2, "one")
+    found = capture(task_on(model, 6, dtype=x.dtype), 2, "one")
     call = OperatorCall(F.linear, (x, *model.parameters()), {}, tuple(model.parameters()))
     part = operator_shard(found, "linear", "feature", 3, call).call(call)
     assert (part.function(*part.args) - model(x)[:, 5:]).abs().max() < 1e-13  # sums of 6 terms

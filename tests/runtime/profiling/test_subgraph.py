@@ -6,12 +6,13 @@ import itertools
 import pytest
 import torch
 from lines import steps_in_line
+from nets import task_on
 from torch import nn
 
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.saved import tensors_within
 from harness.runtime.models import build_task, fit_options
-from harness.runtime.models.task import InputSpec, ModelOptions, Task
+from harness.runtime.models.task import ModelOptions
 from harness.runtime.profiling.subgraph import (
     Subgraph,
     resident,
@@ -94,8 +95,7 @@ class Residual(nn.Module):
 def test_branches_operators_in_place_and_parameters_read_directly_have_their_gradients():
     model = Residual().double()
     whole = copy.deepcopy(model)
-    spec = InputSpec(name="x", shape=(3,), dtype=torch.float64)
-    task = Task(model=model, inputs=(spec,), n_classes=3)
+    task = task_on(model, 3, dtype=torch.float64)
     captured = capture(task, 2, "residual")
     x, targets = torch.randn(2, 3, dtype=torch.float64), torch.tensor([0, 2])
     steps = steps_of(captured, lambda output: task.sum_loss(output, targets))
