@@ -51,8 +51,8 @@ from harness.runtime.capture.sample_dims import (
     join_samples,
     named_shape,
     sample_dims,
-    values_by_batch,
 )
+from harness.runtime.capture.sample_losses import split_by_samples
 from harness.runtime.capture.saved import KeptBytes, tensors_within
 from harness.runtime.models import build_task, fit_options
 from harness.runtime.models.factory import weights_on_meta
@@ -367,8 +367,9 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
     with torch.device("meta"):  # for tensors that modules create
         join_samples(module, examples)
         replace_in_place_writes(module, examples)
+        values = split_by_samples(task, module, examples)
         measured = run_on_meta(module, examples)
-        builder = _Builder(module, measured, values_by_batch(module, examples), batch)
+        builder = _Builder(module, measured, values, batch)
         for node in module.graph.nodes:
             builder.add(node)
     _tell_unknown(builder)

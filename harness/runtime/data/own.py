@@ -17,7 +17,6 @@ from torch import Tensor
 from harness.errors import DataError, HarnessError, first_line
 from harness.inputs import one_line, shorten
 from harness.runtime.data.batch import Batch, BatchedData
-from harness.runtime.models.own_loss import LabelledTask
 from harness.runtime.models.task import IGNORED, InputSpec, Task
 from harness.runtime.models.user_code import UserFunction
 
@@ -102,8 +101,7 @@ class OwnData(BatchedData):
             hint = f", or {IGNORED} where none counts" if self._is_masked else ""
             problem = f", and the model has {n} classes: give labels from 0 to {n - 1}{hint}"
             self._refuse_numbers(indices, targets, wrong, "label ", problem)
-        if isinstance(self._task, LabelledTask):
-            self._check_foreseen(indices, self._task, targets)
+        self._check_foreseen(indices, inputs, targets)
         if not self._is_masked:
             n_counted = self._task.count_targets(targets)
             if n_counted != len(indices) * self._task.n_targets:
@@ -120,9 +118,11 @@ class OwnData(BatchedData):
             number = int(found[row][wrong[row]].flatten()[0])
             raise self._error(indices[row], f"has {kind}{number}{problem}")
 
-    def _check_foreseen(self, indices: list[int], task: LabelledTask, targets: Tensor) -> None:
+    def _check_foreseen(
+        self, indices: list[int], inputs: Sequence[Tensor], targets: Tensor
+    ) -> None:
         """Refuse labels that do not count where the loss was found to be a mean over samples."""
-        if name := task.own_loss.unforeseen(targets):
+        if name := self._task.unforeseen(inputs, targets):
             raise self._error(
                 indices[0],
                 f"or one near it has {name} of {IGNORED}, and the example of the model has none: "

@@ -57,6 +57,7 @@ from harness.runtime.faithfulness.state import (
     seed_all,
     writes_copies,
 )
+from harness.runtime.models.own_loss import BatchLossTask
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import raise_on_all_ranks
 from harness.runtime.ranks.world import World
@@ -323,6 +324,8 @@ class _Comparison:
         casts to a narrower dtype."""
 
         def project(outputs: Any, batch: Batch) -> Tensor:
+            if isinstance(self._task, BatchLossTask):  # the model repeats its mean
+                return self._sum_loss(outputs, batch)
             count = torch.arange(outputs.numel(), device=outputs.device, dtype=torch.float64)
             weights: Tensor = torch.cos(count).view(outputs.shape)
             projected: Tensor = (outputs * weights).sum()

@@ -74,13 +74,11 @@ def task_from_example(name: str, model: nn.Module, example: Any, *, is_users: bo
     loss = loss_name(output)
     split = split_loss(output, loss, inputs, specs, calls, recall) if loss else None
     if isinstance(output, Tensor) and not output.dim() and output.requires_grad:
-        split = "its forward returns the loss alone; it may return the outputs beside it"
+        split = "its forward returns the loss alone"
     if isinstance(split, str):
-        _log.warning(
-            "%s computes its loss on whole batches, which leaves out microbatches: %s", name, split
-        )
         whole = BatchLoss(BoundInputs(model, given, outputs=[loss]) if loss else bound)
-        return BatchLossTask(model=whole, inputs=specs, loss="own", n_tokens=_n_tokens(specs))
+        n_tokens = _n_tokens(specs)
+        return BatchLossTask(model=whole, inputs=specs, loss="own", n_tokens=n_tokens, reason=split)
     if split is not None:
         kept = [k for k in range(len(specs)) if k not in split.labels or k in split.also_read]
         is_named = list(split.loss.outputs) in (["logits"], ["out"])

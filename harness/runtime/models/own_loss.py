@@ -12,7 +12,6 @@ from torch import Tensor
 
 from harness.errors import first_line
 from harness.runtime.models.task import (
-    IGNORED,
     InputSpec,
     Task,
     Wrapper,
@@ -128,14 +127,12 @@ class OwnLoss:
         return int((_run(before[::-1], given, targets.device)[slot] != ignored).sum())
 
     def unforeseen(self, targets: Tensor) -> str:
-        """The name of a label that does not count in a mean over samples, where no label of the
-        example was such; empty if there is none."""
+        """As `Task.unforeseen`."""
         leaves_out = any(call.name in ("cross_entropy", "nll_loss") for call in self.calls)
         if self.counted is not None or not leaves_out:
             return ""
         for spec, label in zip(self.labels, self._labels(targets), strict=True):
-            is_known = spec.ignored is not None or spec.dtype.is_floating_point
-            if not is_known and (label == IGNORED).any():
+            if spec.is_unforeseen(label):
                 return spec.name
         return ""
 
@@ -252,6 +249,9 @@ class LabelledTask(Task):
     def count_targets(self, targets: Tensor) -> int:
         return self.own_loss.count(targets)
 
+    def unforeseen(self, inputs: Sequence[Tensor], targets: Tensor) -> str:
+        return self.own_loss.unforeseen(targets)
+
     def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return self.own_loss.sum(logits_of(outputs), targets)
 
@@ -266,7 +266,13 @@ class BatchLoss(Wrapper):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLossTask(Task):
-    """A task whose model is a BatchLoss; no operator reads its targets."""
+    """A task whose model is a BatchLoss; no operator reads its targets.
+
+    Attributes:
+        reason: why the loss stays in the model.
+    """
+
+    reason: str
 
     @property
     def labels(self) -> tuple[InputSpec, ...]:
@@ -283,6 +289,10 @@ class BatchLossTask(Task):
         device: torch.device | None = None,
     ) -> Tensor:
         return torch.zeros(n_samples, dtype=torch.int64, device=device)
+
+    def unforeseen(self, inputs: Sequence[Tensor], targets: Tensor) -> str:
+        pairs = zip(self.inputs, inputs, strict=True)
+        return next((spec.name for spec, x in pairs if spec.is_unforeseen(x)), "")
 
     def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return wide(logits_of(outputs)).sum()

@@ -147,6 +147,11 @@ class InputSpec:
         high = self.n_values or 1
         return torch.randint(high, shape, dtype=dtype, generator=generator, device=device)
 
+    def is_unforeseen(self, values: Tensor) -> bool:
+        """Whether labels that do not count are among samples, and none was in the example."""
+        is_known = self.ignored is not None or self.dtype.is_floating_point
+        return not is_known and bool((values == IGNORED).any())
+
 
 class Wrapper(nn.Module):
     """Calls a user's model, and has its name."""
@@ -205,6 +210,11 @@ class Task:
     def join_labels(self, labels: Sequence[Tensor], n_samples: int) -> Tensor:
         """Labels of so many samples as targets."""
         return labels[0]
+
+    def unforeseen(self, inputs: Sequence[Tensor], targets: Tensor) -> str:
+        """The name of a label that does not count in a mean over samples, where no label of the
+        example was such; empty if there is none."""
+        return ""
 
     def targets_among(self, inputs: Sequence[Tensor]) -> Tensor | None:
         """The targets of samples whose inputs hold them; None if they do not."""

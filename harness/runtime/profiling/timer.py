@@ -329,7 +329,8 @@ class _Iteration:
             return gradient
         before = self._gradients.get(x)
         if before is None or gradient.is_sparse:
-            self._gradients[x] = gradient
+            # Elements of an expanded gradient, as of a sum, are one place in memory.
+            self._gradients[x] = gradient.clone() if 0 in gradient.stride() else gradient
         else:
             before.add_(gradient)
         return None

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from harness.errors import DataError
@@ -114,6 +115,21 @@ def test_the_sample_with_a_number_that_embedding_or_logits_lack_is_named(column,
     samples = list(zip(*columns.values(), strict=True))
     with pytest.raises(DataError, match=f"sample 3 of own {problem}"):
         OwnData("own", samples, tagger(has_loss=False)).__getitems__([1, 3])
+
+
+def test_a_label_that_does_not_count_in_a_mean_over_samples_is_refused():
+    class Alone(nn.Linear):
+        def forward(self, x, y):
+            return functional.cross_entropy(super().forward(x), y)
+
+    example = {"x": NUMBERS[:2], "y": torch.tensor([1, 0])}
+    data = OwnData(
+        "own",
+        [{"x": NUMBERS[0], "y": label} for label in (1, -100)],
+        task_of("own", (Alone(3, 2), example), ModelOptions()),
+    )
+    with pytest.raises(DataError, match="has y of -100, and the example of the model has none"):
+        data.__getitems__([0, 1])
 
 
 def test_what_the_model_does_not_read_is_told(caplog):

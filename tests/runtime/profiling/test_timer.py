@@ -202,3 +202,9 @@ def test_gradients_of_weights_are_added_over_microbatches_alone(is_added, times)
     assert torch.equal(second, third)
     assert torch.equal(first, times * second)
     assert linear.weight.grad is None
+
+
+def test_the_expanded_gradient_of_a_sum_is_added():
+    weight = nn.Parameter(torch.ones(3))
+    subgraph = line([lambda x: x + weight.sum()], parameters=[(weight,)])
+    timer(FakeClock(), shortest_s=2.5e-6).measure(subgraph, ["op0"], is_added=True)
