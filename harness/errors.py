@@ -6,10 +6,11 @@ exit with `EXIT_CODE`; a traceback means a bug in the harness.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 EXIT_CODE = 2
 _INTERRUPTED, _UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
@@ -92,6 +93,19 @@ class PeerError(HarnessError):
     def __init__(self, message: str, peers: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.peers = tuple(peers)
+
+
+@contextlib.contextmanager
+def naming(source: object) -> Iterator[None]:
+    """Put a file before errors of its content that do not name it; those of flags stay."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except HarnessError as error:
+        if str(source) in str(error):
+            raise
+        raise type(error)(f"{source}: {error}") from None
 
 
 def run_command(name: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:

@@ -22,6 +22,7 @@ from harness.errors import (
     GraphError,
     HarnessError,
     ModelError,
+    naming,
 )
 from harness.inputs import MOST_COUNT, decode_text, find_int, read_file, shorten
 from harness.measure.places import check_place
@@ -142,7 +143,8 @@ def _start(args: argparse.Namespace, graph: Graph | None, batch: int | None) -> 
     imported = read_strategy_file(args.start)
     if isinstance(imported.content, Strategy):
         return imported.content  # the search names the disagreement
-    return strategy_from(imported, graph, batch)
+    with naming(args.start):
+        return strategy_from(imported, graph, batch)
 
 
 def parse_topology(text: str, most_devices: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.profile import OPTIMIZER_STEPS, Profile
 from harness.domain.strategy import Strategy, check_fresh, validate
-from harness.errors import PlanError, StrategyError
+from harness.errors import PlanError, StrategyError, naming
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp
 from harness.plan.report import describe_strategy, memory_saved
 from harness.plan.search.objective import Candidate, Objective
@@ -193,8 +193,9 @@ def _check_start(start: Strategy, simulator: Simulator, batch: int) -> None:
             f"strategy {start.name!r} to start from has a batch of {start.batch}, the search one "
             f"of {batch}: search with its batch, or start from another"
         )
-    check_fresh(start, simulator.graph, simulator.cluster)
-    validate(start, simulator.graph, simulator.cluster)
+    with naming("--start"):
+        check_fresh(start, simulator.graph, simulator.cluster)
+        validate(start, simulator.graph, simulator.cluster)
 
 
 def _nothing_fits(simulator: Simulator, objective: Objective) -> str:

@@ -17,7 +17,7 @@ from harness.domain.files import decode
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.strategy import OperatorPlan, Strategy
-from harness.errors import ConfigError, GraphError
+from harness.errors import ConfigError, GraphError, naming
 from harness.inputs import decode_text, read_file
 from harness.measure.text import cell, format_shape, table
 from harness.plan.formats.detect import read_strategy_file
@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print a file."""
-    print("\n".join(show_file(args.file, dot=args.dot, graph_path=args.graph)))
+    with naming(args.file):
+        lines = show_file(args.file, dot=args.dot, graph_path=args.graph)
+    print("\n".join(lines))
 
 
 def show_file(path: Path, *, dot: bool = False, graph_path: Path | None = None) -> list[str]:

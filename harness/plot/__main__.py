@@ -168,7 +168,8 @@ def _import(words: Sequence[str]) -> None:
     if imported and (words := _assumed(facts)):
         print(f"assumed, because logs do not say it: {' '.join(words)}")
     if not imported:
-        raise ResultsError(f"no log could be imported: give a {' or '.join(READERS)}")
+        paths = one_line(", ".join(map(str, facts.paths)))
+        raise ResultsError(f"no log could be imported from {paths}: give a {' or '.join(READERS)}")
 
 
 def _assumed(facts: Any) -> list[str]:

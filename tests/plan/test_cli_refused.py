@@ -92,7 +92,7 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path, refused):
     files = ("--profile", profile, "--start", strategy_file(tmp_path))
     words = ("search --topology 1 --bandwidth 1e9 --memory 1GB", *files, "--batch-size")
     assert "'s' to start from has a batch of 8, the search one of 4" in refused(*words, 4)
-    assert "strategy 's' places operator 'a', which graph 'b'" in refused(*words, 8)
+    assert "--start: strategy 's' places operator 'a', which graph 'b'" in refused(*words, 8)
 
 
 def graph_file(tmp_path, *names):
@@ -110,6 +110,17 @@ def strategy_file(tmp_path, *, n_stages=1, device=0):
     return path
 
 
+def test_what_a_foreign_file_holds_is_refused_by_the_files_name(tmp_path, refused):
+    cyclic, table = tmp_path / "cyclic.txt", tmp_path / "table.csv"
+    node = "node{} -- Linear -- forward_compute_time=1, backward_compute_time=2, "
+    node += "activation_size=8, parameter_size=8\n"
+    cyclic.write_text(node.format(1) + node.format(2) + "\tnode1 -- node2\n\tnode2 -- node1\n")
+    assert f"{cyclic}: graph 'cyclic' is cyclic" in refused("show", cyclic)
+    table.write_text("Name,fw_latency,bw_latency\na,1,2\na,1,2\n")
+    flags = ("--batch-size", 8, "--output", tmp_path / "out")
+    assert f"{table}: graph 'table' has two" in refused("import", "--operators", table, *flags)
+
+
 def test_convert_refuses_a_strategy_that_does_not_fit(tmp_path, refused):
     output, own = tmp_path / "out", graph_file(tmp_path, "a")
 
@@ -118,7 +129,7 @@ def test_convert_refuses_a_strategy_that_does_not_fit(tmp_path, refused):
 
     strategy, other = strategy_file(tmp_path), graph_file(tmp_path, "b", "c")
     said = refusal(strategy, other, "--to flexflow-v1")
-    assert "places operator 'a', which graph 'g' does not" in said
+    assert f"{strategy}: strategy 's' places operator 'a', which graph 'g' does not" in said
     two = graph_file(tmp_path, "a", "b")
     assert "does not place operator 'b'" in refusal(strategy, two)
     said = refusal(strategy, own, "--batch-size 4")

@@ -201,7 +201,7 @@ def test_a_single_run_directory_can_be_drawn(comparison, tmp_path):
         (["absent"], "is not a directory"),
         (["."], "holds no run: make one"),
         ([".", "--only", "nonsense"], "no figure is called 'nonsense': choose from throughput"),
-        (["import", "absent"], "no log could be imported"),
+        (["import", "absent"], "no log could be imported from absent: give"),
     ],
 )
 def test_nothing_to_draw_is_one_clear_error(arguments, message, tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from harness.errors import naming
 from harness.measure.store import write_atomically
 from harness.plan.cli import check_output
 from harness.plan.formats.detect import FORMATS, convert, read_strategy_file
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> None:
     check_output(args.output)
     imported = read_strategy_file(args.file)
     graph = None if args.graph is None else load_graph(args.graph)
-    data = convert(imported, args.to, graph=graph, batch=args.batch_size, order=args.dims)
+    with naming(args.file):
+        data = convert(imported, args.to, graph=graph, batch=args.batch_size, order=args.dims)
     write_atomically(args.output, data)
     order = f", dims {args.dims.replace('_', ' ')}" if imported.format.startswith("flex") else ""
     print(

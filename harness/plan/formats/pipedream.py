@@ -29,7 +29,7 @@ from harness.domain.partition import SAMPLE
 from harness.domain.profile import Measurement, Profile
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
-from harness.errors import GraphError, StrategyError
+from harness.errors import GraphError, StrategyError, naming
 from harness.inputs import MOST_COUNT, MOST_S, parse_int, parse_number, shorten
 
 
@@ -252,7 +252,8 @@ def parse_graph_txt(
                 )
             edges.append((ends[0], ends[1], where))
             continue
-        operator, forward_s, backward_s = _parse_node(line, where, shape)
+        with naming(where):
+            operator, forward_s, backward_s = _parse_node(line, where, shape)
         if operator.name in operators:
             raise GraphError(
                 f"{where}: {shorten(operator.name)} is described twice: remove one line"
@@ -272,8 +273,9 @@ def parse_graph_txt(
             if end not in operators:
                 raise GraphError(f"{where}: an edge names unknown operator {shorten(end)}")
         operators[consumer].inputs.append(producer)
-    graph = Graph.from_unordered(name, operators.values(), batch=batch)
-    return graph, Profile(model=name, measurements=points, provenance={"source": source})
+    with naming(source):
+        graph = Graph.from_unordered(name, operators.values(), batch=batch)
+        return graph, Profile(model=name, measurements=points, provenance={"source": source})
 
 
 def _parse_node(line: str, where: str, shape: dict[str, int]) -> tuple[Operator, float, float]:

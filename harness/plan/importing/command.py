@@ -10,7 +10,7 @@ import msgspec
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile, graph_beside
-from harness.errors import ConfigError
+from harness.errors import ConfigError, naming
 from harness.inputs import shorten
 from harness.measure.places import make_directory
 from harness.measure.store import write_atomically
@@ -100,16 +100,18 @@ def _model(
         if args.batch_size is None:
             raise ConfigError("--operators needs --batch-size B, the samples of its step")
         said.append("assumed: an operator's time grows in proportion to its samples")
-        return read_operators(
-            args.operators, device_kind=kind, batch=args.batch_size, n_layers=args.n_layers
-        )
+        with naming(args.operators):
+            return read_operators(
+                args.operators, device_kind=kind, batch=args.batch_size, n_layers=args.n_layers
+            )
     if args.layer_times is None:
         return None
-    graph, times = read_layer_times(args.layer_times, device_kind=kind)
-    if any(key.tp > 1 for key in times):
-        said.append(_take_off(graph, times, cluster))
     said.append("assumed: each layer reads the one before; parameters without bytes cost nothing")
-    return graph, layer_profile(graph, times, source=str(args.layer_times))
+    with naming(args.layer_times):
+        graph, times = read_layer_times(args.layer_times, device_kind=kind)
+        if any(key.tp > 1 for key in times):
+            said.insert(-1, _take_off(graph, times, cluster))
+        return graph, layer_profile(graph, times, source=str(args.layer_times))
 
 
 def _take_off(graph: Graph, times: dict[TimeKey, list[LayerTime]], cluster: Cluster | None) -> str:

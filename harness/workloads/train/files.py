@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy, check_names, check_numbers, validate
-from harness.errors import StrategyError
+from harness.errors import StrategyError, naming
 from harness.plan.formats.detect import load_strategy_file
 from harness.runtime.data import DataOptions, entry_of, fit_to_data
 from harness.runtime.models.task import ModelOptions
@@ -63,7 +61,7 @@ def _load_all(case: TrainCase) -> list[tuple[Path, Strategy]]:
 
 def _load(path: Path, case: TrainCase) -> Strategy:
     strategy = load_strategy_file(path)
-    with _naming(path):
+    with naming(path):
         check_numbers(strategy)
     if strategy.batch != case.batch:
         raise StrategyError(
@@ -73,20 +71,11 @@ def _load(path: Path, case: TrainCase) -> Strategy:
     return strategy
 
 
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Put a file's name before the errors of its strategy."""
-    try:
-        yield
-    except StrategyError as error:
-        raise StrategyError(f"{path}: {error}") from None
-
-
 def check_fit(case: TrainCase, graph: Graph) -> None:
     """Refuse files of strategies that do not fit the graph of a run's model."""
     ranks = Cluster.uniform(1, case.n_ranks, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
     for path, strategy in _load_all(case):
-        with _naming(path):
+        with naming(path):
             check_names(strategy, graph)
             if strategy.n_devices <= case.n_ranks:
                 validate(strategy, graph, ranks)
