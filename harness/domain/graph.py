@@ -30,6 +30,14 @@ KEPT, KEPT_HALF = "kept_bytes", "kept_bytes_half"
 # Bytes that its backward allocates at once beside gradients of its output, inputs and weights.
 INNER, INNER_HALF = "inner_bytes", "inner_bytes_half"
 _NOT_HASHED = (KEPT, KEPT_HALF, INNER, INNER_HALF)
+# The least value of attributes that are sizes and of those that are amounts.
+_LEAST = dict.fromkeys(
+    ("in_features", "out_features", "n_heads", "n_rows", "n_classes", "n_normalized", "groups",
+     "kernel", "stride", "dilation"), 1,
+) | dict.fromkeys(
+    (*_NOT_HASHED, SCORE_FLOPS, "saved_bytes", "tied_bytes", "n_summed", "key_features", "padding"),
+    0,
+)  # fmt: skip
 
 Attribute = bool | Count | Number | str | Sequence[Count | Number | str]
 
@@ -106,6 +114,13 @@ class Operator(
                 )
             if size < 1:
                 raise GraphError(f"operator {self.name!r} has {dim} {size}: a size must be >= 1")
+        for name in _LEAST.keys() & self.attrs.keys():
+            value, least = self.attrs[name], _LEAST[name]
+            parts = value if isinstance(value, list | tuple) else (value,)
+            if not all(isinstance(part, str) or part >= least for part in parts):
+                raise GraphError(
+                    f"operator {self.name!r} has {name} {shorten(value)}: it must be >= {least}"
+                )
         if self.n_elements > MOST_COUNT:
             raise GraphError(
                 f"operator {self.name!r} has shape {self.shape}: its elements must be at most 2**53"
