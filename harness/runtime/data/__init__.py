@@ -294,4 +294,13 @@ def load_batches(
         collate_fn=lambda batch: batch,  # because __getitems__ returns whole batches
         pin_memory=device.type == "cuda",
     )
-    return iter(loader)
+    batches: Iterator[Batch] = iter(loader)
+    return _told(batches) if n_workers else batches
+
+
+def _told(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Batches of worker processes, before whose errors torch puts a traceback."""
+    try:
+        yield from batches
+    except DataError as error:
+        raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error

@@ -73,7 +73,12 @@ class OwnData(BatchedData):
                 f"{name} is a {type(samples).__name__}, which has no length or no samples by "
                 "index: each rank takes its samples by index, so give a map-style Dataset"
             )
-        if len(samples):
+        try:
+            n_samples = len(samples)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {one_line(first_line(error))}"
+            raise DataError(f"{name} does not tell its length ({reason}): mend it") from error
+        if n_samples:
             self._look_at(self._fetch([0])[0])
 
     def __len__(self) -> int:

@@ -9,6 +9,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from harness.errors import DataError
+from harness.runtime.data import load_batches
+from harness.runtime.data.batch import BatchPlan
 from harness.runtime.data.own import OwnData, open_own
 from harness.runtime.models.factory import task_of
 from harness.runtime.models.task import ModelOptions
@@ -54,6 +56,28 @@ def test_samples_are_tuples_or_dicts_of_anything_that_makes_tensors():
         assert torch.equal(batch.inputs[0], NUMBERS[[4, 1]])
         assert batch.targets.tolist() == [0, 1]
         assert data.count_targets([0, 5]) == (1, 1)
+
+
+class Endless(list[object]):
+    def __len__(self):
+        raise RuntimeError("count\nthem")
+
+
+def test_samples_that_do_not_tell_their_number_are_refused():
+    message = r"own does not tell its length \(RuntimeError: count\): mend it"
+    with pytest.raises(DataError, match=message):
+        OwnData("own", Endless(), classifier())
+
+
+def test_an_error_in_a_worker_is_the_one_line_of_the_sample():
+    plan = BatchPlan(n_samples=N, shares=(2,))
+    data = OwnData("own", TensorDataset(NUMBERS, torch.full((N,), 7)), classifier())
+    batches = load_batches(data, plan, 0, n_workers=1, device=torch.device("cpu"))
+    with pytest.raises(DataError) as caught:
+        next(batches)
+    assert str(caught.value) == (
+        "sample 0 of own has label 7, and the model has 2 classes: give labels from 0 to 1"
+    )
 
 
 def test_labels_of_one_logit_are_0_and_1_of_any_dtype():
