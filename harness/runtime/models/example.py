@@ -42,7 +42,7 @@ class Example:
         self.leaves = [leaf for _, leaf in leaves]
         self.places = [k for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         self.tensors: list[Tensor] = [self.leaves[k] for k in self.places]
-        if not self.tensors or not all(tensor.dim() for tensor in self.tensors):
+        if not self.tensors or not all(tensor.dim() and len(tensor) for tensor in self.tensors):
             raise ModelError(
                 f"{name}: its example holds {_kinds(self.leaves)}: give tensors of "
                 "several samples, and leave out what has a default"
@@ -109,7 +109,13 @@ class BoundInputs(Wrapper):
 
 
 def _kinds(leaves: list[Any]) -> str:
-    return ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+    kinds = {
+        f"a Tensor of shape {tuple(leaf.shape)}"
+        if isinstance(leaf, Tensor)
+        else type(leaf).__name__
+        for leaf in leaves
+    }
+    return ", ".join(sorted(kinds)) or "nothing"
 
 
 def _name_of(path: tuple[Any, ...], position: int) -> str:

@@ -89,6 +89,7 @@ def test_checks_of_values_are_left_out_where_weights_have_none():
     [
         ({}, "its example holds nothing: give tensors"),
         ({"tokens": 3}, "its example holds int: give tensors"),
+        ({"tokens": TOKENS[:0]}, "its example holds a Tensor of shape (0, 3): give tensors"),
         ({"tokens": TOKENS}, "its forward fails on inputs of 2x3 (TypeError"),
         (
             {"tokens": TOKENS[0]},
