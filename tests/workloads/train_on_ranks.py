@@ -135,6 +135,15 @@ def train_with_a_changed_replica(case: TrainCase, context: Context) -> str:
     return ""
 
 
+def train_on_unequal_data(case: TrainCase, context: Context) -> str:
+    """Train with one sample more on each further rank; what the run raised."""
+    try:
+        run_train(replace(case, n_samples=case.n_samples + context.world.rank), context)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def planned_training(case: TrainCase, context: Context) -> dict[str, Any]:
     """Plan and train; losses, parameters as one device has them, and the run's summary."""
     if case.load_state is not None:

@@ -209,6 +209,12 @@ def test_unequal_replicas_make_the_run_invalid():
         assert message.startswith("VerificationError: replicas differ: ranks 0 and 1 hold unequal")
 
 
+def test_ranks_with_unequal_data_are_refused():
+    results, _ = run_on_ranks(train_on_ranks.train_on_unequal_data, CASE, 2)
+    for message in results:
+        assert message.startswith("DataError: --data synthetic has 40 samples on rank 0 and 41 on")
+
+
 def test_epochs_are_timed():
     begin_s = time.perf_counter()
     _, run = run_on_ranks(run_train, replace(CASE, epochs=2), 1)
