@@ -369,11 +369,11 @@ class ExecutorEngine:
         if self._stash is not None:
             self._stash.updated()
 
-    def save_sharded(self, directory: Path) -> None:
+    def save_sharded(self, directory: Path, run: str = "") -> None:
         """Write this rank's slices of the state, for `load_sharded`; all ranks must call it."""
         self.flush()
         parts = self._gatherer, self._optimizer, self._random.step, self._world, directory
-        save_sharded(*parts, norms=self.layer_norms)
+        save_sharded(*parts, run=run, norms=self.layer_norms)
 
     def held_state(self) -> HeldState:
         """This rank's part of the state, for a change of strategy."""

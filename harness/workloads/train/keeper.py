@@ -74,7 +74,8 @@ class StateKeeper:
 
         start_s = time.perf_counter()
         directory, world = self._directory(SCHEDULED, after), self._context.world
-        training.executor.save_sharded(directory)  # others were refused
+        # Other engines were refused.
+        training.executor.save_sharded(directory, self._context.run_dir.name)
         if every:
             copy_to_second_host([directory / shard_name(rank) for rank in range(world.size)], world)
             rmtree(self._directory(SCHEDULED, after - N_KEPT * every), ignore_errors=True)
@@ -100,7 +101,7 @@ class StateKeeper:
         try:
             after = self._step + survivor.n_more_steps()
             if after >= 0:
-                survivor.save(self._directory(SURVIVORS, after))
+                survivor.save(self._directory(SURVIVORS, after), self._context.run_dir.name)
         except HarnessError as error:
             _log.warning("this rank's state is not saved: %s", error)
 

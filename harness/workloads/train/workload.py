@@ -250,7 +250,7 @@ def _save(case: TrainCase, training: Training, context: Context) -> None:
             averaged = training.engine.averaged_state(is_for_first=True)
             _save_model(training, context, averaged, "averaged")
     if case.save_sharded:
-        training.executor.save_sharded(context.run_dir / "state")
+        training.executor.save_sharded(context.run_dir / "state", context.run_dir.name)
 
 
 def _prepare(case: TrainCase, context: Context) -> tuple[Training, Planned | None]:

@@ -135,7 +135,7 @@ def survive_the_last_change(job: tuple[ChangingCase, str], world: World) -> None
             training.step()
     survivor = Survivor(training.elastic.engine, world)
     if world.rank:
-        survivor.save(Path(directory))
+        survivor.save(Path(directory), "run")
 
 
 class Footprint(NamedTuple):

@@ -25,7 +25,12 @@ from safetensors.torch import load_file, save_file
 
 from harness.errors import ConfigError, ResultsError
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.state.files import load_sharded, open_sharded
+from harness.runtime.executor.state.files import (
+    StateMetadata,
+    check_sharded,
+    load_sharded,
+    open_sharded,
+)
 from harness.runtime.executor.state.weights import Weights
 
 AVERAGED = 3  # a seed with averages of parameters, some of which do not decay
@@ -200,6 +205,25 @@ def test_shards_that_do_not_belong_together_are_refused(ranks, tmp_path):
     (tmp_path / "elsewhere").rename(kept)
     with pytest.raises(ResultsError, match="different saves: their step are 1 and 2;"):
         load_sharded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"run": "b"}, "different saves: their run are 'a' and 'b'; keep each in a directory"),
+        ({"step": -1}, r"shard1.safetensors: Expected `int` >= 0 - at `\$.step`"),
+    ],
+)
+def test_shards_of_two_runs_and_impossible_steps_are_refused(tmp_path, changed, message):
+    state = StateMetadata(
+        n_ranks=2, step=3, names={}, parameters=[], is_survivors=False, shapes={}, trained=[],
+        run="a",
+    )  # fmt: skip
+    for rank, told in enumerate((state, msgspec.structs.replace(state, **changed))):
+        metadata = {"format": "state shards 2", "state": msgspec.json.encode(told).decode()}
+        save_file({}, tmp_path / f"shard{rank}.safetensors", metadata)
+    with pytest.raises(ResultsError, match=message):
+        check_sharded(tmp_path)
 
 
 def test_a_buffer_that_repeats_its_rows_keeps_its_values():

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from harness.domain.files import Count, decode
 from harness.domain.freezing import FreezingState
 from harness.errors import ResultsError
-from harness.inputs import find_int, one_line, open_regular, shorten
+from harness.inputs import MOST_COUNT, find_int, one_line, open_regular, shorten
 from harness.measure.store import replacing
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.update import LayerNorms, NormSums
@@ -53,16 +53,18 @@ class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         shapes: by the first name of each tensor of the model's state.
         trained: parameters that the optimizer updates.
         freezing: of `--freeze gradient`.
+        run: that wrote them; empty if it is no run of a launch.
     """
 
     n_ranks: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
-    step: Count
+    step: Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
     names: dict[str, str]
     parameters: list[str]
     is_survivors: bool
     shapes: dict[str, list[Count]]
     trained: list[str]
     freezing: FreezingState | None = None
+    run: str = ""
 
     def __post_init__(self) -> None:
         if len(set(self.parameters)) != len(self.parameters):
@@ -76,12 +78,14 @@ def save_sharded(
     world: World,
     directory: Path,
     *,
+    run: str = "",
     is_survivor: bool = False,
     norms: NormSums | LayerNorms | None = None,
 ) -> None:
     """Write this rank's slices as `shardRANK.safetensors`, atomically.
 
     Args:
+        run: name of the run, so that shards of two are not taken for one state.
         is_survivor: write also slices that other ranks hold, because one of them is lost.
     """
     parts = dict(_named(gatherer.rank_parts(optimizer, has_copies=is_survivor)))
@@ -95,6 +99,7 @@ def save_sharded(
         shapes=gatherer.model_shapes(),
         trained=gatherer.trained_names(),
         freezing=None if norms is None else norms.state(),
+        run=run,
     )
     text = msgspec.json.encode(metadata).decode()
     fresh = msgspec.json.encode(gatherer.names_without_state(optimizer)).decode()

@@ -63,7 +63,7 @@ class Survivor:
             raise ResultsError("the update of the weights was cut off")
         return int(self._is_done)
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, run: str) -> None:
         """Write all slices that this rank holds; no other rank takes part.
 
         Raises:
@@ -76,5 +76,5 @@ class Survivor:
                 tensor.detach().copy_(before)
         save_sharded(
             self._held.gatherer, self._held.optimizer, self._step + n_more, self._world, directory,
-            is_survivor=True, norms=sums,
+            run=run, is_survivor=True, norms=sums,
         )  # fmt: skip
