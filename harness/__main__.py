@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,11 +36,13 @@ from harness import errors
 from harness.command_line import parse_all, print_dry_run
 from harness.domain.run import RankInfo
 from harness.errors import EXIT_CODE, ConfigError, HarnessError, PeerError, first_line
+from harness.inputs import shorten
 from harness.runtime.agent import SEE_OUTPUT
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.environment import Launch, read_launch
 from harness.runtime.ranks.introduction import introduce, read_limit_s
 from harness.runtime.ranks.isolate import start_fork_server, wait_for_fork_server
+from harness.workloads.common.flags import flag
 
 _log = logging.getLogger("harness")
 
@@ -219,21 +222,50 @@ def _is_refusal(failure: BaseException) -> bool:
     return isinstance(failure, HarnessError)
 
 
-def _agree(failure: BaseException | None, comm: Any, channel: Channel, launch: Launch) -> bool:
-    """Whether every rank has parsed the command line; if not, end the launch on all ranks.
+def _flags(parsed: Sequence[tuple[str, Any, Any]]) -> list[str]:
+    """All flags of a command line; paths may differ between hosts, so their values are left out."""
+    return [
+        f"{name} {flag(field)} {'PATH' if isinstance(value, Path) else shorten(value)}".strip()
+        for name, *parts in parsed
+        for part in parts
+        if part is not None
+        for field, value in vars(part).items()
+    ]
+
+
+def _differing(flags: Sequence[Sequence[str]]) -> str:
+    """Names the first flag that a rank has otherwise than rank 0; empty if they are alike."""
+    for rank, given in enumerate(flags):
+        for first, mine in zip_longest(flags[0], given, fillvalue="no such workload"):
+            if first != mine:
+                return f"rank 0 has {first}, rank {rank} {mine}: start all with the same flags"
+    return ""
+
+
+def _agree(
+    failure: BaseException | None,
+    flags: list[str],
+    comm: Any,
+    channel: Channel,
+    launch: Launch,
+) -> bool:
+    """Whether every rank has parsed the same flags; if not, end the launch on all ranks.
 
     Raises:
         BaseException: the failure of rank 0, on rank 0; without one there, another rank's.
     """
     mine = "" if failure is None else str(failure) or type(failure).__name__
     failures = [mine] if comm is None else comm.allgather(mine)
-    if not any(failures):
+    differing = "" if comm is None or any(failures) else _differing(comm.allgather(flags))
+    if not any(failures) and not differing:
         return True
     channel.leave()
     if comm is not None:  # at exit, mpi4py would abort because of rank 0's exit code
         from mpi4py import MPI
 
         MPI.Finalize()
+    if launch.rank == 0 and differing:
+        raise ConfigError(differing)
     if launch.rank == 0:
         rank, text = next((k, text) for k, text in enumerate(failures) if text)
         raise failure or ConfigError(f"rank {rank} refuses the command line: {text}")
@@ -261,6 +293,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
     for package in _ALIKE if launch.rank != 0 else ():
         logging.getLogger(package).setLevel(logging.ERROR)
     cases: list[Any] = []
+    parsed: list[tuple[str, Any, Any]] = []
     failure: BaseException | None = None
     try:
         with _silent(launch.rank != 0):
@@ -290,7 +323,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
         comm = introduce(launch, os.environ, channel, read_limit_s(argv))
     if failure is not None and not _is_refusal(failure):
         raise failure
-    if not _agree(failure, comm, channel, launch):
+    if not _agree(failure, _flags(parsed), comm, channel, launch):
         return 0
     if options.dry_run:
         if launch.rank == 0:

@@ -11,7 +11,7 @@ import torch
 from launching import ROOT, completed, entry
 from made_runs import header_of
 
-from harness.__main__ import _preloaded, main
+from harness.__main__ import _differing, _flags, _preloaded, main
 from harness.command_line import parse_all
 from harness.errors import ConfigError, HarnessError, LaunchError, StrategyError
 from harness.measure.store import read_results, write_header
@@ -284,3 +284,17 @@ def test_later_runs_have_the_memory_that_links_had_of_a_gpu(tmp_path, monkeypatc
     flags = ["--measure", "collectives", "--operations", "all_reduce", "--sizes", "1KiB"]
     assert main(["links", *flags, "--results", str(tmp_path)]) == 0
     assert told == ["let go"]
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ("train --steps 4", "rank 0 has train --steps 3, rank 1 train --steps 4: start all with"),
+        ("train --steps 3 + links", "rank 0 has no such workload, rank 1 links --operations ("),
+        ("train --steps 3 --data-dir d", ""),
+    ],
+)
+def test_ranks_with_other_flags_are_named_by_the_first(others, message):
+    flags = [_flags(parse_all(words.split())) for words in ("train --steps 3", others)]
+    found = _differing(flags)
+    assert found.startswith(message) if message else not found
