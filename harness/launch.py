@@ -44,7 +44,7 @@ from harness.errors import HarnessError, ResultsError
 from harness.measure.heartbeat import Heartbeat
 from harness.measure.places import check_results
 from harness.measure.reached import ReachedReader
-from harness.measure.store import Run, read_run, write_header
+from harness.measure.store import Run, claim_directory, read_run, write_header
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
 from harness.runtime.agent import GRACE_S
 from harness.runtime.devices.peaks import peak_flops_per_s
@@ -191,8 +191,8 @@ class Launcher:
     def _new_header(self, plan: PlannedRun) -> RunHeader:
         now = datetime.now(UTC)
         run_id = f"{now:%Y%m%dT%H%M%S}-{plan.case.name}-{plan.key[:6]}-r{plan.repeat}"
-        if (self._results / run_id).exists():
-            run_id += f"-{now.microsecond}"
+        if self._world.is_first:
+            run_id = claim_directory(self._results, run_id, now.microsecond)
         return RunHeader(
             run_id=run_id,
             workload=plan.case.name,

@@ -95,6 +95,18 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
+def claim_directory(results: Path, run_id: str, number: int) -> str:
+    """Make a new run's directory; returns its name, with a number where another launch, which
+    began the same run in the same second, has it already."""
+    try:
+        (results / run_id).mkdir(parents=True)
+    except FileExistsError:
+        return f"{run_id}-{number}"
+    except OSError:  # `write_header` says why
+        return run_id
+    return run_id
+
+
 def write_header(run_dir: Path, header: RunHeader) -> None:
     """Write or replace `run.json`; rank 0 only. The final header uses only space that the first one
     reserved.

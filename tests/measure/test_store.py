@@ -13,6 +13,7 @@ from harness.domain.record import Sample, Span
 from harness.errors import ResultsError
 from harness.measure.store import (
     RecordWriter,
+    claim_directory,
     read_header,
     read_results,
     replacing,
@@ -41,6 +42,13 @@ def test_a_run_is_read_back_as_written(tmp_path):
     (run,) = results.runs
     assert run.header == HEADER
     assert run.ranks == {1: [SPAN, SAMPLE]}
+
+
+def test_launches_of_the_same_second_get_directories_of_their_own(tmp_path):
+    results = tmp_path / "results"
+    assert [claim_directory(results, "a", number) for number in (7, 8)] == ["a", "a-8"]
+    (tmp_path / "file").write_text("")
+    assert claim_directory(tmp_path / "file", "a", 7) == "a"
 
 
 def test_a_torn_last_line_loses_that_line_alone(tmp_path):
