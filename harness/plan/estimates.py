@@ -9,6 +9,7 @@ concatenated (no pairwise interaction); a ReLU follows every layer but the last,
 sigmoid.
 """
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -168,7 +169,9 @@ def rated_profile(rates: str, graph: Graph, cluster: Cluster) -> Profile:
     Raises:
         ConfigError: not of that form.
     """
-    parts = [parse_bandwidth(part) for part in rates.split(",")]
+    parts: list[float] = []
+    with contextlib.suppress(ConfigError):
+        parts = [parse_bandwidth(part) for part in rates.split(",")]
     if len(parts) != 2:
         raise ConfigError(
             f"--rates {shorten(rates)} is not FLOPS,BYTES: write it like 9.3e12,549e9"

@@ -214,10 +214,16 @@ def test_sizes_that_a_model_has_not_are_refused(refused, flags, message):
         ("--dlrm-top-mlp 575-1", "make 576"),
         ("--dlrm-bottom-mlp 64,64", "64-512-512-64"),
         ("--rates 9e12", "FLOPS,BYTES"),
+        ("--rates nan,1e9", "--rates 'nan,1e9' is not FLOPS,BYTES"),
     ],
 )
 def test_sizes_or_rates_that_make_no_sense_are_refused(refused, flags, message):
     assert message in refused(DLRM, flags)
+
+
+def test_no_microbatch_is_refused(refused):
+    flags = ("--rates", "1e12,1e11", "--topology", "1x2", "--layout", "dp=2", "--microbatches", "0")
+    assert "--microbatches 0 must be above 0" in refused("predict", "--model", "lenet", *flags)
 
 
 def test_dtype_chooses_among_the_profiles_times(tmp_path, printed, refused):

@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> None:
         HarnessError: a file is missing or malformed, or the layout suits neither model nor cluster.
     """
     check_output(args.output)
+    if args.microbatches < 1:
+        raise ConfigError(f"--microbatches {args.microbatches} must be above 0")
     layout = parse_layout(args.layout)
     request = request_from(args)
     graph, profile = request.model()
