@@ -117,9 +117,10 @@ class Operator(
         for name in _LEAST.keys() & self.attrs.keys():
             value, least = self.attrs[name], _LEAST[name]
             parts = value if isinstance(value, list | tuple) else (value,)
-            if not all(isinstance(part, str) or part >= least for part in parts):
+            words = [part for part in parts if isinstance(part, str)]
+            if (words and name != "padding") or any(p < least for p in parts if p not in words):
                 raise GraphError(
-                    f"operator {self.name!r} has {name} {shorten(value)}: it must be >= {least}"
+                    f"operator {self.name!r} has {name} {shorten(value)}: give a number >= {least}"
                 )
         if self.n_elements > MOST_COUNT:
             raise GraphError(

@@ -236,7 +236,12 @@ def check_norms(strategy: Strategy, graph: Graph) -> None:
     """Refuse calls of one batch norm that are planned unlike each other: devices would update
     separate statistics, and a stage those of several microbatches before the next stage starts."""
     for first, other in graph.norm_calls():
-        known, plan = strategy.operators[first], strategy.operators[other]
+        known, plan = strategy.operators.get(first), strategy.operators[other]
+        if known is None:
+            raise StrategyError(
+                f"operator {other!r} shares_norm_with {first!r}, which graph {graph.name!r} does "
+                "not have: capture the model again"
+            )
         if plan != known:
             raise StrategyError(
                 f"operators {first!r} and {other!r} call one batch norm, and strategy "

@@ -83,9 +83,10 @@ def test_cycle_is_named_though_it_is_listed_out_of_order():
         ({"forward_flops": float("nan")}, "'a' has forward_flops nan"),
         ({"shape": {"sample": 0}}, "'a' has sample 0"),
         ({"shape": {"batch": 3}}, "unknown dim 'batch'"),
-        ({"attrs": {"n_heads": 0}}, "'a' has n_heads 0: it must be >= 1"),
-        ({"attrs": {"stride": [1, -2]}}, r"'a' has stride \[1, -2\]: it must be >= 1"),
-        ({"attrs": {"kept_bytes": -1}}, "'a' has kept_bytes -1: it must be >= 0"),
+        ({"attrs": {"n_heads": 0}}, "'a' has n_heads 0: give a number >= 1"),
+        ({"attrs": {"stride": [1, -2]}}, r"'a' has stride \[1, -2\]: give a number >= 1"),
+        ({"attrs": {"kept_bytes": -1}}, "'a' has kept_bytes -1: give a number >= 0"),
+        ({"attrs": {"padding": "same", "n_rows": "9"}}, "'a' has n_rows '9': give a number >= 1"),
     ],
 )
 def test_impossible_operator_is_refused_by_name(fields, message):

@@ -56,6 +56,14 @@ def with_plan(name, plan):
     return make_strategy(operators={**make_strategy().operators, name: plan})
 
 
+def test_a_norm_that_the_graph_does_not_have_is_named():
+    graph = make_graph()
+    calls = msgspec.structs.replace(graph.operators[2], attrs={"shares_norm_with": "fc9"})
+    graph = msgspec.structs.replace(graph, operators=[*graph.operators[:2], calls])
+    with pytest.raises(StrategyError, match="'fc2' shares_norm_with 'fc9', which graph 'tiny'"):
+        validate(make_strategy(), graph, make_cluster())
+
+
 def test_every_size_of_microbatch_must_be_cut_into_parts_with_samples():
     # 9 samples in 2 microbatches: shares 9 : 2 : 9 cut 4 into 1, 1, 2 but 5 into 2, 0, 3.
     plan = OperatorPlan({"sample": [9, 2, 9]}, [0, 1, 0])

@@ -230,7 +230,8 @@ class Tables:
         has_them = np.zeros(self.n_devices, dtype=np.bool_)
         for op in (op for op in self.tied[last] if op in self.plans):
             row, operator = self.costs.operator(op, self.plans[op]), self.costs.graph.operators[op]
-            share = np.where(has_them, 1 - operator.tied_bytes / operator.weight_bytes, 1.0)
+            tied = operator.tied_bytes / max(1, operator.weight_bytes)
+            share = np.where(has_them, 1 - tied, 1.0)
             self.weight_bytes[op] = share * row.weight_bytes
             self.frozen_bytes[op] = share * row.frozen_bytes
             self.shared_bytes[op] = share * row.shared_bytes

@@ -85,6 +85,14 @@ def test_tied_weights_of_two_stages_are_synchronised_once():
     assert tied.step_s - alone.step_s == pytest.approx(400 / 800)
 
 
+def test_tied_operators_without_weights_need_no_memory_for_them():
+    layers = PlannedLayer("a", 0, 8), PlannedLayer("b", 0, 8, tied_to="a")
+    graph = chain_graph("two", layers, 4)
+    profile = layer_profile(graph, {TimeKey(KIND, 4): [LayerTime(1.0, 2.0)] * 2})
+    found = simulate(graph, profile, FAST, on({"a": [0], "b": [0]}), batch=4)
+    assert found.memory_bytes["node0:0"] == 2 * 4 * 8  # what both keep for backward
+
+
 def test_tied_weights_are_counted_once_on_each_device_and_summed_over_all():
     own = PlannedLayer("a", 400, 8), PlannedLayer("b", 100, 8)
     graph = chain_graph("three", [*own, PlannedLayer("c", 400, 8, tied_to="a")], 4)
