@@ -293,7 +293,7 @@ def run_case(body: Body, config: Any, world: World, spec: RunSpec) -> Outcome:
     """Execute one run on this rank; every rank of the world must call it. Never raises."""
     try:
         summary = _run_body(body, config, world, spec)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # of the user's code, which may leave
         # The process group is not destroyed, because that could wait for a failed peer.
         return _classify(error, world)
     dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Runs to be carried out: which repeat each is, what is looked at before, and how one ends."""
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +111,15 @@ def out_of_memory(config, context):
     raise MemoryError
 
 
-def test_an_error_that_says_nothing_is_named_by_its_type(tmp_path):
+def leave(config, context):
+    sys.exit(0)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [(out_of_memory, "oom", "MemoryError"), (leave, "crash", "SystemExit: 0 (test_runs.py:")],
+)
+def test_an_error_that_says_nothing_is_named_by_its_type(tmp_path, body, status, reason):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spec = RunSpec(
         name="run",
@@ -119,6 +128,7 @@ def test_an_error_that_says_nothing_is_named_by_its_type(tmp_path):
         port=store.port,
         collective_timeout_s=60.0,
     )
-    outcome = run_case(out_of_memory, None, world_of(), spec)
+    outcome = run_case(body, None, world_of(), spec)
     dist.destroy_process_group()
-    assert (outcome.status, outcome.reason) == ("oom", "MemoryError")
+    assert outcome.status == status
+    assert outcome.reason.startswith(reason)
