@@ -42,7 +42,6 @@ from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.environment import Launch, read_launch
 from harness.runtime.ranks.introduction import introduce, read_limit_s
 from harness.runtime.ranks.isolate import start_fork_server, wait_for_fork_server
-from harness.workloads.common.flags import flag
 
 _log = logging.getLogger("harness")
 
@@ -225,11 +224,12 @@ def _is_refusal(failure: BaseException) -> bool:
 def _flags(parsed: Sequence[tuple[str, Any, Any]]) -> list[str]:
     """All flags of a command line; paths may differ between hosts, so their values are left out."""
     return [
-        f"{name} {flag(field)} {'PATH' if isinstance(value, Path) else shorten(value)}".strip()
+        f"{name} {flag} {'PATH' if isinstance(value, Path) else shorten(value)}".strip()
         for name, *parts in parsed
         for part in parts
         if part is not None
         for field, value in vars(part).items()
+        for flag in [f"--{field.replace('_', '-')}"]
     ]
 
 
