@@ -214,7 +214,7 @@ def check_microbatches(strategy: Strategy, graph: Graph) -> None:
 def check_buffers(strategy: Strategy, graph: Graph) -> None:
     """Refuse a buffer that is written twice in a step, or on another device than it is read on."""
     first: dict[str, str] = {}
-    for operator in graph.operators:
+    for operator in (op for op in graph.operators if op.name in strategy.operators):
         names = operator.attrs.get("writes_buffers", [])
         for name in names if isinstance(names, list) else []:
             other = first.setdefault(str(name), operator.name)
@@ -236,11 +236,10 @@ def check_norms(strategy: Strategy, graph: Graph) -> None:
     """Refuse calls of one batch norm that are planned unlike each other: devices would update
     separate statistics, and a stage those of several microbatches before the next stage starts."""
     for first, other in graph.norm_calls():
-        known, plan = strategy.operators.get(first), strategy.operators[other]
-        if known is None:
+        known, plan = strategy.operators.get(first), strategy.operators.get(other)
+        if known is None or plan is None:
             raise StrategyError(
-                f"operator {other!r} shares_norm_with {first!r}, which graph {graph.name!r} does "
-                "not have: capture the model again"
+                f"operator {other!r} shares_norm_with {first!r}, not in {graph.name!r}: add it"
             )
         if plan != known:
             raise StrategyError(

@@ -60,8 +60,15 @@ def test_a_norm_that_the_graph_does_not_have_is_named():
     graph = make_graph()
     calls = msgspec.structs.replace(graph.operators[2], attrs={"shares_norm_with": "fc9"})
     graph = msgspec.structs.replace(graph, operators=[*graph.operators[:2], calls])
-    with pytest.raises(StrategyError, match="'fc2' shares_norm_with 'fc9', which graph 'tiny'"):
+    with pytest.raises(StrategyError, match="'fc2' shares_norm_with 'fc9', not in 'tiny'"):
         validate(make_strategy(), graph, make_cluster())
+
+
+def test_an_input_writes_no_buffer():
+    graph = make_graph()
+    given = msgspec.structs.replace(graph.operators[0], attrs={"writes_buffers": ["b"]})
+    graph = msgspec.structs.replace(graph, operators=[given, *graph.operators[1:]])
+    validate(make_strategy(), graph, make_cluster())
 
 
 def test_every_size_of_microbatch_must_be_cut_into_parts_with_samples():
