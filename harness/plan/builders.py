@@ -138,11 +138,10 @@ def experts_of(graph: Graph) -> Experts:
 
 # Operators that the parts of a sequence do not meet in.
 _BETWEEN = ("elementwise", "add", "layer_norm")
+Planner = Callable[[Operator], OperatorPlan]
 
 
-def _build(
-    name: str, graph: Graph, batch: int, plan: Callable[[Operator], OperatorPlan]
-) -> Strategy:
+def _build(name: str, graph: Graph, batch: int, plan: Planner) -> Strategy:
     plans = {op.name: plan(op) for op in graph.operators if has_tasks(op)}
     return Strategy(name=name, batch=batch, operators=plans)
 
@@ -217,11 +216,11 @@ def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
             return CONTRACTION
         if op.kind == "loss" and heads.issuperset(op.inputs):
             return CONTRACTION
-        is_between = op.kind in _BETWEEN and op.name not in inside
-        if is_between and routed and batch >= len(devices):
-            return SAMPLE
-        if is_between and "seq" in op.shape:
-            return "seq"
+        if op.kind in _BETWEEN and op.name not in inside:
+            if routed and batch >= len(devices):
+                return SAMPLE
+            if "seq" in op.shape:
+                return "seq"
         return next(iter(weight_dims(op)), "feature")
 
     def plan(op: Operator) -> OperatorPlan:

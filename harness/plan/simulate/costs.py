@@ -358,14 +358,9 @@ class Costs:
             return summed
         priced = self.operator(op, plan)
         return summed + key_sums(
-            operator,
-            op,
-            plan,
-            self.shapes[op],
-            self.blocks(op, plan),
-            (priced.forward_s, priced.backward_s),
-            self.wire_bytes_per_element(op),
-        )
+            operator, op, plan, self.shapes[op], self.blocks(op, plan),
+            (priced.forward_s, priced.backward_s), self.wire_bytes_per_element(op),
+        )  # fmt: skip
 
     def _loss_sums(self, op: int, plan: OperatorPlan) -> tuple[Sum, ...]:
         """The all-reduces of a loss that is cut by classes: numbers in FP32, for each target one

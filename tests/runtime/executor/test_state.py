@@ -3,6 +3,7 @@
 import os
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from equivalence_check import reference
