@@ -55,26 +55,26 @@ def split_by_samples(
     values = values_by_batch(module, examples)
     if not isinstance(task, BatchLossTask) or not values:
         return values
-    (output,) = module.graph.find_nodes(op="output")
+    graph = module.graph
+    (output,) = graph.find_nodes(op="output")
     repeated: Any = output.args[0]
+    unread = {node for node in graph.nodes if not node.users}
     has_blanks = any(spec.ignored is not None for spec in task.inputs)
     rewriting = _Rewriting(module, values, repeated, has_blanks=has_blanks)
-    with module.graph.inserting_before(repeated):
+    with graph.inserting_before(repeated):
         try:
             share = rewriting.share(repeated.args[0])
             if share is repeated.args[0]:
                 raise _OtherLossError("it depends on no sample")
             output.args = (share,)
-            unused = [*rewriting.replaced, repeated]
         except _OtherLossError as error:
             _log.warning(
                 "%s computes its loss on whole batches, which leaves out microbatches: %s, and %s",
                 task.model._get_name(), task.reason, error,
             )  # fmt: skip
-            unused = rewriting.made
-    for node in reversed(unused):
-        if not node.users:
-            module.graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node not in unread:
+            graph.erase_node(node)
     module.recompile()
     return values_by_batch(module, examples)
 
@@ -90,10 +90,6 @@ class _Rewriting:
 
     Args:
         has_blanks: samples may have labels that do not count.
-
-    Attributes:
-        replaced: nodes of the batch's loss, in order.
-        made: nodes of the samples' losses, in order.
     """
 
     def __init__(
@@ -107,8 +103,6 @@ class _Rewriting:
         self._module, self._values, self._has_blanks = module, values, has_blanks
         _, n_samples = repeated.args
         self._n_samples = n_samples[0] if isinstance(n_samples, list | tuple) else n_samples
-        self.replaced: list[fx.Node] = []
-        self.made: list[fx.Node] = []
         self._varying: set[fx.Node] = set()
         for node in module.graph.nodes:
             if node.op == "placeholder" or not self._varying.isdisjoint(node.all_input_nodes):
@@ -122,26 +116,21 @@ class _Rewriting:
         """
         if not self._varies(node):
             return node
-        name = function_name(node.target)
-        first, *others = node.args
-        if name in _VIEWS:
-            found = self.share(first)
-        elif name in _CASTS or (name in _QUOTIENTS and not any(map(self._varies, others))):
-            found = self._call(node.op, node.target, (self.share(first), *others), node.kwargs)
-        elif name in _SUMS or (name in _PRODUCTS and sum(map(self._varies, node.args)) == 1):
-            args = tuple(map(self.share, node.args))
-            found = self._call(node.op, node.target, args, node.kwargs)
-        else:
-            elements = self._elements(node, name)
-            flat = self._call("call_function", torch.reshape, (elements, (self._n_samples, -1)))
-            found = self._call("call_function", torch.mean, (flat, 1))
-        self.replaced.append(node)
-        return found
+        name, args, kwargs = function_name(node.target), node.args, node.kwargs
+        if args and name in _VIEWS:
+            return self.share(args[0])
+        if args and (name in _CASTS or name in _QUOTIENTS) and not any(map(self._varies, args[1:])):
+            return self._call(node.op, node.target, (self.share(args[0]), *args[1:]), kwargs)
+        if name in _SUMS or (name in _PRODUCTS and sum(map(self._varies, args)) == 1):
+            return self._call(node.op, node.target, tuple(map(self.share, args)), kwargs)
+        elements = self._elements(node, name)
+        flat = self._call("call_function", torch.reshape, (elements, (self._n_samples, -1)))
+        return self._call("call_function", torch.mean, (flat, 1))
 
     def _elements(self, node: fx.Node, name: str) -> fx.Node:
         """The elements of which a value is the mean."""
         args: list[Any] = list(node.args)
-        if name in _QUOTIENTS and all(map(_is_sum, args)):
+        if args and name in _QUOTIENTS and all(map(_is_sum, args)):
             elements, counted = (part.args[0] for part in args)
             self._check_even(elements, name)
             if self._counts_all(counted, elements):
@@ -159,8 +148,7 @@ class _Rewriting:
         return is_mask and not self._has_blanks and shapes[::2] == shapes[1::2]
 
     def _call(self, op: str, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-        self.made.append(self._module.graph.create_node(op, target, args, kwargs))
-        return self.made[-1]
+        return self._module.graph.create_node(op, target, args, kwargs)
 
     def _varies(self, node: Any) -> bool:
         """Whether a value depends on the samples."""

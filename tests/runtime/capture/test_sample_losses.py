@@ -26,7 +26,7 @@ class Scored(nn.Module):
         return self.loss(self, self.layer(x), labels)
 
 
-def rooted(m, z, y):
+def of_all_kinds(m, z, y):
     loss = F.mse_loss(z, torch.zeros_like(z))
     loss += m.scale.square() * z.abs().mean()
     return (loss - 3).reshape(1).squeeze().double() / 4 + m.scale
@@ -42,7 +42,8 @@ MEANS = {
     "classes second": lambda m, z, y: m.smooth(z.transpose(1, 2), y),
     "sum of two": lambda m, z, y: F.l1_loss(z, z * 2) + 0.1 * z.mean(),
     "modules": lambda m, z, y: m.mse(z, torch.ones_like(z)) * m.scale,
-    "sum of all kinds": rooted,
+    "by names": lambda m, z, y: F.mse_loss(input=z, target=torch.ones_like(z)),
+    "sum of all kinds": of_all_kinds,
     "mean of each sample's": lambda m, z, y: z.square().sum((1, 2)).mean(),
     "labels that count": lambda m, z, y: over_those_that_count(z, y),
 }
@@ -81,6 +82,7 @@ def test_each_sample_has_its_share_of_a_mean(name, caplog):
     torch.testing.assert_close(losses, torch.cat([found.module(*p) for p in parts(x, labels)]))
     torch.testing.assert_close(losses, torch.stack([task.model(*p)[0] for p in parts(x, labels)]))
     assert not caplog.records
+    assert found.graph.mixing_operator() is None
     assert "sample" in found.graph.operators[-2].shape
 
 
