@@ -34,6 +34,12 @@ _PRODUCTS = ("mul", "imul")
 _QUOTIENTS = ("truediv", "itruediv", "div")
 _CASTS = ("float", "double", "to", "_to_copy")
 _VIEWS = ("reshape", "view", "squeeze", "clone", "contiguous")
+# What selects or arranges labels, and makes none of another value; and what makes them from 0 on.
+_SELECTIONS = (
+    *_VIEWS, "getitem", "slice", "select", "flatten", "transpose", "permute", "unsqueeze", "long",
+    "to", "_to_copy",
+)  # fmt: skip
+_CHOICES = ("argmax", "argmin")
 # Means over the weights of the classes, and over the labels that count.
 _CLASS_LOSSES = (
     "CrossEntropyLoss", "cross_entropy", "cross_entropy_loss", "NLLLoss", "NLLLoss2d", "nll_loss",
@@ -67,6 +73,7 @@ def split_by_samples(
             if share is repeated.args[0]:
                 raise _OtherLossError("it depends on no sample")
             output.args = (share,)
+            values = []
         except _OtherLossError as error:
             _log.warning(
                 "%s computes its loss on whole batches, which leaves out microbatches: %s, and %s",
@@ -76,7 +83,7 @@ def split_by_samples(
         if not node.users and node not in unread:
             graph.erase_node(node)
     module.recompile()
-    return values_by_batch(module, examples)
+    return values or values_by_batch(module, examples)
 
 
 def _is_sum(node: Any) -> bool:
@@ -144,8 +151,22 @@ class _Rewriting:
         """Whether a mask, as wide as the elements, leaves out labels that do not count, which no
         sample has."""
         is_mask = function_name(mask.target) == "ne" and mask.args[1] == IGNORED
+        is_mask = is_mask and self._all_count(mask.args[0])
         shapes = [each[node].shape for each in self._values for node in (mask, elements)]
-        return is_mask and not self._has_blanks and shapes[::2] == shapes[1::2]
+        return is_mask and shapes[::2] == shapes[1::2]
+
+    def _all_count(self, labels: Any) -> bool:
+        """Whether all labels count, as those of inputs whose samples have none of IGNORED do."""
+        while isinstance(labels, fx.Node):
+            if labels.op == "placeholder":
+                return not self._has_blanks
+            name, value = function_name(labels.target), self._values[0][labels]
+            if name in _CHOICES or (isinstance(value, Tensor) and value.is_floating_point()):
+                return True
+            if name not in _SELECTIONS:
+                return False
+            labels = labels.args[0] if labels.args else None
+        return False
 
     def _call(self, op: str, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
         return self._module.graph.create_node(op, target, args, kwargs)
@@ -175,7 +196,8 @@ class _Rewriting:
         args, given = node.args, dict(node.kwargs)
         if node.op == "call_module":
             part: Any = copy.deepcopy(self._module.get_submodule(str(target)))
-            self._check_mean(type(part).__name__, vars(part) | part._buffers, "mean")
+            options = {"target": args[-1] if args else None, **given}
+            self._check_mean(type(part).__name__, vars(part) | part._buffers | options, "mean")
             part.reduction = "none"
             target = f"{target}_of_samples"
             self._module.add_submodule(target, part)
@@ -201,5 +223,6 @@ class _Rewriting:
         if name in _CLASS_LOSSES and options.get("weight") is not None:
             raise _OtherLossError(f"{name} has weights of classes")
         ignored = options.get("ignore_index", IGNORED)
-        if name in _CLASS_LOSSES and (self._has_blanks or ignored != IGNORED):
+        is_whole = ignored == IGNORED and self._all_count(options.get("target"))
+        if name in _CLASS_LOSSES and not is_whole:
             raise _OtherLossError(f"{name} leaves out labels of {ignored}")

@@ -182,8 +182,7 @@ def fit_options(
     Raises:
         ModelError: the model is unknown or does not accept the size or channels of the images.
     """
-    # What a user's factory builds is not in the table.
-    entry = entry_of(name) or ModelEntry(build=lambda _: nn.Module(), min_image_size=1)
+    entry = entry_of(name) or ModelEntry(build=_no_build, min_image_size=1)
     if entry.takes == "dlrm":
         check_dlrm(options.dlrm)
         return options
@@ -229,6 +228,10 @@ def _fit_text(name: str, entry: ModelEntry, options: ModelOptions) -> ModelOptio
         "classes": options.n_classes or entry.n_classes,
     }[text.head]
     return replace(options, text=text, n_classes=n_classes, image_size=0, n_channels=0)
+
+
+def _no_build(options: ModelOptions) -> nn.Module:
+    raise AssertionError("task_from_factory calls a user's factory")
 
 
 def _takes(entry: ModelEntry, size: int) -> bool:

@@ -42,12 +42,43 @@ MEANS = {
     "classes second": lambda m, z, y: m.smooth(z.transpose(1, 2), y),
     "sum of two": lambda m, z, y: F.l1_loss(z, z * 2) + 0.1 * z.mean(),
     "modules": lambda m, z, y: m.mse(z, torch.ones_like(z)) * m.scale,
+    "labels of its own": lambda m, z, y: F.cross_entropy(z[:, 1:].mT, z.argmax(-1)[:, :-1]),
     "by names": lambda m, z, y: F.mse_loss(input=z, target=torch.ones_like(z)),
     "sum of all kinds": of_all_kinds,
     "mean of each sample's": lambda m, z, y: z.square().sum((1, 2)).mean(),
     "labels that count": lambda m, z, y: over_those_that_count(z, y),
 }
+
+
+def over_some(z, y):
+    return F.cross_entropy(z.transpose(1, 2), y.masked_fill(y == 3, -100))
+
+
+def over_written(z, y):
+    labels = y.clone()
+    labels[y == 3] = -100
+    return F.cross_entropy(z.transpose(1, 2), labels)
+
+
+def over_filled(z, y):
+    labels = y.clone()
+    labels.masked_fill_(y == 3, -100)
+    return F.cross_entropy(z.transpose(1, 2), labels)
+
+
 OTHERS = {
+    "labels that are written": (
+        lambda m, z, y: over_written(z, y), "cross_entropy leaves out labels of -100",
+    ),
+    "labels that are filled": (
+        lambda m, z, y: over_filled(z, y), "cross_entropy leaves out labels of -100",
+    ),
+    "labels that forward leaves out": (
+        lambda m, z, y: over_some(z, y), "cross_entropy leaves out labels of -100",
+    ),
+    "a mask of such labels": (
+        lambda m, z, y: over_those_that_count(z, y.masked_fill(y == 3, -100)), "div is no mean",
+    ),
     "root": (lambda m, z, y: F.mse_loss(z, z * 2).sqrt(), "sqrt is no mean"),
     "sum": (lambda m, z, y: z.sum(), "sum is no mean"),
     "weights": (
