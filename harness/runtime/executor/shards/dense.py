@@ -81,19 +81,24 @@ class EmbeddingShard(Shard):
     Args:
         look_up: F.embedding or F.embedding_bag.
         options: keyword arguments of `look_up`.
+        indices: where the block's lie in the input, or constant ones of the model.
     """
 
     weight: nn.Parameter
+    indices: Tensor | None
 
     def __init__(
         self,
         part: ShardSpec,
         look_up: Callable[..., Tensor],
         options: dict[str, Any],
-        inward: Region,
+        indices: Region | Held,
     ) -> None:
         super().__init__()
-        self._look_up, self._options, self._inward = look_up, options, inward
+        self._look_up, self._options = look_up, options
+        self._inward = None if isinstance(indices, Held) else indices
+        constant = indices if isinstance(indices, Held) else None
+        self.copy_slice(part, "indices", constant, part.output[:-1])
         table = part.held("weight")
         assert table is not None
         whole = (0, part.tensor(table).shape[0])
@@ -102,7 +107,8 @@ class EmbeddingShard(Shard):
         self.copy_slice(part, "weight", table, (self._rows, part.output[-1]))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        indices = self._inward.take(inputs[0])
+        indices = self.indices if self._inward is None else self._inward.take(inputs[0])
+        assert indices is not None
         if self._has_all:
             return self._look_up(indices, self.weight, **self._options)
         low, high = self._rows
@@ -114,7 +120,7 @@ class EmbeddingShard(Shard):
 def make_embedding(part: ShardSpec) -> EmbeddingShard | None:
     """nn.Embedding, or nn.EmbeddingBag over rows of indices, cut along columns."""
     table = part.module
-    if not isinstance(table, nn.Embedding | nn.EmbeddingBag) or len(part.wanted) != 1:
+    if not isinstance(table, nn.Embedding | nn.EmbeddingBag) or len(part.wanted) > 1:
         return None
     # These options need whole rows and the whole batch.
     if table.max_norm is not None or table.scale_grad_by_freq:
@@ -124,11 +130,14 @@ def make_embedding(part: ShardSpec) -> EmbeddingShard | None:
     if rows is not None and table.padding_idx is not None:
         is_inside = rows[0] <= table.padding_idx < rows[1]
         options["padding_idx"] = table.padding_idx - rows[0] if is_inside else None
-    rank = len(part.wanted[0].shape)
+    if not part.wanted:
+        (indices,), _ = part.arguments() or ((None,), {})
+        is_constant = isinstance(table, nn.Embedding) and isinstance(indices, Held)
+        return EmbeddingShard(part, F.embedding, options, indices) if is_constant else None
     if isinstance(table, nn.Embedding):
         inward = region(part.wanted[0], part.output[:-1])
         return EmbeddingShard(part, F.embedding, options, inward)
-    if rank != 2:
+    if len(part.wanted[0].shape) != 2:
         return None
     options |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
     bags = list(part.wanted[0].shape.values())

@@ -312,6 +312,30 @@ def test_parts_put_together_are_the_whole(case):
     check(*case)
 
 
+class Positions(nn.Module):
+    """Adds a table's rows for the positions, which are constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 8)
+
+    def forward(self, x):
+        return x + self.table(torch.arange(x.shape[1]))
+
+
+def test_a_table_is_cut_where_its_indices_are_constant():
+    task = Task(model=Positions(), inputs=(InputSpec(name="x", shape=(5, 8)),))
+    found = capture(task, 3, "positions")
+    (table,) = (op for op in found.graph.operators if op.kind == "embedding")
+    whole = found.module.table(torch.arange(5))
+    parts = list(shards_of(found, table, [], {"seq": [2, 3], "feature": 2}))
+    output = torch.zeros_like(whole)
+    for block, _, shard in parts:
+        output[tuple(slice(*interval) for interval in block)] += shard()
+    assert len(parts) == 4
+    assert torch.equal(output, whole)
+
+
 CHOICES = st.integers(0, 2**32)
 
 
