@@ -28,6 +28,11 @@ from harness.runtime.tracing.constructs import (
     function_name,
     is_view,
 )
+from harness.runtime.tracing.export_casts import (
+    follow_training_dtype,
+    may_follow,
+    under_autocast,
+)
 from harness.runtime.tracing.export_modes import JoinedSamples, KnownValues
 from harness.runtime.tracing.kept_calls import ExportedFunctions, join_vmaps, loops_found
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
@@ -58,13 +63,44 @@ def export(
         LoopError: another kind of module loops over a sequence.
         Exception: any error of torch.export.
     """
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes half a second
-
-    sizes = _open_sizes(model, len(examples))
     for path, part in model.named_modules():
         if patches.has_backward_hooks(part):
             raise ConstructError(f"module {path!r} has backward hooks, which torch.export drops")
     fixed: list[str | None] = []
+    module = _exported(model, examples, whole, fixed)
+    if may_follow(module, model, examples):
+        with under_autocast():
+            narrow = _exported(model, examples, whole, [])
+        follow_training_dtype(module, narrow)
+    read_written(module.graph)
+    _remove_idle(module)
+    _copy_attentions(module.graph)
+    _keep_layouts(module.graph)
+    _check_batch_is_open(module, fixed)
+    _inline_regions(module, any(x.is_meta for x in model.parameters()))
+    _unflatten_output(module)
+    _use_input_device(module)
+    join_vmaps(module)
+    call_modules(module.graph, model)
+    module = _with_tensors_of(model, module)
+    _mark_writes(module)
+    return module
+
+
+def _exported(
+    model: nn.Module,
+    examples: tuple[Tensor, ...],
+    whole: Collection[type[nn.Module]],
+    fixed: list[str | None],
+) -> fx.GraphModule:
+    """What torch.export makes of a model, with its autograd functions and whole modules.
+
+    Args:
+        fixed: takes the lines of user code that fix an open size.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes half a second
+
+    sizes = _open_sizes(model, len(examples))
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     functions, copied = ExportedFunctions(), fake_copy(model, mode)
     functions.keep_whole(model, copied, whole)
@@ -92,18 +128,6 @@ def export(
         exported = torch.export.export(copied, given, dynamic_shapes=sizes)
     module: fx.GraphModule = exported.module(check_guards=False)
     functions.insert(module.graph)
-    read_written(module.graph)
-    _remove_idle(module)
-    _copy_attentions(module.graph)
-    _keep_layouts(module.graph)
-    _check_batch_is_open(module, fixed)
-    _inline_regions(module, any(x.is_meta for x in model.parameters()))
-    _unflatten_output(module)
-    _use_input_device(module)
-    join_vmaps(module)
-    call_modules(module.graph, model)
-    module = _with_tensors_of(model, module)
-    _mark_writes(module)
     return module
 
 

@@ -1,0 +1,78 @@
+"""Exported casts to another tensor's dtype follow the dtype of the training."""
+
+import pytest
+import torch
+from nets import Net, task_on
+
+from harness.runtime.capture.capture import capture
+
+
+def exported(x):
+    """A loop that torch.fx cannot trace."""
+    return torch.stack([2 * column for column in x.unbind(1)], dim=1)
+
+
+def cast_back(net, x):
+    x = exported(x)
+    return (x.float() / 7).to(x.dtype).sin()
+
+
+def cast_where_dtypes_differ(net, x):
+    """As LoRA does."""
+    x, weight = exported(x), net.last.weight
+    wide = x if x.dtype == weight.dtype else x.to(weight.dtype)
+    return (wide / 7).to(dtype=x.dtype).sin()
+
+
+def cast_in_a_region(net, x):
+    x = exported(x)
+    with torch.autocast("cpu", enabled=False):
+        return (x.float() / 7).to(x.dtype).sin()
+
+
+def cast_by_name_too(net, x):
+    x = exported(x)
+    return (x.to(torch.bfloat16).float() / 7).to(x.dtype).sin()
+
+
+def branch(net, x):
+    x = cast_back(net, x)
+    return x.clamp(max=0.1) if x.dtype == torch.bfloat16 else x
+
+
+def gradients(model, net, x, dtype):
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        model(x).to(x.dtype).square().sum().backward()
+    return [model.get_parameter(name).grad.clone() for name, _ in net.named_parameters()]
+
+
+MIDDLES = [cast_back, cast_where_dtypes_differ, cast_in_a_region, cast_by_name_too]
+
+
+def assert_equal(net, graph, x, dtype=None):
+    pairs = zip(gradients(net, net, x, dtype), gradients(graph, net, x, dtype), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("middle", MIDDLES)
+def test_a_cast_follows_autocast(middle, dtype):
+    torch.manual_seed(0)
+    net, x = Net(middle), torch.randn(6, 4)
+    assert_equal(net, capture(task_on(net), 6, "net").module, x, dtype)
+
+
+def test_a_cast_to_a_weights_dtype_follows_the_weights():
+    torch.manual_seed(0)
+    net, x = Net(cast_where_dtypes_differ), torch.randn(6, 4)
+    graph = capture(task_on(net), 6, "net").module
+    assert_equal(net.double(), graph.double(), x.double())
+
+
+def test_a_model_that_differs_in_more_than_casts_keeps_its_graph_in_fp32():
+    torch.manual_seed(0)
+    net, x = Net(branch), torch.randn(6, 4)
+    captured = capture(task_on(net), 6, "net")
+    assert not any("clamp" in op.name for op in captured.graph.operators)
+    assert_equal(net, captured.module, x)
