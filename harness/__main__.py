@@ -140,8 +140,7 @@ def _start_children(cases: list[Any]) -> None:
 
 
 def _work(
-    name: str,
-    options: Any,
+    parsed: Sequence[tuple[str, Any, Any]],
     cases: list[Any],
     launch: Launch,
     argv: list[str],
@@ -153,9 +152,16 @@ def _work(
     from harness.runtime.ranks.rendezvous import meet
 
     _handle_signals()
+    name, _, options = parsed[0]
     limit_s = min(options.heartbeat_timeout_s, options.run_timeout_s)
     meeting = meet(launch, os.environ, heartbeat_timeout_s=limit_s, channel=channel, comm=comm)
     world = meeting.world
+    flags = meeting.control.gather("flags", _flags(parsed), list[str]) if comm is None else []
+    if differing := _differing(flags):
+        meeting.leave()
+        if world.is_first:
+            raise ConfigError(differing)
+        return 0
     _log.info(
         "ranks: %d, hosts: %d, launcher: %s; %s, %s, %s because %s",
         world.size, len(set(world.hostnames)), launch.launcher, world.device_kind,
@@ -298,7 +304,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
     try:
         with _silent(launch.rank != 0):
             parsed = parse_all(argv)
-            name, _, options = parsed[0]
+            options = parsed[0][2]
 
             import torch
 
@@ -329,7 +335,7 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
         if launch.rank == 0:
             print_dry_run(cases, options, launch.size)
         return 0
-    return _work(name, options, cases, launch, argv, channel, comm)
+    return _work(parsed, cases, launch, argv, channel, comm)
 
 
 def _run() -> int:

@@ -2,8 +2,10 @@
 
 import platform
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -298,3 +300,21 @@ def test_ranks_with_other_flags_are_named_by_the_first(others, message):
     flags = [_flags(parse_all(words.split())) for words in ("train --steps 3", others)]
     found = _differing(flags)
     assert found.startswith(message) if message else not found
+
+
+def test_ranks_without_mpi_compare_their_flags_when_they_have_met(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    of_torchrun = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    flags = "matmul", "--results", tmp_path / "results", "--sizes"
+
+    def start(rank, size):
+        return entry(*flags, size, **of_torchrun, MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank)
+
+    with ThreadPoolExecutor() as ranks:
+        first, second = ranks.map(start, ("0", "1"), (64, 128))
+    said = "rank 0 has matmul --sizes (64,), rank 1 matmul --sizes (128,)"
+    assert first.returncode == 2
+    assert f"error: {said}: start all with the same flags\n" in first.stderr
+    assert (second.returncode, second.stderr) == (0, "")
+    assert not (tmp_path / "results").exists()
