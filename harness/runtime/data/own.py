@@ -159,12 +159,19 @@ class OwnData(BatchedData):
                 found: Sequence[Any] = self._samples.__getitems__(indices)
             else:
                 found = [self._samples[index] for index in indices]
-            return [dict(self._flat(x)) if isinstance(x, Mapping) else x for x in found]
+            return [self._named(x) for x in found]
         except HarnessError:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {one_line(first_line(error))}"
             raise self._error(indices[0], f"or one near it cannot be read ({reason})") from error
+
+    def _named(self, sample: Any) -> Any:
+        """The values by name of a dict, or of a pair of a dict and the label."""
+        is_pair = isinstance(sample, tuple | list) and len(sample) == 2
+        if is_pair and isinstance(sample[0], Mapping) and not isinstance(sample[1], Mapping):
+            sample = {**sample[0], _LABEL_NAMES[0]: sample[1]}
+        return dict(self._flat(sample)) if isinstance(sample, Mapping) else sample
 
     def _flat(self, values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         """A sample by name, where the example nests inputs in dicts and tuples."""

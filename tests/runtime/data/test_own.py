@@ -50,7 +50,8 @@ def test_samples_are_tuples_or_dicts_of_anything_that_makes_tensors():
         {"input_0": row.numpy(), "class": int(label)}
         for row, label in zip(NUMBERS, labels, strict=True)
     ]
-    for data in (pairs, OwnData("own", named, classifier())):
+    halves = [({"input_0": row}, int(label)) for row, label in zip(NUMBERS, labels, strict=True)]
+    for data in (pairs, *(OwnData("own", each, classifier()) for each in (named, halves))):
         assert len(data) == N
         batch = data.__getitems__([4, 1])
         assert torch.equal(batch.inputs[0], NUMBERS[[4, 1]])
