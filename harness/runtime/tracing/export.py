@@ -77,7 +77,6 @@ def export(
     _copy_attentions(module.graph)
     _keep_layouts(module.graph)
     _check_batch_is_open(module, fixed)
-    _inline_regions(module, any(x.is_meta for x in model.parameters()))
     _unflatten_output(module)
     _use_input_device(module)
     join_vmaps(module)
@@ -93,7 +92,8 @@ def _exported(
     whole: Collection[type[nn.Module]],
     fixed: list[str | None],
 ) -> fx.GraphModule:
-    """What torch.export makes of a model, with its autograd functions and whole modules.
+    """What torch.export makes of a model, with its autograd functions, whole modules and regions of
+    contexts.
 
     Args:
         fixed: takes the lines of user code that fix an open size.
@@ -128,6 +128,7 @@ def _exported(
         exported = torch.export.export(copied, given, dynamic_shapes=sizes)
     module: fx.GraphModule = exported.module(check_guards=False)
     functions.insert(module.graph)
+    _inline_regions(module, any(x.is_meta for x in model.parameters()))
     return module
 
 

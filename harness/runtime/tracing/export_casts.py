@@ -1,8 +1,8 @@
 """Casts to another tensor's dtype (`y.to(x.dtype)`), which an export records as a fixed dtype.
 
 A model that casts so is exported twice, in fp32 and under autocast. Casts that take autocast's
-dtype in the second export follow the dtype of the training, and casts that only the second has
-(`if x.dtype != w.dtype`) are inserted into the first:
+dtype in the second export follow the dtype of the training. Casts that only the second has
+(`if x.dtype != w.dtype`), and regions without autocast, are inserted into the first:
 
     in fp32                      under autocast               follows
     to(linear, float32)          to(linear, bfloat16)         to(linear)
@@ -11,6 +11,7 @@ dtype in the second export follow the dtype of the training, and casts that only
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from harness.runtime.capture.meta_copy import fake, fake_copy
-from harness.runtime.tracing.constructs import OpaqueFunction, function_name
+from harness.runtime.tracing.constructs import AUTOCAST, OpaqueFunction, function_name
 
 _CAST = "to"
 _NARROW = torch.bfloat16  # stands for fp16, too
-_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 
 
 class DtypeCast(OpaqueFunction):
@@ -66,8 +66,7 @@ class _DtypeReads(TorchFunctionMode):
 def may_follow(module: fx.GraphModule, model: nn.Module, examples: tuple[Tensor, ...]) -> bool:
     """Whether an export casts to fp32, and the model reads autocast's dtype from a tensor. Runs the
     model on fake tensors, which takes a tenth of the time of an export."""
-    nodes = [node for graph in _graphs(module).values() for node in graph.nodes]
-    if not any(torch.float32 in node.args for node in nodes if function_name(node.target) == _CAST):
+    if not any(_is_cast(node, torch.float32) for node in module.graph.nodes):
         return False
     mode, reads = FakeTensorMode(allow_non_fake_inputs=True), _DtypeReads()
     copied, given = fake_copy(model, mode), [fake(x, mode) for x in examples]
@@ -86,17 +85,8 @@ def follow_training_dtype(module: fx.GraphModule, narrow: fx.GraphModule) -> Non
     Args:
         narrow: the export under autocast.
     """
-    own, others = _graphs(module), _graphs(narrow)
-    found = [_pairs(own[path], others[path]) for path in own if path in others]
-    if len(found) == len(own) == len(others) and None not in found:
-        for pairs in found:
-            _follow(pairs or [])
-
-
-def _graphs(module: fx.GraphModule) -> dict[str, fx.Graph]:
-    """The graph, and those of its regions, by path."""
-    parts = module.named_modules()
-    return {path: part.graph for path, part in parts if isinstance(part, fx.GraphModule)}
+    _follow(_pairs(module.graph, narrow.graph) or [])
+    module.recompile()
 
 
 class _Pair(NamedTuple):
@@ -111,16 +101,22 @@ class _Pair(NamedTuple):
 def _pairs(graph: fx.Graph, narrow: fx.Graph) -> list[_Pair] | None:
     """All pairs, in order; None if the graphs differ in more than casts."""
     pairs: list[_Pair] = []
-    nodes, others = ([n for n in g.nodes if n.target is not _ASSERTION] for g in (graph, narrow))
-    for other in others:
+    nodes = deque(graph.nodes)
+    for other in narrow.nodes:
         if not nodes:
             return None
         is_equal = _form(nodes[0]) == _form(other)
-        if not is_equal and function_name(other.target) != _CAST:
+        if not is_equal and not _is_cast(other, torch.float32, _NARROW):
             return None
         pairs.append(_Pair(nodes[0], other, not is_equal))
-        nodes = nodes[1:] if is_equal else nodes
+        if is_equal:
+            nodes.popleft()
     return None if nodes else pairs
+
+
+def _is_cast(node: fx.Node, *dtypes: torch.dtype) -> bool:
+    given = tree_leaves((node.args, node.kwargs))
+    return function_name(node.target) == _CAST and any(dtype in given for dtype in dtypes)
 
 
 def _form(node: fx.Node) -> tuple[Any, ...]:
@@ -135,17 +131,19 @@ def _follow(pairs: list[_Pair]) -> None:
     for node, narrow, is_inserted in pairs:
         given = tree_leaves((narrow.args, narrow.kwargs))
         if is_inserted:
-            source, cast = own[given[0]], DtypeCast(to_autocast=_NARROW in given)
+            source, cast = own[given[0]], DtypeCast(to_autocast=_is_cast(narrow, _NARROW))
             with node.graph.inserting_before(node):
                 own[narrow] = node.graph.call_function(cast, (source,))
             own[narrow].meta = {**narrow.meta, "val": source.meta["val"]}
             continue
         own[narrow] = node
+        if AUTOCAST in narrow.meta:  # a region that is entered under autocast only
+            node.meta[AUTOCAST] = narrow.meta[AUTOCAST]
         leaves, structure = tree_flatten((node.args, node.kwargs))
         nodes = [
             own[x] if isinstance(x, fx.Node) else y for x, y in zip(given, leaves, strict=True)
         ]
         node.args, node.kwargs = tree_unflatten(nodes, structure)
-        if function_name(node.target) == _CAST and _NARROW in given and _NARROW not in leaves:
+        if _is_cast(narrow, _NARROW) and not _is_cast(node, _NARROW):
             node.target, node.kwargs = DtypeCast(to_autocast=True), {}
             node.args = node.args[:1]

@@ -1,5 +1,7 @@
 """Exported casts to another tensor's dtype follow the dtype of the training."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from nets import Net, task_on
@@ -26,8 +28,17 @@ def cast_where_dtypes_differ(net, x):
 
 def cast_in_a_region(net, x):
     x = exported(x)
-    with torch.autocast("cpu", enabled=False):
-        return (x.float() / 7).to(x.dtype).sin()
+    with torch.no_grad():
+        scale = (x.float() / 7).to(x.dtype)
+    return x * scale.sin()
+
+
+def leave_autocast(net, x):
+    """As routers of transformers do."""
+    x, is_enabled = exported(x), torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", enabled=False) if is_enabled else nullcontext():
+        scale = net.first(x.float())
+    return scale.to(x.dtype).sin()
 
 
 def cast_by_name_too(net, x):
@@ -47,7 +58,9 @@ def gradients(model, net, x, dtype):
     return [model.get_parameter(name).grad.clone() for name, _ in net.named_parameters()]
 
 
-MIDDLES = [cast_back, cast_where_dtypes_differ, cast_in_a_region, cast_by_name_too]
+MIDDLES = [
+    cast_back, cast_where_dtypes_differ, cast_in_a_region, leave_autocast, cast_by_name_too,
+]  # fmt: skip
 
 
 def assert_equal(net, graph, x, dtype=None):
