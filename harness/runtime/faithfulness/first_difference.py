@@ -61,8 +61,8 @@ class _Results:
         self.by_print[key].append(seen)
         if tensor.requires_grad and not tensor.is_leaf:
 
-            def keep(gradient: Tensor) -> None:
-                seen.gradient = _fingerprint(gradient)
+            def keep(gradient: Tensor | None) -> None:
+                seen.gradient = None if gradient is None else _fingerprint(gradient)
 
             tensor.register_hook(keep)
         return key, seen

@@ -28,15 +28,15 @@ from harness.runtime.tracing.constructs import (
     function_name,
     is_view,
 )
-from harness.runtime.tracing.export_casts import (
-    follow_training_dtype,
-    may_follow,
-    under_autocast,
-)
 from harness.runtime.tracing.export_modes import JoinedSamples, KnownValues
 from harness.runtime.tracing.kept_calls import ExportedFunctions, join_vmaps, loops_found
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
 from harness.runtime.tracing.tracer import users_frame
+from harness.runtime.tracing.training_dtype import (
+    follow_training_dtype,
+    may_follow,
+    under_autocast,
+)
 from harness.runtime.tracing.writes import read_written
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

@@ -52,6 +52,7 @@ from harness.runtime.tracing.module_calls import is_own_norm, plain_norm
 from harness.runtime.tracing.packing import join_packed
 from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.tracer import ModelTracer
+from harness.runtime.tracing.training_dtype import follow_dtype_reads
 from harness.runtime.tracing.tuples import index_fields
 
 # Names of values that the executor adds.
@@ -342,6 +343,7 @@ def _module(
         if is_own_norm(part) and path not in whole:
             module.set_submodule(path, plain_norm(part))
     module.meta[WRITTEN] = frozenset(states)
+    follow_dtype_reads(module, examples)
     index_fields(module, _values_of(module, examples))
     fold_constants(module, examples)
     keep_regions(module)

@@ -1,4 +1,4 @@
-"""Exported casts to another tensor's dtype follow the dtype of the training."""
+"""Casts to another tensor's dtype, and random draws in it, follow the dtype of the training."""
 
 from contextlib import nullcontext
 
@@ -7,6 +7,7 @@ import torch
 from nets import Net, task_on
 
 from harness.runtime.capture.capture import capture
+from harness.runtime.tracing.training_dtype import DtypeCast
 
 
 def exported(x):
@@ -53,13 +54,31 @@ def branch(net, x):
 
 def gradients(model, net, x, dtype):
     model.zero_grad()
+    torch.manual_seed(1)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         model(x).to(x.dtype).square().sum().backward()
     return [model.get_parameter(name).grad.clone() for name, _ in net.named_parameters()]
 
 
+def drop_samples(net, x):
+    """As layers of stochastic depth do."""
+    x = exported(x)
+    drawn = torch.rand((x.shape[0], 1), dtype=x.dtype, device=x.device)
+    return x * torch.floor(0.5 + drawn)
+
+
+def traced_cast(net, x):
+    return (x.float() / 7).to(x.dtype).sin() + (x.float() / 3).type(x.dtype)
+
+
+def traced_draw(net, x):
+    drawn = torch.rand((x.shape[0], 1), dtype=x.dtype, device=x.device)
+    return x * torch.floor(0.5 + drawn)
+
+
 MIDDLES = [
     cast_back, cast_where_dtypes_differ, cast_in_a_region, leave_autocast, cast_by_name_too,
+    drop_samples, traced_cast, traced_draw,
 ]  # fmt: skip
 
 
@@ -74,6 +93,16 @@ def test_a_cast_follows_autocast(middle, dtype):
     torch.manual_seed(0)
     net, x = Net(middle), torch.randn(6, 4)
     assert_equal(net, capture(task_on(net), 6, "net").module, x, dtype)
+
+
+@pytest.mark.parametrize("between", [exported, torch.tanh])
+def test_a_cast_stays_where_autocast_is_another_on_gpus(between):
+    def of_a_norm(net, x):
+        normed = torch.nn.functional.layer_norm(between(x), (4,))
+        return (normed.float() / 7).to(normed.dtype)
+
+    module = capture(task_on(Net(of_a_norm)), 6, "net").module
+    assert not any(isinstance(node.target, DtypeCast) for node in module.graph.nodes)
 
 
 def test_a_cast_to_a_weights_dtype_follows_the_weights():

@@ -1,0 +1,236 @@
+"""Casts to another tensor's dtype (`y.to(x.dtype)`), and random draws in it, whose dtype an export
+records as a fixed one.
+
+A model with such is exported twice, in fp32 and under autocast. Those that have autocast's dtype in
+the second export follow the dtype of the training. Casts that only the second has (`if x.dtype !=
+w.dtype`), and regions without autocast, are inserted into the first:
+
+    in fp32                      under autocast               follows
+    to(linear, float32)          to(linear, bfloat16)         to(linear)
+    linear_1(linear)             linear_1(to(linear, fp32))   linear_1(to(linear, fp32))
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from harness.runtime.capture.meta_copy import fake, fake_copy
+from harness.runtime.capture.operators import ALWAYS_RANDOM
+from harness.runtime.tracing.constructs import AUTOCAST, OpaqueFunction, function_name
+
+_CAST = "to"
+_NARROW = torch.bfloat16  # stands for fp16, too
+# What a GPU's autocast computes in fp32, and a CPU's in the dtype of the inputs.
+# Source: PyTorch, Automatic Mixed Precision package, op-specific behavior.
+_WIDE_ON_GPUS = {
+    "__pow__", "__rpow__", "__rtruediv__", "acos", "asin", "cdist", "cosh", "cosine_similarity",
+    "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm", "layer_norm", "log",
+    "log10", "log1p", "log2", "log_softmax", "norm", "normalize", "pow", "prod", "reciprocal",
+    "renorm", "rsqrt", "sinh", "softmax", "softmin", "softplus", "sum", "tan",
+}  # fmt: skip
+
+Run = Callable[..., object]
+
+
+class DtypeCast(OpaqueFunction):
+    """Casts to fp32, unless the tensor is wider.
+
+    Args:
+        to_autocast: casts to autocast's dtype where that is enabled.
+    """
+
+    def __init__(self, *, to_autocast: bool) -> None:
+        super().__init__(_CAST)
+        self._to_autocast = to_autocast
+
+    def __call__(self, x: Tensor) -> Tensor:
+        narrow = _autocast_dtype(x.device) if self._to_autocast else None
+        return x.to(narrow or torch.promote_types(x.dtype, torch.float32))
+
+
+class DtypeDraw(OpaqueFunction):
+    """Draws random numbers of autocast's dtype where that is enabled."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__(function_name(draw))
+        self._draw = draw
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        narrow = _autocast_dtype(torch.device(kwargs["device"]))
+        return self._draw(*args, **kwargs | ({"dtype": narrow} if narrow else {}))
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    is_enabled = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_enabled else None
+
+
+def under_autocast() -> torch.autocast:
+    """The context of the second export; exports run on the CPU."""
+    return torch.autocast("cpu", _NARROW)
+
+
+class _DtypeReads(TorchFunctionMode):
+    """Keeps the dtypes that are read from tensors.
+
+    Args:
+        on_gpu: by the rules of a GPU's autocast, which computes more in fp32.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        super().__init__()
+        self._on_gpu = on_gpu
+        self.found: list[torch.dtype] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._on_gpu and function_name(func) in _WIDE_ON_GPUS:
+            args = tree_map(_widened, args)
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.dtype):
+            self.found.append(result)
+        return result
+
+
+def _widened(value: Any) -> Any:
+    is_narrow = isinstance(value, Tensor) and value.dtype is _NARROW
+    return value.float() if is_narrow else value
+
+
+def _reads_of(module: nn.Module, examples: tuple[Tensor, ...], run: Run) -> bool:
+    """Whether a module reads autocast's dtype from a tensor, and the same dtypes on CPUs and GPUs.
+
+    Args:
+        run: calls the module with inputs, both of fake tensors.
+    """
+    found = []
+    for on_gpu in (False, True):
+        mode, reads = FakeTensorMode(allow_non_fake_inputs=True), _DtypeReads(on_gpu=on_gpu)
+        copied, given = fake_copy(module, mode), [fake(x, mode) for x in examples]
+        # Fake tensors have no values to read; the reads before count.
+        with suppress(Exception), mode, under_autocast(), reads:
+            run(copied, *given)
+        found.append(reads.found)
+    return _NARROW in found[0] and found[0] == found[1]
+
+
+def may_follow(module: fx.GraphModule, model: nn.Module, examples: tuple[Tensor, ...]) -> bool:
+    """Whether an export casts to fp32 or draws in it, and the model reads autocast's dtype from a
+    tensor. Runs the model on fake tensors, which takes a tenth of the time of an export."""
+    nodes = module.graph.nodes
+    if not any(_is_cast(node, torch.float32) or _is_draw(node, torch.float32) for node in nodes):
+        return False
+    return _reads_of(model, examples, lambda copied, *given: copied(*given))
+
+
+def follow_training_dtype(module: fx.GraphModule, narrow: fx.GraphModule) -> None:
+    """Let casts of an export follow the dtype of the training; leave it as it is where the export
+    under autocast differs in more than casts.
+
+    Args:
+        narrow: the export under autocast.
+    """
+    _follow(_pairs(module.graph, narrow.graph) or [])
+    module.recompile()
+
+
+def follow_dtype_reads(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> None:
+    """The same in a graph of torch.fx, in which nodes read dtypes."""
+    nodes = module.graph.find_nodes(op="call_function", target=getattr)
+    reads = [node for node in nodes if node.args[1] == "dtype"]
+    values: dict[str, Any] = {}
+
+    def run(copied: fx.GraphModule, *given: Tensor) -> None:
+        interpreter = fx.Interpreter(copied, garbage_collect_values=False)
+        try:
+            interpreter.run(*given)
+        finally:
+            values.update({node.name: value for node, value in interpreter.env.items()})
+
+    if not reads or not _reads_of(module, examples, run):
+        return
+    users = (user for node in reads if values.get(node.name) is _NARROW for user in node.users)
+    for user in tuple(users):
+        if function_name(user.target) in (_CAST, "type"):
+            user.op, user.target = "call_function", DtypeCast(to_autocast=True)
+            user.args, user.kwargs = user.args[:1], {}
+        elif function_name(user.target) in ALWAYS_RANDOM and "device" in user.kwargs:
+            user.target = DtypeDraw(user.target)
+    module.recompile()
+
+
+class _Pair(NamedTuple):
+    """A node and the same under autocast; or a cast that only autocast has, and the node before
+    which it belongs."""
+
+    node: fx.Node
+    narrow: fx.Node
+    is_inserted: bool
+
+
+def _pairs(graph: fx.Graph, narrow: fx.Graph) -> list[_Pair] | None:
+    """All pairs, in order; None if the graphs differ in more than casts."""
+    pairs: list[_Pair] = []
+    nodes = deque(graph.nodes)
+    for other in narrow.nodes:
+        if not nodes:
+            return None
+        is_equal = _form(nodes[0]) == _form(other)
+        if not is_equal and not _is_cast(other, torch.float32, _NARROW):
+            return None
+        pairs.append(_Pair(nodes[0], other, not is_equal))
+        if is_equal:
+            nodes.popleft()
+    return None if nodes else pairs
+
+
+def _is_cast(node: fx.Node, *dtypes: torch.dtype) -> bool:
+    given = tree_leaves((node.args, node.kwargs))
+    return function_name(node.target) == _CAST and any(dtype in given for dtype in dtypes)
+
+
+def _is_draw(node: fx.Node, dtype: torch.dtype) -> bool:
+    is_placed = node.kwargs.get("dtype") == dtype and "device" in node.kwargs
+    return is_placed and function_name(node.target) in ALWAYS_RANDOM
+
+
+def _form(node: fx.Node) -> tuple[Any, ...]:
+    """What a node calls, and which of its arguments are nodes."""
+    name = function_name(node.target) if node.op == "call_function" else ""
+    leaves = tree_leaves((node.args, node.kwargs))
+    return node.op, name, *(isinstance(x, fx.Node) for x in leaves)
+
+
+def _follow(pairs: list[_Pair]) -> None:
+    own: dict[fx.Node, fx.Node] = {}
+    for node, narrow, is_inserted in pairs:
+        given = tree_leaves((narrow.args, narrow.kwargs))
+        if is_inserted:
+            source, cast = own[given[0]], DtypeCast(to_autocast=_is_cast(narrow, _NARROW))
+            with node.graph.inserting_before(node):
+                own[narrow] = node.graph.call_function(cast, (source,))
+            own[narrow].meta = {**narrow.meta, "val": source.meta["val"]}
+            continue
+        own[narrow] = node
+        if AUTOCAST in narrow.meta:  # a region that is entered under autocast only
+            node.meta[AUTOCAST] = narrow.meta[AUTOCAST]
+        leaves, structure = tree_flatten((node.args, node.kwargs))
+        nodes = [
+            own[x] if isinstance(x, fx.Node) else y for x, y in zip(given, leaves, strict=True)
+        ]
+        node.args, node.kwargs = tree_unflatten(nodes, structure)
+        if _is_cast(narrow, _NARROW) and not _is_cast(node, _NARROW):
+            node.target, node.kwargs = DtypeCast(to_autocast=True), {}
+            node.args = node.args[:1]
+        elif _is_draw(narrow, _NARROW) and _is_draw(node, torch.float32):
+            node.target = DtypeDraw(node.target)
