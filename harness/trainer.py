@@ -347,7 +347,7 @@ class Trainer:
         return {name.removeprefix(self._task.prefix): tensor for name, tensor in state.items()}
 
     def _save(self, directory: Path, groups: OptimizerGroups) -> None:
-        self._engine.save_sharded(directory)
+        self._engine.shard().write(directory)
         if self._world.is_first:
             groups.write(directory)
 

@@ -54,6 +54,11 @@ def _is_third_step():
     return records.exists() and records.read_bytes().count(b'"kind":"step"') >= 2
 
 
+def be_killed(*_):
+    time.sleep(1.0)  # until the state of the step before is saved on all ranks
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @fx.wrap
 def troubled(x):
     """Does nothing, until the last rank is in its third step."""
@@ -61,7 +66,7 @@ def troubled(x):
         return x * 1.0
     if _fault not in CHANGE_FAULTS and _is_third_step():
         if _fault == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+            be_killed()
         if _fault == "hang":
             time.sleep(600)
         if _fault == "stopped":
@@ -92,7 +97,7 @@ def make_model(fault, n_classes, n_channels, image_size):
     _fault = fault
     if fault in CHANGE_FAULTS and os.environ["OMPI_COMM_WORLD_RANK"] == "2":
         where, name = CHANGE_FAULTS[fault]
-        setattr(where, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(where, name, be_killed)
     return Model(n_channels * image_size**2, n_classes)
 
 

@@ -212,8 +212,6 @@ def copy_shards(hostnames: list[str], context: Context) -> list[str]:
     data = {f"shard{k}": bytes([k]) * (1500 + 700 * k) for k in range(context.world.size)}
     (disk / f"shard{rank}").write_bytes(data[f"shard{rank}"])
     dist.barrier()
-    copies.copy_to_second_host(
-        [disk / name for name in data], world_of(rank, len(data), hosts=hostnames)
-    )
+    copies.copy_to_second_host([disk / name for name in data], hostnames, dist.group.WORLD)
     dist.barrier()
     return sorted(path.name for path in disk.iterdir() if path.read_bytes() == data[path.name])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -45,7 +44,7 @@ from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
 from harness.runtime.executor.sharded.owners import Owners, scatter_buckets
 from harness.runtime.executor.shards.forms import Forms, choose_forms, warn_of_gathered
 from harness.runtime.executor.shards.pointwise import RandomState
-from harness.runtime.executor.state.files import save_sharded
+from harness.runtime.executor.state.files import Shard, shard_of
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
 from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
@@ -369,11 +368,11 @@ class ExecutorEngine:
         if self._stash is not None:
             self._stash.updated()
 
-    def save_sharded(self, directory: Path, run: str = "") -> None:
-        """Write this rank's slices of the state, for `load_sharded`; all ranks must call it."""
+    def shard(self, run: str = "") -> Shard:
+        """This rank's slices of the state, for `load_sharded`; all ranks must call it."""
         self.flush()
-        parts = self._gatherer, self._optimizer, self._random.step, self._world, directory
-        save_sharded(*parts, run=run, norms=self.layer_norms)
+        parts = self._gatherer, self._optimizer, self._random.step, self._world
+        return shard_of(*parts, run=run, norms=self.layer_norms)
 
     def held_state(self) -> HeldState:
         """This rank's part of the state, for a change of strategy."""

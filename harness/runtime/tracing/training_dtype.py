@@ -1,5 +1,5 @@
-"""Casts to another tensor's dtype (`y.to(x.dtype)`), and random draws in it, whose dtype an export
-records as a fixed one.
+"""Casts to another tensor's dtype (`y.to(x.dtype)`), random draws in it, and its least number as a
+mask (`torch.finfo(x.dtype).min`), which an export records as those of fp32.
 
 A model with such is exported twice, in fp32 and under autocast. Those that have autocast's dtype in
 the second export follow the dtype of the training. Casts that only the second has (`if x.dtype !=
@@ -12,6 +12,7 @@ w.dtype`), and regions without autocast, are inserted into the first:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,7 +28,7 @@ from harness.runtime.capture.meta_copy import fake, fake_copy
 from harness.runtime.capture.operators import ALWAYS_RANDOM
 from harness.runtime.tracing.constructs import AUTOCAST, OpaqueFunction, function_name
 
-_CAST = "to"
+_CAST, _FILL = "to", "masked_fill"
 _NARROW = torch.bfloat16  # stands for fp16, too
 # What a GPU's autocast computes in fp32, and a CPU's in the dtype of the inputs.
 # Source: PyTorch, Automatic Mixed Precision package, op-specific behavior.
@@ -67,6 +68,17 @@ class DtypeDraw(OpaqueFunction):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         narrow = _autocast_dtype(torch.device(kwargs["device"]))
         return self._draw(*args, **kwargs | ({"dtype": narrow} if narrow else {}))
+
+
+class MaskedFill(OpaqueFunction):
+    """Fills with the least or largest number of the tensor's dtype, where that in fp32 is given."""
+
+    def __init__(self, fill: Any) -> None:
+        super().__init__(_FILL)
+        self._fill = fill
+
+    def __call__(self, x: Tensor, mask: Tensor, number: float) -> Any:
+        return self._fill(x, mask, math.copysign(torch.finfo(x.dtype).max, number))
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -125,10 +137,10 @@ def _reads_of(module: nn.Module, examples: tuple[Tensor, ...], run: Run) -> bool
 
 
 def may_follow(module: fx.GraphModule, model: nn.Module, examples: tuple[Tensor, ...]) -> bool:
-    """Whether an export casts to fp32 or draws in it, and the model reads autocast's dtype from a
-    tensor. Runs the model on fake tensors, which takes a tenth of the time of an export."""
-    nodes = module.graph.nodes
-    if not any(_is_cast(node, torch.float32) or _is_draw(node, torch.float32) for node in nodes):
+    """Whether an export has what may follow, and the model reads autocast's dtype from a tensor.
+    Runs the model on fake tensors, which takes a tenth of the time of an export."""
+    kinds = _is_cast, _is_draw, _is_fill
+    if not any(is_kind(n, torch.float32) for n in module.graph.nodes for is_kind in kinds):
         return False
     return _reads_of(model, examples, lambda copied, *given: copied(*given))
 
@@ -204,6 +216,12 @@ def _is_draw(node: fx.Node, dtype: torch.dtype) -> bool:
     return is_placed and function_name(node.target) in ALWAYS_RANDOM
 
 
+def _is_fill(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a mask is filled with the least or largest number of a dtype, out of place."""
+    is_whole = function_name(node.target) == _FILL and len(node.args) == 3
+    return is_whole and node.args[2] in (torch.finfo(dtype).min, torch.finfo(dtype).max)
+
+
 def _form(node: fx.Node) -> tuple[Any, ...]:
     """What a node calls, and which of its arguments are nodes."""
     name = function_name(node.target) if node.op == "call_function" else ""
@@ -234,3 +252,5 @@ def _follow(pairs: list[_Pair]) -> None:
             node.args = node.args[:1]
         elif _is_draw(narrow, _NARROW) and _is_draw(node, torch.float32):
             node.target = DtypeDraw(node.target)
+        elif _is_fill(narrow, _NARROW) and _is_fill(node, torch.float32):
+            node.target = MaskedFill(node.target)

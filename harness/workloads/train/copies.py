@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 
 from harness.measure.store import replacing
-from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks
 from harness.runtime.ranks.sharing import has_size
-from harness.runtime.ranks.world import World
 
 # Of a file, at once in the memory of both hosts.
 _BLOCK_BYTES = 64 << 20
@@ -35,23 +33,25 @@ def second_host_of(rank: int, hostnames: Sequence[str]) -> int | None:
     return there[ranks[own].index(rank) % len(there)]
 
 
-def copy_to_second_host(paths: Sequence[Path], world: World) -> None:
+def copy_to_second_host(
+    paths: Sequence[Path], hostnames: Sequence[str], group: dist.ProcessGroup
+) -> None:
     """Copy each rank's file to the same path on the next host, unless the hosts share a disk; all
     ranks must call it.
 
     Args:
         paths: by rank, the same on all ranks.
+        hostnames: of the ranks, which are on several hosts.
+        group: of all ranks, by gloo.
 
     Raises:
         ResultsError: a copy cannot be written.
     """
-    me, keepers = world.rank, [second_host_of(rank, world.hostnames) for rank in range(world.size)]
-    if keepers[me] is None:
-        return
-    sizes = [round(size) for size in gather_numbers(paths[me].stat().st_size, world)]
+    me, keepers = dist.get_rank(group), [second_host_of(k, hostnames) for k in range(len(paths))]
+    sizes = [size for (size,) in _gathered([paths[me].stat().st_size], group)]
     kept = [rank for rank, keeper in enumerate(keepers) if keeper == me]
     lacking = [rank in kept and not has_size(paths[rank], n) for rank, n in enumerate(sizes)]
-    is_lacking = [number > 0 for number in maximum_over_ranks(lacking, world)]
+    is_lacking = [any(column) for column in zip(*_gathered(lacking, group), strict=True)]
     with ExitStack() as files:
         copies = {k: files.enter_context(_written(paths[k])) for k in kept if is_lacking[k]}
         own = files.enter_context(paths[me].open("rb")) if is_lacking[me] else None
@@ -59,17 +59,25 @@ def copy_to_second_host(paths: Sequence[Path], world: World) -> None:
         for at in range(0, longest, _BLOCK_BYTES):
             messages, received = [], {}
             if own is not None and (data := own.read(_BLOCK_BYTES)):
-                block = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(world.wire)
-                messages.append(dist.P2POp(dist.isend, block, keepers[me]))
+                block = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                messages.append(dist.P2POp(dist.isend, block, keepers[me], group))
             for rank in copies:
                 if n_bytes := min(_BLOCK_BYTES, max(0, sizes[rank] - at)):
-                    block = torch.empty(n_bytes, dtype=torch.uint8, device=world.wire)
-                    messages.append(dist.P2POp(dist.irecv, block, rank))
+                    block = torch.empty(n_bytes, dtype=torch.uint8)
+                    messages.append(dist.P2POp(dist.irecv, block, rank, group))
                     received[rank] = block
             for work in dist.batch_isend_irecv(messages):
                 work.wait()
             for rank, block in received.items():
-                copies[rank].write(block.cpu().numpy().tobytes())
+                copies[rank].write(block.numpy().tobytes())
+
+
+def _gathered(values: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Every rank's numbers, by rank."""
+    mine = torch.tensor(values, dtype=torch.int64)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    return [row.tolist() for row in rows]
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from harness.domain.run import RunHeader
@@ -33,24 +32,30 @@ from harness.runtime.ranks.sharing import Fetch, fetch_nothing
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Continuation, config_json
 from harness.workloads.train.config import STRATEGIES, TrainCase, is_file, parse_change
-from harness.workloads.train.copies import copy_to_second_host
 
 if TYPE_CHECKING:
     from harness.runtime.executor.engine import ExecutorEngine
     from harness.runtime.executor.state.survivor import Survivor
+    from harness.workloads.train.saves import BackgroundSaves
     from harness.workloads.train.setup import Training
 
 _log = logging.getLogger(__name__)
 
 
 class StateKeeper:
-    """Saves one rank's part of the state; steps are the measured ones, warm-up below 0."""
+    """Saves one rank's part of the state; steps are the measured ones, warm-up below 0. All ranks
+    must make one."""
 
     def __init__(self, case: TrainCase, context: Context) -> None:
         self._case, self._context = case, context
         self._engine: ExecutorEngine | None = None
         self._survivor: Survivor | None = None
+        self._saves: BackgroundSaves | None = None
         self._step = 0
+        if case.save_every or case.until is not None:
+            from harness.workloads.train.saves import BackgroundSaves
+
+            self._saves = BackgroundSaves(context.world, context.recorder)
 
     def begin_step(self, step: int, training: Training) -> None:
         """Remember the state before a step, in case that another rank dies in it."""
@@ -65,21 +70,21 @@ class StateKeeper:
         self._survivor.begin_step()
 
     def end_step(self, step: int, training: Training) -> None:
-        """Save the state after a step if it is time; all ranks must call it."""
+        """Begin to save the state after a step if it is time; all ranks must call it."""
         every, after = self._case.save_every, step + 1
         is_scheduled = bool(every) and after > 0 and after % (every or 1) == 0
-        if not is_scheduled and after != self._case.until:
+        if self._saves is None or not (is_scheduled or after == self._case.until):
             return
-        from harness.runtime.executor.state.files import shard_name
-
         start_s = time.perf_counter()
-        directory, world = self._directory(SCHEDULED, after), self._context.world
-        # Other engines were refused.
-        training.executor.save_sharded(directory, self._context.run_dir.name)
-        if every:
-            copy_to_second_host([directory / shard_name(rank) for rank in range(world.size)], world)
-            rmtree(self._directory(SCHEDULED, after - N_KEPT * every), ignore_errors=True)
+        shard = training.executor.shard(self._context.run_dir.name)  # others were refused
+        outdated = self._directory(SCHEDULED, after - N_KEPT * every) if every else None
+        self._saves.start(shard, self._directory(SCHEDULED, after), outdated)
         self._context.recorder.sample("save_s", time.perf_counter() - start_s)
+
+    def close(self) -> None:
+        """Wait until the last state is written; all ranks must call it after the last step."""
+        if self._saves is not None:
+            self._saves.wait()
 
     def _directory(self, kind: str, step: int) -> Path:
         """That of the state before a measured step."""

@@ -250,7 +250,7 @@ def _save(case: TrainCase, training: Training, context: Context) -> None:
             averaged = training.engine.averaged_state(is_for_first=True)
             _save_model(training, context, averaged, "averaged")
     if case.save_sharded:
-        training.executor.save_sharded(context.run_dir / "state", context.run_dir.name)
+        training.executor.shard(context.run_dir.name).write(context.run_dir / "state")
 
 
 def _prepare(case: TrainCase, context: Context) -> tuple[Training, Planned | None]:
@@ -301,6 +301,7 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     is_last = case.until is None or case.until >= training.n_steps
     with keeper.surviving():
         loop.measure(training.n_steps if is_last else case.until or 0)
+        keeper.close()
     if changes is not None:
         changes.close()
     training = loop.training

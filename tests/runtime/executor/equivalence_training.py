@@ -339,7 +339,7 @@ def train_and_move(move: Move, world: World) -> Trace:
 def train_and_save(move: Move, world: World) -> list[float]:
     """Train the first steps and write every rank's part; their losses."""
     losses, engine = _train_before(move, world)
-    engine.save_sharded(Path(move.directory))
+    engine.shard().write(Path(move.directory))
     return losses
 
 

@@ -67,6 +67,11 @@ def drop_samples(net, x):
     return x * torch.floor(0.5 + drawn)
 
 
+def mask(net, x):
+    scores = exported(x)
+    return scores.masked_fill(scores > 0, torch.finfo(scores.dtype).min).softmax(1)
+
+
 def traced_cast(net, x):
     return (x.float() / 7).to(x.dtype).sin() + (x.float() / 3).type(x.dtype)
 
@@ -78,7 +83,7 @@ def traced_draw(net, x):
 
 MIDDLES = [
     cast_back, cast_where_dtypes_differ, cast_in_a_region, leave_autocast, cast_by_name_too,
-    drop_samples, traced_cast, traced_draw,
+    drop_samples, mask, traced_cast, traced_draw,
 ]  # fmt: skip
 
 

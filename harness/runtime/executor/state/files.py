@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -71,22 +72,49 @@ class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError("a name is twice among the parameters: save the state again")
 
 
-def save_sharded(
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One rank's slices of a state, in the host's memory.
+
+    Attributes:
+        shared: names of the tensors that training changes in its next step.
+    """
+
+    rank: int
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    shared: frozenset[str]
+
+    @property
+    def n_shared_bytes(self) -> int:
+        return sum(self.tensors[name].nbytes for name in self.shared)
+
+    def copied(self) -> Shard:
+        """The same, which training does not change."""
+        copies = {name: self.tensors[name].clone() for name in self.shared}
+        return replace(self, tensors=self.tensors | copies, shared=frozenset())
+
+    def write(self, directory: Path) -> None:
+        """Write `shardRANK.safetensors`, atomically."""
+        with replacing(directory / shard_name(self.rank)) as temporary:
+            save_file(self.tensors, str(temporary), metadata=self.metadata)
+
+
+def shard_of(
     gatherer: StateGatherer,
     optimizer: Optimizer,
     step: int,
     world: World,
-    directory: Path,
     *,
     run: str = "",
     is_survivor: bool = False,
     norms: NormSums | LayerNorms | None = None,
-) -> None:
-    """Write this rank's slices as `shardRANK.safetensors`, atomically.
+) -> Shard:
+    """This rank's slices; ranks need not call it together.
 
     Args:
         run: name of the run, so that shards of two are not taken for one state.
-        is_survivor: write also slices that other ranks hold, because one of them is lost.
+        is_survivor: take also slices that other ranks hold, because one of them is lost.
     """
     parts = dict(_named(gatherer.rank_parts(optimizer, has_copies=is_survivor)))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()}
@@ -103,9 +131,14 @@ def save_sharded(
     )
     text = msgspec.json.encode(metadata).decode()
     fresh = msgspec.json.encode(gatherer.names_without_state(optimizer)).decode()
-    with replacing(directory / shard_name(world.rank)) as temporary:
-        told = {"format": _FORMAT, "state": text, _FRESH: fresh}
-        save_file(tensors, str(temporary), metadata=told)
+    return Shard(
+        rank=world.rank,
+        tensors=tensors,
+        metadata={"format": _FORMAT, "state": text, _FRESH: fresh},
+        shared=frozenset(
+            name for name, tensor in parts.items() if tensors[name].data_ptr() == tensor.data_ptr()
+        ),
+    )
 
 
 class _Joined(Mapping[str, Tensor]):
@@ -127,7 +160,7 @@ class _Joined(Mapping[str, Tensor]):
 
 
 def load_sharded(directory: Path) -> dict[str, Any]:
-    """Read the state that all ranks wrote with `save_sharded`, as `ExecutorEngine.full_state`.
+    """Read the state whose shards all ranks wrote, as `ExecutorEngine.full_state`.
 
     Raises:
         ResultsError: a shard or a part of a tensor is missing, or shards are of different saves.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from harness.errors import ResultsError
-from harness.runtime.executor.state.files import save_sharded
+from harness.runtime.executor.state.files import shard_of
 from harness.runtime.ranks.world import World
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ class Survivor:
         if n_more == 0:
             for tensor, before in zip(self._buffers, self._before, strict=True):
                 tensor.detach().copy_(before)
-        save_sharded(
-            self._held.gatherer, self._held.optimizer, self._step + n_more, self._world, directory,
+        shard = shard_of(
+            self._held.gatherer, self._held.optimizer, self._step + n_more, self._world,
             run=run, is_survivor=True, norms=sums,
         )  # fmt: skip
+        shard.write(directory)
