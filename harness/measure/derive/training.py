@@ -46,8 +46,8 @@ class TrainingSummary:
         no_sync_exposed_s: second estimate: median step minus median `no_sync_step_s`.
         slowed_compute_s: contention: median compute in a step minus that in steps without
             synchronisation. The second estimate includes it, the first does not.
-        accuracy, averaged_accuracy: on held-out samples after the last epoch, by the parameters and
-            by their averages.
+        validation_loss, accuracy: on held-out samples after the last epoch, by the parameters; the
+            others by their averages.
         ring_bytes: bytes that a ring all-reduce of the gradients sends, per rank and step.
         outlier_steps: steps far above the others.
     """
@@ -82,6 +82,8 @@ class TrainingSummary:
     ring_bytes: float | None = None
     first_loss: float | None = None
     last_loss: float | None = None
+    validation_loss: float | None = None
+    averaged_validation_loss: float | None = None
     accuracy: float | None = None
     averaged_accuracy: float | None = None
     ranks: tuple[RankSummary, ...] = ()
@@ -336,12 +338,15 @@ def _ring_bytes(run: Run, n_ranks: int) -> float | None:
     return 2 * (n_ranks - 1) / n_ranks * max(known) if known else None
 
 
+_HELD_OUT = ("validation_loss", "averaged_validation_loss", "accuracy", "averaged_accuracy")
+
+
 def _learned(run: Run) -> dict[str, float]:
-    """First and last loss, and the last accuracies."""
+    """First and last loss, and the last ones on held-out samples."""
     found = {}
     if losses := _first_rank(run, "loss"):
         found = {"first_loss": losses[0], "last_loss": losses[-1]}
-    for metric in ("accuracy", "averaged_accuracy"):
+    for metric in _HELD_OUT:
         if values := _first_rank(run, metric):
             found[metric] = values[-1]
     return found

@@ -144,8 +144,8 @@ class TrainSettings(SearchFlags, ModelFlags):
     n_workers: int = 0
     """Processes per rank that load data in advance; 0 loads in the training process."""
     evaluate: bool = False
-    """After each epoch, measure the accuracy on data that are not trained by (digits, and your own
-    where its factory returns a pair). Training stands still meanwhile, and the time of an epoch
+    """After each epoch, measure loss and accuracy on data that are not trained by (digits, and your
+    own where its factory returns a pair). Training stands still meanwhile, and the time of an epoch
     does not contain it."""
     save_model: bool = False
     """Write the trained parameters to model.safetensors in the run's directory."""

@@ -1,4 +1,4 @@
-"""Accuracies on held-out samples, measured after each epoch of a training."""
+"""Loss and accuracy on held-out samples, measured after each epoch of a training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.errors import ConfigError
 from harness.runtime.data import entry_for
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import Engine
@@ -21,11 +20,7 @@ from harness.workloads.train.setup import make_task
 
 
 class Evaluation:
-    """Measures accuracies of one run; all ranks construct it, each with a copy of the model.
-
-    Raises:
-        ConfigError: the model classifies nothing.
-    """
+    """Measures one run; all ranks construct it, each with a copy of the model."""
 
     def __init__(self, case: TrainCase, context: Context) -> None:
         self._world = context.world
@@ -36,32 +31,40 @@ class Evaluation:
         self._is_averaging = case.ema is not None
         open_data: Any = entry.held_out
         assert open_data is not None, "other data were refused"
-        if not task.n_classes or task.target_shape:
-            raise ConfigError(
-                f"--evaluate counts samples whose class is found, {case.model} gives a sample no "
-                "single class: drop it"
-            )
+        self._task, self._has_classes = task, bool(task.n_classes) and not task.target_shape
         self._model = task.model.to(self._world.device).eval()
         self._data = open_data(data_options(case), task, case.batch)
         own = range(self._world.rank, len(self._data), self._world.size)
         self._parts = [list(own[at : at + case.batch]) for at in range(0, len(own), case.batch)]
 
-    def accuracies(self, engine: Engine) -> dict[str, float]:
-        """The share of held-out samples whose class is found, by metric: by the trained parameters
-        and, with --ema, by their averages. All ranks must call it."""
-        found = {"accuracy": self._accuracy(engine.model_state())}
+    def measure(self, engine: Engine) -> dict[str, float]:
+        """The mean loss of held-out samples and, where a sample has one class, the share of those
+        whose class is found, by metric: by the trained parameters and, with --ema, by their
+        averages. All ranks must call it."""
+        found = self._measured(engine.model_state())
         if self._is_averaging:
-            found["averaged_accuracy"] = self._accuracy(engine.averaged_state())
+            averaged = self._measured(engine.averaged_state())
+            found |= {f"averaged_{metric}": value for metric, value in averaged.items()}
         return found
 
     @torch.no_grad()
-    def _accuracy(self, state: dict[str, Tensor]) -> float:
+    def _measured(self, state: dict[str, Tensor]) -> dict[str, float]:
         self._model.load_state_dict(state)
-        n_right = float(sum(map(self._n_right, self._parts)))
-        counts = gather_numbers(n_right, self._world) if self._world.size > 1 else [n_right]
-        return sum(counts) / len(self._data)
+        rows = list(map(self._sums, self._parts))
+        own = [sum(column) for column in zip(*rows, strict=True)] or [0.0, 0.0, 0.0]
+        loss, n_counted, n_right = (
+            sum(gather_numbers(number, self._world)) if self._world.size > 1 else number
+            for number in own
+        )
+        found = {"validation_loss": loss / max(1.0, n_counted)}
+        return found | ({"accuracy": n_right / len(self._data)} if self._has_classes else {})
 
-    def _n_right(self, indices: list[int]) -> int:
+    def _sums(self, indices: list[int]) -> tuple[float, float, float]:
+        """Of some samples: the sum of their losses, its targets, and the classes that are found."""
         batch: Batch = self._data.__getitems__(indices).to(self._world.device)
-        found = logits_of(self._model(*batch.inputs)).argmax(dim=-1)
-        return int((found == batch.targets).sum())
+        outputs = self._model(*batch.inputs)
+        loss = self._task.sum_loss(outputs, batch.targets)
+        n_right = 0.0
+        if self._has_classes:
+            n_right = float((logits_of(outputs).argmax(dim=-1) == batch.targets).sum())
+        return float(loss), self._task.count_targets(batch.targets), n_right

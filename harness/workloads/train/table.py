@@ -215,6 +215,8 @@ _THROUGHPUT: _Columns = {
     "tokens/s": lambda s: cell(s.tokens_per_s, format_number),
     "per device": lambda s: cell(s.throughput_per_device, format_number),
     "loss": _loss,
+    "validation loss": lambda s: cell(s.validation_loss, ".4g"),
+    "averaged loss": lambda s: cell(s.averaged_validation_loss, ".4g"),
     "accuracy": lambda s: cell(s.accuracy, ".1%"),
     "averaged": lambda s: cell(s.averaged_accuracy, ".1%"),
 }

@@ -130,8 +130,8 @@ class TrainLoop:
                 recorder.sample("epoch_s", epoch_s, step=epoch - 1)
             if self._evaluation is not None:
                 recorder.step = None
-                for metric, accuracy in self._evaluation.accuracies(self.training.engine).items():
-                    recorder.sample(metric, accuracy, step=epoch - 1)
+                for metric, value in self._evaluation.measure(self.training.engine).items():
+                    recorder.sample(metric, value, step=epoch - 1)
             self._epoch_start_s = time.perf_counter()
         if self._keeper is not None:
             self._keeper.end_step(index, self.training)

@@ -1,5 +1,6 @@
-"""The loop over steps, the accuracy on digits that are held out, and losses that are refused."""
+"""The loop over steps, loss and accuracy on held-out samples, and losses that are refused."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -30,20 +31,27 @@ def test_held_out_digits_are_the_others():
     assert len(torch.cat(both).unique(dim=0)) == 1797
 
 
-def test_the_accuracy_is_the_share_of_held_out_digits_that_are_found(context):
-    model = make_task(CASE).model
+def test_loss_and_accuracy_are_those_of_the_held_out_digits(context):
+    task = make_task(CASE)
+    model = task.model
     with torch.no_grad():
         last = list(model.parameters())[-1]
         last += 100 * torch.nn.functional.one_hot(torch.tensor(3), 10)  # says 3 always
-    labels = open_digits((1, 8, 8), is_held_out=True).__getitems__(list(range(357))).targets
+    held_out = open_digits(task.inputs[0].shape, is_held_out=True)
+    batch = held_out.__getitems__(list(range(357)))
+    labels = batch.targets
     engine = SimpleNamespace(model_state=model.state_dict)
     state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     engine.averaged_state = lambda: state  # says 0 always
-    assert Evaluation(replace(CASE, ema=0.9), context).accuracies(engine) == {
+    logits = model.eval()(*batch.inputs).detach()
+    loss = float(torch.nn.functional.cross_entropy(logits, labels))
+    assert Evaluation(replace(CASE, ema=0.9), context).measure(engine) == {
+        "validation_loss": pytest.approx(loss, rel=1e-5),
+        "averaged_validation_loss": pytest.approx(math.log(10)),
         "accuracy": int((labels == 3).sum()) / 357,
         "averaged_accuracy": int((labels == 0).sum()) / 357,
     }
-    assert [*Evaluation(CASE, context).accuracies(engine)] == ["accuracy"]
+    assert [*Evaluation(CASE, context).measure(engine)] == ["validation_loss", "accuracy"]
 
 
 def test_the_epoch_in_which_a_run_goes_on_has_an_accuracy_but_no_time():
@@ -52,7 +60,7 @@ def test_the_epoch_in_which_a_run_goes_on_has_an_accuracy_but_no_time():
     plan = SimpleNamespace(n_steps_per_epoch=10, sizes=lambda step: [4])
     training = SimpleNamespace(plan=plan, engine=SimpleNamespace(n_synchronisations=0), n_steps=20)
     context = SimpleNamespace(world=SimpleNamespace(rank=0, interface="lo"), recorder=recorder)
-    evaluation = SimpleNamespace(accuracies=lambda engine: {"accuracy": 0.5})
+    evaluation = SimpleNamespace(measure=lambda engine: {"accuracy": 0.5})
     loop = TrainLoop(training, context, 1, evaluation=evaluation, first=5)
     for index in range(5, 20):
         loop._between(index)
