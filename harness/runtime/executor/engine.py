@@ -44,7 +44,7 @@ from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
 from harness.runtime.executor.sharded.owners import Owners, scatter_buckets
 from harness.runtime.executor.shards.forms import Forms, choose_forms, warn_of_gathered
 from harness.runtime.executor.shards.pointwise import RandomState
-from harness.runtime.executor.state.files import Shard, shard_of
+from harness.runtime.executor.state.files import StateShard, state_shard
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
 from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels
@@ -368,11 +368,11 @@ class ExecutorEngine:
         if self._stash is not None:
             self._stash.updated()
 
-    def shard(self, run: str = "") -> Shard:
+    def shard(self, run: str = "") -> StateShard:
         """This rank's slices of the state, for `load_sharded`; all ranks must call it."""
         self.flush()
         parts = self._gatherer, self._optimizer, self._random.step, self._world
-        return shard_of(*parts, run=run, norms=self.layer_norms)
+        return state_shard(*parts, run=run, norms=self.layer_norms)
 
     def held_state(self) -> HeldState:
         """This rank's part of the state, for a change of strategy."""

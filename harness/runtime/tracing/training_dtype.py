@@ -39,8 +39,6 @@ _WIDE_ON_GPUS = {
     "renorm", "rsqrt", "sinh", "softmax", "softmin", "softplus", "sum", "tan",
 }  # fmt: skip
 
-Run = Callable[..., object]
-
 
 class DtypeCast(OpaqueFunction):
     """Casts to fp32, unless the tensor is wider.
@@ -119,7 +117,7 @@ def _widened(value: Any) -> Any:
     return value.float() if is_narrow else value
 
 
-def _reads_of(module: nn.Module, examples: tuple[Tensor, ...], run: Run) -> bool:
+def _reads_of(module: nn.Module, examples: tuple[Tensor, ...], run: Callable[..., object]) -> bool:
     """Whether a module reads autocast's dtype from a tensor, and the same dtypes on CPUs and GPUs.
 
     Args:
@@ -181,7 +179,7 @@ def follow_dtype_reads(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> 
     module.recompile()
 
 
-class _Pair(NamedTuple):
+class _Twins(NamedTuple):
     """A node and the same under autocast; or a cast that only autocast has, and the node before
     which it belongs."""
 
@@ -190,9 +188,9 @@ class _Pair(NamedTuple):
     is_inserted: bool
 
 
-def _pairs(graph: fx.Graph, narrow: fx.Graph) -> list[_Pair] | None:
+def _pairs(graph: fx.Graph, narrow: fx.Graph) -> list[_Twins] | None:
     """All pairs, in order; None if the graphs differ in more than casts."""
-    pairs: list[_Pair] = []
+    pairs: list[_Twins] = []
     nodes = deque(graph.nodes)
     for other in narrow.nodes:
         if not nodes:
@@ -200,7 +198,7 @@ def _pairs(graph: fx.Graph, narrow: fx.Graph) -> list[_Pair] | None:
         is_equal = _form(nodes[0]) == _form(other)
         if not is_equal and not _is_cast(other, torch.float32, _NARROW):
             return None
-        pairs.append(_Pair(nodes[0], other, not is_equal))
+        pairs.append(_Twins(nodes[0], other, not is_equal))
         if is_equal:
             nodes.popleft()
     return None if nodes else pairs
@@ -229,7 +227,7 @@ def _form(node: fx.Node) -> tuple[Any, ...]:
     return node.op, name, *(isinstance(x, fx.Node) for x in leaves)
 
 
-def _follow(pairs: list[_Pair]) -> None:
+def _follow(pairs: list[_Twins]) -> None:
     own: dict[fx.Node, fx.Node] = {}
     for node, narrow, is_inserted in pairs:
         given = tree_leaves((narrow.args, narrow.kwargs))

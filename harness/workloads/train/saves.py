@@ -12,7 +12,7 @@ import psutil
 import torch.distributed as dist
 
 from harness.measure.recorder import Recorder
-from harness.runtime.executor.state.files import Shard, shard_name
+from harness.runtime.executor.state.files import StateShard, shard_name
 from harness.runtime.ranks.world import World
 from harness.workloads.train.copies import copy_to_second_host
 
@@ -34,7 +34,7 @@ class BackgroundSaves:
         self._error: BaseException | None = None
         self._duration_s = 0.0
 
-    def start(self, shard: Shard, directory: Path, outdated: Path | None) -> None:
+    def start(self, shard: StateShard, directory: Path, outdated: Path | None) -> None:
         """Begin to save a state after the one before is saved; wait for its end where the host has
         no memory for a copy of what training changes.
 
@@ -72,7 +72,7 @@ class BackgroundSaves:
         room: int = self._world.memory_bytes - psutil.Process().memory_info().rss
         return n_bytes < room
 
-    def _save(self, shard: Shard, directory: Path, outdated: Path | None) -> None:
+    def _save(self, shard: StateShard, directory: Path, outdated: Path | None) -> None:
         start_s = time.perf_counter()
         try:
             shard.write(directory)

@@ -8,7 +8,7 @@ from local_ranks import world_of
 from safetensors.torch import load_file
 
 from harness.errors import ResultsError
-from harness.runtime.executor.state.files import Shard
+from harness.runtime.executor.state.files import StateShard
 from harness.workloads.train.saves import BackgroundSaves
 
 
@@ -25,19 +25,19 @@ def weight():
 @pytest.fixture
 def shard(weight):
     named = {"model 0:3 weight": weight}
-    return Shard(rank=0, tensors=named, metadata={}, shared=frozenset(named))
+    return StateShard(rank=0, tensors=named, metadata={}, shared=frozenset(named))
 
 
 @pytest.fixture
 def may_write(monkeypatch):
     """Shards are written once it is set."""
-    event, write = threading.Event(), Shard.write
+    event, write = threading.Event(), StateShard.write
 
     def wait_and_write(shard, directory):
         assert event.wait(60)
         write(shard, directory)
 
-    monkeypatch.setattr(Shard, "write", wait_and_write)
+    monkeypatch.setattr(StateShard, "write", wait_and_write)
     return event
 
 
@@ -74,7 +74,7 @@ def test_a_failed_save_ends_the_training(tmp_path, shard, monkeypatch):
     def fail(shard, directory):
         raise ResultsError("no space left")
 
-    monkeypatch.setattr(Shard, "write", fail)
+    monkeypatch.setattr(StateShard, "write", fail)
     background = BackgroundSaves(world_of(0, 1), Samples())
     background.start(shard, tmp_path, None)
     with pytest.raises(ResultsError, match="no space left"):
@@ -83,6 +83,6 @@ def test_a_failed_save_ends_the_training(tmp_path, shard, monkeypatch):
 
 def test_without_memory_for_a_copy_training_waits(tmp_path, shard, monkeypatch):
     monkeypatch.setattr(BackgroundSaves, "_has_room", lambda *_: False)
-    monkeypatch.setattr(Shard, "copied", lambda _: pytest.fail("there is no memory"))
+    monkeypatch.setattr(StateShard, "copied", lambda _: pytest.fail("there is no memory"))
     BackgroundSaves(world_of(0, 1), Samples()).start(shard, tmp_path, None)
     assert written(tmp_path) == [0, 0, 0]

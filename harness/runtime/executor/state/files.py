@@ -73,7 +73,7 @@ class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class StateShard:
     """One rank's slices of a state, in the host's memory.
 
     Attributes:
@@ -89,7 +89,7 @@ class Shard:
     def n_shared_bytes(self) -> int:
         return sum(self.tensors[name].nbytes for name in self.shared)
 
-    def copied(self) -> Shard:
+    def copied(self) -> StateShard:
         """The same, which training does not change."""
         copies = {name: self.tensors[name].clone() for name in self.shared}
         return replace(self, tensors=self.tensors | copies, shared=frozenset())
@@ -100,7 +100,7 @@ class Shard:
             save_file(self.tensors, str(temporary), metadata=self.metadata)
 
 
-def shard_of(
+def state_shard(
     gatherer: StateGatherer,
     optimizer: Optimizer,
     step: int,
@@ -109,7 +109,7 @@ def shard_of(
     run: str = "",
     is_survivor: bool = False,
     norms: NormSums | LayerNorms | None = None,
-) -> Shard:
+) -> StateShard:
     """This rank's slices; ranks need not call it together.
 
     Args:
@@ -131,7 +131,7 @@ def shard_of(
     )
     text = msgspec.json.encode(metadata).decode()
     fresh = msgspec.json.encode(gatherer.names_without_state(optimizer)).decode()
-    return Shard(
+    return StateShard(
         rank=world.rank,
         tensors=tensors,
         metadata={"format": _FORMAT, "state": text, _FRESH: fresh},

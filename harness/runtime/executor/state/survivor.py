@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from harness.errors import ResultsError
-from harness.runtime.executor.state.files import shard_of
+from harness.runtime.executor.state.files import state_shard
 from harness.runtime.ranks.world import World
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Survivor:
         if n_more == 0:
             for tensor, before in zip(self._buffers, self._before, strict=True):
                 tensor.detach().copy_(before)
-        shard = shard_of(
+        shard = state_shard(
             self._held.gatherer, self._held.optimizer, self._step + n_more, self._world,
             run=run, is_survivor=True, norms=sums,
         )  # fmt: skip
