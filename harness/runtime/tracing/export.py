@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from typing import Any
 
@@ -69,9 +69,11 @@ def export(
     fixed: list[str | None] = []
     module = _exported(model, examples, whole, fixed)
     if may_follow(module, model, examples):
-        with under_autocast():
+        narrow = None
+        with suppress(Exception), under_autocast():  # which some operators do not know
             narrow = _exported(model, examples, whole, [])
-        follow_training_dtype(module, narrow)
+        if narrow is not None:
+            follow_training_dtype(module, narrow)
     read_written(module.graph)
     _remove_idle(module)
     _copy_attentions(module.graph)

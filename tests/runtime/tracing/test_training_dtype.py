@@ -110,6 +110,17 @@ def test_a_cast_stays_where_autocast_is_another_on_gpus(between):
     assert not any(isinstance(node.target, DtypeCast) for node in module.graph.nodes)
 
 
+def test_a_model_that_autocast_cannot_run_is_captured_for_fp32():
+    def of_complex_values(net, x):
+        x = cast_back(net, x)
+        return torch.complex(x, x).abs()
+
+    net, x = Net(of_complex_values), torch.randn(6, 4)
+    with pytest.raises(RuntimeError, match="BFloat16"), torch.autocast("cpu", torch.bfloat16):
+        net(x)
+    assert_equal(net, capture(task_on(net), 6, "net").module, x)
+
+
 def test_a_cast_to_a_weights_dtype_follows_the_weights():
     torch.manual_seed(0)
     net, x = Net(cast_where_dtypes_differ), torch.randn(6, 4)
