@@ -16,7 +16,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.plan import builders
-from harness.plan.simulate.simulator import Simulator, compile_events
+from harness.plan.simulate.simulator import Simulator, Trial
 
 _IMPORTED = (
     "harness.__main__",
@@ -54,7 +54,8 @@ def compile_simulator() -> None:
         device_kind="device", operator="layer", shape=shape, forward_s=1.0, backward_s=1.0
     )
     profile = Profile(model="one layer", measurements=[time])
-    compile_events(Simulator(graph, profile, cluster), builders.ddp(graph, cluster, 4))
+    simulator = Simulator(graph, profile, cluster)
+    Trial.from_strategy(simulator, builders.ddp(graph, cluster, 4)).outcome()
 
 
 if __name__ == "__main__":

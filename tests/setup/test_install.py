@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -208,3 +209,8 @@ def test_cards_that_stand_idle_are_told(cuda, n_gpus, is_available, is_told, mon
     text = "this host has 2 GPUs, and this torch (CUDA 13.0) cannot start them" if is_told else ""
     assert verify.gpu_problem().startswith(text)
     assert bool(verify.gpu_problem()) == is_told
+
+
+def test_the_installation_compiles_the_simulator():
+    """install.sh goes on without, and the first search would take half a minute longer."""
+    runpy.run_path(str(SCRIPT.with_name("compile.py")))["compile_simulator"]()
