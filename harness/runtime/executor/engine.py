@@ -44,7 +44,7 @@ from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
 from harness.runtime.executor.sharded.owners import Owners, scatter_buckets
 from harness.runtime.executor.shards.forms import Forms, choose_forms, warn_of_gathered
 from harness.runtime.executor.shards.pointwise import RandomState
-from harness.runtime.executor.state.files import StateShard, state_shard
+from harness.runtime.executor.state.shard import StateShard, state_shard
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
 from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
 from harness.runtime.executor.transport.channels import Channels

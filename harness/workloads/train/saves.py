@@ -12,7 +12,7 @@ import psutil
 import torch.distributed as dist
 
 from harness.measure.recorder import Recorder
-from harness.runtime.executor.state.files import StateShard, shard_name
+from harness.runtime.executor.state.shard import StateShard, shard_name
 from harness.runtime.ranks.world import World
 from harness.workloads.train.copies import copy_to_second_host
 

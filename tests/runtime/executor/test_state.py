@@ -26,12 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from harness.errors import ConfigError, ResultsError
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.state.files import (
-    StateMetadata,
-    check_sharded,
-    load_sharded,
-    open_sharded,
-)
+from harness.runtime.executor.state.files import check_sharded, load_sharded, open_sharded
+from harness.runtime.executor.state.shard import StateMetadata
 from harness.runtime.executor.state.weights import Weights
 
 AVERAGED = 3  # a seed with averages of parameters, some of which do not decay

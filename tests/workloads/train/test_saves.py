@@ -8,7 +8,7 @@ from local_ranks import world_of
 from safetensors.torch import load_file
 
 from harness.errors import ResultsError
-from harness.runtime.executor.state.files import StateShard
+from harness.runtime.executor.state.shard import StateShard
 from harness.workloads.train.saves import BackgroundSaves
 
 

@@ -1,13 +1,4 @@
-"""Files with the state of a model and its optimizer: each rank writes its slices.
-
-Each rank writes one file, with tensors named `model INTERVALS NAME` and `optimizer KEY INTERVALS
-NAME`. INTERVALS is such as `0:4,2:6`, or `-` for state without the parameter's shape. All files
-have the same `StateMetadata`.
-
-Shards of survivors are those of ranks that have lost another: each holds all slices of its rank,
-and together they are a state if they cover every tensor. Parameters that have not been updated
-since they are trained have no state of the optimizer; a survivor's shard names those of its rank.
-"""
+"""Check and read the files of a state (`state.shard`), whole or assembled when a tensor is read."""
 
 from __future__ import annotations
 
@@ -15,130 +6,27 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.optim import Optimizer
 
-from harness.domain.files import Count, decode
-from harness.domain.freezing import FreezingState
+from harness.domain.files import decode
 from harness.errors import ResultsError
-from harness.inputs import MOST_COUNT, find_int, one_line, open_regular, shorten
-from harness.measure.store import replacing
+from harness.inputs import find_int, one_line, open_regular, shorten
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.gradients.update import LayerNorms, NormSums
-from harness.runtime.executor.state.state import RankParts, StateGatherer
-from harness.runtime.ranks.world import World
-
-_FORMAT = "state shards 2"
-_UNCUT = "-"
-_FRESH = "without state"
+from harness.runtime.executor.state.shard import (
+    FORMAT,
+    FRESH,
+    UNCUT,
+    StateMetadata,
+    shard_name,
+)
 
 T = TypeVar("T")
 Pieces = list[tuple[WeightSlice, Tensor]]
-
-
-class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Metadata that all files of a state share.
-
-    Attributes:
-        names: for each name of the model's state, the first name of the same tensor.
-        parameters: names of the parameters, in the order of the optimizer's numbers.
-        is_survivors: shards may be missing, and slices may be in several of them.
-        shapes: by the first name of each tensor of the model's state.
-        trained: parameters that the optimizer updates.
-        freezing: of `--freeze gradient`.
-        run: that wrote them; empty if it is no run of a launch.
-    """
-
-    n_ranks: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
-    step: Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
-    names: dict[str, str]
-    parameters: list[str]
-    is_survivors: bool
-    shapes: dict[str, list[Count]]
-    trained: list[str]
-    freezing: FreezingState | None = None
-    run: str = ""
-
-    def __post_init__(self) -> None:
-        if len(set(self.parameters)) != len(self.parameters):
-            raise ValueError("a name is twice among the parameters: save the state again")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateShard:
-    """One rank's slices of a state, in the host's memory.
-
-    Attributes:
-        shared: names of the tensors that training changes in its next step.
-    """
-
-    rank: int
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-    shared: frozenset[str]
-
-    @property
-    def n_shared_bytes(self) -> int:
-        return sum(self.tensors[name].nbytes for name in self.shared)
-
-    def copied(self) -> StateShard:
-        """The same, which training does not change."""
-        copies = {name: self.tensors[name].clone() for name in self.shared}
-        return replace(self, tensors=self.tensors | copies, shared=frozenset())
-
-    def write(self, directory: Path) -> None:
-        """Write `shardRANK.safetensors`, atomically."""
-        with replacing(directory / shard_name(self.rank)) as temporary:
-            save_file(self.tensors, str(temporary), metadata=self.metadata)
-
-
-def state_shard(
-    gatherer: StateGatherer,
-    optimizer: Optimizer,
-    step: int,
-    world: World,
-    *,
-    run: str = "",
-    is_survivor: bool = False,
-    norms: NormSums | LayerNorms | None = None,
-) -> StateShard:
-    """This rank's slices; ranks need not call it together.
-
-    Args:
-        run: name of the run, so that shards of two are not taken for one state.
-        is_survivor: take also slices that other ranks hold, because one of them is lost.
-    """
-    parts = dict(_named(gatherer.rank_parts(optimizer, has_copies=is_survivor)))
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()}
-    metadata = StateMetadata(
-        n_ranks=world.size,
-        step=step,
-        names=gatherer.names,
-        parameters=list(gatherer.parameters),
-        is_survivors=is_survivor,
-        shapes=gatherer.model_shapes(),
-        trained=gatherer.trained_names(),
-        freezing=None if norms is None else norms.state(),
-        run=run,
-    )
-    text = msgspec.json.encode(metadata).decode()
-    fresh = msgspec.json.encode(gatherer.names_without_state(optimizer)).decode()
-    return StateShard(
-        rank=world.rank,
-        tensors=tensors,
-        metadata={"format": _FORMAT, "state": text, _FRESH: fresh},
-        shared=frozenset(
-            name for name, tensor in parts.items() if tensors[name].data_ptr() == tensor.data_ptr()
-        ),
-    )
 
 
 class _Joined(Mapping[str, Tensor]):
@@ -237,7 +125,7 @@ def _check_covered(paths: list[Path], metadata: StateMetadata, directory: Path) 
     fresh: set[str] = set()
     for path in paths:
         with _opened(path) as file:
-            names = (file.metadata() or {}).get(_FRESH, "[]").encode()
+            names = (file.metadata() or {}).get(FRESH, "[]").encode()
             fresh.update(decode(names, list[str], source=str(path), error=ResultsError))
             for stored in file.keys():  # noqa: SIM118 (it is no mapping)
                 key, text, name = _parts_of(stored, path)
@@ -280,22 +168,6 @@ def _parts_of(stored: str, path: Path) -> tuple[str, str, str]:
     return words[0], words[1], words[2]
 
 
-def shard_name(rank: int | str) -> str:
-    """The name of a rank's file in the directory of a state."""
-    return f"shard{rank}.safetensors"
-
-
-def _named(own_parts: RankParts) -> Iterator[tuple[str, Tensor]]:
-    for piece, tensor in own_parts.model.items():
-        yield f"model {_text(piece)} {piece.name}", tensor
-    for key, parts in own_parts.optimizer.items():
-        for piece, tensor in parts.items():
-            yield f"optimizer {key} {_text(piece)} {piece.name}", tensor
-    for name, values in own_parts.single.items():
-        for key, value in values.items():
-            yield f"optimizer {key} {_UNCUT} {name}", torch.as_tensor(value)
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file; all errors of the library become a ResultsError."""
@@ -328,9 +200,9 @@ def _common_metadata(paths: list[Path]) -> StateMetadata:
 def _read_metadata(path: Path) -> StateMetadata:
     with _opened(path) as file:
         found: dict[str, str] = file.metadata() or {}
-    if found.get("format") != _FORMAT:
+    if found.get("format") != FORMAT:
         raise ResultsError(
-            f"{path} has format {shorten(found.get('format'))}, not {_FORMAT!r}: it is no shard of "
+            f"{path} has format {shorten(found.get('format'))}, not {FORMAT!r}: it is no shard of "
             "this version; save the state again"
         )
     data = found.get("state", "").encode(errors="replace")
@@ -349,7 +221,7 @@ def _read(
             for stored in file.keys():  # noqa: SIM118 (it is no mapping)
                 tensor = file.get_tensor(stored)
                 key, text, name = _parts_of(stored, path)
-                if key and text == _UNCUT:
+                if key and text == UNCUT:
                     single[key, name] = tensor
                     continue
                 piece = _piece(name, text, tensor, path)
@@ -394,10 +266,6 @@ def _join(name: str, parts: Pieces, directory: Path, *, has_copies: bool) -> Ten
         piece.take(is_found).fill_(True)
     _check_count(name, int(is_found.sum()), shape, directory)
     return whole
-
-
-def _text(piece: WeightSlice) -> str:
-    return ",".join(f"{start}:{stop}" for start, stop in piece.intervals)
 
 
 def _parse_piece(name: str, text: str) -> WeightSlice | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from harness.errors import ResultsError
-from harness.runtime.executor.state.files import state_shard
+from harness.runtime.executor.state.shard import state_shard
 from harness.runtime.ranks.world import World
 
 if TYPE_CHECKING:

@@ -1,0 +1,153 @@
+"""One rank's shard of the state of a model and its optimizer, and the file that it is written to.
+
+Each rank writes one file, with tensors named `model INTERVALS NAME` and `optimizer KEY INTERVALS
+NAME`. INTERVALS is such as `0:4,2:6`, or `-` for state without the parameter's shape. All files
+have the same `StateMetadata`.
+
+Shards of survivors are those of ranks that have lost another: each holds all slices of its rank,
+and together they are a state if they cover every tensor. Parameters that have not been updated
+since they are trained have no state of the optimizer; a survivor's shard names those of its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from harness.domain.files import Count
+from harness.domain.freezing import FreezingState
+from harness.inputs import MOST_COUNT
+from harness.measure.store import replacing
+from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.gradients.update import LayerNorms, NormSums
+from harness.runtime.executor.state.state import RankParts, StateGatherer
+from harness.runtime.ranks.world import World
+
+FORMAT = "state shards 2"
+UNCUT = "-"
+FRESH = "without state"
+
+
+class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Metadata that all files of a state share.
+
+    Attributes:
+        names: for each name of the model's state, the first name of the same tensor.
+        parameters: names of the parameters, in the order of the optimizer's numbers.
+        is_survivors: shards may be missing, and slices may be in several of them.
+        shapes: by the first name of each tensor of the model's state.
+        trained: parameters that the optimizer updates.
+        freezing: of `--freeze gradient`.
+        run: that wrote them; empty if it is no run of a launch.
+    """
+
+    n_ranks: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    step: Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
+    names: dict[str, str]
+    parameters: list[str]
+    is_survivors: bool
+    shapes: dict[str, list[Count]]
+    trained: list[str]
+    freezing: FreezingState | None = None
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        if len(set(self.parameters)) != len(self.parameters):
+            raise ValueError("a name is twice among the parameters: save the state again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateShard:
+    """One rank's slices of a state, in the host's memory.
+
+    Attributes:
+        shared: names of the tensors that training changes in its next step.
+    """
+
+    rank: int
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    shared: frozenset[str]
+
+    @property
+    def n_shared_bytes(self) -> int:
+        return sum(self.tensors[name].nbytes for name in self.shared)
+
+    def copied(self) -> StateShard:
+        """The same, which training does not change."""
+        copies = {name: self.tensors[name].clone() for name in self.shared}
+        return replace(self, tensors=self.tensors | copies, shared=frozenset())
+
+    def write(self, directory: Path) -> None:
+        """Write `shardRANK.safetensors`, atomically."""
+        with replacing(directory / shard_name(self.rank)) as temporary:
+            save_file(self.tensors, str(temporary), metadata=self.metadata)
+
+
+def state_shard(
+    gatherer: StateGatherer,
+    optimizer: Optimizer,
+    step: int,
+    world: World,
+    *,
+    run: str = "",
+    is_survivor: bool = False,
+    norms: NormSums | LayerNorms | None = None,
+) -> StateShard:
+    """This rank's slices; ranks need not call it together.
+
+    Args:
+        run: name of the run, so that shards of two are not taken for one state.
+        is_survivor: take also slices that other ranks hold, because one of them is lost.
+    """
+    parts = dict(_named(gatherer.rank_parts(optimizer, has_copies=is_survivor)))
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()}
+    metadata = StateMetadata(
+        n_ranks=world.size,
+        step=step,
+        names=gatherer.names,
+        parameters=list(gatherer.parameters),
+        is_survivors=is_survivor,
+        shapes=gatherer.model_shapes(),
+        trained=gatherer.trained_names(),
+        freezing=None if norms is None else norms.state(),
+        run=run,
+    )
+    text = msgspec.json.encode(metadata).decode()
+    fresh = msgspec.json.encode(gatherer.names_without_state(optimizer)).decode()
+    return StateShard(
+        rank=world.rank,
+        tensors=tensors,
+        metadata={"format": FORMAT, "state": text, FRESH: fresh},
+        shared=frozenset(
+            name for name, tensor in parts.items() if tensors[name].data_ptr() == tensor.data_ptr()
+        ),
+    )
+
+
+def shard_name(rank: int | str) -> str:
+    """The name of a rank's file in the directory of a state."""
+    return f"shard{rank}.safetensors"
+
+
+def _named(own_parts: RankParts) -> Iterator[tuple[str, Tensor]]:
+    for piece, tensor in own_parts.model.items():
+        yield f"model {_text(piece)} {piece.name}", tensor
+    for key, parts in own_parts.optimizer.items():
+        for piece, tensor in parts.items():
+            yield f"optimizer {key} {_text(piece)} {piece.name}", tensor
+    for name, values in own_parts.single.items():
+        for key, value in values.items():
+            yield f"optimizer {key} {UNCUT} {name}", torch.as_tensor(value)
+
+
+def _text(piece: WeightSlice) -> str:
+    return ",".join(f"{start}:{stop}" for start, stop in piece.intervals)
