@@ -194,7 +194,7 @@ def measure_steps(
     n_steps: int,
     n_warm_up: int,
     first: int,
-    between: Callable[[int], None],
+    between: Callable[[int], str],
 ) -> None:
     """Warm up, then record steps as back-to-back `step` spans; all ranks must call it.
 
@@ -204,7 +204,7 @@ def measure_steps(
         step: called with the step's index; warm-up steps have -n_warm_up to -1.
         n_steps: number of the last recorded step, plus one.
         first: number of the first recorded step; above 0 without warm-up.
-        between: called after each measured step, outside its span.
+        between: called after each measured step, outside its span; returns a note on it.
     """
     recorder = context.recorder
     context.flush()
@@ -218,9 +218,9 @@ def measure_steps(
         step(index)
         end = recorder.clock.mark()
         recorder.add_marks("step", start, end)
-        between(index)
+        note = between(index)
         context.flush()
-        context.progress.update("training steps", index + 1, n_steps)
+        context.progress.update("training steps", index + 1, n_steps, note)
         start = recorder.clock.mark()
     recorder.step = None
 

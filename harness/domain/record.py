@@ -129,6 +129,29 @@ class Sample(
 
 Record = Span | Sample
 
+# Samples of each step, which a step without details has not.
+_DETAILS = frozenset({"nic_sent_bytes", "nic_received_bytes", "n_samples", "n_synchronisations"})
+_FIRST_STEPS = 1000
+
+
+def has_details(step: int) -> bool:
+    """Whether a step's phases and counters are recorded: those of the first 1,000 steps, of each
+    tenth step below 10,000, of each hundredth below 100,000, and so on, because long trainings
+    would fill disks. The time of every step is recorded."""
+    stride = 1
+    while step >= _FIRST_STEPS * stride:
+        stride *= 10
+    return step % stride == 0
+
+
+def is_detail(record: Record) -> bool:
+    """Whether a record is one of a step's phases or counters."""
+    if record.step is None:
+        return False
+    if isinstance(record, Span):
+        return record.kind not in ("step", "change")
+    return record.metric in _DETAILS
+
 
 MAX_TEXT = 1000
 # Clocks cannot tell shorter times from 0; rates need longer ones.

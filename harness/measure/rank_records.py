@@ -12,7 +12,7 @@ from typing import get_args
 import msgspec
 import numpy as np
 
-from harness.domain.record import Record, Sample, Span, SpanKind, record_problem
+from harness.domain.record import Record, Sample, Span, SpanKind, has_details, record_problem
 from harness.inputs import open_regular
 
 # Most unusable lines of a file that are named; the rest is counted.
@@ -35,6 +35,7 @@ class Spans:
         group: position of each span's step in `steps`.
         kind: code of each span's kind, by KIND_CODES.
         is_wait: flag of each span.
+        is_detailed: flag of each step, false where only its time was recorded (`has_details`).
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
@@ -50,6 +51,8 @@ class Spans:
         self.start_s = np.fromiter((span.start_s for span in self.spans), float, n)
         self.duration_s = np.fromiter((span.duration_s for span in self.spans), float, n)
         self.is_wait = np.fromiter((span.is_wait for span in self.spans), bool, n)
+        n_spans = np.bincount(self.group, minlength=len(self.steps))
+        self.is_detailed = (n_spans > 1) | np.array([has_details(s) for s in self.steps], bool)
 
     @cached_property
     def whole(self) -> np.ndarray:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,9 @@ from harness.measure.derive.prediction import (
 from harness.measure.derive.spans import samples_of
 from harness.measure.derive.timeline import Timeline, measured_timeline, predicted_timeline
 from harness.measure.derive.training import (
+    HELD_OUT,
     TrainingSummary,
+    by_first_rank,
     epoch_times,
     step_times,
     training_summary,
@@ -164,6 +167,8 @@ class RunNumbers:
     Attributes:
         times: seconds of each step, or of each epoch where only epochs were logged.
         distributed: without their efficiency, which needs the peaks of all runs.
+        losses: of each step.
+        held_out: on held-out samples, by metric and epoch.
         changes: of the strategy while it trained.
         timeline: rows of the predicted and the measured step; empty unless both are known.
         predicted_stage_s: by stage, of one microbatch.
@@ -174,6 +179,8 @@ class RunNumbers:
     header: RunHeader
     summary: TrainingSummary | None = None
     times: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    held_out: dict[str, dict[int, float]] = field(default_factory=dict)
     changes: tuple[ChangeRow, ...] = ()
     clock: StepClock | None = None
     pipeline: PipelineSummary | None = None
@@ -196,10 +203,22 @@ class RunNumbers:
         """Speed of the slowest NIC by the header, else the best link that the run measured."""
         return nic_limit_bytes_per_s(self) or self.best_link_bytes_per_s
 
+    def reached_s(self) -> dict[int, float]:
+        """Seconds of all steps until the end of each, changes of the strategy included."""
+        still = {change.step: change.still_s for change in self.changes}
+        spent_s = [time_s + still.get(step, 0.0) for step, time_s in self.times.items()]
+        return dict(zip(self.times, accumulate(spent_s), strict=True))
+
 
 def _training(run: Run, plan: Plan) -> dict[str, Any]:
     times = step_times(run) or epoch_times(run)
-    found = {"times": times, "changes": change_rows(run), "clock": step_clock(run)}
+    found = {
+        "times": times,
+        "losses": by_first_rank(run, "loss"),
+        "held_out": {metric: by_first_rank(run, metric) for metric in HELD_OUT},
+        "changes": change_rows(run),
+        "clock": step_clock(run),
+    }
     return {"summary": training_summary(run), **found}
 
 

@@ -26,8 +26,14 @@ from harness.domain.prediction import Prediction
 from harness.domain.record import Record, Span
 from harness.errors import ResultsError
 from harness.measure.derive.devices import info_of
-from harness.measure.derive.timeline import Shifts, clock_offsets, clock_shifts, median_step, moved
-from harness.measure.derive.training import step_times
+from harness.measure.derive.timeline import (
+    Shifts,
+    clock_offsets,
+    clock_shifts,
+    detailed_times,
+    median_step,
+    moved,
+)
 from harness.measure.store import Run
 from harness.plot.numbers import Plan
 
@@ -180,7 +186,7 @@ def build_trace(run: Run, plan: Plan) -> dict[str, Any]:
     Raises:
         ResultsError: the run holds no finished step.
     """
-    times = step_times(run)
+    times = detailed_times(run)
     median = median_step(times)
     if median is None:
         raise ResultsError(

@@ -4,12 +4,29 @@ import msgspec
 import pytest
 from made_runs import header_of
 
-from harness.domain.record import Record, Span, SpanFields
+from harness.domain.record import Record, Sample, Span, SpanFields, has_details, is_detail
 from harness.domain.run import RankInfo, device_names
 
 
 def span(kind, **fields):
     return Span(kind=kind, start_s=1.0, duration_s=0.5, **fields)
+
+
+def test_later_steps_have_details_ever_more_rarely():
+    found = [step for step in range(30_000) if has_details(step)]
+    assert found == [*range(1000), *range(1000, 10_000, 10), *range(10_000, 30_000, 100)]
+
+
+def test_a_steps_time_and_loss_are_no_details():
+    step = {"start_s": 0.0, "duration_s": 1.0, "step": 7}
+    kept = [
+        Span(kind="step", **step),
+        Span(kind="change", **step),
+        Span(kind="forward", **step | {"step": None}),
+    ]
+    kept += [Sample(metric="loss", value=1.0, step=7), Sample(metric="n_samples", value=1.0)]
+    dropped = [Span(kind="forward", **step), Sample(metric="n_samples", value=1.0, step=7)]
+    assert [is_detail(record) for record in kept + dropped] == [False] * 5 + [True] * 2
 
 
 def test_a_line_holds_only_the_fields_that_apply():

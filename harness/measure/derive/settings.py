@@ -20,6 +20,7 @@ STRATEGY_FLAGS = frozenset({
 COMPARED = STRATEGY_FLAGS - {"stages"} | {
     *CHANGING, "freeze_alpha", "freeze_interval", "unfreeze", "survive", "rejoin",
     "strategy_digest", "engine", "n_ranks", "asynchronous", "channels_last", "compile", "predict",
+    "sync_every", "outer_lr", "outer_momentum",
 }  # fmt: skip
 
 
@@ -56,6 +57,8 @@ def strategy_name(run: Headed) -> str:
     strategy += _elastic_name(run)
     reduce_dtype = run.header.config.get("reduce_dtype", "fp32")
     strategy += "" if reduce_dtype == "fp32" else f"-reduced-{reduce_dtype}"
+    sync_every = configured_number(run, "sync_every") or 1
+    strategy += f"-sync-every-{sync_every:.0f}" if sync_every > 1 else ""
     strategy += "-channels-last" if run.header.config.get("channels_last") else ""
     strategy += "-compiled" if run.header.config.get("compile") else ""
     first = configured_number(run, "first_step")  # of a run that goes on with another

@@ -96,12 +96,12 @@ def waited_s(spans: Spans) -> np.ndarray:
 
 
 class StepWindows:
-    """The finished steps of one rank, and the time of each that chosen spans cover."""
+    """The finished steps of one rank with details, and the time of each that chosen spans cover."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
         whole = spans.whole
-        finished = np.flatnonzero(whole >= 0)
+        finished = np.flatnonzero((whole >= 0) & spans.is_detailed)
         self.steps = spans.steps[finished]
         self.step_s = spans.duration_s[whole[finished]]
         # Number of each span's finished step, or -1; spans are clipped to that step.
@@ -186,7 +186,8 @@ def spans_by_step(records: Iterable[Record]) -> dict[int, list[Span]]:
 
 
 def phase_table(records: Iterable[Record]) -> PhaseTable:
-    """Break down every finished step of one rank, in order; unfinished ones lack a `step` span."""
+    """Break down the finished steps of one rank that have details, in order; unfinished ones lack a
+    `step` span."""
     windows = StepWindows(Records.of(records).columns)
     named = [kind for kind in PHASES if kind not in ("exposed_communication", "other")]
     phases = {kind: windows.covered_s(windows.mask_of((kind,))) for kind in named}

@@ -15,6 +15,7 @@ from harness.domain.record import Record, Span
 from harness.measure.derive.pipeline import computes
 from harness.measure.derive.spans import samples_of, spans_by_step
 from harness.measure.derive.training import step_times
+from harness.measure.rank_records import Records
 from harness.measure.store import Run
 
 
@@ -65,6 +66,13 @@ def clock_offsets(run: Run) -> dict[int, ClockOffset]:
     return found
 
 
+def detailed_times(run: Run) -> dict[int, float]:
+    """Seconds of each step of which some rank recorded details."""
+    every = [Records.of(records).columns for records in run.ranks.values()]
+    known = {step for spans in every for step in spans.steps[spans.is_detailed].tolist()}
+    return {step: time_s for step, time_s in step_times(run).items() if step in known}
+
+
 def median_step(times: Mapping[int, float]) -> int | None:
     """The step with the (lower) median duration; the earlier one of equals."""
     order = sorted(times, key=lambda step: (times[step], step))
@@ -113,7 +121,7 @@ def clock_shifts(run: Run, step: int) -> Shifts:
 def measured_timeline(run: Run) -> Timeline | None:
     """The run's median step with clocks aligned, of the ranks that compute (all ranks if none
     does); None when no step ended."""
-    times = step_times(run)
+    times = detailed_times(run)
     step = median_step(times)
     if step is None:
         return None

@@ -338,23 +338,24 @@ def _ring_bytes(run: Run, n_ranks: int) -> float | None:
     return 2 * (n_ranks - 1) / n_ranks * max(known) if known else None
 
 
-_HELD_OUT = ("validation_loss", "averaged_validation_loss", "accuracy", "averaged_accuracy")
+HELD_OUT = ("validation_loss", "averaged_validation_loss", "accuracy", "averaged_accuracy")
 
 
 def _learned(run: Run) -> dict[str, float]:
     """First and last loss, and the last ones on held-out samples."""
     found = {}
-    if losses := _first_rank(run, "loss"):
+    if losses := [*by_first_rank(run, "loss").values()]:
         found = {"first_loss": losses[0], "last_loss": losses[-1]}
-    for metric in _HELD_OUT:
-        if values := _first_rank(run, metric):
+    for metric in HELD_OUT:
+        if values := [*by_first_rank(run, metric).values()]:
             found[metric] = values[-1]
     return found
 
 
-def _first_rank(run: Run, metric: str) -> list[float]:
+def by_first_rank(run: Run, metric: str) -> dict[int, float]:
     """Samples of the first rank that has them, by step."""
-    return [by_rank[min(by_rank)] for by_rank in _values_by_step(run, metric).values()]
+    found = _values_by_step(run, metric)
+    return {step: by_rank[min(by_rank)] for step, by_rank in found.items()}
 
 
 def _with_warnings(summary: TrainingSummary) -> TrainingSummary:

@@ -33,6 +33,7 @@ FIGURES = {
     "pipeline_bubble": "Pipeline bubble",
     "stage_times": "Time of each pipeline stage",
     "step_time": "Time of every step",
+    "loss": "Loss by step and by time",
     "memory": "Peak memory",
     "matmul": "Matrix multiplication on each device",
     "memory_bandwidth": "Memory bandwidth of each device",

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from harness.domain.routes import BUCKET_BYTES
 from harness.measure.recorder import Clock, Recorder
 from harness.runtime.data.batch import Batch
-from harness.runtime.engines.optimizers import OptimizerOptions
+from harness.runtime.engines.optimizers import OptimizerOptions, OuterOptions
 from harness.runtime.ranks.world import World
 
 
@@ -54,6 +55,7 @@ class EngineOptions:
         batch: largest number of samples of this rank in a step.
         unread: parameters without a gradient, which DistributedDataParallel leaves out.
         is_compiled: forward and backward are compiled by torch.compile.
+        outer: replicas are averaged so, by the torch engine; None: gradients are summed.
     """
 
     dtype: str
@@ -64,6 +66,7 @@ class EngineOptions:
     batch: int = 1
     unread: tuple[str, ...] = ()
     is_compiled: bool = False
+    outer: OuterOptions | None = None
 
 
 class Engine(Protocol):
@@ -168,3 +171,30 @@ class CompletionStream:
         with torch.cuda.stream(self._stream):
             work.synchronize()  # the stream waits, not the host
             return clock.mark()
+
+
+class TimedSums:
+    """Starts all-reduces over all ranks, and records a span for each.
+
+    Attributes:
+        last_done: mark of the end of the last one that has ended.
+    """
+
+    def __init__(self, world: World, recorder: Recorder) -> None:
+        self._recorder, self._completion = recorder, CompletionStream(world)
+        self.last_done: Any = None
+
+    def all_reduce(self, tensor: Tensor, name: str) -> torch.futures.Future[Tensor]:
+        """Begin to sum a tensor in place; the future holds it."""
+        clock = self._recorder.clock
+        start, n_bytes = clock.mark(), tensor.nbytes
+        work: Any = dist.all_reduce(tensor, async_op=True)
+
+        def finish(_: object) -> Tensor:
+            # Runs after the all-reduce: in gloo's thread, or on a stream that waits for NCCL.
+            end = self.last_done = self._completion.mark(work, clock)
+            self._recorder.add_marks("communication", start, end, name=name, n_bytes=n_bytes)
+            return tensor
+
+        done: torch.futures.Future[Tensor] = work.get_future().then(finish)
+        return done

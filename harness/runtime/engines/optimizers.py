@@ -53,6 +53,19 @@ class OptimizerOptions:
         return int(any(is_matched(name, n_dims, pattern) for pattern in self.no_decay))
 
 
+@dataclass(frozen=True, kw_only=True)
+class OuterOptions:
+    """How often replicas are averaged, and the optimizer of their mean.
+
+    Attributes:
+        sync_every: steps between two averages of a parameter.
+    """
+
+    sync_every: int
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+
+
 def is_matched(name: str, n_dims: int, pattern: str) -> bool:
     """Whether a pattern of `no_decay` is for a parameter."""
     return n_dims < 2 if pattern == "1d" else fnmatchcase(name, pattern)

@@ -1,4 +1,5 @@
-"""Train by plain PyTorch: on one device, or data parallel by DistributedDataParallel.
+"""Train by plain PyTorch: on one device, or data parallel by DistributedDataParallel or by
+replicas that are averaged every few steps (`local_sgd`).
 
     data | host_to_device | forward | backward .......| communication | backward | optimizer
                                        bucket0 |----|   exposed part    finish
@@ -28,7 +29,8 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.compiling import compiled_by_torch
 from harness.runtime.devices.precision import Precision, reduced
-from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share, fetch_batch
+from harness.runtime.engines.engine import EngineOptions, Share, TimedSums, fetch_batch
+from harness.runtime.engines.local_sgd import ReplicaAverage
 from harness.runtime.engines.optimizers import average_of, make_optimizer, set_rate
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
@@ -74,31 +76,20 @@ def without_buffer_sync() -> dict[str, Any]:
 class BucketTimer:
     """DDP's communication hook: all-reduces each bucket and records a span for it."""
 
-    def __init__(self, recorder: Recorder, world: World, reduce_dtype: str) -> None:
-        self._recorder, self._completion = recorder, CompletionStream(world)
+    def __init__(self, recorder: Recorder, sums: TimedSums, reduce_dtype: str) -> None:
+        self._clock, self._sums = recorder.clock, sums
         self._reduce_dtype = reduce_dtype
         self.n_buckets = 0
         self.last_ready: Any = None
-        self.last_done: Any = None
 
     def all_reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """All-reduce a bucket; DDP calls it when the bucket's gradients are computed."""
-        clock = self._recorder.clock
-        start = self.last_ready = clock.mark()
-        self.n_buckets += 1
         buffer = bucket.buffer()
         sent = reduced(buffer, self._reduce_dtype)
-        name, n_bytes = f"bucket{bucket.index()}", sent.nbytes
-        work: Any = dist.all_reduce(sent, async_op=True)
-
-        def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            # Runs after the all-reduce: in gloo's thread, or on a stream that waits for NCCL.
-            end = self.last_done = self._completion.mark(work, clock)
-            self._recorder.add_marks("communication", start, end, name=name, n_bytes=n_bytes)
-            return future.value()[0] if sent is buffer else buffer.copy_(sent)
-
-        done: torch.futures.Future[Tensor] = work.get_future().then(finish)
-        return done
+        self.last_ready = self._clock.mark()
+        self.n_buckets += 1
+        done = self._sums.all_reduce(sent, f"bucket{bucket.index()}")
+        return done if sent is buffer else done.then(lambda future: buffer.copy_(future.value()))
 
 
 def _distribute(
@@ -131,10 +122,15 @@ class TorchEngine:
         self._recorder = recorder
         self._precision = Precision(options.dtype, world.device)
         self._timer: BucketTimer | None = None
+        self._average: ReplicaAverage | None = None
+        self._sums = TimedSums(world, recorder)
         self._forward_model: Callable[..., Any] = task.model
         self._sum_loss: Callable[..., Any] = task.sum_loss
-        if world.size > 1:
-            self._timer = BucketTimer(recorder, world, options.reduce_dtype)
+        if world.size > 1 and options.outer is not None:
+            named, sum_all = dict(task.model.named_parameters()), self._sums.all_reduce
+            self._average = ReplicaAverage(named, options.outer, sum_all, options.reduce_dtype)
+        elif world.size > 1:
+            self._timer = BucketTimer(recorder, self._sums, options.reduce_dtype)
             self._forward_model = _distribute(task.model, world.device, options, self._timer)
         self._replica = self._forward_model
         if options.is_compiled:
@@ -153,17 +149,20 @@ class TorchEngine:
 
     @property
     def n_synchronisations(self) -> int:
-        return self._timer.n_buckets if self._timer else 0
+        return self._timer.n_buckets if self._timer else int(self._average is not None)
 
     @property
     def can_be_muted(self) -> bool:
-        return self._timer is not None
+        return self._world.size > 1
 
     def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
         mark, add = self._recorder.clock.mark, self._recorder.add_marks
         batch, at_copy = fetch_batch(fetch, self._recorder, self._world.device)
         begin = self._recorder.reached.begin
         begin("forward")
+        average = None if is_muted else self._average
+        if average is not None:
+            average.begin(share.n_local / share.n_global)
         with self._synchronising(is_muted=is_muted):
             loss = self._forward(batch, share)
             at_forward = mark()
@@ -171,13 +170,22 @@ class TorchEngine:
             if self._timer:
                 self._timer.n_buckets = 0
             begin("backward")
-            self._precision.scaler.scale(loss).backward()
+            self._precision.scaler.scale(loss * self._local_factor(share)).backward()
         at_backward = mark()
         begin("optimizer")
         self._add_backward(at_forward, at_backward)
         self._update()
         add("optimizer", at_backward, mark())
+        if average is not None:
+            average.wait()
+            at_average = mark()
+            average.update()
+            add("optimizer", at_average, mark(), name="average")
         return loss.detach()
+
+    def _local_factor(self, share: Share) -> float:
+        """Makes the gradient of a replica that is updated by itself that of its samples' mean."""
+        return 1.0 if self._average is None else share.n_global / max(1, share.n_local)
 
     def _synchronising(self, *, is_muted: bool) -> contextlib.AbstractContextManager[Any]:
         if is_muted and isinstance(self._replica, DistributedDataParallel):
@@ -198,7 +206,7 @@ class TorchEngine:
             add("backward", start, end)
             return
         add("backward", start, timer.last_ready)
-        add("backward", timer.last_done, end, name="finish")
+        add("backward", self._sums.last_done, end, name="finish")
 
     def _update(self) -> None:
         scaler = self._precision.scaler
@@ -214,11 +222,16 @@ class TorchEngine:
 
     def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._task.model.state_dict()
-        return state
+        if self._average is None:
+            return state
+        outer = self._average.whole()
+        named = self._task.model.named_parameters(remove_duplicate=False)
+        return state | {name: outer[p] for name, p in named if p in outer}
 
     def averaged_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         named = self._task.model.named_parameters(remove_duplicate=False)
         return self.model_state() | {n: average_of(self._optimizer, p) for n, p in named}
 
     def verify(self) -> str:
-        return verify_replicas(self._task.model, self._world)
+        model = self._task.model if self._average is None else self._average.outer
+        return verify_replicas(model, self._world)

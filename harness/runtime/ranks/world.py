@@ -12,6 +12,7 @@ from typing import Any, Self, TextIO
 import torch
 import torch.distributed as dist
 
+from harness.domain.record import has_details, is_detail
 from harness.errors import LaunchError
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
@@ -144,5 +145,7 @@ class Context:
     collective_timeout_s: float = 300.0
 
     def flush(self) -> None:
-        """Write the records that are complete, without waiting for the device."""
-        self.writer.write(self.recorder.collect_ready())
+        """Write the records that are complete, without waiting for the device, but for details of
+        steps that have none."""
+        records = self.recorder.collect_ready()
+        self.writer.write(r for r in records if not is_detail(r) or has_details(r.step or 0))

@@ -113,12 +113,15 @@ class Inputs:
         search_config: SearchConfig,
         frozen: frozenset[str] = frozenset(),
         skipped: frozenset[str] = frozenset(),
+        sync_every: int = 1,
     ) -> Simulator:
         """Make the simulator that predicts steps with this configuration.
 
         Args:
             frozen: operators that are not trained.
             skipped: those of them whose outputs are cached.
+            sync_every: a step sums the changes of one of so many parts of the parameters, instead
+                of all gradients.
         """
         variant = search_config.optimizer_options().variant
         options = search_config.simulator_options().with_optimizer(
@@ -128,7 +131,14 @@ class Inputs:
             self.graph,
             self.profile,
             self.cluster,
-            options=replace(options, frozen=frozen, skipped=skipped),
+            options=replace(
+                options,
+                frozen=frozen,
+                skipped=skipped,
+                reduce_bytes_per_gradient_byte=(
+                    options.reduce_bytes_per_gradient_byte / sync_every
+                ),
+            ),
             memory_bytes=search_config.memory_bytes,
         )
 

@@ -13,7 +13,12 @@ from harness.inputs import parse_int
 from harness.measure.derive.settings import CHANGING
 from harness.runtime.agent import GRACE_S
 from harness.runtime.data import OF_TEXT, described_data
-from harness.runtime.engines.optimizers import OPTIMIZERS, LrSchedule, OptimizerOptions
+from harness.runtime.engines.optimizers import (
+    OPTIMIZERS,
+    LrSchedule,
+    OptimizerOptions,
+    OuterOptions,
+)
 from harness.workloads.common.flags import ModelFlags, ReduceDtype, SearchFlags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
@@ -114,6 +119,11 @@ class TrainSettings(SearchFlags, ModelFlags):
     max_grad_norm: float | None = None
     """Scale all gradients of a step down to this norm, where it is larger. Ranks wait for each
     other to know the norm, which predictions leave out."""
+    outer_lr: float = 1.0
+    """--sync-every: learning rate with which the averaged change of the replicas is applied. 1 and
+    no momentum is their mean; DiLoCo has 0.7 and 0.9."""
+    outer_momentum: float = 0.0
+    """--sync-every: Nesterov momentum of the averaged change."""
     balance: Literal["equal", "speed"] = "equal"
     """Samples of each rank in a batch (torch engine): equal, or in proportion to the rank's speed,
     which is measured before training. Both compute the gradient of the same global batch."""
@@ -254,6 +264,10 @@ class TrainConfig(TrainSettings):
     reduce_dtype: tuple[ReduceDtype, ...] = ("fp32",)
     """bf16 sums gradients over ranks in bf16, which halves their bytes on the links; parameters and
     optimizer state stay fp32, and losses differ a little from one device's."""
+    sync_every: tuple[int, ...] = (1,)
+    """ddp (torch): ranks update replicas of their own, of which each parameter is averaged every so
+    many steps, a part in each step and beside its computing (local SGD, streaming DiLoCo), so links
+    carry that part of the gradients' bytes. Above 1 this is not the training of one device."""
     n_ranks: tuple[int, ...] = ()
     """Numbers of ranks to train on, counted from rank 0, such as 1 2 4. Default: all."""
     repeats: int = 1
@@ -283,6 +297,7 @@ class TrainCase(TrainSettings):
     microbatches: int | None = None
     dtype: str = "fp32"
     reduce_dtype: ReduceDtype = "fp32"
+    sync_every: int = 1
     batch: int = 32
     n_ranks: int = 1
     first_step: int = 0
@@ -316,6 +331,15 @@ class TrainCase(TrainSettings):
     @property
     def zero_stage(self) -> int:
         return ZERO_STAGES.get(self.strategy, 0)
+
+    def outer_options(self) -> OuterOptions | None:
+        if self.sync_every == 1:
+            return None
+        return OuterOptions(
+            sync_every=self.sync_every,
+            learning_rate=self.outer_lr,
+            momentum=self.outer_momentum,
+        )
 
     def optimizer_options(self) -> OptimizerOptions:
         return OptimizerOptions(

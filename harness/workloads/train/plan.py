@@ -313,7 +313,7 @@ class _Planner:
             known = inputs.profile.calibrations(inputs.graph.content_hash())
             if strategy.made_for == inputs.made_for and before.calibrations == known:
                 return kept
-        simulator = inputs.simulator(self.search_config)
+        simulator = inputs.simulator(self.search_config, sync_every=case.sync_every)
         search_s = None
         if kept is not None:
             method, search_s = before.method, before.search_s

@@ -244,7 +244,8 @@ def _make_engine(
     # Ranks need different dropout masks, because their samples are independent.
     torch.manual_seed(case.seed * world.size + world.rank)
     unread: tuple[str, ...] = ()
-    if case.engine == "torch" and ":" in case.model and world.size > 1:
+    is_ddp = case.engine == "torch" and world.size > 1 and case.sync_every == 1
+    if is_ddp and ":" in case.model:
         from harness.runtime.engines.torch_engine import unread_parameters
 
         unread = unread_parameters(task)
@@ -257,6 +258,7 @@ def _make_engine(
         batch=n_local,
         unread=unread,
         is_compiled=case.compile,
+        outer=case.outer_options(),
     )
     if plan is None or not plan.is_elastic:
         module, name = ENGINES[case.engine]
@@ -365,7 +367,7 @@ def prepare(
         prefix=task.prefix,
         flops=flops,
         n_parameters=n_parameters,
-        gradient_bytes=n_bytes if reduces_all(case) else None,
+        gradient_bytes=n_bytes // case.sync_every if reduces_all(case) else None,
     )
 
 

@@ -46,11 +46,15 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
     lines = [columns(heads, [[of(*pair) for of in of_one] for pair in compared])]
     lines += [f"{row.strategy} against {row.against}: {row.verdict}" for row in rows if row.verdict]
     lines += [_stale_text(row, found) for row, found in compared if _is_asynchronous(found)]
-    lines += [
-        f"{row.strategy} does not train like one device: it freezes layers"
-        for row, found in compared
-        if any(run.header.config.get("freeze", "none") != "none" for run, _ in found)
-    ]
+    for flag, usual, why in (
+        ("freeze", "none", "it freezes layers"),
+        ("sync_every", 1, "it averages replicas of the parameters, not gradients"),
+    ):
+        lines += [
+            f"{row.strategy} does not train like one device: {why}"
+            for row, found in compared
+            if any(run.header.config.get(flag, usual) != usual for run, _ in found)
+        ]
     return "\n".join(lines)
 
 

@@ -30,6 +30,7 @@ from harness.workloads.train import keeper as states
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
 from harness.workloads.train.evaluation import Evaluation
+from harness.workloads.train.losses import LossLog
 from harness.workloads.train.plan import Planned, check_inputs, plan_training, train_needs
 from harness.workloads.train.setup import Training, prepare
 from harness.workloads.train.table import train_text
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 class TrainLoop:
     """Trains for some steps on this rank; all ranks call the same methods.
-
-    Losses stay on the device until the end, so that no step waits for them.
 
     Args:
         changes: changes of the strategy; None if it stays.
@@ -68,7 +67,7 @@ class TrainLoop:
         self._first = first
         self._context = context
         self._n_warm_up = n_warm_up
-        self._losses: list[Tensor] = []
+        self._losses = LossLog(context, first)
         self._nic = NicCounter(context.world.interface)
         self._epoch_start_s, self._n_steps = 0.0, training.n_steps
 
@@ -103,8 +102,9 @@ class TrainLoop:
             self._changes.begin_step(training.plan.global_indices(index + self._n_warm_up))
         training.engine.set_learning_rate(training.rates.at(index))
         loss = training.engine.step(lambda: next(training.batches), self._share(index))
-        self._losses.append(loss)
+        self._losses.add(index, loss)
         if index == -1:
+            self._losses.end_step()
             barrier()  # the first recorded step shall not hold another rank's warm-up
             self._begin_epoch()
 
@@ -112,7 +112,8 @@ class TrainLoop:
         self._nic.advance()
         self._epoch_start_s = time.perf_counter()
 
-    def _between(self, index: int) -> None:
+    def _between(self, index: int) -> str:
+        """Record a step; returns its note for the progress."""
         recorder = self._context.recorder
         sent, received = self._nic.advance()
         interface = self._context.world.interface
@@ -122,6 +123,7 @@ class TrainLoop:
             "n_samples", self.training.plan.sizes(index + self._n_warm_up)[self._context.world.rank]
         )
         recorder.sample("n_synchronisations", self.training.engine.n_synchronisations)
+        self._losses.end_step()
         n_steps = self.training.plan.n_steps_per_epoch
         epoch, last = divmod(index + 1, n_steps)
         if last == 0:
@@ -137,36 +139,18 @@ class TrainLoop:
             self._keeper.end_step(index, self.training)
         if self._changes is not None and index + 1 < self._n_steps:
             self.training = self._changes.before_step(index + 1, self.training)
+        return self._losses.note
 
     def record_losses(self) -> list[float]:
-        """Sum the losses over all ranks and record the global loss of every measured step.
+        """Record the losses that are left; returns those of all measured steps.
 
         Raises:
             VerificationError: a loss is not finite, or, without a step to train, a weight.
         """
-        if not self._losses:  # a run that goes on after its last step
+        self._losses.record()
+        if not self._losses.values:  # a run that goes on after its last step
             self._check_weights()
-            return []
-        losses = torch.stack(self._losses).float()
-        if self._context.world.size > 1:
-            dist.all_reduce(losses)
-        n_skipped = 0 if self._first else self._n_warm_up
-        values = [float(value) for value in losses.tolist()]
-        if not self._first and not math.isfinite(values[0]):
-            raise VerificationError(
-                f"the loss is {values[0]} from the first step on, whatever the learning rate: look "
-                "for values that are not finite in the data and in the weights, and for an "
-                "operator that makes them of these inputs (a division by 0, unequal numbers of "
-                "image tokens and of features of images)"
-            )
-        values = values[n_skipped:]
-        for step, value in enumerate(values, self._first):
-            if not math.isfinite(value):
-                raise VerificationError(
-                    f"the loss is {value} from step {step} on: lower --learning-rate"
-                )
-            self._context.recorder.sample("loss", value, step=step)
-        return values
+        return self._losses.values
 
     def _check_weights(self) -> None:
         world, model = self._context.world, self.training.executor.model  # others save no state

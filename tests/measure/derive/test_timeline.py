@@ -8,12 +8,14 @@ from harness.domain.prediction import Prediction
 from harness.domain.record import Sample, Span
 from harness.measure.derive.devices import unpublished_peaks
 from harness.measure.derive.doubts import stolen_shares, stolen_warnings
+from harness.measure.derive.spans import phase_table
 from harness.measure.derive.timeline import (
     clock_offsets,
     measured_timeline,
     median_step,
     predicted_timeline,
 )
+from harness.measure.derive.training import step_times
 from harness.measure.store import Run
 
 
@@ -65,6 +67,17 @@ def test_the_step_of_median_duration_is_shown():
     assert timeline.spans[0][0].start_s == 0.0
     assert median_step({0: 2.0, 1: 1.0}) == 1  # the lower of two
     assert median_step({}) is None
+
+
+def test_a_step_without_details_is_not_shown_but_timed():
+    long = [(20.0 * step, 9.0) for step in range(1001)] + [(20.0 * 1001, 1.0)] * 1001
+    records = [r for r in rank(0.0, *long) if r.step != 1001 or r.kind == "step"]
+    bare = [r for r in records if not (isinstance(r, Span) and r.step > 1001 and r.kind != "step")]
+    timeline = measured_timeline(run_of(bare))
+    assert (timeline.step, timeline.duration_s) == (450, 9.0)  # of 100 short steps, one in ten is known
+    table = phase_table(bare)
+    assert table.steps.tolist() == [*range(1001), *range(1010, 2002, 10)]
+    assert len(step_times(run_of(bare))) == 2002
 
 
 def test_a_run_without_a_finished_step_has_no_timeline():

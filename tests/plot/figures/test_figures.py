@@ -20,7 +20,8 @@ from measured_runs import (
     write_training,
 )
 
-from harness.measure.store import find_runs, read_results, without_samples
+from harness.domain.record import Sample
+from harness.measure.store import RecordWriter, find_runs, read_results, without_samples
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.prediction import _name_misses
 from harness.plot.figures.scaling import draw as draw_scaling
@@ -166,6 +167,26 @@ def test_outlier_steps_are_marked_in_every_repeat(catalog):
     digest = load_figure("step_time").report_table(table)
     assert pd.isna(row_of(digest, status="oom")["n_steps"])
     assert digest["n_outliers"].sum() == 8
+
+
+def test_losses_stand_at_the_time_of_their_steps_and_held_out_ones_at_the_end_of_an_epoch(tmp_path):
+    config = train_config("ddp", 32)
+    summary = {"steps_per_epoch": 20}
+    path = write_training(tmp_path, "a", config, make_cluster(2), 0.1, 0.0, summary=summary)
+    writer = RecordWriter(path, 0)
+    writer.write([Sample(metric="validation_loss", value=3.5 - k, step=k) for k in range(2)])
+    writer.close()
+    catalog = catalog_of(tmp_path)
+    times = catalog.training[0].case.runs[0].times
+    table = table_of("loss", catalog)
+    trained = table[table["loss"].notna()]
+    assert trained["loss"].tolist() == [7 - 0.01 * step for step in range(40)]
+    assert row_of(trained, step=39)["time_s"] == pytest.approx(sum(times.values()))
+    held_out = table[table["validation_loss"].notna()]
+    assert held_out["step"].tolist() == [19, 39]
+    assert held_out["time_s"].tolist() == trained["time_s"].iloc[[19, 39]].tolist()
+    digest = load_figure("loss").report_table(table).iloc[0]
+    assert (digest["first_loss"], digest["validation_loss"], digest["n_steps"]) == (7, 2.5, 40)
 
 
 def test_the_words_about_steps_stand_above_all_points(catalog):

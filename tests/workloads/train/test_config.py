@@ -32,6 +32,13 @@ def test_what_dtype_gradients_are_summed_in_is_swept_where_they_are_summed():
     assert sorted(found) == [("ddp", "bf16"), ("ddp", "fp32"), ("single", "fp32")]
 
 
+def test_replicas_are_averaged_where_ddp_has_several():
+    config = TrainConfig(strategy=("single", "ddp", "pipeline"), sync_every=(1, 8))
+    found = [(case.strategy, case.sync_every) for case in train_cases(config, 4)]
+    assert sorted(found) == [("ddp", 1), ("ddp", 8), ("pipeline", 1), ("single", 1)]
+    assert {case.sync_every for case in train_cases(config, 1)} == {1}
+
+
 def test_state_is_sharded_where_ranks_would_keep_it_alike():
     config = TrainConfig(strategy=("single", "ddp", "zero2"), shard_state="parameters")
     found = [(case.strategy, case.shard_state) for case in train_cases(config, 4)]
@@ -148,6 +155,12 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ({"model": "nets:own", "n_layers": 2}, "text, not for --model nets:own: drop it, or"),
         ({"model": "gpt2", "image_size": 64}, "--image-size is for built-in models of images"),
         ({"learning_rate": 0.0}, "--learning-rate 0.0"),
+        ({"sync_every": (0,)}, "--sync-every 0"),
+        ({"sync_every": (8,), "strategy": ("pipeline",)},
+         "--sync-every 8 is for --strategy ddp, pipeline does not use it"),
+        ({"sync_every": (8,), "engine": "executor"}, "8 is for --engine torch, ddp is"),
+        ({"sync_every": (8,), "ema": 0.9}, "--ema averages the parameters of one replica"),
+        ({"outer_momentum": 0.9}, "--outer-momentum 0.9 is for --sync-every above 1"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused(flags, message):

@@ -270,6 +270,20 @@ def test_a_wrong_factory_is_refused(model, message):
         make_task(replace(CASE, model=model))
 
 
+def test_averaged_replicas_agree_and_learn(one_rank):
+    case = replace(CASE, sync_every=4, strategy="ddp", n_ranks=2)
+    results, run = run_on_ranks(run_train, case, 2)
+    assert results[0]["parameters_digest"] == results[1]["parameters_digest"]
+    losses = [sample.value for sample in samples_of(run.ranks[0], "loss")]
+    assert losses[0] == pytest.approx(float(one_rank["uneven"]["losses"][0]))
+    assert losses[-1] < losses[0] - 0.1
+    sums = [s for s in spans_of(run.ranks[0]) if s.kind == "communication"]
+    n_parameters = results[0]["n_parameters"]
+    assert [s.name for s in sums] == [f"fragment{k % 4}" for k in range(20)]
+    assert sum(s.n_bytes for s in sums[:4]) == 4 * n_parameters
+    assert len(samples_of(run.ranks[0], "no_sync_step_s")) == case.no_sync_steps
+
+
 def test_weights_that_do_not_decay_have_the_users_names():
     case = replace(CASE, weight_decay=0.1, no_decay=("1.*", "1d"))
     task = make_task(case)

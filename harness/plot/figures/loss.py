@@ -1,0 +1,124 @@
+"""Training loss of each strategy by step and by time, with the loss of held-out samples."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.plot.catalog import Catalog, TrainingCase
+from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.numbers import RunNumbers
+from harness.plot.style import (
+    colour_of,
+    grid_panels,
+    joint_legend,
+    note_failures,
+    shorten,
+    time_unit,
+)
+
+MAX_LINES = 24
+# Points of a line; more are means of as many neighbours as leave so few.
+MAX_POINTS = 200
+DASHES = ("-", "--", ":", "-.")
+SHOWN = ("validation_loss", "accuracy")
+
+
+def _rows(case: TrainingCase) -> list[dict[str, Any]]:
+    base = case.named | {
+        "workload": f"{case.first.model} · {case.first.dtype} · batch {case.batch or 0:g}",
+        "line": case.first.strategy + f" on {case.first.n_ranks}",
+    }
+    run = next((run for run in case.case.runs if run.losses), None)
+    if run is None or case.case.status == "invalid":
+        return [base]
+    return [base | row for row in _steps(run)]
+
+
+def _steps(run: RunNumbers) -> list[dict[str, Any]]:
+    at_s = run.reached_s()
+    rows = [
+        {"step": step, "time_s": at_s.get(step), "loss": loss} for step, loss in run.losses.items()
+    ]
+    n_steps = run.header.number("steps_per_epoch")
+    for metric in SHOWN:
+        for epoch, value in run.held_out.get(metric, {}).items():
+            if n_steps is not None:
+                step = round((epoch + 1) * n_steps) - 1
+                rows.append({"step": step, "time_s": at_s.get(step), metric: value})
+    return rows
+
+
+def rows(catalog: Catalog) -> Rows:
+    """A row per step of a run of each case, the first of its repeats, and one per evaluation."""
+    return [row for case in catalog.training for row in _rows(case)]
+
+
+def digest(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per case: what it has learned, and in what time."""
+    found = []
+    for keys, steps in table.groupby(["label", "status", "reason"], sort=False):
+        row: dict[str, Any] = dict(zip(("label", "status", "reason"), keys, strict=True))
+        losses = steps["loss"].dropna()
+        if len(losses):
+            row |= {"first_loss": losses.iloc[0], "last_loss": losses.iloc[-1]}
+            row |= {"n_steps": len(losses), "time_s": steps["time_s"].max()}
+        row |= {name: steps[name].dropna().iloc[-1] for name in SHOWN if _has(steps, name)}
+        found.append(row)
+    return pd.DataFrame(found)
+
+
+def _has(steps: pd.DataFrame, name: str) -> bool:
+    return name in steps and bool(steps[name].notna().any())
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """Two panels for each workload, by step and by time, with a line for each strategy."""
+    groups = list(table[table["step"].notna()].groupby("workload", sort=True))
+    panels = grid_panels(canvas, 2 * len(groups), height_in=3.0)
+    for at, (workload, steps) in enumerate(groups):
+        by_step, by_time = panels[2 * at : 2 * at + 2]
+        scale, unit = time_unit(float(steps["time_s"].max() or 0))
+        _draw(by_step, steps, "step", 1.0)
+        _draw(by_time, steps, "time_s", scale)
+        by_step.set_xlabel("step")
+        by_time.set_xlabel(f"time in steps ({unit})")
+        for axes in (by_step, by_time):
+            axes.set_ylabel("loss")
+            axes.set_title(shorten(str(workload), 60), fontsize=8.5)
+    joint_legend(canvas, panels, n_columns=3)
+    note_failures(canvas, table)
+
+
+def _draw(axes: Axes, steps: pd.DataFrame, x: str, scale: float) -> None:
+    for number, (line, points) in enumerate(steps.groupby("line", sort=False)):
+        colour = colour_of(str(points["strategy"].iloc[0]))
+        dashes = DASHES[number % len(DASHES)]  # because variants of a strategy have like colours
+        trained = points[points["loss"].notna() & points[x].notna()].sort_values("step")
+        width = max(1, math.ceil(len(trained) / MAX_POINTS))
+        means = trained[[x, "loss"]].groupby(np.arange(len(trained)) // width).mean()
+        axes.plot(means[x] * scale, means["loss"], dashes, color=colour, label=str(line))
+        if _has(points, "validation_loss"):
+            held = points[points["validation_loss"].notna()]
+            axes.plot(
+                held[x] * scale, held["validation_loss"], "o", mfc="white", mec=colour,
+                markersize=4.5, label="held-out samples",
+            )  # fmt: skip
+
+
+FIGURE = Figure(
+    caption=(
+        "Mean loss of the global batch in each step, of the first repeat, by step and by the time "
+        "in steps (without saves and evaluations). Lines of more than "
+        f"{MAX_POINTS} steps are means of neighbours. Circles are held-out samples after an epoch. "
+        "Strategies that train like one device have equal lines by step, and differ by time."
+    ),
+    better="lower, and earlier, is better",
+    needs="a training run: ./entry.sh train",
+    rows=rows,
+    measured=("loss",),
+    draw=draw,
+    most=MAX_LINES,
+    digest=digest,
+)

@@ -1,0 +1,161 @@
+"""Data parallelism that averages parameters now and then, instead of gradients in each step.
+
+Each rank updates a replica of its own. A step averages one of H fragments of the parameters while
+it computes, so each fragment is averaged every H steps, every step sends as many bytes, and these
+are 1 / H of the gradients:
+
+    begin    d = outer - local            all-reduce of the weighted d begins
+    end      outer' = outer - step(d)     local += outer' - (local as it was at the beginning)
+
+`outer` are the parameters that all ranks agree on, and `step` is that of SGD with learning rate and
+Nesterov momentum. 1 and 0 make the mean of the replicas (local SGD; Stich, 2019), 0.7 and 0.9 are
+DiLoCo (Douillard et al., 2023). Fragments, and an exchange beside one step of computing, are from
+Streaming DiLoCo (Douillard et al., 2025), which mixes both parameters where this adds the
+difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from harness.errors import ModelError
+from harness.runtime.devices.precision import reduced
+from harness.runtime.engines.optimizers import OuterOptions
+
+
+class _Piece(NamedTuple):
+    """A part of a parameter's elements, in the order of its memory."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These elements of a tensor of the parameter's layout."""
+        return _flat(tensor)[self.start : self.stop]
+
+
+class _Exchange(NamedTuple):
+    """The average of a fragment that is under way."""
+
+    number: int
+    start: Tensor
+    done: torch.futures.Future[Tensor]
+
+
+class ReplicaAverage:
+    """The outer parameters of a rank's replica; all ranks must make the same calls.
+
+    Args:
+        named: parameters by name; those that are not trained stay as they are.
+        all_reduce: begins the sum of a tensor over all ranks under a name.
+        reduce_dtype: of the differences that are summed, see `EngineOptions`.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        options: OuterOptions,
+        all_reduce: Callable[[Tensor, str], torch.futures.Future[Tensor]],
+        reduce_dtype: str,
+    ) -> None:
+        self._trained = [p for p in _dense(named) if p.requires_grad]
+        self._all_reduce, self._reduce_dtype = all_reduce, reduce_dtype
+        self._pieces = list(_cut(self._trained, options.sync_every))
+        fragments = {f"fragment{k}": nn.Parameter(_read(p)) for k, p in enumerate(self._pieces)}
+        self.outer = nn.ParameterDict(fragments)
+        momentum = options.momentum
+        self._optimizer = SGD(
+            self.outer.parameters(), options.learning_rate, momentum, nesterov=momentum > 0
+        )
+        self._n_begun = 0
+        self._exchange: _Exchange | None = None
+
+    @torch.no_grad()
+    def begin(self, weight: float) -> None:
+        """Begin to average the next fragment; the weights of all ranks must add up to 1."""
+        number = self._n_begun % len(self._pieces)
+        self._n_begun += 1
+        start = _read(self._pieces[number])
+        difference = (self._outer(number) - start) * weight
+        done = self._all_reduce(reduced(difference, self._reduce_dtype), f"fragment{number}")
+        self._exchange = _Exchange(number, start, done)
+
+    def wait(self) -> None:
+        """Wait until the average is there."""
+        assert self._exchange is not None, "begin comes first"
+        self._exchange.done.wait()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update the outer parameters by the average, and move the replica with them."""
+        assert self._exchange is not None, "begin comes first"
+        number, start, done = self._exchange
+        outer = self._outer(number)
+        outer.grad = done.value().to(outer.dtype)
+        self._optimizer.step()
+        outer.grad = None
+        for piece, correction in _parts(self._pieces[number], outer - start):
+            piece.of(piece.parameter).add_(correction)
+
+    def _outer(self, number: int) -> nn.Parameter:
+        outer: nn.Parameter = self.outer[f"fragment{number}"]
+        return outer
+
+    @torch.no_grad()
+    def whole(self) -> dict[nn.Parameter, Tensor]:
+        """The outer value of each trained parameter."""
+        found = {parameter: torch.empty_like(parameter) for parameter in self._trained}
+        for number, pieces in enumerate(self._pieces):
+            for piece, values in _parts(pieces, self._outer(number)):
+                piece.of(found[piece.parameter]).copy_(values)
+        return found
+
+
+def _dense(named: Mapping[str, nn.Parameter]) -> Iterator[nn.Parameter]:
+    for name, parameter in named.items():
+        if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+            raise ModelError(
+                f"--sync-every averages the elements of {name} in the order of its memory, where "
+                "some have one place: make the parameter with .contiguous()"
+            )
+        yield parameter
+
+
+def _flat(parameter: Tensor) -> Tensor:
+    """The elements in the order of memory, complex ones as pairs."""
+    flat = parameter.detach().as_strided((parameter.numel(),), (1,))
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _cut(parameters: list[nn.Parameter], n_parts: int) -> Iterator[list[_Piece]]:
+    """Cut all elements into parts of equal size, or one element less; parts may be empty."""
+    sizes = [_flat(parameter).numel() for parameter in parameters]
+    bounds = [sum(sizes) * k // n_parts for k in range(n_parts + 1)]
+    for low, high in pairwise(bounds):
+        pieces, at = [], 0
+        for parameter, size in zip(parameters, sizes, strict=True):
+            start, stop = max(0, low - at), min(size, high - at)
+            if start < stop:
+                pieces.append(_Piece(parameter, start, stop))
+            at += size
+        yield pieces
+
+
+def _read(pieces: list[_Piece]) -> Tensor:
+    """Copy the elements of a fragment, 16 bits as fp32."""
+    parts = [piece.of(piece.parameter) for piece in pieces]
+    found = torch.cat(parts) if parts else torch.empty(0)
+    return found.to(torch.promote_types(found.dtype, torch.float32))
+
+
+def _parts(pieces: list[_Piece], fragment: Tensor) -> Iterator[tuple[_Piece, Tensor]]:
+    """The elements of a fragment, by the piece that they belong to."""
+    sizes = [piece.stop - piece.start for piece in pieces]
+    yield from zip(pieces, fragment.split(sizes), strict=True)
