@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -33,6 +34,13 @@ _SLOWER = 1.2
 # Predictions do not tell sets apart whose samples/s differ by less.
 NEARLY = 0.95
 
+# Flags of training that send fewer bytes, and what they change in a request. Data parallelism by
+# averaged replicas is not the training of one device.
+_CHEAPER_SUMS: dict[str, dict[str, Any]] = {
+    "--reduce-dtype bf16": {"reduce_dtype": "bf16"},
+    "--strategy ddp --sync-every 32": {"sync_every": 32, "families": ("ddp",), "known": None},
+}
+
 # Of the time, left after pricing the sets, and after searching.
 _SHARES_LEFT = (0.65, 0.55)
 
@@ -59,7 +67,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The best samples/s with other hardware, or with gradients in a smaller dtype."""
+    """The best samples/s with other hardware, or by flags that send fewer bytes."""
 
     name: str
     best: Priced
@@ -258,8 +266,10 @@ class Adviser:
             priced = [price(self.request, part_of(cluster, devices)) for devices in wanted]
             fits = [replace(one, step_s=factor * one.step_s) for one in priced if one is not None]
             found.append(Change(name=name, best=best_of([*fits, best])))
-        if self.request.reduce_dtype == "fp32" and self.cluster.n_devices > 1:
-            found.append(self._with_rounded_gradients(best, sets))
+        for name, flags in _CHEAPER_SUMS.items() if self.cluster.n_devices > 1 else ():
+            request = replace(self.request, **flags)
+            if request != self.request and set(request.families) <= set(self.request.families):
+                found.append(self._with_cheaper_sums(name, request, best, sets))
         return sorted(found, key=lambda change: -change.best.samples_per_s)
 
     def _factor_of_trials(self, best: Priced) -> float:
@@ -270,14 +280,20 @@ class Adviser:
         predicted = price(replace(self.request, known=None), best.cluster)
         return 1.0 if predicted is None else max(1.0, best.step_s / predicted.step_s)
 
-    def _with_rounded_gradients(self, best: Priced, sets: Sequence[Priced]) -> Change:
+    def _with_cheaper_sums(
+        self, name: str, request: AdviceRequest, best: Priced, sets: Sequence[Priced]
+    ) -> Change:
         """On today's fastest set of several devices, and on all."""
-        request = replace(self.request, reduce_dtype="bf16")
         several = [one.cluster for one in sets if one.cluster.n_devices > 1][:1]
         wanted = {cluster.n_devices: cluster for cluster in (*several, self.cluster)}
         priced = [price(request, cluster) for cluster in wanted.values()]
-        fits = [one for one in priced if one is not None]
-        return Change(name="--reduce-dtype bf16", best=best_of([*fits, best]))
+        is_averaging = request.sync_every > 1  # whole replicas
+        fits = [
+            one
+            for one in priced
+            if one is not None and not (is_averaging and one.strategy.shard_state != "none")
+        ]
+        return Change(name=name, best=best_of([*fits, best]))
 
     def _changed_clusters(self) -> Iterator[tuple[str, Cluster, str | None]]:
         """Name, cluster, and the changed node (None: all)."""

@@ -144,6 +144,7 @@ class AdviceRequest:
         families: of strategies that may be used.
         overlap: gradients are synchronised during the backward pass.
         reduce_dtype: in which gradients are summed over devices, fp32 or bf16.
+        sync_every: steps between two averages of a parameter's replicas; 1: gradients are summed.
         known: a plan that a search has found for the cluster that it names.
         is_tried: trial steps chose it among other plans, so that no prediction is preferred to it.
     """
@@ -157,6 +158,7 @@ class AdviceRequest:
     optimizer: str = "momentum"
     overlap: bool = True
     reduce_dtype: str = "fp32"
+    sync_every: int = 1
     known: Strategy | None = None
     is_tried: bool = False
 
@@ -178,7 +180,7 @@ class AdviceRequest:
     def simulator(self, cluster: Cluster) -> Simulator:
         options = options_of(self.profile, cluster, self.reduce_dtype)
         options = options.with_optimizer(self.optimizer, self.profile, cluster)
-        options = replace(options, overlap=self.overlap)
+        options = replace(options, overlap=self.overlap).averaging(self.sync_every)
         return Simulator(
             self.graph, self.profile, cluster, options=options, memory_bytes=self.memory_bytes
         )

@@ -91,6 +91,15 @@ class SimulatorOptions:
         if not np.all(np.asarray(self.stream_s_per_byte) >= 0):
             raise PlanError(f"a byte of memory takes {self.stream_s_per_byte} s: that must be >= 0")
 
+    def averaging(self, sync_every: int) -> SimulatorOptions:
+        """Of replicas of which a step sums the changes of one of so many parts, instead of all
+        gradients, and which keep the average beside the optimizer's state."""
+        return replace(
+            self,
+            reduce_bytes_per_gradient_byte=self.reduce_bytes_per_gradient_byte / sync_every,
+            n_optimizer_states=self.n_optimizer_states + (sync_every > 1),
+        )
+
     def with_optimizer(
         self, name: str, profile: Profile, cluster: Cluster, *, is_averaging: bool = False
     ) -> SimulatorOptions:

@@ -120,8 +120,7 @@ class Inputs:
         Args:
             frozen: operators that are not trained.
             skipped: those of them whose outputs are cached.
-            sync_every: a step sums the changes of one of so many parts of the parameters, instead
-                of all gradients.
+            sync_every: steps between two averages of replicas.
         """
         variant = search_config.optimizer_options().variant
         options = search_config.simulator_options().with_optimizer(
@@ -131,14 +130,7 @@ class Inputs:
             self.graph,
             self.profile,
             self.cluster,
-            options=replace(
-                options,
-                frozen=frozen,
-                skipped=skipped,
-                reduce_bytes_per_gradient_byte=(
-                    options.reduce_bytes_per_gradient_byte / sync_every
-                ),
-            ),
+            options=replace(options.averaging(sync_every), frozen=frozen, skipped=skipped),
             memory_bytes=search_config.memory_bytes,
         )
 
