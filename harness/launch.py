@@ -11,7 +11,6 @@ All ranks make the same calls and exchange their outcomes after each run; rank 0
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
@@ -41,15 +40,14 @@ from harness.cases import (
 )
 from harness.domain.run import RankInfo, RunHeader
 from harness.errors import HarnessError, ResultsError
-from harness.measure.heartbeat import Heartbeat
+from harness.measure.heartbeat import HEADER_FILE, Heartbeat
 from harness.measure.places import check_results
 from harness.measure.reached import ReachedReader
 from harness.measure.store import Run, claim_directory, read_run, write_header
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
 from harness.runtime.agent import GRACE_S
-from harness.runtime.devices.peaks import peak_flops_per_s
 from harness.runtime.ranks import sharing
-from harness.runtime.ranks.host import code_commit, read_settings
+from harness.runtime.ranks.host import code_commit, describe_rank
 from harness.runtime.ranks.isolate import run_isolated
 from harness.runtime.ranks.rendezvous import Meeting
 from harness.workloads.common.contract import UNTIL, Continuation, Need, config_json
@@ -79,7 +77,7 @@ class Launcher:
         self._argv = argv
         self._world = meeting.world
         self._control = meeting.control
-        self.ranks = self._control.gather("ranks", self._describe_rank(), RankInfo)
+        self.ranks = self._control.gather("ranks", describe_rank(self._world), RankInfo)
         self._results = Path(
             self._control.broadcast("results", str(options.results.absolute()), str)
         )
@@ -162,24 +160,6 @@ class Launcher:
             _log.warning("%s: %s", path, reason)
         return [run for run, _ in found]
 
-    def _describe_rank(self) -> RankInfo:
-        world = self._world
-        return RankInfo(
-            rank=world.rank,
-            hostname=world.hostname,
-            device=str(world.device),
-            device_kind=world.device_kind,
-            n_cores=world.n_cores,
-            memory_bytes=world.memory_bytes,
-            interface=world.interface,
-            nic_bytes_per_s=world.nic_bytes_per_s,
-            peak_flops_per_s={
-                dtype: peak / world.n_sharing
-                for dtype, peak in peak_flops_per_s(world.device_kind).items()
-            },
-            settings=read_settings(os.environ),
-        )
-
     def _infos(self, plan: PlannedRun) -> list[RankInfo]:
         """The ranks of a run, by their numbers in it."""
         used = [self.ranks[rank] for rank in plan.ranks]
@@ -219,9 +199,12 @@ class Launcher:
         run_dir = self._results / header.run_id
         if state := state_of(plan.case):
             sharing.distribute(self._control, state, self._world.hostnames)
-        problem = self._write_header(run_dir, header)
+        problem = self._write_header(run_dir, header, is_writing=self._world.is_first)
         if problem := self._control.broadcast("space", problem, str):
             raise SweepEnded(problem, self._headers)
+        is_writing = self._world.is_first or self._keeps_copy(plan, run_dir)
+        if not self._world.is_first:
+            self._write_header(run_dir, header, is_writing=is_writing)
         is_away = self._hostnames(plan)[0] != self._world.hostnames[0]
         if is_away:
             sharing.distribute_results(self._control, self._results, self._world.hostnames)
@@ -248,7 +231,7 @@ class Launcher:
                 summary=outcomes[0].summary,
                 duration_s=round(time.monotonic() - start_s, 3),
             )
-            if problem := self._write_header(run_dir, closed):
+            if problem := self._write_header(run_dir, closed, is_writing=is_writing):
                 _log.error(
                     "%s: %s, but run.json lacks this status: %s", header.run_id, status, problem
                 )
@@ -381,10 +364,18 @@ class Launcher:
             "",
         )
 
-    def _write_header(self, run_dir: Path, header: RunHeader) -> str:
-        """Write the header on rank 0; returns an error or ""."""
+    def _keeps_copy(self, plan: PlannedRun, run_dir: Path) -> bool:
+        """Whether this rank keeps a copy of the header for its host, which has a disk of its own,
+        because a launch with --resume may begin there."""
+        is_saved = getattr(plan.case.config, "save_every", None) is not None
+        hostnames = self._world.hostnames
+        is_first = hostnames.index(self._world.hostname) == self._world.rank
+        return is_saved and is_first and not (run_dir / HEADER_FILE).exists()
+
+    def _write_header(self, run_dir: Path, header: RunHeader, *, is_writing: bool) -> str:
+        """Write the header on some ranks; returns an error or ""."""
         try:
-            if self._world.is_first:
+            if is_writing:
                 write_header(run_dir, header)
         except ResultsError as error:
             return str(error)

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from made_runs import header_of, workload_of, world_of
 
 from harness.cases import Case, PlannedRun, find_earlier, has_failed, remaining_repeats
 from harness.launch import Launcher
+from harness.measure.heartbeat import HEADER_FILE
 from harness.measure.store import write_header
 from harness.run import RunSpec, run_case
 from harness.runtime.agent.wire import Channel
@@ -105,6 +107,20 @@ def test_rank_0_looks_once_at_what_repeats_name(tmp_path, rank, looked_at):
     cases = [Case(name="case", workload=workload, config=config) for config in "abab"]
     assert launcher(rank, tmp_path).problem(cases) == ""
     assert seen == looked_at
+
+
+@pytest.mark.parametrize(
+    ("save_every", "has_header", "wanted"),
+    [(5, False, True), (5, True, False), (None, False, False)],
+)
+def test_a_host_with_a_disk_of_its_own_keeps_the_header_of_a_run_that_is_saved(
+    tmp_path, save_every, has_header, wanted
+):
+    config: Any = SimpleNamespace(save_every=save_every)
+    plan: Any = SimpleNamespace(case=SimpleNamespace(config=config))
+    if has_header:
+        (tmp_path / HEADER_FILE).touch()
+    assert launcher(1, tmp_path)._keeps_copy(plan, tmp_path) == wanted
 
 
 def out_of_memory(config, context):

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
@@ -20,12 +20,16 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.interface import Interface
-from harness.domain.run import GPU_DRIVER, KERNEL
+from harness.domain.run import GPU_DRIVER, KERNEL, RankInfo
 from harness.domain.torch_builds import kernel_support, where_built
 from harness.errors import LaunchError
 from harness.inputs import find_int, one_line
+from harness.runtime.devices.peaks import peak_flops_per_s
 from harness.runtime.ranks.cgroup import cgroup_memory_bytes, cpu_quota_s
 from harness.runtime.ranks.interfaces import list_interfaces
+
+if TYPE_CHECKING:
+    from harness.runtime.ranks.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -231,6 +235,25 @@ def describe_host() -> HostFacts:
         has_nccl=dist.is_nccl_available(),
         interfaces=list_interfaces(),
         versions=library_versions(),
+    )
+
+
+def describe_rank(world: World) -> RankInfo:
+    """The rank of this process, its device and its host."""
+    return RankInfo(
+        rank=world.rank,
+        hostname=world.hostname,
+        device=str(world.device),
+        device_kind=world.device_kind,
+        n_cores=world.n_cores,
+        memory_bytes=world.memory_bytes,
+        interface=world.interface,
+        nic_bytes_per_s=world.nic_bytes_per_s,
+        peak_flops_per_s={
+            dtype: peak / world.n_sharing
+            for dtype, peak in peak_flops_per_s(world.device_kind).items()
+        },
+        settings=read_settings(os.environ),
     )
 
 
