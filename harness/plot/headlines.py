@@ -8,6 +8,7 @@ from harness.domain.run import HOST_SETTINGS, RunHeader
 from harness.measure.derive.devices import low_peak_warnings
 from harness.measure.derive.doubts import Doubt, DoubtKind, rank_settings, warnings_of_shares
 from harness.measure.derive.prediction import unpredicted_traffic
+from harness.measure.derive.settings import unlike_one_device
 from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_tables
 from harness.measure.derive.training import TrainingSummary
 from harness.plot.catalog import Catalog, TrainingCase
@@ -84,6 +85,9 @@ def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
     for summary in (summary for case in catalog.training for summary in case.summaries):
         name = f"{summary.model} {summary.strategy} on {summary.n_ranks} ({summary.run_id})"
         yield from ((name, doubt) for doubt in summary.warnings)
+    for case in catalog.training:
+        if why := unlike_one_device(case.case.runs[0]):
+            yield str(case.identity["label"]), Doubt(DoubtKind.TRAINING, why)
     yield from _doubts_of_products(catalog)
     for case in planned_cases(catalog):
         if text := unpredicted_traffic(case.first.compared):

@@ -279,6 +279,20 @@ def test_without_two_strategies_of_one_cell_there_is_no_comparison(tmp_path):
     assert [cell.split(" · ")[1] for cell, _ in answer.rows] == ["batch 32", "batch 64"]
 
 
+def test_a_strategy_that_does_not_train_like_one_device_is_named_with_the_reason(tmp_path):
+    for name, flags in (
+        ("same", {}),
+        ("averaged", {"sync_every": 8}),
+        ("frozen", {"freeze": "schedule"}),
+    ):
+        write_training(tmp_path, name, train_config("ddp", 32, **flags), make_cluster(2))
+    found = warnings(catalog_of(tmp_path))["Not the training of one device"]
+    assert [line.partition(": ")[2] for line in sorted(found)] == [
+        "it freezes layers", "it averages replicas of the parameters, not gradients"
+    ]  # fmt: skip
+    assert all("ddp-" in line for line in found)
+
+
 def test_warnings_are_of_every_workload_and_folded_by_kind(tmp_path):
     left_out = {"left_out": ["send_recv: one rank has nobody to send to"]}
     links = make_header("links", {}, make_cluster(3), run_id="links", summary=left_out)

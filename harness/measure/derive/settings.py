@@ -66,6 +66,23 @@ def strategy_name(run: Headed) -> str:
     return strategy if is_usual else f"{engine}-{strategy}"
 
 
+def unlike_one_device(run: Headed) -> str:
+    """Why the run does not train like one device; empty if it does."""
+    config = run.header.config
+    strategy = configured(run, "strategy")
+    if config.get("asynchronous") and (strategy == "pipeline" or strategy.endswith(".json")):
+        n_stages = run.header.summary.get("n_stages", "S")
+        return (
+            f"every microbatch is a minibatch, and stage s of {n_stages} (from 0) computes "
+            f"gradients with weights that are {n_stages} - 1 - s updates old"
+        )
+    if config.get("freeze", "none") != "none":
+        return "it freezes layers"
+    if (configured_number(run, "sync_every") or 1) > 1:
+        return "it averages replicas of the parameters, not gradients"
+    return ""
+
+
 def file_name(path: PurePath) -> str:
     """A strategy that was read from a file: the file's name, or the run's, because runs write
     theirs as strategy.json."""

@@ -38,7 +38,11 @@ NEARLY = 0.95
 # averaged replicas is not the training of one device.
 _CHEAPER_SUMS: dict[str, dict[str, Any]] = {
     "--reduce-dtype bf16": {"reduce_dtype": "bf16"},
-    "--strategy ddp --sync-every 32": {"sync_every": 32, "families": ("ddp",), "known": None},
+    "averaged replicas: --strategy ddp --sync-every 32": {
+        "sync_every": 32,
+        "families": ("ddp",),
+        "known": None,
+    },
 }
 
 # Of the time, left after pricing the sets, and after searching.

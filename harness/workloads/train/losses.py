@@ -11,6 +11,7 @@ from torch import Tensor
 
 from harness.errors import VerificationError
 from harness.runtime.ranks.world import Context
+from harness.units import format_duration
 
 # Time between two sums, for which ranks wait for each other and for their devices.
 _INTERVAL_S = 10.0
@@ -35,13 +36,15 @@ class LossLog:
         self._kept: list[tuple[int, Tensor]] = []
         self._start_s = time.perf_counter()
         self._n_due = math.inf
-        self._is_begun = False
+        self._is_begun, self._step_s = False, 0.0
         self.values: list[float] = []
 
     @property
     def note(self) -> str:
-        """The last loss, for people."""
-        return f"loss {self.values[-1]:.4g}" if self.values else ""
+        """The last loss that is known, and the time of a step before it, for people."""
+        if not self.values:
+            return ""
+        return f"loss {self.values[-1]:.4g}, {format_duration(self._step_s)} a step"
 
     def add(self, step: int, loss: Tensor) -> None:
         """Keep this rank's part of a step's loss; warm-up steps are below 0."""
@@ -74,8 +77,9 @@ class LossLog:
             if step >= 0:
                 self._context.recorder.sample("loss", value, step=step)
                 self.values.append(value)
-        step_s = total_s / self._context.world.size / len(steps)
-        self._n_due = min(max(1, round(_INTERVAL_S / max(step_s, 1e-9))), _MOST_STEPS)
+        self._step_s = total_s / self._context.world.size / len(steps)
+        n_due = round(_INTERVAL_S / max(self._step_s, _INTERVAL_S / _MOST_STEPS))
+        self._n_due = max(1, n_due)
         self._kept, self._is_begun = [], True
         self._start_s = time.perf_counter()
 

@@ -10,6 +10,7 @@ from typing import Any
 from harness.measure.derive.changes import as_planned
 from harness.measure.derive.devices import matmul_peaks
 from harness.measure.derive.pipeline import pipeline_summary
+from harness.measure.derive.settings import unlike_one_device
 from harness.measure.derive.strategies import StrategyRow, strategy_tables
 from harness.measure.derive.training import (
     TrainingSummary,
@@ -27,7 +28,6 @@ from harness.units import (
     format_flops,
     format_number,
 )
-from harness.workloads.train.config import is_file
 
 # Memory shown: that of the GPU's allocator, else the process's resident set.
 _MEMORY_KINDS = ("allocated", "rss")
@@ -45,16 +45,8 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
         heads, of_one = [f"strategies of {rows[0].workload}", *heads[2:]], of_one[1:]
     lines = [columns(heads, [[of(*pair) for of in of_one] for pair in compared])]
     lines += [f"{row.strategy} against {row.against}: {row.verdict}" for row in rows if row.verdict]
-    lines += [_stale_text(row, found) for row, found in compared if _is_asynchronous(found)]
-    for flag, usual, why in (
-        ("freeze", "none", "it freezes layers"),
-        ("sync_every", 1, "it averages replicas of the parameters, not gradients"),
-    ):
-        lines += [
-            f"{row.strategy} does not train like one device: {why}"
-            for row, found in compared
-            if any(run.header.config.get(flag, usual) != usual for run, _ in found)
-        ]
+    whys = [(row, unlike_one_device(found[0][0])) for row, found in compared if found]
+    lines += [f"{row.strategy} does not train like one device: {why}" for row, why in whys if why]
     return "\n".join(lines)
 
 
@@ -105,21 +97,6 @@ _COLUMNS: dict[str, Callable[[StrategyRow, Sequence[Repeat]], str]] = {
     "error": lambda *pair: cell(_error(*pair), "+.0%"),
     "speed-up": lambda row, _: cell(row.speedup, ".2f"),
 }
-
-
-def _is_asynchronous(repeats: Sequence[Repeat]) -> bool:
-    configs = [run.header.config for run, _ in repeats]
-    trained = [str(c.get("strategy", "")) for c in configs if c.get("asynchronous")]
-    return any(strategy == "pipeline" or is_file(strategy) for strategy in trained)
-
-
-def _stale_text(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
-    n_stages = repeats[0][0].header.summary.get("n_stages", "S")
-    return (
-        f"{row.strategy} does not train like one device: every microbatch is a minibatch, and "
-        f"stage s of {n_stages} (from 0) computes gradients with weights that are {n_stages} - 1 - "
-        "s updates old"
-    )
 
 
 def train_text(runs: list[Run]) -> str:

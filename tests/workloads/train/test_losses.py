@@ -44,7 +44,7 @@ def test_losses_are_recorded_every_ten_seconds(context, recorded, monkeypatch):
     log.record()
     assert log.values == [*range(9)]
     assert recorded == {step: step for step in range(9)}
-    assert log.note == "loss 8"
+    assert log.note == "loss 8, 4 s a step"
 
 
 def test_a_run_without_warm_up_sums_its_first_loss(context, recorded):
