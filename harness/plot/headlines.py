@@ -85,9 +85,9 @@ def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
     for summary in (summary for case in catalog.training for summary in case.summaries):
         name = f"{summary.model} {summary.strategy} on {summary.n_ranks} ({summary.run_id})"
         yield from ((name, doubt) for doubt in summary.warnings)
-    for case in catalog.training:
-        if why := unlike_one_device(case.case.runs[0]):
-            yield str(case.identity["label"]), Doubt(DoubtKind.TRAINING, why)
+    for trained in catalog.training:
+        if why := unlike_one_device(trained.case.runs[0]):
+            yield trained.whole_label, Doubt(DoubtKind.TRAINING, why)
     yield from _doubts_of_products(catalog)
     for case in planned_cases(catalog):
         if text := unpredicted_traffic(case.first.compared):
