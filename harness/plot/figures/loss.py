@@ -112,8 +112,8 @@ FIGURE = Figure(
         "Mean loss of the global batch in each step, of the first repeat, by step and by the time "
         "in steps (without saves and evaluations). Lines of more than "
         f"{MAX_POINTS} steps are means of neighbours. Circles are held-out samples after an epoch. "
-        "Strategies that train like one device have equal lines by step, and differ by time. The "
-        "loss of averaged replicas is the mean of each on its own samples: held-out samples compare."
+        "Strategies that train like one device have equal lines by step. The loss of averaged "
+        "replicas is the mean of each on its own samples, so held-out samples compare them."
     ),
     better="lower, and earlier, is better",
     needs="a training run: ./entry.sh train",
