@@ -116,6 +116,14 @@ def model_states(cases: dict[str, TrainCase], context: Context) -> dict[str, dic
     return found
 
 
+def train_on_two_hosts(case: TrainCase, context: Context) -> dict[str, Any]:
+    """As `run_train`, where the ranks are on two hosts, half of them on each."""
+    n, rank = context.world.size, context.world.rank
+    hostnames = ["left"] * (n // 2) + ["right"] * (n - n // 2)
+    world = replace(context.world, hostname=hostnames[rank], hostnames=hostnames)
+    return run_train(case, replace(context, world=world))
+
+
 def train_with_a_changed_replica(case: TrainCase, context: Context) -> str:
     """Train, but change one parameter on the last rank before the check; what the run raised."""
     step = TorchEngine.step

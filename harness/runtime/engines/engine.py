@@ -26,11 +26,13 @@ class Share:
         n_global: samples of the global batch.
         counts: targets that count for the loss, of each sample of the global batch in order;
             empty: one each.
+        n_replica: samples of the ranks that train one replica together; None: those of all ranks.
     """
 
     n_local: int
     n_global: int
     counts: tuple[int, ...] = ()
+    n_replica: int | None = None
 
     def n_targets(self, start: int = 0, stop: int | None = None) -> int:
         """Number of targets of samples `start` to `stop` of the global batch that count."""
@@ -41,6 +43,11 @@ class Share:
     def weight(self) -> float:
         """Factor of the rank's summed loss, such that the sum over ranks is the global mean."""
         return 1.0 / max(1, self.n_targets()) if self.n_local else 0.0
+
+    @property
+    def replica_factor(self) -> float:
+        """Makes the sum of the replica's gradients that of the mean over its samples."""
+        return 1.0 if self.n_replica is None else self.n_global / max(1, self.n_replica)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +181,16 @@ class CompletionStream:
 
 
 class TimedSums:
-    """Starts all-reduces over all ranks, and records a span for each.
+    """Starts all-reduces over the ranks of a group, by default all, and records a span for each.
 
     Attributes:
         last_done: mark of the end of the last one that has ended.
     """
 
-    def __init__(self, world: World, recorder: Recorder) -> None:
+    def __init__(
+        self, world: World, recorder: Recorder, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._group = group
         self._recorder, self._completion = recorder, CompletionStream(world)
         self.last_done: Any = None
 
@@ -188,7 +198,7 @@ class TimedSums:
         """Begin to sum a tensor in place; the future holds it."""
         clock = self._recorder.clock
         start, n_bytes = clock.mark(), tensor.nbytes
-        work: Any = dist.all_reduce(tensor, async_op=True)
+        work: Any = dist.all_reduce(tensor, group=self._group, async_op=True)
 
         def finish(_: object) -> Tensor:
             # Runs after the all-reduce: in gloo's thread, or on a stream that waits for NCCL.

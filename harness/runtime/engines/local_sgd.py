@@ -1,8 +1,8 @@
 """Data parallelism that averages parameters now and then, instead of gradients in each step.
 
-Each rank updates a replica of its own. A step averages one of H fragments of the parameters while
-it computes, so each fragment is averaged every H steps, every step sends as many bytes, and these
-are 1 / H of the gradients:
+The ranks of each host update a replica by themselves, or, on one host, each rank its own. A step
+averages one of H fragments of the parameters while it computes, so each fragment is averaged every
+H steps, every step sends as many bytes, and these are 1 / H of the gradients:
 
     begin    d = outer - local            all-reduce of the weighted d begins
     end      outer' = outer - step(d)     local += outer' - (local as it was at the beginning)
@@ -16,7 +16,7 @@ difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,6 +27,20 @@ from torch.optim import SGD
 from harness.errors import ModelError
 from harness.runtime.devices.precision import reduced
 from harness.runtime.engines.optimizers import OuterOptions
+
+
+def replicas_of(hostnames: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks that train each replica: those of a host, or one, where all are on one host.
+
+    Args:
+        hostnames: every rank's host.
+    """
+    if len(set(hostnames)) == 1:
+        return [(rank,) for rank in range(len(hostnames))]
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(hostnames):
+        hosts.setdefault(host, []).append(rank)
+    return [tuple(ranks) for ranks in hosts.values()]
 
 
 class _Piece(NamedTuple):
@@ -50,7 +64,7 @@ class _Exchange(NamedTuple):
 
 
 class ReplicaAverage:
-    """The outer parameters of a rank's replica; all ranks must make the same calls.
+    """The outer parameters beside a rank's own; all ranks must make the same calls.
 
     Args:
         named: parameters by name; those that are not trained stay as they are.

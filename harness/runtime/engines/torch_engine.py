@@ -30,7 +30,7 @@ from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.compiling import compiled_by_torch
 from harness.runtime.devices.precision import Precision, reduced
 from harness.runtime.engines.engine import EngineOptions, Share, TimedSums, fetch_batch
-from harness.runtime.engines.local_sgd import ReplicaAverage
+from harness.runtime.engines.local_sgd import ReplicaAverage, replicas_of
 from harness.runtime.engines.optimizers import average_of, make_optimizer, set_rate
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
@@ -93,7 +93,11 @@ class BucketTimer:
 
 
 def _distribute(
-    model: nn.Module, device: torch.device, options: EngineOptions, timer: BucketTimer
+    model: nn.Module,
+    device: torch.device,
+    options: EngineOptions,
+    timer: BucketTimer,
+    group: dist.ProcessGroup | None,
 ) -> DistributedDataParallel:
     bucket_bytes = options.bucket_bytes
     leave_out: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
@@ -104,6 +108,7 @@ def _distribute(
         # DDP makes its first bucket small only with its default size.
         bucket_cap_mb=None if bucket_bytes == BUCKET_BYTES else bucket_bytes / (1 << 20),
         gradient_as_bucket_view=True,
+        process_group=group,
         **without_buffer_sync(),
     )
     ddp.register_comm_hook(None, timer.all_reduce)
@@ -111,7 +116,10 @@ def _distribute(
 
 
 class TorchEngine:
-    """One replica of the model on each rank; a single rank does not communicate."""
+    """The whole model on each rank; a single rank does not communicate.
+
+    Gradients are summed over all ranks, or, of replicas that are averaged, over those of a host.
+    """
 
     samples = None
 
@@ -123,15 +131,21 @@ class TorchEngine:
         self._precision = Precision(options.dtype, world.device)
         self._timer: BucketTimer | None = None
         self._average: ReplicaAverage | None = None
-        self._sums = TimedSums(world, recorder)
         self._forward_model: Callable[..., Any] = task.model
         self._sum_loss: Callable[..., Any] = task.sum_loss
+        group, n_together = None, world.size
         if world.size > 1 and options.outer is not None:
-            named, sum_all = dict(task.model.named_parameters()), self._sums.all_reduce
-            self._average = ReplicaAverage(named, options.outer, sum_all, options.reduce_dtype)
-        elif world.size > 1:
+            named, sums = dict(task.model.named_parameters()), TimedSums(world, recorder)
+            self._average = ReplicaAverage(
+                named, options.outer, sums.all_reduce, options.reduce_dtype
+            )
+            replicas = [list(ranks) for ranks in replicas_of(world.hostnames)]
+            group, _ = dist.new_subgroups_by_enumeration(replicas)
+            n_together = dist.get_world_size(group)
+        self._sums = TimedSums(world, recorder, group)
+        if n_together > 1:
             self._timer = BucketTimer(recorder, self._sums, options.reduce_dtype)
-            self._forward_model = _distribute(task.model, world.device, options, self._timer)
+            self._forward_model = _distribute(task.model, world.device, options, self._timer, group)
         self._replica = self._forward_model
         if options.is_compiled:
             # Dynamo splits the graph of DistributedDataParallel at its buckets, so that they
@@ -149,7 +163,8 @@ class TorchEngine:
 
     @property
     def n_synchronisations(self) -> int:
-        return self._timer.n_buckets if self._timer else int(self._average is not None)
+        n_buckets = self._timer.n_buckets if self._timer else 0
+        return n_buckets + (self._average is not None)
 
     @property
     def can_be_muted(self) -> bool:
@@ -170,7 +185,7 @@ class TorchEngine:
             if self._timer:
                 self._timer.n_buckets = 0
             begin("backward")
-            self._precision.scaler.scale(loss * self._local_factor(share)).backward()
+            self._precision.scaler.scale(loss * share.replica_factor).backward()
         at_backward = mark()
         begin("optimizer")
         self._add_backward(at_forward, at_backward)
@@ -182,10 +197,6 @@ class TorchEngine:
             average.update()
             add("optimizer", at_average, mark(), name="average")
         return loss.detach()
-
-    def _local_factor(self, share: Share) -> float:
-        """Makes the gradient of a replica that is updated by itself that of its samples' mean."""
-        return 1.0 if self._average is None else share.n_global / max(1, share.n_local)
 
     def _synchronising(self, *, is_muted: bool) -> contextlib.AbstractContextManager[Any]:
         if is_muted and isinstance(self._replica, DistributedDataParallel):

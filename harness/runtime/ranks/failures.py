@@ -22,7 +22,12 @@ _LOST_PEER = (
     "connectfullmesh failed",
     "gloo/transport",
 )
-_TIMED_OUT = ("timed out waiting", "wait timeout", "watchdog caught collective operation timeout")
+_TIMED_OUT = (
+    "timed out waiting",
+    "wait timeout",
+    "application timeout",
+    "watchdog caught collective operation timeout",
+)
 # gloo's messages start with a place in its source and end with general advice.
 _SOURCE = re.compile(r"\[/[^\]\n]{1,300}\] ")
 _ADVICE = " This is typically caused by"

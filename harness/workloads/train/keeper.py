@@ -27,7 +27,7 @@ from harness.inputs import find_int, read_file
 from harness.measure.derive.settings import STRATEGY_FLAGS
 from harness.measure.store import read_header
 from harness.plan.formats.detect import read_strategy_file
-from harness.runtime.ranks.failures import has_lost_peer
+from harness.runtime.ranks.failures import has_lost_peer, has_timed_out
 from harness.runtime.ranks.sharing import Fetch, fetch_nothing
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Continuation, config_json
@@ -96,9 +96,8 @@ class StateKeeper:
         try:
             yield
         except (PeerError, RuntimeError) as error:
-            if self._survivor is not None and (
-                isinstance(error, PeerError) or has_lost_peer(error)
-            ):
+            is_peers = isinstance(error, PeerError) or has_lost_peer(error) or has_timed_out(error)
+            if self._survivor is not None and is_peers:
                 self._save(self._survivor)
             raise
 

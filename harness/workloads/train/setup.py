@@ -26,6 +26,7 @@ from harness.runtime.devices.memory import move_model
 from harness.runtime.devices.precision import Precision, reduced, set_tensor_cores
 from harness.runtime.devices.sampling import settle
 from harness.runtime.engines.engine import Engine, EngineOptions
+from harness.runtime.engines.local_sgd import replicas_of
 from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
@@ -110,6 +111,7 @@ class Training:
         prefix: what stands before the names of the user's own parameters.
         flops: FLOPs of this rank in a step; None when they cannot be counted.
         n_parameters: number of trained parameters of the whole model.
+        replica: ranks that train a replica together with this one; empty: all.
         gradient_bytes: bytes that data parallelism all-reduces in a step; None for strategies
             other than data parallelism.
     """
@@ -127,6 +129,7 @@ class Training:
     flops: StepFlops | None
     n_parameters: int
     gradient_bytes: int | None
+    replica: tuple[int, ...] = ()
 
     @property
     def executor(self) -> ExecutorEngine:
@@ -244,8 +247,7 @@ def _make_engine(
     # Ranks need different dropout masks, because their samples are independent.
     torch.manual_seed(case.seed * world.size + world.rank)
     unread: tuple[str, ...] = ()
-    is_ddp = case.engine == "torch" and world.size > 1 and case.sync_every == 1
-    if is_ddp and ":" in case.model:
+    if case.engine == "torch" and ":" in case.model and world.size > 1:
         from harness.runtime.engines.torch_engine import unread_parameters
 
         unread = unread_parameters(task)
@@ -279,6 +281,12 @@ def _check_alike(case: TrainCase, n_samples: int, world: World) -> None:
             f"--data {case.data} has {counts[0]} samples on rank 0 and {counts[other]} on rank "
             f"{other}: give every rank the same, on every host"
         )
+
+
+def _replica(case: TrainCase, world: World) -> tuple[int, ...]:
+    if case.sync_every == 1:
+        return ()
+    return next(ranks for ranks in replicas_of(world.hostnames) if world.rank in ranks)
 
 
 def _batch_plan(
@@ -368,6 +376,7 @@ def prepare(
         flops=flops,
         n_parameters=n_parameters,
         gradient_bytes=n_bytes // case.sync_every if reduces_all(case) else None,
+        replica=_replica(case, world),
     )
 
 

@@ -92,7 +92,9 @@ class TrainLoop:
         plan, step = self.training.plan, index + self._n_warm_up
         n_fed = plan.n_fed(self._context.world.rank, step)
         counts = self.training.count_targets(plan.global_indices(step))
-        return Share(n_local=n_fed, n_global=sum(plan.sizes(step)), counts=counts)
+        sizes, replica = plan.sizes(step), self.training.replica
+        n_replica = sum(sizes[rank] for rank in replica) if replica else None
+        return Share(n_local=n_fed, n_global=sum(sizes), counts=counts, n_replica=n_replica)
 
     def _step(self, index: int) -> None:
         training = self.training

@@ -17,7 +17,7 @@ from harness.measure.recorder import HostClock
 from harness.runtime.executor.cache.boundary import UncachedError
 from harness.runtime.ranks import gather
 from harness.runtime.ranks.control import Control
-from harness.runtime.ranks.failures import gist, has_lost_peer, located
+from harness.runtime.ranks.failures import gist, has_lost_peer, has_timed_out, located
 from harness.runtime.ranks.gather import estimate_offset, measure_clock_offset
 
 CLOSED = (
@@ -53,6 +53,12 @@ def test_an_error_of_gloo_says_what_happened_and_no_more(prefix):
 )
 def test_a_group_fails_for_want_of_a_peer_or_by_an_exception_of_its_own(error, is_lost):
     assert has_lost_peer(error) == is_lost
+
+
+def test_a_group_that_waited_too_long_is_told_from_one_that_lost_a_peer():
+    error = RuntimeError("[/x/tcp/pair.cc:525] Application timeout caused pair closure")
+    assert has_timed_out(error)
+    assert not has_timed_out(RuntimeError(CLOSED))
 
 
 def test_the_line_of_the_user_is_named_below_which_torch_and_python_raise():

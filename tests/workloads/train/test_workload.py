@@ -284,6 +284,19 @@ def test_averaged_replicas_agree_and_learn(one_rank):
     assert len(samples_of(run.ranks[0], "no_sync_step_s")) == case.no_sync_steps
 
 
+def test_ranks_of_a_host_train_one_replica():
+    """Two ranks on each of two hosts get the samples that one would get there."""
+    whole = replace(CASE, batch=16, n_samples=32)
+    case = replace(whole, sync_every=4, strategy="ddp", outer_lr=0.7, outer_momentum=0.5)
+    _, two = run_on_ranks(run_train, replace(case, n_ranks=2), 2)
+    results, four = run_on_ranks(train_on_ranks.train_on_two_hosts, replace(case, n_ranks=4), 4)
+    wanted, found = ([s.value for s in samples_of(r.ranks[0], "loss")] for r in (two, four))
+    assert found == pytest.approx(wanted, rel=1e-4)
+    assert len({result["parameters_digest"] for result in results}) == 1
+    names = {s.name for s in spans_of(four.ranks[3]) if s.kind == "communication"}
+    assert names == {"bucket0", *(f"fragment{k}" for k in range(4))}
+
+
 def test_weights_that_do_not_decay_have_the_users_names():
     case = replace(CASE, weight_decay=0.1, no_decay=("1.*", "1d"))
     task = make_task(case)
