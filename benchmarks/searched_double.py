@@ -120,7 +120,7 @@ def train_by_strategy(run_dir: Path, batches: list[Batch], world: World) -> Iter
     options = EngineOptions(dtype="fp32", optimizer=case.optimizer_options())
     task, plan = widened_task(case, world), ExecutorPlan(strategy=strategy)
     engine = ExecutorEngine(task, world, Recorder(clock_for(world.device)), options, plan)
-    gradients = engine.keep_gradients()
+    gradients = engine._gatherer.keep_gradients(engine._optimizer)
     index = torch.tensor(engine.samples, dtype=torch.int64)
     share = Share(n_local=len(engine.samples), n_global=strategy.batch)
     for whole in batches:

@@ -199,12 +199,13 @@ class Launcher:
         run_dir = self._results / header.run_id
         if state := state_of(plan.case):
             sharing.distribute(self._control, state, self._world.hostnames)
-        problem = self._write_header(run_dir, header, is_writing=self._world.is_first)
+        problem = self._write_header(run_dir, header) if self._world.is_first else ""
         if problem := self._control.broadcast("space", problem, str):
             raise SweepEnded(problem, self._headers)
-        is_writing = self._world.is_first or self._keeps_copy(plan, run_dir)
-        if not self._world.is_first:
-            self._write_header(run_dir, header, is_writing=is_writing)
+        is_copying = not self._world.is_first and self._keeps_copy(plan, run_dir)
+        if is_copying and (problem := self._write_header(run_dir, header)):
+            is_copying = False
+            _log.warning("no launch with --resume can begin on this host: %s", problem)
         is_away = self._hostnames(plan)[0] != self._world.hostnames[0]
         if is_away:
             sharing.distribute_results(self._control, self._results, self._world.hostnames)
@@ -231,7 +232,8 @@ class Launcher:
                 summary=outcomes[0].summary,
                 duration_s=round(time.monotonic() - start_s, 3),
             )
-            if problem := self._write_header(run_dir, closed, is_writing=is_writing):
+            is_writing = self._world.is_first or is_copying
+            if is_writing and (problem := self._write_header(run_dir, closed)):
                 _log.error(
                     "%s: %s, but run.json lacks this status: %s", header.run_id, status, problem
                 )
@@ -372,11 +374,10 @@ class Launcher:
         is_first = hostnames.index(self._world.hostname) == self._world.rank
         return is_saved and is_first and not (run_dir / HEADER_FILE).exists()
 
-    def _write_header(self, run_dir: Path, header: RunHeader, *, is_writing: bool) -> str:
-        """Write the header on some ranks; returns an error or ""."""
+    def _write_header(self, run_dir: Path, header: RunHeader) -> str:
+        """Write the header on this host; returns an error or ""."""
         try:
-            if is_writing:
-                write_header(run_dir, header)
+            write_header(run_dir, header)
         except ResultsError as error:
             return str(error)
         return ""

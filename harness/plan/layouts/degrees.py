@@ -4,8 +4,10 @@ Device of stage p, replica d and part t is (p * dp + d) * tp + t, so a tensor-pa
 neighbouring devices (of one node, where tp divides its devices), and stages are farthest apart.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import msgspec
@@ -52,6 +54,13 @@ class ParallelLayout:
     def order(self) -> tuple[int, ...]:
         """Devices, stage by stage and replica by replica."""
         return self.devices or tuple(range(self.n_devices))
+
+    def with_replicas_together(self) -> ParallelLayout:
+        """The same with each replica on devices in a row, unless devices are named."""
+        if self.devices:
+            return self
+        numbers = np.arange(self.n_devices).reshape(self.dp, self.pp, self.tp)
+        return replace(self, devices=tuple(numbers.swapaxes(0, 1).ravel().tolist()))
 
     @property
     def name(self) -> str:

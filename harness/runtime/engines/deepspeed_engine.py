@@ -164,7 +164,7 @@ class DeepSpeedEngine:
             dist_backend=world.backend, auto_mpi_discovery=False, verbose=False
         )
         self._task = task
-        self._world = world
+        self._world, self.replica = world, tuple(range(world.size))
         self._recorder = recorder
         self._input_dtype = NARROW_DTYPES.get(options.dtype)
         self._is_whole = options.zero_stage < 3  # between two steps

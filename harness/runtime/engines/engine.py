@@ -107,6 +107,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def replica(self) -> Sequence[int]:
+        """The ranks that train one replica with this one: all, unless replicas are averaged."""
+        ...
+
+    @property
     def n_synchronisations(self) -> int:
         """Number of sums of gradients over ranks in the last step that was not muted."""
         ...

@@ -70,6 +70,11 @@ class ReplicaAverage:
         named: parameters by name; those that are not trained stay as they are.
         all_reduce: begins the sum of a tensor over all ranks under a name.
         reduce_dtype: of the differences that are summed, see `EngineOptions`.
+        sizes: elements of all trained parameters of the replica, by name, of which this rank may
+            have some; by default those of `named`.
+
+    Attributes:
+        n_begun: averages that have begun; gives the fragment of the next one.
     """
 
     def __init__(
@@ -78,39 +83,45 @@ class ReplicaAverage:
         options: OuterOptions,
         all_reduce: Callable[[Tensor, str], torch.futures.Future[Tensor]],
         reduce_dtype: str,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
-        self._trained = [p for p in _dense(named) if p.requires_grad]
+        trained = {name: p for name, p in _dense(named) if p.requires_grad}
+        self._trained = list(trained.values())
+        sizes = sizes or {name: p.numel() for name, p in trained.items()}
         self._all_reduce, self._reduce_dtype = all_reduce, reduce_dtype
-        self._pieces = list(_cut(self._trained, options.sync_every))
+        self._pieces = list(_cut(trained, sizes, options.sync_every))
         fragments = {f"fragment{k}": nn.Parameter(_read(p)) for k, p in enumerate(self._pieces)}
         self.outer = nn.ParameterDict(fragments)
         momentum = options.momentum
         self._optimizer = SGD(
             self.outer.parameters(), options.learning_rate, momentum, nesterov=momentum > 0
         )
-        self._n_begun = 0
+        self.n_begun = 0
         self._exchange: _Exchange | None = None
 
     @torch.no_grad()
     def begin(self, weight: float) -> None:
         """Begin to average the next fragment; the weights of all ranks must add up to 1."""
-        number = self._n_begun % len(self._pieces)
-        self._n_begun += 1
+        number = self.n_begun % len(self._pieces)
+        self.n_begun += 1
         start = _read(self._pieces[number])
+        if not len(start):
+            return
         difference = (self._outer(number) - start) * weight
         done = self._all_reduce(reduced(difference, self._reduce_dtype), f"fragment{number}")
         self._exchange = _Exchange(number, start, done)
 
     def wait(self) -> None:
         """Wait until the average is there."""
-        assert self._exchange is not None, "begin comes first"
-        self._exchange.done.wait()
+        if self._exchange is not None:
+            self._exchange.done.wait()
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the outer parameters by the average, and move the replica with them."""
-        assert self._exchange is not None, "begin comes first"
-        number, start, done = self._exchange
+        if self._exchange is None:  # the fragment is empty
+            return
+        (number, start, done), self._exchange = self._exchange, None
         outer = self._outer(number)
         outer.grad = done.value().to(outer.dtype)
         self._optimizer.step()
@@ -122,24 +133,52 @@ class ReplicaAverage:
         outer: nn.Parameter = self.outer[f"fragment{number}"]
         return outer
 
-    @torch.no_grad()
-    def whole(self) -> dict[nn.Parameter, Tensor]:
+    def whole(self) -> dict[Tensor, Tensor]:
         """The outer value of each trained parameter."""
-        found = {parameter: torch.empty_like(parameter) for parameter in self._trained}
+        return self._whole(self._outer)
+
+    def momentum(self) -> dict[Tensor, Tensor]:
+        """The momentum of each trained parameter's outer value; empty without any."""
+        state = self._optimizer.state
+        buffers = [state[self._outer(k)].get("momentum_buffer") for k in range(len(self._pieces))]
+        if not any(buffer is not None for buffer in buffers):
+            return {}
+        zeros = torch.zeros_like
+        return self._whole(lambda k: zeros(self._outer(k)) if buffers[k] is None else buffers[k])
+
+    @torch.no_grad()
+    def _whole(self, fragment: Callable[[int], Tensor]) -> dict[Tensor, Tensor]:
+        found: dict[Tensor, Tensor] = {p: torch.empty_like(p) for p in self._trained}
         for number, pieces in enumerate(self._pieces):
-            for piece, values in _parts(pieces, self._outer(number)):
+            for piece, values in _parts(pieces, fragment(number)):
                 piece.of(found[piece.parameter]).copy_(values)
         return found
 
+    @torch.no_grad()
+    def restart(self, momentum: Mapping[Tensor, Tensor], n_begun: int) -> None:
+        """Take the rank's own parameters as the outer ones.
 
-def _dense(named: Mapping[str, nn.Parameter]) -> Iterator[nn.Parameter]:
+        Args:
+            momentum: of some of them, as `momentum`.
+            n_begun: see above.
+        """
+        self.n_begun = n_begun
+        for number, pieces in enumerate(self._pieces):
+            outer = self._outer(number)
+            outer.copy_(_read(pieces))
+            parts = [p.of(momentum[p.parameter]) for p in pieces if p.parameter in momentum]
+            if parts and sum(map(len, parts)) == len(outer):
+                self._optimizer.state[outer]["momentum_buffer"] = torch.cat(parts).to(outer)
+
+
+def _dense(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in named.items():
         if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
             raise ModelError(
                 f"--sync-every averages the elements of {name} in the order of its memory, where "
                 "some have one place: make the parameter with .contiguous()"
             )
-        yield parameter
+        yield name, parameter
 
 
 def _flat(parameter: Tensor) -> Tensor:
@@ -148,16 +187,18 @@ def _flat(parameter: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-def _cut(parameters: list[nn.Parameter], n_parts: int) -> Iterator[list[_Piece]]:
+def _cut(
+    parameters: Mapping[str, nn.Parameter], sizes: Mapping[str, int], n_parts: int
+) -> Iterator[list[_Piece]]:
     """Cut all elements into parts of equal size, or one element less; parts may be empty."""
-    sizes = [_flat(parameter).numel() for parameter in parameters]
-    bounds = [sum(sizes) * k // n_parts for k in range(n_parts + 1)]
+    bounds = [sum(sizes.values()) * k // n_parts for k in range(n_parts + 1)]
     for low, high in pairwise(bounds):
         pieces, at = [], 0
-        for parameter, size in zip(parameters, sizes, strict=True):
+        for name, size in sizes.items():
             start, stop = max(0, low - at), min(size, high - at)
-            if start < stop:
-                pieces.append(_Piece(parameter, start, stop))
+            if start < stop and name in parameters:
+                n_each = 2 if parameters[name].is_complex() else 1
+                pieces.append(_Piece(parameters[name], start * n_each, stop * n_each))
             at += size
         yield pieces
 

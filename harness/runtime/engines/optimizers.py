@@ -167,6 +167,8 @@ def _known_optimizer(
 # Key of a parameter's average in the optimizer's state, with which it is saved, cut and moved; key
 # of the decay in the optimizer's groups.
 AVERAGE, DECAY = "average", "ema"
+# Key of the momentum of a parameter's outer value, in a saved state.
+OUTER_MOMENTUM = "outer_momentum"
 
 
 def _keep_averages(optimizer: Optimizer, decay: float) -> None:
@@ -212,7 +214,7 @@ def kept_keys(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> s
     Raises:
         ConfigError: another optimizer has saved it.
     """
-    saved = {key for values in state.values() for key in values}
+    saved = {key for values in state.values() for key in values} - {OUTER_MOMENTUM}
     found = saved - {"step", AVERAGE}
     known = (row.keeps for row in OPTIMIZERS.values() if row.make is type(optimizer))
     kept = next(known, found)  # a user's own may keep any

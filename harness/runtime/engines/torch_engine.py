@@ -119,6 +119,9 @@ class TorchEngine:
     """The whole model on each rank; a single rank does not communicate.
 
     Gradients are summed over all ranks, or, of replicas that are averaged, over those of a host.
+
+    Attributes:
+        replica: see `Engine`.
     """
 
     samples = None
@@ -133,17 +136,17 @@ class TorchEngine:
         self._average: ReplicaAverage | None = None
         self._forward_model: Callable[..., Any] = task.model
         self._sum_loss: Callable[..., Any] = task.sum_loss
-        group, n_together = None, world.size
+        group, self.replica = None, tuple(range(world.size))
         if world.size > 1 and options.outer is not None:
             named, sums = dict(task.model.named_parameters()), TimedSums(world, recorder)
             self._average = ReplicaAverage(
                 named, options.outer, sums.all_reduce, options.reduce_dtype
             )
-            replicas = [list(ranks) for ranks in replicas_of(world.hostnames)]
-            group, _ = dist.new_subgroups_by_enumeration(replicas)
-            n_together = dist.get_world_size(group)
+            replicas = replicas_of(world.hostnames)
+            group, _ = dist.new_subgroups_by_enumeration(list(map(list, replicas)))
+            self.replica = next(ranks for ranks in replicas if world.rank in ranks)
         self._sums = TimedSums(world, recorder, group)
-        if n_together > 1:
+        if len(self.replica) > 1:
             self._timer = BucketTimer(recorder, self._sums, options.reduce_dtype)
             self._forward_model = _distribute(task.model, world.device, options, self._timer, group)
         self._replica = self._forward_model

@@ -20,14 +20,15 @@ from harness.runtime.executor.cache.activations import Prefix
 from harness.runtime.executor.cache.boundary import check_rows
 from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
-from harness.runtime.executor.gradients.counts import count_rounds
+from harness.runtime.executor.gradients.averages import ReplicaAverages, Replicas
 from harness.runtime.executor.gradients.deferred import WeightGradients
-from harness.runtime.executor.gradients.sums import GradientSync, sum_buckets
+from harness.runtime.executor.gradients.sync import make_sync
 from harness.runtime.executor.gradients.update import (
     GradientClip,
     LayerNorms,
     LossScale,
     ParameterHooks,
+    WeightUpdate,
 )
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
@@ -41,7 +42,7 @@ from harness.runtime.executor.run.priming import is_needed, muted, prime, prime_
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
-from harness.runtime.executor.sharded.owners import Owners, scatter_buckets
+from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.shards.forms import Forms, choose_forms, warn_of_gathered
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.shard import StateShard, state_shard
@@ -70,6 +71,7 @@ class ExecutorEngine:
     Attributes:
         samples: positions in the global batch of the samples that this rank reads, in order.
         model: this rank's parameters.
+        replica: see `Engine`.
 
     Raises:
         StrategyError: the strategy does not fit the model or the ranks.
@@ -88,7 +90,7 @@ class ExecutorEngine:
     ) -> None:
         self._task, self._world, self.plan, self.prefix = task, world, plan, prefix
         strategy = plan.strategy
-        self._scale = LossScale(options.dtype, world, is_asynchronous=plan.is_asynchronous)
+        scale = LossScale(options.dtype, world, is_asynchronous=plan.is_asynchronous)
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
         self._captured = captured = captured or capture(task, strategy.batch, "model")
@@ -96,7 +98,7 @@ class ExecutorEngine:
         if not plan.is_held:
             hold_alike(task, captured, options.dtype, world)
         captured.freeze_untrained(task.model)
-        self._hooks = ParameterHooks(task.model)
+        hooks = ParameterHooks(task.model)
         self._feed = Feed(captured, strategy, world.rank)
         self.samples = self._feed.samples
         self.weights = Weights(captured.module, world.device)
@@ -108,19 +110,23 @@ class ExecutorEngine:
         self._timetable = Timetable(
             strategy, world.rank, is_asynchronous=plan.is_asynchronous, split=self._gradients.split
         )
-        plan.check_hooks(self._hooks.first())
+        plan.check_hooks(hooks.first())
         meta = MetaModel(captured, task.inputs, world.device)
         names = canonical_names(task.model)
-        self._programs = self._lower(meta, options.bucket_bytes)
+        self._programs = self._lower(meta, options)
         prefix.park(self.weights, self.holders)
         self.is_cache_read = any(prefix.is_read(program) for program, _ in self._programs.values())
         self.weights.allocate()
         freed = [piece for unit in self._units if unit.is_freed for piece in unit.pieces]
-        self.owners = Owners(self.holders, self.weights, strategy, world.rank, freed)
+        holders = self.holders.within(self._replicas.own)
+        self.owners = Owners(holders, self.weights, strategy, world.rank, freed)
         self.model = self.owners.module(self.weights)
+        self.replica = self._replicas.own
+        given = self.holders, self._replicas, self.weights.trainable(), world, recorder, options
+        self._averages = ReplicaAverages(*given, self._groups) if options.outer else None
         self._gatherer = StateGatherer(
             task.model, names, meta, self.weights, self.holders, self.owners, world,
-            options.optimizer,
+            options.optimizer, self._averages,
         )  # fmt: skip
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._n_updates = 0  # in the last step
@@ -133,7 +139,11 @@ class ExecutorEngine:
             world,
             self._phases,
         )
-        self._sync = self._make_sync(options.bucket_bytes, options.reduce_dtype)
+        self._sync = make_sync(
+            strategy, {size: program for size, (program, _) in self._programs.items()},
+            self.weights, holders, self.owners, self._gradient_groups, self._gradients.buffers,
+            world, recorder, options,
+        )  # fmt: skip
         self._runner = Runner(
             strategy, self._programs, self._channels, self._phases,
             Precision(options.dtype, world.device), self._gradients, self._random, self._stash,
@@ -142,7 +152,12 @@ class ExecutorEngine:
         own = self._gatherer.own_parameters()
         self._optimizer = make_optimizer(own, options.optimizer, world.device)
         self._prime_update = partial(prime_update, own, options.optimizer, world.device)
-        self._clip = GradientClip(options.optimizer.max_grad_norm, world)
+        most = options.optimizer.max_grad_norm
+        clip = GradientClip(most, world, lambda: self._replicas.own_group(self._groups, world))
+        self._updating = WeightUpdate(
+            self.weights, self.owners, self._optimizer, scale, hooks, clip, self._gathers,
+            self._phases,
+        )  # fmt: skip
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights
         self.layer_norms: LayerNorms | None = None
@@ -151,7 +166,7 @@ class ExecutorEngine:
 
     # Building
 
-    def _lower(self, meta: MetaModel, unit_bytes: int) -> dict[int, tuple[Program, Moves]]:
+    def _lower(self, meta: MetaModel, options: EngineOptions) -> dict[int, tuple[Program, Moves]]:
         strategy, world = self.plan.strategy, self._world
         sizes = sorted(set(strategy.microbatch_sizes()))
         forms = choose_forms(self._captured, meta, self.plan, sizes)
@@ -161,21 +176,29 @@ class ExecutorEngine:
             check_rows(form.layout)
             self.holders.merge(form.holders)
         self.plan.check_tied(self.holders.trained())
-        self._units = plan_units(self.holders, strategy, unit_bytes, forms[sizes[0]].recomputed_at)
+        recomputed_at = forms[sizes[0]].recomputed_at
+        self._units = plan_units(self.holders, strategy, options.bucket_bytes, recomputed_at)
         for form in forms.values():
             form.find_units(self._units)
+        messages = {size: find_messages(form, world.size) for size, form in forms.items()}
+        sums = {s.devices for f in forms.values() for s in shared_sums(f.layout).values()}
+        collectives = {group for form in forms.values() for group in form.collective_groups()}
+        self._replicas = Replicas([tuple(range(world.size))], world.rank)
+        if options.outer is not None:
+            ends = {(m.source.rank, m.target.rank) for found in messages.values() for m in found}
+            self._replicas = Replicas.of_exchanges(strategy, world, (*ends, *sums, *collectives))
         summed = partial(self._groups.for_gradients, is_scattered=strategy.shards_gradients)
-        self._gradient_groups = {devices: summed(devices) for devices in self.holders.groups()}
+        parts = {part for group in self.holders.groups() for part in self._replicas.split(group)}
+        self._gradient_groups = {part: summed(part) for part in sorted(parts) if len(part) > 1}
         exchanging = sorted({unit.devices for unit in self._units})
         self._unit_groups = {devices: self._groups.for_exchanges(devices) for devices in exchanging}
-        messages = {size: find_messages(form, world.size) for size, form in forms.items()}
         self._channels = Channels(
             world,
             [m for found in messages.values() for m in found],
             self._groups,
             self._timetable.order,
-            sums={s.devices for f in forms.values() for s in shared_sums(f.layout).values()},
-            collectives={group for form in forms.values() for group in form.collective_groups()},
+            sums=sums,
+            collectives=collectives,
         )
         found: dict[int, tuple[Program, Moves]] = {}
         self._gradients.plan_joining(forms[sizes[-1]].layout)
@@ -199,22 +222,6 @@ class ExecutorEngine:
         )
         return make_program(tasks)
 
-    def _make_sync(self, bucket_bytes: int, reduce_dtype: str) -> GradientSync:
-        is_each, world = self.plan.strategy.shards_gradients, self._world
-        programs = {size: program for size, (program, _) in self._programs.items()}
-        rounds = count_rounds(programs, self.plan.strategy.microbatch_sizes(), is_each=is_each)
-        if is_each:
-            queues = scatter_buckets(self.owners.shared, bucket_bytes, world, reduce_dtype)
-        else:
-            trained, buffers = self.weights.trainable(), self._gradients.buffers
-            queues = sum_buckets(trained, self.holders.of, bucket_bytes, buffers, reduce_dtype)
-        # Where operators on different devices share a weight, a peer may sum its gradients only
-        # after it has got what this backward leads to.
-        return GradientSync(
-            world, queues, self._gradient_groups, rounds, self._recorder,
-            is_blocking=all(map(self.holders.is_used_alike, dict(self.holders.trained()))),
-        )  # fmt: skip
-
     # Training
 
     def compute_forward(self, batch: Batch | None) -> Tensor:
@@ -237,7 +244,8 @@ class ExecutorEngine:
 
     @property
     def n_synchronisations(self) -> int:
-        return (self._n_updates if self.plan.is_asynchronous else 1) * self._sync.n_sums
+        n_updates = self._n_updates if self.plan.is_asynchronous else 1
+        return n_updates * self._sync.n_sums + (self._averages is not None)
 
     @property
     def can_be_muted(self) -> bool:
@@ -268,10 +276,15 @@ class ExecutorEngine:
         self._channels.is_muted, self._n_updates = is_muted, 0
         if self._stash is None:
             self._sync.start_step(is_muted=is_muted)
+        averages = None if is_muted else self._averages
+        if averages is not None:
+            averages.begin(share)
         self._run(batch, share)
         if self._stash is None:
             self._sync.finish()
             self._update()
+            if averages is not None:
+                averages.finish(self._phases)
             self._finish_sends()
         else:
             self._finish_sends(self._timetable.n_finished)
@@ -284,7 +297,8 @@ class ExecutorEngine:
         set_rate(self._optimizer, rate)
 
     def _run(self, batch: Batch | None, share: Share) -> None:
-        is_asynchronous, scale = self.plan.is_asynchronous, self._scale.factor()
+        is_asynchronous = self.plan.is_asynchronous
+        scale = self._updating.scale.factor() * share.replica_factor
         flights = self._feed.split(batch, share, scale, is_asynchronous=is_asynchronous)
         self._runner.run(self._timetable.step(), flights, self._timetable.n_streamed)
         self._phases.end()
@@ -311,21 +325,8 @@ class ExecutorEngine:
         self._phases.end()
 
     def _update(self) -> None:
-        if self.is_priming_due:
-            return
-        trained, is_muted = self.weights.trainable(), self._channels.is_muted
-        self.owners.assign_gradients()
-        self._scale.unscale(self._optimizer, is_muted=is_muted)
-        self._hooks.run(trained)
-        if self.layer_norms is not None and not is_muted:
-            self.layer_norms.add(self.weights, self.owners, self._phases)
-        self._phases.begin("optimizer")
-        self._clip.apply(self.owners, self._phases, is_muted=is_muted)
-        self._scale.step(self._optimizer, is_muted=is_muted)
-        for parameter in (*trained.values(), *self.owners.own.values()):
-            parameter.grad = None
-        if not is_muted:
-            self._gathers.gather_updated()
+        if not self.is_priming_due:
+            self._updating.run(self.layer_norms, is_muted=self._channels.is_muted)
 
     def _update_microbatch(self) -> None:
         """Synchronise gradients and update the weights after one microbatch, without a flush."""
@@ -337,10 +338,6 @@ class ExecutorEngine:
         self._n_updates += 1
 
     # State
-
-    def keep_gradients(self) -> Callable[[], dict[str, Tensor]]:
-        """Keep the gradients of each update from now on; see `StateGatherer.keep_gradients`."""
-        return self._gatherer.keep_gradients(self._optimizer)
 
     def model_state(self, *, is_for_first: bool = False) -> dict[str, Tensor]:
         """See `Engine.model_state`; empty where it is not needed."""
@@ -383,7 +380,7 @@ class ExecutorEngine:
         """Continue at the step of another engine, after its held state has been transferred."""
         self.owners.rebind()
         self._random.step = old._random.step
-        self._scale = old._scale
+        self._updating.scale = old._updating.scale
         self._gatherer.take_unused(old._gatherer)
         self.layer_norms = old.layer_norms
 
@@ -396,4 +393,6 @@ class ExecutorEngine:
         """Check that replicas are equal bit by bit, and return a digest of the weights; all ranks
         must call it. Raises VerificationError, with the ranks and the parameter."""
         self.flush()
-        return verify_copies(self.owners.trained(self.weights), self._world)
+        agreed = {} if self._averages is None else self._averages.agreed()
+        trained = self.owners.trained(self.weights).items()
+        return verify_copies({piece: agreed.get(p, p) for piece, p in trained}, self._world)

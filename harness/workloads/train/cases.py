@@ -70,6 +70,13 @@ def _batches(config: TrainConfig, strategy: str, n_ranks: int, n_most: int) -> l
     return [batch * n_ranks for batch in config.per_device_batch or (32,)]
 
 
+def _has_replicas(strategy: str, n_ranks: int) -> bool:
+    """Whether --sync-every is for a strategy; a file may have one replica all the same."""
+    if is_layout(strategy):
+        return parse_layout(strategy).dp > 1
+    return n_ranks > 1 and (strategy == "ddp" or is_file(strategy))
+
+
 def _flows(config: TrainConfig) -> list[dict[str, Any]]:
     """Combinations of schedules and numbers of microbatches, as fields of TrainCase."""
     return [
@@ -107,7 +114,7 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
                 )
                 for dtype in config.dtype
                 for reduce_dtype in (config.reduce_dtype if count > 1 else ("fp32",))
-                for sync_every in (config.sync_every if strategy == "ddp" and count > 1 else (1,))
+                for sync_every in (config.sync_every if _has_replicas(strategy, count) else (1,))
                 for batch in _batches(config, strategy, count, max(counts))
                 for flow in (_flows(config) if has_flow else [{}])
             ]

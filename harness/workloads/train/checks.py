@@ -18,6 +18,7 @@ from harness.workloads.common.flags import (
     flag_words,
 )
 from harness.workloads.train.config import (
+    ELASTIC,
     SHARDABLE,
     STRATEGIES,
     ZERO_STATES,
@@ -29,11 +30,13 @@ from harness.workloads.train.config import (
 )
 
 _DEGREES = "tp=T,dp=D,pp=P"
+_FILE = "a strategy's file"
 _OWN_DATA = "package.module:factory"
 # Flags and the only strategies that use them; a strategy's file holds its own schedule and stages.
 _USED_BY = {
     "stages": ("pipeline",),
-    "sync_every": ("ddp",),
+    "sync_every": ("ddp", _DEGREES, _FILE),
+    "asynchronous": ("pipeline", _FILE),
     "shard_state": (*SHARDABLE, _DEGREES),
     "recompute": (*STRATEGIES["executor"][:-1], _DEGREES),
     **dict.fromkeys(("schedule", "microbatches"), ("pipeline", _DEGREES)),
@@ -74,7 +77,7 @@ _AT_LEAST = {
 def _check_unused(config: TrainConfig) -> None:
     """Refuse flags that none of the strategies uses."""
     strategies = " ".join(config.strategy)
-    given = {_DEGREES if is_layout(strategy) else strategy for strategy in config.strategy}
+    given = {_kind_of(strategy) for strategy in config.strategy}
     is_searched_beside = config.shrink == "search" or config.drift or config.survive
     for name, users in _USED_BY.items():
         if given.isdisjoint(users) and not (is_searched_beside and name in _SEARCHED_BESIDE):
@@ -86,12 +89,12 @@ def _check_unused(config: TrainConfig) -> None:
             words = [flag(other) if one is True else f"{flag(other)} {one}" for one in values]
             is_given = "it is not given" if value is False else f"{flag(other)} is {value}"
             _check_unset(config, name, f"{' or '.join(words)}, {is_given}", f"use {words[0]}")
-    is_pipelined = "pipeline" in config.strategy or any(map(is_file, config.strategy))
-    if config.asynchronous and not is_pipelined:
-        raise ConfigError(
-            f"--asynchronous is for --strategy pipeline or a strategy's file, not {strategies}: "
-            "drop it, or add one of them"
-        )
+
+
+def _kind_of(strategy: str) -> str:
+    if is_layout(strategy):
+        return _DEGREES
+    return _FILE if is_file(strategy) else strategy
 
 
 def _check_unset(config: TrainConfig, name: str, why: str, remedy: str) -> None:
@@ -190,15 +193,17 @@ def _check_average(case: TrainCase) -> None:
     """Refuse to average replicas where that is not possible."""
     if case.sync_every == 1:
         return
-    if case.engine != "torch":
+    if case.engine == "deepspeed":
         raise ConfigError(
-            f"--sync-every {case.sync_every} is for --engine torch, {case.strategy} is trained by "
-            f"{case.engine}: drop it, or the flags that need {case.engine}"
+            f"--sync-every {case.sync_every} is for the engines torch and executor, "
+            f"{case.strategy} is trained by deepspeed: drop it"
         )
-    if case.is_set("ema"):
+    of_one = {name: case.is_set(name) for name in ("ema", *ELASTIC)}
+    of_one |= {"asynchronous": case.is_asynchronous, "shard_state": case.sharded_state != "none"}
+    for name in filter(of_one.__getitem__, of_one):
         raise ConfigError(
-            f"--ema averages the parameters of one replica, --sync-every {case.sync_every} trains "
-            "several: drop one of them"
+            f"{flag(name)} is for the training of one replica, --sync-every {case.sync_every} "
+            "trains several: drop one of them"
         )
 
 

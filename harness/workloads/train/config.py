@@ -36,11 +36,12 @@ STRATEGIES: dict[EngineName, tuple[str, ...]] = {
 # Strategies that --shard-state is for: a file holds its own shard_state.
 SHARDABLE = ("ddp", "pipeline", "tensor", "hybrid", "searched")
 
-_ELASTIC = (*CHANGING, "survive")
+# Flags by which a strategy may change between steps, or go on without a lost rank.
+ELASTIC = (*CHANGING, "survive")
 # Flags that only the executor supports; those of TrainCase.executor_flags depend on others too.
 _OF_EXECUTOR = (
     *("exact_dropout", "recompute", "save_sharded", "load_state", "save_every"),
-    *_ELASTIC,
+    *ELASTIC,
 )
 
 
@@ -229,7 +230,7 @@ class TrainSettings(SearchFlags, ModelFlags):
     @property
     def is_elastic(self) -> bool:
         """Whether the strategy may change between steps, or go on without a lost rank."""
-        return any(map(self.is_set, _ELASTIC))
+        return any(map(self.is_set, ELASTIC))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,9 +266,10 @@ class TrainConfig(TrainSettings):
     """bf16 sums gradients over ranks in bf16, which halves their bytes on the links; parameters and
     optimizer state stay fp32, and losses differ a little from one device's."""
     sync_every: tuple[int, ...] = (1,)
-    """ddp (torch): ranks update replicas of their own, of which each parameter is averaged every so
-    many steps, a part in each step and beside its computing (local SGD, streaming DiLoCo), so links
-    carry that part of the gradients' bytes. Above 1 this is not the training of one device."""
+    """ddp, degrees with dp, and files: replicas are updated by themselves, and each parameter is
+    averaged every so many steps, a part in each step and beside its computing (local SGD, streaming
+    DiLoCo), so links carry that part of the gradients' bytes. Above 1 this is not the training of
+    one device."""
     n_ranks: tuple[int, ...] = ()
     """Numbers of ranks to train on, counted from rank 0, such as 1 2 4. Default: all."""
     repeats: int = 1

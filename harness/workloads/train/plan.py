@@ -26,6 +26,7 @@ from harness.errors import HarnessError, ModelError, PlanError, StrategyError
 from harness.measure.store import read_header
 from harness.plan import builders
 from harness.plan.layouts.degrees import parse_layout, profiled_layout
+from harness.plan.replicas import with_copies
 from harness.plan.search.space import balanced_pipeline, usual_microbatches
 from harness.plan.simulate.simulator import Simulator, Trial
 from harness.plan.simulate.unflushed import simulate_unflushed
@@ -100,7 +101,9 @@ def _candidates(case: TrainCase, simulator: Simulator, shares: Sequence[int]) ->
         return [builders.single(graph, batch)]
     if case.strategy == "ddp":
         is_even = max(shares) - min(shares) <= 1
-        return [builders.ddp(graph, cluster, batch, shares=None if is_even else shares)]
+        strategy = builders.ddp(graph, cluster, batch, shares=None if is_even else shares)
+        is_averaged = case.sync_every > 1
+        return [with_copies(strategy, graph, len(shares)) if is_averaged else strategy]
     if case.strategy == "tensor":
         return [builders.tensor_parallel(graph, cluster, batch)]
     if case.strategy == "hybrid":
@@ -153,13 +156,15 @@ def _pipeline(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Str
 
 
 def _by_degrees(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Strategy:
-    return profiled_layout(
-        parse_layout(case.strategy),
+    layout, is_averaged = parse_layout(case.strategy), case.sync_every > 1
+    strategy = profiled_layout(
+        layout.with_replicas_together() if is_averaged else layout,
         simulator,
         case.batch,
         n_microbatches=n_microbatches,
         schedule=case.schedule,
     )
+    return with_copies(strategy, simulator.graph, layout.dp) if is_averaged else strategy
 
 
 def search_config_of(case: TrainCase) -> SearchConfig:

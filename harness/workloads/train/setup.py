@@ -26,7 +26,6 @@ from harness.runtime.devices.memory import move_model
 from harness.runtime.devices.precision import Precision, reduced, set_tensor_cores
 from harness.runtime.devices.sampling import settle
 from harness.runtime.engines.engine import Engine, EngineOptions
-from harness.runtime.engines.local_sgd import replicas_of
 from harness.runtime.engines.optimizers import LearningRates, OptimizerOptions, is_matched
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
@@ -111,7 +110,6 @@ class Training:
         prefix: what stands before the names of the user's own parameters.
         flops: FLOPs of this rank in a step; None when they cannot be counted.
         n_parameters: number of trained parameters of the whole model.
-        replica: ranks that train a replica together with this one; empty: all.
         gradient_bytes: bytes that data parallelism all-reduces in a step; None for strategies
             other than data parallelism.
     """
@@ -129,7 +127,6 @@ class Training:
     flops: StepFlops | None
     n_parameters: int
     gradient_bytes: int | None
-    replica: tuple[int, ...] = ()
 
     @property
     def executor(self) -> ExecutorEngine:
@@ -283,12 +280,6 @@ def _check_alike(case: TrainCase, n_samples: int, world: World) -> None:
         )
 
 
-def _replica(case: TrainCase, world: World) -> tuple[int, ...]:
-    if case.sync_every == 1:
-        return ()
-    return next(ranks for ranks in replicas_of(world.hostnames) if world.rank in ranks)
-
-
 def _batch_plan(
     case: TrainCase, n_samples: int, shares: tuple[int, ...], engine: Engine, world: World
 ) -> BatchPlan:
@@ -376,7 +367,6 @@ def prepare(
         flops=flops,
         n_parameters=n_parameters,
         gradient_bytes=n_bytes // case.sync_every if reduces_all(case) else None,
-        replica=_replica(case, world),
     )
 
 

@@ -92,8 +92,8 @@ class TrainLoop:
         plan, step = self.training.plan, index + self._n_warm_up
         n_fed = plan.n_fed(self._context.world.rank, step)
         counts = self.training.count_targets(plan.global_indices(step))
-        sizes, replica = plan.sizes(step), self.training.replica
-        n_replica = sum(sizes[rank] for rank in replica) if replica else None
+        sizes = plan.sizes(step)
+        n_replica = sum(sizes[rank] for rank in self.training.engine.replica)
         return Share(n_local=n_fed, n_global=sum(sizes), counts=counts, n_replica=n_replica)
 
     def _step(self, index: int) -> None:

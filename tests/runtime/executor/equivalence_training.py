@@ -158,14 +158,14 @@ def train_in_fp16(case: Case, world: World) -> list[tuple[float, float, bool]]:
             engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
             engine.take_over(old)
         before = [p.detach().clone() for p in engine.model.parameters()]
-        scaler = engine._scale._scaler
+        scaler = engine._updating.scale._scaler
         assert scaler is not None
         if step == 2:
             scaler.update(2.0**60)
         loss = train_step(engine, case, step)
         pairs = zip(before, engine.model.parameters(), strict=True)
         is_changed = any(not torch.equal(a, b) for a, b in pairs)
-        found.append((loss, engine._scale.factor(), is_changed))
+        found.append((loss, engine._updating.scale.factor(), is_changed))
     return found
 
 
@@ -290,7 +290,7 @@ def train_by_strategy(case: Case, world: World) -> Trace:
 
 def _train_by_strategy(case: Case, world: World) -> Trace:
     engine = make_engine(case, world)
-    kept = engine.keep_gradients()
+    kept = engine._gatherer.keep_gradients(engine._optimizer)
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
     for step in range(case.n_steps):
@@ -360,7 +360,7 @@ def _train_after(move: Move, state: dict[str, Any], world: World) -> Trace:
     fresh = msgspec.structs.replace(case, seed=case.seed + 1).make_task()
     moved = make_engine(msgspec.structs.replace(case, strategy=move.after), world, task=fresh)
     moved.load_full_state(state)
-    kept = moved.keep_gradients()
+    kept = moved._gatherer.keep_gradients(moved._optimizer)
     losses = [train_step(moved, case, s) for s in range(move.n_before, case.n_steps)]
     gradients = _copied(kept())
     moved.verify()

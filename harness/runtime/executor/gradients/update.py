@@ -1,4 +1,4 @@
-"""Between the sum of gradients and the update: the scale of fp16, hooks, and norms.
+"""The update of weights, and before it the scale of fp16, hooks of parameters, and norms.
 
 Norms are of all gradients, to clip them, and of each layer's, to freeze by.
 """
@@ -17,6 +17,7 @@ from harness.domain.freezing import FreezableLayer, FreezingState
 from harness.errors import ConfigError
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.run.phases import Phases
+from harness.runtime.executor.sharded.gathers import WeightGathers
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Weights
 from harness.runtime.ranks.world import World
@@ -123,10 +124,12 @@ class GradientClip:
 
     Args:
         most: the largest norm, of synchronous training; None: gradients stay.
+        make_group: makes that of the ranks of this rank's replica; all ranks must call it.
     """
 
-    def __init__(self, most: float | None, world: World) -> None:
+    def __init__(self, most: float | None, world: World, make_group: Callable[[], Any]) -> None:
         self._most, self._world = most, world
+        self._group = None if most is None else make_group()
 
     @torch.no_grad()
     def apply(self, owners: Owners, phases: Phases, *, is_muted: bool) -> None:
@@ -137,8 +140,8 @@ class GradientClip:
         square = torch.zeros((), dtype=torch.float64, device=self._world.device)
         if own:
             square += torch.stack(torch._foreach_norm(own)).double().square().sum()
-        if self._world.size > 1 and not is_muted:
-            phases.wait(lambda: dist.all_reduce(square), name="gradient norm")
+        if self._group is not None and not is_muted:
+            phases.wait(lambda: dist.all_reduce(square, group=self._group), name="gradient norm")
         factor = (self._most / (square.sqrt() + 1e-6)).clamp(max=1.0)
         gradients = [x.grad for x in owners.own.values() if x.grad is not None]
         if gradients:
@@ -230,3 +233,43 @@ class LayerNorms:
     def note(self, since: int, interval: int, n_frozen: int) -> None:
         """Remember the last decision."""
         self.sums = replace(self.sums, decided=(since, interval, n_frozen))
+
+
+class WeightUpdate:
+    """Updates this rank's weights by their summed gradients."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        owners: Owners,
+        optimizer: torch.optim.Optimizer,
+        scale: LossScale,
+        hooks: ParameterHooks,
+        clip: GradientClip,
+        gathers: WeightGathers,
+        phases: Phases,
+    ) -> None:
+        self._weights, self._owners, self._optimizer = weights, owners, optimizer
+        self.scale, self._hooks, self._clip = scale, hooks, clip
+        self._gathers, self._phases = gathers, phases
+
+    def run(self, norms: LayerNorms | None, *, is_muted: bool) -> None:
+        """Update and free the gradients; all ranks must call it.
+
+        Args:
+            norms: add up those of the gradients.
+            is_muted: nothing is exchanged.
+        """
+        trained, phases = self._weights.trainable(), self._phases
+        self._owners.assign_gradients()
+        self.scale.unscale(self._optimizer, is_muted=is_muted)
+        self._hooks.run(trained)
+        if norms is not None and not is_muted:
+            norms.add(self._weights, self._owners, phases)
+        phases.begin("optimizer")
+        self._clip.apply(self._owners, phases, is_muted=is_muted)
+        self.scale.step(self._optimizer, is_muted=is_muted)
+        for parameter in (*trained.values(), *self._owners.own.values()):
+            parameter.grad = None
+        if not is_muted:
+            self._gathers.gather_updated()

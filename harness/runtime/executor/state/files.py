@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +21,10 @@ from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.state.shard import (
     FORMAT,
     FRESH,
+    OF_REPLICA,
     UNCUT,
     StateMetadata,
+    replica_prefix,
     shard_name,
 )
 
@@ -55,15 +58,42 @@ def load_sharded(directory: Path) -> dict[str, Any]:
     """
     state = open_sharded(directory)
     of_parameters = {n: dict(values) for n, values in state["optimizer"]["state"].items()}
-    return state | {"model": dict(state["model"]), "optimizer": {"state": of_parameters}}
+    return {
+        "model": dict(state["model"]),
+        "optimizer": {"state": of_parameters},
+        "step": state["step"],
+    }
 
 
 def open_sharded(directory: Path) -> dict[str, Any]:
     """The same with mappings that assemble a tensor when it is read, because a host may not have
     the memory for the state of all ranks. Missing parts are refused before; parts that overlap are
-    when they are read."""
+    when they are read.
+
+    Returns:
+        Of replicas that are averaged also "replicas": functions that open the state of each.
+    """
     paths, metadata = check_sharded(directory)
-    model, cut, single = _read(paths)
+    state = _open(directory, paths, metadata)
+
+    def open_replica(prefix: str) -> dict[str, Any]:
+        own = _open(directory, paths, metadata, prefix)
+        common, of_own = state["optimizer"]["state"], own["optimizer"]["state"]
+        of_parameters = {n: ChainMap(of_own.get(n, {}), values) for n, values in common.items()}
+        model = ChainMap(own["model"], state["model"])
+        return {"model": model, "optimizer": {"state": of_parameters}, "step": state["step"]}
+
+    if metadata.n_replicas > 1:
+        prefixes = map(replica_prefix, range(metadata.n_replicas))
+        state["replicas"] = [partial(open_replica, prefix) for prefix in prefixes]
+    return state
+
+
+def _open(
+    directory: Path, paths: list[Path], metadata: StateMetadata, prefix: str = ""
+) -> dict[str, Any]:
+    """Open the tensors whose names have a prefix; without one there must be all of the model."""
+    model, cut, single = _read(paths, prefix)
     numbers = {name: index for index, name in enumerate(metadata.parameters)}
 
     for name, parts in (*model.items(), *((name, parts) for (_, name), parts in cut.items())):
@@ -74,6 +104,8 @@ def open_sharded(directory: Path) -> dict[str, Any]:
 
     whole, state = joined(), defaultdict[int, _Joined](joined)
     for name, first in metadata.names.items():
+        if prefix and first not in model:
+            continue  # common to all replicas
         whole.parts[name] = first, _known(model, first, "tensors", directory)
     for (key, name), parts in cut.items():
         state[_known(numbers, name, "parameters", directory)].parts[key] = name, parts
@@ -210,17 +242,20 @@ def _read_metadata(path: Path) -> StateMetadata:
 
 
 def _read(
-    paths: list[Path],
+    paths: list[Path], prefix: str
 ) -> tuple[dict[str, Pieces], dict[tuple[str, str], Pieces], dict[tuple[str, str], Tensor]]:
-    """Slices of the model, slices of the optimizer's state, and state that is not sliced."""
+    """Slices of the model, slices of the optimizer's state, and state that is not sliced, of names
+    with a prefix."""
     model: dict[str, Pieces] = {}
     cut: dict[tuple[str, str], Pieces] = {}
     single: dict[tuple[str, str], Tensor] = {}
     for path in paths:
         with _opened(path) as file:
             for stored in file.keys():  # noqa: SIM118 (it is no mapping)
+                if not stored.startswith(prefix) or (stored.startswith(OF_REPLICA) and not prefix):
+                    continue
                 tensor = file.get_tensor(stored)
-                key, text, name = _parts_of(stored, path)
+                key, text, name = _parts_of(stored.removeprefix(prefix), path)
                 if key and text == UNCUT:
                     single[key, name] = tensor
                     continue

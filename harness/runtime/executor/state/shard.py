@@ -2,7 +2,9 @@
 
 Each rank writes one file, with tensors named `model INTERVALS NAME` and `optimizer KEY INTERVALS
 NAME`. INTERVALS is such as `0:4,2:6`, or `-` for state without the parameter's shape. All files
-have the same `StateMetadata`.
+have the same `StateMetadata`. Where replicas are averaged, these are the parameters that they agree
+on and the first one's state of the optimizer; the same names after `replica K ` are the others' and
+their own parameters.
 
 Shards of survivors are those of ranks that have lost another: each holds all slices of its rank,
 and together they are a state if they cover every tensor. Parameters that have not been updated
@@ -34,6 +36,7 @@ from harness.runtime.ranks.world import World
 FORMAT = "state shards 2"
 UNCUT = "-"
 FRESH = "without state"
+OF_REPLICA = "replica "
 
 
 class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +50,7 @@ class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         trained: parameters that the optimizer updates.
         freezing: of `--freeze gradient`.
         run: that wrote them; empty if it is no run of a launch.
+        n_replicas: that are averaged; 1 if gradients are summed over all ranks.
     """
 
     n_ranks: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
@@ -58,6 +62,7 @@ class StateMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     trained: list[str]
     freezing: FreezingState | None = None
     run: str = ""
+    n_replicas: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 1
 
     def __post_init__(self) -> None:
         if len(set(self.parameters)) != len(self.parameters):
@@ -108,7 +113,10 @@ def state_shard(
         run: name of the run, so that shards of two are not taken for one state.
         is_survivor: take also slices that other ranks hold, because one of them is lost.
     """
-    parts = dict(_named(gatherer.rank_parts(optimizer, has_copies=is_survivor)))
+    own, averages = gatherer.rank_parts(optimizer, has_copies=is_survivor), gatherer.averages
+    parts = dict(_named(own))
+    if averages is not None and own.of_replica is not None:
+        parts |= dict(_named(own.of_replica, replica_prefix(averages.replicas.number)))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()}
     metadata = StateMetadata(
         n_ranks=world.size,
@@ -120,6 +128,7 @@ def state_shard(
         trained=gatherer.trained_names(),
         freezing=None if norms is None else norms.state(),
         run=run,
+        n_replicas=1 if averages is None else len(averages.replicas.all),
     )
     text = msgspec.json.encode(metadata).decode()
     fresh = msgspec.json.encode(gatherer.names_without_state(optimizer)).decode()
@@ -138,15 +147,20 @@ def shard_name(rank: int | str) -> str:
     return f"shard{rank}.safetensors"
 
 
-def _named(own_parts: RankParts) -> Iterator[tuple[str, Tensor]]:
+def replica_prefix(number: int) -> str:
+    """What the names of a replica's own tensors begin with."""
+    return f"{OF_REPLICA}{number} "
+
+
+def _named(own_parts: RankParts, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for piece, tensor in own_parts.model.items():
-        yield f"model {_text(piece)} {piece.name}", tensor
+        yield f"{prefix}model {_text(piece)} {piece.name}", tensor
     for key, parts in own_parts.optimizer.items():
         for piece, tensor in parts.items():
-            yield f"optimizer {key} {_text(piece)} {piece.name}", tensor
+            yield f"{prefix}optimizer {key} {_text(piece)} {piece.name}", tensor
     for name, values in own_parts.single.items():
         for key, value in values.items():
-            yield f"optimizer {key} {UNCUT} {name}", torch.as_tensor(value)
+            yield f"{prefix}optimizer {key} {UNCUT} {name}", torch.as_tensor(value)
 
 
 def _text(piece: WeightSlice) -> str:

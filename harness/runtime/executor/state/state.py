@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from harness.errors import ConfigError, VerificationError
 from harness.runtime.engines.optimizers import (
     AVERAGE,
+    OUTER_MOMENTUM,
     OptimizerOptions,
     average_of,
     kept_keys,
@@ -28,6 +29,7 @@ from harness.runtime.engines.optimizers import (
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
+from harness.runtime.executor.gradients.averages import ReplicaAverages
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Holders, Weights
 from harness.runtime.ranks.world import World
@@ -44,11 +46,13 @@ class RankParts:
     Attributes:
         optimizer: by key of the optimizer's state, slices of tensors with a parameter's shape.
         single: by parameter and key, other values of the optimizer's state, such as counters.
+        of_replica: the replica's own slices, where replicas are averaged.
     """
 
-    model: dict[WeightSlice, Tensor]
-    optimizer: dict[str, dict[WeightSlice, Tensor]]
-    single: dict[str, dict[str, Any]]
+    model: dict[WeightSlice, Tensor] = field(default_factory=dict)
+    optimizer: dict[str, dict[WeightSlice, Tensor]] = field(default_factory=dict)
+    single: dict[str, dict[str, Any]] = field(default_factory=dict)
+    of_replica: RankParts | None = None
 
 
 class StateGatherer:
@@ -61,6 +65,7 @@ class StateGatherer:
             which a tensor's names no longer refer to one tensor.
         meta: the captured model on the meta device; gives shapes.
         options: give the optimizer's group of each parameter.
+        averages: of replicas, whose state is the one that they agree on.
     """
 
     def __init__(
@@ -73,8 +78,9 @@ class StateGatherer:
         owners: Owners,
         world: World,
         options: OptimizerOptions,
+        averages: ReplicaAverages | None = None,
     ) -> None:
-        self._weights, self._world = weights, world
+        self._weights, self._world, self.averages = weights, world, averages
         self._owners = owners
         tensors = (*meta.module.named_parameters(), *meta.module.named_buffers())
         self._shapes = {name: tensor.shape for name, tensor in tensors}
@@ -163,15 +169,20 @@ class StateGatherer:
         known = {**self._unused, **whole}
         return {name: known[first] for name, first in self.names.items()} if whole else {}
 
-    def _model_parts(self) -> dict[WeightSlice, Tensor]:
-        """This rank's slices of the model's state."""
+    def _model_parts(self, *, is_of_replica: bool = False) -> dict[WeightSlice, Tensor]:
+        """This rank's slices of the model's state.
+
+        Args:
+            is_of_replica: those that it trains, where replicas are averaged.
+        """
         known = set(self.names.values())
+        agreed = {} if self.averages is None or is_of_replica else self.averages.agreed()
         held = self._owners.held(self._weights).items()
-        return {p: tensor.detach() for p, tensor in held if self._model_name(p) in known}
+        return {p: agreed.get(x, x).detach() for p, x in held if self._model_name(p) in known}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The `Optimizer.state_dict` of an optimizer over all parameters of the model."""
-        numbers = {name: index for index, name in enumerate(self.parameters)}
+        numbers = self._numbers()
         by_key, single = self._optimizer_parts(optimizer)
         keys = sorted({key for keys in gather_objects(self._world, list(by_key)) for key in keys})
         state: dict[int, dict[str, Any]] = {}
@@ -223,14 +234,28 @@ class StateGatherer:
             }
 
         writers = self._owners.placement()
-        model = chosen(self._model_parts(), lambda piece: writers[piece][0])
+
+        def model_parts(*, is_of_replica: bool) -> dict[WeightSlice, Tensor]:
+            parts = self._model_parts(is_of_replica=is_of_replica)
+            return chosen(parts, lambda piece: writers[piece][0])
+
+        by_key, single = self._optimizer_parts(optimizer)
+        of_optimizer = {key: chosen(parts, self._owners.of) for key, parts in by_key.items()}
+        own = model_parts(is_of_replica=True) if self.averages is not None else {}
+        if self.averages is not None and self.averages.replicas.number > 0:
+            of_replica = RankParts(model=own, optimizer=of_optimizer, single=single)
+            return RankParts(of_replica=of_replica)
+        model = model_parts(is_of_replica=False)
         if has_copies or self._world.is_first:
             model |= {WeightSlice.whole(name, t): t for name, t in self._unused.items()}
-        by_key, single = self._optimizer_parts(optimizer)
+        if self.averages is not None and (momentum := self.averages.momentum()):
+            parts = {p: momentum[x] for p, x in self._owners.own.items()}
+            of_optimizer[OUTER_MOMENTUM] = chosen(parts, self._owners.of)
         return RankParts(
             model=model,
-            optimizer={key: chosen(parts, self._owners.of) for key, parts in by_key.items()},
+            optimizer=of_optimizer,
             single=single,
+            of_replica=RankParts(model=own) if own else None,
         )
 
     def model_shapes(self) -> dict[str, list[int]]:
@@ -253,11 +278,36 @@ class StateGatherer:
         self._unused = dict(other._unused)
 
     def load(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Load this rank's slices of a whole state.
+        """Load this rank's slices of a whole state, and of its replica's if it has as many.
 
         Raises:
             ConfigError: the state is of another model or optimizer.
         """
+        self._load(state, optimizer)
+        if self.averages is None:
+            return
+        stored, numbers = state["optimizer"]["state"], self._numbers()
+        momentum: dict[Tensor, Tensor] = {}
+        for piece, parameter in self._owners.own.items():
+            found = stored.get(numbers[self._model_name(piece)], {}).get(OUTER_MOMENTUM)
+            if found is not None:
+                momentum[parameter] = torch.empty_like(parameter).copy_(piece.take(found))
+        self.averages.restart(momentum, state.get("step", 0))
+        opened, replicas = state.get("replicas", ()), self.averages.replicas
+        if len(opened) == len(replicas.all):
+            self._load(opened[replicas.number](), optimizer)
+        elif self._world.is_first:
+            _log.warning(
+                "the state is of %d replicas, and %d are averaged: each begins with the parameters "
+                "that they agreed on and the optimizer's state of the first",
+                max(1, len(opened)), len(replicas.all),
+            )  # fmt: skip
+
+    def _numbers(self) -> dict[str, int]:
+        """The optimizer's number of each parameter."""
+        return {name: index for index, name in enumerate(self.parameters)}
+
+    def _load(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
         model = state["model"]
         saved = {self.names.get(name, name): name for name in model}
 
@@ -265,12 +315,11 @@ class StateGatherer:
             found = model[saved[name]] if name in saved else None
             return _of_shape(found, name, shape)
 
-        for piece, part in self._model_parts().items():
+        for piece, part in self._model_parts(is_of_replica=True).items():
             part.copy_(piece.take(whole(self._model_name(piece), self._shapes[piece.name])))
         for name, tensor in self._unused.items():
             tensor.copy_(whole(name, tensor.shape))
-        numbers = {name: index for index, name in enumerate(self.parameters)}
-        stored = state["optimizer"]["state"]
+        numbers, stored = self._numbers(), state["optimizer"]["state"]
         keys = kept_keys(optimizer, stored)
         has_averages = any(AVERAGE in values for values in stored.values())
         if has_averages and AVERAGE not in keys and self._world.is_first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -136,6 +137,13 @@ class Holders:
         """Add the holders of another layout."""
         for piece, uses in other._uses.items():
             self._uses.setdefault(piece, set()).update(uses)
+
+    def within(self, devices: Iterable[int]) -> Holders:
+        """Those among some devices."""
+        found, known = copy(self), set(devices)
+        uses = ((p, {use for use in all_ if use.device in known}) for p, all_ in self._uses.items())
+        found._uses = {piece: own for piece, own in uses if own}
+        return found
 
     def of(self, piece: WeightSlice) -> tuple[int, ...]:
         """The devices that hold a slice, ascending."""

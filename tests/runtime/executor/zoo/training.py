@@ -221,7 +221,7 @@ def _train(case: ZooCase, world: World) -> Trace:
     )
     options = EngineOptions(dtype="fp32", optimizer=_SGD, batch=BATCH)
     engine = ExecutorEngine(task, world, Recorder(HostClock()), options, chosen_plan, captured)
-    kept = engine.keep_gradients()
+    kept = engine._gatherer.keep_gradients(engine._optimizer)
     share = Share(n_local=len(engine.samples), n_global=BATCH)
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []

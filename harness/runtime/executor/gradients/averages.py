@@ -1,0 +1,183 @@
+"""Replicas whose parameters are averaged (`engines.local_sgd`), so that each sums gradients alone.
+
+Ranks that exchange activations, and on several hosts those of a host, train a replica:
+
+    replica 0   rank 0 --- activations --- rank 1
+                  |                          |        averages, of ranks that hold the same slices
+    replica 1   rank 2 --- activations --- rank 3
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.domain.strategy import Strategy
+from harness.errors import PeerError, StrategyError
+from harness.measure.recorder import Recorder
+from harness.runtime.engines.engine import EngineOptions, Share, TimedSums
+from harness.runtime.engines.local_sgd import ReplicaAverage, replicas_of
+from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.run.phases import Phases
+from harness.runtime.executor.state.weights import Holders
+from harness.runtime.executor.transport.groups import Groups
+from harness.runtime.ranks.failures import gist
+from harness.runtime.ranks.world import World
+
+Group = tuple[int, ...]
+
+
+class Replicas:
+    """The ranks of each replica, equal on all ranks; a training without averages has one replica.
+
+    Attributes:
+        all: the ranks of each.
+        own: those of this rank's.
+        number: of this rank's.
+    """
+
+    def __init__(self, found: Iterable[Group], rank: int) -> None:
+        self.all = sorted(found)
+        self.number = next(k for k, ranks in enumerate(self.all) if rank in ranks)
+        self.own = self.all[self.number]
+
+    @classmethod
+    def of_exchanges(
+        cls, strategy: Strategy, world: World, exchanges: Iterable[Iterable[int]]
+    ) -> Replicas:
+        """Those of ranks that exchange activations in some groups.
+
+        Raises:
+            StrategyError: all ranks are one replica, or they shard state.
+        """
+        if strategy.shard_state != "none":
+            raise StrategyError(
+                f"--sync-every averages whole replicas, strategy {strategy.name!r} has the "
+                f"shard_state {strategy.shard_state}: make it none"
+            )
+        hosts = replicas_of(world.hostnames) if len(set(world.hostnames)) > 1 else []
+        found: list[set[int]] = [{rank} for rank in range(world.size)]
+        for group in (*hosts, *exchanges):
+            linked = [ranks for ranks in found if not ranks.isdisjoint(group)]
+            found = [ranks for ranks in found if ranks not in linked] + [set().union(*linked)]
+        if len(found) == 1:
+            raise StrategyError(
+                f"--sync-every averages replicas, and strategy {strategy.name!r} has one, because "
+                f"its {world.size} ranks exchange activations or are on hosts of ranks that do: "
+                "use --strategy ddp, or degrees such as dp=2,pp=2 with all of a replica on one host"
+            )
+        return cls([tuple(sorted(ranks)) for ranks in found], world.rank)
+
+    def own_group(self, groups: Groups, world: World) -> Any:
+        """A process group of this rank's replica, None for a rank alone; all ranks must call it."""
+        if len(self.all) == 1:
+            return dist.group.WORLD if world.size > 1 else None
+        made = {ranks: groups.for_sums(ranks) for ranks in self.all if len(ranks) > 1}
+        return made.get(self.own)
+
+    def split(self, ranks: Iterable[int]) -> list[Group]:
+        """The ranks of a group that belong to each replica, for each that has some."""
+        parts = [tuple(rank for rank in ranks if rank in own) for own in self.all]
+        return [part for part in parts if part]
+
+
+def ranks_alike(holders: Holders, replicas: Replicas) -> list[Group]:
+    """The sets of ranks that hold the same trained slices, which are averaged with each other.
+
+    Raises:
+        StrategyError: a replica lacks ranks like those of another.
+    """
+    held: dict[int, set[WeightSlice]] = defaultdict(set)
+    for piece, devices in holders.trained():
+        for rank in devices:
+            held[rank].add(piece)
+    sets: dict[frozenset[WeightSlice], list[int]] = defaultdict(list)
+    for rank in sorted(held):
+        sets[frozenset(held[rank])].append(rank)
+    for ranks in sets.values():
+        for own in replicas.all:
+            if set(own).isdisjoint(ranks):
+                raise StrategyError(
+                    f"--sync-every averages replicas that are cut alike, and no rank of {own} "
+                    f"holds the same slices of weights as rank {ranks[0]}: give each replica as "
+                    "many ranks, in the same order"
+                )
+    return sorted(tuple(ranks) for ranks in sets.values())
+
+
+class ReplicaAverages:
+    """Averages this rank's weights with those of the ranks alike; all ranks must make the same
+    calls.
+
+    Args:
+        trained: this rank's slices.
+        options: with `outer`.
+
+    Attributes:
+        replicas: that are averaged.
+    """
+
+    def __init__(
+        self,
+        holders: Holders,
+        replicas: Replicas,
+        trained: Mapping[WeightSlice, nn.Parameter],
+        world: World,
+        recorder: Recorder,
+        options: EngineOptions,
+        groups: Groups,
+    ) -> None:
+        outer = options.outer
+        assert outer is not None, "gradients are summed otherwise"
+        made = {ranks: groups.for_sums(ranks) for ranks in ranks_alike(holders, replicas)}
+        self.replicas = replicas
+        self._ranks = next((ranks for ranks in made if world.rank in ranks), ())
+        self._n_together = len(set(self._ranks) & set(replicas.own))
+        sums = TimedSums(world, recorder, made.get(self._ranks))
+        named = {str(piece): parameter for piece, parameter in trained.items()}
+        # Of all ranks, so that those of a replica that share a slice average equal elements of it.
+        sizes = {str(piece): piece.n_elements for piece, _ in holders.trained()}
+        self._average = ReplicaAverage(named, outer, sums.all_reduce, options.reduce_dtype, sizes)
+
+    def agreed(self) -> dict[Tensor, Tensor]:
+        """The value of each of this rank's trained slices that all replicas agree on."""
+        return self._average.whole()
+
+    def momentum(self) -> dict[Tensor, Tensor]:
+        """Its momentum, where there is some."""
+        return self._average.momentum()
+
+    def restart(self, momentum: Mapping[Tensor, Tensor], step: int) -> None:
+        """Agree on this rank's weights before a step; all replicas must have the same."""
+        self._average.restart(momentum, step)
+
+    def begin(self, share: Share) -> None:
+        """Begin the average of a step."""
+        if self._ranks:
+            self._average.begin(1 / share.replica_factor / self._n_together)
+
+    def finish(self, phases: Phases) -> None:
+        """Wait for the average and move this rank's weights with it.
+
+        Raises:
+            PeerError: another rank died or hangs; NCCL ends this process instead.
+        """
+        if not self._ranks:
+            return
+        phases.wait(self._wait, name="average")
+        phases.begin("optimizer", name="average")
+        self._average.update()
+
+    def _wait(self) -> None:
+        try:
+            self._average.wait()
+        except RuntimeError as error:
+            raise PeerError(
+                f"the average of weights over ranks {list(self._ranks)} failed ({gist(error)}): "
+                "one of them died or hangs, look at their logs",
+                self._ranks,
+            ) from error

@@ -1,0 +1,148 @@
+"""Replicas of any strategy that are averaged train as one after the other in plain PyTorch."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from averages_training import (
+    Averaged,
+    read_and_train,
+    train_and_write,
+    train_one_after_the_other,
+    train_replicas,
+)
+from equivalence_compare import FLOAT64_TOLERANCES
+from equivalence_models import small_graph
+from equivalence_named import case_of, strategies
+from equivalence_ranks import RanksFailedError
+from made_graphs import small_cluster
+
+from harness.errors import StrategyError
+from harness.plan.layouts.degrees import layout_strategy, parse_layout
+from harness.plan.replicas import with_copies
+from harness.runtime.engines.optimizers import OuterOptions
+from harness.runtime.executor.gradients.averages import Replicas
+from harness.runtime.executor.state.files import load_sharded
+
+MEAN, DILOCO = (
+    OuterOptions(sync_every=1),
+    OuterOptions(sync_every=1, learning_rate=0.7, momentum=0.9),
+)
+RARE = OuterOptions(sync_every=3, learning_rate=0.7, momentum=0.9)
+
+
+def degrees(model, text, batch, n_microbatches):
+    layout, graph = parse_layout(text).with_replicas_together(), small_graph(model)
+    strategy = layout_strategy(
+        layout, graph, small_cluster(layout.n_devices), batch, n_microbatches=n_microbatches
+    )
+    return with_copies(strategy, graph, layout.dp)
+
+
+def averaged(model, strategy, outer=RARE, hosts="", **changes):
+    case = case_of(model, strategy, batch_norm="local", **changes)
+    return Averaged(case=case, outer=outer, hosts=hosts)
+
+
+def ddp(model, n_ranks, batch):
+    return with_copies(strategies(model, n_ranks, batch)["ddp"], small_graph(model), n_ranks)
+
+
+def assert_close(found, wanted, optimizer):
+    for name, tensor in wanted.items():
+        scale = float(tensor.abs().max()) or 1.0
+        difference = float((found[name] - tensor).abs().max())
+        assert difference <= FLOAT64_TOLERANCES[optimizer] * scale, name
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "outer", "hosts", "changes"),
+    [
+        # Fragments are cut in the order of slices, here that of names; else they are whole.
+        ("mlp", lambda: ddp("mlp", 3, 7), RARE, "", {"seed": 1}),  # clipped, unequal shares
+        ("gpt2", lambda: ddp("gpt2", 2, 4), DILOCO, "", {"optimizer": "adamw"}),
+        ("lenet", lambda: ddp("lenet", 4, 8), RARE, "aabb", {"seed": 1}),
+        ("disordered", lambda: degrees("disordered", "dp=2,pp=2", 8, 2), DILOCO, "", {}),
+        ("mlp", lambda: degrees("mlp", "dp=2,pp=2", 6, 1), DILOCO, "aabb", {"seed": 1}),
+        ("gpt2", lambda: degrees("gpt2", "tp=2,dp=2", 4, 1), MEAN, "", {"optimizer": "adamw"}),
+    ],
+)
+def test_replicas_train_as_one_after_the_other(model, strategy, outer, hosts, changes, ranks):
+    training = averaged(model, strategy(), outer, hosts, n_steps=5, **changes)
+    found = ranks.run(training.case.n_ranks, train_replicas, training)
+    firsts = sorted({one.replica for one in found})
+    wanted = train_one_after_the_other(training, [found[rank].samples for rank in firsts])
+    optimizer = training.case.optimizer
+    for one in found:
+        replica = wanted[firsts.index(one.replica)]
+        assert_close(one.own, replica.own, optimizer)
+        assert_close(one.agreed, replica.agreed, optimizer)
+    losses = [sum(parts) for parts in zip(*(one.losses for one in found), strict=True)]
+    of_replicas = [sum(parts) for parts in zip(*(one.losses for one in wanted), strict=True)]
+    assert losses == pytest.approx(of_replicas, rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "optimizer"),
+    [
+        ("mlp", lambda: ddp("mlp", 3, 7), "adamw"),
+        ("disordered", lambda: degrees("disordered", "dp=2,pp=2", 8, 2), "sgd"),
+    ],
+)
+def test_a_state_goes_on_bit_by_bit(model, strategy, optimizer, ranks, tmp_path):
+    training = averaged(model, strategy(), n_steps=7, optimizer=optimizer)
+    whole = ranks.run(training.case.n_ranks, train_replicas, training)
+    saved = replace(training, directory=str(tmp_path), n_before=4)
+    first = ranks.run(training.case.n_ranks, train_and_write, saved)
+    rest = ranks.run(training.case.n_ranks, read_and_train, saved)
+    for one, before, after in zip(whole, first, rest, strict=True):
+        assert one.losses == before.losses + after.losses
+        for name in one.own:
+            assert torch.equal(one.own[name], after.own[name]), name
+            assert torch.equal(one.agreed[name], after.agreed[name]), name
+    read = load_sharded(tmp_path)
+    assert read["step"] == 4
+    for name, tensor in first[0].agreed.items():
+        assert torch.equal(read["model"][name], tensor)
+
+
+def test_another_number_of_replicas_begins_with_what_they_agreed_on(ranks, tmp_path):
+    training = averaged("mlp", ddp("mlp", 3, 6))
+    saved = replace(training, directory=str(tmp_path), n_before=3)
+    first = ranks.run(3, train_and_write, saved)
+    fewer = averaged("mlp", ddp("mlp", 2, 6))
+    found = ranks.run(2, read_and_train, replace(fewer, directory=str(tmp_path), n_before=3))
+    for one in found:
+        assert all(torch.equal(one.own[name], first[0].agreed[name]) for name in one.own)
+    assert found[0].warnings == [
+        "the state is of 3 replicas, and 2 are averaged: each begins with the parameters that they "
+        "agreed on and the optimizer's state of the first"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "message"),
+    [
+        (lambda: degrees("mlp", "dp=1,pp=2", 6, 1), "", "has one, because its 2 ranks exchange"),
+        (lambda: degrees("mlp", "dp=2,pp=2", 6, 1), "abab", "has one, because its 4 ranks"),
+        (
+            lambda: msgspec.structs.replace(ddp("mlp", 2, 6), shard_state="gradients"), "",
+            "has the shard_state gradients: make it none",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_set_of_whole_replicas_is_refused(strategy, hosts, message, ranks):
+    training = averaged("mlp", strategy(), hosts=hosts)
+    with pytest.raises(RanksFailedError, match=message):
+        ranks.run(training.case.n_ranks, train_replicas, training)
+
+
+def test_replicas_that_are_cut_unlike_are_refused(ranks):
+    # A rank that trains alone, and two that cut the model between them.
+    world = SimpleNamespace(hostnames=["a", "b", "b"], size=3, rank=0)
+    strategy = ddp("mlp", 3, 6)
+    assert Replicas.of_exchanges(strategy, world, []).all == [(0,), (1, 2)]
+    with pytest.raises(StrategyError, match="has one"):
+        Replicas.of_exchanges(strategy, world, [(0, 1)])
