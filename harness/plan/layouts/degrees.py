@@ -268,8 +268,8 @@ def _replicated(
     if layout.dp == 1:
         return msgspec.structs.replace(plan, devices=[devices[k] for k in plan.devices])
     is_cut = SAMPLE in cuttable_dims(operator, units)  # not indices, nor a loss of whole batches
-    if not is_cut and not plan.partition:
-        return msgspec.structs.replace(plan, devices=[devices[0]])
+    if not is_cut:
+        return msgspec.structs.replace(plan, devices=[devices[k] for k in plan.devices])
     if units.get(SAMPLE, 0) < layout.dp:
         raise StrategyError(
             f"operator {operator.name!r} cannot be cut into {layout.dp} replicas: lower dp"

@@ -102,7 +102,7 @@ def _candidates(case: TrainCase, simulator: Simulator, shares: Sequence[int]) ->
     if case.strategy == "ddp":
         is_even = max(shares) - min(shares) <= 1
         strategy = builders.ddp(graph, cluster, batch, shares=None if is_even else shares)
-        is_averaged = case.sync_every > 1
+        is_averaged = case.sync_every > 1 and case.engine == "executor"
         return [with_copies(strategy, graph, len(shares)) if is_averaged else strategy]
     if case.strategy == "tensor":
         return [builders.tensor_parallel(graph, cluster, batch)]

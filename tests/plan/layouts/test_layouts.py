@@ -25,6 +25,7 @@ from harness.plan.layouts.degrees import (
     profiled_layout,
 )
 from harness.plan.layouts.planner import LayoutSearch
+from harness.plan.replicas import with_copies
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 
@@ -161,9 +162,11 @@ def test_a_stage_waits_for_the_stages_that_it_reads_alone():
 )
 def test_an_operator_that_cannot_be_cut_by_samples_is_on_one_replica(changes):
     graph = changed(GRAPH, ["l0"], kind="other", **changes)
-    found = layout_strategy(parse_layout("dp=2"), graph, EIGHT, 8)
-    validate(found, graph, EIGHT)
-    assert (found.operators["l0"].devices, found.operators["l1"].devices) == ([0], [0, 1])
+    for text, first, both in (("dp=2", {0}, [0, 1]), ("tp=2,dp=2", {0, 1}, [0, 1, 2, 3])):
+        found = layout_strategy(parse_layout(text), graph, EIGHT, 8)
+        validate(found, graph, EIGHT)
+        assert first.issuperset(found.operators["l0"].devices)
+        assert found.operators["l1"].devices == both
 
 
 def test_gradients_of_weights_are_there_beside_those_of_earlier_microbatches():
@@ -232,6 +235,24 @@ def test_neighbours_share_a_layer_and_stages_are_farthest_apart():
     assert {str(plan.partition) for plan in found.operators.values()} == {
         "{'sample': 2, 'heads': 2}"
     }
+
+
+def test_replicas_in_a_row_compute_copies_of_what_samples_do_not_cut():
+    graph = changed(GRAPH, ["l0", "l2"], kind="other", shape={"seq": 4}, parameter_bytes=0)
+    layout = parse_layout("tp=2,dp=2,pp=2").with_replicas_together()
+    alone = layout_strategy(layout, graph, EIGHT, 8, n_microbatches=2)
+    found = with_copies(alone, graph, 2)
+    validate(found, graph, EIGHT)
+    assert {n: (plan.partition, plan.devices) for n, plan in found.operators.items()} == {
+        "l0": ({"replica": 2}, [0, 4]),
+        "l1": ({"sample": 2, "heads": 2}, [0, 1, 4, 5]),
+        "l2": ({"replica": 2}, [2, 6]),
+        "l3": ({"sample": 2, "heads": 2}, [2, 3, 6, 7]),
+    }
+    with pytest.raises(StrategyError, match=r"operator 'l0' \(other\) is computed by one of"):
+        with_copies(alone, changed(graph, ["l0"], parameter_bytes=8), 2)
+    named = parse_layout("dp=2,devices=3-1")
+    assert named.with_replicas_together() == named
 
 
 def test_layout_names_cuts_shares_and_devices():

@@ -38,7 +38,7 @@ def degrees(model, text, batch, n_microbatches):
     strategy = layout_strategy(
         layout, graph, small_cluster(layout.n_devices), batch, n_microbatches=n_microbatches
     )
-    return with_copies(strategy, graph, layout.dp)
+    return with_copies(strategy, graph, layout.dp) if layout.dp > 1 else strategy
 
 
 def averaged(model, strategy, outer=RARE, hosts="", **changes):
