@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.domain.strategy import Strategy
+from harness.domain.graph import LOSS
+from harness.domain.strategy import Strategy, samples_per_device
 from harness.errors import ConfigError, ModelError, StrategyError
 from harness.measure.recorder import HostClock, Recorder
 from harness.plan.formats.detect import load_strategy_file
@@ -28,7 +29,11 @@ from harness.runtime.data.batch import Batch, BatchPlan
 from harness.runtime.data.own import OwnData, PaddedData
 from harness.runtime.devices.precision import lack_of
 from harness.runtime.engines.engine import EngineOptions, Share
-from harness.runtime.engines.optimizers import OptimizerOptions, checked_optimizer
+from harness.runtime.engines.optimizers import (
+    OptimizerOptions,
+    OuterOptions,
+    checked_optimizer,
+)
 from harness.runtime.engines.replicas import check_alike
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
@@ -85,7 +90,9 @@ class Trainer:
         batch_norm: `global` normalises over all ranks' samples of a microbatch, `local` over each
             rank's.
         dropout: `exact` draws the same masks under every strategy, `local` each rank's own.
-        max_grad_norm: norm of all gradients, down to which larger ones are scaled.
+        outer: averages the strategy's replicas so, which exchange no activations and train by
+            themselves, as `train --sync-every` does; the state is the average.
+        max_grad_norm: norm of all gradients, or a replica's, down to which larger ones are scaled.
         ema_decay: of a moving average of each parameter; None: none is kept.
         seed: of a made model, the order of samples, and dropout; seeds torch's default generator.
         compile: compile forward and backward by torch.compile.
@@ -113,6 +120,7 @@ class Trainer:
         reduce_dtype: ReduceDtype = "fp32",
         batch_norm: Scope = "local",
         dropout: Masks = "local",
+        outer: OuterOptions | None = None,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
         seed: int = 0,
@@ -135,6 +143,8 @@ class Trainer:
             raise ConfigError(f"ema_decay is {ema_decay}: give one between 0 and 1")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is {max_grad_norm}: give one above 0")
+        if outer is not None and ema_decay is not None:
+            raise ConfigError("ema_decay averages one replica, outer several: give one of them")
         self._world = world = World.of_program(device)
         if lack := lack_of(dtype, world.device):
             raise ConfigError(f"dtype {dtype} {lack}: use fp32, or fp16 where all GPUs have it")
@@ -161,6 +171,7 @@ class Trainer:
             reduce_dtype=reduce_dtype,
             optimizer=OptimizerOptions(factory=make, max_grad_norm=max_grad_norm, ema=ema_decay),
             is_compiled=compile,
+            outer=outer,
         )
         plan = ExecutorPlan(
             strategy=self.strategy, batch_norm=batch_norm, dropout=dropout,
@@ -175,6 +186,8 @@ class Trainer:
         engine = ExecutorEngine(task, world, self._recorder, options, plan, captured)
         self._open_engine: ExecutorEngine | None = engine
         self.samples: Sequence[int] = engine.samples
+        counts = samples_per_device(self.strategy, LOSS)
+        self._n_replica = sum(counts.get(rank, 0) for rank in engine.replica)
         self._held = self._engine.held_state()
         self.optimizer = self._held.optimizer
 
@@ -228,7 +241,9 @@ class Trainer:
         found = load_batches(own, plan, 0, n_workers=n_workers, device=device, first_step=first)
         for step, one in zip(steps, found, strict=False):
             counts = own.count_targets(plan.global_indices(step))
-            share = Share(n_local=len(samples), n_global=batch, counts=counts)
+            share = Share(
+                n_local=len(samples), n_global=batch, counts=counts, n_replica=self._n_replica
+            )
             yield RankBatch(batch=one, share=share, trainer=self)
 
     def _samples(self) -> tuple[int, ...]:

@@ -23,12 +23,13 @@ from trainer_on_ranks import (
     train_alone,
     train_alone_on_a_gpu,
     train_and_change,
+    train_averaged,
 )
 from waiting import start_and_join
 
 from harness.domain.cluster import Cluster
 from harness.errors import ConfigError, DataError, LaunchError, ModelError, StrategyError
-from harness.plan.builders import pipeline, single, tensor_parallel
+from harness.plan.builders import ddp, pipeline, single, tensor_parallel
 from harness.runtime.capture.capture import capture
 from harness.runtime.data.batch import BatchPlan
 from harness.runtime.models.factory import task_of
@@ -102,6 +103,22 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
         assert "is of the optimizer AdamW, this one is RMSprop" in refusals["other optimizer"]
         assert "which the strategy cuts: use an optimizer" in refusals["factors"]
         assert refusals["unequal weights"].startswith("ranks 0 and 2 have unequal")
+
+
+def test_replicas_are_averaged_evaluated_and_resumed(tmp_path):
+    cluster = Cluster.uniform(1, N_RANKS, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["harness.trainer", "torch._dynamo"])
+    strategy = ddp(graph(), cluster, BATCH)
+    start_and_join(context, train_averaged, N_RANKS, str(tmp_path), strategy)
+    (wanted, wanted_evaluation), _ = torch.load(tmp_path / "result0")
+    model, _ = make_model()
+    model.load_state_dict(wanted)
+    assert wanted_evaluation == pytest.approx(loss_of(model, make_data()).item(), rel=1e-7)
+    for rank in range(N_RANKS):
+        for state, evaluation in torch.load(tmp_path / f"result{rank}"):
+            assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+            assert evaluation == wanted_evaluation
 
 
 def test_a_program_without_a_process_group_is_refused():

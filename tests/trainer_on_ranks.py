@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
+from harness.runtime.engines.optimizers import OuterOptions
 from harness.trainer import NamedParameters, Trainer
 
 BATCH, N_EPOCHS, MAX_NORM, EMA_DECAY = 6, 3, 0.5, 0.9
@@ -144,4 +145,31 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     refusals["unequal weights"] = _refused(lambda: make(after, seed=rank // 2))
     torch.save((losses, results, groups, refusals), Path(directory, f"result{rank}"))
     dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_averaged(rank: int, size: int, directory: str, strategy: Strategy) -> None:
+    """Train two epochs by replicas that are averaged, and the second again from a state; save what
+    each pair of trainings has found, and the evaluation of its state by the whole model."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    data, found = make_data(), []
+    options = OuterOptions(sync_every=2, learning_rate=0.7, momentum=0.9)
+    for is_second in (False, True):
+        with Trainer(
+            *make_model(seed=is_second), strategy=strategy, optimizer=make_optimizer,
+            max_grad_norm=MAX_NORM, outer=options,
+        ) as trainer:  # fmt: skip
+            if is_second:
+                trainer.load(f"{directory}/saved")
+            for epoch in (1,) if is_second else (0, 1):
+                for batch in trainer.batches(data, epoch=epoch):
+                    trainer.step(batch)
+                trainer.evaluate(data)
+                if epoch == 0:
+                    trainer.save(f"{directory}/saved")
+            found.append((trainer.state_dict(), trainer.evaluate(data)))
+    torch.save(found, f"{directory}/result{rank}")
     dist.destroy_process_group()

@@ -22,6 +22,8 @@ from harness.inputs import MOST_COUNT, is_amount, shorten
 SCHEMA = "harness-graph"
 SCHEMA_VERSION = 1
 
+# Name of the operator that capture adds to every graph.
+LOSS = "loss"
 # Attribute of an operator: forward and backward FLOPs in products of activations with each other.
 SCORE_FLOPS = "score_flops"
 # Attributes of an operator: bytes that it keeps until backward, its output included, in fp32 and

@@ -21,6 +21,7 @@ from harness.domain.graph import (
     INNER_HALF,
     KEPT,
     KEPT_HALF,
+    LOSS,
     SCORE_FLOPS,
     Attribute,
     Graph,
@@ -66,7 +67,6 @@ from harness.runtime.tracing.writes import replace_in_place_writes
 
 _log = logging.getLogger(__name__)
 
-LOSS = "loss"
 _BY_SOFTMAX = ("cross_entropy", "span_cross_entropy")
 
 

@@ -59,11 +59,22 @@ class OuterOptions:
 
     Attributes:
         sync_every: steps between two averages of a parameter.
+        learning_rate, momentum: 1 and 0 make the mean, 0.7 and 0.9 are DiLoCo's.
+
+    Raises:
+        ConfigError: a number is out of range.
     """
 
     sync_every: int
     learning_rate: float = 1.0
     momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.sync_every < 1 or not self.learning_rate > 0 or not self.momentum >= 0:
+            raise ConfigError(
+                f"{self} is out of range: give sync_every of at least 1, a learning_rate above 0 "
+                "and a momentum of at least 0"
+            )
 
 
 def is_matched(name: str, n_dims: int, pattern: str) -> bool:

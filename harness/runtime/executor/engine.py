@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -234,8 +235,9 @@ class ExecutorEngine:
         return loss
 
     def evaluate(self, batch: Batch | None) -> Tensor:
-        """Run `compute_forward` in evaluation mode."""
-        with evaluating(self._runner.modules()):
+        """Run `compute_forward` in evaluation mode, by the weights that replicas agree on."""
+        agreeing = self._averages.agreeing() if self._averages is not None else nullcontext()
+        with agreeing, evaluating(self._runner.modules()):
             if self._is_evaluation_new:
                 with muted(self._channels):
                     self.compute_forward(batch)

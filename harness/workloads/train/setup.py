@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import nn
 
+from harness.domain.graph import LOSS
 from harness.domain.strategy import Strategy, samples_per_device
 from harness.errors import ConfigError, DataError
 from harness.inputs import shorten
@@ -82,9 +83,6 @@ def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) 
 
 
 _log = logging.getLogger(__name__)
-
-# Name of the operator that capture adds to every graph.
-LOSS = "loss"
 
 
 def reduces_all(case: TrainCase) -> bool:

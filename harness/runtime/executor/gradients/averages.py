@@ -10,7 +10,8 @@ Ranks that exchange activations, and on several hosts those of a host, train a r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -147,6 +148,16 @@ class ReplicaAverages:
         """The value of each of this rank's trained slices that all replicas agree on."""
         return self._average.whole()
 
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Let this rank's weights be those that all replicas agree on."""
+        own = {parameter: parameter.detach().clone() for parameter in self.agreed()}
+        _assign(self.agreed())
+        try:
+            yield
+        finally:
+            _assign(own)
+
     def momentum(self) -> dict[Tensor, Tensor]:
         """Its momentum, where there is some."""
         return self._average.momentum()
@@ -181,3 +192,8 @@ class ReplicaAverages:
                 "one of them died or hangs, look at their logs",
                 self._ranks,
             ) from error
+
+
+def _assign(values: Mapping[Tensor, Tensor]) -> None:
+    for parameter, value in values.items():
+        parameter.detach().copy_(value)
