@@ -179,10 +179,10 @@ def check_case(case: TrainCase) -> None:
         )
     if case.is_asynchronous and case.dtype == "fp16":
         raise ConfigError("--asynchronous has no loss scaling for --dtype fp16: use bf16")
-    if case.engine == "executor" and case.balance == "speed":
+    if case.engine == "executor" and case.balance == "speed" and case.strategy != "ddp":
         raise ConfigError(
-            f"--balance speed is for --engine torch, {case.strategy} is trained by the executor: "
-            "drop it; searched and pipeline balance by the profile"
+            f"--balance speed shares the samples of ddp, not of {case.strategy}: drop it; searched "
+            "and pipeline balance by the profile, and degrees take shares=2-1"
         )
 
     _check_average(case)

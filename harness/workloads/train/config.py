@@ -126,8 +126,9 @@ class TrainSettings(SearchFlags, ModelFlags):
     outer_momentum: float = 0.0
     """--sync-every: Nesterov momentum of the averaged change."""
     balance: Literal["equal", "speed"] = "equal"
-    """Samples of each rank in a batch (torch engine): equal, or in proportion to the rank's speed,
-    which is measured before training. Both compute the gradient of the same global batch."""
+    """ddp: samples of each rank in a batch: equal, or in proportion to the rank's speed, which is
+    measured before training (executor: by the profile). Both compute the gradient of the same
+    global batch."""
     exact_dropout: bool = False
     """Make every shard use its part of the dropout masks of one device, so that all strategies with
     the same microbatches train the same (executor). Otherwise each rank draws masks of its own, as

@@ -27,8 +27,12 @@ from harness.measure.store import read_header
 from harness.plan import builders
 from harness.plan.layouts.degrees import parse_layout, profiled_layout
 from harness.plan.replicas import with_copies
-from harness.plan.search.space import balanced_pipeline, usual_microbatches
-from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.search.space import (
+    balanced_pipeline,
+    proportional_shares,
+    usual_microbatches,
+)
+from harness.plan.simulate.simulator import Simulator, Trial, operator_seconds
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.runtime.capture.meta_run import StepFlops
 from harness.runtime.ranks.gather import broadcast_result
@@ -100,6 +104,9 @@ def _candidates(case: TrainCase, simulator: Simulator, shares: Sequence[int]) ->
     if case.strategy == "single":
         return [builders.single(graph, batch)]
     if case.strategy == "ddp":
+        if case.engine == "executor" and case.balance == "speed":
+            seconds = operator_seconds(simulator, batch).sum(axis=1).tolist()
+            shares = proportional_shares(seconds, batch) or shares
         is_even = max(shares) - min(shares) <= 1
         strategy = builders.ddp(graph, cluster, batch, shares=None if is_even else shares)
         is_averaged = case.sync_every > 1 and case.engine == "executor"
@@ -338,7 +345,7 @@ class _Planner:
             # All repeats train one plan, even if a run between them has added to the profile.
             repeated = header.repeat > 0 and find_plan(results, header, made_for, any_profile=True)
             return repeated or self._found_by_search(header)
-        if case.balance == "speed":
+        if case.balance == "speed" and case.engine != "executor":
             return None  # each repeat measures its own shares
         found = find_plan(results, header, made_for)
         if found is not None and is_file(case.strategy):

@@ -51,6 +51,21 @@ def test_names_mean_what_planning_means_by_them(simulator):
         assert found == msgspec.structs.replace(strategy, made_for=made_for)
 
 
+def test_ddp_shares_samples_by_speed(simulator):
+    devices = list(simulator.cluster.devices)
+    devices[1] = msgspec.structs.replace(devices[1], speed=devices[1].speed / 3)
+    cluster = simulator.cluster.with_devices(devices)
+    unlike = Simulator(simulator.graph, simulator.profile, cluster)
+    for given, wanted in ((unlike, [10, 4, 10]), (simulator, 3)):
+        found = built(given, strategy="ddp", balance="speed")
+        assert found.operators["features.0"].partition == {"sample": wanted}
+
+
+def test_averaged_replicas_are_in_a_row_and_compute_all_by_themselves(simulator):
+    found = built(simulator, strategy="dp=3", sync_every=8)
+    assert {tuple(plan.devices) for plan in found.operators.values()} == {(0, 1, 2)}
+
+
 def test_a_pipeline_has_a_stage_for_each_rank_in_the_order_of_the_model(simulator):
     found = built(simulator, microbatches=4)
     assert found.stage_devices() == [(0,), (1,), (2,)]

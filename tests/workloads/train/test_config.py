@@ -107,7 +107,7 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ({"strategy": ("pipeline",), "asynchronous": True, "schedule": ("gpipe",)},
          "--asynchronous follows 1f1b, not --schedule gpipe"),
         ({"strategy": ("pipeline",), "asynchronous": True, "recompute": True}, "drop --recompute"),
-        ({"strategy": ("pipeline",), "balance": "speed"}, "--balance speed is for --engine torch"),
+        ({"strategy": ("pipeline",), "balance": "speed"}, "--balance speed shares the samples of"),
         ({"strategy": ("zero1",), "exact_dropout": True},
          "--exact-dropout needs the executor, zero1 is trained by deepspeed"),
         ({"strategy": ("single",), "shard_state": "gradients"},
