@@ -124,7 +124,7 @@ class ExecutorEngine:
         self.model = self.owners.module(self.weights)
         self.replica = self._replicas.own
         given = self.holders, self._replicas, self.weights.trainable(), world, recorder, options
-        self._averages = ReplicaAverages(*given, self._groups) if options.outer else None
+        self._averages = ReplicaAverages(*given, self._groups) if self._replicas.n > 1 else None
         self._gatherer = StateGatherer(
             task.model, names, meta, self.weights, self.holders, self.owners, world,
             options.optimizer, self._averages,
@@ -185,7 +185,7 @@ class ExecutorEngine:
         sums = {s.devices for f in forms.values() for s in shared_sums(f.layout).values()}
         collectives = {group for form in forms.values() for group in form.collective_groups()}
         self._replicas = Replicas([tuple(range(world.size))], world.rank)
-        if options.outer is not None:
+        if options.outer is not None and world.size > 1:
             ends = {(m.source.rank, m.target.rank) for found in messages.values() for m in found}
             self._replicas = Replicas.of_exchanges(strategy, world, (*ends, *sums, *collectives))
         summed = partial(self._groups.for_gradients, is_scattered=strategy.shards_gradients)

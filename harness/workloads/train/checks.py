@@ -7,6 +7,7 @@ from typing import Any
 from harness.domain.checkpoints import MOST_OF_STAGE
 from harness.domain.schedule import SCHEDULES, check_schedule
 from harness.errors import ConfigError
+from harness.measure.derive.settings import CHANGING
 from harness.plan.layouts.degrees import parse_layout
 from harness.runtime.data import DATA, OF_TEXT
 from harness.runtime.engines.optimizers import check_optimizer
@@ -18,7 +19,6 @@ from harness.workloads.common.flags import (
     flag_words,
 )
 from harness.workloads.train.config import (
-    ELASTIC,
     SHARDABLE,
     STRATEGIES,
     ZERO_STATES,
@@ -198,7 +198,7 @@ def _check_average(case: TrainCase) -> None:
             f"--sync-every {case.sync_every} is for the engines torch and executor, "
             f"{case.strategy} is trained by deepspeed: drop it"
         )
-    of_one = {name: case.is_set(name) for name in ("ema", *ELASTIC)}
+    of_one = {name: case.is_set(name) for name in ("ema", *CHANGING)}
     of_one |= {"asynchronous": case.is_asynchronous, "shard_state": case.sharded_state != "none"}
     for name in filter(of_one.__getitem__, of_one):
         raise ConfigError(

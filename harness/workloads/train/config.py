@@ -36,12 +36,11 @@ STRATEGIES: dict[EngineName, tuple[str, ...]] = {
 # Strategies that --shard-state is for: a file holds its own shard_state.
 SHARDABLE = ("ddp", "pipeline", "tensor", "hybrid", "searched")
 
-# Flags by which a strategy may change between steps, or go on without a lost rank.
-ELASTIC = (*CHANGING, "survive")
+_ELASTIC = (*CHANGING, "survive")
 # Flags that only the executor supports; those of TrainCase.executor_flags depend on others too.
 _OF_EXECUTOR = (
     *("exact_dropout", "recompute", "save_sharded", "load_state", "save_every"),
-    *ELASTIC,
+    *_ELASTIC,
 )
 
 
@@ -231,7 +230,7 @@ class TrainSettings(SearchFlags, ModelFlags):
     @property
     def is_elastic(self) -> bool:
         """Whether the strategy may change between steps, or go on without a lost rank."""
-        return any(map(self.is_set, ELASTIC))
+        return any(map(self.is_set, _ELASTIC))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -259,14 +259,16 @@ class SurvivalPolicy(Policy):
     before the first step: a short search for each rank | beside training: a long one for each
 
     A rank that is lost ends its run. The launch then goes on with the other ranks by such a plan,
-    so nothing is searched while they wait. This policy never changes the strategy itself.
+    so nothing is searched while they wait. Replicas that are averaged go on as they are. This
+    policy never changes the strategy itself.
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:
         self._inputs, world = inputs, inputs.context.world
         self._search, self._rank = BesideSearch(), 0
         self._first: dict[int, Strategy] = {}
-        self._left = deque(range(world.size) if world.is_first and world.size > 1 else ())
+        is_planned = world.is_first and world.size > 1 and inputs.case.sync_every == 1
+        self._left = deque(range(world.size) if is_planned else ())
         if self._left:
             self._plan_first()
             self._next()

@@ -22,6 +22,7 @@ from harness.runtime.engines.local_sgd import ReplicaAverage
 from harness.runtime.engines.optimizers import OuterOptions
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.state.files import open_sharded
+from harness.runtime.executor.state.survivor import Survivor
 from harness.runtime.ranks.world import World
 
 
@@ -126,6 +127,16 @@ def train_and_write(training: Averaged, world: World) -> Trained:
     engine = _engine(training, world)
     losses = _steps(engine, training.case, range(training.n_before))
     engine.shard().write(Path(training.directory))
+    return _trained(engine, losses, world)
+
+
+def train_and_survive(training: Averaged, world: World) -> Trained:
+    """Train the first steps; the last replica writes what is left without the others."""
+    engine = _engine(training, world)
+    survivor = Survivor(engine, world)
+    losses = _steps(engine, training.case, range(training.n_before))
+    if world.size - 1 in engine.replica:
+        survivor.save(Path(training.directory), "")
     return _trained(engine, losses, world)
 
 

@@ -9,6 +9,7 @@ import torch
 from averages_training import (
     Averaged,
     read_and_train,
+    train_and_survive,
     train_and_write,
     train_one_after_the_other,
     train_replicas,
@@ -120,6 +121,18 @@ def test_another_number_of_replicas_begins_with_what_they_agreed_on(ranks, tmp_p
         "the state is of 3 replicas, and 2 are averaged: each begins with the parameters that they "
         "agreed on and the optimizer's state of the first"
     ]
+
+
+def test_one_replica_that_is_left_writes_the_average(ranks, tmp_path):
+    training = averaged("disordered", degrees("disordered", "dp=2,pp=2", 8, 2), optimizer="adamw")
+    saved = replace(training, directory=str(tmp_path), n_before=3)
+    first = ranks.run(4, train_and_survive, saved)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "shard2.safetensors", "shard3.safetensors",
+    ]  # fmt: skip
+    left = averaged("disordered", ddp("disordered", 2, 8), optimizer="adamw")
+    for one in ranks.run(2, read_and_train, replace(left, directory=str(tmp_path), n_before=3)):
+        assert all(torch.equal(one.own[name], first[0].agreed[name]) for name in one.own)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
          "--sync-every 8 is for --strategy ddp or tp=T,dp=D,pp=P or a strategy's file, pipeline d"),
         ({"sync_every": (8,), "engine": "deepspeed"}, "8 is for the engines torch and executor"),
         ({"sync_every": (8,), "ema": 0.9}, "--ema is for the training of one replica"),
-        ({"sync_every": (8,), "survive": True}, "--survive is for the training of one replica"),
+        ({"sync_every": (8,), "drift": True}, "--drift is for the training of one replica"),
         ({"sync_every": (8,), "shard_state": "optimizer"}, "--shard-state is for the training of"),
         ({"outer_momentum": 0.9}, "--outer-momentum 0.9 is for --sync-every above 1"),
     ],

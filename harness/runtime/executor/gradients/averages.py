@@ -39,12 +39,13 @@ class Replicas:
         all: the ranks of each.
         own: those of this rank's.
         number: of this rank's.
+        n: their number.
     """
 
     def __init__(self, found: Iterable[Group], rank: int) -> None:
         self.all = sorted(found)
         self.number = next(k for k, ranks in enumerate(self.all) if rank in ranks)
-        self.own = self.all[self.number]
+        self.own, self.n = self.all[self.number], len(self.all)
 
     @classmethod
     def of_exchanges(
@@ -75,7 +76,7 @@ class Replicas:
 
     def own_group(self, groups: Groups, world: World) -> Any:
         """A process group of this rank's replica, None for a rank alone; all ranks must call it."""
-        if len(self.all) == 1:
+        if self.n == 1:
             return dist.group.WORLD if world.size > 1 else None
         made = {ranks: groups.for_sums(ranks) for ranks in self.all if len(ranks) > 1}
         return made.get(self.own)

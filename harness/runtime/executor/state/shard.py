@@ -128,7 +128,7 @@ def state_shard(
         trained=gatherer.trained_names(),
         freezing=None if norms is None else norms.state(),
         run=run,
-        n_replicas=1 if averages is None else len(averages.replicas.all),
+        n_replicas=1 if averages is None or is_survivor else averages.replicas.n,
     )
     text = msgspec.json.encode(metadata).decode()
     fresh = msgspec.json.encode(gatherer.names_without_state(optimizer)).decode()

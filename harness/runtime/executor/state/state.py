@@ -241,22 +241,19 @@ class StateGatherer:
 
         by_key, single = self._optimizer_parts(optimizer)
         of_optimizer = {key: chosen(parts, self._owners.of) for key, parts in by_key.items()}
-        own = model_parts(is_of_replica=True) if self.averages is not None else {}
-        if self.averages is not None and self.averages.replicas.number > 0:
-            of_replica = RankParts(model=own, optimizer=of_optimizer, single=single)
-            return RankParts(of_replica=of_replica)
+        found, averages = RankParts(optimizer=of_optimizer, single=single), self.averages
+        if averages is not None and not has_copies:
+            of_replica = model_parts(is_of_replica=True)
+            if averages.replicas.number > 0:
+                return RankParts(of_replica=replace(found, model=of_replica))
+            found = replace(found, of_replica=RankParts(model=of_replica))
         model = model_parts(is_of_replica=False)
         if has_copies or self._world.is_first:
             model |= {WeightSlice.whole(name, t): t for name, t in self._unused.items()}
-        if self.averages is not None and (momentum := self.averages.momentum()):
+        if averages is not None and (momentum := averages.momentum()):
             parts = {p: momentum[x] for p, x in self._owners.own.items()}
             of_optimizer[OUTER_MOMENTUM] = chosen(parts, self._owners.of)
-        return RankParts(
-            model=model,
-            optimizer=of_optimizer,
-            single=single,
-            of_replica=RankParts(model=own) if own else None,
-        )
+        return replace(found, model=model)
 
     def model_shapes(self) -> dict[str, list[int]]:
         """The shape of each tensor of the model's state, by its first name."""
@@ -294,13 +291,13 @@ class StateGatherer:
                 momentum[parameter] = torch.empty_like(parameter).copy_(piece.take(found))
         self.averages.restart(momentum, state.get("step", 0))
         opened, replicas = state.get("replicas", ()), self.averages.replicas
-        if len(opened) == len(replicas.all):
+        if len(opened) == replicas.n:
             self._load(opened[replicas.number](), optimizer)
         elif self._world.is_first:
             _log.warning(
                 "the state is of %d replicas, and %d are averaged: each begins with the parameters "
                 "that they agreed on and the optimizer's state of the first",
-                max(1, len(opened)), len(replicas.all),
+                max(1, len(opened)), replicas.n,
             )  # fmt: skip
 
     def _numbers(self) -> dict[str, int]:
