@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +55,22 @@ class _Piece(NamedTuple):
         return _flat(tensor)[self.start : self.stop]
 
 
+class Sum(Protocol):
+    """A sum over ranks that has begun."""
+
+    def wait(self) -> Any:
+        """Wait until it is there."""
+
+    def value(self) -> Tensor:
+        """The sum, after a wait."""
+
+
 class _Exchange(NamedTuple):
     """The average of a fragment that is under way."""
 
     number: int
     start: Tensor
-    done: torch.futures.Future[Tensor]
+    done: Sum
 
 
 class ReplicaAverage:
@@ -81,7 +91,7 @@ class ReplicaAverage:
         self,
         named: Mapping[str, nn.Parameter],
         options: OuterOptions,
-        all_reduce: Callable[[Tensor, str], torch.futures.Future[Tensor]],
+        all_reduce: Callable[[Tensor, str], Sum],
         reduce_dtype: str,
         sizes: Mapping[str, int] | None = None,
     ) -> None:

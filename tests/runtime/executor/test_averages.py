@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
+import nccl_rules
 import pytest
 import torch
 from averages_training import (
@@ -14,6 +15,7 @@ from averages_training import (
     train_one_after_the_other,
     train_replicas,
 )
+from equivalence_check import RanksBySize
 from equivalence_compare import FLOAT64_TOLERANCES
 from equivalence_models import small_graph
 from equivalence_named import case_of, strategies
@@ -58,6 +60,20 @@ def assert_close(found, wanted, optimizer):
         assert difference <= FLOAT64_TOLERANCES[optimizer] * scale, name
 
 
+def assert_trained_one_by_one(training, ranks):
+    found = ranks.run(training.case.n_ranks, train_replicas, training)
+    firsts = sorted({one.replica for one in found})
+    wanted = train_one_after_the_other(training, [found[rank].samples for rank in firsts])
+    optimizer = training.case.optimizer
+    for one in found:
+        replica = wanted[firsts.index(one.replica)]
+        assert_close(one.own, replica.own, optimizer)
+        assert_close(one.agreed, replica.agreed, optimizer)
+    losses = [sum(parts) for parts in zip(*(one.losses for one in found), strict=True)]
+    of_replicas = [sum(parts) for parts in zip(*(one.losses for one in wanted), strict=True)]
+    assert losses == pytest.approx(of_replicas, rel=1e-8)
+
+
 @pytest.mark.parametrize(
     ("model", "strategy", "outer", "hosts", "changes"),
     [
@@ -71,18 +87,21 @@ def assert_close(found, wanted, optimizer):
     ],
 )
 def test_replicas_train_as_one_after_the_other(model, strategy, outer, hosts, changes, ranks):
-    training = averaged(model, strategy(), outer, hosts, n_steps=5, **changes)
-    found = ranks.run(training.case.n_ranks, train_replicas, training)
-    firsts = sorted({one.replica for one in found})
-    wanted = train_one_after_the_other(training, [found[rank].samples for rank in firsts])
-    optimizer = training.case.optimizer
-    for one in found:
-        replica = wanted[firsts.index(one.replica)]
-        assert_close(one.own, replica.own, optimizer)
-        assert_close(one.agreed, replica.agreed, optimizer)
-    losses = [sum(parts) for parts in zip(*(one.losses for one in found), strict=True)]
-    of_replicas = [sum(parts) for parts in zip(*(one.losses for one in wanted), strict=True)]
-    assert losses == pytest.approx(of_replicas, rel=1e-8)
+    assert_trained_one_by_one(
+        averaged(model, strategy(), outer, hosts, n_steps=5, **changes), ranks
+    )
+
+
+@pytest.fixture(scope="module")
+def nccl_ranks():
+    with RanksBySize(nccl_rules.NAME) as started:
+        yield started
+
+
+@pytest.mark.parametrize("hosts", ["", "aabb"])
+def test_replicas_train_so_under_the_rules_of_nccl(hosts, nccl_ranks):
+    for strategy in (degrees("mlp", "dp=2,pp=2", 6, 2), ddp("mlp", 4, 8)):
+        assert_trained_one_by_one(averaged("mlp", strategy, DILOCO, hosts, seed=1), nccl_ranks)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from harness.domain.strategy import Strategy
 from harness.errors import PeerError, StrategyError
 from harness.measure.recorder import Recorder
-from harness.runtime.engines.engine import EngineOptions, Share, TimedSums
-from harness.runtime.engines.local_sgd import ReplicaAverage, replicas_of
+from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share
+from harness.runtime.engines.local_sgd import ReplicaAverage, Sum, replicas_of
 from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.gradients.sums import with_end
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.executor.transport.groups import Groups
@@ -111,6 +113,18 @@ def ranks_alike(holders: Holders, replicas: Replicas) -> list[Group]:
     return sorted(tuple(ranks) for ranks in sets.values())
 
 
+@dataclass(frozen=True)
+class _Summing:
+    work: Any
+    tensor: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+
+    def value(self) -> Tensor:
+        return self.tensor
+
+
 class ReplicaAverages:
     """Averages this rank's weights with those of the ranks alike; all ranks must make the same
     calls.
@@ -136,14 +150,28 @@ class ReplicaAverages:
         outer = options.outer
         assert outer is not None, "gradients are summed otherwise"
         made = {ranks: groups.for_sums(ranks) for ranks in ranks_alike(holders, replicas)}
-        self.replicas = replicas
+        self.replicas, self._recorder = replicas, recorder
         self._ranks = next((ranks for ranks in made if world.rank in ranks), ())
         self._n_together = len(set(self._ranks) & set(replicas.own))
-        sums = TimedSums(world, recorder, made.get(self._ranks))
+        self._group, self._completion = made.get(self._ranks), CompletionStream(world)
+        self._is_nccl = world.backend == "nccl"
         named = {str(piece): parameter for piece, parameter in trained.items()}
         # Of all ranks, so that those of a replica that share a slice average equal elements of it.
         sizes = {str(piece): piece.n_elements for piece, _ in holders.trained()}
-        self._average = ReplicaAverage(named, outer, sums.all_reduce, options.reduce_dtype, sizes)
+        self._average = ReplicaAverage(named, outer, self._sum, options.reduce_dtype, sizes)
+
+    def _sum(self, tensor: Tensor, name: str) -> Sum:
+        clock = self._recorder.clock
+        start = clock.mark()
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+
+        def note_end() -> None:
+            self._recorder.add_marks(
+                "communication", start, self._completion.mark(work, clock), name=name,
+                n_bytes=tensor.nbytes,
+            )  # fmt: skip
+
+        return _Summing(with_end(work, note_end, is_nccl=self._is_nccl), tensor)
 
     def agreed(self) -> dict[Tensor, Tensor]:
         """The value of each of this rank's trained slices that all replicas agree on."""

@@ -306,7 +306,7 @@ class GradientSync:
             end, n_bytes = self._completions[devices].mark(work, clock), bucket.n_bytes
             recorder.add_marks("communication", start, end, name=bucket.name, n_bytes=n_bytes)
 
-        under_way.append((bucket, _with_end(work, note_end, is_nccl=self._is_nccl)))
+        under_way.append((bucket, with_end(work, note_end, is_nccl=self._is_nccl)))
 
     def _finish(self, devices: Group) -> None:
         """Wait for the first bucket of some devices that is on its way."""
@@ -342,7 +342,7 @@ class GradientSync:
                 bucket.assign()
 
 
-def _with_end(work: Any, note_end: Callable[[], None], *, is_nccl: bool) -> Any:
+def with_end(work: Any, note_end: Callable[[], None], *, is_nccl: bool) -> Any:
     """Record the end of a collective; return the work to wait for."""
     if is_nccl:  # its callback would run at once, on a stream that one of its groups may use
         note_end()
