@@ -74,7 +74,7 @@ def simulate_chain(a, b, cluster=None, **how):
 
 
 def timeline(simulation):
-    return [(event.name, event.span.start_s, event.end_s) for event in events(simulation)]
+    return [(event.span.label, event.span.start_s, event.end_s) for event in events(simulation)]
 
 
 def two_linears(n_devices, **attrs):

@@ -324,15 +324,12 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
             begin, end = _serve_reduce(work, task, price, now, free, busy, holder, cause)
             start[task], finish[task] = begin, end
             if c != NONE:
-                n_after, after_sum = freed_by_sum(work, c, m, is_back)
-                for i in range(n_after):
-                    after = after_sum[i]
-                    n_freed = _notify(waits, ready, cause, freed, n_freed, after, end, task)
+                waiting = freed_by_sum(work, c, m, is_back)
             else:
                 bucket = task - begins[4]
-                for i in range(work.after_ptr[bucket], work.after_ptr[bucket + 1]):
-                    after = work.after_task[i]
-                    n_freed = _notify(waits, ready, cause, freed, n_freed, after, end, task)
+                waiting = work.after_task[work.after_ptr[bucket] : work.after_ptr[bucket + 1]]
+            for after in waiting:
+                n_freed = _notify(waits, ready, cause, freed, n_freed, after, end, task)
         if is_timed:
             push(keys, ids, n_heap, start[task], task + total)
             n_heap += 1

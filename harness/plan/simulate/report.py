@@ -26,7 +26,6 @@ class Event(NamedTuple):
     """One task, decoded.
 
     Attributes:
-        task: its number in the simulation's arrays.
         span: record as in a measured run, without stage, step and peer.
         ranks: busy devices: one computes, two transfer, a group all-reduces.
         resource: name of the device, link or group that it uses.
@@ -34,16 +33,10 @@ class Event(NamedTuple):
             first rank sends all to the second.
     """
 
-    task: int
     span: Span
     ranks: tuple[int, ...]
     resource: str
     ring_share: float
-
-    @property
-    def name(self) -> str:
-        """Label for people."""
-        return self.span.label
 
     @property
     def end_s(self) -> float:
@@ -79,7 +72,7 @@ def decode(simulation: Simulation, task: int) -> Event:
     start = float(out.start[task])
     duration = float(out.finish[task]) - start
     span = Span(kind=work.kind, start_s=start, duration_s=duration, **work.fields)
-    return Event(task, span, work.ranks, work.resource, work.ring_share)
+    return Event(span, work.ranks, work.resource, work.ring_share)
 
 
 class _Work(NamedTuple):

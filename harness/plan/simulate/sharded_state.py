@@ -235,8 +235,8 @@ def freed_slices(tables: Tables, flow: Flow) -> list[tuple[list[int], Group, int
     for op in tables.parameterised:
         if tables.last_user.get(op, op) != op:
             continue  # with the last operator that uses its weights
-        operators, own = list(tables.tied.get(op, (op,))), tables.slices(op)
-        if any(tables.slices(each) != own for each in operators):
+        operators, own = list(tables.tied.get(op, (op,))), tables.slices[op]
+        if any(tables.slices[each] != own for each in operators):
             continue
         if len({int(flow.stage_of[each]) for each in operators}) == 1:
             found += [(operators, group, n) for n, group in own if len(group) > 1]

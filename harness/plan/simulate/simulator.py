@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -252,13 +252,13 @@ class Trial:
         optimizer = owned * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
         shared = shared_bytes(slices, lowered.gathered)
         begin: Floats = np.zeros(tables.n_devices)
-        found = _run(lowered, begin)
+        start, finish, cause, busy, end = _run(lowered, begin)
         if len(self.stages) > 1:
             works = lowered.work.first >= 0
-            done = found.device_end_s + optimizer
+            done = end + optimizer
             done += gather_seconds(simulator.network, shared, done)
             begin = np.where(works, done - done[works].min(), 0.0)
-            found = _run(lowered, begin)
+            start, finish, cause, busy, end = _run(lowered, begin)
         options = simulator.options
         is_sharded = shards_gradients(self.shard_state)
         summed = owned if is_sharded else weights
@@ -274,33 +274,28 @@ class Trial:
             + tables.step_input_bytes(self.n_microbatches)
             + options.reserved_bytes
         )
-        ready = found.device_end_s + optimizer
+        ready = end + optimizer
         gather = gather_seconds(simulator.network, shared, ready)
         return EventTimes(
             step_s=float((ready + gather - begin).max()),
             device_begin_s=begin,
             memory_bytes=static - lowered.alone + lowered.peak,
             static_bytes=static,
+            device_end_s=end,
             optimizer_s=optimizer,
             gather_s=gather,
+            start=start,
+            finish=finish,
+            cause=cause,
+            busy=busy,
             updated=shared,
             lowered=lowered,
-            **found._asdict(),
         )
 
 
-class _EventTimes(NamedTuple):
-    """Arrays of `EventTimes` from one run of the event loop."""
-
-    start: Floats
-    finish: Floats
-    cause: Ints
-    busy: Floats
-    device_end_s: Floats
-
-
-def _run(lowered: Lowered, begin: Floats) -> _EventTimes:
-    """Run the events with given start times of devices."""
+def _run(lowered: Lowered, begin: Floats) -> tuple[Floats, Floats, Ints, Floats, Floats]:
+    """Run the events with given start times of devices: `start` to `busy` of `EventTimes`, and
+    `device_end_s`."""
     from harness.plan.simulate import kernels
 
     start, finish, cause, busy = kernels.run_events(
@@ -312,7 +307,7 @@ def _run(lowered: Lowered, begin: Floats) -> _EventTimes:
     np.maximum.at(complete, buckets.end_device, finish[first_bucket + buckets.end_bucket])
     ends = np.maximum(begin, complete)
     assert not np.isnan(ends).any(), "a device waits for ever: the schedule has a cycle"
-    return _EventTimes(start, finish, cause, busy, ends)
+    return start, finish, cause, busy, ends
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ class Tables:
         tied: operators that share weights, by the last of them (see `Operator.attrs`).
         last_user: of the weights of each of these operators.
         mean_size: size of the mean microbatch over the largest.
+        slices: by operator, (bytes, devices) of each slice of its weights.
         fed_bytes: (n_ops, n_devices) of a microbatch's inputs, where an operator reads one or is
             the loss: a device that feeds samples has all their inputs.
     """
@@ -185,7 +186,7 @@ class Tables:
         scale = costs.samples / (graph.batch or costs.samples)
         self._input_bytes = scale * sum(graph.operators[i].activation_bytes for i in inputs)
         self.shared_bytes = np.zeros(shape)
-        self._slices: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()] * self.n_ops
+        self.slices: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()] * self.n_ops
         self._placed = [op for op in range(self.n_ops) if op in plans]
         for op, plan in plans.items():
             self._fill_row(op, plan)
@@ -210,7 +211,7 @@ class Tables:
         self.inner_bytes[op] = row.inner_bytes
         if op in self._fed:
             self.fed_bytes[op] = self._input_bytes * self._sample_shares(op, plan)
-        self.shared_bytes[op], self._slices[op] = row.shared_bytes, row.slices
+        self.shared_bytes[op], self.slices[op] = row.shared_bytes, row.slices
 
     def step_input_bytes(self, n_microbatches: int) -> Floats:
         """(n_devices,) bytes of a step's inputs."""
@@ -247,18 +248,14 @@ class Tables:
 
     def replace(self, op: int, plan: OperatorPlan) -> None:
         """Change one operator's plan; updates its row and the transfers to and from it."""
-        slices = self._slices[op]
+        slices = self.slices[op]
         self.plans[op] = plan
         self._fill_row(op, plan)
         if op in self.last_user:
             self._count_once(self.last_user[op])
-        if self._slices[op] != slices:
+        if self.slices[op] != slices:
             self._buckets = None
         self._stale.update((op, *self._producers[op]))
-
-    def slices(self, op: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(bytes, devices) of each slice of an operator's weights."""
-        return self._slices[op]
 
     def edge_rows(self) -> Edges:
         """All transfers within a microbatch."""
@@ -342,12 +339,12 @@ class Tables:
         Args:
             share: bytes per byte of weights.
         """
-        own, operators = self._slices[op], self.costs.graph.operators
+        own, operators = self.slices[op], self.costs.graph.operators
         if self.last_user.get(op, op) != op:
             own_bytes = operators[op].weight_bytes - operators[self.last_user[op]].tied_bytes
             share *= max(0.0, own_bytes / operators[op].weight_bytes)
             return [(round(share * n), group) for n, group in own] if share else []
-        users = [self._slices[user] for user in self.tied.get(op, (op,))]
+        users = [self.slices[user] for user in self.tied.get(op, (op,))]
         if any(len(slices) != len(own) for slices in users):
             every = tuple(
                 sorted({device for slices in users for _, group in slices for device in group})

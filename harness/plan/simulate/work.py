@@ -200,24 +200,20 @@ class Links(NamedTuple):
 
 
 @compiled
-def n_buckets(work: Any) -> int:
-    return len(work.reduce_seconds) - 2 * len(work.sum_is_collective)
-
-
-@compiled
 def offsets(work: Any) -> Any:
     """First numbers of transfers, backward transfers, sums, backward sums, buckets; and the end."""
     compute = N_PASSES * work.n_microbatches * len(work.device_of)
     moves = work.n_microbatches * len(work.edge_bytes)
     sums = work.n_microbatches * len(work.sum_is_collective)
     end = compute + 2 * moves + 2 * sums
+    n_buckets = len(work.reduce_seconds) - 2 * len(work.sum_is_collective)
     return (
         compute,
         compute + moves,
         compute + 2 * moves,
         compute + 2 * moves + sums,
         end,
-        end + n_buckets(work),
+        end + n_buckets,
     )
 
 
@@ -240,10 +236,7 @@ def _group(rows: Any, n_rows: int) -> Any:
 @compiled
 def _owners(pointers: Any) -> Any:
     """The list that each position belongs to."""
-    owner = np.empty(pointers[-1], np.int64)
-    for k in range(len(pointers) - 1):
-        owner[pointers[k] : pointers[k + 1]] = k
-    return owner
+    return np.repeat(np.arange(len(pointers) - 1), np.diff(pointers))
 
 
 @compiled
@@ -321,9 +314,8 @@ def count_waits(work: Any) -> Any:
                     n_sources if work.sum_is_collective[c] else n_targets
                 )
             for is_back in range(2):
-                n_freed, freed = freed_by_sum(work, c, k, is_back == 1)
-                for i in range(n_freed):
-                    waits[freed[i]] += 1
+                for task in freed_by_sum(work, c, k, is_back == 1):
+                    waits[task] += 1
     for task in range(compute):
         if work.following[task] != NONE:
             waits[work.following[task]] += 1
@@ -332,27 +324,18 @@ def count_waits(work: Any) -> Any:
 
 @compiled
 def freed_by_sum(work: Any, c: int, microbatch: int, is_back: bool) -> Any:
-    """(number, tasks) of the compute tasks that wait for an all-reduce within a microbatch."""
-    rows, m = len(work.device_of), work.n_microbatches
+    """The compute tasks that wait for an all-reduce within a microbatch."""
     which = BACKWARD if is_back else FORWARD
-    base = (which * m + microbatch) * rows
+    base = (which * work.n_microbatches + microbatch) * len(work.device_of)
     if not (work.sum_returns[c] if is_back else work.sum_goes[c]):
-        return 0, np.empty(0, np.int64)
+        return np.empty(0, np.int64)
+    sources = base + work.sum_source[work.sum_source_ptr[c] : work.sum_source_ptr[c + 1]]
     if work.sum_is_collective[c]:
-        low, high = work.sum_source_ptr[c], work.sum_source_ptr[c + 1]
-        freed = np.empty(high - low, np.int64)
-        n = 0
-        for k in range(low, high):
-            after = work.following[base + work.sum_source[k]]
-            if after != NONE:
-                freed[n] = after
-                n += 1
-        return n, freed
+        following = work.following[sources]
+        return following[following != NONE]
     if is_back:
-        low, high = work.sum_source_ptr[c], work.sum_source_ptr[c + 1]
-        return high - low, base + work.sum_source[low:high]
-    low, high = work.sum_target_ptr[c], work.sum_target_ptr[c + 1]
-    return high - low, base + work.sum_target[low:high]
+        return sources
+    return base + work.sum_target[work.sum_target_ptr[c] : work.sum_target_ptr[c + 1]]
 
 
 @inlined

@@ -160,7 +160,7 @@ def test_records_are_those_of_a_measured_run():
 
 def test_the_critical_path_names_what_binds():
     found = simulate_chain(ZERO, ONE, cluster_of(bandwidth=1.0))
-    assert [event.name for event in critical_path(found)] == [
+    assert [event.span.label for event in critical_path(found)] == [
         "a",
         "a node0:0 -> node0:1",
         "b",
@@ -247,7 +247,7 @@ def test_no_device_and_no_link_does_two_things_at_once():
         found = simulate(graph, profile, cluster, plans, n_microbatches=2)
         by_resource = {}
         for event in events(found):
-            if len(event.ranks) <= 2 and "all-reduce" not in event.name:
+            if len(event.ranks) <= 2 and "all-reduce" not in event.span.label:
                 by_resource.setdefault(event.resource, []).append(event)
         for name, own in by_resource.items():
             for before, after in itertools.pairwise(own):

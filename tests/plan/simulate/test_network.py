@@ -135,7 +135,9 @@ def test_what_crosses_devices_is_told_of_both_ways_and_all_microbatches():
     found = simulate_chain(ZERO, OperatorPlan({}, [1], 1), n_microbatches=3, stages=[Stage()] * 2)
     # a's 32 B, as 3, 3 and 2 of 8 samples, and the gradient of them.
     assert "per step 64 B of activations and their gradients" in "\n".join(explain(found))
-    assert {event.span.n_bytes for event in events(found) if "->" in event.name} == {round(32 / 3)}
+    assert {event.span.n_bytes for event in events(found) if "->" in event.span.label} == {
+        round(32 / 3)
+    }
 
 
 def test_transfers_take_computing_time_from_both_ends():

@@ -67,7 +67,7 @@ def test_a_unit_has_the_weights_of_whole_segments_unless_these_are_most_of_them(
             graph, profile, cluster_of(), plans, stages=[stage],
             options=SimulatorOptions(bucket_bytes=1), shard_state="parameters",
         )  # fmt: skip
-        names = [event.name for event in events(found) if event.ranks == (0, 1)]
+        names = [event.span.label for event in events(found) if event.ranks == (0, 1)]
         return [name.removeprefix("all-gather ") for name in names if "gather" in name]
 
     assert gathered(Stage()) == [*"abcdef", *"edcba"]
@@ -79,9 +79,9 @@ def test_parameters_are_gathered_one_unit_ahead_and_kept_for_their_backward():
     options = SimulatorOptions(bucket_bytes=1)
     found = simulate_chain(BY_SAMPLES, BY_SAMPLES, options=options, shard_state="parameters")
     assert [
-        (event.name, event.span.start_s, event.end_s)
+        (event.span.label, event.span.start_s, event.end_s)
         for event in events(found)
-        if event.ranks == (0, 1) and "gather" in event.name
+        if event.ranks == (0, 1) and "gather" in event.span.label
     ] == [("all-gather a", 0.0, 2.5), ("all-gather b", 2.5, 3.75), ("all-gather a", 3.75, 6.25)]
     assert any(
         "240 B of parameters are gathered" in line or "200" in line for line in explain(found)
@@ -134,7 +134,7 @@ def test_gradients_are_summed_after_each_microbatch_where_they_are_sharded():
             BY_SAMPLES, BY_SAMPLES, n_microbatches=2, options=SimulatorOptions(bucket_bytes=1),
             shard_state=state,
         )  # fmt: skip
-        counts.append(sum("reduce" in event.name for event in events(found)))
+        counts.append(sum("reduce" in event.span.label for event in events(found)))
     assert counts == [2, 4]
 
 
