@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -63,10 +63,10 @@ class LeftOut:
 
     nodes: list[str]
     with_it: Priced | None
-    rate: float | None = None
-    slowness: float | None = None
-    kind: str = ""
-    fastest_kind: str = ""
+    rate: float | None
+    slowness: float | None
+    kind: str
+    fastest_kind: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,7 @@ class Advice:
 
     Attributes:
         sets: priced sets of machines, the fastest first.
+        best: the fewest devices that are about as fast as the fastest set.
         single: the fastest device alone; None where the model does not fit on any.
         n_unpriced: sets for which the time was too short.
     """
@@ -105,16 +106,12 @@ class Advice:
     request: AdviceRequest
     cluster: Cluster
     sets: list[Priced]
+    best: Priced
     single: Priced | None
-    left_out: list[LeftOut] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
-    largest: list[LargestBatch] = field(default_factory=list)
-    n_unpriced: int = 0
-
-    @property
-    def best(self) -> Priced:
-        """The fewest devices that are about as fast as the fastest set."""
-        return best_of(self.sets)
+    left_out: list[LeftOut]
+    changes: list[Change]
+    largest: list[LargestBatch]
+    n_unpriced: int
 
 
 def best_of(sets: Sequence[Priced]) -> Priced:
@@ -164,25 +161,22 @@ class Adviser:
                 f"{self.request.graph.name!r} fits on no set of these machines at this batch: "
                 "lower --batch-size, or add devices or memory"
             )
-        singles = [one for one in sets if one.cluster.n_devices == 1]
-        advice = Advice(
+        best = best_of(sets)
+        return Advice(
             request=self.request,
             cluster=self.cluster,
             sets=sets,
-            single=singles[0] if singles else None,
+            single=next((one for one in sets if one.cluster.n_devices == 1), None),
+            best=best,
+            left_out=list(self._left_out(best, sets)),
+            changes=self._changes(best, sets),
+            largest=list(self._largest(best)),
             n_unpriced=n_unpriced,
-        )
-        return replace(
-            advice,
-            left_out=list(self._left_out(advice.best, sets)),
-            changes=self._changes(advice.best, sets),
-            largest=list(self._largest(advice.best)),
         )
 
     def _price_sets(self) -> tuple[list[Priced], int]:
-        node_of = self.cluster.node_of()
-        first = [node_of.index(node) for node in range(len(self.cluster.nodes))]
-        wanted = sets_of(self.cluster, [self.device_s[k] for k in first])
+        nodes = range(len(self.cluster.nodes))
+        wanted = sets_of(self.cluster, [self._node_s(node) for node in nodes])
         likely = self._fastest_first()
         wanted.sort(key=lambda devices: len(devices) > 1 and devices not in likely)
         found: list[Priced] = []
@@ -216,8 +210,8 @@ class Adviser:
             found = price(self.request, self.cluster, search_s=self._share_left() * self.seconds)
             return [] if found is None else [found]
         chosen = sets[:_N_SEARCHED]
-        chosen += [one for one in sets[_N_SEARCHED:] if one.cluster.n_devices == max(
-            other.cluster.n_devices for other in sets)]  # fmt: skip
+        most = max(one.cluster.n_devices for one in sets)
+        chosen += [one for one in sets[_N_SEARCHED:] if one.cluster.n_devices == most]
         each_s = max(0.2, (self._share_left() - _SHARES_LEFT[1]) * self.seconds / len(chosen))
         searched = {
             id(one): price(self.request, one.cluster, search_s=each_s) or one for one in chosen
@@ -247,8 +241,8 @@ class Adviser:
         if device_s > _SLOWER * self._node_s(fastest):
             model = self.cluster.nodes[fastest].devices[0]
             gains["device"] = price(self.request, with_device(cluster, at, model))
-        reason = max(gains, key=lambda name: _rate(gains[name]), default="links")
-        is_device = reason == "device"
+        rate_of = {name: 0.0 if one is None else one.samples_per_s for name, one in gains.items()}
+        is_device = max(rate_of, key=rate_of.__getitem__, default="links") == "device"
         return LeftOut(
             nodes=[self.cluster.nodes[k].name for k in unused],
             with_it=plain,
@@ -352,10 +346,6 @@ def _devices_on(cluster: Cluster, names: set[str]) -> list[int]:
 
 def _ranked(sets: list[Priced]) -> list[Priced]:
     return sorted(sets, key=lambda one: -one.samples_per_s)
-
-
-def _rate(priced: Priced | None) -> float:
-    return 0.0 if priced is None else priced.samples_per_s
 
 
 def _recomputed(build: Build, simulator: Simulator, batch: int) -> Strategy:

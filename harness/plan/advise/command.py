@@ -145,8 +145,11 @@ def run(args: argparse.Namespace) -> None:
     names = [node.name for node in request.cluster.nodes]
     prices = find_prices(names) if args.prices is None else _given_prices(args.prices, names)
     shown = Presentation(uncertainty=uncertainty_of(args.results, request.cluster), prices=prices)
-    if args.output is not None:
-        _write(args.output, advice, request)
+    if args.output is not None:  # for a launch on the best set's machines alone
+        graph, profile = request.model()
+        made_for = fingerprint(graph, advice.best.cluster, profile)
+        strategy = msgspec.structs.replace(advice.best.strategy, made_for=made_for)
+        write_atomically(args.output, strategy.to_json())
     if args.json:
         print(msgspec.json.encode(advice_object(advice, shown)).decode())
         return
@@ -175,11 +178,8 @@ def _find_files(args: argparse.Namespace) -> None:
     if args.profile is not None or args.rates is not None:
         return
     if args.model is None and args.graph is None:
-        found = [
-            path
-            for path in sorted(results.glob("profile-*.json"))
-            if not path.name.endswith(".graph.json")
-        ]
+        paths = sorted(results.glob("profile-*.json"))
+        found = [path for path in paths if not path.name.endswith(".graph.json")]
         if not results.is_dir():
             raise ConfigError(f"{results} is not a directory: give the results of ./entry.sh")
         if len(found) != 1:
@@ -244,21 +244,10 @@ def _known_plan(
             found = Strategy.load(path / STRATEGY_FILE)
         except HarnessError:
             continue
-        made_for = found.made_for
-        is_same = made_for is not None and is_by(made_for, cluster, profile)
-        if is_same and made_for.graph_hash == graph.content_hash():
+        is_same = found.made_for.graph_hash == graph.content_hash()
+        if is_same and is_by(found.made_for, cluster, profile):
             return found, header.config.get("trials", 1) != 1
     return None, False
-
-
-def _write(path: Path, advice: Advice, request: PlanRequest) -> None:
-    """Write the strategy of the best set, for a launch on its machines alone."""
-    graph, profile = request.model()
-    best = advice.best
-    strategy = msgspec.structs.replace(
-        best.strategy, made_for=fingerprint(graph, best.cluster, profile)
-    )
-    write_atomically(path, strategy.to_json())
 
 
 def _train_command(args: argparse.Namespace, advice: Advice) -> str:

@@ -63,10 +63,9 @@ class Prices:
 
     def money_per_s(self, nodes: Iterable[str]) -> float | None:
         """Cost of some nodes together; None where nothing is given, or not of all."""
-        own = [self._of(name) for name in nodes]
+        own, kwh = [self._of(name) for name in nodes], self.kwh_price
         hours = [one.hour_price for one in own if one.hour_price is not None]
         watts = [one.watts for one in own if one.watts is not None]
-        kwh = self.kwh_price
         energy = [] if kwh is None else [power / 1000 * kwh for power in watts]
         is_whole = all(len(found) in (0, len(own)) for found in (hours, energy))
         return sum([*hours, *energy]) / _S_PER_HOUR if is_whole and (hours or energy) else None
@@ -172,7 +171,7 @@ class AdviceRequest:
     def known_on(self, cluster: Cluster) -> Strategy | None:
         """The known plan if it is of this cluster, profile and batch, and may be used."""
         known, batch = self.known, self.batch_on(cluster.n_devices)
-        if known is None or known.made_for is None or "searched" not in self.families:
+        if known is None or "searched" not in self.families:
             return None
         is_right = known.batch == batch and is_by(known.made_for, cluster, self.profile)
         return known if is_right and (self.is_tried or _uses_all_nodes(known, cluster)) else None
@@ -257,12 +256,10 @@ def _named(simulator: Simulator, batch: int) -> Iterator[Strategy]:
     if simulator.cluster.n_devices > 1:
         yield from standard_strategies(simulator, batch)
         return
-    yield builders.single(simulator.graph, batch)
-    if simulator.graph.mixing_operator() is not None:
-        return
+    single = builders.single(simulator.graph, batch)
+    yield single
     n = 2
-    while n <= min(batch, _MOST_ACCUMULATED):
-        single = builders.single(simulator.graph, batch)
+    while simulator.graph.mixing_operator() is None and n <= min(batch, _MOST_ACCUMULATED):
         name = f"single, {n} microbatches"
         yield msgspec.structs.replace(single, name=name, n_microbatches=n, schedule="1f1b")
         n *= 2

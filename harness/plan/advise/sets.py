@@ -113,17 +113,12 @@ def _with_curves(old: Cluster, new: Cluster) -> Cluster:
         return msgspec.structs.replace(new, collectives=[])
     before, after = (Network(msgspec.structs.replace(one, collectives=[])) for one in (old, new))
     most = max(point.n_ranks for point in points)
-    moved = []
+    n, moved = new.n_devices, []
     for point in points:
         if point.n_ranks == most:
-            ratio = _ring_s(after, new.n_devices, point.n_bytes) / _ring_s(
-                before, most, point.n_bytes
-            )
-            moved.append(
-                msgspec.structs.replace(
-                    point, n_ranks=new.n_devices, duration_s=point.duration_s * ratio
-                )
-            )
+            ratio = _ring_s(after, n, point.n_bytes) / _ring_s(before, most, point.n_bytes)
+            seconds = point.duration_s * ratio
+            moved.append(msgspec.structs.replace(point, n_ranks=n, duration_s=seconds))
     return msgspec.structs.replace(new, collectives=moved)
 
 
@@ -151,18 +146,13 @@ def _are_alike(cluster: Cluster, network: Network, a: int, b: int) -> bool:
     return (
         len(own) == len(other)
         and all(map(_is_alike, own, other))
-        and all(
-            _is_near(x, y)
-            for x, y in zip(_rates(network, a, b), _rates(network, b, a), strict=True)
-        )
+        and all(map(_is_near, _rates(network, a, b), _rates(network, b, a)))
     )
 
 
 def _is_alike(a: Device, b: Device) -> bool:
     return (
-        a.kind == b.kind
-        and _is_near(a.speed, b.speed)
-        and _is_near(float(a.memory_bytes), float(b.memory_bytes))
+        a.kind == b.kind and _is_near(a.speed, b.speed) and _is_near(a.memory_bytes, b.memory_bytes)
     )
 
 
@@ -184,7 +174,8 @@ def sets_of(cluster: Cluster, node_seconds: Sequence[float]) -> list[tuple[int, 
     Args:
         node_seconds: of one device of each node for the whole batch; fast nodes are kept first.
     """
-    places = _places(cluster)
+    count = itertools.count()
+    places = [[next(count) for _ in node.devices] for node in cluster.nodes]
     classes = sorted(node_classes(cluster), key=lambda nodes: node_seconds[nodes[0]])
     found: list[tuple[int, ...]] = [(places[nodes[0]][0],) for nodes in classes]
     for own in (places[nodes[0]] for nodes in classes):
@@ -192,11 +183,6 @@ def sets_of(cluster: Cluster, node_seconds: Sequence[float]) -> list[tuple[int, 
     for nodes in _node_sets(classes):
         found.append(tuple(sorted(k for node in nodes for k in places[node])))
     return list(dict.fromkeys(found))
-
-
-def _places(cluster: Cluster) -> list[list[int]]:
-    count = itertools.count()
-    return [[next(count) for _ in node.devices] for node in cluster.nodes]
 
 
 def _powers(n: int) -> list[int]:
@@ -209,11 +195,9 @@ def _node_sets(classes: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
     few_counts = [sorted({0, *_powers(len(nodes)), len(nodes)}) for nodes in classes]
     for counts in (all_counts, few_counts):
         if math.prod(map(len, counts)) - 1 <= MOST_SETS:
-            chosen = sorted(itertools.product(*counts), key=sum)
-            for numbers in chosen[1:]:
-                yield tuple(
-                    node for n, nodes in zip(numbers, classes, strict=True) for node in nodes[:n]
-                )
+            for numbers in sorted(itertools.product(*counts), key=sum)[1:]:
+                own = zip(numbers, classes, strict=True)
+                yield tuple(node for n, nodes in own for node in nodes[:n])
             return
     order = [node for nodes in classes for node in nodes]
     yield from ((nodes[0],) for nodes in classes[:MOST_SETS])
