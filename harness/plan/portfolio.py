@@ -54,7 +54,7 @@ class Searched:
         plan twice; fastest first."""
         distinct: list[Candidate] = []
         for candidate in sorted(self.objective.best_of.values(), key=lambda c: c.step_s):
-            if not any(candidate.is_same_plan(other) for other in distinct):
+            if not any(candidate.strategy == other.strategy for other in distinct):
                 distinct.append(candidate)
         return distinct
 
@@ -66,8 +66,7 @@ class Searched:
 
     def strategy(self, candidate: Candidate) -> Strategy:
         """A plan as a file has it, named by its content."""
-        simulator = self.simulator
-        strategy = candidate.to_strategy(simulator.graph, "searched")
+        simulator, strategy = self.simulator, candidate.strategy
         return msgspec.structs.replace(
             strategy,
             name=describe_strategy(strategy, simulator.graph),
@@ -279,7 +278,7 @@ def _runners_up(found: Searched, chosen: Candidate) -> list[RunnerUp]:
             name=candidate.method, step_s=candidate.step_s, note=found.strategy(candidate).name
         )
         for candidate in found.ranked()
-        if candidate.method not in standard and not candidate.is_same_plan(chosen)
+        if candidate.method not in standard and candidate.strategy != chosen.strategy
     ]
     return sorted(lost, key=lambda r: (r.step_s is None, r.step_s or 0.0, r.name))
 

@@ -418,7 +418,8 @@ def test_a_search_cuts_a_weight_alike_for_all_operators_that_use_it(is_tied, exh
         graph = changed(graph, ["fc1"], attrs={"tied_to": "fc0"})
     request = request_of(graph, profile, cluster)
     found = search_portfolio(request, exhaustive_up_to=exhaustive_up_to)
-    tied = [(k, graph.operators[k]) for k in (1, 2)]
-    cuts = [[weight_cuts(op, c.plans[k].partition) for k, op in tied] for c in found.ranked()]
+    plans = [candidate.strategy.operators for candidate in found.ranked()]
+    tied = graph.operators[1:3]
+    cuts = [[weight_cuts(op, own[op.name].partition) for op in tied] for own in plans]
     assert any(first != other for first, other in cuts) != is_tied
     assert any(first for first, _ in cuts)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from harness.domain.graph import Graph
 from harness.domain.partition import Cut
-from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import weight_cuts
-from harness.domain.strategy import OperatorPlan, ShardState, Stage, Strategy
-from harness.plan.costs import SearchProgress
+from harness.domain.strategy import OperatorPlan, Strategy
+from harness.plan.costs import SearchProgress, ignore_progress
 from harness.plan.simulate.simulator import Simulator, Trial
 from harness.plan.simulate.tables import Tables
 
@@ -21,37 +19,17 @@ _PROGRESS_EVERY_S = 0.25
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that fits, as the searches hold it."""
+    """A strategy that fits; all are named alike, so that equal plans are equal strategies."""
 
     method: str
     step_s: float
-    plans: Mapping[int, OperatorPlan]
-    batch: int
-    n_microbatches: int
-    schedule: ScheduleName
-    stages: tuple[Stage, ...]
-    shard_state: ShardState = "none"
-
-    def is_same_plan(self, other: Candidate) -> bool:
-        """Whether both train alike, whoever found them."""
-        return replace(self, method="", step_s=0.0) == replace(other, method="", step_s=0.0)
+    strategy: Strategy
 
     @property
     def n_devices(self) -> int:
         """Number of devices that it uses."""
-        return len({device for plan in self.plans.values() for device in plan.devices})
-
-    def to_strategy(self, graph: Graph, name: str) -> Strategy:
-        plans = {graph.operators[op].name: self.plans[op] for op in sorted(self.plans)}
-        return Strategy(
-            name=name,
-            batch=self.batch,
-            operators=plans,
-            n_microbatches=self.n_microbatches,
-            schedule=self.schedule,
-            stages=list(self.stages),
-            shard_state=self.shard_state,
-        )
+        plans = self.strategy.operators.values()
+        return len({device for plan in plans for device in plan.devices})
 
 
 class Objective:
@@ -68,7 +46,7 @@ class Objective:
         simulator: Simulator,
         *,
         seconds: float | None = None,
-        progress: Callable[[SearchProgress], None] | None = None,
+        progress: Callable[[SearchProgress], None] = ignore_progress,
     ) -> None:
         self.simulator = simulator
         self.best: Candidate | None = None
@@ -150,7 +128,7 @@ class Objective:
     def tick(self) -> bool:
         """Show progress when it is time to; whether the request's time is used up."""
         now = time.monotonic()
-        if self._progress is not None and now - self._last_shown > _PROGRESS_EVERY_S:
+        if now - self._last_shown > _PROGRESS_EVERY_S:
             self._last_shown = now
             self._progress(
                 SearchProgress(
@@ -166,16 +144,17 @@ class Objective:
         own = self.best_of.get(self._method)
         if own is not None and own.step_s <= step_s:
             return
-        found = Candidate(
-            method=self._method,
-            step_s=step_s,
-            plans=dict(trial.tables.plans),
+        operators, plans = self.simulator.graph.operators, trial.tables.plans
+        strategy = Strategy(
+            name="searched",
             batch=trial.batch,
+            operators={operators[op].name: plans[op] for op in sorted(plans)},
             n_microbatches=trial.n_microbatches,
             schedule=trial.schedule,
-            stages=trial.stages,
+            stages=list(trial.stages),
             shard_state=trial.shard_state,
         )
+        found = Candidate(self._method, step_s, strategy)
         self.best_of[self._method] = found
         if self.best is None or step_s < self.best.step_s:
             self.best = found

@@ -156,9 +156,8 @@ class Searches:
         """A partition of the smallest microbatch suits all."""
         if n_microbatches not in self._spaces:
             costs = self.simulator.costs(self.batch // n_microbatches)
-            self._spaces[n_microbatches] = Space(
-                costs, self.simulator.cluster, self.simulator.placed
-            )
+            simulator = self.simulator
+            self._spaces[n_microbatches] = Space(costs, simulator.cluster, simulator.placed)
         return self._spaces[n_microbatches]
 
     def _trial(self, flow: _Flow) -> Trial:
@@ -205,12 +204,12 @@ class Searches:
 
     def _starts(self, space: Space) -> list[dict[int, OperatorPlan]]:
         """The best single-stage strategies so far, or the nearest that the space has."""
-        known = [c for c in self.objective.best_of.values() if len(c.stages) == 1]
+        known = [c for c in self.objective.best_of.values() if len(c.strategy.stages) == 1]
         ranked = sorted(known, key=lambda c: c.step_s)[:N_CHAINS]
-        starts = [
-            {op: closest(menu, candidate.plans[op]) for op, menu in space.menus.items()}
-            for candidate in ranked
+        if not ranked:  # nothing fits yet: spread everything as far as it goes
+            return [{op: menu[-1] for op, menu in space.menus.items()}]
+        operators = self.simulator.graph.operators
+        return [
+            {op: closest(menu, plans[operators[op].name]) for op, menu in space.menus.items()}
+            for plans in (candidate.strategy.operators for candidate in ranked)
         ]
-        if not starts:  # nothing fits yet: spread everything as far as it goes
-            starts = [{op: menu[-1] for op, menu in space.menus.items()}]
-        return starts

@@ -166,7 +166,10 @@ def worth_trying(found: Searched, most: int) -> list[Candidate]:
 def unlike_first(ranked: Sequence[Candidate]) -> list[Candidate]:
     """The first of each schedule, of one device and of those without stages, then the others,
     because predictions of like plans err alike."""
-    firsts = {(c.n_devices > 1, len(c.stages) > 1 and c.schedule): c for c in reversed(ranked)}
+    firsts = {
+        (c.n_devices > 1, len(c.strategy.stages) > 1 and c.strategy.schedule): c
+        for c in reversed(ranked)
+    }
     return sorted(ranked, key=lambda candidate: candidate not in firsts.values())
 
 

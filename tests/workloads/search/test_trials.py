@@ -5,7 +5,7 @@ import itertools
 from made_graphs import GB, layers, request_of
 
 from harness.domain.cluster import Cluster
-from harness.domain.strategy import OperatorPlan, Stage
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.plan.portfolio import search_portfolio
 from harness.plan.search.objective import Candidate
 from harness.workloads.search.trials import (
@@ -63,10 +63,11 @@ def test_it_ends_when_it_is_late_after_the_first_rounds():
 
 def test_the_best_of_each_schedule_is_tried_before_second_bests():
     def plan(method, schedule, n_stages, n_devices=4):
-        return Candidate(
-            method=method, step_s=1.0, plans={0: OperatorPlan({}, list(range(n_devices)))}, batch=8,
-            n_microbatches=2, schedule=schedule, stages=(Stage(),) * n_stages,
+        strategy = Strategy(
+            name="searched", batch=8, operators={"a": OperatorPlan({}, list(range(n_devices)))},
+            n_microbatches=2, schedule=schedule, stages=[Stage()] * n_stages,
         )  # fmt: skip
+        return Candidate(method, 1.0, strategy)
 
     ranked = [
         plan("whole", "gpipe", 0), plan("MCMC", "gpipe", 1), plan("dp", "1f1b", 2),
@@ -78,10 +79,7 @@ def test_the_best_of_each_schedule_is_tried_before_second_bests():
 
 
 def test_the_title_names_what_was_measured():
-    candidate = Candidate(
-        method="MCMC", step_s=0.005, plans={}, batch=8, n_microbatches=1, schedule="gpipe",
-        stages=(),
-    )  # fmt: skip
+    candidate = Candidate("MCMC", 0.005, Strategy(name="searched", batch=8, operators={}))
     tried = [
         Tried(candidate=candidate, name=f"plan {k}", measured_s=0.01 * (k + 1), n_rounds=4)
         for k in range(2)
