@@ -195,11 +195,9 @@ class _Consecutive:
         self.n_workers, self.n_cuts = totals.shape
 
     def block(self, first: int, r: int, rows: slice) -> Floats:
-        ends, starts = (
-            self._totals[first : first + r, rows.start :],
-            self._totals[first : first + r, rows],
-        )
-        block: Floats = (ends[:, None, :] - starts[:, :, None]).max(axis=0) / r
+        totals = self._totals[first : first + r]
+        ends, starts = totals[:, None, rows.start :], totals[:, rows, None]
+        block: Floats = (ends - starts).max(axis=0) / r
         block += self._crossing_s[rows, None]
         block[np.tri(*block.shape) > 0] = np.inf
         return block
@@ -227,24 +225,21 @@ def balance(
             f"{n_stages} stages cannot be made of {n_ops} operators on {n_devices} devices: use "
             f"--stages 1 to {most}"
         )
-    totals = _running_totals(seconds)
-    return _balanced(totals, n_stages, _at_cuts(crossing_s, totals))
+    return _balanced(*_at_cuts(seconds, crossing_s), n_stages)
 
 
-def _at_cuts(crossing_s: Sequence[float], totals: Floats) -> Floats:
-    """(operators + 1,): nothing crosses before the first and after the last one."""
-    found = np.zeros(totals.shape[1])
-    found[1:-1] = crossing_s[1:] if len(crossing_s) else 0.0
-    return found
+def _at_cuts(
+    seconds: Sequence[Sequence[float]], crossing_s: Sequence[float]
+) -> tuple[Floats, Floats]:
+    """By cut: (devices, operators + 1) seconds of the operators before it; (operators + 1,) of what
+    crosses it, which is nothing before the first and after the last one."""
+    totals = np.insert(np.cumsum(seconds, axis=1, dtype=np.float64), 0, 0.0, axis=1)
+    crossing = np.zeros(totals.shape[1])
+    crossing[1:-1] = crossing_s[1:] if len(crossing_s) else 0.0
+    return totals, crossing
 
 
-def _running_totals(seconds: Sequence[Sequence[float]]) -> Floats:
-    """(devices, operators + 1): seconds of the operators before each."""
-    times = np.asarray(seconds, dtype=np.float64)
-    return np.concatenate([np.zeros((len(times), 1)), times.cumsum(axis=1)], axis=1)
-
-
-def _balanced(totals: Floats, n_stages: int, crossing_s: Floats) -> Balanced:
+def _balanced(totals: Floats, crossing_s: Floats, n_stages: int) -> Balanced:
     found = best_chain(_Consecutive(totals, crossing_s), n_stages)
     assert found is not None, "there are as many operators and workers as stages"
     return Balanced(
@@ -271,10 +266,9 @@ def balance_in_turn(
         raise StrategyError(
             f"{n_stages} stages cannot be made of {n_ops} operators: use --stages 1 to {n_ops}"
         )
-    totals = _running_totals(seconds)
+    totals, at_cuts = _at_cuts(seconds, crossing_s)
     in_turn = [stage % n_devices for stage in range(n_stages)]
-    at_cuts = _at_cuts(crossing_s, totals)
-    ends = list(_balanced(totals[in_turn], n_stages, at_cuts).ends)
+    ends = list(_balanced(totals[in_turn], at_cuts, n_stages).ends)
     if n_stages > n_devices:
         ends = _levelled(ends, totals, at_cuts)
     return Balanced(tuple(ends), tuple((device,) for device in in_turn))

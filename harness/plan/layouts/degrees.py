@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -81,21 +82,16 @@ def parse_layout(text: str) -> ParallelLayout:
         if not equals or name in found:
             raise StrategyError(f"layout {shorten(text)}: write it like {_FORM}")
         found[name] = value
-    degrees = {name: _degree(text, found.pop(name, "1")) for name in ("tp", "dp", "pp")}
-    lists = {name: _numbers(text, found.pop(name, None)) for name in ("cuts", "shares", "devices")}
+    fields: dict[str, Any] = {}
+    fields |= {name: _degree(text, found.pop(name, "1")) for name in ("tp", "dp", "pp")}
+    for name in ("cuts", "shares", "devices"):
+        fields[name] = _numbers(text, found.pop(name, None))
     if found:
         raise StrategyError(
             f"layout {shorten(text)} has {shorten(next(iter(found)))}: use tp, dp, pp, cuts, "
             "shares and devices"
         )
-    return ParallelLayout(
-        tp=degrees["tp"],
-        dp=degrees["dp"],
-        pp=degrees["pp"],
-        cuts=lists["cuts"],
-        shares=lists["shares"],
-        devices=lists["devices"],
-    )
+    return ParallelLayout(**fields)
 
 
 def _degree(text: str, value: str) -> int:
@@ -126,15 +122,15 @@ def layout_strategy(
     *,
     n_microbatches: int = 1,
     schedule: ScheduleName = "1f1b",
-    seconds: Sequence[Sequence[float]] | None = None,
+    seconds: Sequence[Sequence[float]] = (),
     crossing_s: Sequence[float] = (),
 ) -> Strategy:
     """Every operator on the devices of its stage, cut by samples over replicas and by weights over
     the devices of a tensor-parallel group (`builders.tensor_parallel`).
 
     Args:
-        seconds: by device, of each operator that is placed: stages are balanced by their slowest
-            device. By FLOPs when None.
+        seconds: by device, of each operator that is placed: several stages without cuts are
+            balanced by their slowest device.
         crossing_s: seconds of the transfers at a cut before each of them; none by default.
 
     Raises:
@@ -142,7 +138,7 @@ def layout_strategy(
     """
     _check(layout, cluster, batch, n_microbatches)
     names = [op.name for op in graph.operators if has_tasks(op)]
-    cuts = _cuts(layout, graph, names, seconds, crossing_s)
+    cuts = _cuts(layout, names, seconds, crossing_s)
     samples = max(1, batch // n_microbatches)
     group = Cluster.uniform(1, layout.tp, inside_bytes_per_s=1.0, memory_bytes=1)
     parts = builders.tensor_parallel(graph, group, samples // layout.dp).operators
@@ -180,7 +176,7 @@ def profiled_layout(
     Raises:
         StrategyError: as `layout_strategy`.
     """
-    seconds: list[list[float]] | None = None
+    seconds: list[list[float]] = []
     crossings: list[list[float]] = [[]]
     if layout.pp > 1 and layout.cuts is None:
         _check(layout, simulator.cluster, batch, n_microbatches)
@@ -235,16 +231,13 @@ def _check(layout: ParallelLayout, cluster: Cluster, batch: int, n_microbatches:
 
 def _cuts(
     layout: ParallelLayout,
-    graph: Graph,
     names: Sequence[str],
-    seconds: Sequence[Sequence[float]] | None,
+    seconds: Sequence[Sequence[float]],
     crossing_s: Sequence[float],
 ) -> tuple[int, ...]:
     if layout.cuts is None:
-        index = graph.index()
-        if seconds is None:
-            flops = [graph.operators[index[n]].forward_flops or 1.0 for n in names]
-            seconds = [flops] * layout.n_devices
+        if layout.pp == 1:
+            return ()
         by_device = np.asarray(seconds)[list(layout.order)]
         slowest = by_device.reshape(layout.pp, -1, len(names)).max(axis=1)
         return tuple(balance(slowest.tolist(), layout.pp, crossing_s).ends[:-1])

@@ -227,7 +227,9 @@ EIGHT = Cluster.uniform(2, 4, inside_bytes_per_s=1.0, memory_bytes=1)
 
 
 def test_neighbours_share_a_layer_and_stages_are_farthest_apart():
-    found = layout_strategy(parse_layout("tp=2,dp=2,pp=2"), GRAPH, EIGHT, 8, n_microbatches=2)
+    found = layout_strategy(
+        parse_layout("tp=2,dp=2,pp=2,cuts=2"), GRAPH, EIGHT, 8, n_microbatches=2
+    )
     validate(found, GRAPH, EIGHT)
     assert [plan.devices for plan in found.operators.values()] == 2 * [[0, 1, 2, 3]] + 2 * [
         [4, 5, 6, 7]
