@@ -20,7 +20,6 @@ import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from harness.domain.graph import Operator
@@ -42,13 +41,11 @@ class OperatorTime(NamedTuple):
         return self.forward_s + self.backward_s
 
 
-@dataclass(frozen=True)
-class Line:
-    """seconds = fixed_s + slope_s x n_elements; `error` is the largest, None from one point."""
+class Line(NamedTuple):
+    """seconds = fixed_s + slope_s x n_elements."""
 
     fixed_s: float
     slope_s: float
-    relative_error: float | None
 
     def at(self, n_elements: float) -> float:
         return self.fixed_s + self.slope_s * n_elements
@@ -57,7 +54,7 @@ class Line:
 def fit_line(n_elements: list[float], seconds: list[float]) -> Line:
     """Fit non-negative fixed cost and slope; needs at least one point."""
     if len(seconds) == 1:
-        return Line(0.0, seconds[0] / n_elements[0], None)
+        return Line(0.0, seconds[0] / n_elements[0])
     # Relative errors: the model is 1 = fixed u + slope v, so that all sizes have equal weight.
     points = [
         (1.0 / max(y, _LEAST_S), x / max(y, _LEAST_S), y / max(y, _LEAST_S))
@@ -78,9 +75,7 @@ def fit_line(n_elements: list[float], seconds: list[float]) -> Line:
     def squares(line: tuple[float, float]) -> float:
         return math.fsum((line[0] * u + line[1] * v - w) ** 2 for u, v, w in points)
 
-    fixed_s, slope_s = min(candidates, key=squares)
-    error = max(abs(fixed_s * u + slope_s * v - w) for u, v, w in points)
-    return Line(fixed_s, slope_s, error)
+    return Line(*min(candidates, key=squares))
 
 
 class _Axis:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -148,9 +148,7 @@ class Published:
     source_median_error: float | None = None
     trivial_median_error: float | None = None
     lacks: str = ""
-    missing: Callable[[Sequence[tuple[MeasuredStep, float]]], Sequence[str]] = field(
-        default=lambda judged: ()
-    )
+    missing: Callable[[Sequence[tuple[MeasuredStep, float]]], Sequence[str]] = lambda judged: ()
 
 
 class SetReader(NamedTuple):

@@ -14,17 +14,10 @@ from statistics import median
 from typing import NamedTuple
 
 from harness.domain.cluster import Cluster
-from harness.domain.profile import Profile
 from harness.errors import DataError
 from harness.inputs import shorten
 from harness.plan.importing.tables import Row, find_tables, has_columns, read_table
-from harness.plan.importing.times import (
-    LayerTime,
-    PlannedLayer,
-    TimeKey,
-    chain_graph,
-    layer_profile,
-)
+from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.validation.points import (
@@ -33,6 +26,7 @@ from harness.plan.validation.points import (
     Published,
     SetReader,
     SimulatedRun,
+    chain_simulator,
     solve_all,
 )
 
@@ -80,16 +74,14 @@ class _Job:
     """One model's runs."""
 
     def __init__(self, name: str, runs: Sequence[_PolluxRun]) -> None:
-        self.model, self._parts = _MODELS.get(name, _UNKNOWN)
+        self.model, parts = _MODELS.get(name, _UNKNOWN)
         self._alone = {run.local: run.measured_s for run in runs if run.placement == (1,)}
         self._simulators: dict[tuple[tuple[int, ...], float], Simulator] = {}
-        self._profiles: dict[int, Profile] = {}
-        layers = [
-            PlannedLayer(f"part{k}", round(m * 4e6), 4) for k, (m, _) in enumerate(self._parts)
+        self._layers = [
+            PlannedLayer(f"part{k}", round(m * 4e6), 4) for k, (m, _) in enumerate(parts)
         ]
-        self._graph = chain_graph(self.model, layers, 1)
-        total = sum(flops for _, flops in self._parts)
-        self._shares = [flops / total for _, flops in self._parts]
+        total = sum(flops for _, flops in parts)
+        self._shares = [flops / total for _, flops in parts]
         # Nothing but the node slows one placement, and nothing but links between nodes the other.
         self.inside = _most([r for r in runs if len(r.placement) == 1 < sum(r.placement)])
         self.between = _most([r for r in runs if {1} == {*r.placement} and len(r.placement) > 1])
@@ -118,24 +110,22 @@ class _Job:
             raise NotExpressedError("no row with one GPU has its local batch")
         key = run.placement, bandwidth or self.bandwidth
         if key not in self._simulators:
-            cluster, profile = _cluster(*key), self._profile(max(run.placement))
-            self._simulators[key] = Simulator(self._graph, profile, cluster)
+            times = self._times(max(run.placement))
+            self._simulators[key] = chain_simulator(self.model, self._layers, times, _cluster(*key))
         simulator, n = self._simulators[key], sum(run.placement)
         strategy = profiled_layout(ParallelLayout(dp=n), simulator, n * run.local)
         return SimulatedRun(simulator, strategy)
 
-    def _profile(self, n_beside: int) -> Profile:
-        """Times of the layers where so many GPUs of a node compute; each adds to the slowdown."""
-        if n_beside not in self._profiles:
-            n_measured = sum(self.inside[0].placement) if self.inside else 2
-            part, times = (n_beside - 1) / (n_measured - 1), {}
-            for local, alone_s in self._alone.items():
-                t = alone_s * (1 + part * self._slowdown.get(local, self.slowdown))
-                times[TimeKey(_KIND, local)] = [
-                    LayerTime(s * t * _FORWARD, s * t * (1 - _FORWARD)) for s in self._shares
-                ]
-            self._profiles[n_beside] = layer_profile(self._graph, times)
-        return self._profiles[n_beside]
+    def _times(self, n_beside: int) -> dict[TimeKey, list[LayerTime]]:
+        """Of the layers where so many GPUs of a node compute; each adds to the slowdown."""
+        n_measured = sum(self.inside[0].placement) if self.inside else 2
+        part, times = (n_beside - 1) / (n_measured - 1), {}
+        for local, alone_s in self._alone.items():
+            t = alone_s * (1 + part * self._slowdown.get(local, self.slowdown))
+            times[TimeKey(_KIND, local)] = [
+                LayerTime(s * t * _FORWARD, s * t * (1 - _FORWARD)) for s in self._shares
+            ]
+        return times
 
 
 def _most(runs: Sequence[_PolluxRun]) -> list[_PolluxRun]:

@@ -211,12 +211,8 @@ class _SailorPlans:
     def _kind_of_times(self, plan: _Plan) -> str:
         """The plan's kind of device, or the first other one, whose profile has all its layers."""
         others = sorted(p.parent.name for p in self._folder.glob(f"profiles/{plan.model}/*/*.json"))
-        kinds = (
-            kind
-            for kind in (plan.kind, *others)
-            if len(self._profiled(plan, kind)) == sum(plan.stages)
-        )
-        return next(kinds, plan.kind)
+        n, kinds = sum(plan.stages), (plan.kind, *others)
+        return next((kind for kind in kinds if len(self._profiled(plan, kind)) == n), plan.kind)
 
     def _profiled(self, plan: _Plan, kind: str) -> _LayerTimes:
         """Times by layer in a profile; none where it lacks the plan's microbatch or degree."""
@@ -251,7 +247,7 @@ class _SailorPlans:
         inside = self._inside.get(plan.kind, {}).get("2")
         if between is None or inside is None or min(between[1], inside[1]) <= 0:
             raise NotExpressedError(f"no bandwidth of {plan.kind} is known")
-        n = plan.tp * plan.dp * len(plan.stages)
+        n = plan.n_devices
         if n % _N_EACH and n > _N_EACH:
             raise NotExpressedError(f"{n} devices do not fill nodes of {_N_EACH}")
         cluster = Cluster.uniform(

@@ -8,10 +8,7 @@ from harness.errors import PlanError
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.published.maxload.problem import LoadProblem, Value
 from harness.plan.published.maxload.search import Found, OperatorPlacement, search
-from harness.plan.published.pipedream.planner import (
-    check_devices,
-    pipeline_strategy,
-)
+from harness.plan.published.pipedream.planner import check_devices, pipeline_strategy
 from harness.plan.published.pipedream.problem import (
     STATE_BYTES_PER_PARAMETER_BYTE,
     TICK_S,
@@ -111,9 +108,9 @@ def _result(
 ) -> PlanResult:
     is_free = found.free.load_s < found.contiguous.load_s
     stages = stages_in_turn(problem, found.free.device_of) if is_free else None
-    chosen = found.contiguous if stages is None else found.free
-    if stages is None:
-        stages = stages_in_turn(problem, chosen.device_of)
+    is_written = stages is not None  # the free placement is
+    chosen = found.free if is_written else found.contiguous
+    stages = stages or stages_in_turn(problem, chosen.device_of)
     assert stages is not None, "contiguous stages have a device each"
     n_used = len(set(chosen.device_of))
     held = [math.fsum(problem.n_bytes[i] for i in stage) for stage in stages]
@@ -129,13 +126,12 @@ def _result(
     ]
     single_s = math.fsum(problem.seconds)
     names = [device.name for device in request.cluster.devices]
-    is_written = chosen is found.free
     exact = "over all cuts" if found.is_exact else "over a sample of cuts"
     return PlanResult(
         cost="maxload",
-        method="annealing" if is_written and is_free else f"dynamic programming {exact}",
+        method="annealing" if is_written else f"dynamic programming {exact}",
         predicted_step_s=chosen.load_s,
-        lower_bound_s=found.bound_s if is_written and is_free else found.contiguous_bound_s,
+        lower_bound_s=found.bound_s if is_written else found.contiguous_bound_s,
         speedup_over_single=single_s / chosen.load_s,
         speedup_over_ddp=math.nan,
         memory_bytes={**dict.fromkeys(names, 0), **dict(zip(names, n_bytes, strict=False))},
@@ -167,9 +163,8 @@ def _explain(problem: LoadProblem, found: Found, placed: Sequence[DeviceStage]) 
 
 def _runners_up(found: Found, single_s: float, *, is_written: bool) -> list[RunnerUp]:
     others = [RunnerUp(name="one device", step_s=single_s, note="no communication")]
-    if is_written and found.free.load_s < found.contiguous.load_s:
-        contiguous_s = found.contiguous.load_s
-        others.append(RunnerUp(name="contiguous stages", step_s=contiguous_s))
+    if is_written:
+        others.append(RunnerUp(name="contiguous stages", step_s=found.contiguous.load_s))
     elif found.free.load_s < found.contiguous.load_s:
         note = "not written: its devices cannot take stages in turn"
         others.append(RunnerUp(name="operators anywhere", step_s=found.free.load_s, note=note))
