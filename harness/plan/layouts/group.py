@@ -18,11 +18,7 @@ from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.strategy import OperatorPlan, ShardState
 from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
-from harness.plan.simulate.activations import (
-    find_segments,
-    gradients_passed,
-    received_bytes,
-)
+from harness.plan.simulate.activations import find_segments, gradients_passed, received_bytes
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import bucket_memory, fill
 from harness.plan.simulate.simulator import Simulator, Trial

@@ -37,11 +37,9 @@ from harness.plan.layouts.group import (
 )
 from harness.plan.layouts.links import NodeLinks, all_reduce_seconds, queues, transfer_seconds
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.sharded_state import (
-    shards_gradients,
-    unit_memory,
-)
+from harness.plan.simulate.sharded_state import shards_gradients, unit_memory
 from harness.plan.simulate.transfers import Floats, Ints
+from harness.units import format_count
 
 # Seconds of an all-reduce, by its bytes, among the replicas of a number of stages.
 RingSeconds = Callable[[Floats, int], Floats]
@@ -210,8 +208,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        n = self.n_microbatches
-        name = f"{self.layout.name}, {n} microbatch{'es' * (n > 1)}"
+        name = f"{self.layout.name}, {format_count(self.n_microbatches, 'microbatch')}"
         name += ", recomputed" if self.segments else ""
         name += " in segments" if self.segments > 1 else ""
         return name if self.shard_state == "none" else f"{name}, sharded {self.shard_state}"

@@ -19,6 +19,7 @@ from harness.plan.search.pipelines import PipelineSearch, schedules_for
 from harness.plan.search.space import Space, microbatch_counts
 from harness.plan.simulate.sharded_state import useful_states
 from harness.plan.simulate.simulator import Simulator, Trial
+from harness.units import format_count
 
 
 def search_exhaustively(
@@ -36,7 +37,6 @@ def search_exhaustively(
 MOST_PROPOSALS, LEAST_PROPOSALS = 12_000, 400
 WORK_PER_SEARCH = 1.5e7  # operator-device passes of all proposals: some seconds
 N_CHAINS = 3
-PIPELINES = "pipeline dynamic programming"
 
 
 class _Flow(NamedTuple):
@@ -119,7 +119,7 @@ class Searches:
         for n_microbatches in self.counts:
             if objective.is_out_of_time():
                 return
-            method = f"{PIPELINES}, {n_microbatches} microbatch{'es' * (n_microbatches > 1)}"
+            method = f"pipeline dynamic programming, {format_count(n_microbatches, 'microbatch')}"
             objective.start(method, budget=end - objective.n_proposals)
             search = PipelineSearch(self.simulator, self.batch, n_microbatches, self.most_replicas)
             # The bound leaves out most of what makes pipelines slower, so above the best it is

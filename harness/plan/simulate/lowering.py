@@ -42,6 +42,7 @@ from harness.plan.simulate.work import (
     count_waits,
     last_tasks,
     link,
+    offsets,
     order_tasks,
 )
 
@@ -55,6 +56,7 @@ class Lowered:
 
     Attributes:
         waits: number of dependencies by task.
+        begins: first numbers of tasks, see `work.offsets`.
         rows: (n_rows,) operator * n_devices + device of each row.
         last: (n_devices,) last task of each device.
         peak: (n_devices,) most bytes of activations, and of gradients that backward allocates.
@@ -66,6 +68,7 @@ class Lowered:
     work: Work
     links: Links
     waits: Ints
+    begins: tuple[int, ...]
     edges: Edges
     buckets: Buckets
     rows: Ints
@@ -143,6 +146,7 @@ def lower(
         work=found,
         links=link(found),
         waits=count_waits(found),
+        begins=offsets(found),
         edges=edges,
         buckets=buckets,
         rows=rows,

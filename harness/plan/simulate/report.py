@@ -56,33 +56,25 @@ def events(simulation: Simulation) -> Iterator[Event]:
 
 def decode(simulation: Simulation, task: int) -> Event:
     """Decode a task's number."""
-    out, n_microbatches = simulation.outcome, simulation.strategy.n_microbatches
-    lowered = out.lowered
-    n_passes = 4 * n_microbatches * len(lowered.rows)
-    n_moves = 2 * n_microbatches * len(lowered.work.edge_bytes)
-    n_sums = 2 * n_microbatches * len(lowered.edges.sums)
-    if task < n_passes:
-        work = _pass(simulation, task)
-    elif task < n_passes + n_moves:
-        work = _move(simulation, task - n_passes)
-    elif task < n_passes + n_moves + n_sums:
-        work = _sum(simulation, task - n_passes - n_moves)
+    out = simulation.outcome
+    moves, _, sums, _, buckets, _ = out.lowered.begins
+    if task < moves:
+        kind, fields, ranks, resource, share = _pass(simulation, task)
+    elif task < sums:
+        kind, fields, ranks, resource, share = _move(simulation, task - moves)
+    elif task < buckets:
+        kind, fields, ranks, resource, share = _sum(simulation, task - sums)
     else:
-        work = _bucket(simulation, task - n_passes - n_moves - n_sums)
+        kind, fields, ranks, resource, share = _bucket(simulation, task - buckets)
     start = float(out.start[task])
     duration = float(out.finish[task]) - start
-    span = Span(kind=work.kind, start_s=start, duration_s=duration, **work.fields)
-    return Event(span, work.ranks, work.resource, work.ring_share)
+    return Event(
+        Span(kind=kind, start_s=start, duration_s=duration, **fields), ranks, resource, share
+    )
 
 
-class _Work(NamedTuple):
-    """An event without its times."""
-
-    kind: SpanKind
-    fields: SpanFields
-    ranks: tuple[int, ...]
-    resource: str
-    ring_share: float = 0.0
+# An event without its times: kind and fields of its span, ranks, resource and ring_share.
+_Work = tuple[SpanKind, SpanFields, tuple[int, ...], str, float]
 
 
 def _fields(simulation: Simulation, operator: int, microbatch: int) -> SpanFields:
@@ -96,7 +88,7 @@ def _pass(simulation: Simulation, number: int) -> _Work:
     microbatch, row = divmod(rest, len(rows))
     op, device = divmod(int(rows[row]), len(names))
     kind, more = _PASSES[which]
-    return _Work(kind, _fields(simulation, op, microbatch) | more, (device,), names[device])
+    return kind, _fields(simulation, op, microbatch) | more, (device,), names[device], 0.0
 
 
 def _move(simulation: Simulation, number: int) -> _Work:
@@ -111,7 +103,7 @@ def _move(simulation: Simulation, number: int) -> _Work:
     fields["name"] = f"{fields['operator']} {way}"
     fields["n_bytes"] = round(float(lowered.work.edge_bytes[edge]))
     fields["pass_"] = _WAYS[back]
-    return _Work("communication", fields, (a, b), f"link {way}")
+    return "communication", fields, (a, b), f"link {way}", 0.0
 
 
 def _sum(simulation: Simulation, number: int) -> _Work:
@@ -128,7 +120,7 @@ def _sum(simulation: Simulation, number: int) -> _Work:
         kind = "statistics" if one.is_collective else "sum"
         where, share = _group_name(one.group, names), 2 * _ring_share(one.group)
     fields["name"] = f"{kind} of {fields['operator']}"
-    return _Work("communication", fields, one.group, where, share)
+    return "communication", fields, one.group, where, share
 
 
 def _bucket(simulation: Simulation, number: int) -> _Work:
@@ -150,7 +142,7 @@ def _bucket(simulation: Simulation, number: int) -> _Work:
     }
     where = _group_name(group, simulation.simulator.network.names, kind)
     share = _ring_share(group) * (2 if kind == "all-reduce" else 1)
-    return _Work("communication", fields, group, where, share)
+    return "communication", fields, group, where, share
 
 
 def _ring_share(group: Sequence[int]) -> float:
@@ -211,8 +203,7 @@ def contention_seconds(simulation: Simulation) -> list[float]:
     """Slowdown of computing by concurrent transfers, by device."""
     out, lowered = simulation.outcome, simulation.outcome.lowered
     n_rows, n_microbatches = len(lowered.rows), simulation.strategy.n_microbatches
-    n_compute = 4 * n_microbatches * n_rows
-    taken = (out.finish - out.start)[:n_compute].reshape(4, n_microbatches, n_rows)
+    taken = (out.finish - out.start)[: lowered.begins[0]].reshape(4, n_microbatches, n_rows)
     taken -= lowered.work.seconds[:, None, :]
     longer = np.nansum(taken, axis=(0, 1))
     n_devices = len(simulation.simulator.network.names)
@@ -325,9 +316,8 @@ def _network_lines(simulation: Simulation) -> list[str]:
         name = f"{network.resource_name(busiest)} ({format_bandwidth(float(rate))})"
         lines.append(f"busiest: {name}, {share:.0%} of the step")
     edge_bytes, n_microbatches = out.lowered.work.edge_bytes, simulation.strategy.n_microbatches
-    n_moves, n_compute = 2 * n_microbatches, 4 * n_microbatches * len(out.lowered.rows)
-    start = out.start[n_compute : n_compute + n_moves * len(edge_bytes)]
-    exists = ~np.isnan(start.reshape(n_moves, len(edge_bytes)))
+    start = out.start[out.lowered.begins[0] : out.lowered.begins[2]]
+    exists = ~np.isnan(start.reshape(2 * n_microbatches, len(edge_bytes)))
     moved = float((exists * edge_bytes).sum())
     synced = float(out.lowered.buckets.n_bytes.sum())
     synced *= simulation.simulator.options.reduce_bytes_per_gradient_byte

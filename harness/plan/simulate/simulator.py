@@ -301,10 +301,9 @@ def _run(lowered: Lowered, begin: Floats) -> tuple[Floats, Floats, Ints, Floats,
     start, finish, cause, busy = kernels.run_events(
         lowered.work, lowered.links, lowered.waits, begin
     )
-    first_bucket = len(finish) - len(lowered.buckets.groups) - len(lowered.gathered)
     buckets = lowered.buckets
     complete = np.where(lowered.last >= 0, finish[lowered.last], 0.0)  # of each device's gradients
-    np.maximum.at(complete, buckets.end_device, finish[first_bucket + buckets.end_bucket])
+    np.maximum.at(complete, buckets.end_device, finish[lowered.begins[4] + buckets.end_bucket])
     ends = np.maximum(begin, complete)
     assert not np.isnan(ends).any(), "a device waits for ever: the schedule has a cycle"
     return start, finish, cause, busy, ends

@@ -97,8 +97,7 @@ class _Windows:
 
         out = self._simulation.outcome
         n_rows, n_microbatches = len(out.lowered.rows), self._simulation.strategy.n_microbatches
-        n_compute = N_PASSES * n_microbatches * n_rows
-        finish = out.finish[:n_compute].reshape(N_PASSES, n_microbatches, n_rows)
+        finish = out.finish[: out.lowered.begins[0]].reshape(N_PASSES, n_microbatches, n_rows)
         device_of = out.lowered.rows % len(self.lags)
         ends = np.full(len(self.lags), np.nan)
         for device in np.unique(device_of):

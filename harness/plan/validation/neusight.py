@@ -29,9 +29,7 @@ from harness.plan.validation.points import (
 )
 
 # bert_large-train-512-8[-fusion].json
-_NAME = re.compile(
-    r"(?P<model>.+?)-(?P<mode>train|inf)-(?P<sequence>[0-9]+)-(?P<batch>[0-9]{1,9})(?P<note>-.+)?"
-)
+_NAME = re.compile(r".+?-(?P<mode>train|inf)-[0-9]+-(?P<batch>[0-9]{1,9})(?P<note>-.+)?")
 
 
 _MOST_LAYERS = 1000
@@ -46,7 +44,6 @@ class _Step(msgspec.Struct):
 
 class _Label(NamedTuple):
     path: Path
-    model: str
     mode: str
     batch: int
     device: str
@@ -60,7 +57,7 @@ def _labels(folder: Path) -> list[_Label]:
         if name is not None:
             batch = max(1, int(name["batch"]))
             device, note = path.parent.name, name["note"] or ""
-            found.append(_Label(path, name["model"], name["mode"], batch, device, note))
+            found.append(_Label(path, name["mode"], batch, device, note))
     return found
 
 
