@@ -55,12 +55,11 @@ class Chain:
         graph = objective.simulator.graph
         self._ops = list(space.menus)
         allowed = set(self._ops)
-        neighbours: dict[int, list[int]] = {op: [] for op in self._ops}
+        self._neighbours: dict[int, list[int]] = {op: [] for op in self._ops}
         for a, b in trial.tables.edges:
             if a in allowed and b in allowed:
-                neighbours[a].append(b)
-                neighbours[b].append(a)
-        self._neighbours = neighbours
+                self._neighbours[a].append(b)
+                self._neighbours[b].append(a)
         kinds: dict[str, list[int]] = {}
         for op in self._ops:
             kinds.setdefault(graph.operators[op].kind, []).append(op)
@@ -70,13 +69,11 @@ class Chain:
             for pair in linear_pairs(graph)
             if allowed.issuperset((pair.first, *pair.between, pair.second, *pair.after))
         ]
-
         index = graph.index()
-        inside, around = (
+        self._inside, self._around = (
             {index[name]: dim for name, dim in dims.items() if index[name] in allowed}
             for dims in experts_of(graph)
         )
-        self._inside, self._around = inside, around
 
     def run(self, start: Mapping[int, OperatorPlan]) -> Move:
         """Walk from a start until the objective's budget is used up; the best plans seen."""

@@ -130,9 +130,7 @@ class PipelineSearch:
             own = sum(operator.parameter_bytes for operator in trained)
             self._weights.append(self._weights[-1] + own)
 
-    def _bytes_at_cuts(
-        self, producers: Sequence[int]
-    ) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    def _bytes_at_cuts(self, producers: Sequence[int]) -> Floats:
         """[a, b]: bytes of a microbatch that some operators in segments a..b produce and later
         segments read.
 

@@ -39,11 +39,7 @@ def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     n = cluster.n_devices
     if n <= ALL_SUBSETS_UP_TO:
         return [s for k in range(2, n + 1) for s in combinations(range(n), k)]
-    found: dict[tuple[int, ...], None] = {}
-    for devices in _likely_sets(cluster):
-        if len(devices) > 1:
-            found.setdefault(tuple(sorted(devices)))
-    return list(found)
+    return list(dict.fromkeys(tuple(sorted(s)) for s in _likely_sets(cluster) if len(s) > 1))
 
 
 def _likely_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:

@@ -65,16 +65,26 @@ class BlockTimes:
                 whole, all_s = self._uncut(kind, samples)
                 forward_s = max(forward_s, host_s * whole[op].forward_s / all_s)
                 backward_s = max(backward_s, host_s * whole[op].backward_s / all_s)
-            seconds = passes_s(
-                operator,
-                self._gradients[op],
-                is_frozen=operator.name in self._frozen,
-                forward_s=forward_s / speed,
-                backward_s=backward_s / speed,
-            )
-            is_skipped = operator.name in self._skipped
-            self._seconds[key] = OperatorTime(0.0, 0.0) if is_skipped else seconds
+            self._seconds[key] = self._passes_s(op, forward_s / speed, backward_s / speed)
         return self._seconds[key]
+
+    def _passes_s(self, op: int, forward_s: float, backward_s: float) -> OperatorTime:
+        """Seconds of both passes, of which a profile measured both gradients.
+
+        The input gradients of a product take as long as its forward pass, which has as many FLOPs.
+        """
+        operator = self._graph.operators[op]
+        if operator.name in self._skipped:
+            return OperatorTime(0.0, 0.0)
+        to_inputs_s = min(forward_s, backward_s)
+        taken_s = {
+            "all": backward_s,
+            "inputs": to_inputs_s,
+            "weights": backward_s - to_inputs_s,
+            "none": 0.0,
+        }[self._gradients[op]]
+        is_off = operator.name in self._frozen and operator.attrs.get("function") in _DROPOUTS
+        return OperatorTime(0.0 if is_off else forward_s, taken_s)
 
     def _uncut(self, kind: str, samples: int) -> tuple[list[OperatorTime], float]:
         """Times of all operators, cut by samples alone, and their sum."""
@@ -142,26 +152,3 @@ def gradients_of(graph: Graph, frozen: frozenset[str]) -> list[Gradients]:
         else:
             found.append("weights" if gave and not any(after[p] for p in producers) else "all")
     return found
-
-
-def passes_s(
-    operator: Operator,
-    gradients: Gradients,
-    *,
-    is_frozen: bool,
-    forward_s: float,
-    backward_s: float,
-) -> OperatorTime:
-    """Seconds of both passes, of which a profile measured both gradients.
-
-    The input gradients of a product take as long as its forward pass, which has as many FLOPs.
-    """
-    to_inputs_s = min(forward_s, backward_s)
-    taken_s = {
-        "all": backward_s,
-        "inputs": to_inputs_s,
-        "weights": backward_s - to_inputs_s,
-        "none": 0.0,
-    }[gradients]
-    is_off = is_frozen and operator.attrs.get("function") in _DROPOUTS
-    return OperatorTime(0.0 if is_off else forward_s, taken_s)

@@ -263,10 +263,6 @@ class Costs:
             self._wants[key] = self._find_wants(producer, consumer, a, b)
         return self._wants[key]
 
-    def _region(self, producer: int, block: Block, copies: tuple[int, ...]) -> int:
-        regions = self._regions.setdefault(producer, {})
-        return regions.setdefault((block, copies), len(regions))
-
     def _find_wants(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> Wants:
         output_dims = self._output_dims(producer)
         held = np.array([[block[k] for k in output_dims] for block in self.blocks(producer, a)])
@@ -278,6 +274,7 @@ class Costs:
             self.wire_bytes_per_element(producer),
             is_summed=any(is_partial(maker, dim) for dim in a.partition),
         )
+        regions = self._regions.setdefault(producer, {})
         found: dict[tuple[int, int], int] = {}
         shared: dict[int, Shared] = {}
         for argument, source in enumerate(operator.inputs):
@@ -295,7 +292,7 @@ class Costs:
                     has_own_keys=b.keys != "input",
                 )
                 copies = copies_of(b, k)
-                region = self._region(producer, wanted, copies)
+                region = regions.setdefault((wanted, copies), len(regions))
                 if (region, device) in found:
                     continue
                 number = found[region, device] = len(found)

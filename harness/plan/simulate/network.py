@@ -172,15 +172,16 @@ class Network:
         return self._cache[key]
 
     def _price(self, group: tuple[int, ...], n_bytes: int) -> Collective:
-        n = len(group)
-        rows = self._rows_of(group)
+        n, by_node = len(group), defaultdict[int, list[int]](list)
+        for device in group:
+            by_node[int(self.node_of[device])].append(device)
+        rows = list(by_node.values())
         if self._is_hierarchical and 1 < len(rows) < n and len({len(row) for row in rows}) == 1:
             return self._price_hierarchical(rows, n_bytes)
         hops = list(zip(group, (*group[1:], group[0]), strict=True))
         slowest = max(self.transfer_s(a, b, n_bytes / n) for a, b in hops)
         ring_s = 2 * (n - 1) * slowest
-        spans_nodes = len({int(self.node_of[d]) for d in group}) > 1
-        measured = self._curves.all_reduce_s(n, n_bytes, spans_nodes=spans_nodes)
+        measured = self._curves.all_reduce_s(n, n_bytes, spans_nodes=len(rows) > 1)
         duration = ring_s if measured is None else measured
         return self._around(hops, duration, 2 * (n - 1) / n * n_bytes)
 
@@ -211,13 +212,6 @@ class Network:
                     duration, occupied.get(into, 0) + wire / float(self.nic[target])
                 )
         return Collective(duration, tuple(sorted(occupied.items())))
-
-    def _rows_of(self, group: tuple[int, ...]) -> list[list[int]]:
-        """The group's devices by node."""
-        rows: dict[int, list[int]] = {}
-        for device in group:
-            rows.setdefault(int(self.node_of[device]), []).append(device)
-        return list(rows.values())
 
     def _price_hierarchical(self, rows: Sequence[Sequence[int]], n_bytes: int) -> Collective:
         """Rings within all nodes at once, and between: device k of each node has a ring for its

@@ -8,6 +8,7 @@ Several steps are simulated as one long 1F1B, and the result is one of them:
 All steps on a rank are equal from the second on, so any of them will do.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -108,17 +109,17 @@ class _Windows:
     def spans(self) -> dict[int, list[Span]]:
         """Spans by rank, with microbatches numbered within the step."""
         first = float(np.nanmin(self._begin))
-        found: dict[int, list[Span]] = {}
+        n, replace = self._n_microbatches, msgspec.structs.replace
+        found: dict[int, list[Span]] = defaultdict(list)
         for rank, own in spans(self._simulation).items():
             begin, end = np.nan_to_num([self._begin[rank], self._end[rank]], nan=first).tolist()
-            found[rank] = [
-                msgspec.structs.replace(
-                    part, microbatch=self._number(part), start_s=part.start_s - first
-                )
-                for span in own
-                if begin <= span.start_s < end and span.kind not in ("optimizer", "step")
-                for part in self._parts(rank, span)
-            ]
+            for span in own:
+                if begin <= span.start_s < end and span.kind not in ("optimizer", "step"):
+                    number = None if span.microbatch is None else span.microbatch % n
+                    found[rank] += (
+                        replace(part, microbatch=number, start_s=part.start_s - first)
+                        for part in self._parts(rank, span)
+                    )
             found[rank].append(
                 Span(kind="step", step=0, start_s=begin - first, duration_s=self.step_s)
             )
@@ -144,10 +145,6 @@ class _Windows:
             start_s=span.start_s + sum_s,
             duration_s=span.duration_s - sum_s,
         )
-
-    def _number(self, span: Span) -> int | None:
-        """The microbatch's number within the step."""
-        return None if span.microbatch is None else span.microbatch % self._n_microbatches
 
 
 def _sum_seconds(simulation: Simulation, tables: Tables) -> dict[tuple[int, str], float]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
+from harness.domain.partition import SAMPLE
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import PlanError
@@ -189,13 +190,9 @@ def pipeline_strategy(
         name=name,
         batch=batch,
         operators={
-            operator.name: OperatorPlan(
-                partition={"sample": len(placed[stage_of[operator.name]].devices)},
-                devices=placed[stage_of[operator.name]].devices,
-                stage=stage_of[operator.name],
-            )
+            operator.name: OperatorPlan({SAMPLE: len(placed[s].devices)}, placed[s].devices, s)
             for operator in graph.operators
-            if operator.name in stage_of
+            if (s := stage_of.get(operator.name)) is not None
         },
         n_microbatches=n_microbatches,
         schedule=_schedule(placed, n_microbatches),
