@@ -89,7 +89,7 @@ def stage_state(
         again_s: by operator, of the forward that its backward repeats.
     """
     stages = list(pairwise((0, *ends.tolist())))
-    ratio, n_rounds = options.gradient_bytes_per_weight_byte, 1
+    n_rounds = 1
     weights = np.array([costs.weight_bytes[a:b].sum() for a, b in stages])
     first_s = np.array([_first_bucket_s(costs, a, b, options) for a, b in stages])
     own, tied_s = weights.copy(), np.zeros(len(stages))
@@ -101,13 +101,13 @@ def stage_state(
         else:
             own[users[0]] -= n_bytes
             weights[users[1:]] += n_bytes
-            found = n_bytes * np.array([ratio * reduced, 0.5])  # gradients, and weights one way
+            found = n_bytes * np.array([reduced, 0.5])  # gradients, and weights one way
             summed_s, gathered_s = all_reduce_s(found, len(users)).tolist()
             shared.append((users, summed_s / (1 + shards_gradients(shard_state))))
             tied_s[users] += gathered_s
-    kept, gradients, wait_s = weights, weights * ratio, np.zeros(len(stages))
+    kept, gradients, wait_s = weights, weights, np.zeros(len(stages))
     owned = weights if shard_state == "none" else weights / n_replicas
-    sync_s = all_reduce_s(own * ratio * reduced, 1)
+    sync_s = all_reduce_s(own * reduced, 1)
     last_share = np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
     gather_s = np.zeros(len(stages)) if shard_state == "none" else all_reduce_s(own, 1) / 2 + tied_s
     if reduced < 1 and n_replicas > 1:
@@ -117,7 +117,7 @@ def stage_state(
         sync_s, last_share = n_rounds * sync_s / 2, last_share / n_rounds
         for users, each_s in shared:
             sync_s[users] += (n_rounds - 1) * each_s
-        gradients = owned * ratio
+        gradients = owned
     if shard_state == "parameters":
         units = [
             unit_starts(costs.weight_bytes[a:b], cuts, options)
@@ -145,7 +145,7 @@ def stage_state(
 
 def _first_bucket_s(costs: GroupCosts, begin: int, end: int, options: SimulatorOptions) -> float:
     """Seconds of a stage's backward until its first bucket is full."""
-    n_bytes = costs.weight_bytes[begin:end][::-1].cumsum() * options.gradient_bytes_per_weight_byte
+    n_bytes = costs.weight_bytes[begin:end][::-1].cumsum()
     n = np.searchsorted(n_bytes, first_bucket_bytes(options.bucket_bytes)) + 1
     return float(costs.backward_s[begin:end][::-1][:n].sum())
 
@@ -164,10 +164,8 @@ def _waits(
     for (begin, end), starts in zip(stages, units, strict=True):
         n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
         gather_s = all_reduce_s(n_bytes, 1) / 2
-        gradients = costs.weight_bytes[begin:end] * options.gradient_bytes_per_weight_byte
-        last = buckets_in_turn(gradients, options)[1][-1]
-        sent = np.append(np.add.reduceat(gradients, starts), last)
-        sent *= options.reduce_bytes_per_gradient_byte
+        last = buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1]
+        sent = np.append(n_bytes, last) * options.reduce_bytes_per_gradient_byte
         *sum_s, last_s = all_reduce_s(sent, 1) / 2 * options.overlap
         forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
         backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)
@@ -285,7 +283,7 @@ def price(
     in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
     passed_bytes = costs.passed_bytes[int(n_microbatches > 1)].copy()
     for begin, end in spans if shards_gradients(shard_state) else ():
-        weights = costs.weight_bytes[begin:end] * options.gradient_bytes_per_weight_byte
+        weights = costs.weight_bytes[begin:end]
         passed_bytes[begin:end] += bucket_bytes_at(weights, n_microbatches, options)
     active = [
         active_bytes(

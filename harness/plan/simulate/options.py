@@ -29,8 +29,6 @@ class SimulatorOptions:
         stream_s_per_byte: seconds per byte of memory traffic, on a device of speed 1 or by device:
             the cost of accumulating gradients of microbatches, and of copying those that several
             devices hold into buckets.
-        gradient_bytes_per_weight_byte: size of gradients and of what is all-reduced: 2 for FP16
-            weights with FP32 gradients.
         reduce_bytes_per_gradient_byte: 0.5 where FP32 gradients are summed over devices as bf16.
         wire_bytes_per_fp32_byte: bytes sent within a microbatch per FP32 byte of a value that
             depends on weights; below 1 under autocast, whose dtype is smaller.
@@ -58,7 +56,6 @@ class SimulatorOptions:
     n_optimizer_states: int = 1
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
     stream_s_per_byte: float | tuple[float, ...] = 0.0
-    gradient_bytes_per_weight_byte: float = 1.0
     reduce_bytes_per_gradient_byte: float = 1.0
     wire_bytes_per_fp32_byte: float = 1.0
     batch_norm: Literal["local", "global"] = "local"
@@ -71,19 +68,13 @@ class SimulatorOptions:
     skipped: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if (
-            self.bucket_bytes < 1
-            or self.n_optimizer_states < 0
-            or not np.all(np.asarray(self.optimizer_s_per_byte) >= 0)
-        ):
+        rates = np.asarray(self.optimizer_s_per_byte)
+        least = min(self.n_optimizer_states, self.reserved_bytes, float(rates.min()))
+        if self.bucket_bytes < 1 or not least >= 0:
             raise PlanError(
                 f"bucket of {self.bucket_bytes} B, {self.n_optimizer_states} optimizer states, "
-                f"{self.optimizer_s_per_byte} s/B: a bucket needs a byte, the others must be >= 0"
-            )
-        if not self.gradient_bytes_per_weight_byte > 0 or self.reserved_bytes < 0:
-            raise PlanError(
-                f"{self.gradient_bytes_per_weight_byte} B of gradient per byte of weights, "
-                f"{self.reserved_bytes} B reserved: the first must be above 0, the second >= 0"
+                f"{self.optimizer_s_per_byte} s/B, {self.reserved_bytes} B reserved: a bucket "
+                "needs a byte, the others must be >= 0"
             )
         for share in (self.wire_bytes_per_fp32_byte, self.reduce_bytes_per_gradient_byte):
             if not 0 < share <= 1:

@@ -268,7 +268,7 @@ class Trial:
         static = (
             weights
             - lowered.saved
-            + summed * options.gradient_bytes_per_weight_byte
+            + summed
             + owned * options.n_optimizer_states
             + tables.frozen_bytes.sum(axis=0)
             + tables.step_input_bytes(self.n_microbatches)

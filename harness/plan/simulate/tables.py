@@ -287,7 +287,7 @@ class Tables:
         has_closed: set[tuple[int, ...]] = set()  # groups whose first bucket is full
         alone = np.zeros((self.n_ops, self.n_devices))
         for op in reversed(self.parameterised):
-            for n_bytes, group in self.held(op, self.options.gradient_bytes_per_weight_byte):
+            for n_bytes, group in self.held(op):
                 if len(group) < 2:
                     is_linear = self.costs.graph.operators[op].kind == "linear"
                     if not (self._keeps_large and is_linear and n_bytes >= 4 * LARGE_ELEMENTS):
@@ -332,26 +332,22 @@ class Tables:
             alone=alone,
         )
 
-    def held(self, op: int, share: float = 1.0) -> list[tuple[int, tuple[int, ...]]]:
-        """Bytes of each slice of weights, or of their gradients, with the devices that hold it; of
-        tied weights all devices that have one of their operators, with the last one.
-
-        Args:
-            share: bytes per byte of weights.
-        """
+    def held(self, op: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Bytes of each slice of weights, with the devices that hold it; of tied weights all
+        devices that have one of their operators, with the last one."""
         own, operators = self.slices[op], self.costs.graph.operators
         if self.last_user.get(op, op) != op:
             own_bytes = operators[op].weight_bytes - operators[self.last_user[op]].tied_bytes
-            share *= max(0.0, own_bytes / operators[op].weight_bytes)
+            share = max(0.0, own_bytes / operators[op].weight_bytes)
             return [(round(share * n), group) for n, group in own] if share else []
         users = [self.slices[user] for user in self.tied.get(op, (op,))]
         if any(len(slices) != len(own) for slices in users):
             every = tuple(
                 sorted({device for slices in users for _, group in slices for device in group})
             )
-            return [(round(share * sum(n_bytes for n_bytes, _ in own)), every)]
+            return [(sum(n_bytes for n_bytes, _ in own), every)]
         return [
-            (round(share * n_bytes), tuple(sorted({d for slices in users for d in slices[k][1]})))
+            (n_bytes, tuple(sorted({d for slices in users for d in slices[k][1]})))
             for k, (n_bytes, _) in enumerate(own)
         ]
 

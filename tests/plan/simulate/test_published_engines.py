@@ -55,23 +55,22 @@ def test_recomputation_ahead_hides_behind_the_wait_for_a_gradient(ahead, step_s)
     assert found.step_s == pytest.approx(step_s, rel=1e-6)
 
 
-def test_memory_counts_wide_gradients_what_is_saved_and_what_is_reserved():
+def test_memory_counts_what_is_saved_and_what_is_reserved():
     graph, profile = two_layers(saved_bytes=100)
-    options = SimulatorOptions(
-        gradient_bytes_per_weight_byte=2, n_optimizer_states=6, reserved_bytes=1000
-    )
+    options = SimulatorOptions(n_optimizer_states=6, reserved_bytes=1000)
     found = simulate(graph, profile, FAST, on({"a": [0], "b": [0]}), batch=4, options=options)
-    weights, activations = 800 * (1 + 2 + 6), 4 * 8  # b's and what it saved is freed before a's
-    assert found.memory_bytes["node0:0"] == weights + activations + 1000
+    # Most is held in b's backward: both outputs, what b saved, and its gradient alone.
+    weights, activations, gradient = 800 * (1 + 6), 2 * 4 * 8 + 4 * 100, 400
+    assert found.memory_bytes["node0:0"] == weights + activations + gradient + 1000
 
 
-def test_wide_gradients_are_synchronised_after_backward_in_one_piece():
+def test_gradients_are_synchronised_after_backward_in_one_piece():
     graph, profile = two_layers()
-    options = SimulatorOptions(overlap=False, bucket_bytes=10**9, gradient_bytes_per_weight_byte=2)
+    options = SimulatorOptions(overlap=False, bucket_bytes=10**9)
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1600.0, memory_bytes=10**6)
     both = on({"a": [0, 1], "b": [0, 1]})
     found = simulate(graph, profile, cluster, both, batch=4, options=options)
-    assert found.step_s == pytest.approx(6.0 + 2 * 800 / 1600)
+    assert found.step_s == pytest.approx(6.0 + 800 / 1600)
 
 
 def test_tied_weights_of_two_stages_are_synchronised_once():
