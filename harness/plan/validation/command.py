@@ -25,24 +25,21 @@ from harness.plan.report import ProgressLine
 from harness.plan.validation.points import MeasuredStep, NotExpressedError, Published, SetReader
 from harness.units import format_bytes
 
+Pairs = Sequence[tuple[float, float]]  # predicted, measured
 
-def percentile_error(
-    predicted: Sequence[float], measured: Sequence[float], q: float
-) -> float | None:
+
+def percentile_error(pairs: Pairs, q: float) -> float | None:
     """The q-th percentile of |predicted / measured - 1|; None without points."""
-    if not predicted:
-        return None
-    errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
-    return float(np.percentile(errors, q))
+    return float(np.percentile([abs(p / m - 1) for p, m in pairs], q)) if pairs else None
 
 
-def regret_of(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
+def regret_of(pairs: Pairs) -> float | None:
     """Loss by choosing the predicted best, as a share of the measured best; None below 2 points.
 
     Points of one prediction are runs of one choice, which counts by their mean.
     """
     runs: dict[float, list[float]] = {}
-    for p, m in zip(predicted, measured, strict=True):
+    for p, m in pairs:
         runs.setdefault(float(f"{p:.9g}"), []).append(m)
     if len(runs) < 2:
         return None
@@ -109,21 +106,16 @@ def _scored(
 ) -> Validation:
     ran = [(p, v, p.measured_s) for p, v in judged if p.measured_s is not None and not p.calibrates]
     parts = sorted({point.part for point, _ in judged})
-    with_memory = [v for _, v, _ in ran if v.measured_bytes]
+    memory = [(v.predicted_bytes, v.measured_bytes) for _, v, _ in ran if v.measured_bytes]
     theirs = [(p.source_s, s) for p, _, s in ran if p.source_s is not None]
     return Validation(
         set=name,
         n_points=len(published.points),
         **_scores([one for _, one in judged]),
-        source_median_error=percentile_error([a for a, _ in theirs], [s for _, s in theirs], 50)
-        or published.source_median_error,
+        source_median_error=percentile_error(theirs, 50) or published.source_median_error,
         trivial_median_error=published.trivial_median_error,
         not_expressed=reasons,
-        memory_median_error=percentile_error(
-            [float(v.predicted_bytes) for v in with_memory],
-            [float(v.measured_bytes or 0) for v in with_memory],
-            50,
-        ),
+        memory_median_error=percentile_error(memory, 50),
         parts=[
             PartScores(part=part, **_scores([one for p, one in judged if p.part == part]))
             for part in (parts if len(parts) > 1 else ())
@@ -144,22 +136,20 @@ def _scores(points: Sequence[ValidatedPoint]) -> dict[str, Any]:
     finished = [(v, v.measured_s) for v in points if v.measured_s is not None]
     judged = [v for v in points if not v.calibrates]
     ran = [(v, s) for v, s in finished if not v.calibrates]
-    predicted, measured = [v.predicted_s for v, _ in ran], [s for _, s in ran]
+    steps = [(v.predicted_s, s) for v, s in ran]
     cells: dict[str, list[tuple[float, float]]] = defaultdict(list)
     choices: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for one, seconds in finished:
         cells[one.cell].append((one.predicted_s / one.samples, seconds / one.samples))
         if one.fits:
             choices[one.cell].append(cells[one.cell][-1])
-    pairs = [list(zip(*cell, strict=True)) for cell in cells.values()]
-    offered = [list(zip(*cell, strict=True)) for cell in choices.values()]
     failed = [one for one in judged if one.measured_s is None]
     return {
         "n_expressed": len(judged),
-        "median_error": percentile_error(predicted, measured, 50),
-        "p90_error": percentile_error(predicted, measured, 90),
-        "spearman": mean_of(rank_correlation(*pair) for pair in pairs),
-        "regret": mean_of(regret_of(*pair) for pair in offered),
+        "median_error": percentile_error(steps, 50),
+        "p90_error": percentile_error(steps, 90),
+        "spearman": mean_of(rank_correlation(*zip(*own, strict=True)) for own in cells.values()),
+        "regret": mean_of(map(regret_of, choices.values())),
         "n_failed": len(failed),
         "n_failed_called": sum(not one.fits for one in failed),
         "n_ran_called_failed": sum(not one.fits for one, _ in ran),

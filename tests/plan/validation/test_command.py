@@ -132,17 +132,17 @@ def test_a_bad_cell_is_named(tmp_path, refused, cell, message):
 
 
 def test_scores_of_a_hand_sized_cell():
-    predicted, measured = [1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 4.0, 4.0]
-    assert percentile_error(predicted, measured, 50) == pytest.approx(0.375)
-    assert regret_of(predicted, measured) == 1.0
+    pairs = [(1.0, 2.0), (2.0, 1.0), (3.0, 4.0), (4.0, 4.0)]  # predicted, measured
+    assert percentile_error(pairs, 50) == pytest.approx(0.375)
+    assert regret_of(pairs) == 1.0
     assert rank_correlation([1, 2, 3], [3, 1, 2]) == pytest.approx(-0.5)
     assert rank_correlation([1, 2], [1, 2]) is None
     assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
 
 
 def test_runs_of_one_choice_count_by_their_mean():
-    assert regret_of([1.0, 1.0, 2.0], [1.0, 3.0, 1.6]) == pytest.approx(2.0 / 1.6 - 1)
-    assert regret_of([1.0, 1.0], [1.0, 3.0]) is None
+    assert regret_of([(1.0, 1.0), (1.0, 3.0), (2.0, 1.6)]) == pytest.approx(2.0 / 1.6 - 1)
+    assert regret_of([(1.0, 1.0), (1.0, 3.0)]) is None
 
 
 def test_a_term_that_would_be_negative_is_left_out():
