@@ -29,6 +29,7 @@ from harness.plan.formats.flexflow import (
 )
 from harness.plan.formats.flexflow_protobuf import parse_protobuf, print_protobuf
 from harness.plan.formats.pipedream import PipeDreamPlan, from_strategy, to_strategy
+from harness.units import format_count
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,12 @@ class Imported:
     note: str = ""
 
     def describe(self, order: DimOrder = "innermost_first") -> str:
-        """Describe the strategy in one line.
-
-        Args:
-            order: of the dims of a FlexFlow file.
-        """
+        """Describe the strategy in one line."""
         if isinstance(self.content, Strategy):
             return self.content.name
         if isinstance(self.content, PipeDreamPlan):
             counts = [str(len(ranks)) for ranks in self.content.ranks()]
-            stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
+            stages = format_count(len(counts), "stage")
             return f"pipeline of {stages} with {'-'.join(counts)} replicas"
         return describe_entries(self.content, order)
 

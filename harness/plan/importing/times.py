@@ -30,15 +30,9 @@ from harness.plan.importing.tables import Row, read_table
 from harness.plan.simulate.network import Network
 
 _COLUMNS = ("layer", "tp", "microbatch", "forward_s", "backward_s")
-_KIND, _PARAMETERS, _OUTPUT, _SAVED = (
-    "device_kind",
-    "parameter_bytes",
-    "output_bytes",
-    "saved_bytes",
-)
+_KIND, *_BYTES = _OPTIONAL = ("device_kind", "parameter_bytes", "output_bytes", "saved_bytes")
 _MOST_SAMPLES = 2**31
 _MOST_PARTS = 2**20
-_OPTIONAL = (_KIND, _PARAMETERS, _OUTPUT, _SAVED)
 
 
 def read_layer_times(
@@ -94,11 +88,10 @@ def read_layer_times(
 def _layer(row: Row) -> PlannedLayer:
     if not row.text("layer"):
         raise DataError(f"{row.where}: layer is empty: name it")
-    counts = {
-        name: row.count(name, 0) if name in row.columns and row.text(name) else 0
-        for name in (_PARAMETERS, _OUTPUT, _SAVED)
-    }
-    return PlannedLayer(row.text("layer"), counts[_PARAMETERS], counts[_OUTPUT], counts[_SAVED])
+    parameters, output, saved = (
+        row.count(name, 0) if name in row.columns and row.text(name) else 0 for name in _BYTES
+    )
+    return PlannedLayer(row.text("layer"), parameters, output, saved)
 
 
 def _n_parts(times: dict[TimeKey, list[LayerTime]] | dict[TimeKey, dict[str, LayerTime]]) -> int:
@@ -265,11 +258,7 @@ class TimeKey(NamedTuple):
 
 
 def chain_graph(name: str, layers: Sequence[PlannedLayer], batch: int, n_parts: int = 1) -> Graph:
-    """Layers that each read the one before.
-
-    Args:
-        n_parts: most devices of a tensor-parallel group.
-    """
+    """Layers that each read the one before, which tensor parallelism cuts into up to `n_parts`."""
     operators = [
         Operator(
             name=layer.name,

@@ -161,10 +161,9 @@ class LayoutSearch:
 
     def _states(self, n_replicas: int) -> tuple[ShardState, ...]:
         """What may be sharded, least first."""
-        if self.shard_state is not None and n_replicas > 1:
-            return (self.shard_state,)
-        is_free = self.shard_state is None
-        return ("none", *(useful_states(n_replicas, self.options) if is_free else ()))
+        if self.shard_state is None:
+            return ("none", *useful_states(n_replicas, self.options))
+        return (self.shard_state,) if n_replicas > 1 else ("none",)
 
     def _cut(
         self, layout: ParallelLayout, samples: int, costs: GroupCosts, *, recompute: bool

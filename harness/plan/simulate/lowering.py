@@ -292,10 +292,8 @@ def _seconds(
 
 def _recomputes(simulator: Simulator, flow: Flow) -> npt.NDArray[np.bool_]:
     """(n_stages,) whether a stage runs forward again; a frozen one has no backward to do it for."""
-    has_backward = np.zeros(len(flow.recompute), dtype=np.bool_)
-    has_backward[flow.stage_of[simulator.returns & (flow.stage_of >= 0)]] = True
-    found: npt.NDArray[np.bool_] = flow.recompute & has_backward
-    return found
+    stages = np.arange(len(flow.recompute))
+    return flow.recompute & np.isin(stages, flow.stage_of[simulator.returns])
 
 
 def _stays(flow: Flow, segment_of: Ints) -> npt.NDArray[np.bool_]:
