@@ -377,12 +377,7 @@ def pipeline(
     schedule: ScheduleName = "1f1b",
     name: str = "pipeline",
 ) -> Strategy:
-    """Consecutive operators on different devices; a stage on several is data parallel there.
-
-    Args:
-        stages: names of each stage's operators.
-        devices: of each stage.
-    """
+    """Consecutive operators on different devices; a stage on several is data parallel there."""
     samples = max(1, batch // n_microbatches)
     index = graph.index()
     plans = {}

@@ -74,11 +74,7 @@ class Searched:
         )
 
     def result(self, chosen: Candidate | None = None) -> PlanResult:
-        """The answer.
-
-        Args:
-            chosen: another plan of `ranked` than the best by prediction.
-        """
+        """The answer: the best by prediction, or another plan of `ranked`."""
         chosen = chosen or self.best
         strategy = self.strategy(chosen)
         simulation = self.simulator.simulate(strategy)

@@ -125,9 +125,6 @@ def to_strategy(
 ) -> Strategy:
     """The plan as a 1F1B strategy, with as many microbatches as keep every rank busy: one each.
 
-    Args:
-        stage_of: stage of each operator by name.
-
     Raises:
         StrategyError: an operator without a stage.
     """

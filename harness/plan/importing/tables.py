@@ -37,11 +37,8 @@ _ALIKE = 0.7  # of two names, of which one may be the other misspelt
 
 
 class Row:
-    """One row of a table, by the names of its columns; of equal names the first counts.
-
-    Args:
-        scales: of columns in another unit.
-    """
+    """One row of a table, by the names of its columns, some of which are in another unit and so
+    scaled; of equal names the first counts."""
 
     def __init__(self, where: str, cells: Mapping[str, str], scales: Mapping[str, float]) -> None:
         self.where, self._cells, self._scales = where, cells, scales

@@ -197,12 +197,8 @@ def segment_starts(
 
 
 def unit_starts(weights: Floats, cuts: Sequence[int], options: SimulatorOptions) -> list[int]:
-    """Where the units of a stage's sharded parameters begin, as by `sharded_state.plan_units`.
-
-    Args:
-        weights: bytes, by operator of the stage.
-        cuts: where its segments begin but the first.
-    """
+    """Where the units of a stage's sharded parameters begin, as by `sharded_state.plan_units`, by
+    bytes of each operator's weights; its segments begin at the cuts."""
     return [0, *fill(weights.tolist(), options.bucket_bytes, cuts or None)[:-1]]
 
 
@@ -264,11 +260,7 @@ def _activation_bytes(
 
 def buckets_in_turn(weights: Floats, options: SimulatorOptions) -> tuple[list[int], list[float]]:
     """The ends of a stage's buckets of sharded gradients and their bytes, from its last operator
-    on.
-
-    Args:
-        weights: bytes of each operator's gradients.
-    """
+    on, by bytes of each operator's gradients."""
     in_turn = weights[::-1]
     ends = fill(in_turn.tolist(), options.bucket_bytes)
     return ends, [float(in_turn[a:b].sum()) for a, b in pairwise((0, *ends))]
@@ -276,11 +268,7 @@ def buckets_in_turn(weights: Floats, options: SimulatorOptions) -> tuple[list[in
 
 def bucket_bytes_at(weights: Floats, n_microbatches: int, options: SimulatorOptions) -> Floats:
     """By operator of a stage, bytes of sharded gradients' buckets while its backward runs, as by
-    `sharded_state.passing_bytes`.
-
-    Args:
-        weights: bytes of each operator's gradients.
-    """
+    `sharded_state.passing_bytes`, by bytes of each operator's gradients."""
     in_turn = weights[::-1]
     ends, sizes = buckets_in_turn(weights, options)
     found = np.full(len(weights), 2 * sizes[-1] * (n_microbatches > 1))

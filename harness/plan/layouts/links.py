@@ -82,11 +82,7 @@ def transfer_seconds(
 
 def queues(nodes: Ints) -> Ints:
     """(2, pairs, 2) queues of a transfer between the stages of a pair, and of one back: the NICs of
-    both nodes, out of one and into the other, or a link inside a node.
-
-    Args:
-        nodes: (2, pairs) of the stages.
-    """
+    both nodes (2, pairs), out of one and into the other, or a link inside a node."""
     before, node = nodes
     inward = nodes.max(initial=0) + 1
     ways = np.array([[before, inward + node], [node, inward + before]])

@@ -99,11 +99,8 @@ class Partial(NamedTuple):
 
 
 class PipelineSearch:
-    """Pipelines of one graph for one number of microbatches.
-
-    Args:
-        most_replicas: most devices of a stage; None for no limit.
-    """
+    """Pipelines of one graph for one number of microbatches, with so many devices a stage at
+    most."""
 
     def __init__(
         self,

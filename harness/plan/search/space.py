@@ -226,11 +226,7 @@ def standard_strategies(
 ) -> Iterator[Strategy]:
     """All that apply: single on the fastest device first, then ddp, tensor parallel, hybrids,
     balanced pipelines, unless they plan calls of one batch norm, or operators that share a written
-    buffer, unlike each other.
-
-    Args:
-        shard_state: of all of them; None shards nothing.
-    """
+    buffer, unlike each other. All shard the same state; None shards nothing."""
     for strategy in _unsharded(simulator, batch):
         if _has_like_plans(strategy, simulator.graph):
             yield msgspec.structs.replace(strategy, shard_state=shard_state or "none")

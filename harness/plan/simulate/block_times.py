@@ -24,12 +24,7 @@ from harness.plan.simulate.options import SimulatorOptions
 
 
 class BlockTimes:
-    """Looks up and caches the times of blocks.
-
-    Args:
-        samples: number in the microbatch.
-        shapes: shapes of the operators for a microbatch.
-    """
+    """Looks up and caches the times of blocks in a microbatch of so many samples."""
 
     def __init__(
         self,

@@ -100,12 +100,8 @@ def shared_bytes(slices: Iterable[Slice], gathered: Iterable[Unit] = ()) -> dict
 
 
 def gather_seconds(network: Network, shared: Mapping[Group, int], ready: Floats) -> Floats:
-    """(n_devices,) seconds from the end of each device's optimizer to its last new weights; groups
-    whose rings use one interface share it.
-
-    Args:
-        ready: (n_devices,) end of the optimizer.
-    """
+    """(n_devices,) seconds from the end of each device's optimizer, when it is ready, to its last
+    new weights; groups whose rings use one interface share it."""
     done, found = ready.copy(), {g: network.all_reduce(g, n) for g, n in shared.items()}
     busy: dict[int, float] = defaultdict(float)
     for one in found.values():

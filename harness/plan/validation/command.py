@@ -61,11 +61,7 @@ _N_WORST = 3
 def judge(
     name: str, published: Published, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Validation:
-    """Predict and score.
-
-    Args:
-        progress: called with the number of points that are done, and of all.
-    """
+    """Predict and score; `progress` gets the number of points that are done, and of all."""
     reasons: Counter[str] = Counter()
     judged: list[tuple[MeasuredStep, ValidatedPoint]] = []
     for k, point in enumerate(published.points):
@@ -157,11 +153,8 @@ def _scores(points: Sequence[ValidatedPoint]) -> dict[str, Any]:
 
 
 def _unlike_groups(lacks: str, ratios: Sequence[tuple[MeasuredStep, float]]) -> list[str]:
-    """The groups of points whose predictions are furthest off, if groups say which term is missing.
-
-    Args:
-        ratios: predicted over measured seconds.
-    """
+    """The groups of points whose predictions are furthest off, if groups say which term is missing;
+    by ratios of predicted over measured seconds."""
     groups: dict[str, list[float]] = defaultdict(list)
     for point, ratio in ratios:
         groups[point.group].append(ratio)

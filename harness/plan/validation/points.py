@@ -30,12 +30,8 @@ from harness.plan.simulate.simulator import Simulator
 
 
 def fit_amounts(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients >= 0 whose sums of terms come nearest to the values, relative to each value.
-
-    Args:
-        rows: terms of each value.
-        values: above 0.
-    """
+    """Coefficients >= 0 whose sums of terms, a row for each value, come nearest to the values, all
+    above 0 and relative to each."""
     terms = np.asarray(rows, dtype=np.float64) / np.asarray(values, dtype=np.float64)[:, None]
     return [float(one) for one in optimize.nnls(terms, np.ones(len(values)))[0]]
 

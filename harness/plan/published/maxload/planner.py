@@ -54,10 +54,7 @@ def problem_from(workload: OperatorDag, cluster: Cluster, limit_bytes: int | Non
 
     A value costs its bytes there and those of its gradient back. An operator keeps its parameters,
     gradients and momentum, and its output once for each device, since that many minibatches are in
-    flight at most.
-
-    Args:
-        limit_bytes: of memory, that replaces the devices' own.
+    flight at most. A limit replaces the devices' own memory.
     """
     n_devices = cluster.n_devices
     bandwidth = float(Network(cluster).bandwidth.min())

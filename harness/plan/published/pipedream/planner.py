@@ -78,10 +78,7 @@ def levels_for(cluster: Cluster, limit_bytes: int | None, workload: OperatorDag)
     """A cluster as the formula sees it: one or two levels of equal workers, innermost first.
 
     The formula knows one bandwidth per level: the slowest link counts. Nodes of unequal size become
-    one level of devices. The least memory of a device counts for all.
-
-    Args:
-        limit_bytes: of memory, that replaces the devices' own.
+    one level of devices. The least memory of a device counts for all; a limit replaces it.
 
     Raises:
         ClusterError: several devices but a missing link.

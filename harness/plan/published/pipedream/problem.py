@@ -149,11 +149,8 @@ def _merged_chains(workload: OperatorDag, most_ticks: float) -> list[list[int]]:
 
 
 def merged_sets(workload: OperatorDag, most_ticks: float, most: int) -> list[int] | None:
-    """The closed sets that divide no chain of operators beside others; None if more than `most`.
-
-    Args:
-        most_ticks: compute of an undivided chain.
-    """
+    """The closed sets that divide no chain of operators beside others, of at most so much compute;
+    None if more than `most`."""
     groups = _merged_chains(workload, most_ticks)
     group_of = {i: k for k, members in enumerate(groups) for i in members}
     producers = [
