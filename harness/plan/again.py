@@ -96,11 +96,8 @@ def search_again(request: SearchAgain) -> FoundAgain:
 
 
 def predict_change_s(cluster: Cluster, pair_bytes: Mapping[tuple[int, int], int]) -> float:
-    """The time of the slowest link or NIC, all pairs of ranks sending at once.
-
-    Args:
-        pair_bytes: bytes by (sender, reader), as positions in `Cluster.devices`.
-    """
+    """The time of the slowest link or NIC, all pairs of ranks sending at once: bytes by (sender,
+    reader), as positions in `Cluster.devices`."""
     network, slowest_s = Network(cluster), 0.0
     sent, received = np.zeros((2, len(cluster.nodes)))
     for (a, b), n_bytes in pair_bytes.items():

@@ -20,8 +20,6 @@ class SearchProgress:
     """How far a search is; sent to `PlanRequest.progress` now and then.
 
     Attributes:
-        n_proposals: proposals judged so far.
-        best_step_s: predicted seconds of the best plan so far.
         phase: of the search, such as `seed 3 of 5`.
         fraction: share of the budget used, 0 to 1; None when unknown.
     """

@@ -40,11 +40,7 @@ ROOFLINE, FROM_FLOPS = "roofline", "estimated from FLOPs"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """Rates of a kind of device, from its data sheet or measured.
-
-    Attributes:
-        launch_s: fixed cost of an operator.
-    """
+    """Rates of a kind of device, from its data sheet or measured, and a kernel's fixed cost."""
 
     flops_per_s: float
     memory_bytes_per_s: float

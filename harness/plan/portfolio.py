@@ -31,12 +31,8 @@ ALL_STRATEGIES_UP_TO = 20_000  # a space that small is searched exhaustively
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """The best plans of a search: the fastest plan by the simulator, and the fastest of each kind.
-
-    Attributes:
-        standards: steps of the standard strategies.
-        interrupted: the search was ended early, by Ctrl-C.
-    """
+    """The best plans of a search: the fastest plan by the simulator, and the fastest of each kind;
+    and the steps of the standard strategies."""
 
     simulator: Simulator
     objective: Objective

@@ -245,12 +245,7 @@ class LayerTime(NamedTuple):
 
 
 class TimeKey(NamedTuple):
-    """The key of a layer time.
-
-    Attributes:
-        samples: in the microbatch of the group.
-        tp: devices of the group.
-    """
+    """The key of a layer time: samples in the microbatch of a tensor-parallel group; its size."""
 
     device_kind: str
     samples: int

@@ -181,11 +181,8 @@ def segment_starts(
     stays: bool,
 ) -> list[int]:
     """Where the segments begin that a stage runs again, each as a whole: at its cuts, where its
-    devices wait for each other, and, with sharded parameters, with each unit.
-
-    Args:
-        stays: operators after the last cut do not run again.
-    """
+    devices wait for each other, and, with sharded parameters, with each unit. What follows the last
+    cut may stay, and so does not run again."""
     begin, end = stage
     found = {begin, *(begin + cut for cut in cuts)}
     last = max(found) if stays else end

@@ -188,11 +188,8 @@ class Network:
     def pass_around(
         self, group: tuple[int, ...], n_bytes: int, rounds: Rounds, hidden_s: float
     ) -> Collective:
-        """Price messages that each device of a group sends to the next, the last one to the first.
-
-        Args:
-            hidden_s: seconds of computing beside the messages of each round, which are free.
-        """
+        """Price messages that each device of a group sends to the next, the last one to the first;
+        as many seconds of each round as are hidden by computing beside them are free."""
         hops = list(zip(group, (*group[1:], group[0]), strict=True))
         each_s = max(self.transfer_s(a, b, n_bytes) for a, b in hops)
         duration = rounds.alone * each_s

@@ -94,11 +94,8 @@ class SimulatorOptions:
     def with_optimizer(
         self, name: str, profile: Profile, cluster: Cluster, *, is_averaging: bool = False
     ) -> SimulatorOptions:
-        """With the state of one of OPTIMIZER_STEPS, and its measured speed on each device.
-
-        Args:
-            is_averaging: a moving average of each parameter is kept and updated too.
-        """
+        """With the state of one of OPTIMIZER_STEPS, and its measured speed on each device; where it
+        is averaging, a moving average of each parameter is kept and updated too."""
         n_states, n_accesses, _ = OPTIMIZER_STEPS[name]
         rates = [profile.optimizer_s_per_byte(one.kind, name) or 0.0 for one in cluster.devices]
         longer = 1 + (3 / n_accesses if is_averaging else 0)  # two reads and a write

@@ -171,11 +171,7 @@ def _shifted(numbers: Ints, n: int, by: int) -> Ints:
 
 
 class Unit(NamedTuple):
-    """Weights of operators that are gathered together.
-
-    Attributes:
-        operators: in the order of forward.
-    """
+    """Weights of operators, in the order of forward, that are gathered together."""
 
     group: Group
     stage: int

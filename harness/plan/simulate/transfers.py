@@ -119,11 +119,8 @@ class Reader(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """One pass of an attention whose devices give each other keys and values.
-
-    Attributes:
-        hidden_s: seconds of computing in each round, beside which messages travel.
-    """
+    """One pass of an attention whose devices give each other keys and values, with the seconds of
+    computing in each round, beside which messages travel."""
 
     rounds: Rounds
     hidden_s: float
@@ -306,11 +303,8 @@ def whole_bytes(volume: int, per_element: float) -> int:
 
 
 class PricedPieces:
-    """Collects the pieces of wants, with their bytes.
-
-    Args:
-        held: (n_parts, n_dims, 2) bounds of the producer's blocks.
-    """
+    """Collects the pieces of wants, with their bytes, by the bounds (n_parts, n_dims, 2) of the
+    producer's blocks."""
 
     def __init__(
         self, plan: OperatorPlan, held: Ints, bytes_per_element: float, *, is_summed: bool

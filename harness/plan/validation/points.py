@@ -78,11 +78,8 @@ def chain_simulator(
     takes_off: bool = False,
     recomputes: bool = False,
 ) -> Simulator:
-    """Of a model whose layers follow one another (`chain_graph`), by their times.
-
-    Args:
-        takes_off: the times include all-reduces of tensor parallelism (`without_collectives`).
-    """
+    """Of a model whose layers follow one another (`chain_graph`), by their times, from which
+    all-reduces of tensor parallelism are taken off if they are in them (`without_collectives`)."""
     graph = chain_graph(name, layers, 1, n_parts)
     if takes_off:
         network = Network(cluster)

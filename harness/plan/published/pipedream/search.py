@@ -94,7 +94,6 @@ class FoundPipeline:
         stages: of the outermost level, in order.
         cuts: that were considered; positions in stages are theirs.
         is_exact: they were all, so that no plan is better.
-        interrupted: ended by Ctrl-C.
     """
 
     step_s: float
@@ -283,11 +282,8 @@ class _Solver:
     def chain(
         self, cuts: Cuts, positions: Sequence[int], depth: int, around: Surroundings
     ) -> tuple[float, list[ReplicatedStage]] | None:
-        """Best time and stages of the workers of one level.
-
-        Args:
-            positions: of the cuts among all of the problem.
-        """
+        """Best time and stages of the workers of one level, by cuts with their positions among all
+        of the problem."""
         stages = self._stages(cuts, depth, around)
         best = best_chain(stages)
         if best is None:
