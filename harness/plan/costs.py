@@ -220,8 +220,5 @@ def run(cost: str, request: PlanRequest) -> PlanResult:
     cpu_s = time.process_time() - start_s
     rate = result.proposals_per_s or result.n_proposals / max(cpu_s, 1e-9)
     return msgspec.structs.replace(
-        result,
-        search_cpu_s=cpu_s,
-        proposals_per_s=rate,
-        peak_rss_bytes=peak_rss_bytes(),
+        result, search_cpu_s=cpu_s, proposals_per_s=rate, peak_rss_bytes=peak_rss_bytes()
     )

@@ -169,9 +169,7 @@ def strategy_dot(strategy: Strategy, graph: Graph) -> list[str]:
 
 
 def graph_dot(
-    graph: Graph,
-    stage_of: Mapping[str, int] | None = None,
-    notes: Mapping[str, str] | None = None,
+    graph: Graph, stage_of: Mapping[str, int] | None = None, notes: Mapping[str, str] | None = None
 ) -> list[str]:
     """Graphviz source; coloured by stage when stages are known; notes stand under the names."""
     known = stage_of or {
@@ -271,12 +269,7 @@ def strategy_lines(strategy: Strategy) -> list[str]:
     if strategy.made_for.model:
         lines.append(f"made for {strategy.made_for.model}, graph {strategy.made_for.graph_hash}")
     rows = [
-        [
-            name,
-            str(plan.stage),
-            _cuts(plan) or "whole",
-            ",".join(map(str, plan.devices)),
-        ]
+        [name, str(plan.stage), _cuts(plan) or "whole", ",".join(map(str, plan.devices))]
         for name, plan in strategy.operators.items()
     ]
     return [*lines, *table(["operator", "stage", "partition", "devices"], rows)]

@@ -82,10 +82,7 @@ def test_ends_of_lines_and_numbers_as_names_are_taken(name, names):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "d15-shared-rank.json",
-            "rank 0 is in stages 0 and 2 of stage_to_rank_map",
-        ),
+        ("d15-shared-rank.json", "rank 0 is in stages 0 and 2 of stage_to_rank_map"),
         ("d17-null.json", "has no stages (module_to_stage_map is null"),
         ("d28-nan.txt", "d28-nan.txt:2: forward_compute_time of 'node2' is 'nan': write a number"),
         ("d30-cycle.txt", "is cyclic: node1 -> node2 -> node1: remove one of these edges"),

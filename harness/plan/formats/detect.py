@@ -182,10 +182,7 @@ def convert(
 
 
 def strategy_from(
-    imported: Imported,
-    graph: Graph | None,
-    batch: int | None,
-    order: DimOrder = "innermost_first",
+    imported: Imported, graph: Graph | None, batch: int | None, order: DimOrder = "innermost_first"
 ) -> Strategy:
     """Convert a file of any format into a strategy; arguments and errors as for `convert`."""
     content = imported.content

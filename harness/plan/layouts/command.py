@@ -86,11 +86,7 @@ def run(args: argparse.Namespace) -> None:
         graph, profile, request.cluster, options=options, memory_bytes=request.memory_bytes
     )
     strategy = profiled_layout(
-        layout,
-        simulator,
-        request.batch,
-        n_microbatches=args.microbatches,
-        schedule=args.schedule,
+        layout, simulator, request.batch, n_microbatches=args.microbatches, schedule=args.schedule
     )
     if args.recompute != "none":
         n_segments = MOST_OF_STAGE if args.recompute == "segments" else 1

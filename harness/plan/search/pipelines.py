@@ -168,11 +168,7 @@ class PipelineSearch:
         )
 
     def candidates(
-        self,
-        n_best: int,
-        *,
-        limit_s: float = math.inf,
-        is_over: Callable[[], bool] = lambda: False,
+        self, n_best: int, *, limit_s: float = math.inf, is_over: Callable[[], bool] = lambda: False
     ) -> list[Pipeline]:
         """The pipelines of at least two stages with the least bounds up to limit_s, least first.
 

@@ -16,13 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.domain.graph import Operator
-from harness.domain.key_forms import (
-    POSITIONS,
-    Rounds,
-    own_key_elements,
-    rounds,
-    scores_share,
-)
+from harness.domain.key_forms import POSITIONS, Rounds, own_key_elements, rounds, scores_share
 from harness.domain.partition import Block, n_replicas, volume
 from harness.domain.routes import Parts, Pieces, are_read_together, find_pieces, summing_devices
 from harness.domain.strategy import OperatorPlan, copies_of

@@ -54,9 +54,7 @@ def simulate_unflushed(simulator: Simulator, strategy: Strategy) -> Unflushed:
     n_before = -(-len(strategy.stages) // strategy.n_microbatches)
     n_steps = n_before + 2
     stream = msgspec.structs.replace(
-        strategy,
-        batch=strategy.batch * n_steps,
-        n_microbatches=strategy.n_microbatches * n_steps,
+        strategy, batch=strategy.batch * n_steps, n_microbatches=strategy.n_microbatches * n_steps
     )
     simulation = simulator.simulate(stream)
     tables = Trial.from_strategy(simulator, stream).tables
@@ -140,10 +138,7 @@ class _Windows:
                 stage=None,
             )
         yield msgspec.structs.replace(
-            span,
-            kind="optimizer",
-            start_s=span.start_s + sum_s,
-            duration_s=span.duration_s - sum_s,
+            span, kind="optimizer", start_s=span.start_s + sum_s, duration_s=span.duration_s - sum_s
         )
 
 

@@ -367,15 +367,9 @@ NODE = "n -- Add -- forward_compute_time={}, backward_compute_time=0, activation
     [
         ("", "graph 't' is empty"),
         (NODE.format(1, 1), "source:1: 'n' lacks parameter_size"),
-        (
-            NODE.format(-1, 1) + ", parameter_size=0",
-            "1: forward_compute_time of 'n' is '-1'",
-        ),
+        (NODE.format(-1, 1) + ", parameter_size=0", "1: forward_compute_time of 'n' is '-1'"),
         (NODE.format(1, "big") + ", parameter_size=0", "activation_size of 'n' is 'big'.*in bytes"),
-        (
-            NODE.format(1, "nan") + ", parameter_size=0",
-            "activation_size of 'n' is 'nan'.*from 0",
-        ),
+        (NODE.format(1, "nan") + ", parameter_size=0", "activation_size of 'n' is 'nan'.*from 0"),
         ("n -- Add", "3 or 4 fields"),
         ("\ta -- b", "source:1: an edge names unknown operator 'a'"),
         ("\ta b", "is not an edge"),

@@ -211,9 +211,7 @@ def test_delta_simulation_equals_the_full_one_on_hundreds_of_moves(seed):
             "stages": [Stage(True, 1 + case % 2) if case % 3 == 0 else Stage()],
         }
         options = SimulatorOptions(
-            overlap=case % 4 != 0,
-            bucket_bytes=100,
-            batch_norm=rng.choice(["local", "global"]),
+            overlap=case % 4 != 0, bucket_bytes=100, batch_norm=rng.choice(["local", "global"])
         )
         if case == 9:
             cluster = talking(cluster, *[0.01] * cluster.n_devices)

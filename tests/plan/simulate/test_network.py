@@ -177,11 +177,7 @@ def test_seconds_of_a_byte_of_memory_must_be_possible():
         SimulatorOptions(stream_s_per_byte=-1)
 
 
-NAMES = {
-    "input": "attention",
-    "gathered": "attention over gathered keys",
-    "ring": "ring attention",
-}
+NAMES = {"input": "attention", "gathered": "attention over gathered keys", "ring": "ring attention"}
 SHAPE = {"sample": 1, "seq": 8, "feature": 4}
 
 
@@ -210,11 +206,7 @@ def simulated(keys, bandwidth=1.0):
 # and values of 4 positions are 8 B, and their gradients too.
 @pytest.mark.parametrize(
     ("keys", "bandwidth", "forward_s", "backward_s"),
-    [
-        ("gathered", 1.0, 8.0, 8.0),
-        ("ring", 1.0, 8.0 - 2, (8.0 - 4) + 8),
-        ("ring", 4.0, 0.0, 2.0),
-    ],
+    [("gathered", 1.0, 8.0, 8.0), ("ring", 1.0, 8.0 - 2, (8.0 - 4) + 8), ("ring", 4.0, 0.0, 2.0)],
 )
 def test_messages_cost_what_no_round_hides(keys, bandwidth, forward_s, backward_s):
     found = timeline(simulated(keys, bandwidth))

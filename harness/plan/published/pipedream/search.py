@@ -295,10 +295,7 @@ class _Solver:
             if depth > 0:
                 own = cuts.between(start, end)
                 solved = self.chain(
-                    cuts.take(own),
-                    [positions[i] for i in own],
-                    depth - 1,
-                    stages.inside(first, r),
+                    cuts.take(own), [positions[i] for i in own], depth - 1, stages.inside(first, r)
                 )
                 assert solved is not None, "the outer stage was costed by this very chain"
                 compute_s, inner = solved

@@ -18,11 +18,7 @@ from harness.plan.published.pipedream.problem import (
     n_in_flight,
     workload_from,
 )
-from harness.plan.published.pipedream.search import (
-    PipelineProblem,
-    device_stages,
-    search,
-)
+from harness.plan.published.pipedream.search import PipelineProblem, device_stages, search
 
 RELATIVE = 1e-9  # prefix sums and single sums round differently
 
