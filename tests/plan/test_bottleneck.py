@@ -100,7 +100,10 @@ def test_devices_that_take_stages_in_turn_compute_about_equally_long():
     assert pace(seconds, found) == 3
 
 
-@pytest.mark.parametrize(("n_stages", "most"), [(0, 2), (3, 2)])
-def test_impossible_numbers_of_stages_are_refused(n_stages, most):
-    with pytest.raises(StrategyError, match=f"use --stages 1 to {most}"):
-        balance([[1.0, 1.0, 1.0]] * 2, n_stages)
+@pytest.mark.parametrize(
+    ("cut", "n_stages", "most"), [(balance, 0, 2), (balance, 3, 2), (balance_in_turn, 4, 3)]
+)
+def test_impossible_numbers_of_stages_are_refused(cut, n_stages, most):
+    message = f"{n_stages} stages cannot be made of 3 operators.*use --stages 1 to {most}"
+    with pytest.raises(StrategyError, match=message):
+        cut([[1.0, 1.0, 1.0]] * 2, n_stages)

@@ -110,14 +110,10 @@ def test_the_only_dtype_of_a_profile_stands_for_any():
     assert workload_from(graph, only, "gpu").compute_ticks == [round(4.0 / TICK_S)]
 
 
-def test_unknown_operator_is_named():
+def test_an_unknown_operator_or_device_kind_is_named():
     times = OperatorTimes(profile(({}, 1.0, 2.0)))
     with pytest.raises(PlanError, match="does not know operator 'fc'"):
         times.lookup(Operator(name="fc", kind="linear"), "gpu")
-
-
-def test_unknown_device_kind_names_the_known_ones():
-    times = OperatorTimes(profile(({}, 1.0, 2.0)))
     with pytest.raises(PlanError, match="no device kind 'cpu', only 'gpu'"):
         times.lookup(CONV, "cpu")
 

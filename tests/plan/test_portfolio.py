@@ -14,7 +14,6 @@ from harness.domain.sharding import weight_cuts
 from harness.domain.strategy import Stage, check_fresh, validate
 from harness.errors import PlanError, StrategyError
 from harness.plan import builders
-from harness.plan.bottleneck import balance_in_turn
 from harness.plan.costs import PlanRequest
 from harness.plan.portfolio import plan as plan_with_simulator
 from harness.plan.portfolio import search_portfolio
@@ -32,11 +31,6 @@ from harness.plan.simulate.simulator import Simulator
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from planner_cases import enumerated_step_s, random_request
-
-
-def test_too_many_stages_are_refused():
-    with pytest.raises(StrategyError, match="4 stages cannot be made of 3 operators"):
-        balance_in_turn([[1.0] * 3] * 4, 4)
 
 
 def test_builders_make_what_their_names_say():

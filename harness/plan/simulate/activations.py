@@ -151,5 +151,4 @@ def _alive(tables: Tables, brief: Floats, readers: Readers) -> Floats:
     changes[own] = own_brief
     devices = np.broadcast_to(np.arange(brief.shape[1]), last.shape)
     np.subtract.at(changes, (last + 1, devices), own_brief)
-    alive: Floats = changes[:-1].cumsum(axis=0)
-    return alive
+    return changes[:-1].cumsum(axis=0)

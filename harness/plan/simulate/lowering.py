@@ -313,8 +313,7 @@ def _stays(flow: Flow, segment_of: Ints) -> npt.NDArray[np.bool_]:
 def _stream_rates(simulator: Simulator, rows: Ints) -> Floats:
     """(n_rows,) seconds per byte of memory traffic."""
     rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
-    found: Floats = rates[rows % len(rates)]
-    return found
+    return rates[rows % len(rates)]
 
 
 def update_seconds(simulator: Simulator, tables: Tables, rows: Ints) -> Floats:

@@ -166,8 +166,7 @@ def in_rounds(buckets: Buckets, n_microbatches: int) -> Buckets:
 
 def _shifted(numbers: Ints, n: int, by: int) -> Ints:
     """An array n times, each time higher."""
-    found: Ints = (numbers + by * np.arange(n)[:, None]).ravel()
-    return found
+    return (numbers + by * np.arange(n)[:, None]).ravel()
 
 
 class Unit(NamedTuple):

@@ -276,8 +276,7 @@ def _layer_seconds(folder: Path, known: _Experiment) -> np.ndarray[tuple[int], _
         raise DataError(f"{path} has shape {row.shape} of {row.dtype}: it needs one row of s")
     if not (np.isfinite(row).all() and (row >= 0).all() and 0 < row.max() < 1e6):
         raise DataError(f"{path} has a time that is no time: all must be >= 0, in seconds")
-    found: np.ndarray[tuple[int], _Float] = row.astype(np.float64)
-    return found
+    return row.astype(np.float64)
 
 
 def _parse(row: Row) -> _AmpTrial:

@@ -79,8 +79,7 @@ class _Group:
         several = [run for run in runs if run.n_devices > 1 and not self._why_not(run)]
         self.pair = min(several, key=lambda run: (run.n_devices, -run.share), default=None)
         self.bandwidth = _MOST_BYTES_PER_S
-        if self.pair is not None:
-            pair = self.pair
+        if (pair := self.pair) is not None:
             self.bandwidth = solve_all(
                 lambda _, rate: self.case(pair, rate).step_s(),
                 [pair.step_s],

@@ -335,5 +335,4 @@ def _sums(flags: Flags, amounts: object) -> Floats:
     """Sum of each set's amounts."""
     each = np.asarray(amounts, dtype=np.float64)
     unit = max(float(each.max(initial=0.0)) * _TICK, 1e-300)
-    total: Floats = flags @ np.round(each / unit) * unit
-    return total
+    return flags @ np.round(each / unit) * unit
