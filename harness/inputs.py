@@ -17,7 +17,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -77,6 +77,14 @@ def find_int(text: str, at_least: int = 0, at_most: int = MOST_COUNT) -> int | N
         return None
     value = int(text)
     return value if at_least <= value <= at_most else None
+
+
+def find_ints(
+    texts: Iterable[str], at_least: int = 0, at_most: int = MOST_COUNT
+) -> tuple[int, ...] | None:
+    """All as by `find_int`; None if it finds none in one of them."""
+    found = [find_int(text, at_least, at_most) for text in texts]
+    return None if None in found else tuple(number for number in found if number is not None)
 
 
 def find_number(

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
-import msgspec
-
 from harness.domain.graph import Graph
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Strategy
@@ -98,15 +96,15 @@ class AutoPipe:
     def _pipeline(self, graph: Graph, stages: list[list[str]], n_microbatches: int) -> Strategy:
         n_stages, n = len(stages), self._replicas_of(len(stages))
         groups = [self._devices[stage * n : (stage + 1) * n] for stage in range(n_stages)]
-        made = builders.pipeline(
+        return builders.pipeline(
             graph,
             self._start.batch,
             stages,
             groups,
             n_microbatches=n_microbatches,
             schedule=self._start.schedule,
+            name=f"pipeline of {n_stages} x {n} ranks",
         )
-        return msgspec.structs.replace(made, name=f"pipeline of {n_stages} x {n} ranks")
 
 
 def balance_by_size(units: Sequence[_Unit], n_stages: int) -> list[list[_Unit]]:

@@ -30,7 +30,7 @@ from harness.domain.sharding import (
     weight_dims,
 )
 from harness.errors import ConfigError, GraphError, PlanError
-from harness.inputs import find_int, shorten
+from harness.inputs import find_ints, shorten
 from harness.units import parse_bandwidth
 
 _ALL_PARTS_UP_TO = 8
@@ -242,9 +242,8 @@ class DlrmSizes:
 
 
 def _whole_numbers(text: str, separator: str, flag: str, example: str) -> tuple[int, ...]:
-    parts = text.split(separator)
-    numbers = tuple(number for part in parts if (number := find_int(part)) is not None)
-    if len(numbers) != len(parts):
+    numbers = find_ints(text.split(separator))
+    if numbers is None:
         raise ConfigError(f"{flag} {shorten(text)} is not of the form {example}")
     return numbers
 

@@ -23,7 +23,7 @@ from harness.domain.partition import SAMPLE, n_parts
 from harness.domain.sharding import cuttable_dims, full_units, has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import StrategyError
-from harness.inputs import find_int, parse_int, shorten
+from harness.inputs import find_ints, parse_int, shorten
 from harness.plan.builders import cut_or_whole
 from harness.plan.report import describe_plans
 
@@ -185,8 +185,8 @@ def parse_text(text: str, *, source: str = "FlexFlow strategy file") -> TextEntr
 
     def take_list(what: str, n_items: int) -> tuple[int, ...]:
         items = take(what).split()
-        numbers = tuple(number for item in items if (number := find_int(item)) is not None)
-        if len(items) != n_items or len(numbers) != n_items:
+        numbers = find_ints(items)
+        if numbers is None or len(items) != n_items:
             raise StrategyError(
                 f"{source}: {what} are {shorten(items)}, expected {n_items} whole numbers"
             )

@@ -21,7 +21,7 @@ from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import cuttable_dims, full_units, has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
-from harness.inputs import find_int, shorten
+from harness.inputs import find_int, find_ints, shorten
 from harness.plan import builders
 from harness.plan.bottleneck import balance
 from harness.plan.simulate.simulator import Simulator, crossing_seconds, operator_seconds
@@ -106,12 +106,12 @@ def _degree(text: str, value: str) -> int:
 def _numbers(text: str, value: str | None) -> tuple[int, ...] | None:
     if value is None:
         return None
-    numbers = [find_int(part) for part in value.split("-")]
-    if None in numbers:
+    numbers = find_ints(value.split("-"))
+    if numbers is None:
         raise StrategyError(
             f"layout {shorten(text)}: {shorten(value)} is no list of whole numbers like 6-12"
         )
-    return tuple(number for number in numbers if number is not None)
+    return numbers
 
 
 def layout_strategy(

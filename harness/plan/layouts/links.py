@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from harness.domain.cluster import Cluster, Link
+from harness.domain.cluster import Cluster
 from harness.errors import PlanError
 from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.simulate.transfers import Floats, Ints
@@ -45,11 +45,9 @@ class NodeLinks(NamedTuple):
             )
         n_each = len(cluster.nodes[0].devices)
         own = {device.name for device in cluster.nodes[0].devices}
-        near: list[Link] = []
-        far: list[Link] = []
-        for link in cluster.links:
-            if link.source in own:
-                (near if link.target in own else far).append(link)
+        links = [link for link in cluster.links if link.source in own]
+        near = [link for link in links if link.target in own]
+        far = [link for link in links if link.target not in own]
         nic = cluster.nodes[0].nic_bytes_per_s
         if (n_each > 1 and not near) or (len(cluster.nodes) > 1 and not far and nic is None):
             raise PlanError("the cluster lacks links of its first node: measure or write them")

@@ -22,7 +22,7 @@ import numpy as np
 
 from harness.domain.cluster import Cluster
 from harness.errors import DataError
-from harness.inputs import find_int, find_number, read_file, shorten
+from harness.inputs import find_ints, find_number, read_file, shorten
 from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
@@ -280,15 +280,13 @@ def _layer_seconds(folder: Path, known: _Experiment) -> np.ndarray[tuple[int], _
 
 
 def _parse(row: Row) -> _AmpTrial:
-    numbers = [find_int(part) for part in row.text("partition").split(",")]
-    bounds = [number for number in numbers if number is not None]
-    pp = row.count("pp")
-    if None in numbers or len(bounds) != pp + 1 or any(a >= b for a, b in pairwise(bounds)):
+    bounds, pp = find_ints(row.text("partition").split(",")), row.count("pp")
+    if bounds is None or len(bounds) != pp + 1 or any(a >= b for a, b in pairwise(bounds)):
         raise DataError(
             f"{row.where}: partition {shorten(row.text('partition'))} does not cut {pp} stages: "
             "write the first layer of each, and the number of layers"
         )
-    layout = ParallelLayout(tp=row.count("tp"), dp=row.count("dp"), pp=pp, cuts=tuple(bounds[1:-1]))
+    layout = ParallelLayout(tp=row.count("tp"), dp=row.count("dp"), pp=pp, cuts=bounds[1:-1])
     has_failed = row.text("measured_s").lower() in ("inf", "nan", "")
     return _AmpTrial(
         layout=layout,

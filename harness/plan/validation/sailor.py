@@ -20,7 +20,7 @@ import msgspec
 from harness.domain.cluster import Cluster
 from harness.domain.files import Count, Number, decode
 from harness.errors import DataError
-from harness.inputs import find_int, read_file, shorten
+from harness.inputs import find_int, find_ints, read_file, shorten
 from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
@@ -273,9 +273,8 @@ def _load(path: Path, type_: type[T]) -> T:
 def _parse(row: Row) -> _Plan:
     parts = row.text("file").split("/")
     name = parts[1] if len(parts) > 2 else ""
-    stages = [find_int(part, 1, _MOST_DEGREE) for part in row.text("layers_per_stage").split("-")]
-    layers = tuple(stage for stage in stages if stage is not None)
-    if None in stages or len(layers) != row.count("stages"):
+    layers = find_ints(row.text("layers_per_stage").split("-"), 1, _MOST_DEGREE)
+    if layers is None or len(layers) != row.count("stages"):
         raise DataError(
             f"{row.where}: layers_per_stage {shorten(row.text('layers_per_stage'))} does not name "
             f"{row.count('stages')} stages: write them as 7-9-9-9"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster
 from harness.errors import DataError
-from harness.inputs import find_int, shorten
+from harness.inputs import find_ints, shorten
 from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
@@ -82,7 +82,7 @@ class _Model:
 
 def _parse(row: Row) -> _GPipeRun:
     parts = [part for part in row.text("layers_per_partition").split(",") if part.strip()]
-    if any(find_int(part, 1) is None for part in parts):
+    if find_ints(parts, 1) is None:
         raise DataError(
             f"{row.where}: layers_per_partition {shorten(row.text('layers_per_partition'))}: write "
             "the layers of each stage, as 3,4,5"
