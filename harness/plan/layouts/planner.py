@@ -242,14 +242,13 @@ def _runners_up(found: list[Choice], limit: int, single_s: float) -> list[Runner
     for choice in found:
         best_of.setdefault(choice.layout.name, choice)
     others = [
-        RunnerUp(name=choice.name, step_s=choice.step_s)
-        if choice.memory_bytes <= limit
-        else RunnerUp(
+        RunnerUp(
             name=choice.name,
-            step_s=None,
-            note=f"out of memory: {format_bytes(choice.memory_bytes)}",
+            step_s=choice.step_s if fits else None,
+            note="" if fits else f"out of memory: {format_bytes(choice.memory_bytes)}",
         )
         for choice in list(best_of.values())[1 : _MOST_RUNNERS_UP + 1]
+        for fits in (choice.memory_bytes <= limit,)
     ]
     single = RunnerUp(name="one device", step_s=single_s, note="whatever memory it needs")
     return sorted([single, *others], key=lambda other: (other.step_s is None, other.step_s or 0.0))

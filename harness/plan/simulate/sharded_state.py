@@ -300,11 +300,10 @@ def plan_gathers(
         for kind, microbatch, stage in flow.actions[
             flow.action_ptr[rank] : flow.action_ptr[rank + 1]
         ].tolist():
-            here = [unit for unit in own if unit.stage == stage]
-            is_forward = kind == FORWARD
             if kind not in (FORWARD, BACKWARD):
                 continue
-            here.sort(key=lambda unit: unit.first)
+            here = [unit for unit in own if unit.stage == stage]
+            is_forward = kind == FORWARD
             if not is_forward:
                 here.sort(key=lambda unit: -unit.last)
             for unit in here:

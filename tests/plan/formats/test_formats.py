@@ -73,32 +73,22 @@ def test_text_file_round_trips():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("parse", "text", "message"),
     [
-        ("1\nfc\n0\n2\n1\t2\n2\n0\n", "devices of 'fc'.*expected 2"),
-        ("2\nfc\n0\n1\n1\n1\n0\n", "ends before operator 2"),
-        ("1\nfc\n0\n1\n1\n1\n0\nmore\n", "goes on with 'more'"),
-        ("one\n", "number of operators is 'one'"),
-        ("1\nfc\n0\n2\n1\t2\n1\n0\n", r"2 parts \(dims \[1, 2\]\) and 1 devices"),
+        (parse_text, "1\nfc\n0\n2\n1\t2\n2\n0\n", "devices of 'fc'.*expected 2"),
+        (parse_text, "2\nfc\n0\n1\n1\n1\n0\n", "ends before operator 2"),
+        (parse_text, "1\nfc\n0\n1\n1\n1\n0\nmore\n", "goes on with 'more'"),
+        (parse_text, "one\n", "number of operators is 'one'"),
+        (parse_text, "1\nfc\n0\n2\n1\t2\n1\n0\n", r"2 parts \(dims \[1, 2\]\) and 1 devices"),
+        (parse_console, "[a] num_dims(3) dims[1,2] device_ids[0,1]", "num_dims is 3 and 2 dims"),
+        (parse_console, "[a] num_dims(2) dims[1,2] device_ids[0]", "2 parts .* and 1 devices"),
+        (parse_console, "[a] num_dims(2) dims[1,0] device_ids[]", "each must be >= 1"),
+        (parse_console, "nothing here", "has no line like"),
     ],
 )
-def test_broken_text_file_is_refused(text, message):
+def test_broken_text_or_console_line_is_refused(parse, text, message):
     with pytest.raises(StrategyError, match=message):
-        parse_text(text)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("[a] num_dims(3) dims[1,2] device_ids[0,1]", "num_dims is 3 and 2 dims follow"),
-        ("[a] num_dims(2) dims[1,2] device_ids[0]", "2 parts .* and 1 devices"),
-        ("[a] num_dims(2) dims[1,0] device_ids[]", "each must be >= 1"),
-        ("nothing here", "has no line like"),
-    ],
-)
-def test_broken_console_line_is_refused(line, message):
-    with pytest.raises(StrategyError, match=message):
-        parse_console(line)
+        parse(text)
 
 
 def test_both_protobuf_generations_round_trip():
