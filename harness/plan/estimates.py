@@ -187,7 +187,7 @@ def estimate_profile(graph: Graph, cluster: Cluster) -> Profile:
     Raises:
         PlanError: a kind of device has no matmul rate.
     """
-    rates: dict[str, float] = {}
+    rates: dict[str, DeviceRates] = {}
     for device in cluster.devices:
         rate = device.flops_per_s.get("float32") or max(device.flops_per_s.values(), default=0.0)
         if rate <= 0:
@@ -196,12 +196,9 @@ def estimate_profile(graph: Graph, cluster: Cluster) -> Profile:
                 f"(`./entry.sh profile --model {graph.name}` writes one), --rates, or write "
                 f"flops_per_s of device {device.name} into the cluster file"
             )
-        rates.setdefault(device.kind, rate)
-    own = {
-        kind: DeviceRates(flops_per_s=rate, memory_bytes_per_s=math.inf, launch_s=0.0)
-        for kind, rate in rates.items()
-    }
-    return roofline_profile(graph, own, n_parts=(), source=FROM_FLOPS)
+        own = DeviceRates(flops_per_s=rate, memory_bytes_per_s=math.inf, launch_s=0.0)
+        rates.setdefault(device.kind, own)
+    return roofline_profile(graph, rates, n_parts=(), source=FROM_FLOPS)
 
 
 FLOAT_BYTES = 4

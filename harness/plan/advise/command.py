@@ -3,7 +3,6 @@
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -127,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
     _find_files(args)
     _check(args)
     request = request_from(args)
-    progress = ProgressLine(sys.stderr)
+    progress = ProgressLine()
     try:
         adviser = Adviser(
             _advice_request(args, request),

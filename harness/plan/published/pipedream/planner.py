@@ -98,12 +98,9 @@ def levels_for(cluster: Cluster, limit_bytes: int | None, workload: OperatorDag)
         float(bandwidth[pairs].min()) if pairs.any() else math.inf
         for pairs in (same, apart & ~same)
     )
-    n_nodes, size = len(cluster.nodes), sizes.pop()
-    if n_nodes == 1:
-        return levels_of([size], [inside], memory)
-    if size == 1:
-        return levels_of([n_nodes], [between], memory)
-    return levels_of([size, n_nodes], [inside, between], memory)
+    levels = ((sizes.pop(), inside), (len(cluster.nodes), between))
+    counts, rates = zip(*([one for one in levels if one[0] > 1] or levels[:1]), strict=True)
+    return levels_of(counts, rates, memory)
 
 
 def _nothing_fits(problem: PipelineProblem) -> str:
