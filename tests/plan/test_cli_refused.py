@@ -194,36 +194,23 @@ def test_the_sizes_are_those_of_the_models():
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("words", "flags", "message"),
     [
-        ("--n-heads 0", "--n-heads 0 must be above 0"),
-        ("--n-heads 3", "gpt2 has width 32 and 3 heads"),
-        ("--image-size 8", "--image-size is for built-in models of images, not for --model"),
-        ("--model resnet18", "--n-layers is for built-in models of text, not for --model"),
+        (TEXT, "--n-heads 0", "--n-heads 0 must be above 0"),
+        (TEXT, "--n-heads 3", "gpt2 has width 32 and 3 heads"),
+        (TEXT, "--image-size 8", "--image-size is for built-in models of images, not for --model"),
+        (TEXT, "--model resnet18", "--n-layers is for built-in models of text, not for --model"),
+        (DLRM, "--width 8", "--width is a size of --model, which is not given"),
+        (DLRM, "--dlrm-tables 8x1000", "NUMBERxROWSxCOLUMNS"),
+        (DLRM, "--dlrm-top-mlp 575-1", "make 576"),
+        (DLRM, "--dlrm-bottom-mlp 64,64", "64-512-512-64"),
+        (DLRM, "--rates 9e12", "FLOPS,BYTES"),
+        (DLRM, "--rates nan,1e9", "--rates 'nan,1e9' is not FLOPS,BYTES"),
+        ("predict --layout dp=2", "--microbatches 0", "--microbatches 0 must be above 0"),
     ],
 )
-def test_sizes_that_a_model_has_not_are_refused(refused, flags, message):
-    assert message in refused(TEXT, flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--width 8", "--width is a size of --model, which is not given"),
-        ("--dlrm-tables 8x1000", "NUMBERxROWSxCOLUMNS"),
-        ("--dlrm-top-mlp 575-1", "make 576"),
-        ("--dlrm-bottom-mlp 64,64", "64-512-512-64"),
-        ("--rates 9e12", "FLOPS,BYTES"),
-        ("--rates nan,1e9", "--rates 'nan,1e9' is not FLOPS,BYTES"),
-    ],
-)
-def test_sizes_or_rates_that_make_no_sense_are_refused(refused, flags, message):
-    assert message in refused(DLRM, flags)
-
-
-def test_no_microbatch_is_refused(refused):
-    flags = ("--rates", "1e12,1e11", "--topology", "1x2", "--layout", "dp=2", "--microbatches", "0")
-    assert "--microbatches 0 must be above 0" in refused("predict", "--model", "lenet", *flags)
+def test_numbers_that_make_no_sense_are_refused(refused, words, flags, message):
+    assert message in refused(words, flags)
 
 
 def test_dtype_chooses_among_the_profiles_times(tmp_path, printed, refused):

@@ -195,6 +195,8 @@ def test_bad_input_gets_its_error():
         Simulator(graph, profile, msgspec.structs.replace(cluster_of(), links=[]))
     with pytest.raises(PlanError, match="a bucket needs a byte"):
         SimulatorOptions(bucket_bytes=0)
+    with pytest.raises(PlanError, match="a byte of memory takes -1 s"):
+        SimulatorOptions(stream_s_per_byte=-1)
 
 
 @pytest.mark.parametrize("seed", range(2))

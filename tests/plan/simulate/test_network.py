@@ -22,7 +22,6 @@ from simulated import (
 from harness.domain.cluster import Cluster, CollectivePoint, Device, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.strategy import OperatorPlan, Stage
-from harness.errors import PlanError
 from harness.plan.builders import tensor_parallel
 from harness.plan.costs import PlanRequest
 from harness.plan.portfolio import plan
@@ -170,11 +169,6 @@ def test_what_arrives_in_parts_is_put_together():
     found = simulate_chain(ZERO, BY_SAMPLES, options=options)
     seconds = [end - start for name, start, end in timeline(found) if name == "a"]
     assert seconds == [1, 2 + 3 * 16 / 32]
-
-
-def test_seconds_of_a_byte_of_memory_must_be_possible():
-    with pytest.raises(PlanError, match="a byte of memory takes -1 s"):
-        SimulatorOptions(stream_s_per_byte=-1)
 
 
 NAMES = {"input": "attention", "gathered": "attention over gathered keys", "ring": "ring attention"}
