@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -27,16 +27,10 @@ from harness.runtime.tracing.patches import values_unchecked
 _OF_ACTIVATIONS = ("bmm", "baddbmm", "scaled_dot_product")
 
 
-class _Whole:
+class _Whole(nullcontext[None]):
     """Takes the place of torch's tracker of modules, whose hooks refuse `torch.autograd.grad`."""
 
     parents = frozenset({"Global"})
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def _of_conv_backward(
@@ -70,15 +64,15 @@ class FlopCounts(FlopCounterMode):
         return float(sum(n for of, n in found if any(a in str(of) for a in _OF_ACTIVATIONS)))
 
 
+@dataclass
 class MetaResult:
     """Value and FLOPs of one node, from a run on the meta device."""
 
-    def __init__(self) -> None:
-        self.value: Any = None
-        self.forward_flops = 0.0
-        self.backward_flops = 0.0
-        self.score_flops = 0.0  # of both, in products of activations
-        self.saved: SavedTensors | None = None
+    value: Any = None
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    score_flops: float = 0.0  # of both, in products of activations
+    saved: SavedTensors | None = None
 
 
 def _detached(value: Any) -> Any:
@@ -100,9 +94,8 @@ class _MetaRun(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "output", "get_attr"):
-            self.measured[n] = found = MetaResult()
-            found.value = super().run_node(n)
-            return found.value
+            self.measured[n] = MetaResult(super().run_node(n))
+            return self.measured[n].value
         given = self.fetch_args_kwargs_from_env(n)
         key = str(n) if is_opaque(n, self._modules) else self._key(n, given)
         if key not in self._known:
@@ -141,24 +134,21 @@ def _description(value: Any) -> Any:
 
 
 def _measure(n: fx.Node, call: Callable[..., Any], given: Any, weights: list[Tensor]) -> MetaResult:
-    args, kwargs = given
-    found = MetaResult()
-    run = partial(call, args, kwargs)
+    run = partial(call, *given)
+    saved: SavedTensors | None = None
     try:
         with FlopCounts() as forward:
-            found.value, found.saved = call_saving(run, (args, kwargs), weights)
+            value, saved = call_saving(run, given, weights)
     except Exception:  # of hooks; the call raises its own again
         with FlopCounts() as forward:
-            found.value = run()
+            value = run()
     has_gradient = not n.meta.get(NO_GRAD) and not isinstance(n.target, GradientHooks)
-    outputs = [x for x in tensors_within(found.value) if x.requires_grad and has_gradient]
+    outputs = [x for x in tensors_within(value) if x.requires_grad and has_gradient]
     with FlopCounts() as backward:
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
-    found.forward_flops = forward.total
-    found.backward_flops = backward.total
-    found.score_flops = forward.of_activations + backward.of_activations
-    return found
+    n_scores = forward.of_activations + backward.of_activations
+    return MetaResult(value, forward.total, backward.total, n_scores, saved)
 
 
 def run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, MetaResult]:
@@ -250,8 +240,7 @@ def step_flops(task: Task, n_samples: int) -> StepFlops | None:
         device = next((p.device for p in copied.model.parameters()), torch.device("cpu"))
         with values_unchecked(), mode, device, math, _lstms_as_products(), FlopCounts() as counter:
             inputs = [torch.empty((n_samples, *x.shape), dtype=x.dtype) for x in task.inputs]
-            targets = task.draw_targets(n_samples, device=device)
-            copied.sum_loss(copied.model(*inputs), targets).backward()
+            copied.sum_loss(copied.model(*inputs), task.draw_targets(n_samples)).backward()
     except (RuntimeError, NotImplementedError, ValueError) as error:
         _log.warning("FLOPs are not counted, the model needs real values: %s", error)
         return None

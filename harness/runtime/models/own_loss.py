@@ -136,17 +136,10 @@ class OwnLoss:
                 return spec.name
         return ""
 
-    def draw(
-        self,
-        n_samples: int,
-        generator: torch.Generator | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
+    def draw(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw random targets, which all count."""
-        drawn = [spec.draw(n_samples, generator, device) for spec in self.labels]
-        if not drawn:
-            return torch.zeros(n_samples, dtype=torch.int64, device=device)
-        return self.join_labels(drawn)
+        drawn = [spec.draw(n_samples, generator) for spec in self.labels]
+        return self.join_labels(drawn) if drawn else torch.zeros(n_samples, dtype=torch.int64)
 
     def flaw(self) -> str:
         """Why the loss of a batch is not made up of those of its samples, so that no part of a
@@ -224,14 +217,8 @@ class LabelledTask(Task):
     def target_dtype(self) -> torch.dtype:
         return self.own_loss.target_dtype
 
-    def draw_targets(
-        self,
-        n_samples: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
-        return self.own_loss.draw(n_samples, generator, device)
+    def draw_targets(self, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
+        return self.own_loss.draw(n_samples, generator)
 
     @property
     def labels(self) -> tuple[InputSpec, ...]:
@@ -281,14 +268,8 @@ class BatchLossTask(Task):
     def join_labels(self, labels: Sequence[Tensor], n_samples: int) -> Tensor:
         return self.draw_targets(n_samples)
 
-    def draw_targets(
-        self,
-        n_samples: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
-        return torch.zeros(n_samples, dtype=torch.int64, device=device)
+    def draw_targets(self, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
+        return torch.zeros(n_samples, dtype=torch.int64)
 
     def unforeseen(self, inputs: Sequence[Tensor], targets: Tensor) -> str:
         pairs = zip(self.inputs, inputs, strict=True)

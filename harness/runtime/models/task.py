@@ -129,23 +129,17 @@ class InputSpec:
     n_rows: int | None = None
     ignored: int | None = None
 
-    def draw(
-        self,
-        n_samples: int,
-        generator: torch.Generator | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
+    def draw(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw random samples; inputs with rows take those of the same samples for one seed."""
         if self.rows is not None:
             first = (generator or torch.default_generator).initial_seed() % len(self.rows)
             chosen = (first + torch.arange(n_samples)) % len(self.rows)
-            return self.rows[chosen].to(device or chosen.device)
+            return self.rows[chosen].to(chosen.device)
         shape, dtype = (n_samples, *self.shape), self.dtype
         if self.n_values is None and (dtype.is_floating_point or dtype.is_complex):
             draw = torch.rand if self.is_fraction else torch.randn
-            return draw(shape, dtype=dtype, generator=generator, device=device)
-        high = self.n_values or 1
-        return torch.randint(high, shape, dtype=dtype, generator=generator, device=device)
+            return draw(shape, dtype=dtype, generator=generator)
+        return torch.randint(self.n_values or 1, shape, dtype=dtype, generator=generator)
 
     def is_unforeseen(self, values: Tensor) -> bool:
         """Whether labels that do not count are among samples, and none was in the example."""
@@ -224,16 +218,10 @@ class Task:
         """Number of targets that count for the loss."""
         return int((targets != IGNORED).sum())
 
-    def draw_targets(
-        self,
-        n_samples: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
+    def draw_targets(self, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw random targets; (samples, *target_shape)."""
         shape = (n_samples, *self.target_shape)
-        return torch.randint(max(2, self.n_classes), shape, generator=generator, device=device)
+        return torch.randint(max(2, self.n_classes), shape, generator=generator)
 
     def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
         """Sum the loss over the targets; the engine divides by their number in the global batch.
