@@ -135,7 +135,7 @@ def _is_empty(value: Any) -> bool:
 def check_sizes(values: dict[fx.Node, Any]) -> None:
     """Raise ModelError for a tensor without elements, because no strategy can cut it."""
     for node, value in values.items():
-        if isinstance(value, Tensor) and value.numel() == 0:
+        if _is_empty(value):
             raise ModelError(
                 f"operator {node.name} gives a tensor without elements, of shape "
                 f"{tuple(value.shape)}: leave it out of the model"

@@ -57,16 +57,12 @@ class _WriteRun(fx.Interpreter):
         self.changed: dict[fx.Node, list[fx.Node]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        before = {a: self.env[a]._version for a in n.all_input_nodes if _is_tensor(self.env[a])}
+        given = {a: self.env[a] for a in n.all_input_nodes}
+        before = {a: x._version for a, x in given.items() if isinstance(x, Tensor)}
         value = super().run_node(n)
-        changed = [a for a, version in before.items() if self.env[a]._version != version]
-        if changed:
+        if changed := [a for a, version in before.items() if given[a]._version != version]:
             self.changed[n] = changed
         return value
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 class _Memory:
@@ -82,7 +78,7 @@ class _Memory:
         self._storages = {
             node: int(value.untyped_storage()._cdata)
             for node, value in self.values.items()
-            if _is_tensor(value)
+            if isinstance(value, Tensor)
         }
         self.changed: dict[fx.Node, list[fx.Node]] = {
             twins[n]: [twins[a] for a in changed] for n, changed in run.changed.items()
@@ -185,22 +181,15 @@ def _rewire_readers(module: fx.GraphModule, memory: _Memory, writer: fx.Node) ->
         return False
     target = memory.target(writer)
     _work_out_of_place(module, memory, writer)
-    base = new = writer
+    base = writer
     if any(not memory.is_whole(alias, target) for alias in readers):
-        base = _updated_base(module, memory, target, new)
+        base = _updated_base(module, memory, target, writer)
     for alias, users in readers.items():
         is_same = memory.is_whole(alias, target)
-        source = new if is_same else _replay(module, memory, alias, base)
+        source = writer if is_same else _replay(module, memory, alias, base)
         for user in users:
             user.replace_input_with(alias, source)
     return True
-
-
-def _error(writer: fx.Node, target: fx.Node) -> ModelError:
-    return ModelError(
-        f"operator {writer.name} ({function_name(writer.target)}) changes {target.name} in place, "
-        "which others read, and has no known out-of-place form: compute a new tensor instead"
-    )
 
 
 def _work_out_of_place(module: fx.GraphModule, memory: _Memory, writer: fx.Node) -> None:
@@ -208,10 +197,13 @@ def _work_out_of_place(module: fx.GraphModule, memory: _Memory, writer: fx.Node)
     if "out" in writer.kwargs:
         writer.kwargs = {k: v for k, v in writer.kwargs.items() if k != "out"}
         return
-    is_first = bool(writer.args) and writer.args[0] is memory.target(writer)
-    owned = dict(module.named_modules())
-    if not is_first or not works_in_place(writer, owned):
-        raise _error(writer, memory.target(writer))
+    target, owned = memory.target(writer), dict(module.named_modules())
+    if writer.args[:1] != (target,) or not works_in_place(writer, owned):
+        raise ModelError(
+            f"operator {writer.name} ({function_name(writer.target)}) changes {target.name} in "
+            "place, which others read, and has no known out-of-place form: compute a new tensor "
+            "instead"
+        )
     out_of_place(writer, owned)
     if writer.op == "call_module":
         module.add_submodule(str(writer.target), owned[str(writer.target)])
@@ -238,14 +230,12 @@ def _updated_base(
 
 def _replay(module: fx.GraphModule, memory: _Memory, alias: fx.Node, base: fx.Node) -> fx.Node:
     """Apply an alias's chain of views to a new base tensor."""
-    found = base
     for step in memory.chain(alias)[1:]:
-        with module.graph.inserting_after(found):
-            source = found
-            copy_of = module.graph.node_copy(step, lambda node: node)
-            copy_of.args = (source, *step.args[1:])
-            found = copy_of
-    return found
+        with module.graph.inserting_after(base):
+            copied = module.graph.node_copy(step)
+        copied.args = (base, *step.args[1:])
+        base = copied
+    return base
 
 
 def read_written(graph: fx.Graph) -> None:
