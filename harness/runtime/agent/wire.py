@@ -21,10 +21,6 @@ _TCP_RTO_MAX_MS = 44  # linux/tcp.h; the socket module has no name for it yet
 Message = dict[str, Any]
 
 
-def encode(message: Message) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
 def decode(line: bytes) -> Message:
     """The JSON object of a line; {} if it is none."""
     try:
@@ -64,7 +60,7 @@ class Wire:
         if self.is_closed:
             return
         if is_urgent or not self._unsent:
-            self._unsent += encode(message)
+            self._unsent += json.dumps(message).encode() + b"\n"
         try:
             n_sent = self._connection.send(self._unsent, socket.MSG_NOSIGNAL)
             self._unsent = self._unsent[n_sent:]

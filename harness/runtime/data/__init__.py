@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +279,7 @@ def load_batches(
     if plan.n_fed(rank) == 0 and plan.positions is not None:
         return itertools.repeat(data[0].each(lambda column: column[:0]))
     if isinstance(data, SyntheticData):
-        epoch = islice(plan.indices(rank), plan.n_steps_per_epoch)
+        epoch = itertools.islice(plan.indices(rank), plan.n_steps_per_epoch)
         wanted = sorted({index for indices in epoch for index in indices})
         # Not in forks, which may not read pinned memory.
         data.prepare(wanted, is_lent=device.type == "cuda" and not n_workers)

@@ -84,7 +84,7 @@ def hold_to_model(task: Task, captured: Captured, name: str, dtype: str = "fp32"
             known), or one device cannot train the model.
     """
     for precision in dict.fromkeys(("fp32", dtype)):
-        _Comparison(task, captured, name, precision).run()
+        _Comparison(task, captured, name, precision).compare()
 
 
 def evaluates_alike(task: Task, captured: Captured) -> bool:
@@ -133,19 +133,14 @@ class _Comparison:
         return self._outputs
 
     def _call_graph(self, batch: Batch) -> Any:
-        samples = len(batch.targets)
+        run = OperatorRun(self._captured, self._meta, len(batch.targets))
         with self._precision.autocast():
-            return OperatorRun(self._captured, self._meta, samples).run(*batch.inputs)
+            return run.run(*batch.inputs)
 
     def _of_graph(self, kind: str) -> dict[str, Tensor]:
         """The graph's tensors by the model's names; an export has copies of those it uses."""
         copies = dict(getattr(self._captured.module, kind)(remove_duplicate=False))
         return {name: copies.get(name, x) for name, x in getattr(self._task.model, kind)()}
-
-    def run(self) -> None:
-        """Compare; see `hold_to_model`."""
-        with repeatable(self._device):
-            self._compare()
 
     def evaluates_alike(self) -> bool:
         """Compare loss, buffers and random states; see the function."""
@@ -172,18 +167,20 @@ class _Comparison:
             buffers = {name: bits_of(b).tolist() for name, b in side.buffers().items()}
             return loss, buffers, RandomSources().digests()
 
-    def _compare(self) -> None:
-        before = fingerprint(self._task.model)
-        batches, expected = self._train_model()
-        is_written = not torch.equal(before, fingerprint(self._task.model))
-        if is_written or writes_copies(self._task.model, lambda: self._call_model(batches[-1])):
-            raise ModelError(
-                f"the forward of {self._name} writes its own parameters, which a graph cannot: "
-                "write them between steps, or train it by --engine torch, which needs no plan"
-            )
-        if not is_equal(self._train_graph(batches), expected):
-            self._explain(batches)
-        self._check_counters(batches[:1])
+    def compare(self) -> None:
+        """Compare; see `hold_to_model`."""
+        with repeatable(self._device):
+            before = fingerprint(self._task.model)
+            batches, expected = self._train_model()
+            is_written = not torch.equal(before, fingerprint(self._task.model))
+            if is_written or writes_copies(self._task.model, lambda: self._call_model(batches[-1])):
+                raise ModelError(
+                    f"the forward of {self._name} writes its own parameters, which a graph cannot: "
+                    "write them between steps, or train it by --engine torch, which needs no plan"
+                )
+            if not is_equal(self._train_graph(batches), expected):
+                self._explain(batches)
+            self._check_counters(batches[:1])
 
     def _check_counters(self, batches: Sequence[Batch]) -> None:
         """Refuse a model that will compute something else later, because its forward counts."""
@@ -327,8 +324,7 @@ class _Comparison:
             if isinstance(self._task, BatchLossTask):  # the model repeats its mean
                 return self._sum_loss(outputs, batch)
             count = torch.arange(outputs.numel(), device=outputs.device, dtype=torch.float64)
-            weights: Tensor = torch.cos(count).view(outputs.shape)
-            projected: Tensor = (outputs * weights).sum()
+            projected: Tensor = (outputs * torch.cos(count).view(outputs.shape)).sum()
             return projected
 
         wide = [Batch(tuple(map(widened, b.inputs)), b.targets) for b in batches]
@@ -359,11 +355,9 @@ class _Comparison:
             summary = f"the graph does not draw the random numbers that the model does ({drawn[0]})"
         else:
             k, name = first_beyond(found)
-            samples = len(batches[k].targets)
-            a, b = found[k], expected[k]
-            summary = f"with {samples} samples its {name} differs"
+            summary = f"with {len(batches[k].targets)} samples its {name} differs"
             if name == "loss":
-                summary += f" ({a.loss:.6g}, not {b.loss:.6g})"
+                summary += f" ({found[k].loss:.6g}, not {expected[k].loss:.6g})"
         details = "; ".join(filter(None, (summary, first)))
         dtype = self._precision.dtype
         under, other = ("", "") if dtype == "fp32" else (f" in {dtype}", ", use fp32")
