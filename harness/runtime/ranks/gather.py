@@ -122,18 +122,17 @@ def broadcast_result(make: Callable[[], T], type_: Any, world: World) -> T:
     return decoded
 
 
-def run_on_rank_0(make: Callable[[], T], world: World) -> T | None:
+def run_on_rank_0(act: Callable[[], object], world: World) -> None:
     """Run a function on rank 0; all ranks must call it.
 
-    Returns:
-        The result on rank 0, None on the other ranks.
-
     Raises:
-        HarnessError: on every rank, if `make` raised one.
+        HarnessError: on every rank, if `act` raised one.
     """
-    results: list[T] = []
-    broadcast_result(lambda: results.append(make()), None, world)
-    return results[0] if results else None
+
+    def run() -> None:
+        act()
+
+    broadcast_result(run, None, world)
 
 
 def barrier() -> None:

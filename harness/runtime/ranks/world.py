@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -100,8 +100,8 @@ class Progress:
     """Shows `label: done/total`: redraws a line on a terminal at most five times a second; prints a
     line every ten seconds elsewhere, such as under mpirun; stops when nobody reads it any more."""
 
-    def __init__(self, *, is_shown: bool, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    def __init__(self, *, is_shown: bool) -> None:
+        self._stream = sys.stderr
         self._is_shown = is_shown and self._stream is not None
         self._is_terminal = self._is_shown and self._stream.isatty()
         self._next_s = 0.0 if self._is_terminal else time.monotonic() + 10.0

@@ -25,9 +25,14 @@ SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "5"}
 
 @pytest.mark.parametrize(
     ("environ", "launcher"),
-    [(OPENMPI, "openmpi"), (MPICH, "mpich"), (TORCHRUN, "torchrun"), (SLURM, "slurm")],
-)
-def test_a_launchers_variables_give_the_place(environ, launcher):
+    [
+        (OPENMPI, "openmpi"), (MPICH, "mpich"), (TORCHRUN, "torchrun"), (SLURM, "slurm"),
+        (SLURM | TORCHRUN, "torchrun"),
+        (SLURM | MPICH, "slurm"),  # PMI of srun is no MPI
+        (SLURM | MPICH | {"MPI_LOCALNRANKS": "1"}, "mpich"),
+    ],
+)  # fmt: skip
+def test_the_variables_of_the_innermost_launcher_give_the_place(environ, launcher):
     launch = read_launch(environ)
     assert launch.launcher == launcher
     assert (launch.rank, launch.size) == (3, 5)
@@ -39,18 +44,6 @@ def test_without_a_launcher_there_is_one_rank():
     for environ in ({"HOME": "/root"}, batch):  # a batch script is not a step
         launch = read_launch(environ)
         assert (launch.launcher, launch.rank, launch.size) == ("none", 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("environ", "launcher"),
-    [
-        (SLURM | TORCHRUN, "torchrun"),
-        (SLURM | MPICH, "slurm"),  # PMI of srun is no MPI
-        (SLURM | MPICH | {"MPI_LOCALNRANKS": "1"}, "mpich"),
-    ],
-)
-def test_the_innermost_launcher_counts(environ, launcher):
-    assert read_launch(environ).launcher == launcher
 
 
 def test_an_incomplete_environment_names_the_variable():
@@ -150,7 +143,8 @@ class Gone(io.StringIO):
 
 def test_a_run_goes_on_where_nobody_reads_its_progress(monkeypatch):
     stream = Gone()
-    progress = Progress(is_shown=True, stream=stream)
+    monkeypatch.setattr("sys.stderr", stream)
+    progress = Progress(is_shown=True)
     for done in (1, 2):
         progress.update("train", done, 2)
     assert stream.n_writes == 1
