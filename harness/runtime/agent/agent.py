@@ -55,13 +55,6 @@ def watch_over(pid: int, channel_fd: int, forwarded: Sequence[signal.Signals]) -
     return code
 
 
-def _read_launch() -> Launch | None:
-    try:
-        return read_launch(os.environ)
-    except LaunchError:  # the program reports the error
-        return None
-
-
 class RankAgent:
     """The state of one agent; only `loop` changes it, on one thread."""
 
@@ -71,7 +64,9 @@ class RankAgent:
         self._pid = pid
         channel.setblocking(False)
         self._channel: socket.socket | None = channel
-        launch = _read_launch()
+        launch: Launch | None = None
+        with contextlib.suppress(LaunchError):  # which the program reports
+            launch = read_launch(os.environ)
         self._rank, self._size = (launch.rank, launch.size) if launch else (0, 1)
         self._label = f"rank {self._rank} ({os.uname().nodename})"
         self._is_openmpi = launch is not None and launch.launcher == "openmpi"

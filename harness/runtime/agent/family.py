@@ -75,14 +75,10 @@ def kill_descendants(pid: int) -> None:
         if not below:
             return
         time.sleep(_POLL_S)
-        _reap()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
     send(descendants(pid), signal.SIGKILL)
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def _launcher_above(pid: int) -> int | None:
@@ -162,11 +158,8 @@ def _ssh_processes(pid: int) -> list[int]:
 def _connections(pid: int, hosts: Sequence[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for each in _ssh_processes(pid):
-        words = {_short(word) for word in _command(each).decode(errors="replace").split("\0")}
-        found |= {host: each for host in hosts if host.partition(".")[0] in words}
+        words = _command(each).decode(errors="replace").split("\0")
+        # The short names of those like `user@host.domain`.
+        names = {word.rpartition("@")[2].partition(".")[0] for word in words}
+        found |= {host: each for host in hosts if host.partition(".")[0] in names}
     return found
-
-
-def _short(word: str) -> str:
-    """The short name in `user@host.domain`."""
-    return word.rpartition("@")[2].partition(".")[0]

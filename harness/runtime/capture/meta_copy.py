@@ -73,9 +73,6 @@ def forgotten_stand_ins() -> Iterator[None]:
         yield
     finally:
         for each in gc.get_objects():
-            if type(each) is _Cached and any(map(_is_tensor, tree_leaves(gc.get_referents(each)))):
+            held = tree_leaves(gc.get_referents(each)) if type(each) is _Cached else ()
+            if any(isinstance(x, Tensor | fx.Proxy) for x in held):
                 each.cache_clear()
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor | fx.Proxy)

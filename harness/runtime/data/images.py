@@ -19,8 +19,8 @@ CIFAR_LAYOUT = {
     "cifar100": "cifar-100-python/ with train, test and meta",
 }
 FOLDER_LAYOUT = "one directory per class, each with its images (class_a/1.jpg, class_b/2.jpg)"
-# Channel means and deviations of ImageNet, as torchvision's reference training uses them.
 _N_DIGITS = 1440
+# Channel means and deviations of ImageNet, as torchvision's reference training uses them.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 

@@ -120,7 +120,9 @@ class _DifferenceRecorder(TorchFunctionMode):
 
     def _add_construct(self, construct: str, frame: FrameType | None) -> None:
         """Keep a construct with the first place that uses it."""
-        self.constructs.setdefault(construct, f"{construct}{_place(frame)}")
+        file = "" if frame is None else Path(frame.f_code.co_filename).name
+        place = "" if frame is None else f" ({file}:{frame.f_lineno})"
+        self.constructs.setdefault(construct, f"{construct}{place}")
 
 
 def _user_frame() -> FrameType | None:
@@ -135,12 +137,6 @@ def _user_frame() -> FrameType | None:
             return None if file == _OWN_RUN else frame
         frame = frame.f_back
     return None
-
-
-def _place(frame: FrameType | None) -> str:
-    if frame is None:
-        return ""
-    return f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 def find_first_difference(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from harness.runtime.tracing.dim_rules import LINEAR, operator_name
+from harness.runtime.tracing.dim_rules import LINEAR, is_size, operator_name
 
 _ATEN = torch.ops.aten
 _VIEWS = (_ATEN.view.default, _ATEN.reshape.default)
@@ -105,8 +105,7 @@ def keep_heads(module: fx.GraphModule) -> None:
         for node in (view, *reversed(stack.inside)):
             module.graph.erase_node(node)
     for node in reversed(module.graph.nodes):
-        is_size = isinstance(node.meta.get("val"), torch.SymInt)
-        if not node.users and (is_size or operator_name(node) in (*_VIEW_NAMES, "repeat")):
+        if not node.users and (is_size(node) or operator_name(node) in (*_VIEW_NAMES, "repeat")):
             module.graph.erase_node(node)
     module.graph.lint()
     module.recompile()

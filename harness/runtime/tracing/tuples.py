@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import operator
-from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -34,9 +33,8 @@ def split_tuples(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:
     for user, node in readers:
         with module.graph.inserting_before(user):
             parts = _parts(module.graph, node, values[node])
-        user.args, user.kwargs = fx.node.map_aggregate(
-            (user.args, user.kwargs), partial(_replaced, node, parts)
-        )
+        given = {n: n for n in user.all_input_nodes} | {node: parts}
+        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), given.__getitem__)
     return bool(readers)
 
 
@@ -81,10 +79,6 @@ def _names_of(node: fx.Node, value: Any) -> list[str]:
     if isinstance(value, tuple):
         return list(getattr(type(value), "__match_args__", ())) if _holds_tensors(value) else []
     return list(named_outputs(value)) if node.op == "call_module" else []
-
-
-def _replaced(node: fx.Node, parts: Any, argument: Any) -> Any:
-    return parts if argument is node else argument
 
 
 def _holds_tensors(value: Any) -> bool:
