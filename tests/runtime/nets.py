@@ -1,17 +1,29 @@
-"""Small models whose middle is a function, for tests of tracing."""
+"""Small models whose middle is a function, for tests of tracing, and the tasks of models."""
 
 import torch
 from torch import nn
 
 from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness.comparison import hold_to_model
-from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.models import build_task, fit_options
+from harness.runtime.models.factory import task_of
+from harness.runtime.models.task import InputSpec, ModelOptions, Task
 
 
 def task_on(model, *shape, n_classes=3, dtype=torch.float32):
     """A task of one input x, of four features by default."""
     inputs = (InputSpec(name="x", shape=shape or (4,), dtype=dtype),)
     return Task(model=model, inputs=inputs, n_classes=n_classes)
+
+
+def users_task(model, example):
+    """The task of a user's model that takes tensors like those of an example."""
+    return task_of("m:f", (model, example), ModelOptions())
+
+
+def built_in(name, **options):
+    """The task of a row of MODELS."""
+    return build_task(name, fit_options(name, ModelOptions(**options)))
 
 
 def held(task, batch=4):
@@ -33,6 +45,17 @@ def keep_factor(ctx, x, factor):
 
 
 Scaled = function("Scaled", keep_factor, lambda ctx, grad: (ctx.factor(grad), None))
+
+
+class Call(nn.Module):
+    """Calls a function, or a module by the name `called`."""
+
+    def __init__(self, called):
+        super().__init__()
+        self.called = called
+
+    def forward(self, x):
+        return self.called(x)
 
 
 class Heads(nn.Module):

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from nets import held, task_on
+from nets import built_in, held, task_on
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -12,12 +12,11 @@ from harness.domain.einsum import expert_dim
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import step_flops
-from harness.runtime.models import build_task, fit_options
-from harness.runtime.models.task import ModelOptions, TextOptions
+from harness.runtime.models.task import TextOptions
 
 
 def test_counting_without_memory_equals_counting_a_real_step():
-    task = build_task("lenet", fit_options("lenet", ModelOptions()))
+    task = built_in("lenet")
     with FlopCounterMode(display=False) as counter:
         task.sum_loss(task.model(torch.randn(3, 1, 28, 28)), torch.tensor([1, 2, 3])).backward()
     assert step_flops(task, 3) == (counter.get_total_flops(), 0.0)
@@ -25,7 +24,7 @@ def test_counting_without_memory_equals_counting_a_real_step():
 
 def test_a_vit_step_counts_about_three_forwards():
     with torch.device("meta"):
-        task = build_task("vit_b_16", fit_options("vit_b_16", ModelOptions()))
+        task = built_in("vit_b_16")
     # 17.56 GMAC by torchvision's documentation, attention's products not among them.
     flops = step_flops(task, 1)
     assert flops is not None
@@ -36,8 +35,7 @@ def test_a_decoder_counts_six_flops_a_parameter_and_token_beside_its_scores():
     sizes = TextOptions(
         sequence_length=16, vocabulary_size=50, n_layers=2, width=32, n_heads=4, mlp_width=64
     )
-
-    task, tokens = build_task("llama", fit_options("llama", ModelOptions(text=sizes))), 3 * 16
+    task, tokens = built_in("llama", text=sizes), 3 * 16
     flops = step_flops(task, 3)
     assert flops is not None
     # Of 2 layers, forward and twice backward: scores and sums of 16 x 16 positions of width 32.
@@ -61,7 +59,7 @@ def test_groups_of_channels_count_their_own_products(layer, n_places, n_channels
 
 def test_an_lstm_counts_its_products_on_every_engine():
     sizes = TextOptions(sequence_length=4, vocabulary_size=10, n_layers=1, width=8)
-    task = build_task("nmt", fit_options("nmt", ModelOptions(text=sizes)))
+    task = built_in("nmt", text=sizes)
     was_enabled = torch.backends.mkldnn.enabled
     flops = step_flops(task, 3)
     operators = capture(task, 3, "nmt").graph.operators

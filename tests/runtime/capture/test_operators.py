@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import task_on
+from nets import Call, task_on
 from torch import fx, nn
 
 from harness.domain.sharding import may_have_copies
@@ -17,15 +17,6 @@ def stochastic_depth(x, p, mode, training=True):
     return x
 
 
-class Calling(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def node_of(model):
     root = fx.symbolic_trace(model)
     node = next(n for n in root.graph.nodes if n.op.startswith("call"))
@@ -35,9 +26,9 @@ def node_of(model):
 DROPOUTS = [
     nn.Sequential(nn.Dropout(0.1)),
     nn.Sequential(nn.Dropout2d(0.1)),
-    Calling(F.dropout),
-    Calling(lambda x: F.dropout(x, 0.1)),
-    Calling(lambda x: torch.dropout(x, 0.1, True)),
+    Call(F.dropout),
+    Call(lambda x: F.dropout(x, 0.1)),
+    Call(lambda x: torch.dropout(x, 0.1, True)),
 ]
 DRAWING = [
     nn.Sequential(nn.Dropout1d(0.1)),
@@ -48,14 +39,14 @@ DRAWING = [
     nn.Sequential(nn.FractionalMaxPool2d(2, output_size=2)),
     nn.Sequential(nn.TransformerEncoderLayer(4, 2, dropout=0.1)),
     nn.Sequential(nn.LSTM(4, 4, num_layers=2, dropout=0.1)),
-    Calling(lambda x: F.dropout2d(x, 0.1)),
-    Calling(lambda x: F.alpha_dropout(x, 0.1, True)),
-    Calling(lambda x: F.rrelu(x, training=True)),
-    Calling(lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.1)),
-    Calling(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)),
-    Calling(lambda x: stochastic_depth(x, 0.1, "batch")),
-    Calling(torch.rand_like),
-    Calling(lambda x: x.bernoulli()),
+    Call(lambda x: F.dropout2d(x, 0.1)),
+    Call(lambda x: F.alpha_dropout(x, 0.1, True)),
+    Call(lambda x: F.rrelu(x, training=True)),
+    Call(lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.1)),
+    Call(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)),
+    Call(lambda x: stochastic_depth(x, 0.1, "batch")),
+    Call(torch.rand_like),
+    Call(lambda x: x.bernoulli()),
 ]
 STILL = [
     nn.Sequential(nn.Dropout(0.0)),
@@ -63,11 +54,11 @@ STILL = [
     nn.Sequential(nn.RReLU()).eval(),
     nn.Sequential(nn.TransformerEncoderLayer(4, 2, dropout=0.0)),
     nn.Sequential(nn.ReLU()),
-    Calling(lambda x: F.dropout(x, 0.1, False)),
-    Calling(lambda x: F.dropout(x, training=False)),
-    Calling(lambda x: F.alpha_dropout(x, 0.1)),
-    Calling(lambda x: F.scaled_dot_product_attention(x, x, x)),
-    Calling(lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.0)),
+    Call(lambda x: F.dropout(x, 0.1, False)),
+    Call(lambda x: F.dropout(x, training=False)),
+    Call(lambda x: F.alpha_dropout(x, 0.1)),
+    Call(lambda x: F.scaled_dot_product_attention(x, x, x)),
+    Call(lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.0)),
 ]
 
 
@@ -81,8 +72,8 @@ def test_what_draws_is_told_by_module_function_and_probability(model):
 @pytest.mark.parametrize(
     ("model", "may_have"),
     [
-        (Calling(lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.1)), False),
-        (Calling(lambda x: F.scaled_dot_product_attention(x, x, x)), True),
+        (Call(lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.1)), False),
+        (Call(lambda x: F.scaled_dot_product_attention(x, x, x)), True),
         (nn.Sequential(nn.Dropout1d(0.1)), False),
         (nn.Sequential(nn.Dropout(0.1)), True),
         (nn.Sequential(nn.Hardtanh()), False),  # not known

@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import users_task
 from torch import nn
 
 from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness.comparison import hold_to_model
-from harness.runtime.models.factory import task_of
-from harness.runtime.models.task import ModelOptions
 
 LABELS = torch.tensor([[0, 1, 2], [2, 1, 0]])
 
@@ -96,11 +95,8 @@ OTHERS = {
 
 
 def captured(loss, labels=LABELS):
-    task = task_of("m:f", (Scored(loss), {"x": torch.rand(2, 3, 5), "labels": labels}), OPTIONS)
+    task = users_task(Scored(loss), {"x": torch.rand(2, 3, 5), "labels": labels})
     return task, capture(task, 4, "m")
-
-
-OPTIONS = ModelOptions()
 
 
 @pytest.mark.parametrize("name", MEANS)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nets import task_on
+from nets import built_in, task_on
 from torch import nn
 from torch.nn import functional as F
 
@@ -10,8 +10,7 @@ from harness.domain.graph import INNER, INNER_HALF, KEPT, KEPT_HALF
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.meta_run import run_on_meta
 from harness.runtime.data.synthetic import draw_batch
-from harness.runtime.models import build_task, fit_options
-from harness.runtime.models.task import InputSpec, ModelOptions, Task
+from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.models.torchvision_import import import_torchvision
 
 BATCH = 4
@@ -73,10 +72,6 @@ class Tied(nn.Module):
         return self.head(self.norm(self.tokens(x)).mean(1))
 
 
-def built_in(name):
-    return build_task(name, fit_options(name, ModelOptions(n_classes=10)))
-
-
 def densenet():
     """Blocks and a transition of torchvision's class: maps that grow by concatenation."""
     return import_torchvision("models.densenet").DenseNet(8, (3, 2), 16, num_classes=10)
@@ -88,7 +83,7 @@ TASKS = {
     "attention": lambda: task_on(Attention(), 8, 16),
     "tied": lambda: Task(model=Tied(), inputs=(TOKENS,), n_classes=10),
     "lenet": lambda: built_in("lenet"),
-    "resnet18": lambda: built_in("resnet18"),
+    "resnet18": lambda: built_in("resnet18", n_classes=10),
     "densenet": lambda: task_on(densenet(), 3, 32, 32),
 }
 

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from nets import users_task
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -12,8 +13,6 @@ from harness.errors import DataError
 from harness.runtime.data import load_batches
 from harness.runtime.data.batch import BatchPlan
 from harness.runtime.data.own import OwnData, open_own
-from harness.runtime.models.factory import task_of
-from harness.runtime.models.task import ModelOptions
 
 N = 6
 WORDS, NUMBERS = torch.arange(4 * N).view(N, 4) % 5, torch.rand(N, 3)
@@ -35,12 +34,11 @@ class Tagger(nn.Module):
 
 
 def classifier():
-    return task_of("own", (nn.Linear(3, 2), torch.rand(2, 3)), ModelOptions())
+    return users_task(nn.Linear(3, 2), torch.rand(2, 3))
 
 
 def tagger(*, has_loss):
-    example = {"words": WORDS[:2]} | ({"labels": WORDS[:2]} if has_loss else {})
-    return task_of("own", (Tagger(), example), ModelOptions())
+    return users_task(Tagger(), {"words": WORDS[:2]} | ({"labels": WORDS[:2]} if has_loss else {}))
 
 
 def test_samples_are_tuples_or_dicts_of_anything_that_makes_tensors():
@@ -82,7 +80,7 @@ def test_an_error_in_a_worker_is_the_one_line_of_the_sample():
 
 
 def test_labels_of_one_logit_are_0_and_1_of_any_dtype():
-    task = task_of("own", (nn.Linear(3, 1), torch.rand(2, 3)), ModelOptions())
+    task = users_task(nn.Linear(3, 1), torch.rand(2, 3))
     for labels in (torch.tensor([0.0, 1.0]), torch.tensor([0, 1]), torch.tensor([False, True])):
         data = OwnData("own", TensorDataset(NUMBERS[:2], labels), task)
         assert data.__getitems__([0, 1]).targets.tolist() == [0, 1]
@@ -103,7 +101,7 @@ class Nested(nn.Module):
 
 def test_a_sample_nests_its_inputs_as_the_example_does():
     example = {"batch": {"x": NUMBERS, "pair": (2 * NUMBERS, 3 * NUMBERS)}}
-    task = task_of("own", (Nested(), example), ModelOptions())
+    task = users_task(Nested(), example)
     names = ["batch_x", "batch_pair_0", "batch_pair_1"]
     assert [spec.name for spec in task.inputs] == names
     nested = [{"y": 1, "batch": {"pair": [2 * x, 3 * x], "x": x.tolist()}} for x in NUMBERS]
@@ -148,11 +146,8 @@ def test_a_label_that_does_not_count_in_a_mean_over_samples_is_refused():
             return functional.cross_entropy(super().forward(x), y)
 
     example = {"x": NUMBERS[:2], "y": torch.tensor([1, 0])}
-    data = OwnData(
-        "own",
-        [{"x": NUMBERS[0], "y": label} for label in (1, -100)],
-        task_of("own", (Alone(3, 2), example), ModelOptions()),
-    )
+    samples = [{"x": NUMBERS[0], "y": label} for label in (1, -100)]
+    data = OwnData("own", samples, users_task(Alone(3, 2), example))
     with pytest.raises(DataError, match="has y of -100, and the example of the model has none"):
         data.__getitems__([0, 1])
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from equivalence_models import small_task
-from nets import held
+from nets import held, users_task
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO
@@ -25,8 +25,6 @@ from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.faithfulness.state import seed_all
-from harness.runtime.models.factory import task_of as users_task
-from harness.runtime.models.task import ModelOptions
 
 
 def task_of(model, dtype=torch.float64):
@@ -197,8 +195,7 @@ def test_an_error_as_small_as_rounding_is_found_in_float64():
     "name", ["vit", "branchy", "lstm_time_first", "tokens", "dlrm_dot", "exported"]
 )
 def test_graphs_of_real_models_hold(name):
-    task = small_task(name, dtype=torch.float32, has_dropout=True)
-    held(task, 8)
+    held(small_task(name, dtype=torch.float32, has_dropout=True), 8)
 
 
 @pytest.mark.parametrize("name", ["loss_inside", "per_pixel", "doubled_rows"])
@@ -207,17 +204,6 @@ def test_what_one_device_refuses_is_refused(name):
     graph = capture(ZOO["plain"].task(), 8, name)
     with pytest.raises(ModelError, match=r"one device cannot train .* its forward returns"):
         hold_to_model(task, graph, name)
-
-
-def test_a_buffer_that_forward_registers_is_a_constant():
-    def slopes(made, x):
-        if not hasattr(made, "slopes"):
-            table = torch.linspace(0, 1, WIDTH)
-            made.register_buffer("slopes", table, persistent=False)
-        return x * made.slopes
-
-    task = task_of(net(slopes))
-    held(task, 8)
 
 
 class Frozen(dict):
@@ -230,8 +216,7 @@ class Frozen(dict):
 
 
 def test_a_frozen_dict_among_the_attributes_is_left_alone():
-    task = task_of(net(prepare=lambda made: setattr(made, "config", Frozen(width=WIDTH))))
-    held(task, 8)
+    held(task_of(net(prepare=lambda made: setattr(made, "config", Frozen(width=WIDTH)))), 8)
 
 
 class SpoiltBackward(nn.Linear):
@@ -245,7 +230,7 @@ class SpoiltBackward(nn.Linear):
 
 def test_outputs_of_a_loss_of_its_own_are_not_blamed_for_an_error():
     example = {"x": torch.randn(2, 3), "labels": torch.randn(2, 4)}
-    task = users_task("m:f", (SpoiltBackward(3, 4), example), ModelOptions())
+    task = users_task(SpoiltBackward(3, 4), example)
     with pytest.raises(ModelError, match=r"one device cannot train .*\): fix its forward first$"):
         held(task, 8)
 
@@ -259,8 +244,7 @@ def test_the_length_of_a_cache_is_no_count():
             made.length, made.table = x.shape[1], torch.linspace(0, 1, x.shape[1])
         return x * made.table
 
-    task = task_of(net(cached, prepare))
-    held(task, 8)
+    held(task_of(net(cached, prepare)), 8)
 
 
 SOURCE = torch.Generator()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import task_on
+from nets import built_in, task_on
 from torch import nn
 from zoo import ZOO
 
@@ -16,8 +16,6 @@ from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
 from harness.runtime.faithfulness import held
 from harness.runtime.faithfulness.held import HELD_FILE, hold_once, key_of
-from harness.runtime.models import build_task, fit_options
-from harness.runtime.models.task import ModelOptions
 
 
 @pytest.fixture
@@ -117,10 +115,9 @@ def test_a_changed_source_is_another_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["lenet", "resnet18", "dlrm"])
 def test_a_model_without_weights_is_the_same(name):
-    options = ModelOptions(image_size=0 if name == "dlrm" else 32)
     keys = []
     for device in ("meta", "cpu"):
         with torch.device(device):
-            task = build_task(name, fit_options(name, options))
+            task = built_in(name, image_size=0 if name == "dlrm" else 32)
             keys.append(key_of(task, capture(task, 8, name), "fp32"))
     assert keys[0] == keys[1]

@@ -5,10 +5,11 @@ import sys
 import pytest
 import torch
 from launching import ROOT, completed
+from nets import users_task
 from torch import nn
 
 from harness.errors import ModelError
-from harness.runtime.models.factory import task_from_factory, task_of, weights_on_meta
+from harness.runtime.models.factory import task_from_factory, weights_on_meta
 from harness.runtime.models.task import ModelOptions
 
 OPTIONS = ModelOptions(n_classes=10, n_channels=3, image_size=32)
@@ -166,10 +167,10 @@ class Looked(nn.Module):
 def test_inputs_know_the_rows_of_the_embedding_that_looks_them_up():
     numbers = torch.arange(2)
     example = {"columns": torch.tensor([[1, 6], [2, 5]]), "view": numbers, "changed": numbers * 20}
-    task = task_of("own", (Looked(), example), ModelOptions())
+    task = users_task(Looked(), example)
     assert [spec.n_rows for spec in task.inputs] == [None, 9, None]
     with pytest.raises(ModelError, match="has view up to 20, and the embedding has 9 rows"):
-        task_of("own", (Looked(), example | {"view": numbers * 20}), ModelOptions())
+        users_task(Looked(), example | {"view": numbers * 20})
 
 
 class Computed(nn.Module):
@@ -192,4 +193,4 @@ class Computed(nn.Module):
 )
 def test_a_forward_that_cannot_be_trained_is_refused_with_its_cause(compute, message):
     with pytest.raises(ModelError, match=message):
-        task_of("m:f", (Computed(compute), (torch.ones(2, 4),)), OPTIONS)
+        users_task(Computed(compute), (torch.ones(2, 4),))

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import pytest
 import torch
-from nets import Heads, task_on
+from nets import Call, Heads, task_on
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,15 +14,6 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.profiling.shards import operator_shard, verify
 from harness.runtime.profiling.subgraph import OperatorCall
 from harness.runtime.tracing.attention_region import AttentionRegion
-
-
-class Call(nn.Module):
-    def __init__(self, called):
-        super().__init__()
-        self.called = called
-
-    def forward(self, x):
-        return self.called(x)
 
 
 class SelfAttention(nn.Module):

@@ -6,19 +6,12 @@ import itertools
 import pytest
 import torch
 from lines import steps_in_line
-from nets import task_on
+from nets import built_in, task_on
 from torch import nn
 
 from harness.runtime.capture.capture import capture
 from harness.runtime.capture.saved import tensors_within
-from harness.runtime.models import build_task, fit_options
-from harness.runtime.models.task import ModelOptions
-from harness.runtime.profiling.subgraph import (
-    Subgraph,
-    resident,
-    steps_of,
-    values_at,
-)
+from harness.runtime.profiling.subgraph import Subgraph, resident, steps_of, values_at
 
 CPU = torch.device("cpu")
 # Unlike that of tensors, so that they are copied there, as to a GPU.
@@ -46,7 +39,7 @@ class Collecting:
 
 
 def captured_lenet(batch=4):
-    task = build_task("lenet", fit_options("lenet", ModelOptions()))
+    task = built_in("lenet")
     return task, capture(task, batch, "lenet")
 
 

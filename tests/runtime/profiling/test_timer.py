@@ -39,15 +39,23 @@ def slow(clock, forward_s, backward_s):
     return lambda x: Slow.apply(x, clock, forward_s, backward_s)
 
 
-def two_slow(clock):
-    return line([slow(clock, 3.0, 5.0), slow(clock, 1.0, 2.0)])
+class SlowToRead(FakeClock):
+    """Reading it takes a quarter of a second, which is none of an operator's."""
+
+    def mark(self):
+        at = super().mark()
+        self.advance(0.25)
+        return at
 
 
-def test_each_operator_is_timed_apart_forward_and_backward():
-    clock = FakeClock()
-    found = timer(clock).measure(two_slow(clock), ["op0", "op1"])
+@pytest.mark.parametrize("kind", [FakeClock, SlowToRead])
+def test_each_operator_is_timed_apart_forward_and_backward(kind):
+    clock = kind()
+    steps = [slow(clock, *seconds) for seconds in ((3.0, 5.0), (1.0, 2.0), (0.0, 0.0))]
+    found = timer(clock).measure(line(steps), ["op0", "op1", "op2"])
     assert (found["op0"].forward_s, found["op0"].backward_s) == ([3.0] * 4, [5.0] * 4)
     assert (found["op1"].forward_s, found["op1"].backward_s) == ([1.0] * 4, [2.0] * 4)
+    assert (found["op2"].forward_s, found["op2"].backward_s) == ([0.0] * 4, [0.0] * 4)
     one = found["op0"]
     assert (one.median_forward_s, one.median_backward_s, one.spread) == (3.0, 5.0, 0.0)
 
@@ -62,23 +70,6 @@ def test_only_what_is_named_is_timed_and_all_runs():
     found = timer(clock).measure(line([slow(clock, 3.0, 5.0), noting]), ["op0"])
     assert list(found) == ["op0"]
     assert len(ran) == 1 + 4  # a warm-up and four samples
-
-
-class SlowToRead(FakeClock):
-    """Reading it takes a quarter of a second."""
-
-    def mark(self):
-        at = super().mark()
-        self.advance(0.25)
-        return at
-
-
-def test_what_takes_time_without_the_operator_is_not_its():
-    clock = SlowToRead()
-    subgraph = line([slow(clock, 3.0, 5.0), slow(clock, 0.0, 0.0)])
-    found = timer(clock).measure(subgraph, ["op0", "op1"])
-    assert (found["op0"].forward_s, found["op0"].backward_s) == ([3.0] * 4, [5.0] * 4)
-    assert (found["op1"].forward_s, found["op1"].backward_s) == ([0.0] * 4, [0.0] * 4)
 
 
 class Queueing(FakeClock):

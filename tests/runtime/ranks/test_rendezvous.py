@@ -41,37 +41,37 @@ def worlds(everyone):
     ]  # fmt: skip
 
 
-def test_ranks_that_see_their_own_gpu_alone_do_not_share_it():
-    first, second = worlds([facts(gpu("a", 80)), facts(gpu("b", 40))])
-    assert (first.backend, second.backend) == ("nccl", "nccl")
-    assert first.device == second.device == torch.device("cuda", 0)
-    assert (first.memory_bytes, second.memory_bytes) == (80, 40)
+A, B = gpu("a", 80), gpu("b", 40)
+APART = "every rank has a GPU of its own"
+SHARED = "2 ranks share a GPU (a card) on host, and NCCL takes one rank a GPU"
 
 
-def test_ranks_that_see_all_gpus_take_one_each():
-    both = facts(gpu("a", 80), gpu("b", 40))
-    first, second = worlds([both, both])
-    assert first.backend == "nccl"
-    assert [first.device.index, second.device.index] == [0, 1]
-    assert (first.memory_bytes, second.memory_bytes) == (80, 40)
-
-
-def test_ranks_that_share_a_gpu_share_its_memory_and_use_gloo():
-    everyone = worlds([facts(gpu("a", 80)), facts(gpu("a", 80)), facts(gpu("b", 40))])
-    assert {world.backend for world in everyone} == {"gloo"}
-    assert everyone[0].backend_reason.startswith("2 ranks share a GPU (a card) on host")
-    assert [world.memory_bytes for world in everyone] == [40, 40, 40]
-    assert [world.n_sharing for world in everyone] == [2, 2, 1]
-
-
-def test_slices_of_one_gpu_have_memory_of_their_own_and_use_gloo():
-    # NCCL refuses ranks on one board ("Duplicate GPU"), also if each has a slice.
-    first, second = worlds([facts(gpu("MIG-a", 20, "x")), facts(gpu("MIG-b", 40, "x"))])
-    assert (first.backend, first.n_sharing) == ("gloo", 1)
-    assert first.backend_reason.startswith("2 ranks share a GPU")
-    assert (first.memory_bytes, second.memory_bytes) == (20, 40)
-    apart, _ = worlds([facts(gpu("MIG-a", 20, "x")), facts(gpu("MIG-b", 40, "y"))])
-    assert apart.backend == "nccl"
+@pytest.mark.parametrize(
+    ("everyone", "reason", "devices", "memory_bytes", "n_sharing"),
+    [
+        # Each sees its own GPU alone, or all.
+        ([facts(A), facts(B)], APART, ["cuda:0", "cuda:0"], [80, 40], [1, 1]),
+        ([facts(A, B), facts(A, B)], APART, ["cuda:0", "cuda:1"], [80, 40], [1, 1]),
+        ([facts(A), facts(A), facts(B)], SHARED, ["cuda:0"] * 3, [40, 40, 40], [2, 2, 1]),
+        # NCCL refuses ranks on one board ("Duplicate GPU"), also if each has a slice.
+        ([facts(gpu("MIG-a", 20, "x")), facts(gpu("MIG-b", 40, "x"))],
+         SHARED, ["cuda:0", "cuda:0"], [20, 40], [1, 1]),
+        ([facts(gpu("MIG-a", 20, "x")), facts(gpu("MIG-b", 40, "y"))],
+         APART, ["cuda:0", "cuda:0"], [20, 40], [1, 1]),
+        ([facts(A), facts()], "rank 1 on host has no GPU", ["cuda:0", "cpu"], [80, 32], [1, 1]),
+        ([facts(A), facts(B, has_nccl=False)], "the torch of rank 1 on host has no NCCL",
+         ["cuda:0", "cuda:0"], [80, 40], [1, 1]),
+    ],
+)  # fmt: skip
+def test_ranks_divide_gpus_and_choose_the_backend_by_the_same_facts(
+    everyone, reason, devices, memory_bytes, n_sharing
+):
+    found = worlds(everyone)
+    backend = "nccl" if reason == APART else "gloo"
+    assert {(world.backend, world.backend_reason) for world in found} == {(backend, reason)}
+    assert [str(world.device) for world in found] == devices
+    assert [world.memory_bytes for world in found] == memory_bytes
+    assert [world.n_sharing for world in found] == n_sharing
 
 
 @pytest.mark.parametrize(
@@ -114,20 +114,6 @@ def test_an_srun_without_a_list_of_nodes_asks_for_the_address():
 def test_kinds_of_cpus_tell_their_cores_apart():
     (many,), (more,) = worlds([facts(cores=range(125))]), worlds([facts(cores=range(128))])
     assert (many.device_kind, more.device_kind) == ("a CPU x 125", "a CPU x 128")
-
-
-def test_a_rank_without_a_gpu_has_its_share_of_the_host():
-    first, second = worlds([facts(gpu("a", 80)), facts()])
-    assert first.backend_reason == "rank 1 on host has no GPU"
-    assert (first.memory_bytes, second.memory_bytes) == (80, 32)
-
-
-def test_all_ranks_choose_the_backend_by_the_same_facts():
-    everyone = worlds([facts(gpu("a", 80)), facts(gpu("b", 40), has_nccl=False)])
-    assert {world.backend for world in everyone} == {"gloo"}
-    assert {world.backend_reason for world in everyone} == {
-        "the torch of rank 1 on host has no NCCL"
-    }
 
 
 def test_gloo_moves_the_hosts_memory_and_nccl_the_gpus():
@@ -204,7 +190,6 @@ def test_the_process_of_a_run_is_told_the_interface(known, told, monkeypatch):
         seen.extend(os.environ.get(name) for name in names)
 
     barriers = []
-
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(rendezvous, "connect_store", lambda *_: None)
     (world,) = worlds([facts()])

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from nets import held
+from nets import held, users_task
 from torch import nn
 
 from harness.errors import ModelError
-from harness.runtime.models.factory import task_of
-from harness.runtime.models.task import ModelOptions
 from harness.runtime.tracing.export import strided
 
 
@@ -66,7 +64,7 @@ class Net(nn.Module):
 
 
 def captured(middle, kind=Net):
-    return held(task_of("net", (kind(middle), {"x": torch.randn(2, 6)}), ModelOptions()), 8)
+    return held(users_task(kind(middle), {"x": torch.randn(2, 6)}), 8)
 
 
 @pytest.mark.parametrize(

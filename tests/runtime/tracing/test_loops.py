@@ -1,12 +1,10 @@
 """A module that loops over a long sequence is one operator of an exported graph."""
 
 import torch
-from nets import held
+from nets import held, users_task
 from torch import nn
 
 from harness.runtime.capture.capture import capture
-from harness.runtime.models.factory import task_of
-from harness.runtime.models.task import ModelOptions
 from harness.runtime.tracing import kept_calls
 from harness.runtime.tracing.kept_calls import LONGEST, WholeModule
 
@@ -43,8 +41,7 @@ class Net(nn.Module):
 
 
 def captured(n_steps):
-    task = task_of("scan", (Net(), {"x": torch.randn(2, n_steps, 6)}), ModelOptions())
-    return held(task, 8)
+    return held(users_task(Net(), {"x": torch.randn(2, n_steps, 6)}), 8)
 
 
 def test_a_long_loop_is_one_operator_that_is_cut_by_samples():
@@ -71,7 +68,5 @@ def test_what_follows_the_values_of_a_forward_does_not_make_it_a_loop(monkeypatc
 
     monkeypatch.setattr(kept_calls, "LONGEST", 40)
     model = nn.Sequential(*(Masked(6, 6) for _ in range(3)))
-    found = capture(
-        task_of("masks", (model, {"input": torch.randn(2, 8, 6)}), ModelOptions()), 8, "masks"
-    )
+    found = capture(users_task(model, {"input": torch.randn(2, 8, 6)}), 8, "masks")
     assert sum(op.attrs.get("function") == "stack" for op in found.graph.operators) == 3

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from nets import held
+from nets import held, users_task
 from torch import nn
-
-from harness.runtime.models.factory import task_of
-from harness.runtime.models.task import ModelOptions
 
 
 class Exported(nn.Module):
@@ -47,7 +44,6 @@ class Exported(nn.Module):
     ],
 )
 def test_a_layer_is_called_where_it_computes_the_operators(middle, layers, example, function):
-    task = task_of("m:f", (Exported(middle, *layers), (example,)), ModelOptions())
-    graph = held(task).graph
+    graph = held(users_task(Exported(middle, *layers), (example,))).graph
     assert function in [op.attrs.get("function") for op in graph.operators]
     assert graph.mixing_operator() is None

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from nets import held
+from nets import held, users_task
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from harness.errors import ModelError
-from harness.runtime.models.factory import task_of
-from harness.runtime.models.task import ModelOptions
 
 
 class Tagger(nn.Module):
@@ -34,7 +32,7 @@ class Tagger(nn.Module):
 
 def captured(tagger):
     example = {"tokens": torch.randint(9, (3, 6)), "lengths": torch.tensor([2, 6, 5])}
-    return held(task_of("m:f", (tagger, example), ModelOptions()))
+    return held(users_task(tagger, example))
 
 
 @pytest.mark.parametrize(

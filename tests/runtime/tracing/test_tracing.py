@@ -8,15 +8,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from nets import Net, Scaled, by_closure, hooked, task_on
+from nets import Net, Scaled, by_closure, hooked, task_on, users_task
 from torch import nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.utils.checkpoint import checkpoint
 
 from harness.errors import ModelError
 from harness.runtime.capture.capture import capture
-from harness.runtime.models.factory import task_of
-from harness.runtime.models.task import ModelOptions
 from harness.runtime.tracing import tracer
 from harness.runtime.tracing.kept_calls import Vmap
 from harness.runtime.tracing.trace import trace
@@ -219,7 +217,7 @@ class Autoencoder(nn.Module):
 
 
 def test_the_module_of_a_loss_that_is_computed_of_the_outputs_is_no_operator():
-    task = task_of("autoencoder", (Autoencoder(), {"x": torch.rand(2, 4)}), ModelOptions())
+    task = users_task(Autoencoder(), {"x": torch.rand(2, 4)})
     operators = capture(task, 4, "autoencoder").graph.operators
     assert [op.name for op in operators[1:]] == ["model.inner", "model.outer", "loss"]
     assert not any(op.attrs.get("mixes_samples") for op in operators)
