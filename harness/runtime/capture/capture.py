@@ -28,12 +28,7 @@ from harness.domain.graph import (
     Operator,
 )
 from harness.errors import HarnessError, ModelError
-from harness.runtime.capture.meta_run import (
-    MetaResult,
-    parameters_of,
-    run_on_meta,
-    untrained,
-)
+from harness.runtime.capture.meta_run import MetaResult, parameters_of, run_on_meta, untrained
 from harness.runtime.capture.operators import (
     Attributes,
     describe_node,

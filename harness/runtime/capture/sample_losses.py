@@ -17,12 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from harness.runtime.capture.sample_dims import (
-    Values,
-    batch_sizes,
-    sample_dims,
-    values_by_batch,
-)
+from harness.runtime.capture.sample_dims import Values, batch_sizes, sample_dims, values_by_batch
 from harness.runtime.models.own_loss import BatchLossTask
 from harness.runtime.models.task import IGNORED, Task
 from harness.runtime.tracing.constructs import function_name

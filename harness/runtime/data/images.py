@@ -121,13 +121,8 @@ def open_folder(data_dir: Path, image_size: int) -> ImageData:
     """
     class_names(data_dir)
     transforms = import_torchvision("transforms")
-    steps = transforms.Compose(
-        [
-            transforms.Resize(image_size),
-            transforms.CenterCrop(image_size),
-            *_to_tensor(transforms),
-        ]
-    )
+    to_square = transforms.Resize(image_size), transforms.CenterCrop(image_size)
+    steps = transforms.Compose([*to_square, *_to_tensor(transforms)])
     try:
         return ImageData(import_torchvision("datasets").ImageFolder(str(data_dir), steps))
     except FileNotFoundError as error:

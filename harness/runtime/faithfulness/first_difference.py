@@ -31,6 +31,7 @@ from harness.runtime.faithfulness.outcomes import OperatorRun, bits_of
 from harness.runtime.faithfulness.state import seed_all
 from harness.runtime.models.task import Task
 from harness.runtime.tracing.constructs import function_name
+from harness.runtime.tracing.patches import has_gradient_hooks
 
 _TORCH = str(Path(torch.__file__).parent)
 _TORCH_FUNCTIONS = ("BackwardHookFunction", "CheckpointFunction")
@@ -213,7 +214,7 @@ def _hooks_of(model: nn.Module) -> Iterable[str]:
             if getattr(module, f"_{kind}_hooks", None):
                 yield f"a {kind.replace('_', ' ')} hook on {path or 'the model'}"
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_gradient_hooks(parameter):
             yield f"a hook on the parameter {name}"
 
 

@@ -11,13 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from harness.errors import first_line
-from harness.runtime.models.task import (
-    InputSpec,
-    Task,
-    Wrapper,
-    logits_of,
-    wide,
-)
+from harness.runtime.models.task import InputSpec, Task, Wrapper, logits_of, wide
 
 # Drawing and comparing more takes seconds on every rank.
 _LARGEST_CHECKED = 1 << 24  # elements
@@ -106,10 +100,8 @@ class OwnLoss:
 
     def sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The model's loss times the number of targets that count, or of samples."""
-        given = (
-            *separate(wide(outputs), list(self.outputs.values())),
-            *self._labels(targets),
-        )
+        read = separate(wide(outputs), list(self.outputs.values()))
+        given = (*read, *self._labels(targets))
         found: Tensor = _run(self.calls, given, outputs.device)[self.result]
         return found.reshape(()) * (1 if self.counted else len(targets))
 

@@ -32,11 +32,7 @@ from harness.runtime.tracing.export_modes import JoinedSamples, KnownValues
 from harness.runtime.tracing.kept_calls import ExportedFunctions, join_vmaps, loops_found
 from harness.runtime.tracing.module_calls import call_modules, is_own_norm, plain_norm
 from harness.runtime.tracing.tracer import users_frame
-from harness.runtime.tracing.training_dtype import (
-    follow_training_dtype,
-    may_follow,
-    under_autocast,
-)
+from harness.runtime.tracing.training_dtype import follow_training_dtype, may_follow, under_autocast
 from harness.runtime.tracing.writes import read_written
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -356,13 +352,12 @@ def _unflatten_output(module: fx.GraphModule) -> None:
 def _use_input_device(module: fx.GraphModule) -> None:
     """Create and move tensors on the input's device, because an export fixes that of its
     examples."""
-    first, *others = module.graph.find_nodes(op="placeholder")
-    last = [first, *others][-1]
+    inputs = module.graph.find_nodes(op="placeholder")
     makers = [n for n in module.graph.nodes if any(map(_is_device, (*n.args, *n.kwargs.values())))]
     if not makers:
         return
-    with module.graph.inserting_after(last):
-        device = module.graph.call_function(getattr, (first, "device"))
+    with module.graph.inserting_after(inputs[-1]):
+        device = module.graph.call_function(getattr, (inputs[0], "device"))
     for node in makers:
         node.args = tuple(device if _is_device(x) else x for x in node.args)
         node.kwargs = {k: device if _is_device(x) else x for k, x in node.kwargs.items()}

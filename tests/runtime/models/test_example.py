@@ -29,12 +29,14 @@ OPTIONS = ModelOptions(n_classes=7, n_channels=3, image_size=32)
 TOKENS = torch.tensor([[4, 1, 2], [0, 3, 1]])
 
 
-class Tagger(nn.Module):
-    """Reads tokens and, nested in a dict, a table; gives classes for each token."""
-
+class Words(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.last = nn.Embedding(5, 6), nn.Linear(6, 9)
+
+
+class Tagger(Words):
+    """Reads tokens and, nested in a dict, a table; gives classes for each token."""
 
     def forward(self, skipped=None, *, tokens, more):
         assert skipped is None
@@ -224,12 +226,17 @@ def tagged(tags):
 
 
 def test_tokens_that_do_not_count_in_one_of_two_losses_keep_the_loss_on_whole_batches():
-    task = tagged(TAGS)
-    assert isinstance(task, BatchLossTask)
     x, labels = torch.rand(2, 4), torch.tensor([2, 5])
-    found = task.sum_loss(task.model(x, labels, TAGS), task.draw_targets(2)) / 2
-    wanted = task.model.model.model(x, labels, TAGS)["loss"]
-    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
+    task = tagged(TAGS)
+    assert_whole(task, task.model.model.model(x, labels, TAGS)["loss"], x, labels, TAGS)
+
+
+def assert_whole(task, loss, *inputs):
+    """The loss of a task is computed on whole batches, as its model does."""
+    assert isinstance(task, BatchLossTask)
+    n_samples = len(inputs[0])
+    found = task.sum_loss(task.model(*inputs), task.draw_targets(n_samples)) / n_samples
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
 
 
 def test_a_model_that_returns_its_loss_alone_is_a_task():
@@ -240,9 +247,7 @@ def test_a_model_that_returns_its_loss_alone_is_a_task():
     x, labels = torch.rand(3, 4), torch.tensor([1, 5, 0])
     model = Alone(4, 6)
     task = task_of("m:f", (model, {"x": x, "labels": labels}), OPTIONS)
-    assert isinstance(task, BatchLossTask)
-    found = task.sum_loss(task.model(x, labels), task.draw_targets(3)) / 3
-    assert float(found.detach()) == pytest.approx(float(model(x, labels).detach()), rel=1e-6)
+    assert_whole(task, model(x, labels), x, labels)
     assert task.reason == "its forward returns the loss alone"
 
 
@@ -334,14 +339,10 @@ def test_targets_that_do_not_count_are_left_out_of_the_mean():
 
 @pytest.mark.parametrize("form", ["contrast", "hidden"])
 def test_a_loss_that_compares_samples_or_reads_more_than_outputs_stays_in_the_model(form):
-    labels = torch.tensor([0.5, -1.0])
+    x, labels = torch.rand(2, 4), torch.tensor([0.5, -1.0])
     task = scored(form, labels)
-    assert isinstance(task, BatchLossTask)
     assert task.prefix == "model.model."
-    x = torch.rand(2, 4)
-    found = task.sum_loss(task.model(x, labels), task.draw_targets(2)) / 2
-    wanted = task.model.model.model(x, labels)["loss"]
-    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
+    assert_whole(task, task.model.model.model(x, labels)["loss"], x, labels)
     assert (held(task).graph.mixing_operator() is None) == (form == "hidden")
 
 
@@ -397,12 +398,12 @@ def test_labels_that_are_alike_in_the_example_hide_no_mean_over_the_batch(form, 
     assert isinstance(scored(form, labels), BatchLossTask)
 
 
-class Generator(nn.Module):
+class Generator(Words):
     """As in nanoGPT: a tuple with the loss, and without targets only the last token's logits."""
 
     def __init__(self, form):
         super().__init__()
-        self.form, self.words, self.last = form, nn.Embedding(5, 6), nn.Linear(6, 9)
+        self.form = form
 
     def forward(self, tokens, targets=None):
         x, loss = self.words(tokens), None
@@ -428,12 +429,8 @@ def test_the_loss_of_a_tuple_is_trained_on_what_the_model_computes_with_labels(f
     held(task)
 
 
-class Cached(nn.Module):
+class Cached(Words):
     """Reads a table that a cached function makes of its inputs' device."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.last = nn.Embedding(5, 6), nn.Linear(6, 9)
 
     def forward(self, tokens, *, is_scaled):
         x = self.words(tokens)
