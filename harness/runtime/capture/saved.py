@@ -199,9 +199,9 @@ class KeptBytes:
                 n_copies = 1 if operator and operator.kind == "lstm" else n
                 self._made[node] += n_copies * self._values[source][k].numel() * width
             else:
-                self._keep((source, k))
+                self.keep(source, k)
         for k in saved.outputs:
-            self._keep((node, k))
+            self.keep(node, k)
         self._made[node] += saved.n_floats * width + saved.other_bytes
         is_differentiated = any(
             self._values[n][k].requires_grad for n, k in places if n.op != "get_attr"
@@ -212,9 +212,10 @@ class KeptBytes:
             self._made[node] += n_bytes * width / _FP32
             self._cast.add(operator.name)
 
-    def keep(self, node: fx.Node) -> None:
-        """The first tensor of a node stays."""
-        self._keep((node, 0))
+    def keep(self, node: fx.Node, k: int = 0) -> None:
+        """A tensor of a node stays, by default its first."""
+        node, k = self._of((node, k))
+        self._kept[node].add(k)
 
     def of(self, node: fx.Node) -> int:
         """Bytes of a node, after all have been followed."""
@@ -228,10 +229,6 @@ class KeptBytes:
             return _FP32
         widths = [self._width[n] for n in given if n.op != "get_attr"]
         return _HALF if kind == "narrow" else max(widths, default=_FP32)
-
-    def _keep(self, place: _Place) -> None:
-        node, k = self._of(place)
-        self._kept[node].add(k)
 
     def _of(self, place: _Place) -> _Place:
         return self._origin.get(place, place)

@@ -23,13 +23,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.domain.graph import Graph
-from harness.runtime.capture.capture import Captured
+from harness.runtime.capture.capture import LOSS, Captured
 from harness.runtime.capture.saved import tensors_within
 from harness.runtime.devices.precision import has_gradients
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing.constructs import callable_of
-
-LOSS = "loss"
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,6 @@ Endpoint = tuple[str, int, str]
 """Address, port and token of rank 0's agent."""
 
 
-class _Host(msgspec.Struct, frozen=True):
-    name: str
-    interfaces: list[Interface]
-
-
 def read_limit_s(words: Sequence[str]) -> float:
     """The heartbeats' limit by a command line's flags, whose values are checked later."""
     given = flags_in(words)
@@ -60,11 +55,12 @@ def introduce(
     channel.join()
     comm = _mpi_world(launch)
     if launch.size > 1:
-        mine = msgspec.json.encode(_Host(platform.node(), list_interfaces()))
-        hosts = [msgspec.json.decode(data, type=_Host) for data in comm.allgather(mine)]
+        hosts = comm.allgather(msgspec.json.encode((platform.node(), list_interfaces())))
+        kind = tuple[str, list[Interface]]
+        names, interfaces = zip(*(msgspec.json.decode(x, type=kind) for x in hosts), strict=True)
         connect_agents(
-            channel, launch.rank, [host.name for host in hosts],
-            [host.interfaces for host in hosts], environ.get("GLOO_SOCKET_IFNAME", ""), limit_s,
+            channel, launch.rank, list(names), list(interfaces),
+            environ.get("GLOO_SOCKET_IFNAME", ""), limit_s,
             lambda endpoint: comm.bcast(endpoint, root=0),
         )  # fmt: skip
     return comm

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from harness.domain.torch_builds import torch_problem
 from harness.errors import LaunchError, first_line
@@ -68,11 +68,6 @@ def _store(address: str, port: int = 0, *, is_master: bool = False) -> Any:
     return TCPStore(
         address, port, is_master=is_master, wait_for_workers=False, timeout=_STORE_TIMEOUT
     )
-
-
-def connect_store(address: str, port: int, prefix: str) -> Store:
-    """Open another connection to rank 0's store, with a prefix for its keys."""
-    return PrefixStore(prefix, _store(address, port))
 
 
 def _connect_over_mpi(comm: Any, facts: HostFacts, requested: str) -> tuple[Any, str, int]:
@@ -278,10 +273,9 @@ def join_process_group(world: World, address: str, port: int, name: str, timeout
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={world.interface}")
     if world.device.type == "cuda":  # under gloo too, for events and streams
         torch.cuda.set_device(world.device)
-    store = connect_store(address, port, name)
     dist.init_process_group(
         world.backend,
-        store=store,
+        store=PrefixStore(name, _store(address, port)),
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout_s),

@@ -110,12 +110,6 @@ class States:
         else:
             self.writes[name] = self._tracer.module_path
 
-    def replace(self, before: fx.Node, after: fx.Node) -> None:
-        """Update the buffer whose current value is `before`."""
-        for name, value in self._values.items():
-            if value is before:
-                self._values[name] = after
-
     def record(self, node: fx.Node) -> None:
         """Record a node that writes a buffer in place; make it out of place if the graph passes
         the buffer's value on."""
@@ -137,7 +131,7 @@ class States:
                 node.op, node.target = "call_function", copying
             else:
                 out_of_place(node, self._modules)
-            self.replace(source, node)
+            self._values |= {k: node for k, value in self._values.items() if value is source}
         elif (viewed := self._viewed(source)) is not None:
             raise ConstructError(
                 f"forward changes a view of the buffer {viewed!r} in place: assign to it"

@@ -191,7 +191,8 @@ def test_the_process_of_a_run_is_told_the_interface(known, told, monkeypatch):
 
     barriers = []
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    monkeypatch.setattr(rendezvous, "connect_store", lambda *_: None)
+    for name in ("_store", "PrefixStore"):
+        monkeypatch.setattr(rendezvous, name, lambda *_: None)
     (world,) = worlds([facts()])
     rendezvous.join_process_group(replace(world, interface="eth7"), "", 0, "run", 1.0)
     assert seen == told  # NCCL alone would take eth70 too
