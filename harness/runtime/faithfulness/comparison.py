@@ -147,8 +147,7 @@ class _Comparison:
         (batch,) = self._batches(_SIZES[1:])
         try:
             expected = self._evaluated(batch, self._model, nullcontext())
-            mode = evaluating([self._captured.module])
-            found = self._evaluated(batch, self._graph, mode)
+            found = self._evaluated(batch, self._graph, evaluating([self._captured.module]))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -334,8 +333,7 @@ class _Comparison:
                     expected = self._train(self._model, wide, project, keep_values)
                 if narrowing.is_detected:
                     return None
-                kept = keep_distance(expected)
-                return difference_of(self._train_graph(wide, project, kept))
+                return difference_of(self._train_graph(wide, project, keep_distance(expected)))
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -45,8 +45,7 @@ class Narrowing(TorchFunctionMode):
         device_type = "cpu"
         if isinstance(result, Tensor):
             device_type = result.device.type
-            narrow = (torch.float32, torch.bfloat16, torch.float16)
-            self.is_detected |= result.dtype in narrow
+            self.is_detected |= result.dtype in (torch.float32, torch.bfloat16, torch.float16)
         self.is_detected |= torch.is_autocast_enabled(device_type)
         return result
 

@@ -313,8 +313,7 @@ def find_positions(
                 node in projections and of_inputs.get(source) == "keys"
             ):
                 slices[node, source] = RowSlice(rules.dims.get(source, 1), True, False)
-    n = size_of(order[-1], 1)
-    return FoundPositions(n, keys, rules.numbers, slices, of_inputs, core)
+    return FoundPositions(size_of(order[-1], 1), keys, rules.numbers, slices, of_inputs, core)
 
 
 def _propagated(order: Sequence[fx.Node], projections: Collection[fx.Node]) -> _RowRules:

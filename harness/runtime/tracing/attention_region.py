@@ -132,8 +132,7 @@ class AttentionRegion:
     positions: RegionPositions | None = None
 
     def __post_init__(self) -> None:
-        whole = fx.GraphModule(nn.Module(), self.graph)
-        object.__setattr__(self, "_whole", whole)
+        object.__setattr__(self, "_whole", fx.GraphModule(nn.Module(), self.graph))
         object.__setattr__(self, "__name__", "attention_region")
 
     def __deepcopy__(self, memo: object) -> AttentionRegion:

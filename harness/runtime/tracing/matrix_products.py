@@ -208,8 +208,7 @@ class _Stack:
         operation = "call_module" if isinstance(target, str) else "call_function"
         with like.graph.inserting_before(before or like):
             made = like.graph.create_node(operation, target, args, kwargs)
-        value = like.meta["val"]
-        made.meta = {**like.meta, "val": value.new_empty(self._sizes(like))}
+        made.meta = {**like.meta, "val": like.meta["val"].new_empty(self._sizes(like))}
         return made
 
     def _sizes(self, node: fx.Node) -> list[Any]:

@@ -152,5 +152,4 @@ class States:
         with graph.inserting_before(output):
             for name, value in self._values.items():
                 if value is not self._before.get(name):
-                    held = graph.get_attr(name)
-                    graph.call_function(WriteBuffer(name), (held, value))
+                    graph.call_function(WriteBuffer(name), (graph.get_attr(name), value))
