@@ -248,13 +248,11 @@ class _Comparison:
         loss_of: Loss | None = None,
         keep: Keep = keep_bits,
     ) -> list[TrainedBatch]:
-        sides, loss_of = (self._task.model, self._captured.module), loss_of or self._sum_loss
         try:
-            with preserved(*sides):
-                return side.train(batches, loss_of, keep, _SEED)
-        except AccumulatesTwice:
-            with preserved(*sides):
-                return side.train(batches, loss_of, keep, _SEED)
+            with preserved(self._task.model, self._captured.module):
+                return side.train(batches, loss_of or self._sum_loss, keep, _SEED)
+        except AccumulatesTwice:  # which it does not raise again
+            return self._train(side, batches, loss_of, keep)
 
     def _train_graph(
         self, batches: Sequence[Batch], loss_of: Loss | None = None, keep: Keep = keep_bits
