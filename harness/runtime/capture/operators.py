@@ -20,7 +20,12 @@ from harness.runtime.models.attention import GroupedAttention
 from harness.runtime.models.mixture import Router, is_single_operator
 from harness.runtime.tracing.attention_region import AttentionRegion
 from harness.runtime.tracing.autocast import AutocastFunction, AutocastModule
-from harness.runtime.tracing.constructs import CustomFunction, OpaqueFunction, function_name
+from harness.runtime.tracing.constructs import (
+    CustomFunction,
+    OpaqueFunction,
+    argument_of,
+    function_name,
+)
 from harness.runtime.tracing.matrix_products import transposed_linear
 from harness.runtime.tracing.patches import has_own_hooks
 
@@ -227,8 +232,7 @@ def is_frozen_norm(node: fx.Node, module: nn.Module | None) -> bool:
     """
     if isinstance(module, _BatchNorm):
         return not module.training
-    is_training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
-    return not is_training
+    return not argument_of(node, 5, "training", default=False)
 
 
 def updates_statistics(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
@@ -307,8 +311,6 @@ SOMETIMES_RANDOM: dict[str, tuple[int | None, int | None, bool]] = {
     "scaled_dot_product_attention": (4, None, True),
     "stochastic_depth": (1, 3, True),
 }  # fmt: skip
-_PROBABILITIES = ("p", "dropout_p")
-_FLAGS = ("training", "train")
 
 
 def is_dropout(node: fx.Node, root: nn.Module) -> bool:
@@ -351,13 +353,9 @@ def _module_draws(module: nn.Module) -> bool:
 
 def _is_on(node: fx.Node, probability: int | None, flag: int | None, default: bool) -> bool:
     omitted = 0.0 if flag is None else 0.5  # default of the attention function; of all others
-    chance = 1.0 if probability is None else _argument(node, _PROBABILITIES, probability, omitted)
-    is_on = True if flag is None else _argument(node, _FLAGS, flag, default)
+    chance, is_on = 1.0, True
+    if probability is not None:
+        chance = argument_of(node, probability, "p", "dropout_p", default=omitted)
+    if flag is not None:
+        is_on = argument_of(node, flag, "training", "train", default=default)
     return bool(is_on) and chance != 0
-
-
-def _argument(node: fx.Node, names: tuple[str, ...], position: int, default: Any) -> Any:
-    """An argument by its position or name."""
-    if position < len(node.args):
-        return node.args[position]
-    return next((node.kwargs[name] for name in names if name in node.kwargs), default)

@@ -166,7 +166,7 @@ def find_first_difference(
     seed_all(seed)
     for batch in batches:
         run = _OperatorResult(captured, meta, batch)
-        run.train(task, batch)
+        task.sum_loss(run.run(*batch.inputs), batch.targets).backward()
         runs.append(run)
     pairs = zip(recordings, runs, strict=True)
     found = next(filter(None, (run.first_difference(one.results) for one, run in pairs)), "")
@@ -257,9 +257,6 @@ class _OperatorResult(OperatorRun):
         if n in self._owner and isinstance(value, Tensor) and is_defined:
             self._nodes.append((n, *self._results.add(value)))
         return value
-
-    def train(self, task: Task, batch: Batch) -> None:
-        task.sum_loss(self.run(*batch.inputs), batch.targets).backward()
 
     def first_difference(self, model: _Results) -> str:
         """The first operator with an output or gradient that the model did not compute, or ""."""

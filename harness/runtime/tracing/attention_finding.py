@@ -24,7 +24,7 @@ from harness.runtime.capture.operators import draws_random
 from harness.runtime.executor.shards.base import has_plain_weights
 from harness.runtime.tracing.attention_joining import JoinedGraph, computed_bias, share_of
 from harness.runtime.tracing.attention_positions import find_positions
-from harness.runtime.tracing.constructs import AUTOCAST, HOOKS, NO_GRAD, function_name
+from harness.runtime.tracing.constructs import AUTOCAST, HOOKS, NO_GRAD, argument_of, function_name
 from harness.runtime.tracing.dim_rules import (
     ATTENTION,
     LINEAR,
@@ -267,8 +267,7 @@ class _Region:
     def _of_attention(self) -> int:
         queries: Any = self._attention.args[:3]
         position = self._heads.of_stacks(queries)
-        mask = self._attention.kwargs.get("attn_mask")
-        mask = self._attention.args[3] if len(self._attention.args) > 3 else mask
+        mask = argument_of(self._attention, 3, "attn_mask")
         if isinstance(mask, fx.Node):
             rank = len(shape_of(self._attention))
             self._heads.broadcast(self._attention, mask, rank - position)

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from harness.runtime.capture.operators import SOMETIMES_RANDOM
 from harness.runtime.models.attention import AttentionForm
 from harness.runtime.tracing.attention_region import RowSlice
+from harness.runtime.tracing.constructs import argument_of
 from harness.runtime.tracing.dim_rules import (
     ATTENTION,
     PRODUCTS,
@@ -99,7 +100,7 @@ def find_core(
     widths = {shape_of(node)[3] for node in (query, key, value)}
     if len(widths) > 1 or n_heads % n_groups or shape_of(value)[1] != n_groups:
         return None
-    is_causal = is_function and bool(_argument(attention, 5, "is_causal", False))
+    is_causal = is_function and bool(argument_of(attention, 5, "is_causal"))
     hidden = "any" if steps.mask is None else _hidden(steps.mask[1])
     (head_dim,) = widths
     form = AttentionForm(
@@ -122,14 +123,13 @@ def find_core(
 
 
 def _of_function(node: fx.Node) -> _Steps:
-    mask = _argument(node, 3, "attn_mask", None)
-    scale = _argument(node, 6, "scale", None)
+    mask, scale = argument_of(node, 3, "attn_mask"), argument_of(node, 6, "scale")
     return _Steps(
         scores=node,
         key=node.args[1],
         scale=scale or shape_of(node)[-1] ** -0.5,
         mask=None if mask is None else (node, mask),
-        dropout=float(_argument(node, 4, "dropout_p", 0.0)),
+        dropout=float(argument_of(node, 4, "dropout_p", default=0.0)),
     )
 
 
@@ -178,10 +178,6 @@ def _before_repeats(node: Any) -> fx.Node:
     return node
 
 
-def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
 def _probability(node: fx.Node) -> float:
     """That of a dropout, 0 if it is off."""
     if node.op == "call_module":
@@ -189,8 +185,8 @@ def _probability(node: fx.Node) -> float:
         return float(module.p) if module.training else 0.0
     _, flag, is_training = SOMETIMES_RANDOM["dropout"]
     assert flag is not None
-    is_on = _argument(node, flag, "train", node.kwargs.get("training", is_training))
-    return float(_argument(node, 1, "p", 0.5)) if is_on else 0.0
+    is_on = argument_of(node, flag, "train", "training", default=is_training)
+    return float(argument_of(node, 1, "p", default=0.5)) if is_on else 0.0
 
 
 def _number(value: Any) -> float | None:
@@ -299,8 +295,8 @@ def find_positions(
         require(attention not in keys)
         of_inputs = _of_inputs(order, projections, keys)
         core = find_core(attention, heads, rules.dims)
-        is_causal = any(attention.args[5:6]) or attention.kwargs.get("is_causal")
-        require(core is not None or attention.target is not ATTENTION or not is_causal)
+        is_causal = attention.target is ATTENTION and argument_of(attention, 5, "is_causal")
+        require(core is not None or not is_causal)
     except NotCuttableError:
         return None
     slices = {

@@ -58,6 +58,13 @@ def callable_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> Callable[...
     return target  # type: ignore[no-any-return]
 
 
+def argument_of(node: fx.Node, position: int, *names: str, default: Any = None) -> Any:
+    """An argument of a call by its position, or by one of its names."""
+    if position < len(node.args):
+        return node.args[position]
+    return next((node.kwargs[name] for name in names if name in node.kwargs), default)
+
+
 # Gradient of a tensor -> its replacement, or None to keep it.
 GradientHook = Callable[[Tensor], Tensor | None]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.runtime.executor.shards.base import has_plain_weights
-from harness.runtime.tracing.constructs import CALLS, function_name
+from harness.runtime.tracing.constructs import CALLS, argument_of, function_name
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 LINEAR = torch.ops.aten.linear.default
@@ -113,13 +113,12 @@ class DimRules:
         if name == "permute":
             return [natural(x, rank) for x in node.args[1]].index(position)  # type: ignore[union-attr]
         if name in ("select", "unbind"):
-            dim = natural(node.args[1] if len(node.args) > 1 else 0, rank)
+            dim = natural(argument_of(node, 1, default=0), rank)
             require(dim != position)
             return position - (dim < position)
         if name in ("unsqueeze", "stack"):
             require(all(self.dims.get(n) == position for n in node.all_input_nodes))
-            new = node.args[1] if len(node.args) > 1 else 0
-            return position + (natural(new, rank + 1) <= position)
+            return position + (natural(argument_of(node, 1, default=0), rank + 1) <= position)
         if name == "expand":
             position += len(shape_of(node)) - rank
             self._scale(node, position)
@@ -172,7 +171,7 @@ class DimRules:
     def _of_part(self, node: fx.Node, name: str, position: int, rank: int) -> int:
         """A slice, a split or a repetition."""
         place = {"slice": 1}.get(name, 2)
-        dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
+        dim = argument_of(node, place, "dim", default=0)
         require(name != "repeat_interleave" or isinstance(node.args[1], int))
         return position if natural(dim, rank) != position else self.of_cut(node, name, position)
 
@@ -213,7 +212,7 @@ def _n_normalized(node: fx.Node) -> int:
 
 def softmax_dim(node: fx.Node) -> Any:
     """The dim that a softmax is given."""
-    return module_of(node).dim if node.op == "call_module" else [*node.args, None][1]
+    return module_of(node).dim if node.op == "call_module" else argument_of(node, 1)
 
 
 def operator_name(node: fx.Node) -> str:
