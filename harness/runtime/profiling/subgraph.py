@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from harness.domain.graph import Graph
-from harness.runtime.capture.capture import LOSS, Captured
+from harness.domain.graph import LOSS, Graph
+from harness.runtime.capture.capture import Captured
 from harness.runtime.capture.saved import tensors_within
 from harness.runtime.devices.precision import has_gradients
 from harness.runtime.executor.shards.inplace import works_in_place
