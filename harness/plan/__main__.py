@@ -1,4 +1,4 @@
-"""`python -m harness.plan search|advise|show|convert`: plan without running a step.
+"""`python -m harness.plan COMMAND`: plan without running a step; COMMANDS has one line for each.
 
 Each command is one module, imported when the command is given.
 """
