@@ -241,7 +241,7 @@ def test_neighbours_share_a_layer_and_stages_are_farthest_apart():
 
 def test_replicas_in_a_row_compute_copies_of_what_samples_do_not_cut():
     graph = changed(GRAPH, ["l0", "l2"], kind="other", shape={"seq": 4}, parameter_bytes=0)
-    layout = parse_layout("tp=2,dp=2,pp=2").with_replicas_together()
+    layout = parse_layout("tp=2,dp=2,pp=2,cuts=2").with_replicas_together()
     alone = layout_strategy(layout, graph, EIGHT, 8, n_microbatches=2)
     found = with_copies(alone, graph, 2)
     validate(found, graph, EIGHT)

@@ -102,7 +102,7 @@ def _trained(engine: ExecutorEngine, losses: list[float], world: World) -> Train
     own = _gathered(engine._gatherer._model_parts(is_of_replica=True), world)
     whole = engine.model_state()
     unused = engine._gatherer._unused
-    parts = {n: unused.get(n, torch.full_like(t, torch.nan)) for n, t in whole.items()}
+    parts = {name: unused.get(name, torch.full_like(t, -1)) for name, t in whole.items()}
     for rank in engine.replica:
         for piece, tensor in own[rank].items():
             piece.take(parts[engine._gatherer._model_name(piece)]).copy_(tensor)

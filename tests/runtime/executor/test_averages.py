@@ -22,6 +22,7 @@ from equivalence_named import case_of, strategies
 from equivalence_ranks import RanksFailedError
 from made_graphs import small_cluster
 
+from harness.domain.sharding import has_tasks
 from harness.errors import StrategyError
 from harness.plan.layouts.degrees import layout_strategy, parse_layout
 from harness.plan.replicas import with_copies
@@ -38,9 +39,11 @@ RARE = OuterOptions(sync_every=3, learning_rate=0.7, momentum=0.9)
 
 def degrees(model, text, batch, n_microbatches):
     layout, graph = parse_layout(text).with_replicas_together(), small_graph(model)
+    seconds = [[1.0] * len(list(filter(has_tasks, graph.operators)))] * layout.n_devices
     strategy = layout_strategy(
-        layout, graph, small_cluster(layout.n_devices), batch, n_microbatches=n_microbatches
-    )
+        layout, graph, small_cluster(layout.n_devices), batch,
+        n_microbatches=n_microbatches, seconds=seconds,
+    )  # fmt: skip
     return with_copies(strategy, graph, layout.dp) if layout.dp > 1 else strategy
 
 
@@ -108,6 +111,7 @@ def test_replicas_train_so_under_the_rules_of_nccl(hosts, nccl_ranks):
     ("model", "strategy", "optimizer"),
     [
         ("mlp", lambda: ddp("mlp", 3, 7), "adamw"),
+        ("resnet18", lambda: ddp("resnet18", 2, 8), "sgd"),
         ("disordered", lambda: degrees("disordered", "dp=2,pp=2", 8, 2), "sgd"),
     ],
 )

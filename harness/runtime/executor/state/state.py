@@ -242,12 +242,14 @@ class StateGatherer:
         by_key, single = self._optimizer_parts(optimizer)
         of_optimizer = {key: chosen(parts, self._owners.of) for key, parts in by_key.items()}
         found, averages = RankParts(optimizer=of_optimizer, single=single), self.averages
+        model = model_parts(is_of_replica=False)
         if averages is not None and not has_copies:
             of_replica = model_parts(is_of_replica=True)
             if averages.replicas.number > 0:
                 return RankParts(of_replica=replace(found, model=of_replica))
-            found = replace(found, of_replica=RankParts(model=of_replica))
-        model = model_parts(is_of_replica=False)
+            # Its buffers are those of the model; a file has no two names of one memory.
+            of_own = {p: x for p, x in of_replica.items() if x.data_ptr() != model[p].data_ptr()}
+            found = replace(found, of_replica=RankParts(model=of_own))
         if has_copies or self._world.is_first:
             model |= {WeightSlice.whole(name, t): t for name, t in self._unused.items()}
         if averages is not None and (momentum := averages.momentum()):
