@@ -75,14 +75,14 @@ def _cases(name: str, config: Any, launch: Launch, gpus: Sequence[RankInfo] | No
 
 def _print_tables(runs: list[Any]) -> None:
     from harness.measure.derive.devices import unpublished_peaks
-    from harness.measure.derive.doubts import stolen_warnings
+    from harness.measure.derive.doubts import stolen_shares, stolen_warnings
     from harness.workloads import WORKLOADS, load_workload
 
     for name in dict.fromkeys(run.header.workload for run in runs):
         found = [run for run in runs if run.header.workload == name]
         table = load_workload(name).table(found)
         print(f"\n{name}: {WORKLOADS[name]}\n{table}", flush=True)
-        for warning in stolen_warnings(found):
+        for warning in stolen_warnings((run, stolen_shares(run)) for run in found):
             print(f"warning: {warning}", flush=True)
     for line in unpublished_peaks(runs):
         print(f"note: {line}", flush=True)

@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from harness.inputs import open_regular
@@ -63,13 +62,8 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop(is_closed=error is None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop(is_closed=kind is None)
 
     def stop(self, *, is_closed: bool = True) -> None:
         """Stop beating; remove the file if the header says how the run ended."""

@@ -14,6 +14,7 @@ import numpy as np
 
 CONFIDENCE = 0.99
 MAX_P = 0.002
+MINIMUM_EFFECT = 1.1
 MIN_REPEATS = 9
 _FEWEST_CORRELATED = 3
 TOO_SHORT_S = 1e-3
@@ -96,18 +97,17 @@ def known_mean(values: Iterable[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def median_interval_ranks(n: int, confidence: float = CONFIDENCE) -> tuple[int, int, float]:
+def median_interval_ranks(n: int) -> tuple[int, int, float]:
     """Ranks (from 0) of the sorted samples that enclose the median, and their coverage.
 
-    The narrowest symmetric pair with at least `confidence`; the whole range if n is too small
-    (below 8 for 99 %).
+    The narrowest symmetric pair with at least CONFIDENCE; the whole range if n is below 8.
 
     Source: David and Nagaraja, Order Statistics, section 7.1.
     """
     first = (n - 1) // 2
     chance = _chance_below(first, n)
     coverage = 0.0 if n % 2 else chance * (n - first) / (first + 1)
-    while coverage < confidence and first > 0:  # widen by a rank on both sides
+    while coverage < CONFIDENCE and first > 0:  # widen by a rank on both sides
         coverage += 2 * chance
         chance *= first / (n - first + 1)
         first -= 1
@@ -214,24 +214,22 @@ def _repeats_missing(n_a: int, n_b: int, half_width: float, distance: float) -> 
     return needed - n
 
 
-def verdict(a: Sequence[float], b: Sequence[float], minimum_effect: float = 1.1) -> Verdict:
+def verdict(a: Sequence[float], b: Sequence[float]) -> Verdict:
     """Compare durations `a` with `b`, each the median of one repeat (a separate process).
 
     `faster` and `slower` need p below 0.002 by Mann and Whitney and a factor of at least
-    `minimum_effect`; `same` needs the whole interval of the ratio within it. Fewer than nine
-    repeats in total are always inconclusive.
+    MINIMUM_EFFECT; `same` needs the whole interval of the ratio within it. Fewer than nine repeats
+    in total are always inconclusive.
 
     Raises:
-        ValueError: empty, not finite, not above 0, or a minimum effect of 1 or less.
+        ValueError: empty, not finite, or not above 0.
     """
     from scipy.stats import mannwhitneyu
 
-    if minimum_effect <= 1:
-        raise ValueError(f"minimum_effect is a factor above 1, not {minimum_effect}")
     log_a, log_b = _logs(a), _logs(b)
     shift, low, high = _shift_interval(log_a, log_b)
     p = float(mannwhitneyu(log_a, log_b, alternative="two-sided").pvalue)
-    effect = math.log(minimum_effect)
+    effect = math.log(MINIMUM_EFFECT)
     outcome: Outcome = "inconclusive"
     if log_a.size + log_b.size >= MIN_REPEATS:
         if p < MAX_P and abs(shift) >= effect:

@@ -27,9 +27,9 @@ from harness.measure.rank_records import MAX_RANKS, Records, read_records
 _LONGEST_LINE = 10_000  # of a reason
 
 Problem = tuple[Path, str]
+"""An unusable file, and the reason."""
 Found = tuple[Path, RunHeader]
 SAMPLES = "sample-"  # begins the names of committed runs
-"""An unusable file, and the reason."""
 
 # Files that a results directory may hold beside runs.
 _BESIDE_RUNS = (

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 from harness.domain.run import HOST_SETTINGS, RunHeader
 from harness.measure.derive.devices import low_peak_warnings
-from harness.measure.derive.doubts import Doubt, DoubtKind, rank_settings, warnings_of_shares
+from harness.measure.derive.doubts import Doubt, DoubtKind, rank_settings, stolen_warnings
 from harness.measure.derive.prediction import unpredicted_traffic
 from harness.measure.derive.settings import unlike_one_device
 from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_tables
-from harness.measure.derive.training import TrainingSummary
-from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.numbers import RunNumbers
+from harness.plot.catalog import Catalog
 from harness.plot.predicted import cells, planned_cases
 
 MAX_SUBJECTS = 3  # runs that are named with one warning
@@ -38,7 +36,9 @@ def answers(catalog: Catalog) -> list[Answer]:
     tables = [
         (cell, rows)
         for cell, cases in sorted(cells(catalog.training).items())
-        for rows in strategy_tables(_repeats(cases))
+        for rows in strategy_tables(
+            repeat for case in cases for repeat in zip(case.case.runs, case.summaries, strict=True)
+        )
     ]
     compared = [(cell, rows) for cell, rows in tables if len(rows) > 1]
     if not compared and len(tables) != 1:
@@ -48,11 +48,6 @@ def answers(catalog: Catalog) -> list[Answer]:
         Answer(cell=cell, sentence=strategy_finding(rows), rows=tuple((cell, row) for row in rows))
         for cell, rows in sorted(compared or tables, key=lambda table: -len(table[1]))
     ]
-
-
-def _repeats(cases: Iterable[TrainingCase]) -> Iterator[tuple[RunNumbers, TrainingSummary]]:
-    for case in cases:
-        yield from zip(case.case.runs, case.summaries, strict=True)
 
 
 def _no_comparison(n_cells: int) -> str:
@@ -96,7 +91,7 @@ def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
     for header in (run.header for run in catalog.runs):
         for text in header.texts("left_out"):
             yield header.run_id, Doubt(DoubtKind.LEFT_OUT, text)
-    for text in warnings_of_shares((run, run.stolen) for run in catalog.runs):
+    for text in stolen_warnings((run, run.stolen) for run in catalog.runs):
         yield "", Doubt(DoubtKind.STOLEN, text)
     for text in _unlike_software([run.header for run in catalog.runs]):
         yield "", Doubt(DoubtKind.VERSIONS, text)

@@ -4,7 +4,7 @@ import pytest
 from simulated import cluster_of, row
 
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
-from harness.measure.derive.spans import spans_by_step
+from harness.measure.rank_records import Records
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
@@ -42,7 +42,7 @@ def test_each_microbatch_updates_and_the_slowest_stage_paces():
     # Two microbatches of 2 + 4 s each; updates take 1 s on rank 0, 2 s on rank 1.
     found, _ = run(2, TWO_STAGES, optimizer_s_per_byte=0.1)
     assert found.step_s == pytest.approx(2 * (2 + 4 + 2), abs=1e-9)
-    (own,) = spans_by_step(found.spans[1]).values()
+    (own,) = Records.of(found.spans[1]).by_step.values()
     busy = [s for s in own if s.kind not in ("communication", "step")]
     assert sorted((s.kind, s.label, s.duration_s) for s in busy) == [
         ("backward", "b #0", pytest.approx(4.0)),
@@ -57,7 +57,7 @@ def test_each_microbatch_updates_and_the_slowest_stage_paces():
 def test_a_replicated_stage_sums_its_gradients_before_each_update():
     plans = {"a": OperatorPlan({"sample": 2}, [0, 1]), "b": OperatorPlan({}, [2], 1)}
     found, _ = run(2, plans, n_devices=3, bandwidth=10.0, optimizer_s_per_byte=0.1)
-    (own,) = spans_by_step(found.spans[1]).values()
+    (own,) = Records.of(found.spans[1]).by_step.values()
     sums = [s for s in own if s.name.startswith("all-reduce a")]
     # A ring of two sends 2 * 5 bytes at 10 B/s.
     assert [s.kind for s in sums] == ["communication"] * 2

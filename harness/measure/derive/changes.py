@@ -70,7 +70,6 @@ def change_rows(run: Run) -> tuple[ChangeRow, ...]:
     found = []
     for number, one in enumerate(changes):
         step = one.step or 0
-
         found.append(
             ChangeRow(
                 step=step,

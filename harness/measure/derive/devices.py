@@ -80,8 +80,7 @@ def info_of(run: Headed, rank: int) -> RankInfo:
 def _by_labels(samples: Iterable[Sample], *names: str) -> dict[tuple[object, ...], list[Sample]]:
     groups: dict[tuple[object, ...], list[Sample]] = defaultdict(list)
     for sample in samples:
-        if all(name in sample.labels for name in names):
-            groups[tuple(sample.labels[name] for name in names)].append(sample)
+        groups[tuple(sample.labels[name] for name in names)].append(sample)
     return groups
 
 
@@ -231,10 +230,8 @@ def _by_iteration(run: Run, metric: str, labels: tuple[object, ...]) -> dict[int
 SUMMA_LABELS = ("scaling", "dtype", "m", "n", "k")
 
 
-def _summa_labels(run: Run, sample: Sample) -> tuple[object, ...] | None:
+def _summa_labels(run: Run, sample: Sample) -> tuple[object, ...]:
     """Key of a distributed product: its labels and its number of ranks."""
-    if not all(name in sample.labels for name in SUMMA_LABELS):
-        return None
     named = tuple(sample.labels[name] for name in SUMMA_LABELS)
     return (*named, sample.labels.get("n_ranks", len(run.header.ranks) or len(run.ranks)))
 
@@ -268,9 +265,8 @@ def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[Sum
         for records in run.ranks.values()
         for sample in samples_of(records, "summa_s")
     }
-    found_rows = (_summa_row(run, labels) for labels in found if labels is not None)
     rows = sorted(
-        (row for row in found_rows if row is not None),
+        (row for labels in found if (row := _summa_row(run, labels)) is not None),
         key=lambda row: (row.scaling, row.dtype, row.m * row.n * row.k, row.n_ranks),
     )
     return with_efficiency(rows, run.header.ranks, peaks)

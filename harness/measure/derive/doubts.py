@@ -47,13 +47,12 @@ def stolen_shares(run: Run) -> dict[str, float]:
     return shares
 
 
-def stolen_warnings(runs: Iterable[Run]) -> list[str]:
-    """One line if a hypervisor disturbed any run that is ok; names the worst."""
-    return warnings_of_shares((run, stolen_shares(run)) for run in runs)
+def stolen_warnings(shares_of_runs: Iterable[tuple[Headed, Mapping[str, float]]]) -> list[str]:
+    """One line if a hypervisor disturbed any run that is ok; names the worst.
 
-
-def warnings_of_shares(shares_of_runs: Iterable[tuple[Headed, Mapping[str, float]]]) -> list[str]:
-    """As `stolen_warnings`, from the shares of each run."""
+    Args:
+        shares_of_runs: each run with its `stolen_shares`.
+    """
     known = [
         (max(shares.items(), key=lambda item: item[1]), run.header.run_id)
         for run, shares in shares_of_runs

@@ -80,37 +80,29 @@ def collective_table(run: Run) -> list[CollectiveRow]:
     for records in run.ranks.values():
         position: dict[tuple[str, str, int], int] = defaultdict(int)
         for sample in samples_of(records, "collective_s"):
-            key = _collective_key(sample.labels)
+            labels = sample.labels
+            key = str(labels["operation"]), str(labels["transport"]), int(labels["n_bytes"])
             at = position[key] if sample.step is None else sample.step
             position[key] += 1
             iterations[key][at].append(sample.value)
     n_ranks = len(run.header.ranks) or len(run.ranks)
     rows = []
-    for key, by_iteration in sorted(iterations.items()):
+    for (operation, transport, n_bytes), by_iteration in sorted(iterations.items()):
         times = [max(values) for values in by_iteration.values() if max(values) >= SHORTEST_S]
-        if times and key[2] > 0:
-            rows.append(_collective_row(key, n_ranks, summarize(times, shortest=0)))
+        if times and n_bytes > 0:
+            time = summarize(times, shortest=0)
+            rows.append(
+                CollectiveRow(
+                    operation=operation,
+                    transport=transport,
+                    n_ranks=n_ranks,
+                    n_bytes=n_bytes,
+                    time=time,
+                    algbw=n_bytes / time.median,
+                    busbw=bus_factor(operation, n_ranks) * n_bytes / time.median,
+                )
+            )
     return rows
-
-
-def _collective_key(labels: dict[str, str | int | float | bool]) -> tuple[str, str, int]:
-    n_bytes = labels.get("n_bytes", 0)
-    operation, transport = labels.get("operation", ""), labels.get("transport", "")
-    return str(operation), str(transport), int(n_bytes)
-
-
-def _collective_row(key: tuple[str, str, int], n_ranks: int, time: Summary) -> CollectiveRow:
-    operation, transport, n_bytes = key
-    factor = bus_factor(operation, n_ranks)
-    return CollectiveRow(
-        operation=operation,
-        transport=transport,
-        n_ranks=n_ranks,
-        n_bytes=n_bytes,
-        time=time,
-        algbw=n_bytes / time.median,
-        busbw=factor * n_bytes / time.median,
-    )
 
 
 def _rank_names(run: Run, n: int) -> list[str]:
@@ -129,7 +121,7 @@ def _pair_samples(run: Run, metric: str) -> dict[str, dict[tuple[int, int, int],
             if sample.value >= SHORTEST_S:
                 pair = (int(labels["source"]), int(labels["target"]))
                 key = (*pair, int(labels.get("n_bytes", 0)))
-                found[str(labels.get("transport", ""))][key].append(sample.value)
+                found[str(labels["transport"])][key].append(sample.value)
     return found
 
 

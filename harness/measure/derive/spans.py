@@ -180,11 +180,6 @@ def _sum(columns: Iterable[np.ndarray]) -> np.ndarray:
     return total
 
 
-def spans_by_step(records: Iterable[Record]) -> dict[int, list[Span]]:
-    """Group the spans that name a step, in the order of steps."""
-    return Records.of(records).by_step
-
-
 def phase_table(records: Iterable[Record]) -> PhaseTable:
     """Break down the finished steps of one rank that have details, in order; unfinished ones lack a
     `step` span."""

@@ -13,7 +13,7 @@ import msgspec
 from harness.domain.prediction import Prediction
 from harness.domain.record import Record, Span
 from harness.measure.derive.pipeline import computes
-from harness.measure.derive.spans import samples_of, spans_by_step
+from harness.measure.derive.spans import samples_of
 from harness.measure.derive.training import step_times
 from harness.measure.rank_records import Records
 from harness.measure.store import Run
@@ -41,13 +41,6 @@ class Timeline:
     duration_s: float
     spans: dict[int, list[Span]]
     clock_error_s: float | None
-
-    @property
-    def end_s(self) -> float:
-        """When the last span ends."""
-        return max(
-            (s.start_s + s.duration_s for own in self.spans.values() for s in own), default=0
-        )
 
 
 def _last(records: list[Record], metric: str) -> float | None:
@@ -107,7 +100,7 @@ def clock_shifts(run: Run, step: int) -> Shifts:
     The step begins when the first rank that computes begins it, because a rank that a strategy
     leaves out finishes all steps early.
     """
-    known = {rank: spans_by_step(records).get(step) for rank, records in sorted(run.ranks.items())}
+    known = {rank: Records.of(own).by_step.get(step) for rank, own in sorted(run.ranks.items())}
     starts = {rank: _start_of(spans) for rank, spans in known.items() if spans}
     working = [rank for rank in starts if computes(known[rank] or ())]
     offsets = clock_offsets(run)
@@ -127,7 +120,7 @@ def measured_timeline(run: Run) -> Timeline | None:
         return None
     shifts = clock_shifts(run, step)
     spans = {
-        rank: [moved(span, -shift_s) for span in spans_by_step(run.ranks[rank])[step]]
+        rank: [moved(span, -shift_s) for span in Records.of(run.ranks[rank]).by_step[step]]
         for rank, shift_s in shifts.by_rank.items()
     }
     working = {rank: own for rank, own in spans.items() if computes(own)}
