@@ -33,7 +33,7 @@ from harness.measure.derive.doubts import rank_settings
 from harness.measure.derive.settings import configured_number
 from harness.measure.derive.training import TrainingSummary, add_mfu_of_measured_peak
 from harness.measure.statistics import Summary, summarize
-from harness.measure.store import Problem
+from harness.measure.store import Found, Problem
 from harness.plot.numbers import RunNumbers, derive_numbers
 from harness.plot.style import shorten
 from harness.units import format_number
@@ -62,7 +62,6 @@ def workers() -> Iterator[Executor]:
 BRANDS = re.compile(r"\((?:R|TM)\)|\b(?:NVIDIA|GeForce|Intel|CPU|Processor)\b|@.*", re.IGNORECASE)
 GIGABIT = 1.2e8  # bytes/s that 1 Gbit/s Ethernet carries
 LONGEST_NAME = 60  # letters of a device's kind or a host, in labels
-Found = tuple[Path, RunHeader]
 ROWS_NAME_ALL = ("matmul", "links")
 UNLABELLED = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
@@ -285,7 +284,7 @@ def read_validations(results: Path) -> tuple[list[Validation], list[Problem]]:
 
 
 def read_catalog(
-    found: Iterable[Found],
+    found: Sequence[Found],
     skipped: Sequence[Problem] = (),
     validations: Sequence[Validation] = (),
 ) -> Catalog:
@@ -293,14 +292,11 @@ def read_catalog(
     runs: list[RunNumbers] = []
     problems = list(skipped)
     with workers() as pool:
-        for numbers, of_run in pool.map(_numbers_of, found, chunksize=4):
+        paths, headers = [path for path, _ in found], [header for _, header in found]
+        for numbers, of_run in pool.map(derive_numbers, paths, headers, chunksize=4):
             runs.append(numbers)
             problems += of_run
     return Catalog(runs, problems, validations)
-
-
-def _numbers_of(found: Found) -> tuple[RunNumbers, list[Problem]]:
-    return derive_numbers(*found)
 
 
 class Catalog:

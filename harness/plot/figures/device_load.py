@@ -1,12 +1,10 @@
 """Utilisation, temperature, memory and power of every device over the time of a run."""
 
-from typing import Any
-
 import pandas as pd
 
 from harness.plot.catalog import Catalog
 from harness.plot.figures import Axes, Canvas, Figure, Rows
-from harness.plot.numbers import TELEMETRY, RunNumbers
+from harness.plot.numbers import TELEMETRY
 from harness.plot.style import WIDTH_IN, series_style, shorten, wrap_label
 
 _UNITS = (
@@ -17,26 +15,26 @@ METRICS = dict(zip(TELEMETRY, _UNITS, strict=True))
 MAX_RUNS = 12
 
 
-def _rows(run: RunNumbers, label: str) -> list[dict[str, Any]]:
-    base = {
-        "label": label,
-        "repeat": run.header.repeat,
-        "status": run.header.status,
-        "reason": run.header.reason,
-    }
-    return [base | reading._asdict() for reading in run.readings]
-
-
 def rows(catalog: Catalog) -> Rows:
     """A row per reading; times are each rank's own, from its start."""
-    labels = {id(run): case.whole_label for case in catalog.training for run in case.case.runs}
-    found = []
-    trained = [run for case in catalog.training for run in case.case.runs]
-    others = [run for run in catalog.runs if id(run) not in labels]
-    for run in [*trained, *others]:
-        label = labels.get(id(run), f"{run.header.workload} · {run.header.run_id}")
-        found += _rows(run, label)
-    return found
+    trained = [(run, case.whole_label) for case in catalog.training for run in case.case.runs]
+    known = {id(run) for run, _ in trained}
+    others = [
+        (run, f"{run.header.workload} · {run.header.run_id}")
+        for run in catalog.runs
+        if id(run) not in known
+    ]
+    return [
+        {
+            "label": label,
+            "repeat": run.header.repeat,
+            "status": run.header.status,
+            "reason": run.header.reason,
+        }
+        | reading._asdict()
+        for run, label in [*trained, *others]
+        for reading in run.readings
+    ]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:

@@ -1,7 +1,5 @@
 """The wall time of a training over all runs that it took: steps that count, and all else."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
@@ -44,10 +42,6 @@ def rows(catalog: Catalog) -> Rows:
     return found
 
 
-def _words(row: Any) -> str:
-    return f"{row['goodput']:.0%} of {format_number(row['wall_s'])} s"
-
-
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A panel for each model with a stacked bar for each training."""
     panels = draw_bar_panels(canvas, table.groupby("model", sort=True), _draw_model, extra_in=1.15)
@@ -62,7 +56,8 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
         axes.barh(range(len(rows)), width, 0.68, left=left, color=colour, label=words)
         left += width
     for y, (_, row) in enumerate(rows.iterrows()):
-        write_beside(axes, _words(row), row["wall_s"], y)
+        words = f"{row['goodput']:.0%} of {format_number(row['wall_s'])} s"
+        write_beside(axes, words, row["wall_s"], y)
     label_bars(axes, list(rows["label"]))
     axes.set_xlim(0, rows["wall_s"].max() * 1.3)
     axes.set_xlabel("seconds")

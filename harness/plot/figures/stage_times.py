@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from harness.measure.derive.pipeline import PipelineSummary
@@ -68,15 +69,15 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
 def _draw_case(axes: Axes, label: str, rows: pd.DataFrame) -> None:
     longest = float(rows[["total_s", "predicted_total_s"]].max().max())
     scale, unit = time_unit(longest)
-    left = [0.0] * len(rows)
+    left = np.zeros(len(rows))
     for name in PASSES:
-        widths = (rows[f"{name}_s"] * scale).to_list()
-        if any(widths):
+        widths = (rows[f"{name}_s"] * scale).to_numpy()
+        if widths.any():
             axes.barh(
                 range(len(rows)), widths, 0.7, left=left, color=KIND_COLOURS[name], label=name,
                 edgecolor="white", linewidth=0.5,
             )  # fmt: skip
-        left = [a + b for a, b in zip(left, widths, strict=True)]
+        left += widths
     for y, (_, row) in enumerate(rows.iterrows()):
         predicted = row["predicted_total_s"]
         if not pd.isna(predicted):

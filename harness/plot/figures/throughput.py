@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 
 from harness.measure.derive.training import rate_over_repeats
-from harness.plot.catalog import Catalog, TrainingCase, batch_of, merged
+from harness.plot.catalog import Catalog, TrainingCase, merged
 from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     colour_of,
@@ -42,13 +42,12 @@ COLUMNS = (
 
 
 def _row(case: TrainingCase) -> dict[str, Any]:
-    first = case.first
     row: dict[str, Any] = {
         **case.identity,
         "cluster": case.case.cluster,
         "n_devices": case.case.n_devices,
-        "batch": batch_of(case.case.runs[0], first),
-        "dtype": first.dtype,
+        "batch": case.batch,
+        "dtype": case.first.dtype,
         "n_repeats": len(case.summaries),
     }
     known = [s for s in case.summaries if s.throughput is not None and s.duration is not None]

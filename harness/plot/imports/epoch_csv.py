@@ -18,7 +18,6 @@ from harness.errors import ResultsError
 from harness.inputs import find_int, shorten
 from harness.plot.imports.runs import group, most_common, plain, read_number
 
-MIB = 2**20
 DELIMITERS = ",;\t|"
 MOST_CHARACTERS = 16384
 # Names of each column without unit; the first that is present counts.
@@ -47,7 +46,6 @@ _SECONDS = {
     "milliseconds": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "mins": 60.0, "minutes": 60.0,
     "h": 3600.0, "hr": 3600.0, "hrs": 3600.0, "hours": 3600.0,
 }  # fmt: skip
-# MB of these files is nvidia-smi's: 2**20 bytes.
 _BYTES = {
     "b": 1.0, "bytes": 1.0, "kb": 2.0**10, "kib": 2.0**10, "mb": 2.0**20, "mib": 2.0**20,
     "gb": 2.0**30, "gib": 2.0**30,
@@ -55,7 +53,7 @@ _BYTES = {
 _OTHERS = {"c": 1.0, "degc": 1.0, "celsius": 1.0, "%": 1.0, "percent": 1.0, "pct": 1.0}
 UNITS = {"duration": _SECONDS, "used": _BYTES, "total": _BYTES,
          "load": _OTHERS, "temperature": _OTHERS}  # fmt: skip
-_DEFAULT = {"used": MIB, "total": MIB}
+_DEFAULT = {"used": 2.0**20, "total": 2.0**20}
 _IN_BRACKETS = re.compile(r"[\[(]([^\[\]()]{1,12})[\])]")
 _VALUE = re.compile(r"([+-]?[0-9.][0-9.,]{0,30}(?:[eE][+-]?[0-9]{1,3})?)\s{0,4}(\S{0,10})")
 # `cuda:0`, `rank 1`

@@ -101,11 +101,6 @@ def _epoch_records(
     return records
 
 
-def _share_records(steps: set[int], n_samples: float) -> list[Record]:
-    """Samples of a rank without a line, because the job's samples count over all ranks."""
-    return [Sample(metric="n_samples", value=n_samples, step=step) for step in sorted(steps)]
-
-
 def _read(log: Log) -> list[ImportedRun]:
     """A run for each repeat."""
     rows, skipped = parse_epoch_csv(log.text, log.path)
@@ -127,9 +122,12 @@ def _read(log: Log) -> list[ImportedRun]:
         of_repeat = [row for row in rows if row.occurrence == repeat]
         origin = origin_of((row.at, row.duration_s) for row in of_repeat)
         ends = [s for row in of_repeat if (s := seconds_at(row.at, origin)) is not None]
-        records = {
+        # Also of a rank without a line, because the job's samples count over all ranks.
+        steps = sorted({row.epoch - first for row in of_repeat})
+        shares = [Sample(metric="n_samples", value=per_rank, step=step) for step in steps]
+        records: dict[int, list[Record]] = {
             rank: _epoch_records((r for r in of_repeat if r.rank == rank), per_rank, origin, first)
-            or _share_records({row.epoch - first for row in of_repeat}, per_rank)
+            or [*shares]
             for rank in range(n_ranks)
         }
         run_id = log.name if repeat == 0 else f"{log.name}-repeat{repeat}"
