@@ -2,19 +2,18 @@
 
 import argparse
 import asyncio
-import contextlib
 import os
 import shlex
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import harness
-from harness.domain.hostfile import Host, load_hostfile
+from harness.domain.hostfile import load_hostfile
 from harness.errors import ConfigError, EnvironmentSetupError, run_command
 from harness.inputs import CommandParser
 from harness.nodes.between import ALLREDUCE, MPI, TCP
@@ -104,43 +103,29 @@ def _survey_hosts(arguments: argparse.Namespace, checks: Sequence[str]) -> Surve
         raise EnvironmentSetupError(
             "no ssh client on this machine: sudo apt-get install openssh-client"
         )
-    hosts = load_hostfile(arguments.hostfile)
-    with _socket_directory() as shared:
-        return _survey(arguments, checks, hosts, shared)
-
-
-@contextlib.contextmanager
-def _socket_directory() -> Iterator[str]:
-    """Make a private directory for ssh's sockets; yields "" if its path is too long for them."""
-    with tempfile.TemporaryDirectory(prefix="check-") as directory:
-        yield directory if len(directory) <= _MAX_SOCKET_DIRECTORY else ""
-
-
-def _survey(
-    arguments: argparse.Namespace, checks: Sequence[str], hosts: Sequence[Host], shared: str
-) -> Survey:
-    order = Order(
-        peers=tuple(host.name for host in hosts),
-        env_dir=str(arguments.env.absolute()),
-        repo_dir=str(_REPO),
-        timeout_s=_positive_s(arguments.timeout, "--timeout"),
-        deep=arguments.deep,
-        hostfile=shlex.quote(str(arguments.hostfile)),
-        shared=shared,
-    )
-    progress = _ProgressLine()
-    try:
-        return asyncio.run(
-            survey(
-                hosts,
-                order,
-                between=frozenset({TCP, MPI, ALLREDUCE} & set(checks)),
-                launch_timeout_s=_positive_s(arguments.launch_timeout, "--launch-timeout"),
-                progress=progress,
-            )
+    hosts, progress = load_hostfile(arguments.hostfile), _ProgressLine()
+    with tempfile.TemporaryDirectory(prefix="check-") as sockets:
+        order = Order(
+            peers=tuple(host.name for host in hosts),
+            env_dir=str(arguments.env.absolute()),
+            repo_dir=str(_REPO),
+            timeout_s=_positive_s(arguments.timeout, "--timeout"),
+            deep=arguments.deep,
+            hostfile=shlex.quote(str(arguments.hostfile)),
+            shared=sockets if len(sockets) <= _MAX_SOCKET_DIRECTORY else "",
         )
-    finally:
-        progress.clear()
+        try:
+            return asyncio.run(
+                survey(
+                    hosts,
+                    order,
+                    between=frozenset({TCP, MPI, ALLREDUCE} & set(checks)),
+                    launch_timeout_s=_positive_s(arguments.launch_timeout, "--launch-timeout"),
+                    progress=progress,
+                )
+            )
+        finally:
+            progress.clear()
 
 
 def _look(stream_is_terminal: bool) -> Look:

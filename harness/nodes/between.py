@@ -66,7 +66,6 @@ async def connect_pairs(
     Args:
         new: hosts of which each tested pair includes at least one.
     """
-    connections: dict[tuple[str, str], Connection] = {}
     limit_s = round(3 * timeout_s)
     agents = await asyncio.gather(
         *(session.start("connect.py", pythons=pythons, limit_s=limit_s) for session in sessions)
@@ -74,22 +73,23 @@ async def connect_pairs(
     ports, silent = await _gather_outputs(_messages(agents), timeout_s)
     listening = [agent for agent in agents if agent.host in ports]
     for agent in listening:
-        others = [
-            peer
+        peers = [
+            [peer.host, ports[peer.host]["port"]]
             for peer in listening
             if peer is not agent and (peer.host in new or agent.host in new)
         ]
-        peers = [[peer.host, ports[peer.host]["port"]] for peer in others]
         await agent.send({"name": agent.host, "timeout_s": timeout_s / 2, "peers": peers})
     results, fallen_silent = await _gather_outputs(_messages(listening), timeout_s)
     await asyncio.gather(*(agent.finish() for agent in agents))
-    for source, result in results.items():
-        for name, outcome in result["peers"].items():
-            connections[source, str(name)] = Connection(
-                rtt_s=outcome.get("rtt_s"),
-                error=str(outcome.get("error", "")),
-                detail=str(outcome.get("detail", outcome.get("address", ""))),
-            )
+    connections = {
+        (source, str(name)): Connection(
+            rtt_s=outcome.get("rtt_s"),
+            error=str(outcome.get("error", "")),
+            detail=str(outcome.get("detail", outcome.get("address", ""))),
+        )
+        for source, result in results.items()
+        for name, outcome in result["peers"].items()
+    }
     return Pairs(connections=connections, silent=silent | fallen_silent)
 
 
@@ -145,8 +145,7 @@ async def run_allreduce(
     ranks = [ready[host].agent for host in starting if host in ready]
     if not ranks:
         return Reduction(hosts=(), backend="", errors={}, left_out=left_out)
-    has_gpus = all(rank.has_gpu for rank in ready.values())
-    backend = "nccl" if has_gpus else "gloo"
+    backend = "nccl" if all(rank.has_gpu for rank in ready.values()) else "gloo"
     orders = rank_orders([agent.host for agent in ranks], facts, backend, timeout_s / 2)
     results, errors = await _reduce(ranks, orders, timeout_s)
     for host, message in results.items():
@@ -170,21 +169,19 @@ def rank_orders(
     """Arguments of each rank; port 0 stands for the one that rank 0 will choose."""
     is_single = len(hosts) == 1
     address = "127.0.0.1" if is_single else facts[hosts[0]].cluster_address or hosts[0]
-    orders: list[dict[str, object]] = []
-    for rank, host in enumerate(hosts):
-        interface = None if is_single else facts[host].cluster_interface
-        orders.append(
-            {
-                "rank": rank,
-                "size": len(hosts),
-                "backend": backend,
-                "interface": interface.name if interface else "",
-                "address": address,
-                "port": 0,
-                "timeout_s": timeout_s,
-            }
-        )
-    return orders
+    interfaces = [None if is_single else facts[host].cluster_interface for host in hosts]
+    return [
+        {
+            "rank": rank,
+            "size": len(hosts),
+            "backend": backend,
+            "interface": interface.name if interface else "",
+            "address": address,
+            "port": 0,
+            "timeout_s": timeout_s,
+        }
+        for rank, interface in enumerate(interfaces)
+    ]
 
 
 async def _reduce(

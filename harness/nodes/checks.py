@@ -1,6 +1,6 @@
 """The table of checks, and the functions that run them. User documentation: docs/checks.md."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from harness.errors import ConfigError
@@ -70,14 +70,13 @@ def select(only: Sequence[str], skip: Sequence[str]) -> list[str]:
     return chosen
 
 
-def judge_all(survey: Survey, names: Iterable[str]) -> list[Finding]:
+def judge_all(survey: Survey, names: Collection[str]) -> list[Finding]:
     """All findings by host, in the table's order; at least one per host and check."""
-    chosen = list(names)
     return [
         finding
         for report in survey.reports
         for finding in _judge_host(report, survey)
-        if finding.check in chosen
+        if finding.check in names
     ]
 
 

@@ -48,8 +48,8 @@ def find_mpirun(env_dir: str) -> str | None:
     return str(path) if os.access(path, os.X_OK) else shutil.which("mpirun")
 
 
-def common_network(facts: Mapping[str, Facts]) -> str | None:
-    """The IPv4 network of all hosts' cluster interfaces; None if they differ."""
+def common_network(facts: Mapping[str, Facts]) -> str:
+    """The IPv4 network of all hosts' cluster interfaces; empty if they differ."""
     networks: set[str] = set()
     for host in facts.values():
         interface = host.cluster_interface
@@ -60,8 +60,7 @@ def common_network(facts: Mapping[str, Facts]) -> str | None:
             and text.split("/")[0] == host.cluster_address
         ]
         networks.update(found or [""])
-    network = networks.pop() if len(networks) == 1 else ""
-    return network or None
+    return networks.pop() if len(networks) == 1 else ""
 
 
 def network_flags(network: str) -> list[str]:

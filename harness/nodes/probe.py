@@ -123,7 +123,7 @@ def script(order: Order) -> str:
 
 
 async def probe(
-    host: Host, order: Order, stack: AsyncExitStack, gates: Gates | None = None
+    host: Host, order: Order, stack: AsyncExitStack, gates: Gates
 ) -> tuple[Probe, Session | None]:
     """Probe a host within its timeout; failures of the host do not raise.
 
@@ -139,8 +139,7 @@ async def probe(
     is_proxied = found.target is not None and found.target.is_proxied
     session = None
     if is_proxied or found.is_port_open:
-        gate = proxy_gates() if gates is None else gates
-        found, session = await _log_in(found, order, stack, deadline_s, gate)
+        found, session = await _log_in(found, order, stack, deadline_s, gates)
     found = replace(found, duration_s=asyncio.get_running_loop().time() - start_s)
     return found, session if found.is_complete else None
 
@@ -195,29 +194,27 @@ async def _reach(host: Host, deadline_s: float) -> Probe:
 async def _resolve(name: str, port: int) -> tuple[str, ...]:
     """Resolve in a daemon thread, so that a name server that hangs does not delay the exit."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[tuple[str, ...]] = loop.create_future()
+    future: asyncio.Future[tuple[str, ...] | OSError] = loop.create_future()
 
-    def settle(addresses: tuple[str, ...], error: OSError | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(addresses)
+    def settle(found: tuple[str, ...] | OSError) -> None:
+        if not future.cancelled():
+            future.set_result(found)
 
     def look_up() -> None:
-        addresses: tuple[str, ...] = ()
-        failure: OSError | None = None
+        found: tuple[str, ...] | OSError
         try:
             entries = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-            addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
+            found = tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
         except OSError as error:
-            failure = error
+            found = error
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, addresses, failure)
+            loop.call_soon_threadsafe(settle, found)
 
     threading.Thread(target=look_up, daemon=True).start()
-    return await future
+    answer = await future
+    if isinstance(answer, OSError):
+        raise answer
+    return answer
 
 
 async def _knock(found: Probe, target: ssh.Target, deadline_s: float) -> Probe:

@@ -167,14 +167,12 @@ def _wrap(text: str, look: Look, indent: int) -> str:
 
 def _render_verdict(survey: Survey, findings: Sequence[Finding], look: Look) -> str:
     status = worst(finding.status for finding in findings)
-    cells = _cells(findings)
-    by_host = {
-        report.name: worst(s for (host, _), s in cells.items() if host == report.name)
+    of_hosts = [
+        worst(finding.status for finding in findings if finding.host == report.name)
         for report in survey.reports
-    }
-    n_good = sum(s in (Status.OK, Status.WARN) for s in by_host.values())
-    text = f"{n_good} of {len(by_host)} hosts are ready."
-    return f"{look.paint(status.name, status)}: {text}"
+    ]
+    n_good = sum(found in (Status.OK, Status.WARN) for found in of_hosts)
+    return f"{look.paint(status.name, status)}: {n_good} of {len(of_hosts)} hosts are ready."
 
 
 def to_json(

@@ -109,16 +109,6 @@ def options(connect_timeout_s: float, *, shared: str = "", is_master: bool = Fal
     ]
 
 
-def command(host: str, remote: str, *, connect_timeout_s: float, shared: str = "") -> list[str]:
-    """The argument list that runs `remote`, read by the login shell, on a host of a hostfile.
-
-    Args:
-        shared: directory that offers the connection to other ssh processes; empty: not offered.
-    """
-    chosen = options(connect_timeout_s, shared=shared, is_master=True)
-    return ["ssh", *chosen, "--", host, remote]
-
-
 def python_command(program: str, arguments: list[str], *, pythons: list[str], limit_s: int) -> str:
     """The command that runs a Python program on a host, with a time limit if it has `timeout`.
 
@@ -305,6 +295,6 @@ async def open_session(
     """
     # The first echo ends an unfinished line of the login's output.
     remote = f"echo; echo {READY}; exec sh -s"
-    argv = command(host, remote, connect_timeout_s=connect_timeout_s, shared=shared)
-    async with processes.start(argv) as child:
+    chosen = options(connect_timeout_s, shared=shared, is_master=True)
+    async with processes.start(["ssh", *chosen, "--", host, remote]) as child:
         yield Session(host, child)

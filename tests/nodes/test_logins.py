@@ -52,7 +52,7 @@ def look(tmp_path, shell, monkeypatch, *, timeout_s=30):
     async def run():
         order = Order(peers=("n0",), env_dir="/no", repo_dir="/no", timeout_s=timeout_s)
         async with AsyncExitStack() as stack:
-            found, _ = await probe(Host("n0"), order, stack)
+            found, _ = await probe(Host("n0"), order, stack, proxy_gates())
         return found
 
     return asyncio.run(run())

@@ -31,8 +31,8 @@ def test_the_network_that_all_hosts_share_is_the_one_mpi_uses():
 
 
 def test_hosts_on_unlike_networks_leave_the_choice_to_mpi():
-    assert common_network({"a": facts("10.0.0.1"), "b": facts("10.0.1.2")}) is None
-    assert common_network({"a": facts("10.0.0.1"), "b": Facts()}) is None
+    assert common_network({"a": facts("10.0.0.1"), "b": facts("10.0.1.2")}) == ""
+    assert common_network({"a": facts("10.0.0.1"), "b": Facts()}) == ""
 
 
 def test_the_command_names_hosts_once_and_never_asks():
@@ -49,7 +49,7 @@ def test_the_command_names_hosts_once_and_never_asks():
 
 def mpirun_that(tmp_path, condition):
     """A stand-in that gathers the names a and b where a condition on its words `$*` holds."""
-    answer = '@harness:hello {"size": 2, "names": ["a", "b"]}'
+    answer = '@harness:hello {"names": ["a", "b"]}'
     script = f"case $* in {condition}) echo '{answer}' ;; *) echo no >&2; exit 1 ;; esac"
     return str(write_program(tmp_path / "mpirun", f"#!/bin/sh\n{script}\n"))
 

@@ -81,8 +81,11 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
     """Detail and remedy of a failed login."""
     probe, name = report.probe, report.name
     target = probe.target
-    port = f"-p {target.port} " if target and target.port != 22 else ""
-    known = _known_name(report)
+    assert target is not None
+    is_usual = target.port == 22
+    port = "" if is_usual else f"-p {target.port} "
+    # known_hosts has a name in brackets with the port unless that is 22.
+    known = shlex.quote(target.hostname if is_usual else f"[{target.hostname}]:{target.port}")
     key_file = f" -f {shlex.quote(probe.key_file)}" if probe.key_file else ""
     accept_key = (
         f"ssh {name} true, and answer yes if the fingerprint is that of `ssh-keygen -lf "
@@ -126,24 +129,11 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
         ),
         Login.NO_SHELL: (
             f"logs in but gives no shell: {probe.login_detail}",
-            f"at {name}'s console: sudo chsh -s /bin/bash {target.user if target else ''}",
+            f"at {name}'s console: sudo chsh -s /bin/bash {target.user}",
         ),
     }
-    fallback = (
-        f"ssh fails: {probe.login_detail or 'no message'}",
-        f"ssh -v {name} true",
-    )
+    fallback = (f"ssh fails: {probe.login_detail or 'no message'}", f"ssh -v {name} true")
     return table.get(probe.login, fallback)
-
-
-def _known_name(report: HostReport) -> str:
-    """The host's name in known_hosts: in brackets with the port unless that is 22."""
-    target = report.probe.target
-    if target is None:
-        return report.name
-    if target.port == 22:
-        return shlex.quote(target.hostname)
-    return shlex.quote(f"[{target.hostname}]:{target.port}")
 
 
 def judge_shell(report: HostReport, survey: Survey) -> list[Judgement]:

@@ -150,8 +150,7 @@ def _judge_absence(report: HostReport, survey: Survey) -> list[Judgement]:
 
 def _judge_one(report: HostReport, gpu: SmiGpu) -> list[Judgement]:
     name = f"GPU {gpu.index} ({gpu.name})"
-    verdicts: list[Judgement] = []
-    verdicts += _judge_errors(report, gpu, name)
+    verdicts = _judge_errors(report, gpu, name)
     if any(one.status is Status.CRITICAL for one in verdicts):
         return verdicts
     verdicts += _judge_memory(report, gpu, name)
@@ -177,7 +176,7 @@ def _judge_one(report: HostReport, gpu: SmiGpu) -> list[Judgement]:
 
 def _judge_errors(report: HostReport, gpu: SmiGpu, name: str) -> list[Judgement]:
     """Verdicts on the fields that nvidia-smi could not read."""
-    verdicts = []
+    verdicts: list[Judgement] = []
     for words, fields in gpu.errors:
         remedy = remedy_of(words, report.name)
         shown = ", ".join(fields[:4]) + (f" and {len(fields) - 4} more" if fields[4:] else "")
@@ -313,8 +312,8 @@ def _judge_build(report: HostReport, version: str) -> list[Judgement]:
             verdicts += warn(text, remedy)
     for index, error in enumerate(torch.kernel_errors or ()):
         if error:
-            remedy = f"ssh {report.name} sudo dmesg | grep -i -E 'nvrm|xid'"
-            verdicts += critical(f"a kernel fails on GPU {index}: {error}", remedy)
+            text = f"a kernel fails on GPU {index}: {error}"
+            verdicts += critical(text, _SEE.format(host=report.name))
     if verdicts:
         return verdicts
     ran = "a kernel ran on each" if torch.kernel_errors is not None else "not run (--deep runs it)"

@@ -111,7 +111,7 @@ def judge_os(report: HostReport, survey: Survey) -> list[Judgement]:
             verdicts += critical(f"{text}, which is another machine", remedy)
     machine = facts.kernel.split(" ")[-1]
     machines = Counter(other.facts.kernel.split(" ")[-1] for other in survey.answered)
-    usual = machines.most_common(1)[0][0] if machines else ""
+    usual = machines.most_common(1)[0][0]
     if machine != usual:
         verdicts += critical(
             f"is {machine}, the others are {usual}: one environment does not fit both",

@@ -36,7 +36,6 @@ def arch_list() -> list[str]:
 def main(deep: bool) -> None:
     warnings.simplefilter("ignore")  # torch warns of old GPUs; the sender judges them
     state: dict[str, object] = {
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "arch_list": arch_list(),
         "is_available": torch.cuda.is_available(),
