@@ -27,19 +27,15 @@ class Controller:
     version: int
 
 
-def find_controllers(mounts: str, v2_controllers: str | None = None) -> dict[str, Controller]:
-    """Find the cpu and memory controllers in the text of /proc/mounts.
-
-    Args:
-        v2_controllers: content of the unified hierarchy's cgroup.controllers; None: read the file.
-    """
+def find_controllers(mounts: str) -> dict[str, Controller]:
+    """Find the cpu and memory controllers in the text of /proc/mounts."""
     found: dict[str, Controller] = {}
     for line in mounts.splitlines():
         _, place, kind, options, *_ = line.split()
         if kind == "cgroup":
             names, version = options.split(","), 1
         elif kind == "cgroup2":
-            names, version = _v2_names(Path(place), v2_controllers), 2
+            names, version = _v2_names(Path(place)), 2
         else:
             continue
         for name in {"cpu", "memory"}.intersection(names):
@@ -47,9 +43,9 @@ def find_controllers(mounts: str, v2_controllers: str | None = None) -> dict[str
     return found
 
 
-def _v2_names(root: Path, text: str | None) -> list[str]:
+def _v2_names(root: Path) -> list[str]:
     try:
-        return (text if text is not None else (root / "cgroup.controllers").read_text()).split()
+        return (root / "cgroup.controllers").read_text().split()
     except OSError:
         return []
 
@@ -109,14 +105,13 @@ def _controllers() -> dict[str, Controller]:
     return find_controllers(Path("/proc/mounts").read_text())
 
 
-def create(cluster: str, node: NodePlan) -> list[Path]:
-    """Make the node's cgroups with their limits; returns the files for the pids of members.
+def create(cluster: str, node: NodePlan) -> None:
+    """Make the node's cgroups with their limits.
 
     Raises:
         EnvironmentSetupError: a wanted controller is missing or cannot be written.
     """
     available = _controllers()
-    joined = []
     for kind in settings(1, node):
         controller = available.get(kind)
         if controller is None:
@@ -129,8 +124,6 @@ def create(cluster: str, node: NodePlan) -> list[Path]:
         group.mkdir(exist_ok=True)
         for name, value in settings(controller.version, node)[kind]:
             _write(group / name, value)
-        joined.append(group / "cgroup.procs")
-    return joined
 
 
 def change_cpu(cluster: str, node: NodePlan, cpu: float) -> None:

@@ -128,11 +128,8 @@ def write_files(state: State, saved: Saved) -> None:
         (etc / "ssh" / "sshd_config").write_text(sshd_config)
 
 
-def boot(state: State, name: str) -> int:
-    """Start a node's sshd in its namespaces and cgroups; returns its pid.
-
-    Does not wait until it listens: see `wait_until_ready`.
-    """
+def boot(state: State, name: str) -> None:
+    """Start a node's sshd in its namespaces and cgroups; `wait_until_ready` waits for it."""
     home = pwd.getpwuid(os.geteuid()).pw_dir
     joined = limits.join_files(state.name, name)
 
@@ -153,7 +150,6 @@ def boot(state: State, name: str) -> int:
             preexec_fn=join,
         )
     state.pid_file(name).write_text(system.describe(child.pid))
-    return child.pid
 
 
 def listens(proc_net_tcp: str, port: int) -> bool:

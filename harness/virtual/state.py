@@ -176,7 +176,8 @@ def remove(state: State) -> None:
     for path in state.namespaces():
         while path.is_mount() or _is_bound(path):
             run(["umount", "--no-mtab", "--lazy", str(path)])
-    shutil.rmtree(state.directory, ignore_errors=False) if state.directory.exists() else None
+    if state.directory.exists():
+        shutil.rmtree(state.directory)
 
 
 def _is_bound(path: Path) -> bool:

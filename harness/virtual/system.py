@@ -23,12 +23,6 @@ _TOOLS = {
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",
 }
-_SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
-
-
-def find(tool: str) -> str | None:
-    """A tool's path, searched also in directories that a user's PATH may lack."""
-    return shutil.which(tool) or shutil.which(tool, path=_SBIN)
 
 
 def run(argv: Sequence[str], *, stdin: str = "") -> str:
@@ -65,7 +59,7 @@ def in_network(namespace: Path) -> list[str]:
 
 def check_tools() -> None:
     """Check that the required tools are installed."""
-    missing = [tool for tool in _TOOLS if find(tool) is None]
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
         raise EnvironmentSetupError(

@@ -76,13 +76,10 @@ def test_names_that_would_need_quoting_are_refused(name):
         check_name(name)
 
 
-V2 = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n"
-
-
-def test_version_2_serves_what_it_controls():
-    assert find_controllers(V2, v2_controllers="cpuset cpu io pids") == {
-        "cpu": Controller("cpu", Path("/sys/fs/cgroup"), 2)
-    }
+def test_version_2_serves_what_it_controls(tmp_path):
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io pids")
+    mounts = f"cgroup2 {tmp_path} cgroup2 rw,nosuid 0 0\n"
+    assert find_controllers(mounts) == {"cpu": Controller("cpu", tmp_path, 2)}
 
 
 @pytest.mark.parametrize(
