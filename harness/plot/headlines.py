@@ -43,17 +43,14 @@ def answers(catalog: Catalog) -> list[Answer]:
     compared = [(cell, rows) for cell, rows in tables if len(rows) > 1]
     if not compared and len(tables) != 1:
         every = tuple((cell, row) for cell, rows in tables for row in rows)
-        return [Answer(cell="", sentence=_no_comparison(len(tables)), rows=every)]
+        why = "there is no training run in these results"
+        if tables:
+            why = f"each of {len(tables)} cells was trained by one strategy"
+        return [Answer(cell="", sentence=f"No strategies to compare: {why}.", rows=every)]
     return [
         Answer(cell=cell, sentence=strategy_finding(rows), rows=tuple((cell, row) for row in rows))
         for cell, rows in sorted(compared or tables, key=lambda table: -len(table[1]))
     ]
-
-
-def _no_comparison(n_cells: int) -> str:
-    if not n_cells:
-        return "No strategies to compare: there is no training run in these results."
-    return f"No strategies to compare: each of {n_cells} cells was trained by one strategy."
 
 
 def warnings(catalog: Catalog) -> dict[str, list[str]]:

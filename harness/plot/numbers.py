@@ -41,7 +41,7 @@ from harness.measure.derive.prediction import (
     read_strategy,
 )
 from harness.measure.derive.spans import samples_of
-from harness.measure.derive.timeline import Timeline, measured_timeline, predicted_timeline
+from harness.measure.derive.timeline import measured_timeline, predicted_timeline
 from harness.measure.derive.training import (
     HELD_OUT,
     TrainingSummary,
@@ -87,21 +87,15 @@ def timeline_rows(run: Run, prediction: Prediction) -> list[dict[str, Any]]:
     if measured is None:
         return []
     return [
-        row
+        {
+            "side": side,
+            "step": timeline.step,
+            "step_s": timeline.duration_s,
+            "clock_error_s": timeline.clock_error_s,
+            "rank": rank,
+        }
+        | row
         for side, timeline in zip(SIDES, (predicted_timeline(prediction), measured), strict=True)
-        for row in _side_rows(timeline, side)
-    ]
-
-
-def _side_rows(timeline: Timeline, side: str) -> list[dict[str, Any]]:
-    base = {
-        "side": side,
-        "step": timeline.step,
-        "step_s": timeline.duration_s,
-        "clock_error_s": timeline.clock_error_s,
-    }
-    return [
-        base | {"rank": rank} | row
         for rank, spans in sorted(timeline.spans.items())
         for row in _joined(spans)
     ]
@@ -211,15 +205,14 @@ class RunNumbers:
 
 
 def _training(run: Run, plan: Plan) -> dict[str, Any]:
-    times = step_times(run) or epoch_times(run)
-    found = {
-        "times": times,
+    return {
+        "summary": training_summary(run),
+        "times": step_times(run) or epoch_times(run),
         "losses": by_first_rank(run, "loss"),
         "held_out": {metric: by_first_rank(run, metric) for metric in HELD_OUT},
         "changes": change_rows(run),
         "clock": step_clock(run),
     }
-    return {"summary": training_summary(run), **found}
 
 
 def _pipeline(run: Run, plan: Plan) -> dict[str, Any]:

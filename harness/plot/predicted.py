@@ -87,12 +87,13 @@ def planned_cases(catalog: Catalog) -> list[PlannedCase]:
     """The training cases that were predicted, in the catalog's order."""
     cases = []
     for training in catalog.training:
-        repeats = []
-        for repeat, run in enumerate(training.case.runs):
-            if run.predicted is not None:
-                repeats.append(PlannedRepeat(run=run, repeat=repeat, compared=run.predicted))
+        repeats = tuple(
+            PlannedRepeat(run=run, repeat=repeat, compared=run.predicted)
+            for repeat, run in enumerate(training.case.runs)
+            if run.predicted is not None
+        )
         if repeats:
-            cases.append(PlannedCase(training=training, repeats=tuple(repeats)))
+            cases.append(PlannedCase(training=training, repeats=repeats))
     return cases
 
 

@@ -1,8 +1,6 @@
 """Bandwidth and latency of every ordered pair of ranks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,9 +9,6 @@ from harness.plot.catalog import Catalog, RepeatGroup
 from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import MUTED, WIDTH_IN, note_failures, plain_log_axis, shorten, wrap_label
 from harness.units import format_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.colors import LogNorm, Normalize
 
 LEAST_SPAN = 2.0  # of the colours of latency
 # Sides of a map, and a digit of a value in it.
@@ -102,6 +97,8 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
 def _draw_map(
     canvas: Canvas, axes: Axes, rows: pd.DataFrame, column: str, scale: float, title: str
 ) -> None:
+    from matplotlib.colors import LogNorm, Normalize
+
     names = dict(zip(rows["source"], rows["source_name"], strict=True))
     names |= dict(zip(rows["target"], rows["target_name"], strict=True))
     order = sorted(names)
@@ -123,30 +120,16 @@ def _draw_map(
             "not measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color=MUTED
         )
         return
+    least, most = float(np.nanmin(grid)), float(np.nanmax(grid))
     # Dark is slow in both, so that a bad link stands out.
-    if column.startswith("bandwidth"):
-        image = axes.imshow(grid, cmap="cividis", norm=bandwidth_scale(grid))
+    if column.startswith("bandwidth"):  # from 0, so that links that differ little look alike
+        image = axes.imshow(grid, cmap="cividis", norm=Normalize(0, most))
+        canvas.colorbar(image, ax=axes, shrink=0.8)
     else:
-        image = axes.imshow(grid, cmap="cividis_r", norm=latency_scale(grid))
-    bar = canvas.colorbar(image, ax=axes, shrink=0.8)
-    if not column.startswith("bandwidth"):
-        plain_log_axis(bar.ax, "y")
+        scale_of_colours = LogNorm(least, max(most, LEAST_SPAN * least))
+        image = axes.imshow(grid, cmap="cividis_r", norm=scale_of_colours)
+        plain_log_axis(canvas.colorbar(image, ax=axes, shrink=0.8).ax, "y")
     _write_values(axes, grid, image)
-
-
-def bandwidth_scale(grid: np.ndarray) -> Normalize:
-    """From 0, so that links that differ little look alike."""
-    from matplotlib.colors import Normalize
-
-    return Normalize(0, float(np.nanmax(grid)))
-
-
-def latency_scale(grid: np.ndarray) -> LogNorm:
-    """Logarithmic, over a factor of LEAST_SPAN at least."""
-    from matplotlib.colors import LogNorm
-
-    least = float(np.nanmin(grid))
-    return LogNorm(least, max(float(np.nanmax(grid)), LEAST_SPAN * least))
 
 
 def _words(value: float) -> str:

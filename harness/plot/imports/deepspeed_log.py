@@ -24,10 +24,10 @@ from harness.plot.imports.runs import (
     ImportedRun,
     Log,
     LogReader,
+    extent_of,
     group,
     most_common,
     n_gpus_named,
-    origin_of,
     plain,
     read_number,
     seconds_at,
@@ -263,15 +263,13 @@ def _read(log: Log) -> list[ImportedRun]:
         by_rank[line.rank].append(line)
     n_ranks = max(n_gpus_named(log.path) or 1, max(by_rank) + 1)
     devices = devices_beside(log, n_ranks)
-    origin = origin_of((line.at, line.step_s) for line in steps)
-    ends = [s for line in steps if (s := seconds_at(line.at, origin)) is not None]
+    origin, end_s = extent_of([(line.at, line.step_s) for line in steps])
     n_micro = accumulation(steps)
     config = log.config(n_ranks)
     if n_micro > 1:
         # A device trains its batch in each micro-step; all are one step of the optimizer.
         config |= {"accumulation": n_micro, "global_batch": config["global_batch"] * n_micro}
     records = {rank: _step_records(lines, origin) for rank, lines in sorted(by_rank.items())}
-    end_s = max(ends, default=None)
     return [ImportedRun(log.name, config, devices, records, origin, end_s)]
 
 

@@ -332,10 +332,8 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
         cells = all_cells[n_more:]
         if all_cells == headings:
             continue  # a repeated header, because a second training was appended
-        n_cells = len(cells)
-        while n_cells > len(headings) and not cells[n_cells - 1]:
-            n_cells -= 1  # a delimiter ends the line
-        cells = cells[:n_cells]
+        while len(cells) > len(headings) and not cells[-1]:
+            cells.pop()  # a delimiter ends the line
         if len(cells) != len(headings):
             skipped.append((number, f"{len(cells)} of {len(headings)} columns"))
             continue

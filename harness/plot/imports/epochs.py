@@ -12,8 +12,8 @@ from harness.plot.imports.runs import (
     ImportedRun,
     Log,
     LogReader,
+    extent_of,
     n_gpus_named,
-    origin_of,
     read_text,
     seconds_at,
 )
@@ -120,8 +120,7 @@ def _read(log: Log) -> list[ImportedRun]:
         )
     for repeat in sorted({row.occurrence for row in rows}):
         of_repeat = [row for row in rows if row.occurrence == repeat]
-        origin = origin_of((row.at, row.duration_s) for row in of_repeat)
-        ends = [s for row in of_repeat if (s := seconds_at(row.at, origin)) is not None]
+        origin, end_s = extent_of([(row.at, row.duration_s) for row in of_repeat])
         # Also of a rank without a line, because the job's samples count over all ranks.
         steps = sorted({row.epoch - first for row in of_repeat})
         shares = [Sample(metric="n_samples", value=per_rank, step=step) for step in steps]
@@ -131,7 +130,6 @@ def _read(log: Log) -> list[ImportedRun]:
             for rank in range(n_ranks)
         }
         run_id = log.name if repeat == 0 else f"{log.name}-repeat{repeat}"
-        end_s = max(ends, default=None)
         found.append(ImportedRun(run_id, config, devices, records, origin, end_s, repeat))
     return found
 

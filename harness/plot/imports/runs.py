@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -93,6 +93,7 @@ class ImportedRun(NamedTuple):
     def header(self) -> RunHeader:
         """Its header."""
         cluster = _cluster(self.devices)
+        nodes = cluster.node_of()
         return RunHeader(
             run_id=self.run_id,
             workload="train",
@@ -101,7 +102,17 @@ class ImportedRun(NamedTuple):
             argv=[],
             config=self.config,
             cluster=cluster,
-            ranks=_ranks(self.devices, cluster),
+            ranks=[
+                RankInfo(
+                    rank=rank,
+                    hostname=cluster.nodes[nodes[rank]].name,
+                    device=f"cuda:{index}",
+                    device_kind=kind,
+                    n_cores=0,
+                    memory_bytes=memory,
+                )
+                for rank, (index, kind, memory) in enumerate(self.devices)
+            ],
             versions={},
             commit="",
             start_utc=self.start.isoformat(timespec="seconds") if self.start else "",
@@ -154,9 +165,13 @@ def n_gpus_named(path: Path) -> int | None:
     return int(match[1]) if match and int(match[1]) else None
 
 
-def origin_of(times: Iterable[tuple[datetime | None, float]]) -> datetime | None:
-    """Start of the first interval, from ends and lengths."""
-    return min((at - timedelta(seconds=length) for at, length in times if at), default=None)
+def extent_of(
+    intervals: Sequence[tuple[datetime | None, float]],
+) -> tuple[datetime | None, float | None]:
+    """Start of the first interval and seconds to the last end, from ends and lengths."""
+    starts = (at - timedelta(seconds=length) for at, length in intervals if at)
+    origin = min(starts, default=None)
+    return origin, seconds_at(max((at for at, _ in intervals if at), default=None), origin)
 
 
 def seconds_at(at: datetime | None, origin: datetime | None) -> float | None:
@@ -174,21 +189,6 @@ def _cluster(devices: Devices) -> Cluster:
     ]
     groups = [made] if is_shared else [[device] for device in made]
     return Cluster(nodes=[Node(name=f"node{i}", devices=group) for i, group in enumerate(groups)])
-
-
-def _ranks(devices: Devices, cluster: Cluster) -> list[RankInfo]:
-    nodes = cluster.node_of()
-    return [
-        RankInfo(
-            rank=rank,
-            hostname=cluster.nodes[nodes[rank]].name,
-            device=f"cuda:{index}",
-            device_kind=kind,
-            n_cores=0,
-            memory_bytes=memory,
-        )
-        for rank, (index, kind, memory) in enumerate(devices)
-    ]
 
 
 # Terminal colours and cursor movements; their parameters are short.
