@@ -55,12 +55,12 @@ class _Entry:
     """The lines of one host so far, with their slots added up as mpirun does.
 
     Attributes:
-        number: number of its first line.
+        where: its first line.
         is_given: the file gives slots, or lists the host twice: each line counts as a slot.
     """
 
     name: str
-    number: int
+    where: str
     slots: int = 1
     is_given: bool = False
     max_slots: int = 0
@@ -90,18 +90,15 @@ class _Entry:
     def _set_slots(self, slots: int, where: str) -> None:
         if self.is_given:
             # This line has already counted as a slot unless it is the first.
-            n_all = self.slots + slots - 1 if self.number != _number(where) else slots
+            n_all = self.slots + slots - 1 if self.where != where else slots
+            number = self.where.rpartition(":")[2]
             raise HostfileError(
-                f"{where}: the slots of {self.name} are said twice (first in line {self.number}), "
-                f"which mpirun refuses: write one line, `{self.name} slots={n_all}`"
+                f"{where}: the slots of {self.name} are said twice (first in line {number}), which "
+                f"mpirun refuses: write one line, `{self.name} slots={n_all}`"
             )
         self.slots, self.is_given = slots, True
         if self.max_slots:
             self.max_slots = max(self.max_slots, slots)
-
-
-def _number(where: str) -> int:
-    return int(where.rpartition(":")[2])
 
 
 def _check_name(name: str, options: str, where: str) -> None:
@@ -148,7 +145,7 @@ def _read_line(line: str, where: str, entries: dict[str, _Entry]) -> None:
     _check_name(name, text, where)
     entry = entries.get(_identity(name))
     if entry is None:
-        entry = entries[_identity(name)] = _Entry(name, _number(where))
+        entry = entries[_identity(name)] = _Entry(name, where)
     elif entry.name != name:
         raise HostfileError(
             f"{where}: mpirun cuts names at the first dot, so that {entry.name} and {name} are one "

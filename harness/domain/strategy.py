@@ -282,8 +282,9 @@ def check_names(strategy: Strategy, graph: Graph) -> None:
         raise StrategyError(f"graph {graph.name!r} has only inputs: there is nothing to place")
     known = set(graph.index())
     foreign = [name for name in strategy.operators if name not in known]
-    inputs = [op.name for op in graph.operators if not has_tasks(op)]
-    placed_inputs = [name for name in inputs if name in strategy.operators]
+    placed_inputs = [
+        op.name for op in graph.operators if not has_tasks(op) and op.name in strategy.operators
+    ]
     missing = [name for name in wanted if name not in strategy.operators]
     if foreign:
         raise StrategyError(
