@@ -278,19 +278,11 @@ def fit_link(times: PairTimes) -> tuple[float, float]:
 
 
 def _links(pairs: dict[Pair, PairTimes], names: list[str]) -> list[Link]:
-    links = []
-    for (source, target), times in sorted(pairs.items()):
-        if times.transfers:
-            latency_s, bandwidth = fit_link(times)
-            links.append(
-                Link(
-                    source=names[source],
-                    target=names[target],
-                    latency_s=latency_s,
-                    bandwidth_bytes_per_s=bandwidth,
-                )
-            )
-    return links
+    fits = {pair: fit_link(times) for pair, times in sorted(pairs.items()) if times.transfers}
+    return [
+        Link(source=names[a], target=names[b], latency_s=latency_s, bandwidth_bytes_per_s=rate)
+        for (a, b), (latency_s, rate) in fits.items()
+    ]
 
 
 def _nic_bytes_per_s(node: Node, links: list[Link]) -> float | None:

@@ -232,11 +232,10 @@ def _collectives(run: Run) -> str:
 
 
 def _overhead(run: Run) -> str:
-    rows = overhead_table(run)
-    if not rows:
-        return ""
-    cells = [[row.name, f"{row.speed:.0%}", _taken(row.taken_s_per_byte)] for row in rows]
-    return columns(["computing on", "speed during send_recv", "overhead per byte"], cells)
+    rows = [
+        [row.name, f"{row.speed:.0%}", _taken(row.taken_s_per_byte)] for row in overhead_table(run)
+    ]
+    return columns(["computing on", "speed during send_recv", "overhead per byte"], rows)
 
 
 def _taken(seconds: float) -> str:

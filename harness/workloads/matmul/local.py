@@ -39,12 +39,8 @@ class Unmeasured:
 
 def unsupported_reason(dtype: str, device: torch.device) -> str:
     """Why a device has no hardware for products in a dtype; empty if it has."""
-    if device.type == "cpu":
-        return _unsupported_by_cpu(dtype)
-    return lack_of(dtype, device)
-
-
-def _unsupported_by_cpu(dtype: str) -> str:
+    if device.type != "cpu":
+        return lack_of(dtype, device)
     if dtype == "tf32":
         return "is a format of NVIDIA tensor cores"
     operations = torch.ops.mkldnn

@@ -221,8 +221,10 @@ class Summa:
             feed.close()
         return compute, feed.marks
 
-    def transfer(self, index: int) -> dict[int, torch.Tensor]:
-        """Receive a panel into its slot; blocks until it has arrived (with NCCL, the stream)."""
+    def transfer(self, index: int, marks: Marks) -> dict[int, torch.Tensor]:
+        """Receive a panel into its slot, and mark start and end; blocks until it has arrived (with
+        NCCL, the stream)."""
+        start = self.clock.mark()
         panel, (rows, columns) = self.panels[index], self.block
         panels = self.slots[index % _DEPTH].shaped(rows, columns, panel)
         origins = {SEED_A: (rows, panel), SEED_B: (panel, columns)}
@@ -243,6 +245,8 @@ class Summa:
                 buffer.copy_(held)
         for work in dist.batch_isend_irecv(moves) if moves else []:
             work.wait()
+        if len(self.blocks) > 1:
+            marks.append((start, self.clock.mark()))
         return panels
 
 
@@ -259,20 +263,13 @@ class ThreadFeed:
         self._futures: dict[int, Future[dict[int, torch.Tensor]]] = {}
 
     def start(self, index: int) -> None:
-        self._futures[index] = self._pool.submit(self._transfer, index)
+        self._futures[index] = self._pool.submit(self._summa.transfer, index, self.marks)
 
     def wait(self, index: int) -> dict[int, torch.Tensor]:
         return self._futures.pop(index).result()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _transfer(self, index: int) -> dict[int, torch.Tensor]:
-        start = self._summa.clock.mark()
-        panels = self._summa.transfer(index)
-        if len(self._summa.blocks) > 1:
-            self.marks.append((start, self._summa.clock.mark()))
-        return panels
 
 
 class StreamFeed:
@@ -288,10 +285,7 @@ class StreamFeed:
         # Products that are already queued may still read the slot that this panel goes to.
         self._stream.wait_stream(torch.cuda.current_stream(self._summa.device))
         with torch.cuda.stream(self._stream):
-            start = self._summa.clock.mark()
-            panels = self._summa.transfer(index)
-            if len(self._summa.blocks) > 1:
-                self.marks.append((start, self._summa.clock.mark()))
+            panels = self._summa.transfer(index, self.marks)
             done = torch.cuda.Event()
             done.record(self._stream)
         self._ready[index] = (done, panels)

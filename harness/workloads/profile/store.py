@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.domain.graph import Graph, Operator
+from harness.domain.graph import Graph
 from harness.domain.profile import (
     Measurement,
     OptimizerTime,
@@ -16,7 +16,7 @@ from harness.domain.profile import (
 )
 from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
-from harness.plan.fit import OperatorTime, OperatorTimes
+from harness.plan.fit import OperatorTimes
 from harness.workloads.planning.config import Point
 
 
@@ -66,18 +66,15 @@ def _operators_s(
     profile: Profile, graph: Graph, kind: str, dtype: str, samples: int
 ) -> float | None:
     """Sum forward and backward of all operators; None if one is not known."""
-    times = OperatorTimes(profile)
-
-    def time_of(operator: Operator) -> OperatorTime:
+    times, total_s = OperatorTimes(profile), 0.0
+    for operator in filter(has_tasks, graph.operators):
         full = full_shape(operator, batch=samples, graph_batch=graph.batch)
         shape = output_sizes(operator, full)
-        return times.lookup(operator, kind, shape=shape, dtype=dtype)
-
-    try:
-        found = list(map(time_of, filter(has_tasks, graph.operators)))
-    except PlanError:
-        return None
-    return sum(one.total_s for one in found)
+        try:
+            total_s += times.lookup(operator, kind, shape=shape, dtype=dtype).total_s
+        except PlanError:
+            return None
+    return total_s
 
 
 def fit_errors(profile: Profile, graph: Graph, kind: str, dtype: str) -> dict[str, float]:

@@ -303,8 +303,15 @@ class _Trial:
         model, options = search_config.model, search_config.model_options()
         task = build_on_host(lambda: build_task(model, options, search_config.seed), context.world)
         move_model(task.model, None, is_channels_last=search_config.channels_last)
+        options_of_engine = EngineOptions(
+            dtype=search_config.dtype,
+            # Constant weights: values that grow or diverge could change the time of a step.
+            optimizer=replace(search_config.optimizer_options(), learning_rate=0.0),
+            bucket_bytes=round(search_config.bucket_mib * (1 << 20)),
+            reduce_dtype=search_config.reduce_dtype,
+        )
         self._engine = ExecutorEngine(
-            task, context.world, self._recorder, _options(search_config),
+            task, context.world, self._recorder, options_of_engine,
             ExecutorPlan(
                 strategy=strategy, batch_norm=search_config.norm_scope, seed=search_config.seed,
                 timeout_s=context.collective_timeout_s, is_held=True,
@@ -341,14 +348,3 @@ class _Trial:
         for _ in range(n_steps):
             self._engine.step(lambda: self._batch, self._share)
         self._recorder.discard()  # waits for the device
-
-
-def _options(search_config: SearchConfig) -> EngineOptions:
-    # Constant weights: values that grow or diverge could change the time of a step.
-    optimizer = replace(search_config.optimizer_options(), learning_rate=0.0)
-    return EngineOptions(
-        dtype=search_config.dtype,
-        optimizer=optimizer,
-        bucket_bytes=round(search_config.bucket_mib * (1 << 20)),
-        reduce_dtype=search_config.reduce_dtype,
-    )
