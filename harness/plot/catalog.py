@@ -88,6 +88,11 @@ class RepeatGroup:
         return self.status == "ok"
 
     @property
+    def is_failed_pipeline(self) -> bool:
+        """Whether it is not ok, and pipelines were planned."""
+        return not self.is_ok and any(run.is_planned_pipeline for run in self.runs)
+
+    @property
     def n_devices(self) -> int:
         return len(self.header.ranks) or self.header.cluster.n_devices
 
@@ -316,10 +321,6 @@ class Catalog:
         self.runs, self.validations = list(runs), list(validations)
         self.skipped = list(skipped)
         self._clusters = cluster_labels(self.runs)
-
-    def is_failed_pipeline(self, case: RepeatGroup) -> bool:
-        """Whether pipelines were planned of a case that is not ok."""
-        return not case.is_ok and any(run.is_planned_pipeline for run in case.runs)
 
     @cached_property
     def peaks(self) -> dict[PeakKey, float]:

@@ -19,14 +19,8 @@ from harness.measure.rank_records import KIND_CODES, Records, Spans
 COMPUTE_KINDS = ("forward", "backward", "compute", "optimizer")
 COMPUTING = tuple(kind for kind in COMPUTE_KINDS if kind != "optimizer")
 PHASES = (
-    "data",
-    "host_to_device",
-    "forward",
-    "backward",
-    "compute",
-    "exposed_communication",
-    "optimizer",
-    "other",
+    *("data", "host_to_device", "forward", "backward", "compute"),
+    *("exposed_communication", "optimizer", "other"),
 )
 
 

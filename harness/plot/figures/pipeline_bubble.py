@@ -31,13 +31,13 @@ def _predicted(case: TrainingCase) -> float | None:
     return fmean(known) if known else None
 
 
-def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
+def _rows(case: TrainingCase) -> list[dict[str, Any]]:
     """One row for the mean over ranks, without a rank, and one for each rank."""
     found = [run.pipeline for run in case.case.runs] if case.case.is_ok else []
     known = [summary for summary in found if summary is not None]
     base = case.identity
     if not known:
-        return [base] if catalog.is_failed_pipeline(case.case) else []
+        return [base] if case.case.is_failed_pipeline else []
     base |= {
         "n_repeats": len(known),
         "n_stages": known[0].n_stages,
@@ -59,7 +59,7 @@ def _rank_rows(known: list[PipelineSummary]) -> list[dict[str, Any]]:
 
 def rows(catalog: Catalog) -> Rows:
     """For each pipeline a row for the mean over its ranks (no rank), then one for each rank."""
-    return [row for case in catalog.training for row in _rows(case, catalog)]
+    return [row for case in catalog.training for row in _rows(case)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:

@@ -22,17 +22,7 @@ from harness.plot.style import (
 )
 
 FAILED_CHOICE = "predicted choice failed"  # in place of a regret
-CELL_COLUMNS = [
-    "cell",
-    "n_strategies",
-    "n_failed",
-    "median_error",
-    "worst_error",
-    "rank_correlation",
-    "chosen",
-    "best",
-    "regret",
-]
+OF_CELL = ("n_strategies", "n_failed", "median_error", "worst_error", "rank_correlation", "regret")
 
 
 def _name(case: PlannedCase, cell: str) -> str:
@@ -56,12 +46,7 @@ def _row(
         "error": judged.error if judged else None,
         "is_chosen": name == summary.chosen,
         "is_best": judged is not None and name == summary.best,
-        "n_strategies": summary.n_strategies,
-        "n_failed": summary.n_failed,
-        "median_error": summary.median_error,
-        "worst_error": summary.worst_error,
-        "rank_correlation": summary.rank_correlation,
-        "regret": summary.regret,
+        **{column: getattr(summary, column) for column in OF_CELL},
     }
 
 
@@ -95,7 +80,7 @@ def digest(table: pd.DataFrame) -> pd.DataFrame:
         row["regret"] = FAILED_CHOICE if pd.isna(row["regret"]) else row["regret"]
         row["best"] = strategies.loc[strategies["is_best"], "label"].iloc[0]
         rows.append(row)
-    return pd.DataFrame(rows, columns=CELL_COLUMNS)
+    return pd.DataFrame(rows, columns=["cell", *OF_CELL[:-1], "chosen", "best", "regret"])
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:

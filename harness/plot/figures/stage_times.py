@@ -41,11 +41,11 @@ def _stage_row(
     return row
 
 
-def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
+def _rows(case: TrainingCase) -> list[dict[str, Any]]:
     found = [run for run in case.case.runs if run.pipeline is not None and case.case.is_ok]
     known = [run.pipeline for run in found if run.pipeline is not None]
     if not known:
-        return [case.named] if catalog.is_failed_pipeline(case.case) else []
+        return [case.named] if case.case.is_failed_pipeline else []
     totals = [run.predicted_stage_s for run in found]
     n_stages = min(summary.n_stages for summary in known)
     rows = [case.named | _stage_row(stage, known, totals) for stage in range(n_stages)]
@@ -55,7 +55,7 @@ def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
 
 def rows(catalog: Catalog) -> Rows:
     """A row per stage of each pipeline: means over repeats of the medians of each."""
-    return [row for case in catalog.training for row in _rows(case, catalog)]
+    return [row for case in catalog.training for row in _rows(case)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:

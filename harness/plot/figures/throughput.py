@@ -20,24 +20,9 @@ from harness.plot.style import (
 from harness.units import format_number
 
 COLUMNS = (
-    "model",
-    "label",
-    "strategy",
-    "cluster",
-    "n_devices",
-    "batch",
-    "dtype",
-    "status",
-    "reason",
-    "n_repeats",
-    "n_values",
-    "throughput_samples_per_s",
-    "low_samples_per_s",
-    "high_samples_per_s",
-    "per_device_samples_per_s",
-    "cv",
-    "mfu",
-    "mfu_of_measured_peak",
+    *("model", "label", "strategy", "cluster", "n_devices", "batch", "dtype", "status", "reason"),
+    *("n_repeats", "n_values", "throughput_samples_per_s", "low_samples_per_s"),
+    *("high_samples_per_s", "per_device_samples_per_s", "cv", "mfu", "mfu_of_measured_peak"),
 )
 
 
