@@ -8,6 +8,7 @@ Hodges and Lehmann's shift, on logarithms, so that the shift is a ratio.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal
 
 import numpy as np
@@ -198,20 +199,13 @@ def _shift_interval(log_a: np.ndarray, log_b: np.ndarray) -> tuple[float, float,
     return float(np.median(shifts)), float(shifts[k]), float(shifts[-1 - k])
 
 
-def _repeats_for_p() -> int:
-    """Fewest repeats of each side for which full separation gives p below MAX_P."""
-    n = 2
-    while 2 / math.comb(2 * n, n) >= MAX_P:
-        n += 1
-    return n
-
-
 def _repeats_missing(n_a: int, n_b: int, half_width: float, distance: float) -> int:
     """Estimate the repeats to add to each side; intervals narrow with the root of n."""
     n = min(n_a, n_b)
     by_width = n * (half_width / distance) ** 2 if distance > 0 else 2 * n
-    needed = max(_repeats_for_p(), math.ceil(min(by_width, 1000)), n + 1)
-    return needed - n
+    # Of each side, for which full separation gives p below MAX_P.
+    fewest = next(k for k in count(2) if 2 / math.comb(2 * k, k) < MAX_P)
+    return max(fewest, math.ceil(min(by_width, 1000)), n + 1) - n
 
 
 def verdict(a: Sequence[float], b: Sequence[float]) -> Verdict:

@@ -249,9 +249,6 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-_LEAST_SEARCH = {"search_budget": 1, "trials": 1}
-
-
 @dataclass(frozen=True, kw_only=True)
 class SearchFlags:
     """Limits of a search in time and memory."""
@@ -284,7 +281,7 @@ class SearchFlags:
 
     def check_search(self) -> None:
         """Refuse limits that are too small."""
-        check_at_least(self, _LEAST_SEARCH)
+        check_at_least(self, {"search_budget": 1, "trials": 1})
         check_above_zero(self, ("search_seconds",))
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"--ema {self.ema} must be above 0 and below 1, such as 0.999")

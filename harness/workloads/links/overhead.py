@@ -11,6 +11,7 @@ from the previous.
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -86,12 +87,9 @@ def _measure(chunks: _Chunks, context: Context) -> float:
         barrier()
         n_chunks, during_s = _during(chunks, message, world)
         costs.append(max(0.0, during_s - n_chunks * chunk_s) / (2 * message.nbytes))
-        metrics = {
-            "host_s_per_byte": costs[-1],
-            "relative_speed": n_chunks * chunk_s / during_s,
-        }
-        for metric, value in metrics.items():
-            context.recorder.sample(metric, value, step=step, n_bytes=message.nbytes)
+        record = partial(context.recorder.sample, step=step, n_bytes=message.nbytes)
+        record("host_s_per_byte", costs[-1])
+        record("relative_speed", n_chunks * chunk_s / during_s)
         context.flush()
     progress.update(label, _N_SAMPLES, _N_SAMPLES)
     return median(costs)

@@ -9,7 +9,6 @@ its ack (subtracting the median could make a link look too fast). All times are 
 clock.
 """
 
-import logging
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import accumulate, permutations
@@ -30,8 +29,6 @@ from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
 from harness.workloads.links.operations import ELEMENT_BYTES, Limits, Transport, pattern
 from harness.workloads.planning.files import finished_runs
-
-_log = logging.getLogger(__name__)
 
 Pair = tuple[int, int]
 # Enough that at least one is undisturbed by other work on either host.

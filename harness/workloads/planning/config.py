@@ -272,12 +272,6 @@ class SearchConfig(SearchFlags, ModelFlags):
 def search_cases(config: SearchConfig, n_ranks: int) -> list[SearchConfig]:
     """Check the flags and return one run, with the defaults of model and launch filled in, so that
     equal searches have equal configurations."""
-    _check(config, n_ranks)
-    flags = fitted_flags(config.model_options())
-    return [replace(config, **flags, n_ranks=config.n_ranks or n_ranks)]
-
-
-def _check(config: SearchConfig, n_ranks: int) -> None:
     config.check()
     least = {"batch_size": 1, "n_channels": 1, "momentum": 0, "n_ranks": 1, "seed": 0}
     check_at_least(config, least)
@@ -289,3 +283,5 @@ def _check(config: SearchConfig, n_ranks: int) -> None:
             f"--n-ranks {config.n_ranks} needs as many ranks, {n_ranks} were started: lower it or "
             "start more (mpirun -np)"
         )
+    flags = fitted_flags(config.model_options())
+    return [replace(config, **flags, n_ranks=config.n_ranks or n_ranks)]

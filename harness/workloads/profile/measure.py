@@ -223,11 +223,10 @@ class PointMeasurer:
         before = self._samples.get(key)
         n_before = 0 if before is None else len(before.forward_s)
         self._samples[key] = found if before is None else before + found
-        metrics = {
-            "operator_forward_s": found.forward_s,
-            "operator_backward_s": found.backward_s,
-        }
-        for metric, values in metrics.items():
+        for metric, values in (
+            ("operator_forward_s", found.forward_s),
+            ("operator_backward_s", found.backward_s),
+        ):
             for step, value in enumerate(values, start=n_before):
                 self._sample(metric, value, point, step=step)
 
