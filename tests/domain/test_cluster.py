@@ -51,25 +51,6 @@ def test_what_cannot_be_is_refused(nodes, links, message):
         Cluster(nodes=nodes, links=links)
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"{", "not JSON"),
-        (b'{"nodes": 3}', "array"),
-        (
-            Cluster.uniform(1, 1, inside_bytes_per_s=1, memory_bytes=1)
-            .to_json()
-            .replace(b'"version": 2', b'"version": 1'),
-            r"version 1, .* version 2: measure it again with `./entry.sh links`",
-        ),
-    ],
-)
-def test_a_malformed_file_is_refused_by_name(data, message):
-    with pytest.raises(ClusterError, match=message) as caught:
-        Cluster.from_json(data, source="my.json")
-    assert "my.json" in str(caught.value)
-
-
 LO = Interface(name="lo", address="127.0.0.1", prefix_length=8)
 DOCKER = Interface(name="docker0", address="172.17.0.1", prefix_length=16, speed_bits_per_s=1e10)
 

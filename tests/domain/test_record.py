@@ -7,6 +7,8 @@ from made_runs import header_of
 from harness.domain.record import Record, Sample, Span, SpanFields, has_details, is_detail
 from harness.domain.run import RankInfo, device_names
 
+GIB = 2**30
+
 
 def span(kind, **fields):
     return Span(kind=kind, start_s=1.0, duration_s=0.5, **fields)
@@ -103,3 +105,15 @@ def test_an_ending_is_one_line():
     header = header_of()
     traced = msgspec.structs.replace(header, status="crash", reason="rank 0 (a): no\nTraceback")
     assert (traced.ending, header.ending) == ("crash: rank 0 (a): no", "running")
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "expected"),
+    [("cuda:0", 80.75, 76 * GIB), ("cpu", 4, 1.75 * GIB), ("cpu", 0.25, 1)],
+)
+def test_plans_fill_a_device_but_for_its_process_and_allocator(device, gib, expected):
+    info = RankInfo(
+        rank=0, hostname="h", device=device, device_kind="", n_cores=1,
+        memory_bytes=round(gib * GIB),
+    )  # fmt: skip
+    assert info.training_bytes == expected
