@@ -39,10 +39,6 @@ def _links_hash(cluster: Cluster) -> str:
     return _short_hash(nics, cluster.node_of(), cluster.links, cluster.collectives)
 
 
-def _devices(cluster: Cluster) -> dict[str, str]:
-    return {device.name: f"{device.kind}, {device.memory_bytes} B" for device in cluster.devices}
-
-
 def _cluster_hash(cluster: Cluster) -> str:
     return _short_hash(_links_hash(cluster), cluster.devices)
 
@@ -62,7 +58,7 @@ def fingerprint(graph: Graph, cluster: Cluster, profile: Profile | None = None) 
         cluster_hash=_cluster_hash(cluster),
         links_hash=_links_hash(cluster),
         operators={op.name: _short_hash(op)[:8] for op in graph.operators},
-        devices=_devices(cluster),
+        devices={d.name: f"{d.kind}, {d.memory_bytes} B" for d in cluster.devices},
     )
 
 

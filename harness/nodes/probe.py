@@ -11,6 +11,7 @@ probe.sh                           --> runs under its own time limit
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import shlex
@@ -150,8 +151,7 @@ async def _log_in(
     """Log in and run the probe; retry after a pause if sshd dropped the connection early."""
     loop = asyncio.get_running_loop()
     proxy = found.target.proxy if found.target is not None else ""
-    n_tries = len(_PAUSES_S) + 1
-    for n_tried in range(1, n_tries + 1):
+    for usual_pause_s in (*_PAUSES_S, math.inf):
         async with AsyncExitStack() as attempt:
             async with gates[proxy] if proxy else contextlib.nullcontext():
                 session = await attempt.enter_async_context(
@@ -161,8 +161,8 @@ async def _log_in(
                 )
                 found = await _enter(session, found, order, deadline_s)
             # Random, so that the dropped logins do not retry at the same moment.
-            pause_s = _PAUSES_S[min(n_tried, n_tries - 1) - 1] * random.uniform(0.5, 1.5)
-            is_last = n_tried == n_tries or loop.time() + pause_s > deadline_s
+            pause_s = usual_pause_s * random.uniform(0.5, 1.5)
+            is_last = loop.time() + pause_s > deadline_s
             is_dropped = found.login is Login.CLOSED and ssh.was_dropped(session.child.errors)
             if not is_dropped or is_last:
                 stack.push_async_exit(attempt.pop_all().__aexit__)

@@ -71,13 +71,6 @@ class TraceEvents:
             self._describe("process_sort_index", pid, 0, sort_index=pid)
         return self._pids[name]
 
-    def _thread(self, pid: int, name: str) -> int:
-        self._n_threads += 1
-        tid = FIRST_THREAD + self._n_threads
-        self._describe("thread_name", pid, tid, name=name)
-        self._describe("thread_sort_index", pid, tid, sort_index=tid)
-        return tid
-
     def _describe(self, key: str, pid: int, tid: int, **values: Any) -> None:
         event = {"ph": "M", "name": key, "pid": pid, "tid": tid, "ts": 0, "args": values}
         self.events.append(event)
@@ -89,7 +82,10 @@ class TraceEvents:
             own = [span for span in spans if _row_of(span) == row]
             for number, lane in enumerate(_lanes(own), start=1):
                 name = f"rank {rank} {row}" + ("" if number == 1 else f" {number}")
-                tid = self._thread(pid, name)
+                self._n_threads += 1
+                tid = FIRST_THREAD + self._n_threads
+                self._describe("thread_name", pid, tid, name=name)
+                self._describe("thread_sort_index", pid, tid, sort_index=tid)
                 slices += [Slice(span, pid, tid, start, end) for span, start, end in lane]
         self.events += [_complete(item) for item in slices]
         return slices
@@ -180,8 +176,9 @@ def _flows(
             yield min(begun, key=lambda other: other.start_ns), item
 
 
-def build_trace(run: Run, plan: Plan) -> dict[str, Any]:
-    """The run's spans on rank 0's clock, and the predicted step beside the measured median step.
+def trace_bytes(run: Run, plan: Plan) -> bytes:
+    """The run's spans on rank 0's clock, and the predicted step beside the measured median step, as
+    a file's bytes; equal runs give equal bytes.
 
     Raises:
         ResultsError: the run holds no finished step.
@@ -204,11 +201,12 @@ def build_trace(run: Run, plan: Plan) -> dict[str, Any]:
     _add_measured(events, run, shifts, before_s)
     if plan.prediction is not None:
         _add_predicted(events, run, plan.prediction, f"beside step {median}", before_s)
-    return {
+    trace = {
         "traceEvents": events.events,
         "displayTimeUnit": "ms",
         "otherData": _facts(run, plan, times[median], median, shifts.error_s),
     }
+    return json.dumps(trace, separators=(",", ":")).encode() + b"\n"
 
 
 def _add_measured(events: TraceEvents, run: Run, shifts: Shifts, before_s: float) -> None:
@@ -260,8 +258,3 @@ def _facts(
         facts["plan"] = plan.prediction.strategy
         facts["predicted_step_us"] = plan.prediction.step_s * 1e6
     return facts
-
-
-def trace_bytes(run: Run, plan: Plan) -> bytes:
-    """The trace as a file's bytes; equal runs give equal bytes."""
-    return json.dumps(build_trace(run, plan), separators=(",", ":")).encode() + b"\n"

@@ -76,17 +76,13 @@ class _Profiler:
         results = context.run_dir.parent
         run_on_rank_0(lambda: _hold(captured, task, config, results), world)
         self.graph = captured.graph
-        self.profile = self._read()
+        data = b""
+        if world.is_first:
+            data = read_profile(self._path, config.model, self._dtype).to_json()
+        self.profile = Profile.from_json(gather_bytes(data, world)[0], source=str(self._path))
         self._new: dict[MeasurementKey, Measurement] = {}
         counts = config.counts(world.size)
         self._points = points_of(self.graph, counts, counts)
-
-    def _read(self) -> Profile:
-        """Read the profile on rank 0 and broadcast it."""
-        world, data = self._context.world, b""
-        if world.is_first:
-            data = read_profile(self._path, self._config.model, self._dtype).to_json()
-        return Profile.from_json(gather_bytes(data, world)[0], source=str(self._path))
 
     def run(self) -> dict[str, Any]:
         """Measure missing points, and write the file after each batch size of each round.
@@ -117,7 +113,12 @@ class _Profiler:
         self._compare(steps)
         self._time_optimizer()
         self._write()
-        return self._summary()
+        return {
+            "profile": str(self._path),
+            "graph": str(graph_beside(self._path)),
+            "n_measured": len(self._new),
+            "n_known": len(self.profile.measurements) - len(self._new),
+        }
 
     def _time_optimizer(self) -> None:
         """Time an optimizer step on every device if the file lacks it for any kind."""
@@ -203,14 +204,6 @@ class _Profiler:
             errors = fit_errors(self.profile, self.graph, kind, self._dtype)
             for key, error in errors.items():
                 recorder.sample("profile_fit_error", error, device_kind=kind, signature=key)
-
-    def _summary(self) -> dict[str, Any]:
-        return {
-            "profile": str(self._path),
-            "graph": str(graph_beside(self._path)),
-            "n_measured": len(self._new),
-            "n_known": len(self.profile.measurements) - len(self._new),
-        }
 
 
 def _with_provenance(profile: Profile, hostnames: list[str]) -> Profile:
