@@ -156,10 +156,7 @@ MAX_LISTED = 200  # warnings of a kind, and files and lines that were skipped
 def _section(drawn: Drawn) -> dict[str, Any]:
     table = drawn.shown
     return {
-        "name": drawn.figure.name,
-        "title": drawn.figure.title,
-        "caption": drawn.figure.caption,
-        "better": drawn.figure.better,
+        "figure": drawn.figure,
         "image": ("data:image/svg+xml;base64," + base64.b64encode(drawn.image).decode()),
         "table": present(table.head(MAX_TABLE_ROWS)),
         "n_hidden": max(0, len(table) - MAX_TABLE_ROWS),
@@ -181,39 +178,31 @@ def _start_words(text: str) -> str:
 def _run_row(run: RunNumbers) -> dict[str, Any]:
     header = run.header
     return {
-        "run_id": header.run_id,
-        "workload": header.workload,
-        "repeat": header.repeat,
+        "header": header,
         "start": _start_words(header.start_utc),
         "duration": format_duration(header.duration_s) if header.duration_s is not None else "",
         "hosts": ", ".join(dict.fromkeys(rank.hostname for rank in header.ranks)),
-        "backend": header.backend,
         "commit": header.commit[:12],
         "command": " ".join(header.argv),
         "status": header.status if header.status == "ok" else status_words(header.status),
-        "reason": header.reason,
         "is_ok": header.status == "ok",
     }
 
 
-def _devices(headers: Sequence[RunHeader]) -> list[dict[str, str]]:
-    """Every rank's device once, in the order of their first run."""
-    rows: dict[tuple[Any, ...], dict[str, str]] = {}
+def _devices(headers: Sequence[RunHeader]) -> list[tuple[str, ...]]:
+    """Host, device, kind, cores, memory, interface and network of every rank, once each, in the
+    order of their first run."""
+    rows: list[tuple[str, ...]] = []
     for header in headers:
         nics = {node.name: node.nic_bytes_per_s for node in header.cluster.nodes}
         for rank in header.ranks:
+            cores = f"{rank.n_cores:g}" if rank.n_cores else ""
+            memory = format_bytes(rank.memory_bytes) if rank.memory_bytes > 1 else ""
             nic = nics.get(rank.hostname)
-            row = {
-                "host": rank.hostname,
-                "device": rank.device,
-                "kind": rank.device_kind,
-                "cores": f"{rank.n_cores:g}" if rank.n_cores else "",
-                "memory": format_bytes(rank.memory_bytes) if rank.memory_bytes > 1 else "",
-                "interface": rank.interface,
-                "network": f"{format_number(nic * 8e-9, 3)} Gbit/s" if nic else "",
-            }
-            rows[tuple(row.values())] = row
-    return list(rows.values())
+            network = f"{format_number(nic * 8e-9, 3)} Gbit/s" if nic else ""
+            own = (rank.hostname, rank.device, rank.device_kind, cores, memory, rank.interface)
+            rows.append((*own, network))
+    return list(dict.fromkeys(rows))
 
 
 def _answer(answer: Answer) -> dict[str, Any]:
