@@ -31,11 +31,8 @@ def covered_s(spans: Iterable[Span], within: Span | None = None) -> float:
         return 0.0
     if within is not None:
         intervals = intervals.clip(within.start_s, within.start_s + within.duration_s)
-    intervals = intervals[np.argsort(intervals[:, 0])]
-    reached = np.maximum.accumulate(intervals[:, 1])
-    starts = intervals[:, 0].copy()
-    starts[1:] = np.maximum(starts[1:], reached[:-1])
-    return float(np.clip(intervals[:, 1] - starts, 0, None).sum())
+    _, _, length_s = _disjoint(np.zeros(len(intervals), np.int8), *intervals.T)
+    return float(length_s.sum())
 
 
 def _disjoint(

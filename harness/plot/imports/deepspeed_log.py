@@ -9,11 +9,12 @@ accumulation. Lines may contain launcher prefixes, terminal colours and progress
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from statistics import mode
 
 from harness.domain.record import Record, Span
 from harness.errors import ResultsError
@@ -225,8 +226,7 @@ def ending(text: str) -> str:
 
 def accumulation(steps: list[StepLine]) -> int:
     """The most common number of micro-steps of a step; 1 if the log does not list them."""
-    counts = Counter(line.n_microsteps for line in steps if line.n_microsteps)
-    return counts.most_common(1)[0][0] if counts else 1
+    return mode([line.n_microsteps for line in steps if line.n_microsteps] or [1])
 
 
 def _step_records(steps: Sequence[StepLine], origin: datetime | None) -> list[Record]:

@@ -234,19 +234,18 @@ def read_number(text: str, at_least: float = 0.0, at_most: float = 1e12) -> floa
 
 def group(skipped: list[tuple[int, str]]) -> list[str]:
     """One line per reason: its first lines, and the number of others."""
-    counts = Counter(reason for _, reason in skipped)
-    shown: Counter[str] = Counter()
-    problems: dict[tuple[str, int], str] = {}
+    counts: Counter[str] = Counter()
+    problems: list[str] = []
     for number, reason in skipped:
-        shown[reason] += 1
-        if shown[reason] <= _N_NAMED:
-            problems[reason, shown[reason]] = f"line {number}: {reason}"
+        counts[reason] += 1
+        if counts[reason] <= _N_NAMED:
+            problems.append(f"line {number}: {reason}")
     for reason, count in counts.items():
         if count > _N_NAMED:
-            problems[reason, 0] = f"{count - _N_NAMED} more lines: {reason}"
+            problems.append(f"{count - _N_NAMED} more lines: {reason}")
     if len(skipped) > _N_NAMED:
-        problems["", 0] = f"{len(skipped)} lines were skipped in all"
-    return list(problems.values())
+        problems.append(f"{len(skipped)} lines were skipped in all")
+    return problems
 
 
 def most_common(skipped: list[tuple[int, str]]) -> str:
