@@ -145,9 +145,7 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         is computing, too."""
         return self.with_devices(
             msgspec.structs.replace(
-                device,
-                speed=device.speed * factor,
-                host_s_per_byte=device.host_s_per_byte / factor,
+                device, speed=device.speed * factor, host_s_per_byte=device.host_s_per_byte / factor
             )
             for device, factor in zip(self.devices, factors, strict=True)
         )

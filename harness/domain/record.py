@@ -188,12 +188,7 @@ _PAIR = {"source": RANK, "target": RANK, "transport": TEXT}
 _AMOUNTS = ("_s", "_bytes", "_flops")
 _SIGNED = ("clock_offset_s", "link_transfer_s")  # a difference of times
 _ROUNDING = 1e-6  # rounding error of amounts that are differences: they may be this far below 0
-_OF_PAIRS = (
-    "link_latency_s",
-    "link_transfer_s",
-    "change_bytes",
-    "change_predicted_bytes",
-)
+_OF_PAIRS = ("link_latency_s", "link_transfer_s", "change_bytes", "change_predicted_bytes")
 
 REQUIRED: dict[str, dict[str, LabelKind]] = {
     "matmul_s": _PRODUCT,

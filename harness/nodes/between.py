@@ -303,10 +303,7 @@ class Talk:
             return
         self._progress(f"TCP between {len(sessions)} hosts")
         found = await connect_pairs(
-            sessions,
-            new,
-            pythons=[self._python, "python3"],
-            timeout_s=self._order.timeout_s / 2,
+            sessions, new, pythons=[self._python, "python3"], timeout_s=self._order.timeout_s / 2
         )
         self.pairs = found if self.pairs is None else self.pairs | found
         self._connected |= new

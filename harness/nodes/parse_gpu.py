@@ -38,9 +38,7 @@ def parse_gpus(sections: Mapping[str, Section]) -> GpuFacts:
     pieces = _pieces(text)
     if not pieces:
         return GpuFacts(
-            n_cards=n_cards,
-            smi_error=_failure(smi, remarks),
-            smi_returncode=smi.returncode,
+            n_cards=n_cards, smi_error=_failure(smi, remarks), smi_returncode=smi.returncode
         )
     users = dict(line.split(" ", 1) for line in sections["gpu_users"].lines if " " in line)
     capabilities = _capabilities(sections["compute_capability"].lines)

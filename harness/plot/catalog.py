@@ -289,9 +289,7 @@ def read_validations(results: Path) -> tuple[list[Validation], list[Problem]]:
 
 
 def read_catalog(
-    found: Sequence[Found],
-    skipped: Sequence[Problem] = (),
-    validations: Sequence[Validation] = (),
+    found: Sequence[Found], skipped: Sequence[Problem] = (), validations: Sequence[Validation] = ()
 ) -> Catalog:
     """Derive the numbers of runs one after another; the records of a run are dropped then."""
     runs: list[RunNumbers] = []

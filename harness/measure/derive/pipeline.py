@@ -14,13 +14,7 @@ from statistics import fmean, median
 from typing import Literal, get_args
 
 from harness.domain.record import Record, Span
-from harness.measure.derive.spans import (
-    COMPUTE_KINDS,
-    COMPUTING,
-    StepWindows,
-    covered_s,
-    waited_s,
-)
+from harness.measure.derive.spans import COMPUTE_KINDS, COMPUTING, StepWindows, covered_s, waited_s
 from harness.measure.rank_records import Records
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run

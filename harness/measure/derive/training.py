@@ -15,13 +15,7 @@ from harness.measure.derive.doubts import Doubt, DoubtKind
 from harness.measure.derive.pipeline import computes
 from harness.measure.derive.ranks import RankSummary, mark_stragglers, median_of, rank_summary
 from harness.measure.derive.settings import configured, configured_number, strategy_name
-from harness.measure.derive.spans import (
-    PHASES,
-    PhaseTable,
-    phase_table,
-    samples_of,
-    spans_of,
-)
+from harness.measure.derive.spans import PHASES, PhaseTable, phase_table, samples_of, spans_of
 from harness.measure.rank_records import KIND_CODES, Records
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
@@ -260,10 +254,7 @@ def _mean_over_ranks(ranks: Sequence[RankSummary]) -> dict[str, float]:
 
 
 def _rates(
-    run: Run,
-    duration: Summary,
-    n_samples: float | None,
-    ranks: Sequence[RankSummary],
+    run: Run, duration: Summary, n_samples: float | None, ranks: Sequence[RankSummary]
 ) -> dict[str, Any]:
     rates: dict[str, Any] = {}
     if n_samples:

@@ -66,10 +66,7 @@ def _draw_cluster(axes: Axes, label: str, rows: pd.DataFrame) -> None:
     for shift, (kernel, colour) in zip((-0.19, 0.19), COLOURS.items(), strict=True):
         bars = rows[rows["kernel"] == kernel].sort_values("rank")
         values = bars["traffic_bytes_per_s"] * 1e-9
-        errors = [
-            values - bars["low_bytes_per_s"] * 1e-9,
-            bars["high_bytes_per_s"] * 1e-9 - values,
-        ]
+        errors = [values - bars["low_bytes_per_s"] * 1e-9, bars["high_bytes_per_s"] * 1e-9 - values]
         at = [ranks.index(rank) + shift for rank in bars["rank"]]
         drawn = axes.barh(at, values, 0.36, xerr=errors, color=colour, label=kernel, error_kw=thin)
         words = [
@@ -79,8 +76,7 @@ def _draw_cluster(axes: Axes, label: str, rows: pd.DataFrame) -> None:
         axes.bar_label(drawn, words, fontsize=7.5, padding=4)
     names = rows.drop_duplicates("rank").set_index("rank")
     label_bars(
-        axes,
-        [f"{names['hostname'][r]} (rank {r:.0f}) · {names['device'][r]}" for r in ranks],
+        axes, [f"{names['hostname'][r]} (rank {r:.0f}) · {names['device'][r]}" for r in ranks]
     )
     axes.margins(x=0.12)
     axes.set_xlim(left=0)

@@ -11,14 +11,7 @@ import pandas as pd
 
 from harness.measure.derive.scaling import EfficiencyRow, ScalingPoint, scaling_table
 from harness.measure.statistics import Summary
-from harness.plot.catalog import (
-    Catalog,
-    RepeatGroup,
-    TrainingCase,
-    merged,
-    short_kind,
-    speed_class,
-)
+from harness.plot.catalog import Catalog, RepeatGroup, TrainingCase, merged, short_kind, speed_class
 from harness.plot.figures import Axes, Canvas, Figure, Rows
 from harness.plot.style import (
     LEGEND_ROW_IN,

@@ -7,14 +7,7 @@ import pandas as pd
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figures import Axes, Canvas, Figure, Rows
-from harness.plot.style import (
-    FAILED,
-    LIMIT,
-    colour_of,
-    grid_panels,
-    note_failures,
-    wrap_label,
-)
+from harness.plot.style import FAILED, LIMIT, colour_of, grid_panels, note_failures, wrap_label
 from harness.units import format_number
 
 MAX_PANELS = 24

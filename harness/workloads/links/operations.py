@@ -247,8 +247,7 @@ OPERATIONS: dict[str, Operation] = {
         is_in_place=True,
     ),
     "all_to_all": Operation(
-        _whole,
-        lambda t, n: _joined(t, lambda rank: _own_part(pattern(rank, n, t.device), t)),
+        _whole, lambda t, n: _joined(t, lambda rank: _own_part(pattern(rank, n, t.device), t))
     ),
     # As in nccl-tests, every rank sends to the next and receives from the previous.
     "send_recv": Operation(_whole, lambda t, n: pattern((t.rank - 1) % t.size, n, t.device)),
@@ -339,11 +338,7 @@ def _count_iterations(
 
 
 def measure_collectives(
-    operations: list[str],
-    sizes: list[int],
-    transport: Transport,
-    context: Context,
-    limits: Limits,
+    operations: list[str], sizes: list[int], transport: Transport, context: Context, limits: Limits
 ) -> tuple[list[CollectivePoint], list[str]]:
     """Measure every operation at every size; all ranks must call it.
 

@@ -154,10 +154,7 @@ def check_peak(flops: float, durations: list[float], dtype: str, device_kind: st
     if peak is None:
         return
     ceiling = highest_clock(device_kind) * peak
-    for duration_s, limit in (
-        (median(durations), ceiling),
-        (min(durations), _BOOST * ceiling),
-    ):
+    for duration_s, limit in ((median(durations), ceiling), (min(durations), _BOOST * ceiling)):
         if flops / duration_s > limit:
             raise VerificationError(
                 f"{dtype} at {format_flops(flops / duration_s)} is above the "

@@ -7,13 +7,7 @@ from pathlib import Path
 import msgspec
 
 from harness.domain.graph import Graph
-from harness.domain.profile import (
-    Measurement,
-    OptimizerTime,
-    Profile,
-    WholeStep,
-    measurement_key,
-)
+from harness.domain.profile import Measurement, OptimizerTime, Profile, WholeStep, measurement_key
 from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
 from harness.plan.fit import OperatorTimes
@@ -92,11 +86,7 @@ StepValues = dict[tuple[str, int], list[float]]
 
 
 def with_whole_steps(
-    profile: Profile,
-    graph: Graph,
-    dtype: str,
-    seconds: StepValues,
-    queued: Collection[str] = (),
+    profile: Profile, graph: Graph, dtype: str, seconds: StepValues, queued: Collection[str] = ()
 ) -> Profile:
     """Set each kind's whole step to the median, with the current sum over its operators.
 

@@ -28,12 +28,7 @@ from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, run_on_rank_0, wait_for_all
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Workload
-from harness.workloads.planning.config import (
-    Point,
-    ProfileConfig,
-    points_of,
-    profile_cases,
-)
+from harness.workloads.planning.config import Point, ProfileConfig, points_of, profile_cases
 from harness.workloads.planning.inputs import check_profile
 from harness.workloads.profile.measure import PointMeasurer
 from harness.workloads.profile.step import (
@@ -275,9 +270,5 @@ def _check(config: ProfileConfig, results: Path) -> None:
 
 
 WORKLOAD = Workload(
-    config=ProfileConfig,
-    cases=profile_cases,
-    body=run_profile,
-    table=profile_text,
-    check=_check,
+    config=ProfileConfig, cases=profile_cases, body=run_profile, table=profile_text, check=_check
 )

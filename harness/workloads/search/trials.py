@@ -36,12 +36,7 @@ from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
 from harness.runtime.models.shared_build import build_on_host
-from harness.runtime.ranks.gather import (
-    barrier,
-    broadcast_result,
-    maximum_over_ranks,
-    wait_for_all,
-)
+from harness.runtime.ranks.gather import barrier, broadcast_result, maximum_over_ranks, wait_for_all
 from harness.runtime.ranks.world import Context
 from harness.units import format_duration
 from harness.workloads.planning.config import SearchConfig
