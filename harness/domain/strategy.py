@@ -277,14 +277,12 @@ def check_numbers(strategy: Strategy) -> None:
 
 def check_names(strategy: Strategy, graph: Graph) -> None:
     """Refuse a strategy that does not place exactly the operators of a graph without its inputs."""
-    wanted = [op.name for op in graph.operators if has_tasks(op)]
+    known = {op.name: has_tasks(op) for op in graph.operators}
+    wanted = [name for name, is_wanted in known.items() if is_wanted]
     if not wanted:
         raise StrategyError(f"graph {graph.name!r} has only inputs: there is nothing to place")
-    known = set(graph.index())
     foreign = [name for name in strategy.operators if name not in known]
-    placed_inputs = [
-        op.name for op in graph.operators if not has_tasks(op) and op.name in strategy.operators
-    ]
+    placed_inputs = [name for name in known if name in strategy.operators and not known[name]]
     missing = [name for name in wanted if name not in strategy.operators]
     if foreign:
         raise StrategyError(

@@ -10,9 +10,10 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -201,12 +202,11 @@ class Run:
     ranks: Mapping[int, list[Record]]
 
 
-@dataclass
-class Results:
+class Results(NamedTuple):
     """All runs of a directory, and the skipped files."""
 
-    runs: list[Run] = field(default_factory=list)
-    skipped: list[Problem] = field(default_factory=list)
+    runs: list[Run]
+    skipped: list[Problem]
 
 
 def read_header(run_dir: Path) -> RunHeader:
@@ -367,9 +367,5 @@ def read_results(root: Path) -> Results:
         ResultsError: `root` is not a directory, or may not be read.
     """
     found, skipped = find_runs(root)
-    results = Results(skipped=skipped)
-    for run_dir, header in found:
-        run, problems = read_run(run_dir, header)
-        results.skipped += problems
-        results.runs.append(run)
-    return results
+    read = [read_run(run_dir, header) for run_dir, header in found]
+    return Results([run for run, _ in read], sum((problems for _, problems in read), skipped))

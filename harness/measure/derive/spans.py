@@ -165,10 +165,7 @@ class PhaseTable:
 
 
 def _sum(columns: Iterable[np.ndarray]) -> np.ndarray:
-    total = np.zeros(1)
-    for column in columns:
-        total = total + column
-    return total
+    return sum(columns, np.zeros(1))
 
 
 def phase_table(records: Iterable[Record]) -> PhaseTable:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from harness.measure.derive.prediction import PARTS, mean_parts
@@ -69,20 +70,20 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
     shares = {part: rows[f"difference_{part}_s"] / rows["measured_s"] * 100 for part in PARTS}
-    below, above = [0.0] * len(rows), [0.0] * len(rows)
+    below, above = np.zeros(len(rows)), np.zeros(len(rows))
     for part in PARTS:
-        widths = shares[part].fillna(0).to_list()
-        lefts = [(above if width > 0 else below)[y] for y, width in enumerate(widths)]
+        widths = shares[part].fillna(0).to_numpy()
+        lefts = np.where(widths > 0, above, below)
         axes.barh(
             range(len(rows)), widths, 0.68, left=lefts, color=COLOURS[part], edgecolor="white",
             linewidth=0.5, label=WORDS.get(part, part),
         )  # fmt: skip
-        for y, width in enumerate(widths):
-            (above if width > 0 else below)[y] += width
+        above += widths.clip(min=0)
+        below += widths.clip(max=0)
     totals = rows["difference_s"] / rows["measured_s"] * 100
     axes.plot(totals, range(len(rows)), "D", color=LIMIT, markersize=5, label=SUM)
     axes.axvline(0, color=LIMIT, linewidth=0.9)
-    span = max(*above, *(-value for value in below), 1.0)
+    span = max(above.max(), -below.min(), 1.0)
     for y, (_, row) in enumerate(rows.iterrows()):
         if pd.isna(totals.iloc[y]):
             mark_failed(axes, y, row["status"], row["reason"])

@@ -21,13 +21,14 @@ from harness.plot.style import (
 )
 from harness.units import format_number
 
+OF_PRODUCT = ("scaling", "dtype", "m", "n", "k", "n_ranks")
+
 
 def _rows(case: RepeatGroup, catalog: Catalog) -> list[dict[str, Any]]:
     base = case.identity | {"cluster": case.cluster}
     if not case.is_ok:
         return [base]
-    names = ("scaling", "dtype", "m", "n", "k", "n_ranks")
-    groups = case.repeats_of(catalog.distributed, *names)
+    groups = case.repeats_of(catalog.distributed, *OF_PRODUCT)
     return [base | _numbers(rows, case.cluster) for rows in groups.values()]
 
 
@@ -43,12 +44,7 @@ def _numbers(rows: list[Any], cluster: str) -> dict[str, Any]:
     return {
         "label": _label(first, cluster),
         "n_repeats": len(rows),
-        "scaling": first.scaling,
-        "dtype": first.dtype,
-        "m": first.m,
-        "n": first.n,
-        "k": first.k,
-        "n_ranks": first.n_ranks,
+        **{name: getattr(first, name) for name in OF_PRODUCT},
         "flops_per_s": flops / time.median,
         "low_flops_per_s": flops / time.high,
         "high_flops_per_s": flops / time.low,

@@ -11,6 +11,7 @@ clock.
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, permutations
 from pathlib import Path
 from statistics import median
@@ -188,30 +189,20 @@ def measure_pairs(
     """
     pairs = list(permutations(range(transport.size), 2))
     measured: dict[Pair, PairTimes] = {}
+
+    def measure(pair: Pair) -> None:
+        if transport.rank in pair:
+            times = _measure_pair(pair, sizes, transport, context, limits)
+            measured.update({} if times is None else {pair: times})
+
     for done, pair in enumerate(pairs):
         note = f"{pair[0]} to {pair[1]}"
         context.progress.update(f"pairs over {transport.name}", done, len(pairs), note)
-        times = _measure_everywhere(pair, sizes, transport, context, limits)
-        if times is not None:
-            measured[pair] = times
+        raise_on_all_ranks(partial(measure, pair), context.world)
         context.flush()
     context.progress.update(f"pairs over {transport.name}", len(pairs), len(pairs))
     found = _gather_pairs(measured, pairs, sizes, context)
     return found, _left_out(found, sizes, transport.name, limits.longest_s)
-
-
-def _measure_everywhere(
-    pair: Pair, sizes: list[int], transport: Transport, context: Context, limits: Limits
-) -> PairTimes | None:
-    """Measure on the pair; raise on all ranks if it fails; all ranks must call it."""
-    times: list[PairTimes | None] = [None]
-
-    def measure() -> None:
-        if transport.rank in pair:
-            times[0] = _measure_pair(pair, sizes, transport, context, limits)
-
-    raise_on_all_ranks(measure, context.world)
-    return times[0]
 
 
 def _left_out(

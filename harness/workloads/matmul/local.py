@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from harness.errors import VerificationError
+from harness.measure.derive.devices import MEMORY_KERNELS
 from harness.measure.recorder import Clock
 from harness.runtime.devices.memory import CacheFlush, last_cache_bytes
 from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s
@@ -221,13 +222,13 @@ def measure_memory(context: Context, budget: Budget) -> dict[str, float]:
     n_bytes = max(1 << 26, 4 * last_cache_bytes(device))
     a = torch.zeros(n_bytes // 4, device=device)
     b, c = torch.ones_like(a), torch.ones_like(a)
-    works: list[tuple[str, int, Callable[[], object]]] = [
-        ("memory_copy_s", 2, lambda: a.copy_(b)),
-        ("memory_triad_s", 3, lambda: torch.add(b, c, alpha=3.0, out=a)),
-    ]
+    works: dict[str, Callable[[], object]] = {
+        "copy": lambda: a.copy_(b),
+        "triad": lambda: torch.add(b, c, alpha=3.0, out=a),
+    }
     rates: dict[str, float] = {}
-    for metric, n_arrays, work in works:
-        durations = _time_pass(work, context, budget)
+    for kernel, (metric, n_arrays) in MEMORY_KERNELS.items():
+        durations = _time_pass(works[kernel], context, budget)
         clock.settle()
         for step, duration_s in enumerate(durations):
             context.recorder.sample(metric, duration_s, step=step, n_bytes=n_bytes)
