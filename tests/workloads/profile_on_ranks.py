@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.domain.profile import Profile
+from harness.domain.profile import Measurement, Profile
 from harness.runtime.profiling.subgraph import OperatorCall
 from harness.runtime.ranks.world import Context
 from harness.workloads.planning.config import Point
 from harness.workloads.profile import measure as profile_measure
 from harness.workloads.profile import workload as profile
-from harness.workloads.profile.measure import Measured, PointMeasurer
+from harness.workloads.profile.measure import PointMeasurer
 from harness.workloads.profile.workload import run_profile
 
 
@@ -62,7 +62,7 @@ def profile_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
     """Profile on two kinds of device; rank 1's takes longer than a collective may."""
     measure = PointMeasurer.measure
 
-    def slowly(self: PointMeasurer, points: Sequence[Point]) -> Measured:
+    def slowly(self: PointMeasurer, points: Sequence[Point]) -> list[Measurement]:
         if context.world.rank == 1:
             time.sleep(1.5)
         return measure(self, points)

@@ -9,7 +9,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,14 +49,6 @@ def shape_text(shape: dict[str, int]) -> str:
     return "x".join(f"{dim}{size}" for dim, size in shape.items())
 
 
-@dataclass
-class Measured:
-    """Measurements of this rank, and skipped points with their reasons."""
-
-    measurements: list[Measurement] = field(default_factory=list)
-    skipped: list[tuple[Point, str]] = field(default_factory=list)
-
-
 def _by_shard(captured: Captured, point: Point) -> Callable[[OperatorCall], OperatorCall]:
     """Replace an operator's call by its shard's call; the shard is made at its first call, so that
     few shards are in memory at a time."""
@@ -96,8 +87,8 @@ class PointMeasurer:
         context: Context,
         budget: Budget,
         *,
-        between: Callable[[], None] = lambda: None,
-        n_points: int = 0,
+        between: Callable[[], None],
+        n_points: int,
     ) -> None:
         self._task = task
         self._captured = captured
@@ -119,11 +110,10 @@ class PointMeasurer:
         self._samples: dict[object, OperatorSamples] = {}
         self._unmeasurable: set[object] = set()
         self._has_finite_loss: dict[int, bool] = {}
-        self._recorded: set[object] = set()  # in this call of `measure`
-        self._found = Measured()
+        self._found: dict[object, Measurement] = {}  # in this call of `measure`
         self._n_points, self._n_done = n_points, 0
 
-    def measure(self, points: Sequence[Point]) -> Measured:
+    def measure(self, points: Sequence[Point]) -> list[Measurement]:
         """Measure points, and combine their samples with those of earlier calls.
 
         A point whose operator runs out of memory is skipped with its reason, and not tried again.
@@ -134,11 +124,10 @@ class PointMeasurer:
         """
         self._n_done += sum(point.identity in self._unmeasurable for point in points)
         points = [point for point in points if point.identity not in self._unmeasurable]
-        self._found = Measured()
-        self._recorded = set()
+        self._found = {}
         for samples in dict.fromkeys(point.samples for point in points):
             self._measure_batch(samples, [p for p in points if p.samples == samples])
-        return self._found
+        return list(self._found.values())
 
     def _measure_batch(self, samples: int, points: list[Point]) -> None:
         device, graph = self._context.world.device, self._captured.graph
@@ -232,7 +221,7 @@ class PointMeasurer:
 
     def _record(self, point: Point) -> None:
         samples = self._samples[point.identity]
-        measurement = Measurement(
+        self._found[point.identity] = Measurement(
             device_kind=self._context.world.device_kind,
             operator=point.key,
             shape=point.shape,
@@ -243,11 +232,9 @@ class PointMeasurer:
             spread=round(samples.spread, 4),
             n_samples=len(samples.forward_s),
         )
-        self._found.measurements.append(measurement)
-        self._recorded.add(point.identity)
 
     def _is_done(self, point: Point) -> bool:
-        return point.identity in self._unmeasurable | self._recorded
+        return point.identity in self._unmeasurable | self._found.keys()
 
     # Verification
 
@@ -328,5 +315,4 @@ class PointMeasurer:
             _log.warning("operator %s %s: %s", point.operator, shape_text(point.shape), reason)
             self._sample("operator_skipped", 1, point, reason=reason)
             self._unmeasurable.add(point.identity)
-            self._found.skipped.append((point, reason))
         self._n_done += len(points)

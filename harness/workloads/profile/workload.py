@@ -101,7 +101,7 @@ class _Profiler:
         )
         for _ in range(self._config.rounds):
             for batch in batches:
-                self._gather(measurer.measure(batch).measurements)
+                self._gather(measurer.measure(batch))
                 self._write()
         while steps is not None and steps.n_taken < _N_STEPS:
             steps.take()
