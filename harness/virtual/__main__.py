@@ -11,7 +11,7 @@ from typing import Any
 from harness.errors import run_command
 from harness.inputs import CommandParser
 from harness.units import format_bandwidth, format_bytes, format_duration
-from harness.virtual import lifecycle, node, plan, state
+from harness.virtual import lifecycle, limits, node, plan, state
 from harness.virtual.state import Saved, State
 from harness.virtual.system import check_rights, check_tools
 
@@ -161,7 +161,7 @@ def _execute(place: State, arguments: argparse.Namespace) -> int:
     saved = state.load(place)
     name = saved.plan.node(getattr(arguments, "node", "0")).name
     argv = node.command_on(place, name, arguments.argv, Path.cwd())
-    node.join_limits(place, name)
+    limits.join(limits.join_files(place.name, name))
     variables = node.environment(saved.project, os.environ.get("PATH", node.SYSTEM_PATH))
     os.execvpe(argv[0], argv, os.environ | variables)
 

@@ -252,22 +252,20 @@ def _signal(place: State, name: str, number: signal.Signals) -> None:
 
 
 def _heal(place: State, name: str) -> None:
-    fault = condition(place, name)
-    if fault == "up":
-        return
-    if fault in ("cut", "freeze", "slow"):
-        if fault == "cut":
+    match condition(place, name):
+        case "up":
+            return
+        case "cut":
             network.set_link(place.namespace(SWITCH), _index(place, name), up=True)
-        elif fault == "slow":
-            _set_share(place, name, 1.0)
-        else:
+        case "freeze":
             _signal(place, name, signal.SIGCONT)
-        _fault_file(place, name).unlink()
-        return
-    _end(place, name)
-    for key in _key_pair(place, name):
-        if (backup := _backup(place, name, key)).exists():
-            backup.replace(key)
-    network.set_link(place.namespace(SWITCH), _index(place, name), up=True)
-    _start(place, name)
+        case "slow":
+            _set_share(place, name, 1.0)
+        case _:
+            _end(place, name)
+            for key in _key_pair(place, name):
+                if (backup := _backup(place, name, key)).exists():
+                    backup.replace(key)
+            network.set_link(place.namespace(SWITCH), _index(place, name), up=True)
+            _start(place, name)
     _fault_file(place, name).unlink(missing_ok=True)

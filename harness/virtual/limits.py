@@ -1,8 +1,9 @@
 """CPU quota and memory limit of a node, by cgroup version 1 or 2."""
 
 import errno
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -148,6 +149,12 @@ def _groups(cluster: str, node: str) -> Iterator[Path]:
 def join_files(cluster: str, node: str) -> list[Path]:
     """The files into which a process writes its pid to join the node's cgroups."""
     return [group / "cgroup.procs" for group in _groups(cluster, node)]
+
+
+def join(files: Iterable[Path]) -> None:
+    """Move this process, with all that it executes later, into the cgroups of `join_files`."""
+    for path in files:
+        path.write_text(str(os.getpid()))
 
 
 def members(cluster: str) -> set[int]:

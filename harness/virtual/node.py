@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from harness.errors import ConfigError, EnvironmentSetupError
@@ -132,11 +133,6 @@ def boot(state: State, name: str) -> None:
     """Start a node's sshd in its namespaces and cgroups; `wait_until_ready` waits for it."""
     home = pwd.getpwuid(os.geteuid()).pw_dir
     joined = limits.join_files(state.name, name)
-
-    def join() -> None:
-        for path in joined:
-            path.write_text(str(os.getpid()))
-
     command = ["unshare", "--uts", "--mount", "--ipc", "--", "/bin/sh", str(_BOOT)]
     # preexec_fn is safe, because it only writes the pid and the parent has one thread.
     with (state.node(name) / "sshd.log").open("ab") as log:
@@ -147,7 +143,7 @@ def boot(state: State, name: str) -> None:
             stderr=log,
             start_new_session=True,
             cwd="/",
-            preexec_fn=join,
+            preexec_fn=partial(limits.join, joined),
         )
     state.pid_file(name).write_text(system.describe(child.pid))
 
@@ -203,9 +199,3 @@ def command_on(state: State, name: str, argv: Sequence[str], directory: Path) ->
         )
     enter = ["nsenter", f"--target={pid}", "--net", "--uts", "--mount", "--ipc", "--"]
     return [*enter, "env", f"--chdir={directory}", "--", *argv]
-
-
-def join_limits(state: State, name: str) -> None:
-    """Move this process, with all that it executes later, into a node's cgroups."""
-    for path in limits.join_files(state.name, name):
-        path.write_text(str(os.getpid()))

@@ -118,6 +118,12 @@ def _values_by_step(run: Run, metric: str) -> dict[int, dict[int, float]]:
     return dict(sorted(steps.items()))
 
 
+def _largest_by_step(run: Run, metric: str) -> dict[int, float]:
+    """The largest of the ranks' values in each step."""
+    found = _values_by_step(run, metric)
+    return {step: max(by_rank.values()) for step, by_rank in found.items()}
+
+
 def step_times(run: Run) -> dict[int, float]:
     """Seconds of each step: the maximum over ranks of span `step`."""
     times: dict[int, float] = {}
@@ -138,8 +144,7 @@ def change_times(run: Run) -> dict[int, float]:
 
 def epoch_times(run: Run) -> dict[int, float]:
     """Seconds of each epoch: the maximum over ranks of sample `epoch_s`."""
-    epochs = _values_by_step(run, "epoch_s")
-    times = {epoch: max(by_rank.values()) for epoch, by_rank in epochs.items()}
+    times = _largest_by_step(run, "epoch_s")
     return {epoch: time for epoch, time in times.items() if time >= SHORTEST_S}
 
 
@@ -299,9 +304,7 @@ def _communication(
         numbers["exposed_communication_s"] = _mean(
             table.phases["exposed_communication"] for table in tables
         )
-    without = _values_by_step(run, "no_sync_step_s")
-    if without:
-        slowest = [max(by_rank.values()) for by_rank in without.values()]
+    if slowest := [*_largest_by_step(run, "no_sync_step_s").values()]:
         numbers["no_sync_exposed_s"] = duration.median - float(np.median(slowest))
     by_step = _values_by_step(run, "no_sync_compute_s")
     without_s = [
@@ -310,10 +313,8 @@ def _communication(
     if without_s and tables:
         with_s = np.concatenate([table.compute_s for table in tables])
         numbers["slowed_compute_s"] = float(np.median(with_s) - np.median(without_s))
-    started = _values_by_step(run, "n_synchronisations")
-    if started:
-        per_step = float(np.median([max(by_rank.values()) for by_rank in started.values()]))
-        numbers["synchronisations_per_s"] = per_step / duration.median
+    if started := [*_largest_by_step(run, "n_synchronisations").values()]:
+        numbers["synchronisations_per_s"] = float(np.median(started)) / duration.median
     return numbers
 
 
