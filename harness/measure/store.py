@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from harness.domain.files import decode
+from harness.domain.files import decode, encode
 from harness.domain.record import MAX_RANK, Record
 from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
 from harness.errors import ClusterError, HarnessError, ResultsError
@@ -115,7 +115,7 @@ def write_header(run_dir: Path, header: RunHeader) -> None:
     Raises:
         ResultsError: it cannot be written; names file and host.
     """
-    data = msgspec.json.format(msgspec.json.encode(header), indent=1) + b"\n"
+    data = encode(header)
     path, reserve = run_dir / HEADER_FILE, run_dir / RESERVE_FILE
     if header.status == "running":
         try:
@@ -172,8 +172,7 @@ class RecordWriter:
 
     def write(self, records: Iterable[Record]) -> None:
         """Append a line per record, all in one write."""
-        encode = msgspec.json.encode
-        data = b"".join(encode(record) + b"\n" for record in records)
+        data = msgspec.json.Encoder().encode_lines(records)
         with _writing(self._path):
             self._append(data)
 

@@ -125,7 +125,7 @@ class ImportedRun(NamedTuple):
         run_dir = into / self.run_id
         run_dir.mkdir(parents=True, exist_ok=True)
         for rank, of_rank in self.records.items():
-            lines = b"".join(msgspec.json.encode(record) + b"\n" for record in of_rank)
+            lines = msgspec.json.Encoder().encode_lines(of_rank)
             write_atomically(run_dir / f"rank{rank}.jsonl", lines)
         names = {f"rank{rank}.jsonl" for rank in self.records}
         for file in run_dir.glob("rank*.jsonl"):
