@@ -110,20 +110,16 @@ def read_alive(path: Path) -> int | None:
 
 def in_namespaces(paths: Iterable[Path]) -> set[int]:
     """The pids of all processes in the network namespaces bound to these files."""
-    wanted = set()
-    for path in paths:
-        if path.exists():
-            status = path.stat()
-            wanted.add((status.st_dev, status.st_ino))
+    bound = [path.stat() for path in paths if path.exists()]
+    wanted = {(status.st_dev, status.st_ino) for status in bound}
     pids = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                status = os.stat(f"/proc/{entry}/ns/net")
-            except OSError:
-                continue  # it has just ended
-            if (status.st_dev, status.st_ino) in wanted:
-                pids.add(int(entry))
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            status = os.stat(f"/proc/{entry}/ns/net")
+        except OSError:
+            continue  # it has just ended
+        if (status.st_dev, status.st_ino) in wanted:
+            pids.add(int(entry))
     return pids
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from harness.domain.record import Record, Sample
 from harness.measure.derive.spans import samples_of
 from harness.measure.derive.training import change_times, step_times
 from harness.measure.rank_records import Records
+from harness.measure.statistics import known_median
 from harness.measure.store import Run
 
 
@@ -119,5 +119,4 @@ def _cached_bytes(run: Run, step: int) -> int:
 
 
 def _median(times: dict[int, float], start: int, stop: int) -> float | None:
-    own = [duration_s for step, duration_s in times.items() if start <= step < stop]
-    return median(own) if own else None
+    return known_median(duration_s for step, duration_s in times.items() if start <= step < stop)

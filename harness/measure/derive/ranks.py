@@ -13,6 +13,7 @@ from harness.domain.run import RankInfo
 from harness.measure.derive.devices import info_of
 from harness.measure.derive.spans import PHASES, PhaseTable, samples_of
 from harness.measure.rank_records import Records
+from harness.measure.statistics import known_median
 from harness.measure.store import Run
 
 STRAGGLER_BELOW = 0.75
@@ -53,7 +54,7 @@ def median_of(records: Sequence[Record], metric: str) -> float | None:
     by_step: dict[int | None, float] = defaultdict(float)
     for sample in samples_of(records, metric):
         by_step[sample.step] += sample.value
-    return float(np.median(list(by_step.values()))) if by_step else None
+    return known_median(by_step.values())
 
 
 def rank_memory(records: Sequence[Record]) -> dict[str, float]:
