@@ -300,7 +300,7 @@ def _explain_end(session: Session) -> tuple[Login, str]:
 
 async def _read_clock(child: processes.Child) -> ProbedClock | None:
     """Read the host's clock several times and keep the reading with the shortest round trip."""
-    best: ProbedClock | None = None
+    readings: list[ProbedClock] = []
     for _ in range(_N_CLOCK_READINGS):
         before_s = time.time()
         start_s = time.monotonic()
@@ -318,7 +318,5 @@ async def _read_clock(child: processes.Child) -> ProbedClock | None:
             remote_s = float(answer)
         else:  # BusyBox gives whole seconds only
             remote_s, error_s = whole + 0.5, error_s + 0.5
-        reading = ProbedClock(offset_s=remote_s - (before_s + half_s), error_s=error_s)
-        if best is None or reading.error_s < best.error_s:
-            best = reading
-    return best
+        readings.append(ProbedClock(offset_s=remote_s - (before_s + half_s), error_s=error_s))
+    return min(readings, key=lambda reading: reading.error_s)
