@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -123,19 +124,11 @@ _STEPS_A_ROUND = 2
 _SECONDS = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """A plan that was trained for some steps.
-
-    Attributes:
-        measured_s: seconds of a step; see `harness.workloads.search.trials.Place`.
-        n_rounds: number of rounds in which it was timed.
-    """
+class Tried(NamedTuple):
+    """A plan that was trained for some steps, and its result."""
 
     candidate: Candidate
-    name: str
-    measured_s: float
-    n_rounds: int
+    place: Place
 
 
 def worth_trying(found: Searched, most: int) -> list[Candidate]:
@@ -195,19 +188,11 @@ def try_out(search_config: SearchConfig, found: Searched | None, context: Contex
     seconds = _measure(search_config, strategies, context)
     if found is None or not seconds:
         return []
-    known = list(seconds)
-    tried = [
-        Tried(
-            candidate=candidates[known[place.index]],
-            name=strategies[known[place.index]].name,
-            measured_s=place.duration_s,
-            n_rounds=place.n_rounds,
-        )
-        for place in places(list(seconds.values()))
-    ]
-    for one in tried:
-        context.recorder.sample("trial_step_s", one.measured_s, plan=one.name)
-    return tried
+    known, ranked = list(seconds), places(list(seconds.values()))
+    for place in ranked:
+        name = strategies[known[place.index]].name
+        context.recorder.sample("trial_step_s", place.duration_s, plan=name)
+    return [Tried(candidates[known[place.index]], place) for place in ranked]
 
 
 def _measure(
@@ -264,7 +249,7 @@ def trial_title(tried: Sequence[Tried]) -> str:
     """How fast the fastest plan is; empty if none was tried."""
     if not tried:
         return ""
-    measured, predicted = tried[0].measured_s, tried[0].candidate.step_s
+    measured, predicted = tried[0].place.duration_s, tried[0].candidate.step_s
     return (
         f"fastest of {len(tried)} plans that were tried: {format_duration(measured)} per step, "
         f"predicted {format_duration(predicted)}"
@@ -275,13 +260,13 @@ def trial_lines(tried: Sequence[Tried]) -> list[str]:
     """Table of the plans tried; empty if none was."""
     rows = [
         [
-            one.candidate.method,
-            format_duration(one.candidate.step_s),
-            format_duration(one.measured_s),
-            f"{one.candidate.step_s / one.measured_s - 1:+.1%}",
-            str(one.n_rounds),
+            candidate.method,
+            format_duration(candidate.step_s),
+            format_duration(place.duration_s),
+            f"{candidate.step_s / place.duration_s - 1:+.1%}",
+            str(place.n_rounds),
         ]
-        for one in tried
+        for candidate, place in tried
     ]
     heads = ["tried for some steps", "predicted", "measured", "error", "rounds"]
     return ["", *table(heads, rows)] if rows else []

@@ -11,6 +11,7 @@ from harness.plan.search.objective import Candidate
 from harness.workloads.search.trials import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
+    Place,
     Tried,
     places,
     race,
@@ -81,8 +82,7 @@ def test_the_best_of_each_schedule_is_tried_before_second_bests():
 def test_the_title_names_what_was_measured():
     candidate = Candidate("MCMC", 0.005, Strategy(name="searched", batch=8, operators={}))
     tried = [
-        Tried(candidate=candidate, name=f"plan {k}", measured_s=0.01 * (k + 1), n_rounds=4)
-        for k in range(2)
+        Tried(candidate, Place(index=k, duration_s=0.01 * (k + 1), n_rounds=4)) for k in range(2)
     ]
     title = "fastest of 2 plans that were tried: 10 ms per step, predicted 5 ms"
     assert (trial_title(tried), trial_title([])) == (title, "")
