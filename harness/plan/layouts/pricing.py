@@ -93,7 +93,7 @@ def stage_state(
     weights = np.array([costs.weight_bytes[a:b].sum() for a, b in stages])
     first_s = np.array([_first_bucket_s(costs, a, b, options) for a, b in stages])
     own, tied_s = weights.copy(), np.zeros(len(stages))
-    shared, reduced = list[tuple[Ints, float]](), options.reduce_bytes_per_gradient_byte
+    shared, reduced = list[tuple[Ints, float]](), options.sent_bytes_per_gradient_byte
     for ops, n_bytes in costs.tied:
         users = np.unique(np.searchsorted(ends, ops, side="right"))
         if len(users) == 1:  # the first bucket waits for the weight's first operator
@@ -165,7 +165,7 @@ def _waits(
         n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
         gather_s = all_reduce_s(n_bytes, 1) / 2
         last = buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1]
-        sent = np.append(n_bytes, last) * options.reduce_bytes_per_gradient_byte
+        sent = np.append(n_bytes, last) * options.sent_bytes_per_gradient_byte
         *sum_s, last_s = all_reduce_s(sent, 1) / 2 * options.overlap
         forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
         backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)

@@ -31,7 +31,7 @@ from harness.plan.simulate.sharded_state import (
     shards_gradients,
 )
 from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
-from harness.plan.simulate.transfers import ADDS, COPIES, ROUNDS, Edges, Floats, Ints, Sum
+from harness.plan.simulate.transfers import ADDS, AVERAGES, COPIES, ROUNDS, Edges, Floats, Ints, Sum
 from harness.plan.simulate.work import (
     BACKWARD,
     FORWARD,
@@ -277,8 +277,10 @@ def _seconds(
     weight_bytes = tables.weight_bytes.ravel()[rows]
     n_summed = 1 if simulator.options.updates_each_microbatch else n_summed
     streamed = ADDS * weight_bytes * (n_summed - 1) / n_summed
-    copies = COPIES + ROUNDS * (simulator.options.reduce_bytes_per_gradient_byte < 1)
-    streamed += copies * tables.shared_bytes.ravel()[rows] / n_summed
+    options = simulator.options
+    rounds = ROUNDS * (options.reduce_bytes_per_gradient_byte < 1)
+    copies = (AVERAGES if options.sync_every > 1 else COPIES) + rounds
+    streamed += copies / options.sync_every * tables.shared_bytes.ravel()[rows] / n_summed
     stream_s = streamed * _stream_rates(simulator, rows)
     weight = np.where(is_deferred, backward - to_inputs + stream_s, 0.0)
     backward = np.where(is_deferred, to_inputs, backward + stream_s)
@@ -324,7 +326,7 @@ def update_seconds(simulator: Simulator, tables: Tables, rows: Ints) -> Floats:
     )
     updates = tables.weight_bytes.ravel()[rows] * (rates / simulator.speeds)[devices]
     summed, buckets = np.zeros(tables.active.size), tables.buckets()
-    sent = buckets.n_bytes * options.reduce_bytes_per_gradient_byte
+    sent = buckets.n_bytes * options.sent_bytes_per_gradient_byte
     for members, group, n_bytes in zip(buckets.members, buckets.groups, sent, strict=True):
         seconds = simulator.network.all_reduce(group, int(n_bytes)).duration_s
         places = [op * tables.n_devices + device for op in members for device in group]

@@ -30,6 +30,8 @@ class SimulatorOptions:
             the cost of accumulating gradients of microbatches, and of copying those that several
             devices hold into buckets.
         reduce_bytes_per_gradient_byte: 0.5 where FP32 gradients are summed over devices as bf16.
+        sync_every: steps between two averages of a parameter of replicas (`averaging`); 1: their
+            gradients are summed.
         wire_bytes_per_fp32_byte: bytes sent within a microbatch per FP32 byte of a value that
             depends on weights; below 1 under autocast, whose dtype is smaller.
         batch_norm: `local` normalises each block by its statistics, as DDP does; `global` by those
@@ -57,6 +59,7 @@ class SimulatorOptions:
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
     stream_s_per_byte: float | tuple[float, ...] = 0.0
     reduce_bytes_per_gradient_byte: float = 1.0
+    sync_every: int = 1
     wire_bytes_per_fp32_byte: float = 1.0
     batch_norm: Literal["local", "global"] = "local"
     activation_share: float = 1.0
@@ -82,12 +85,17 @@ class SimulatorOptions:
         if not np.all(np.asarray(self.stream_s_per_byte) >= 0):
             raise PlanError(f"a byte of memory takes {self.stream_s_per_byte} s: that must be >= 0")
 
+    @property
+    def sent_bytes_per_gradient_byte(self) -> float:
+        """Bytes of gradients, or of averages, that devices sum per byte of gradients."""
+        return self.reduce_bytes_per_gradient_byte / self.sync_every
+
     def averaging(self, sync_every: int) -> SimulatorOptions:
         """Of replicas of which a step sums the changes of one of so many parts, instead of all
         gradients, and which keep the average beside the optimizer's state."""
         return replace(
             self,
-            reduce_bytes_per_gradient_byte=self.reduce_bytes_per_gradient_byte / sync_every,
+            sync_every=sync_every,
             n_optimizer_states=self.n_optimizer_states + (sync_every > 1),
         )
 

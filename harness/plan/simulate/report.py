@@ -134,7 +134,7 @@ def _bucket(simulation: Simulation, number: int) -> _Work:
         kind = "all-reduce" if buckets.n_rounds[number] == 1 else "reduce-scatter"
         group, members = buckets.groups[number], buckets.members[number]
         n_bytes = float(buckets.n_bytes[number])
-        n_bytes *= simulation.simulator.options.reduce_bytes_per_gradient_byte
+        n_bytes *= simulation.simulator.options.sent_bytes_per_gradient_byte
     last = f" to {operators[members[-1]].name}" if len(members) > 1 else ""
     fields: SpanFields = {
         "name": f"{kind} {operators[members[0]].name}{last}",
@@ -320,7 +320,7 @@ def _network_lines(simulation: Simulation) -> list[str]:
     exists = ~np.isnan(start.reshape(2 * n_microbatches, len(edge_bytes)))
     moved = float((exists * edge_bytes).sum())
     synced = float(out.lowered.buckets.n_bytes.sum())
-    synced *= simulation.simulator.options.reduce_bytes_per_gradient_byte
+    synced *= simulation.simulator.options.sent_bytes_per_gradient_byte
     summed = sum(
         n_bytes * n_rounds * n_microbatches
         for one in out.lowered.edges.sums

@@ -339,7 +339,7 @@ def reduction_columns(
     """Fields of `Work`: of all sums forward, of all sums backward, of buckets, and of gathered
     weights."""
     network = simulator.network
-    sums, sent = tables.edge_rows().sums, simulator.options.reduce_bytes_per_gradient_byte
+    sums, sent = tables.edge_rows().sums, simulator.options.sent_bytes_per_gradient_byte
     sizes = (buckets.n_bytes * sent).astype(int).tolist()
     found = [_sum(network, one, way, tables.mean_size) for way in (0, 1) for one in sums]
     shares = buckets.n_rounds.tolist()

@@ -264,7 +264,7 @@ class Trial:
         summed = owned if is_sharded else weights
         if options.reduce_bytes_per_gradient_byte < 1 and not is_sharded:
             sent = tables.shared_bytes.sum(axis=0)  # rounded copies
-            summed = summed + sent * options.reduce_bytes_per_gradient_byte
+            summed = summed + sent * options.sent_bytes_per_gradient_byte
         static = (
             weights
             - lowered.saved

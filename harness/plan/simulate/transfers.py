@@ -25,8 +25,9 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-# Memory traffic of copying a byte, of adding it to another, and of rounding it to half and back.
-COPIES, ADDS, ROUNDS = 2, 3, 3
+# Memory traffic of copying a byte, of adding it to another, of rounding it to half and back, and of
+# averaging it over replicas: a copy, four products or sums, and an update (`engines.local_sgd`).
+COPIES, ADDS, ROUNDS, AVERAGES = 2, 3, 3, 16
 
 
 # Forward, backward, both, neither.

@@ -1,5 +1,7 @@
 """Gradients and partial sums: buckets and their overlap, microbatches added up, weight passes."""
 
+from dataclasses import replace
+
 import pytest
 from simulated import (
     BY_SAMPLES,
@@ -54,6 +56,22 @@ def test_rounded_gradients_send_half_and_need_their_copies():
         rounded.memory_bytes[device] - n_bytes for device, n_bytes in whole.memory_bytes.items()
     ]
     assert more == [copies, copies]
+
+
+def test_averaged_replicas_sum_and_compute_a_part_of_their_weights():
+    whole = SimulatorOptions(bucket_bytes=1, n_optimizer_states=1, stream_s_per_byte=0.01)
+    averaged = whole.averaging(4)
+    found, bare = (
+        simulate_chain(BY_SAMPLES, BY_SAMPLES, options=options)
+        for options in (averaged, replace(averaged, stream_s_per_byte=0.0))
+    )
+    assert timeline(bare)[-1] == ("all-reduce a", 4.5, 5.75)  # a fourth of 5 s, after backward
+    more = device_seconds(found, 0)["backward"] - device_seconds(bare, 0)["backward"]
+    assert more == pytest.approx(16 / 4 * 120 * 0.01)
+    assert averaged.n_optimizer_states == 2
+    assert (
+        replace(averaged, reduce_bytes_per_gradient_byte=0.5).sent_bytes_per_gradient_byte == 1 / 8
+    )
 
 
 def test_without_overlap_gradients_wait_for_the_whole_backward_pass():
