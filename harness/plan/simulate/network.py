@@ -14,7 +14,7 @@ is scaled by the bytes that a ring moves per rank, 2(n-1)/n.
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,11 +171,26 @@ class Network:
             self._cache[key] = self._price(group, n_bytes)
         return self._cache[key]
 
-    def _price(self, group: tuple[int, ...], n_bytes: int) -> Collective:
-        n, by_node = len(group), defaultdict[int, list[int]](list)
+    def average(self, group: tuple[int, ...], n_bytes: int, share: float) -> Collective:
+        """Price the average of a share of n_bytes over the replicas of a group, and, where each of
+        several nodes trains one, the all-reduce of n_bytes within the nodes."""
+        rows = self._rows(group)
+        parts = [self.all_reduce(group, int(n_bytes * share))]
+        if len(rows) > 1:
+            parts += [self.all_reduce(tuple(row), n_bytes) for row in rows if len(row) > 1]
+        between, *inside = parts
+        duration = between.duration_s + max((one.duration_s for one in inside), default=0.0)
+        return _collective(duration, _added(parts))
+
+    def _rows(self, group: tuple[int, ...]) -> list[list[int]]:
+        """The devices of a group by node."""
+        by_node = defaultdict[int, list[int]](list)
         for device in group:
             by_node[int(self.node_of[device])].append(device)
-        rows = list(by_node.values())
+        return list(by_node.values())
+
+    def _price(self, group: tuple[int, ...], n_bytes: int) -> Collective:
+        n, rows = len(group), self._rows(group)
         if self._is_hierarchical and 1 < len(rows) < n and len({len(row) for row in rows}) == 1:
             return self._price_hierarchical(rows, n_bytes)
         hops = list(zip(group, (*group[1:], group[0]), strict=True))
@@ -217,10 +232,7 @@ class Network:
         columns = list(zip(*rows, strict=True))
         share = max(1, n_bytes // len(columns))
         between = [self._price(column, share) for column in columns]
-        occupied: dict[int, float] = {}
-        for one in (*inside, *between):
-            for resource, seconds in one.occupied:
-                occupied[resource] = occupied.get(resource, 0.0) + seconds
+        occupied = _added((*inside, *between))
         nodes = {int(self.node_of[row[0]]) for row in rows}
         nics = [r(k) for k in nodes for r in (self.out_resource, self.in_resource)]
         crossing = max(
@@ -229,6 +241,17 @@ class Network:
         duration = max(one.duration_s for one in inside) + crossing
         for row in rows:
             occupied.update((self.stream_resource(device), duration) for device in row)
-        return Collective(
-            duration, tuple(sorted((r, min(s, duration)) for r, s in occupied.items()))
-        )
+        return _collective(duration, occupied)
+
+
+def _added(parts: Iterable[Collective]) -> dict[int, float]:
+    """Seconds of each resource that several collectives occupy."""
+    found: dict[int, float] = {}
+    for one in parts:
+        for resource, seconds in one.occupied:
+            found[resource] = found.get(resource, 0.0) + seconds
+    return found
+
+
+def _collective(duration: float, occupied: Mapping[int, float]) -> Collective:
+    return Collective(duration, tuple(sorted((r, min(s, duration)) for r, s in occupied.items())))

@@ -17,6 +17,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -339,11 +340,12 @@ def reduction_columns(
     """Fields of `Work`: of all sums forward, of all sums backward, of buckets, and of gathered
     weights."""
     network = simulator.network
-    sums, sent = tables.edge_rows().sums, simulator.options.sent_bytes_per_gradient_byte
-    sizes = (buckets.n_bytes * sent).astype(int).tolist()
+    sums, options = tables.edge_rows().sums, simulator.options
+    sizes = (buckets.n_bytes * options.reduce_bytes_per_gradient_byte).astype(int).tolist()
+    sum_up = _all_reduce if options.sync_every == 1 else partial(_average, options.sync_every)
     found = [_sum(network, one, way, tables.mean_size) for way in (0, 1) for one in sums]
     shares = buckets.n_rounds.tolist()
-    found += map(_all_reduce, itertools.repeat(network), buckets.groups, sizes, shares)
+    found += map(sum_up, itertools.repeat(network), buckets.groups, sizes, shares)
     found += (_all_reduce(network, unit.group, unit.n_bytes, 0.5) for unit in gathered)
     pairs = [(r, one.share * seconds) for one in found for r, seconds in one.price.occupied]
     return {
@@ -373,3 +375,10 @@ def _all_reduce(network: Network, group: tuple[int, ...], n_bytes: int, share: f
     # A ring sends 2 (n - 1) / n of the bytes from each device, which receives as many.
     host_bytes = 4 * (len(group) - 1) / len(group) * n_bytes * share
     return _Priced(group, network.all_reduce(group, n_bytes), share, host_bytes)
+
+
+def _average(
+    every: int, network: Network, group: tuple[int, ...], n_bytes: int, share: float
+) -> _Priced:
+    part = _all_reduce(network, group, n_bytes // every, share)
+    return part._replace(price=network.average(group, n_bytes, 1 / every))

@@ -27,6 +27,7 @@ from harness.plan.costs import PlanRequest
 from harness.plan.portfolio import plan
 from harness.plan.report import describe_strategy
 from harness.plan.show import strategy_lines
+from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import contention_seconds, events, explain
 
@@ -108,6 +109,20 @@ def test_measured_collectives_replace_the_ring():
     cluster = msgspec.structs.replace(cluster_of(), collectives=points)
     # 120 bytes lie half-way on the logarithmic scale: 10 s after 4.5 s of computation.
     assert simulate_chain(BY_SAMPLES, BY_SAMPLES, cluster).step_s == pytest.approx(14.5)
+
+
+def test_replicas_of_several_nodes_sum_gradients_within_and_average_a_part_between():
+    two, one = (
+        Network(Cluster.uniform(n, 4 // n, inside_bytes_per_s=1e3, memory_bytes=1)) for n in (2, 1)
+    )
+    every = (0, 1, 2, 3)
+    within, between = two.all_reduce((0, 1), 4000), two.all_reduce(every, 1000)
+    found = two.average(every, 4000, 1 / 4)
+    assert found.duration_s == within.duration_s + between.duration_s > between.duration_s
+    link = dict(within.occupied)[1] + dict(between.occupied)[1]
+    assert dict(found.occupied)[1] == link
+    assert two.average((0, 2), 4000, 1 / 4) == two.all_reduce((0, 2), 1000)
+    assert one.average(every, 4000, 1 / 4) == one.all_reduce(every, 1000)
 
 
 def test_a_device_fetches_a_region_once_for_all_that_read_it_there():
