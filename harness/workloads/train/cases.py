@@ -129,6 +129,12 @@ def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
         raise ConfigError(
             f"--predict cannot simulate deepspeed ({' '.join(config.strategy)}): drop --predict"
         )
+    every = max(config.sync_every)
+    if every > 1 and n_ranks > 1 and all(case.sync_every == 1 for case in combinations):
+        raise ConfigError(
+            f"--sync-every {every} averages replicas, and no run of {' '.join(config.strategy)} on "
+            f"{n_ranks} ranks has several: drop it, or use ddp, or degrees with dp above 1"
+        )
     entry = entry_for(config.data, config.model)
     fit_options(config.model, combinations[0].given_options(), entry.image_size, entry.n_channels)
     order = random.Random(config.seed)
