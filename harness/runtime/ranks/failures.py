@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness.errors import first_line
+from harness.errors import PeerError, first_line
 
 _LOST_PEER = (
     "closed by peer",
@@ -58,6 +60,17 @@ def gist(error: BaseException) -> str:
     """The message of a collective's error, without the library's source lines and advice."""
     text = _SOURCE.sub("", first_line(error).removeprefix(_CALLBACK))
     return text.partition(_ADVICE)[0].rstrip(". ")
+
+
+@contextmanager
+def blaming_peers(failure: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Convert the error of a collective over ranks to a PeerError, which begins with `failure`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"{failure} ({gist(error)}): one of them died or hangs, look at their logs", ranks
+        ) from error
 
 
 def located(error: BaseException) -> str:

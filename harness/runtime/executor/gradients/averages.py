@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.strategy import Strategy
-from harness.errors import PeerError, StrategyError
+from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share
 from harness.runtime.engines.local_sgd import ReplicaAverage, Sum, replicas_of
@@ -28,7 +28,7 @@ from harness.runtime.executor.gradients.sums import with_end
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.executor.transport.groups import Groups
-from harness.runtime.ranks.failures import gist
+from harness.runtime.ranks.failures import blaming_peers
 from harness.runtime.ranks.world import World
 
 Group = tuple[int, ...]
@@ -213,14 +213,9 @@ class ReplicaAverages:
         self._average.update()
 
     def _wait(self) -> None:
-        try:
+        failure = f"the average of weights over ranks {list(self._ranks)} failed"
+        with blaming_peers(failure, self._ranks):
             self._average.wait()
-        except RuntimeError as error:
-            raise PeerError(
-                f"the average of weights over ranks {list(self._ranks)} failed ({gist(error)}): "
-                "one of them died or hangs, look at their logs",
-                self._ranks,
-            ) from error
 
 
 def _assign(values: Mapping[Tensor, Tensor]) -> None:

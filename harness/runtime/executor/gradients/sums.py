@@ -22,13 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.routes import first_bucket_bytes
-from harness.errors import PeerError
 from harness.measure.recorder import Recorder
 from harness.runtime.devices.precision import reduced
 from harness.runtime.engines.engine import CompletionStream
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
-from harness.runtime.ranks.failures import gist
+from harness.runtime.ranks.failures import blaming_peers
 from harness.runtime.ranks.world import World
 
 Group = tuple[int, ...]
@@ -311,14 +310,9 @@ class GradientSync:
     def _finish(self, devices: Group) -> None:
         """Wait for the first bucket of some devices that is on its way."""
         bucket, work = self._under_way[devices].popleft()
-        try:
+        failure = f"the sum of the gradients of {bucket.label} over ranks {list(devices)} failed"
+        with blaming_peers(failure, devices):
             work.wait()
-        except RuntimeError as error:
-            raise PeerError(
-                f"the sum of the gradients of {bucket.label} over ranks {list(devices)} failed "
-                f"({gist(error)}): one of them died or hangs, look at their logs",
-                devices,
-            ) from error
         bucket.finish()
 
     def prime(self) -> None:

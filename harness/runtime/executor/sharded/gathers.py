@@ -28,13 +28,12 @@ from torch import Tensor
 from harness.domain.checkpoints import is_full
 from harness.domain.schedule import Action
 from harness.domain.strategy import Strategy
-from harness.errors import PeerError
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.sharded.owners import Group, Owners, SharedSlice, flat
 from harness.runtime.executor.state.weights import Holders
-from harness.runtime.ranks.failures import gist
+from harness.runtime.ranks.failures import blaming_peers
 from harness.runtime.ranks.world import World
 
 # Number of the action in the step, and of the segment in the order in which they run.
@@ -212,17 +211,11 @@ class WeightUnit:
         self._works, self._received, self._sent = [], [], []
 
     def _wait(self) -> None:
-        try:
+        what = f"the weights of {self.plan.pieces[0].name} and {len(self._slices) - 1} others"
+        devices = self.plan.devices
+        with blaming_peers(f"{what} did not reach ranks {list(devices)}", devices):
             for work in self._works:
                 work.wait()
-        except RuntimeError as error:
-            devices = self.plan.devices
-            raise PeerError(
-                f"the weights of {self.plan.pieces[0].name} and {len(self._slices) - 1} others did "
-                f"not reach ranks {list(devices)} ({gist(error)}): one of them died or hangs, look "
-                "at their logs",
-                devices,
-            ) from error
 
     def free(self) -> None:
         """Free the slices' memory; the own parts stay."""
