@@ -16,8 +16,8 @@ from torch import Tensor
 from harness.domain.partition import REPLICA
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
-from harness.runtime.executor.gradients.counts import backward_calls
 from harness.runtime.executor.gradients.deferred import WeightGradients
+from harness.runtime.executor.gradients.sync import backward_calls
 from harness.runtime.executor.sharded.gathers import WeightUnit
 from harness.runtime.executor.transport.messages import Message
 from harness.runtime.ranks.world import World

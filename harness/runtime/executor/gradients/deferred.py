@@ -103,30 +103,8 @@ class WeightQueue:
 Sink = ImmediateSink | WeightQueue
 
 
-def defer(
-    module: nn.Module,
-    sink: Sink,
-    buffers: GradientBuffers,
-    *,
-    n_joined: int = 1,
-    calls: list[Call] | None = None,
-) -> nn.Module | None:
-    """Wrap a module so that its weight gradients go to `sink`; None for unsupported modules.
-
-    The wrapper reads the parameters of `module` in each call. Its backward pass neither changes
-    their `.grad` nor calls their hooks.
-
-    Args:
-        n_joined: number of calls whose gradients are computed together.
-        calls: list that keeps them until then, shared by the wrappers of one module for several
-            microbatch sizes; a new list by default.
-    """
-    if not _can_defer(module):
-        return None
-    return Deferred(module, sink, buffers, n_joined, [] if calls is None else calls)
-
-
-def _can_defer(module: nn.Module) -> bool:
+def can_defer(module: nn.Module) -> bool:
+    """Whether a module can be `Deferred`."""
     # Gradients of complex weights are products with conjugates, which are left to autograd.
     if not has_plain_weights(module) or any(x.is_complex() for x in module.parameters()):
         return False
@@ -155,21 +133,31 @@ def is_large_linear(module: nn.Module) -> bool:
 
 
 class Deferred(nn.Module):
-    """A module whose weight gradients go to a sink; see `defer`."""
+    """A module whose weight gradients go to a sink.
+
+    It reads the parameters of `inner` in each call. Its backward pass neither changes their `.grad`
+    nor calls their hooks.
+
+    Args:
+        n_joined: number of calls whose gradients are computed together.
+        calls: list that keeps them until then, shared by the wrappers of one module for several
+            microbatch sizes; a new list by default.
+    """
 
     def __init__(
         self,
         inner: nn.Module,
         sink: Sink,
         buffers: GradientBuffers,
-        n_joined: int,
-        calls: list[Call],
+        *,
+        n_joined: int = 1,
+        calls: list[Call] | None = None,
     ) -> None:
         super().__init__()
         self.inner, self.n_joined = inner, n_joined
         self._sink = sink
         self._gradient_buffers = buffers if is_large_linear(inner) else None
-        self._calls = calls
+        self._calls = [] if calls is None else calls
 
     @property
     def is_immediate(self) -> bool:
@@ -287,7 +275,7 @@ class WeightGradients:
         layout, n = self._largest, self._n_microbatches
         if layout is None or n == 1 or _is_called_again(layout, path):
             return False
-        if not _can_defer(module) or is_large_linear(module):  # which is added in place
+        if not can_defer(module) or is_large_linear(module):  # which is added in place
             return False
         n_bytes = n * max(_io_bytes(layout, p) for p in layout.parts[operator])
         weight = _weight(module)
@@ -304,12 +292,9 @@ class WeightGradients:
         if immediate and operator and self.joins(module, operator, path):
             sink = queue or self._joined.get(stage) or immediate
             n, calls = self._n_microbatches, self._calls.setdefault(path, [])
-            return defer(module, sink, self.buffers, n_joined=n, calls=calls) or module
-        if queue is not None:
-            return defer(module, queue, self.buffers) or module
-        if immediate is not None and is_large_linear(module):
-            return defer(module, immediate, self.buffers) or module
-        return module
+            return Deferred(module, sink, self.buffers, n_joined=n, calls=calls)
+        own = queue or (immediate if is_large_linear(module) else None)
+        return Deferred(module, own, self.buffers) if own and can_defer(module) else module
 
     def flush(self, stage: int, microbatch: int) -> None:
         """Compute the gradients of a microbatch that a stage has split off."""

@@ -12,8 +12,8 @@ from harness.domain.schedule import Action
 from harness.domain.strategy import Strategy
 from harness.runtime.devices.precision import Precision, has_gradients
 from harness.runtime.executor.cache.activations import Tap
-from harness.runtime.executor.gradients.counts import backward_calls
 from harness.runtime.executor.gradients.deferred import WeightGradients
+from harness.runtime.executor.gradients.sync import backward_calls
 from harness.runtime.executor.program.program import (
     InputKey,
     PartKey,

@@ -7,8 +7,13 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils import parametrizations
 
-from harness.runtime.executor.gradients.counts import backward_calls
-from harness.runtime.executor.gradients.deferred import ImmediateSink, WeightQueue, defer
+from harness.runtime.executor.gradients.deferred import (
+    Deferred,
+    ImmediateSink,
+    WeightQueue,
+    can_defer,
+)
+from harness.runtime.executor.gradients.sync import backward_calls
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -46,7 +51,7 @@ def test_deferred_gradients_are_bit_equal_to_those_of_autograd(module, shape, dt
     inputs = [torch.randn(shape, dtype=dtype) for _ in range(3)]
     expected = trained(module, inputs)
     gradients, queue = taken(module), WeightQueue()
-    found = trained(defer(module, queue, GradientBuffers()), inputs)
+    found = trained(Deferred(module, queue, GradientBuffers()), inputs)
     assert all(p.grad is None for p in module.parameters())
     assert queue.flush() == list(module.parameters())
     assert queue.flush() == []
@@ -57,7 +62,7 @@ def test_deferred_gradients_have_the_strides_of_their_parameters():
     """A convolution of inputs in channels_last makes others, which fused optimizers refuse."""
     module, queue = nn.Conv2d(4, 6, 3), WeightQueue()
     x = torch.randn(2, 4, 5, 7).to(memory_format=torch.channels_last)
-    trained(defer(module, queue, GradientBuffers()), [x], queue.flush)
+    trained(Deferred(module, queue, GradientBuffers()), [x], queue.flush)
     assert module.weight.grad.stride() == module.weight.stride()
 
 
@@ -65,7 +70,7 @@ def test_what_follows_a_deferred_layer_may_work_in_place():
     module, queue, x = nn.Linear(6, 5), WeightQueue(), torch.randn(2, 3, 6)
     F.relu(module(x), inplace=True).sum().backward()
     expected = taken(module)
-    F.relu(defer(module, queue, GradientBuffers())(x), inplace=True).sum().backward()
+    F.relu(Deferred(module, queue, GradientBuffers())(x), inplace=True).sum().backward()
     queue.flush()
     assert_equal(taken(module), expected)
 
@@ -75,7 +80,7 @@ def test_a_pending_gradient_shares_no_memory_with_that_of_a_parameter_that_is_ad
     module, positions = nn.Linear(6, 5), nn.Parameter(torch.zeros(3, 5))
     inputs, gradients = (torch.randn(2, 3, n).unsqueeze(dim + 1) for n in (6, 5))
     queue = WeightQueue()
-    deferred = defer(module, queue, GradientBuffers())
+    deferred = Deferred(module, queue, GradientBuffers())
     for x, gradient in zip(inputs, gradients, strict=True):
         (deferred(x) + positions.unsqueeze(dim)).backward(gradient.clone())
     queue.flush()
@@ -90,7 +95,7 @@ def test_a_pending_gradient_shares_no_memory_with_that_of_a_parameter_that_is_ad
 def test_a_weight_that_is_computed_is_left_to_autograd(normed):
     for module in (nn.Linear(1024, 1024), nn.Conv2d(512, 512, 1)):
         made = normed(module)
-        assert defer(made, WeightQueue(), GradientBuffers()) is None
+        assert not can_defer(made)
 
 
 def test_backward_reaches_a_parameter_once_by_autograd_and_by_each_call_at_once():
@@ -103,9 +108,9 @@ def test_backward_reaches_a_parameter_once_by_autograd_and_by_each_call_at_once(
     graph.output(x)
     owned = {
         "plain": plain,
-        "waiting": defer(waiting, WeightQueue(), buffers),
-        "called": defer(called, ImmediateSink(lambda parameter: None), buffers),
-        "joined": defer(joined, ImmediateSink(lambda parameter: None), buffers, n_joined=3),
+        "waiting": Deferred(waiting, WeightQueue(), buffers),
+        "called": Deferred(called, ImmediateSink(lambda parameter: None), buffers),
+        "joined": Deferred(joined, ImmediateSink(lambda parameter: None), buffers, n_joined=3),
     }
     found = backward_calls(fx.GraphModule(owned, graph))
     assert found.waiting == set(waiting.parameters())
@@ -119,7 +124,7 @@ def test_joined_calls_give_their_gradients_with_the_last(module, shape):
     inputs = [torch.randn(n, *shape[1:], dtype=torch.float64) for n in (2, 3, 2)]
     expected = trained(module, inputs)
     gradients = taken(module)
-    own = defer(module, queue, GradientBuffers(), n_joined=3)
+    own = Deferred(module, queue, GradientBuffers(), n_joined=3)
     trained(own, inputs[:2])
     assert queue.flush() == []
     found = trained(own, inputs[2:])
@@ -132,7 +137,7 @@ def test_at_once_a_large_gradient_is_written_where_it_stays():
     module, buffers, reached = nn.Linear(1024, 1024), GradientBuffers(), []
     buffer = torch.zeros(2, 1024, 1024)[1]
     buffers.assign(module.weight, buffer)
-    own = defer(module, ImmediateSink(reached.append), buffers)
+    own = Deferred(module, ImmediateSink(reached.append), buffers)
     inputs = [torch.randn(3, 1024) for _ in range(2)]
     trained(module, inputs)
     expected = taken(module)
@@ -159,7 +164,7 @@ def test_under_autocast_gradients_are_those_of_autograd():
 
     expected = run(module)
     gradients = taken(module)
-    found = run(defer(module, queue, GradientBuffers()))
+    found = run(Deferred(module, queue, GradientBuffers()))
     queue.flush()
     assert found[0].dtype == torch.bfloat16
     assert_equal([*found, taken(module)], [*expected, gradients])
@@ -167,7 +172,7 @@ def test_under_autocast_gradients_are_those_of_autograd():
 
 def test_under_autocast_another_use_of_the_weights_is_trained():
     module, x = nn.Linear(5, 5), torch.randn(4, 5)
-    own = defer(module, WeightQueue(), GradientBuffers())
+    own = Deferred(module, WeightQueue(), GradientBuffers())
     with torch.autocast("cpu", torch.bfloat16):
         module(own(x)).float().sum().backward()
     found = taken(module)
