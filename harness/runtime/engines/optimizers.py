@@ -82,9 +82,6 @@ def is_matched(name: str, n_dims: int, pattern: str) -> bool:
     return n_dims < 2 if pattern == "1d" else fnmatchcase(name, pattern)
 
 
-Groups = list[dict[str, Any]]
-
-
 class KnownOptimizer(NamedTuple):
     """One row of OPTIMIZERS; its kinds of step are rows of OPTIMIZER_STEPS.
 
@@ -158,7 +155,7 @@ def _known_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions, device: torch.device
 ) -> Optimizer:
     check_optimizer(options.name)
-    groups: Groups = [{"params": []}]
+    groups: list[dict[str, Any]] = [{"params": []}]
     if options.no_decay:
         groups.append({"params": [], "weight_decay": 0.0})
     is_fused = device.type == "cuda"

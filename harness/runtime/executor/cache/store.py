@@ -30,6 +30,9 @@ class Rows:
     Args:
         like: the value of some samples, for shape, dtype and order in memory.
         memory_bytes: of shared memory that it may take.
+
+    Attributes:
+        disk_bytes: that it has written to disk.
     """
 
     def __init__(self, like: Tensor, n_samples: int, memory_bytes: int, directory: Path) -> None:
@@ -44,17 +47,12 @@ class Rows:
         self._directory = directory
         self._file = -1
         self._window = bytearray()
-        self._written = 0  # bytes of the file
+        self.disk_bytes = 0
 
     @property
     def memory_bytes(self) -> int:
         """Shared memory that it takes."""
         return self._n_in_memory * self.row_bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes on disk."""
-        return self._written
 
     def holds(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which samples it has a row of."""
@@ -66,8 +64,9 @@ class Rows:
         wanted = [k for k, sample in enumerate(samples) if self._place[sample] < 0]
         if not wanted:
             return
-        flat = _bytes_of(value.detach().to("cpu")[wanted])
-        for k, row in zip(wanted, flat, strict=True):
+        kept = value.detach().to("cpu")[wanted]
+        rows = kept.contiguous().reshape(len(wanted), -1).view(torch.uint8).numpy()
+        for k, row in zip(wanted, rows, strict=True):
             self._append(samples[k], row)
 
     def _append(self, sample: int, row: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
@@ -95,16 +94,16 @@ class Rows:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 self._file, name = tempfile.mkstemp(prefix="cache-", dir=self._directory)
                 os.unlink(name)  # the file ends with the processes that have it open
-            written = os.pwrite(self._file, self._window, self._written)
+            written = os.pwrite(self._file, self._window, self.disk_bytes)
             if written < len(self._window):
                 raise OSError(f"{written} of {len(self._window)} bytes were written")
         except OSError as error:
             raise DataError(
-                f"the cache has {format_bytes(self._written)} on the disk of {self._directory} and "
-                f"cannot write {format_bytes(len(self._window))} more ({error}): raise "
+                f"the cache has {format_bytes(self.disk_bytes)} on the disk of {self._directory} "
+                f"and cannot write {format_bytes(len(self._window))} more ({error}): raise "
                 "--cache-memory, free the disk, or use --cache off"
             ) from error
-        self._written += len(self._window)
+        self.disk_bytes += len(self._window)
         self._window = bytearray()
 
     def read(self, samples: Sequence[int]) -> Tensor:
@@ -147,22 +146,14 @@ class Rows:
             self._memory = None
 
 
-def _bytes_of(value: Tensor) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """The bytes of each row."""
-    flat = value.contiguous().reshape(value.shape[0], -1)
-    found: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
-    return found
-
-
 def _shared(n_rows: int, row_bytes: int) -> tuple[mmap.mmap | None, int]:
     """Shared memory for rows, which child processes inherit; fewer rows where there is less."""
     while n_rows > 0:
         file, name = tempfile.mkstemp(prefix="cache-", dir=_SHARED if _SHARED.is_dir() else None)
         try:
             os.unlink(name)
-            os.posix_fallocate(
-                file, 0, n_rows * row_bytes
-            )  # else a full /dev/shm kills the process
+            # Else a full /dev/shm kills the process.
+            os.posix_fallocate(file, 0, n_rows * row_bytes)
             return mmap.mmap(file, n_rows * row_bytes), n_rows
         except OSError:
             n_rows //= 2
