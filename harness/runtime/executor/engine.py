@@ -44,7 +44,7 @@ from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
 from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
 from harness.runtime.executor.sharded.owners import Owners
-from harness.runtime.executor.shards.forms import Forms, choose_forms, warn_of_gathered
+from harness.runtime.executor.shards.forms import choose_forms, warn_of_gathered
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.shard import StateShard, state_shard
 from harness.runtime.executor.state.state import StateGatherer, verify_copies
@@ -204,24 +204,20 @@ class ExecutorEngine:
         found: dict[int, tuple[Program, Moves]] = {}
         self._gradients.plan_joining(forms[sizes[-1]].layout)
         for size, form in forms.items():
-            program = self._program(meta, form)
-            moves = Moves(form.layout, program, messages[size], world.rank)
-            found[size] = program, moves
+            tasks = DeviceTasks(
+                task=self._task,
+                forms=form,
+                meta=meta,
+                device=world.rank,
+                weights=self.weights,
+                reduce_over=partial(norm_reducer, self._channels, self._phases),
+                pass_over=partial(key_passer, self._channels, self._phases),
+                random=self._random,
+                gradients=self._gradients,
+            )
+            program = make_program(tasks)
+            found[size] = program, Moves(form.layout, program, messages[size], world.rank)
         return found
-
-    def _program(self, meta: MetaModel, forms: Forms) -> Program:
-        tasks = DeviceTasks(
-            task=self._task,
-            forms=forms,
-            meta=meta,
-            device=self._world.rank,
-            weights=self.weights,
-            reduce_over=partial(norm_reducer, self._channels, self._phases),
-            pass_over=partial(key_passer, self._channels, self._phases),
-            random=self._random,
-            gradients=self._gradients,
-        )
-        return make_program(tasks)
 
     # Training
 
@@ -395,6 +391,6 @@ class ExecutorEngine:
         """Check that replicas are equal bit by bit, and return a digest of the weights; all ranks
         must call it. Raises VerificationError, with the ranks and the parameter."""
         self.flush()
-        agreed = {} if self._averages is None else self._averages.agreed()
+        agreed = {} if self._averages is None else self._averages.average.whole()
         trained = self.owners.trained(self.weights).items()
         return verify_copies({piece: agreed.get(p, p) for piece, p in trained}, self._world)

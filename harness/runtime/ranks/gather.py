@@ -84,6 +84,15 @@ def gather_bytes(data: bytes, world: World) -> list[bytes]:
     return [bytes(part[:n].cpu().numpy()) for part, n in zip(gathered, sizes, strict=True)]
 
 
+def gather_objects(world: World, value: Any) -> list[Any]:
+    """Every rank's value, by rank; all ranks must call it."""
+    if world.size == 1:
+        return [value]
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, value)
+    return found
+
+
 _BARRIER_TIMEOUT = timedelta(days=1)
 
 T = TypeVar("T")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from equivalence_cases import Case, part_of, target_counts
 from equivalence_reference import clip, plain_optimizer
 from equivalence_training import options_of, plan_of
@@ -23,6 +22,7 @@ from harness.runtime.engines.optimizers import OuterOptions
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.state.files import open_sharded
 from harness.runtime.executor.state.survivor import Survivor
+from harness.runtime.ranks.gather import gather_objects
 from harness.runtime.ranks.world import World
 
 
@@ -91,15 +91,9 @@ def _steps(engine: ExecutorEngine, case: Case, steps: range) -> list[float]:
     return losses
 
 
-def _gathered(value: Any, world: World) -> list[Any]:
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, value)
-    return found
-
-
 def _trained(engine: ExecutorEngine, losses: list[float], world: World) -> Trained:
-    samples = _gathered(list(engine.samples), world)
-    own = _gathered(engine._gatherer._model_parts(is_of_replica=True), world)
+    samples = gather_objects(world, list(engine.samples))
+    own = gather_objects(world, engine._gatherer._model_parts(is_of_replica=True))
     whole = engine.model_state()
     unused = engine._gatherer._unused
     parts = {name: unused.get(name, torch.full_like(t, -1)) for name, t in whole.items()}

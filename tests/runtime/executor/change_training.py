@@ -25,8 +25,8 @@ from harness.runtime.engines.engine import Share
 from harness.runtime.executor.change.elastic import ChangeCost, ElasticExecutor
 from harness.runtime.executor.change.transfer import StateTransfer
 from harness.runtime.executor.engine import ExecutorEngine
-from harness.runtime.executor.state.state import gather_objects
 from harness.runtime.executor.state.survivor import Survivor
+from harness.runtime.ranks.gather import gather_objects
 from harness.runtime.ranks.world import World
 
 

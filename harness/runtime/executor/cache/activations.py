@@ -19,8 +19,8 @@ from harness.runtime.executor.cache.boundary import Rest
 from harness.runtime.executor.cache.store import Rows
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.program.program import Program, Recorded
-from harness.runtime.executor.state.state import gather_objects
 from harness.runtime.executor.state.weights import Holders, Use, Weights
+from harness.runtime.ranks.gather import gather_objects
 from harness.runtime.ranks.world import World
 
 # Bytes of a message: large enough for the bandwidth of a link, small beside the memory of a rank.

@@ -34,7 +34,6 @@ from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.engines.engine import EngineOptions
 from harness.runtime.executor.cache.activations import Parked, Prefix, Tap
 from harness.runtime.executor.cache.boundary import (
-    Rest,
     UncachedError,
     boundary_values,
     cut,
@@ -47,10 +46,13 @@ from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.update import LayerNorms
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.state.state import gather_objects
 from harness.runtime.executor.state.weights import CHANNELS_LAST, IS_REPEATED
 from harness.runtime.models.task import Task
-from harness.runtime.ranks.gather import maximum_over_ranks, raise_on_all_ranks
+from harness.runtime.ranks.gather import (
+    gather_objects,
+    maximum_over_ranks,
+    raise_on_all_ranks,
+)
 from harness.runtime.ranks.world import World
 
 
@@ -127,8 +129,13 @@ class Blueprint:
     """
 
     def __init__(self, task: Task, captured: Captured, device: torch.device) -> None:
-        last = {n for n, p in captured.module.named_parameters() if _is_channels_last(p)}
-        captured.module.meta[CHANNELS_LAST] = frozenset(last)
+        captured.module.meta[CHANNELS_LAST] = frozenset(
+            name
+            for name, p in captured.module.named_parameters()
+            if p.dim() == 4
+            and p.is_contiguous(memory_format=torch.channels_last)
+            and not p.is_contiguous()
+        )
         self._device = device
         self._task, self._captured = self._copied(task, captured)
 
@@ -161,11 +168,6 @@ class Blueprint:
     def _repeated(self, tensor: Tensor) -> Tensor:
         """A tensor of the same shape and dtype with the memory of one element."""
         return torch.zeros((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
-
-
-def _is_channels_last(parameter: Tensor) -> bool:
-    is_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
-    return is_last and not parameter.is_contiguous()
 
 
 class ElasticExecutor:
@@ -220,14 +222,17 @@ class ElasticExecutor:
             StrategyError: the strategy does not fit the model or the ranks.
         """
         frozen, rest = self.layers[:n_frozen], None
+        parked: dict[WeightSlice, Parked] = {}
         task, captured = self._blueprint.make(frozen)
         if n_skipped:
             rest = cut(task, captured, frozen[:n_skipped], self._world.device)
             task, captured = rest.task, rest.captured
             strategy = self._strategy_of_rest(strategy, captured)
+            # All slices of the current engine; those that the next one uses are not parked.
+            held, holders = self.engine.weights.held, self.engine.holders.items()
+            parked = {piece: Parked(devices, held.get(piece)) for piece, devices in holders}
         if tap is not None:
             captured = replace(captured, apart=prefix_of(captured.graph, frozen))
-        parked = self._parked(rest)
         prefix = Prefix(n_frozen=n_frozen, n_skipped=n_skipped, rest=rest, parked=parked, tap=tap)
         plan = replace(self._plan, strategy=strategy, is_held=True)
         world, recorder = self._world, self._recorder
@@ -245,16 +250,6 @@ class ElasticExecutor:
         except StrategyError as error:
             raise UncachedError(f"without its cached layers {error}") from error
         return rest
-
-    def _parked(self, rest: Rest | None) -> dict[WeightSlice, Parked]:
-        """All slices of the current engine; those that the next one uses are not parked."""
-        if rest is None:
-            return {}
-        held = self.engine.weights.held
-        return {
-            piece: Parked(devices, held.get(piece))
-            for piece, devices in self.engine.holders.items()
-        }
 
     def watch_gradients(
         self, *, is_common: bool = False, state: FreezingState | None = None

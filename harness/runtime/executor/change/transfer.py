@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.domain.partition import intersect
 from harness.errors import StrategyError
 from harness.runtime.engines.replicas import fingerprint_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.shards.pointwise import RandomState
-from harness.runtime.executor.state.state import StateGatherer, gather_objects
+from harness.runtime.executor.state.state import StateGatherer
 from harness.runtime.executor.state.weights import Holders, Weights
+from harness.runtime.ranks.gather import gather_objects
 from harness.runtime.ranks.world import World
 
 # The devices that hold each slice.
@@ -69,7 +69,7 @@ def find_migrations(before: Placement, after: Placement) -> list[Migration]:
     found: list[Migration] = []
     n_sent: Counter[int] = Counter()
     for piece in sorted(after):
-        parts = [(one, _common(one, piece)) for one in old[piece.name]]
+        parts = [(one, one.common(piece)) for one in old[piece.name]]
         known = [(one, region) for one, region in parts if region is not None]
         n_held = sum(region.n_elements for _, region in known)
         if n_held != piece.n_elements:
@@ -87,14 +87,6 @@ def find_migrations(before: Placement, after: Placement) -> list[Migration]:
                 n_sent[source] += region.n_elements if source != target else 0
                 found.append(migration)
     return found
-
-
-def _common(one: WeightSlice, other: WeightSlice) -> WeightSlice | None:
-    """The region that two slices of one tensor share; None if it is empty."""
-    if len(one.intervals) != len(other.intervals):
-        return None
-    common = intersect(one.intervals, other.intervals)
-    return None if common is None else WeightSlice(one.name, common)
 
 
 # Key of a tensor of the model itself, beside the keys of the optimizer's state.

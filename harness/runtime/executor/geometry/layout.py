@@ -288,17 +288,13 @@ class Layout:
 
         return chosen(found.goes), chosen(found.returns)
 
-    def want_of(self, part: Part, argument: int, node: fx.Node) -> Want:
-        """The want that serves one argument of a task."""
-        block = self.wanted(part, argument, node)
-        return self.wants[self._numbers[node.name, part.device, block, part.copies]]
-
     def reads(self, part: Part) -> list[tuple[fx.Node, Want]]:
         """The nodes that a task reads, argument by argument, with the wants that serve them."""
-        return [
-            (node, self.want_of(part, argument, node))
-            for argument, node in enumerate(self.arguments(part.operator))
-        ]
+        found: list[tuple[fx.Node, Want]] = []
+        for argument, node in enumerate(self.arguments(part.operator)):
+            key = node.name, part.device, self.wanted(part, argument, node), part.copies
+            found.append((node, self.wants[self._numbers[key]]))
+        return found
 
     def sample_interval(self, part: Part) -> Interval:
         """The samples of the microbatch that a task computes."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from harness.domain.partition import Interval
+from harness.domain.partition import Interval, intersect
 
 
 @dataclass(frozen=True, order=True)
@@ -58,7 +58,9 @@ class WeightSlice:
             self, intervals=tuple((a - first, b - first) for (a, b), (first, _) in pairs)
         )
 
-    def overlaps(self, other: WeightSlice) -> bool:
-        """Whether two slices of one tensor share an element."""
-        pairs = zip(self.intervals, other.intervals, strict=True)
-        return all(a < d and c < b for (a, b), (c, d) in pairs)
+    def common(self, other: WeightSlice) -> WeightSlice | None:
+        """The region that two slices of one tensor share; None if it is empty."""
+        if len(self.intervals) != len(other.intervals):
+            return None
+        found = intersect(self.intervals, other.intervals)
+        return None if found is None else replace(self, intervals=found)

@@ -135,6 +135,7 @@ class ReplicaAverages:
 
     Attributes:
         replicas: that are averaged.
+        average: this rank's part of it, with what all replicas agree on.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class ReplicaAverages:
         named = {str(piece): parameter for piece, parameter in trained.items()}
         # Of all ranks, so that those of a replica that share a slice average equal elements of it.
         sizes = {str(piece): piece.n_elements for piece, _ in holders.trained()}
-        self._average = ReplicaAverage(named, outer, self._sum, options.reduce_dtype, sizes)
+        self.average = ReplicaAverage(named, outer, self._sum, options.reduce_dtype, sizes)
 
     def _sum(self, tensor: Tensor, name: str) -> Sum:
         clock = self._recorder.clock
@@ -173,32 +174,20 @@ class ReplicaAverages:
 
         return _Summing(with_end(work, note_end, is_nccl=self._is_nccl), tensor)
 
-    def agreed(self) -> dict[Tensor, Tensor]:
-        """The value of each of this rank's trained slices that all replicas agree on."""
-        return self._average.whole()
-
     @contextmanager
     def agreeing(self) -> Iterator[None]:
         """Let this rank's weights be those that all replicas agree on."""
-        own = {parameter: parameter.detach().clone() for parameter in self.agreed()}
-        _assign(self.agreed())
+        own = {parameter: parameter.detach().clone() for parameter in self.average.whole()}
+        _assign(self.average.whole())
         try:
             yield
         finally:
             _assign(own)
 
-    def momentum(self) -> dict[Tensor, Tensor]:
-        """Its momentum, where there is some."""
-        return self._average.momentum()
-
-    def restart(self, momentum: Mapping[Tensor, Tensor], step: int) -> None:
-        """Agree on this rank's weights before a step; all replicas must have the same."""
-        self._average.restart(momentum, step)
-
     def begin(self, share: Share) -> None:
         """Begin the average of a step."""
         if self._ranks:
-            self._average.begin(1 / share.replica_factor / self._n_together)
+            self.average.begin(1 / share.replica_factor / self._n_together)
 
     def finish(self, phases: Phases) -> None:
         """Wait for the average and move this rank's weights with it.
@@ -210,12 +199,12 @@ class ReplicaAverages:
             return
         phases.wait(self._wait, name="average")
         phases.begin("optimizer", name="average")
-        self._average.update()
+        self.average.update()
 
     def _wait(self) -> None:
         failure = f"the average of weights over ranks {list(self._ranks)} failed"
         with blaming_peers(failure, self._ranks):
-            self._average.wait()
+            self.average.wait()
 
 
 def _assign(values: Mapping[Tensor, Tensor]) -> None:

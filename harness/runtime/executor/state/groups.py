@@ -15,7 +15,7 @@ from harness.errors import ConfigError, ResultsError
 from harness.inputs import read_file
 from harness.measure.store import write_atomically
 from harness.runtime.engines.optimizers import DECAY
-from harness.runtime.executor.state.state import gather_objects
+from harness.runtime.ranks.gather import gather_objects
 from harness.runtime.ranks.world import World
 
 Names = Mapping[nn.Parameter, str]

@@ -32,6 +32,7 @@ from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.averages import ReplicaAverages
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Holders, Weights
+from harness.runtime.ranks.gather import gather_objects
 from harness.runtime.ranks.world import World
 
 _log = logging.getLogger(__name__)
@@ -176,7 +177,8 @@ class StateGatherer:
             is_of_replica: those that it trains, where replicas are averaged.
         """
         known = set(self.names.values())
-        agreed = {} if self.averages is None or is_of_replica else self.averages.agreed()
+        averages = None if is_of_replica else self.averages
+        agreed = {} if averages is None else averages.average.whole()
         held = self._owners.held(self._weights).items()
         return {p: agreed.get(x, x).detach() for p, x in held if self._model_name(p) in known}
 
@@ -189,7 +191,10 @@ class StateGatherer:
         for key in keys:
             for name, tensor in self.whole(by_key.get(key, {})).items():
                 state.setdefault(numbers[name], {})[key] = tensor
-        for name, values in _merged(self._world, single).items():
+        merged: dict[str, dict[str, Any]] = {}
+        for others in gather_objects(self._world, single):
+            merged = others | merged  # of the first rank that has them
+        for name, values in merged.items():
             state.setdefault(numbers[name], {}).update(values)
         places = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         own = {self._model_name(piece): places[p] for piece, p in self._owners.own.items()}
@@ -252,7 +257,7 @@ class StateGatherer:
             found = replace(found, of_replica=RankParts(model=of_own))
         if has_copies or self._world.is_first:
             model |= {WeightSlice.whole(name, t): t for name, t in self._unused.items()}
-        if averages is not None and (momentum := averages.momentum()):
+        if averages is not None and (momentum := averages.average.momentum()):
             parts = {p: momentum[x] for p, x in self._owners.own.items()}
             of_optimizer[OUTER_MOMENTUM] = chosen(parts, self._owners.of)
         return replace(found, model=model)
@@ -291,7 +296,7 @@ class StateGatherer:
             found = stored.get(numbers[self._model_name(piece)], {}).get(OUTER_MOMENTUM)
             if found is not None:
                 momentum[parameter] = torch.empty_like(parameter).copy_(piece.take(found))
-        self.averages.restart(momentum, state.get("step", 0))
+        self.averages.average.restart(momentum, state.get("step", 0))
         opened, replicas = state.get("replicas", ()), self.averages.replicas
         if len(opened) == replicas.n:
             self._load(opened[replicas.number](), optimizer)
@@ -365,23 +370,6 @@ def _part_of(key: str, value: Any, piece: WeightSlice, whole: torch.Size) -> Any
         return piece.take(value).clone()
     _check_uncut(key, value, piece, whole)
     return value.clone()
-
-
-def gather_objects(world: World, value: Any) -> list[Any]:
-    """Every rank's value, by rank; all ranks must call it."""
-    if world.size == 1:
-        return [value]
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, value)
-    return found
-
-
-def _merged(world: World, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    merged: dict[str, dict[str, Any]] = {}
-    for values in gather_objects(world, value):
-        for name, value in values.items():
-            merged.setdefault(name, value)
-    return merged
 
 
 def verify_copies(trained: Parts, world: World) -> str:

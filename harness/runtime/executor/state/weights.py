@@ -186,7 +186,7 @@ class Holders:
         by_name: dict[str, list[WeightSlice]] = {}
         for piece in self._uses:
             known = by_name.setdefault(piece.name, [])
-            if any(piece.overlaps(other) for other in known):
+            if any(piece.common(other) is not None for other in known):
                 found.add(piece.name)
             known.append(piece)
         return found
