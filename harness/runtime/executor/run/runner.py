@@ -246,13 +246,13 @@ class Runner:
                     continue
                 whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch))
                 whole.copy_(held.of_tensor(flight.leaves[key].detach()))
-                self._sums.start(whole, fetch, self._number(microbatch), is_backward=False)
+                self._sums.start(whole, fetch, microbatch, is_backward=False)
 
     def _assemble(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
         """Assemble a want from received and local pieces."""
         route = fetch.whole
         if fetch.sum.goes:
-            whole = self._sums.take(fetch, self._number(microbatch), is_backward=False)
+            whole = self._sums.take(fetch, microbatch, is_backward=False)
         elif route is not None and not route.is_local:
             whole = self._receives.take(microbatch, route, is_backward=False)
         elif route is not None and fetch.is_borrowed:
@@ -315,11 +315,9 @@ class Runner:
         """Add gradients from other devices to the gradients of the outputs."""
         for key in segment.outputs:  # a partial sum has the gradients of all readers of the sum
             for fetch, held in moves.sums.get(key, ()):
-                if not (fetch.sum.returns and fetch.is_differentiable):
-                    continue
-                number = self._number(microbatch)
-                gradient = self._sums.take(fetch, number, is_backward=True)
-                flight.add_gradient(key, held, gradient)
+                if fetch.sum.returns and fetch.is_differentiable:
+                    gradient = self._sums.take(fetch, microbatch, is_backward=True)
+                    flight.add_gradient(key, held, gradient)
         for route in moves.collected[place]:
             gradient = self._receives.take(microbatch, route, is_backward=True)
             leaf = flight.leaves[route.source]
@@ -380,8 +378,7 @@ class Runner:
             flight.own_gradient(fetch.key)  # which is summed in place
         gradient = flight.gradient(fetch.key)
         if fetch.sum.returns:
-            number = self._number(microbatch)
-            self._sums.start(gradient.contiguous(), fetch, number, is_backward=True)
+            self._sums.start(gradient.contiguous(), fetch, microbatch, is_backward=True)
         for route in fetch.local:
             flight.add_gradient(route.source, route.held, route.in_want.of_tensor(gradient))
 
