@@ -6,7 +6,7 @@ How often backward adds to each gradient tells when it is complete.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -64,22 +64,19 @@ def count_rounds(
         is_each: gradients are summed after each microbatch, not once a step.
     """
     counts = [Counter([size]) for size in sizes] if is_each else [Counter(sizes)]
-    return [
-        _count_uses((n, programs[size].differentiable_modules()) for size, n in each.items())
-        for each in counts
-    ]
+    return [_count_uses(programs, each) for each in counts]
 
 
 def _count_uses(
-    sizes: Iterable[tuple[int, Iterable[Iterable[fx.GraphModule]]]],
+    programs: Mapping[int, Program], n_of_size: Mapping[int, int]
 ) -> Counter[nn.Parameter]:
-    """Additions by some microbatches: for each size, their number and the segments by stage."""
+    """Additions by some microbatches, whose number is given by size."""
     uses: Counter[nn.Parameter] = Counter()
     joined: Counter[nn.Parameter] = Counter()
-    for n, stages in sizes:
+    for size, n in n_of_size.items():
         joined_of_size: Counter[nn.Parameter] = Counter()
-        for modules in stages:
-            calls = [backward_calls(module) for module in modules]
+        for segments in programs[size].stages.values():
+            calls = [backward_calls(one.module) for one in segments if one.is_differentiable]
             for one in calls:
                 uses.update({parameter: n * k for parameter, k in one.each.items()})
                 joined_of_size.update(one.joined)

@@ -183,13 +183,6 @@ class Program:
         for segments in self.stages.values():
             yield from (segment.module for segment in segments)
 
-    def differentiable_modules(self) -> list[list[fx.GraphModule]]:
-        """By stage, the modules of differentiable segments."""
-        return [
-            [segment.module for segment in segments if segment.is_differentiable]
-            for segments in self.stages.values()
-        ]
-
 
 @dataclass
 class Draft:
