@@ -193,16 +193,6 @@ def test_a_gpu_sends_over_gloo_from_the_host_and_is_sent_there(monkeypatch):
     assert moved == [host, host, gpu]
 
 
-def test_a_batch_norm_that_waits_in_vain_says_for_whom():
-    with mock.patch.object(dist, "new_group"):
-        channels = channels_of(FakeWorld(), collectives={(0, 3)})
-    with (
-        mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("")),
-        pytest.raises(PeerError, match=r"statistics of bn1 over ranks \[0, 3\].*RuntimeError"),
-    ):
-        channels.start_sum(torch.zeros(2), "statistics of bn1", (0, 3), is_collective=True)
-
-
 def test_who_meets_a_dead_rank_says_what_it_posted(monkeypatch):
     for name in ("isend", "irecv"):
         monkeypatch.setattr(dist, name, mock.Mock(side_effect=RuntimeError("closed by peer")))
@@ -215,12 +205,16 @@ def test_who_meets_a_dead_rank_says_what_it_posted(monkeypatch):
     assert sent.value.peers == posted.value.peers == (1,)
 
 
-def test_a_sum_that_cannot_start_says_of_what(monkeypatch):
+@pytest.mark.parametrize(
+    ("is_collective", "error", "told"),
+    [(False, "closed by peer", "closed by peer"), (True, "", "RuntimeError")],
+)
+def test_a_sum_that_cannot_start_says_of_what_and_for_whom(is_collective, error, told, monkeypatch):
     with mock.patch.object(dist, "new_group"):
-        channels = channels_of(FakeWorld(), sums={(0, 1)})
-    monkeypatch.setattr(dist, "all_reduce", mock.Mock(side_effect=RuntimeError("closed by peer")))
-    with pytest.raises(PeerError, match=r"the sum of add over ranks \[0, 1\].*closed by peer"):
-        channels.start_sum(torch.zeros(2), "add", (0, 1))
+        channels = channels_of(FakeWorld(), sums={(0, 1)}, collectives={(0, 1)})
+    monkeypatch.setattr(dist, "all_reduce", mock.Mock(side_effect=RuntimeError(error)))
+    with pytest.raises(PeerError, match=rf"the sum of add over ranks \[0, 1\].*{told}"):
+        channels.start_sum(torch.zeros(2), "add", (0, 1), is_collective=is_collective)
 
 
 def test_no_message_is_received_into_what_is_being_sent(monkeypatch):
