@@ -3,6 +3,7 @@ frozen prefix of an engine, which they replace."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,12 +138,11 @@ class HeldRows(NamedTuple):
 
     def n_bytes(self, readers: Collection[int]) -> dict[tuple[int, int], int]:
         """Bytes that an exchange moves, by (sender, reader)."""
-        found: dict[tuple[int, int], int] = {}
+        found = Counter[tuple[int, int]]()
         for index, value in enumerate(self.values):
             for source, target, samples in self.moves(index, readers):
-                n_bytes = len(samples) * self.like[value].nbytes
-                found[source, target] = found.get((source, target), 0) + n_bytes
-        return found
+                found[source, target] += len(samples) * self.like[value].nbytes
+        return dict(found)
 
 
 def _send_and_receive(

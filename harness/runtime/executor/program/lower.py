@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from harness.runtime.devices.compiling import compiled_by_torch
 from harness.runtime.executor.cache.boundary import recorded_keys
-from harness.runtime.executor.geometry.layout import Part
 from harness.runtime.executor.program.emit import DeviceTasks, SegmentBuilder
 from harness.runtime.executor.program.program import (
     Draft,
@@ -27,17 +26,10 @@ def make_program(tasks: DeviceTasks) -> Program:
         for stage, each in drafts.items()
     }
     outputs = {key for own in stages.values() for segment in own for key in segment.outputs}
-    counted = frozenset(
-        key
-        for key in outputs
-        if key.value == "loss" and _counts(layout.parts[key.operator][key.part], tasks.device)
-    )
-    return Program(stages, layout.differentiable, counted, recorded)
-
-
-def _counts(loss: Part, device: int) -> bool:
-    """Whether a device's copy of a loss is the one that counts."""
-    return not loss.copies or device == loss.copies[0]
+    losses = {key: layout.parts[key.operator][key.part] for key in outputs if key.value == "loss"}
+    # Of several copies the first counts.
+    counted = [key for key, p in losses.items() if not p.copies or tasks.device == p.copies[0]]
+    return Program(stages, layout.differentiable, frozenset(counted), recorded)
 
 
 def _needed_outside(tasks: DeviceTasks, drafts: list[Draft]) -> set[PartKey]:

@@ -127,7 +127,19 @@ class ShardSpec:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The node's arguments, nodes as `Given` or `Held`; None if a node is neither."""
-        return _read_arguments(self.node, self.root, len(self.operator.inputs))
+        n_given = 0
+
+        def read(argument: fx.Node) -> Any:
+            nonlocal n_given
+            if argument.op == "get_attr":
+                tensor = named_tensor(self.root, str(argument.target))
+                return Held(_root_name(self.root, tensor) or str(argument.target))
+            n_given += 1
+            return Given(n_given - 1)
+
+        args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), read)
+        # A node that computes a number is no operator, so the operator's inputs do not contain it.
+        return (tuple(args), dict(kwargs)) if n_given == len(self.operator.inputs) else None
 
     def named_arguments(self, *names: str) -> dict[str, Any] | None:
         """The node's arguments by name, given the names of the function's first parameters."""
@@ -214,21 +226,3 @@ def operands_in(arguments: Any) -> list[Held | Given]:
 
     fx.node.map_aggregate(arguments, note)
     return found
-
-
-def _read_arguments(
-    node: fx.Node, root: nn.Module, n_inputs: int
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    n_given = 0
-
-    def read(argument: fx.Node) -> Any:
-        nonlocal n_given
-        if argument.op == "get_attr":
-            tensor = named_tensor(root, str(argument.target))
-            return Held(_root_name(root, tensor) or str(argument.target))
-        n_given += 1
-        return Given(n_given - 1)
-
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
-    # A node that computes a number is no operator, so the operator's inputs do not contain it.
-    return (tuple(args), dict(kwargs)) if n_given == n_inputs else None

@@ -24,7 +24,6 @@ from harness.domain.key_forms import POSITIONS
 from harness.domain.partition import SAMPLE, Interval, count_parts, n_parts, n_replicas
 from harness.domain.routes import BUCKET_BYTES
 from harness.domain.sharding import CONTRACTION, has_tasks
-from harness.domain.strategy import Strategy
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
 from harness.runtime.capture.operators import draws_random, is_dropout, is_frozen_norm
@@ -151,12 +150,9 @@ class _Chooser:
     ) -> None:
         self._gathered = gathered
         self._captured, self._meta, self._plan, self._samples = captured, meta, plan, samples
+        self._strategy = plan.strategy
         nodes = captured.module.graph.nodes
         self._twin = dict(zip(nodes, meta.module.graph.nodes, strict=True))
-
-    @property
-    def _strategy(self) -> Strategy:
-        return self._plan.strategy
 
     def choose(self) -> Forms:
         forms: dict[str, Form] = {
@@ -197,10 +193,11 @@ class _Chooser:
         node = self._captured.nodes.get(name)
         plan = self._strategy.operators[name]
         partition = plan.partition
+        # Two tasks on one device would deadlock in the same all-reduce.
+        is_apart = len(set(plan.devices)) == len(plan.devices)
         if node is None:
             if n_parts(partition.get(CONTRACTION, 1)) == 1:
                 return "native"
-            is_apart = len(set(plan.devices)) == len(plan.devices)  # as for norms, below
             return "collective" if is_apart and n_replicas(partition) == 1 else "gathered"
         _check_is_not_synchronised(name, node, self._captured.module)
         has_copies = n_replicas(partition) > 1
@@ -211,9 +208,7 @@ class _Chooser:
                 return "dropout"
             _check_is_deterministic(name, node, self._captured.module)
         if self._needs_global_statistics(name):
-            # Two tasks on one device would deadlock in the same all-reduce.
-            devices = self._strategy.operators[name].devices
-            return "collective" if len(set(devices)) == len(devices) else "gathered"
+            return "collective" if is_apart else "gathered"
         if plan.keys != "input":
             return "collective"
         n_by_samples = n_parts(partition.get(SAMPLE, 1)) * n_replicas(partition)
@@ -221,15 +216,14 @@ class _Chooser:
         return "native" if is_by_samples else "shard"
 
     def _needs_global_statistics(self, name: str) -> bool:
-        operator = self._captured.graph.operators[self._captured.graph.index()[name]]
-        if self._plan.batch_norm != "global" or name not in self._captured.nodes:
+        node, graph = self._captured.nodes.get(name), self._captured.graph
+        if self._plan.batch_norm != "global" or node is None:
             return False
         cuts = self._strategy.operators[name].partition
         if not any(n_parts(cut) > 1 for dim, cut in cuts.items() if dim != "feature"):
             return False
-        if operator.kind != "batch_norm":
-            return False
-        return _is_training_norm(name, self._captured.nodes[name], self._captured.module)
+        is_norm = graph.operators[graph.index()[name]].kind == "batch_norm"
+        return is_norm and _is_training_norm(name, node, self._captured.module)
 
     def _specs(self, layout: Layout, name: str) -> list[ShardSpec]:
         node = self._twin[self._captured.nodes[name]]

@@ -39,7 +39,11 @@ class OptimizerGroups(msgspec.Struct, frozen=True):
         """
         own: dict[str, dict[str, Any]] = {}
         for group in optimizer.param_groups if names else []:
-            values = {key: _plain(v) for key, v in group.items() if key not in _NOT_SAVED}
+            values = {
+                key: value.item() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key not in _NOT_SAVED
+            }
             own |= {names[parameter]: values for parameter in group["params"]}
         groups = {name: v for found in gather_objects(world, own) for name, v in found.items()}
         return cls(type(optimizer).__name__, groups)
@@ -71,7 +75,3 @@ class OptimizerGroups(msgspec.Struct, frozen=True):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 group.update(self.groups.get(names[parameter], {}))
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value

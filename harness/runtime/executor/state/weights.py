@@ -80,17 +80,13 @@ class Weights(nn.Module):
             if id(tensor) not in kept:
                 tensor.data = tensor.data.new_empty(0)
 
-    def slices(self) -> list[WeightSlice]:
-        """All slices in the order of the model."""
-        if len(self._sorted) != len(self.held):
-            self._sorted = sorted(self.held, key=lambda p: (self._order[p.name], p.intervals))
-        return self._sorted
-
     def trainable(self) -> dict[WeightSlice, nn.Parameter]:
         """Parameters that are trained, in the order of the model."""
+        if len(self._sorted) != len(self.held):
+            self._sorted = sorted(self.held, key=lambda p: (self._order[p.name], p.intervals))
         return {
             piece: tensor
-            for piece in self.slices()
+            for piece in self._sorted
             for tensor in (self.held[piece],)
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad
         }
