@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,22 +55,13 @@ class _Piece(NamedTuple):
         return _flat(tensor)[self.start : self.stop]
 
 
-class Sum(Protocol):
-    """A sum over ranks that has begun."""
-
-    def wait(self) -> Any:
-        """Wait until it is there."""
-
-    def value(self) -> Tensor:
-        """The sum, after a wait."""
-
-
 class _Exchange(NamedTuple):
-    """The average of a fragment that is under way."""
+    """The average of a fragment that is under way; `done.wait()` waits for the sum."""
 
     number: int
     start: Tensor
-    done: Sum
+    sum: Tensor
+    done: Any
 
 
 class ReplicaAverage:
@@ -78,7 +69,8 @@ class ReplicaAverage:
 
     Args:
         named: parameters by name; those that are not trained stay as they are.
-        all_reduce: begins the sum of a tensor over all ranks under a name.
+        all_reduce: begins the sum of a tensor in place over all ranks under a name; the result has
+            a `wait`.
         reduce_dtype: of the differences that are summed, see `EngineOptions`.
         sizes: elements of all trained parameters of the replica, by name, of which this rank may
             have some; by default those of `named`.
@@ -91,7 +83,7 @@ class ReplicaAverage:
         self,
         named: Mapping[str, nn.Parameter],
         options: OuterOptions,
-        all_reduce: Callable[[Tensor, str], Sum],
+        all_reduce: Callable[[Tensor, str], Any],
         reduce_dtype: str,
         sizes: Mapping[str, int] | None = None,
     ) -> None:
@@ -117,9 +109,9 @@ class ReplicaAverage:
         start = _read(self._pieces[number])
         if not len(start):
             return
-        difference = (self._outer(number) - start) * weight
-        done = self._all_reduce(reduced(difference, self._reduce_dtype), f"fragment{number}")
-        self._exchange = _Exchange(number, start, done)
+        summed = reduced((self._outer(number) - start) * weight, self._reduce_dtype)
+        done = self._all_reduce(summed, f"fragment{number}")
+        self._exchange = _Exchange(number, start, summed, done)
 
     def wait(self) -> None:
         """Wait until the average is there."""
@@ -128,12 +120,13 @@ class ReplicaAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the outer parameters by the average, and move the replica with them."""
+        """After `wait`, update the outer parameters by the average, and move the replica with
+        them."""
         if self._exchange is None:  # the fragment is empty
             return
-        (number, start, done), self._exchange = self._exchange, None
+        (number, start, summed, _), self._exchange = self._exchange, None
         outer = self._outer(number)
-        outer.grad = done.value().to(outer.dtype)
+        outer.grad = summed.to(outer.dtype)
         self._optimizer.step()
         outer.grad = None
         for piece, correction in _parts(self._pieces[number], outer - start):

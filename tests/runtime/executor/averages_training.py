@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -156,9 +157,14 @@ class _Sum:
     def all_reduce(self, tensor: Tensor, name: str) -> Any:
         parts = self._begun.setdefault(name, [])
         parts.append(tensor)
-        future: Any = torch.futures.Future()
-        future.wait, future.value = lambda: None, lambda: sum(parts)
-        return future
+
+        def wait() -> None:
+            total = sum(parts, start=torch.zeros(()))
+            for part in parts:
+                part.copy_(total)
+            parts.clear()
+
+        return SimpleNamespace(wait=wait)
 
 
 def train_one_after_the_other(training: Averaged, parts: Sequence[Sequence[int]]) -> list[Trained]:
@@ -192,6 +198,7 @@ def train_one_after_the_other(training: Averaged, parts: Sequence[Sequence[int]]
             optimizers[k].step()
             losses[k].append(float(loss.detach()))
         for average in averages:
+            average.wait()
             average.update()
     return [
         Trained(losses=loss, own=_state(task.model), agreed=_agreed(task.model, average))

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from harness.domain.strategy import Strategy
 from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share
-from harness.runtime.engines.local_sgd import ReplicaAverage, Sum, replicas_of
+from harness.runtime.engines.local_sgd import ReplicaAverage, replicas_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.sums import with_end
 from harness.runtime.executor.run.phases import Phases
@@ -113,18 +112,6 @@ def ranks_alike(holders: Holders, replicas: Replicas) -> list[Group]:
     return sorted(tuple(ranks) for ranks in sets.values())
 
 
-@dataclass(frozen=True)
-class _Summing:
-    work: Any
-    tensor: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-
-    def value(self) -> Tensor:
-        return self.tensor
-
-
 class ReplicaAverages:
     """Averages this rank's weights with those of the ranks alike; all ranks must make the same
     calls.
@@ -161,7 +148,7 @@ class ReplicaAverages:
         sizes = {str(piece): piece.n_elements for piece, _ in holders.trained()}
         self.average = ReplicaAverage(named, outer, self._sum, options.reduce_dtype, sizes)
 
-    def _sum(self, tensor: Tensor, name: str) -> Sum:
+    def _sum(self, tensor: Tensor, name: str) -> Any:
         clock = self._recorder.clock
         start = clock.mark()
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
@@ -172,7 +159,7 @@ class ReplicaAverages:
                 n_bytes=tensor.nbytes,
             )  # fmt: skip
 
-        return _Summing(with_end(work, note_end, is_nccl=self._is_nccl), tensor)
+        return with_end(work, note_end, is_nccl=self._is_nccl)
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
