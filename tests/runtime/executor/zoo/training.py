@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from functools import cached_property
 from random import Random
 
 import msgspec
-import numpy as np
 import torch
 from equivalence_cases import draw_batch, part_of
 from equivalence_reference import Trace, gradients_of, slices
@@ -38,6 +36,7 @@ from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.faithfulness.state import seed_all
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
 from zoo import ZOO
@@ -157,12 +156,6 @@ def strategies_of(
         yield f"random {k}", n, with_attention_by_positions(rng, drawn, graph)
 
 
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
-
 def _shift(model: Module, offset: float) -> None:
     """Multiply each weight by 1 plus a random number of about this size."""
     generator = torch.Generator().manual_seed(0)
@@ -186,7 +179,7 @@ def train_single(
     optimizer = make_optimizer(task.model.named_parameters(), _SGD, torch.device("cpu"))
     losses: list[float] = []
     gradients: list[dict[str, Tensor]] = []
-    _seed_all(case.seed)
+    seed_all(case.seed)
     for step in range(N_STEPS):
         optimizer.zero_grad()
         batch, mean = case.batch(task, step), 0.0
@@ -215,7 +208,7 @@ def train_on_ranks(case: ZooCase, world: World) -> Trace | Refusal:
 
 def _train(case: ZooCase, world: World) -> Trace:
     task, captured = CAPTURED.pop(case.key, None) or (case.make_task(), None)
-    _seed_all(case.seed)
+    seed_all(case.seed)
     chosen_plan = ExecutorPlan(
         strategy=case.strategy, batch_norm="global", timeout_s=_TIMEOUT_S, is_held=case.is_held
     )
