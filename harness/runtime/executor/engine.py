@@ -248,8 +248,7 @@ class ExecutorEngine:
     @property
     def can_be_muted(self) -> bool:
         """Whether the strategy uses several devices; equal on all ranks."""
-        plans = self.plan.strategy.operators.values()
-        return len({device for plan in plans for device in plan.devices}) > 1
+        return len(set().union(*self.plan.strategy.stage_devices())) > 1
 
     def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
         """Run one optimizer step; see `Engine.step`.

@@ -71,13 +71,11 @@ class Activations:
             self._rows[value] = Rows(like, self.n_samples, left, self._directory)
         return self._rows[value]
 
-    def _held(self, value: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        rows = self._rows.get(value)
-        return np.zeros(self.n_samples, dtype=np.bool_) if rows is None else rows.holds()
-
     def survey(self, values: Sequence[str], world: World) -> HeldRows:
         """What all ranks hold; all ranks must call it."""
-        held = np.stack([self._held(value) for value in values])
+        none = np.zeros(self.n_samples, dtype=np.bool_)
+        known = [self._rows.get(value) for value in values]
+        held = np.stack([none if rows is None else rows.holds() for rows in known])
         found = {value: self._rows[value].like(1) for value in values if value in self._rows}
         parts = gather_objects(world, (np.packbits(held, axis=1), found))
         shape = (len(values), self.n_samples)

@@ -224,7 +224,7 @@ class StateTransfer:
             work.wait()
         for rank, flat in received.items():
             for block, view in _views(flat, self._received[rank]):
-                self._new_region(block).copy_(view)
+                _region(block, self._after, block.migration.after).copy_(view)
 
     def message_bits(self) -> Mapping[tuple[int, int], Bits]:
         """Fingerprints of this rank's messages, by (sender, reader)."""
@@ -273,7 +273,7 @@ class StateTransfer:
     def _packed(self, blocks: Sequence[_Block]) -> Tensor:
         flat = self._buffer(_n_bytes(blocks))
         for block, view in _views(flat, blocks):
-            view.copy_(self._old_region(block))
+            view.copy_(_region(block, self._before, block.migration.before))
         return flat
 
     def _keep(self, block: _Block) -> None:
@@ -281,20 +281,17 @@ class StateTransfer:
         old, new = self._before.tensor(before, block.key), self._after.tensor(after, block.key)
         # All holders of a slice have its elements in one order, which the new strategy may change.
         if before != after or old.stride() != new.stride():
-            self._new_region(block).copy_(self._old_region(block))
+            _region(block, self._after, after).copy_(_region(block, self._before, before))
             return
         if block.key == MODEL:
             self._after.model(after).data = old
         else:
             self._after.optimizer.state[self._after.owners.own[after]][block.key] = old
 
-    def _old_region(self, block: _Block) -> Tensor:
-        piece = block.migration.before
-        return block.migration.region.within(piece).take(self._before.tensor(piece, block.key))
 
-    def _new_region(self, block: _Block) -> Tensor:
-        piece = block.migration.after
-        return block.migration.region.within(piece).take(self._after.tensor(piece, block.key))
+def _region(block: _Block, state: HeldState, piece: WeightSlice) -> Tensor:
+    """A block within the slice that holds it."""
+    return block.migration.region.within(piece).take(state.tensor(piece, block.key))
 
 
 def find_all_migrations(

@@ -125,15 +125,11 @@ class SegmentBuilder:
         self._layout, self._forms = device.layout, device.forms
         self._graph = fx.Graph()
         self._owned: dict[str, Any] = {}
-        self._placeholders: dict[InputKey, fx.Node] = {}
+        self.inputs: dict[InputKey, fx.Node] = {}
         self._regions: dict[int, fx.Node] = {}
         # Operator, and path for `WeightGradients.joins`, by the path of its module in the segment.
         self._operator_of: dict[str, tuple[str, str]] = {}
         self.values: dict[PartKey, fx.Node] = {}
-
-    @property
-    def inputs(self) -> list[InputKey]:
-        return list(self._placeholders)
 
     def add(self, part: Part) -> None:
         """Emit one task."""
@@ -368,9 +364,9 @@ class SegmentBuilder:
         return self._call(f"want_{want.number}", module, tuple(nodes))
 
     def _input(self, key: InputKey) -> fx.Node:
-        if key not in self._placeholders:
-            self._placeholders[key] = self._graph.placeholder(f"x{len(self._placeholders)}")
-        return self._placeholders[key]
+        if key not in self.inputs:
+            self.inputs[key] = self._graph.placeholder(f"x{len(self.inputs)}")
+        return self.inputs[key]
 
     def finish(self, outputs: list[PartKey], stage: int) -> fx.GraphModule:
         """Complete the graph."""

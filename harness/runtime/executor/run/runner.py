@@ -108,7 +108,9 @@ class Runner:
                 self._flights[action.microbatch] = fed[number]
                 if self._stash is not None:
                     fed[number].version = self._stash.newest()
-                self._forward(action, is_followed=_is_followed(actions, self._at_action))
+                at = self._at_action
+                backward = actions[at]._replace(kind="backward")
+                self._forward(action, is_followed=actions[at + 1 : at + 2] == (backward,))
             elif action.kind == "backward":
                 self._phases.begin("backward", stage=stage, microbatch=number)
                 self._backward(action)
@@ -381,11 +383,6 @@ class Runner:
             self._sums.start(gradient.contiguous(), fetch, microbatch, is_backward=True)
         for route in fetch.local:
             flight.add_gradient(route.source, route.held, route.in_want.of_tensor(gradient))
-
-
-def _is_followed(actions: tuple[Action, ...], at: int) -> bool:
-    """Whether the backward of a forward action comes next."""
-    return actions[at + 1 : at + 2] == (actions[at]._replace(kind="backward"),)
 
 
 def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tensor, ...]:

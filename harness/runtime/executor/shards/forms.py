@@ -161,7 +161,10 @@ class _Chooser:
             if has_tasks(op)
         }
         while True:
-            layout = self._layout(forms)
+            gathered = frozenset(name for name, form in forms.items() if form == "gathered")
+            norms = frozenset(filter(self._needs_global_statistics, gathered))
+            given = self._captured, self._meta, self._strategy, self._samples
+            layout = Layout(*given, gathered, norms)
             unable = {
                 name
                 for name, form in forms.items()
@@ -176,13 +179,6 @@ class _Chooser:
                 recomputed = recomputed_segments(self._captured.graph, self._strategy)
                 return Forms(layout, forms, holders, self._plan.is_compiled, recomputed)
             forms |= dict.fromkeys(unable, "gathered")
-
-    def _layout(self, forms: dict[str, Form]) -> Layout:
-        gathered = frozenset(name for name, form in forms.items() if form == "gathered")
-        norms = (name for name in gathered if self._needs_global_statistics(name))
-        return Layout(
-            self._captured, self._meta, self._strategy, self._samples, gathered, frozenset(norms)
-        )
 
     def _is_made(self, name: str, form: Form) -> bool:
         """Whether `make_shard` makes its tasks."""

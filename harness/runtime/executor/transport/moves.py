@@ -33,7 +33,7 @@ from torch import Tensor
 
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST, Action
 from harness.runtime.executor.geometry.layout import Layout, Want
-from harness.runtime.executor.program.program import PartKey, Program, Route, Segment, WantKey
+from harness.runtime.executor.program.program import PartKey, Program, Route, WantKey
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.shards.regions import Relative
 from harness.runtime.executor.shards.ring import Pass
@@ -117,7 +117,10 @@ class Moves:
         for stage, segments in program.stages.items():
             for position, segment in enumerate(segments):
                 self.fetches[stage, position] = tuple(map(self._fetch, segment.fetches))
-                self.collected[stage, position] = self._collected(segment)
+                sent = [r for r in segment.sends if (r.number, True) in self._message_of]
+                self.collected[stage, position] = sorted(
+                    sent, key=lambda one: _returns_before(self._message_of[one.number, True])
+                )
         self.sums: dict[PartKey, list[tuple[Fetch, Relative]]] = defaultdict(list)
         for fetch in (fetch for each in self.fetches.values() for fetch in each):
             if fetch.sum.devices:
@@ -169,10 +172,6 @@ class Moves:
             routes=tuple(Route.of(self._layout, want, piece) for piece in taken),
             local=tuple(Route.of(self._layout, want, piece) for piece in local),
         )
-
-    def _collected(self, segment: Segment) -> list[Route]:
-        sent = [route for route in segment.sends if (route.number, True) in self._message_of]
-        return sorted(sent, key=lambda one: _returns_before(self._message_of[one.number, True]))
 
 
 def _returns_before(message: Message) -> tuple[int, int, int]:
