@@ -105,8 +105,9 @@ Place = tuple[int, int]  # stage, position of a segment
 def find_messages(forms: Forms, n_devices: int) -> list[Message]:
     """The messages of a layout; equal on every rank."""
     drafts = {device: draft_segments(forms, device) for device in range(n_devices)}
+    # The segment that waits for each want, and the position of its first operator.
     waiting = {
-        want.number: _Waiting((stage, position), forms.layout.position[draft.parts[0].operator])
+        want.number: ((stage, position), forms.layout.position[draft.parts[0].operator])
         for by_stage in drafts.values()
         for stage, segments in by_stage.items()
         for position, draft in enumerate(segments)
@@ -117,18 +118,11 @@ def find_messages(forms: Forms, n_devices: int) -> list[Message]:
     for by_stage in drafts.values():
         for segments in by_stage.values():
             for leaving in _leaving(forms.layout, segments, summed):
-                groups[(*leaving.key, *waiting[leaving.route.want.number].place)].append(leaving)
+                groups[(*leaving.key, *waiting[leaving.route.want.number][0])].append(leaving)
     return [
         _message(forms.layout, number, pieces, waiting)
         for number, pieces in enumerate(groups.values())
     ]
-
-
-class _Waiting(NamedTuple):
-    """The segment that waits for a want, and the position of its first operator."""
-
-    place: Place
-    first: int
 
 
 class _Leaving(NamedTuple):
@@ -159,7 +153,7 @@ def _leaving(
 
 
 def _message(
-    layout: Layout, number: int, pieces: list[_Leaving], waiting: Mapping[int, _Waiting]
+    layout: Layout, number: int, pieces: list[_Leaving], waiting: Mapping[int, tuple[Place, int]]
 ) -> Message:
     routes = [one.route for one in pieces]
     want, part = routes[0].want, routes[0].piece.part
