@@ -19,7 +19,7 @@ from harness.runtime.data.batch import Batch, BatchedData
 from harness.runtime.executor.cache.boundary import Rest
 from harness.runtime.executor.cache.store import Rows
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.program.program import Program, Recorded
+from harness.runtime.executor.program.program import DataKey, Program, Recorded
 from harness.runtime.executor.state.weights import Holders, Use, Weights
 from harness.runtime.ranks.gather import gather_objects
 from harness.runtime.ranks.world import World
@@ -272,8 +272,10 @@ class Prefix:
     tap: Tap | None = None
 
     def is_read(self, program: Program) -> bool:
-        """Whether a program reads cached values."""
-        return self.rest is not None and program.reads_data(self.rest.values)
+        """Whether a segment of a program reads cached values."""
+        values = () if self.rest is None else self.rest.values
+        keys = (key for segments in program.stages.values() for s in segments for key in s.inputs)
+        return any(isinstance(key, DataKey) and key.value in values for key in keys)
 
     def park(self, weights: Weights, holders: Holders) -> None:
         """Hold the parked slices."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -168,11 +168,6 @@ class Program:
     differentiable: frozenset[str]
     counted: frozenset[PartKey] = frozenset()
     recorded: Mapping[InputKey, Recorded] = field(default_factory=dict)
-
-    def reads_data(self, values: Collection[str]) -> bool:
-        """Whether a segment reads one of some inputs of the model."""
-        keys = (key for segments in self.stages.values() for s in segments for key in s.inputs)
-        return any(isinstance(key, DataKey) and key.value in values for key in keys)
 
     def units(self, stage: int) -> list[frozenset[int]]:
         """Numbers of the units of freed weights that each segment of a stage uses."""
