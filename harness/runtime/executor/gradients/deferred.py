@@ -264,7 +264,8 @@ class WeightGradients:
         self._largest = largest
 
     def joins(self, module: nn.Module, operator: str, path: str) -> bool:
-        """Whether to compute a module's gradients of all microbatches by one product.
+        """Whether to compute the gradients of all microbatches by one product, of a module that can
+        be `Deferred`.
 
         This depends on the layout only, not on the device, so that devices with the same weights
         have their gradients at the same time.
@@ -275,7 +276,7 @@ class WeightGradients:
         layout, n = self._largest, self._n_microbatches
         if layout is None or n == 1 or _is_called_again(layout, path):
             return False
-        if not can_defer(module) or is_large_linear(module):  # which is added in place
+        if is_large_linear(module):  # which is added in place
             return False
         n_bytes = n * max(_io_bytes(layout, p) for p in layout.parts[operator])
         weight = _weight(module)
@@ -288,13 +289,15 @@ class WeightGradients:
             operator: of which it is the module; None for modules that assemble values.
             path: as for `joins`.
         """
+        if not can_defer(module):
+            return module
         queue, immediate = self.split.get(stage), self._immediate
         if immediate and operator and self.joins(module, operator, path):
             sink = queue or self._joined.get(stage) or immediate
             n, calls = self._n_microbatches, self._calls.setdefault(path, [])
             return Deferred(module, sink, self.buffers, n_joined=n, calls=calls)
         own = queue or (immediate if is_large_linear(module) else None)
-        return Deferred(module, own, self.buffers) if own and can_defer(module) else module
+        return Deferred(module, own, self.buffers) if own else module
 
     def flush(self, stage: int, microbatch: int) -> None:
         """Compute the gradients of a microbatch that a stage has split off."""
