@@ -106,25 +106,28 @@ class StrategyChanges:
         if due.error:
             self._tell(ChangeAnswer(id=due.request, error=due.error))
             return
-        now = self._current
+        now, cache = self._current, self._cache
         if due.n_skipped is not None and not now.n_skipped < due.n_skipped <= now.n_frozen:
             return  # another change has done it, or trains these layers again
-        strategy = (due.planned or self._current.planned).strategy
-        n_frozen = self._current.n_frozen if due.n_frozen is None else due.n_frozen
+        strategy = (due.planned or now.planned).strategy
+        n_frozen = now.n_frozen if due.n_frozen is None else due.n_frozen
         self._next = due
         start = Start()
-
-        def build(n_skipped: int = 0, tap: Tap | None = None) -> ExecutorEngine:
-            return elastic.build(strategy, n_frozen, n_skipped, tap)
-
-        make: Callable[[], ExecutorEngine] = build
-        if self._cache is not None:
+        if cache is not None:
             first_step = max(step, due.step or 0)
             n_left = self._n_steps - first_step
-            start = self._cache.start(first_step, n_frozen, elastic, self._planner, n_left)
-            make = partial(self._cache.build, start, build)
-        predict = partial(self._predict_steps, strategy, n_frozen, start.n_skipped)
-        self._building = self._pool.submit(_built, make, predict)
+            start = cache.start(first_step, n_frozen, elastic, self._planner, n_left)
+
+        def make(n_skipped: int = 0, tap: Tap | None = None) -> ExecutorEngine:
+            return elastic.build(strategy, n_frozen, n_skipped, tap)
+
+        def build() -> _Built:
+            start_s = time.perf_counter()
+            engine = make() if cache is None else cache.build(start, make)
+            build_s = time.perf_counter() - start_s
+            return _Built(engine, build_s, self._predict_steps(strategy, n_frozen, start.n_skipped))
+
+        self._building = self._pool.submit(build)
         if self._context.world.backend == "nccl":  # a new group blocks the device
             self._building.exception()
 
@@ -177,9 +180,13 @@ class StrategyChanges:
         recorder.step = None
         recorder.add_marks("change", start, recorder.clock.mark(), name=f"{before} to {after}")
         if world.is_first:
-            names = {"before": before, "after": after, "why": due.why}
-            seconds = {"change_s": still_s, "change_build_s": build_s}
-            self._record(step, names, seconds, steps_s)
+            sample: Callable[..., None] = partial(recorder.sample, step=step)
+            sample("change_s", still_s, before=before, after=after, why=due.why)
+            sample("change_build_s", build_s)
+            for side, step_s in steps_s.items():
+                sample("change_step_predicted_s", step_s, side=side)
+            path = self._context.run_dir / f"strategy-{step}.json"
+            write_atomically(path, planned.strategy.to_json())
             transfer_s = self._record_bytes(step, cost.pair_bytes, predicted)
             self._current.still_s = max(0.0, still_s - transfer_s)
         n_bytes = sum(cost.pair_bytes.values())
@@ -187,21 +194,6 @@ class StrategyChanges:
             f"step {step} is the first by {after} instead of {before} ({due.why}): training stood "
             f"still for {format_duration(still_s)}, {format_bytes(n_bytes)} moved"
         )
-
-    def _record(
-        self,
-        step: int,
-        names: dict[str, str],
-        seconds: dict[str, float],
-        steps_s: dict[str, float],
-    ) -> None:
-        sample: Callable[..., None] = partial(self._context.recorder.sample, step=step)
-        sample("change_s", seconds["change_s"], **names)
-        sample("change_build_s", seconds["change_build_s"])
-        for side, step_s in steps_s.items():
-            sample("change_step_predicted_s", step_s, side=side)
-        path = self._context.run_dir / f"strategy-{step}.json"
-        write_atomically(path, self._current.planned.strategy.to_json())
 
     def _record_bytes(self, step: int, moved: PairBytes, predicted: PairBytes) -> float:
         """Record the bytes of a change; returns the predicted seconds of their transfer."""
@@ -267,9 +259,3 @@ class _Built(NamedTuple):
     engine: ExecutorEngine
     build_s: float
     steps_s: dict[str, float]
-
-
-def _built(build: Callable[[], ExecutorEngine], predict: Callable[[], dict[str, float]]) -> _Built:
-    start_s = time.perf_counter()
-    engine = build()
-    return _Built(engine, time.perf_counter() - start_s, predict())
