@@ -77,7 +77,7 @@ class TrainingCache:
         )
         self.n_skipped = 0
         self._recording: _RecordedFreeze | None = None
-        self._refused: dict[int, str] = {}  # by number of frozen layers
+        self._refused: set[int] = set()  # numbers of frozen layers
         _check_repeats(self._data)
 
     def due_step(self, step: int) -> tuple[int, int] | None:
@@ -109,7 +109,7 @@ class TrainingCache:
                 n_skipped = recording.n_frozen
         if n_skipped > n_frozen:  # the layers are trained again
             n_skipped = 0
-        if n_frozen == n_skipped or self._why_not(n_frozen, elastic):
+        if n_frozen == n_skipped or self._is_refused(n_frozen, elastic):
             return Start(n_skipped=n_skipped)
         clock = self._context.recorder.clock
         return Start(n_skipped=n_skipped, tap=Tap(self._activations, clock))
@@ -159,12 +159,9 @@ class TrainingCache:
         """Go on with an engine from a step on; frees outputs that it does not need."""
         prefix, n_frozen = engine.prefix, engine.prefix.n_frozen
         self.n_skipped = prefix.n_skipped
-        same = self._recording
-        if prefix.tap is None:
-            self._recording = None
-        else:
-            is_same = same is not None and same.n_frozen == n_frozen
-            since = same.since if same is not None and is_same else step
+        before, self._recording = self._recording, None
+        if prefix.tap is not None:
+            since = before.since if before is not None and before.n_frozen == n_frozen else step
             self._recording = _RecordedFreeze(n_frozen=n_frozen, since=since, tap=prefix.tap)
         kept = set(elastic.values_at(self.n_skipped)) if self.n_skipped else set()
         if self._recording is not None:
@@ -195,17 +192,14 @@ class TrainingCache:
             engine: Any = training.engine
             engine.compute_forward(training.data.__getitems__(own) if own else None)
 
-    def _why_not(self, n_frozen: int, elastic: ElasticExecutor) -> str:
-        """The reason why the outputs of these layers are not kept, told once."""
-        if n_frozen not in self._refused:
-            reason = elastic.why_not_cached(n_frozen)
-            if not reason:
-                return ""
+    def _is_refused(self, n_frozen: int, elastic: ElasticExecutor) -> bool:
+        """Whether the outputs of these layers are not kept; the reason is told once."""
+        if n_frozen not in self._refused and (reason := elastic.why_not_cached(n_frozen)):
             self._refuse(n_frozen, reason)
-        return self._refused[n_frozen]
+        return n_frozen in self._refused
 
     def _refuse(self, n_frozen: int, reason: str) -> None:
-        self._refused[n_frozen] = reason
+        self._refused.add(n_frozen)
         if self._context.world.is_first:
             _log.warning("no cache of %d frozen layers: %s", n_frozen, reason)
 
