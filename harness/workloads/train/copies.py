@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -53,7 +52,11 @@ def copy_to_second_host(
     lacking = [rank in kept and not has_size(paths[rank], n) for rank, n in enumerate(sizes)]
     is_lacking = [any(column) for column in zip(*_gathered(lacking, group), strict=True)]
     with ExitStack() as files:
-        copies = {k: files.enter_context(_written(paths[k])) for k in kept if is_lacking[k]}
+        copies = {}
+        for rank in kept:
+            if is_lacking[rank]:
+                temporary = files.enter_context(replacing(paths[rank]))
+                copies[rank] = files.enter_context(temporary.open("wb"))
         own = files.enter_context(paths[me].open("rb")) if is_lacking[me] else None
         longest = max((sizes[k] for k in (*copies, me) if is_lacking[k]), default=0)
         for at in range(0, longest, _BLOCK_BYTES):
@@ -78,9 +81,3 @@ def _gathered(values: Sequence[int], group: dist.ProcessGroup) -> list[list[int]
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)
     return [row.tolist() for row in rows]
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[IO[bytes]]:
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        yield file

@@ -42,7 +42,8 @@ class NextPlanner:
 
     def __init__(self, case: TrainCase, context: Context) -> None:
         self._case, self._context = case, context
-        self._simulators = cache(self._make_simulator)
+        # By the numbers of frozen layers and of those of them that are cached.
+        self.simulator = cache(self._make_simulator)
         self._speeds: tuple[float, ...] = ()
 
     @cached_property
@@ -53,11 +54,7 @@ class NextPlanner:
     def set_speeds(self, speeds: Sequence[float]) -> None:
         """Predict from now on for devices of these speeds, relative to the measured ones."""
         self._speeds = tuple(speeds)
-        self._simulators.cache_clear()
-
-    def simulator(self, n_frozen: int, n_skipped: int = 0) -> Simulator:
-        """The simulator of the model with so many frozen layers, of which some are cached."""
-        return self._simulators(n_frozen, n_skipped)
+        self.simulator.cache_clear()
 
     def _make_simulator(self, n_frozen: int, n_skipped: int) -> Simulator:
         inputs = self.inputs
@@ -119,7 +116,7 @@ class NextPlanner:
         Raises:
             PlanError: it needs more memory than a device has.
         """
-        simulation = self.simulator(n_frozen).simulate(strategy)
+        simulation = self.simulator(n_frozen, 0).simulate(strategy)
         simulation.check_memory()
         return Planned(
             strategy=msgspec.structs.replace(strategy, made_for=self.inputs.made_for),
@@ -133,7 +130,8 @@ class NextPlanner:
 
     def estimate_change_s(self, before: Strategy, after: Strategy, n_frozen: int) -> float:
         """Seconds in which the slowest link moves its bytes, from the strategies alone."""
-        return self.predict_change_s(estimate_moved_bytes(self.simulator(n_frozen), before, after))
+        simulator = self.simulator(n_frozen, 0)
+        return self.predict_change_s(estimate_moved_bytes(simulator, before, after))
 
     def predict_change_s(self, pair_bytes: PairBytes) -> float:
         """Seconds in which the slowest link moves its bytes."""

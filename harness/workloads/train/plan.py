@@ -92,7 +92,10 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
             strategy = with_recomputation(strategy, graph, case.recompute_segments)
         validate(strategy, graph, cluster)
         found.append(strategy)
-    strategy = _fastest(case, simulator, found)
+    if case.is_asynchronous and len(found) > 1:
+        strategy = min(found, key=lambda one: simulate_unflushed(simulator, one).step_s)
+    else:
+        strategy = simulator.fastest(found)
     _check_shared_weights(simulator, strategy)
     made_for = fingerprint(graph, cluster, simulator.profile)
     return msgspec.structs.replace(strategy, made_for=made_for)
@@ -130,13 +133,6 @@ def _check_shared_weights(simulator: Simulator, strategy: Strategy) -> None:
             f"them, and strategy {strategy.name!r} has each on one device: drop it, or use ddp, or "
             "fewer --stages than ranks"
         )
-
-
-def _fastest(case: TrainCase, simulator: Simulator, found: Sequence[Strategy]) -> Strategy:
-    """The one that the simulator predicts is fastest."""
-    if case.is_asynchronous and len(found) > 1:
-        return min(found, key=lambda strategy: simulate_unflushed(simulator, strategy).step_s)
-    return simulator.fastest(found)
 
 
 def _microbatches(case: TrainCase, simulator: Simulator) -> list[int]:

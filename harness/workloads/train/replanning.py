@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -69,17 +68,17 @@ class DeviceSpeeds:
         Each rank settles by itself: noise on one must not delay the base of another.
         """
         before, self._before = self._before, list(means_s)
-        settled = [rank for rank, former in enumerate(before) if _is_settled(former, means_s[rank])]
+        settled = [
+            rank
+            for rank, former_s in enumerate(before)
+            if math.isclose(former_s, means_s[rank], rel_tol=SETTLED)
+        ]
         self.now = list(self.now)
         for rank in settled:
             mean, base = means_s[rank], self._base.setdefault(rank, means_s[rank])
             if mean and base:
                 self.now[rank] = self._known[rank] * base / mean
         return bool(settled)
-
-
-def _is_settled(before_s: float, now_s: float) -> bool:
-    return abs(now_s - before_s) <= SETTLED * max(before_s, now_s)
 
 
 def largest_drift(before: Sequence[float], now: Sequence[float]) -> float:
@@ -143,10 +142,7 @@ class DriftPolicy(Policy):
         if max(gather_numbers(float(found is not None), self._world)) == 0:
             return None
         self._is_searching = self._times.is_paused = False
-        due: Due | None = broadcast_result(
-            partial(self._judge, found, step), Due | None, self._world
-        )
-        return due
+        return broadcast_result(lambda: self._judge(found, step), Due | None, self._world)
 
     def _judge(self, found: FoundAgain | None, step: int) -> Due | None:
         """The change to the strategy that was found, if it is worth its cost."""
@@ -291,7 +287,7 @@ class ShrinkPolicy(Policy):
         """Plan the frozen model; None if the strategy of now is the answer."""
         planner, n_skipped = self._inputs.planner, self._inputs.current.n_skipped
         if self._rule is not None:
-            strategy: Strategy | None = self._rule.next_strategy(planner.simulator(n_frozen))
+            strategy: Strategy | None = self._rule.next_strategy(planner.simulator(n_frozen, 0))
         else:
             self._search.start(self._request(now, n_frozen, n_left))
             strategy = self._searched(is_cancelled)

@@ -194,10 +194,8 @@ class TrainLoop:
 
     def _full_batch(self) -> Batch:
         n_fed = self.training.plan.n_fed(self._context.world.rank)
-        while True:
-            batch = next(self.training.batches)
-            if len(batch.targets) == max(1, n_fed):  # a rank without samples gets a dummy one
-                return batch
+        n_held = max(1, n_fed)  # a rank without samples gets a dummy one
+        return next(batch for batch in self.training.batches if len(batch.targets) == n_held)
 
 
 def _record_constants(training: Training, context: Context) -> None:
