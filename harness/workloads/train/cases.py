@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from itertools import chain
 from typing import Any
 
 from harness.errors import ConfigError
@@ -137,10 +138,6 @@ def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
         )
     entry = entry_for(config.data, config.model)
     fit_options(config.model, combinations[0].given_options(), entry.image_size, entry.n_channels)
-    order = random.Random(config.seed)
-    cases: list[TrainCase] = []
-    for _ in range(config.repeats):
-        cases += order.sample(combinations, len(combinations))
     for case in combinations:
         check_case(case)
         if case.batch < case.n_ranks and case.strategy in _BY_SAMPLES:
@@ -148,4 +145,6 @@ def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
                 f"a global batch of {case.batch} leaves some of {case.n_ranks} ranks without a "
                 f"sample: raise --batch-size to {case.n_ranks} or more"
             )
-    return cases
+    order = random.Random(config.seed)
+    repeats = [order.sample(combinations, len(combinations)) for _ in range(config.repeats)]
+    return list(chain.from_iterable(repeats))

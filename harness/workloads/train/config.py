@@ -330,10 +330,6 @@ class TrainCase(TrainSettings):
         """Seconds that a rank has left after another has failed, to save what it holds."""
         return 30.0 if self.survive else GRACE_S
 
-    @property
-    def zero_stage(self) -> int:
-        return ZERO_STAGES.get(self.strategy, 0)
-
     def outer_options(self) -> OuterOptions | None:
         if self.sync_every == 1:
             return None

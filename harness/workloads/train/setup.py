@@ -34,7 +34,7 @@ from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
 from harness.runtime.ranks.world import World
-from harness.workloads.train.config import EngineName, TrainCase
+from harness.workloads.train.config import ZERO_STAGES, EngineName, TrainCase
 from harness.workloads.train.files import data_options, fitted_options
 from harness.workloads.train.plan import Planned
 
@@ -251,7 +251,7 @@ def _make_engine(
         optimizer=_optimizer_options(case, task),
         bucket_bytes=round(case.bucket_mib * (1 << 20)),
         reduce_dtype=case.reduce_dtype,
-        zero_stage=case.zero_stage,
+        zero_stage=ZERO_STAGES.get(case.strategy, 0),
         batch=n_local,
         unread=unread,
         is_compiled=case.compile,
