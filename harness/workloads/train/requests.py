@@ -62,8 +62,7 @@ def write_request(run_dir: Path, source: Path) -> Request:
     """Ask a run to go on by a strategy's file.
 
     Raises:
-        StrategyError: the file cannot be read.
-        ConfigError: another controller's request waits for its answer.
+        ConfigError: the file cannot be read, or another controller's request waits for its answer.
     """
     data = read_file(source, "strategy file", ConfigError, is_given=True)
     request = Request(id=uuid.uuid4().hex, source=str(source), data=data)
