@@ -131,14 +131,6 @@ def _has_children(cases: list[Any]) -> bool:
     return any(case.workload.is_isolated for case in cases)
 
 
-def _start_children(cases: list[Any]) -> None:
-    """Fork the server of runs, with all modules that this process needs as well."""
-    import harness.launch  # noqa: F401
-
-    if _has_children(cases):
-        start_fork_server(_preloaded(cases))
-
-
 def _work(
     parsed: Sequence[tuple[str, Any, Any]],
     cases: list[Any],
@@ -209,14 +201,11 @@ def _work(
 @contextlib.contextmanager
 def _silent(is_silent: bool) -> Iterator[None]:
     """Discard output: all ranks parse the same command line, and rank 0 prints its errors."""
-    if not is_silent:
-        yield
-        return
-    with (
-        open(os.devnull, "w") as null,
-        contextlib.redirect_stdout(null),
-        contextlib.redirect_stderr(null),
-    ):
+    with contextlib.ExitStack() as stack:
+        if is_silent:
+            null = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(null))
+            stack.enter_context(contextlib.redirect_stderr(null))
         yield
 
 
@@ -318,7 +307,10 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
             if options.dry_run and launch.rank == 0:  # a launch checks them when the ranks have met
                 check_dry_run(cases, options.results)
         if not options.dry_run:
-            _start_children(cases)
+            import harness.launch  # noqa: F401 (before the fork, because children need its modules)
+
+            if _has_children(cases):
+                start_fork_server(_preloaded(cases))
     except BrokenPipeError:  # nobody reads `--help` to its end
         errors.drop_output()
         failure = SystemExit(0)

@@ -36,20 +36,14 @@ exit codes: 0 every run is ok or out of memory, 1 a run failed and none continue
 """
 
 
-def _usage() -> str:
-    from harness.workloads import WORKLOADS
-
-    lines = [f"  {name:<10}{summary}" for name, summary in WORKLOADS.items()]
-    return _USAGE.format(workloads="\n".join(lines))
-
-
 def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     """Return the workload's name (empty: the comparison), its configuration and RunOptions."""
     from harness.workloads import WORKLOADS, load_workload
 
     is_named = bool(argv) and not argv[0].startswith("-")
     if argv[:1] in (["-h"], ["--help"]):
-        print(_usage())
+        lines = [f"  {name:<10}{summary}" for name, summary in WORKLOADS.items()]
+        print(_USAGE.format(workloads="\n".join(lines)))
         raise SystemExit(0)
     if is_named and argv[0] not in WORKLOADS:
         raise ConfigError(

@@ -230,7 +230,8 @@ class Trainer:
             DataError: samples do not fit the model, or are fewer than a batch.
             ConfigError: the Trainer is closed.
         """
-        own, batch, samples = self._opened("batches", data), self.strategy.batch, self._samples()
+        own, batch = self._opened("batches", data), self.strategy.batch
+        samples = tuple(self._engine.samples)
         plan = BatchPlan(
             n_samples=len(own), shares=(batch,), positions=(samples,),
             is_shuffled=shuffle, seed=self._seed,
@@ -245,9 +246,6 @@ class Trainer:
                 n_local=len(samples), n_global=batch, counts=counts, n_replica=self._n_replica
             )
             yield RankBatch(batch=one, share=share, trainer=self)
-
-    def _samples(self) -> tuple[int, ...]:
-        return tuple(self._engine.samples)
 
     def step(self, batch: RankBatch) -> Tensor:
         """Run one optimizer step, without waiting for the device.
@@ -289,7 +287,7 @@ class Trainer:
         own, batch = self._opened("evaluate", data), self.strategy.batch
         n_samples = len(own) - (len(own) % batch if self._is_mixing else 0)
         padded = PaddedData(own, n_samples, batch)
-        plan = BatchPlan(n_samples=len(padded), shares=(batch,), positions=(self._samples(),))
+        plan = BatchPlan(n_samples=len(padded), shares=(batch,), positions=(tuple(engine.samples),))
         summed = torch.zeros((), dtype=torch.float64, device=self._world.device)
         with torch.random.fork_rng(devices=[]):  # a loader draws from it
             found = load_batches(padded, plan, 0, n_workers=n_workers, device=self._world.device)

@@ -76,14 +76,6 @@ def _profile(search_config: SearchConfig, n_ranks: int, *, has_gpu: bool) -> Pro
     return dataclasses.replace(config, min_samples=6, rounds=6, warm_up=1)
 
 
-def _matmul_and_links(*, has_gpu: bool) -> tuple[MatmulConfig, LinksConfig]:
-    """Short measurements on CPUs, where the whole comparison should take minutes."""
-    if has_gpu:
-        return MatmulConfig(), LinksConfig()
-    # All sizes, because planning would otherwise measure the links again.
-    return MatmulConfig(time_budget_s=0.3, distributed_samples=3), LinksConfig(time_budget_s=0.05)
-
-
 def comparison(*, gpus: Sequence[RankInfo] | None, n_ranks: int) -> list[tuple[str, Any]]:
     """Workloads with their configurations, in order; on one rank `single` is the only strategy.
 
@@ -97,7 +89,11 @@ def comparison(*, gpus: Sequence[RankInfo] | None, n_ranks: int) -> list[tuple[s
         # A flag of the search is refused where `searched` is not trained.
         default = TrainConfig.search_seconds
         training = dataclasses.replace(training, strategy=("single",), search_seconds=default)
-    matmul, links = _matmul_and_links(has_gpu=has_gpu)
+    matmul, links = MatmulConfig(), LinksConfig()
+    if not has_gpu:  # the whole comparison should take minutes
+        matmul = MatmulConfig(time_budget_s=0.3, distributed_samples=3)
+        # All sizes, because planning would otherwise measure the links again.
+        links = LinksConfig(time_budget_s=0.05)
     return [
         ("matmul", matmul),
         ("links", links),
