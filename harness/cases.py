@@ -178,10 +178,10 @@ def needs_of(cases: Sequence[Case]) -> list[Need]:
     return sorted(needs, key=has_needs)
 
 
-def adjacent_cases(cases: Sequence[Case]) -> Iterator[list[int]]:
-    """Yield the positions of each group of adjacent cases of one workload."""
-    for _, positions in groupby(range(len(cases)), key=lambda position: cases[position].name):
-        yield list(positions)
+def adjacent_cases(cases: Sequence[Case]) -> list[list[int]]:
+    """The positions of each group of adjacent cases of one workload."""
+    groups = groupby(range(len(cases)), key=lambda position: cases[position].name)
+    return [list(positions) for _, positions in groups]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,9 +364,8 @@ def has_failed(headers: Sequence[RunHeader]) -> bool:
 def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
     """Finished runs in a results directory by key, oldest first."""
     done: dict[str, list[RunHeader]] = {}
-    for _, header in headers_in(results):
+    headers = sorted((header for _, header in headers_in(results)), key=lambda one: one.start_utc)
+    for header in headers:
         if header.status in _FINISHED:
             done.setdefault(header.key, []).append(header)
-    for repeats in done.values():
-        repeats.sort(key=lambda header: header.start_utc)
     return done
