@@ -32,6 +32,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -128,6 +129,19 @@ class Cluster:
             "--hostfile", f"hosts/virtual-{self._name}.txt", *command,
         )  # fmt: skip
 
+    def lines_of(self, cell: Cell, module: str, *words: str) -> list[dict[str, Any]]:
+        """The objects that a module of benchmarks/ prints, one for each run."""
+        output = self.start(cell, ".venv/bin/python", "-m", module, *words)
+        return [json.loads(line) for line in output.splitlines() if line.startswith('{"run"')]
+
+    def steps_in_turn(
+        self, cell: Cell, runs: Iterable[Path], seconds: float
+    ) -> dict[str, list[float]]:
+        """Train the engines of runs in turn; returns the seconds of a step by run and round."""
+        words = ("--seconds", str(seconds), *map(str, runs))
+        lines = self.lines_of(cell, "benchmarks.searched_steps", *words)
+        return {line["run"]: line["steps_s"] for line in lines}
+
 
 def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
     """Measure links and operators if missing, then train by every strategy."""
@@ -157,13 +171,8 @@ def train_in_turn(cell: Cell, cluster: Cluster, found: Measured, options: Option
         if read_header(path).status == "ok" and name not in twice
     }
     stolen_before_s, before_s = processor_seconds()
-    output = cluster.start(
-        cell, ".venv/bin/python", "-m", "benchmarks.searched_steps",
-        "--seconds", str(options.seconds), *map(str, ok.values()),
-    )  # fmt: skip
+    steps = cluster.steps_in_turn(cell, ok.values(), options.seconds)
     stolen_s, all_s = processor_seconds()
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"run"')]
-    steps = {line["run"]: line["steps_s"] for line in lines}
     measured = {name: steps[path.name] for name, path in ok.items()}
     measured |= {name: measured["searched"] for name in twice if "searched" in measured}
     return msgspec.structs.replace(
@@ -176,10 +185,7 @@ def train_in_turn(cell: Cell, cluster: Cluster, found: Measured, options: Option
 def train_in_double(cell: Cell, cluster: Cluster, found: Measured, names: list[str]) -> Measured:
     """Train these strategies and one device in float64; returns `found` with differences."""
     paths = {name: Path(found.runs[name]) for name in ("single", *names)}
-    output = cluster.start(
-        cell, ".venv/bin/python", "-m", "benchmarks.searched_double", *map(str, paths.values())
-    )
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"run"')]
+    lines = cluster.lines_of(cell, "benchmarks.searched_double", *map(str, paths.values()))
     differences = ("loss_difference", "gradient_difference")
     worst = {line["run"]: largest(line[name] for name in differences) for line in lines}
     return msgspec.structs.replace(found, double={name: worst[paths[name].name] for name in names})

@@ -103,12 +103,7 @@ def main(options: Options) -> int:
     with Cluster("sharded") as cluster:
         cluster.build(_CELL)
         paths = train(cluster, options)
-        output = cluster.start(
-            _CELL, ".venv/bin/python", "-m", "benchmarks.searched_steps",
-            "--seconds", str(options.seconds), *map(str, paths.values()),
-        )  # fmt: skip
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"run"')]
-    steps = {line["run"]: line["steps_s"] for line in lines}
+        steps = cluster.steps_in_turn(_CELL, paths.values(), options.seconds)
     whole = peak_bytes(read(paths["none"]))
     for state in SHARD_STATES:
         path = paths[state]
