@@ -27,6 +27,7 @@ from harness.plot.imports.deepspeed_log import parse_deepspeed_log
 from harness.plot.imports.epoch_csv import parse_epoch_csv
 
 _ONE_BUCKET = 2**62
+_MEMORY_BYTES, _LATENCY_S = 8 * 2**30, 50e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +38,11 @@ class Training:
         parameter_bytes: of all gradients that are all-reduced in each step.
         batch_per_device: samples per GPU and step.
         sample_s: seconds per sample on a single GPU, all phases, by kind of device.
-        overlap: whether the engine synchronises during the backward pass (DeepSpeed's ZeRO-0
-            does so afterwards).
     """
 
     parameter_bytes: int
     batch_per_device: int
     sample_s: Mapping[str, float]
-    overlap: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,8 @@ def predict_epoch(
         graph,
         _profile(cluster, training, batch),
         cluster,
-        options=SimulatorOptions(overlap=training.overlap, bucket_bytes=_ONE_BUCKET),
+        # DeepSpeed's ZeRO-0 synchronises after the backward pass.
+        options=SimulatorOptions(overlap=False, bucket_bytes=_ONE_BUCKET),
     )
     simulation = simulator.simulate(_strategy(cluster, training, graph, batch, balanced=balanced))
     parts = [device_seconds(simulation, d) for d in range(cluster.n_devices)]
@@ -137,8 +136,6 @@ def ethernet_cluster(
     kinds: Sequence[str],
     *,
     nic_bytes_per_s: float | Sequence[float],
-    memory_bytes: int,
-    latency_s: float = 50e-6,
     speeds: Sequence[float] | None = None,
 ) -> Cluster:
     """A cluster with one GPU per node and links at the speed of the slower NIC.
@@ -159,7 +156,7 @@ def ethernet_cluster(
                 Device(
                     name=f"node{i}:0",
                     kind=kind,
-                    memory_bytes=memory_bytes,
+                    memory_bytes=_MEMORY_BYTES,
                     speed=1.0 if speeds is None else speeds[i],
                 )
             ],
@@ -171,7 +168,7 @@ def ethernet_cluster(
         Link(
             source=f"node{a}:0",
             target=f"node{b}:0",
-            latency_s=latency_s,
+            latency_s=_LATENCY_S,
             bandwidth_bytes_per_s=min(rates[a], rates[b]),
         )
         for a in range(n)

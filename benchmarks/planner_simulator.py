@@ -248,7 +248,7 @@ def run_scaling(report: Report, *, logs: Path) -> None:
 def _predict(
     kinds: Sequence[str], rate: float, training: Training, samples: int
 ) -> EpochPrediction:
-    cluster = ethernet_cluster(kinds, nic_bytes_per_s=rate, memory_bytes=8 * 2**30)
+    cluster = ethernet_cluster(kinds, nic_bytes_per_s=rate)
     return predict_epoch(cluster, training, samples=samples)
 
 
@@ -262,9 +262,7 @@ def _unlike(report: Report, training: Training) -> None:
         ("one link of 1 Gbit/s", [1.0, 1.0, 1.0], [TEN_GBIT, TEN_GBIT, ONE_GBIT]),
         ("both", [1.0, 1.0, 0.5], [TEN_GBIT, TEN_GBIT, ONE_GBIT]),
     ):
-        cluster = ethernet_cluster(
-            [kind] * 3, nic_bytes_per_s=rates, memory_bytes=8 * 2**30, speeds=speeds
-        )
+        cluster = ethernet_cluster([kind] * 3, nic_bytes_per_s=rates, speeds=speeds)
         even = predict_epoch(cluster, training, samples=IMAGES)
         fair = predict_epoch(cluster, training, samples=IMAGES, balanced=True)
         rows.append(
