@@ -98,16 +98,8 @@ def _fault(kind: str, node: int = 1) -> Act:
     return lambda bed: bed.cluster.fault(node, kind)
 
 
-def _signal_first(number: signal.Signals, rank: int = 1) -> Act:
-    return lambda bed: os.kill(bed.cluster.first_process(rank), number)
-
-
-def _signal_agent(number: signal.Signals, rank: int = 1) -> Act:
-    return lambda bed: os.kill(bed.cluster.agent(rank), number)
-
-
-def _signal_training(number: signal.Signals, rank: int = 1) -> Act:
-    return lambda bed: os.kill(bed.cluster.training_process(rank), number)
+def _signal(find: Callable[[Cluster, int], int], number: signal.Signals, rank: int = 1) -> Act:
+    return lambda bed: os.kill(find(bed.cluster, rank), number)
 
 
 def _signal_mpirun(number: signal.Signals) -> Act:
@@ -206,7 +198,7 @@ def _cut(workload: str, words: tuple[str, ...], *, node: int = 1, is_quick: bool
 
 def _stopped(name: str, title: str, words: tuple[str, ...], *, is_quick: bool = False) -> Fault:
     return Fault(
-        name=name, title=title, words=words, inject=_signal_first(signal.SIGSTOP),
+        name=name, title=title, words=words, inject=_signal(Cluster.first_process, signal.SIGSTOP),
         heal=_continue, limit_s=HEARTBEAT_S, limit="heartbeat", reason=(r"rank 1\b",),
         statuses=("timeout", "crash"),
         is_quick=is_quick,
@@ -253,7 +245,8 @@ FAULTS = [
     _stopped("first-stopped", "a rank's first process is stopped", DDP, is_quick=True),
     _stopped("first-stopped-links", "a rank's first process is stopped", LINKS),
     _broken("training-stopped", "a rank's training process is stopped",
-            _signal_training(signal.SIGSTOP), limit_s=COLLECTIVE_S, limit="collective timeout"),
+            _signal(Cluster.training_process, signal.SIGSTOP), limit_s=COLLECTIVE_S,
+            limit="collective timeout"),
     _broken("asleep", "a rank sleeps in the user's model", _model("sleep"),
             limit_s=COLLECTIVE_S, limit="collective timeout", is_quick=False),
     _broken("asleep-pipeline", "a rank sleeps in the user's model", _model("sleep"),
@@ -261,25 +254,26 @@ FAULTS = [
             is_quick=False),
     Fault(
         name="first-killed", title="a rank's first process is killed", words=DDP,
-        inject=_signal_first(signal.SIGKILL), limit_s=AT_ONCE_S, limit="at once",
+        inject=_signal(Cluster.first_process, signal.SIGKILL), limit_s=AT_ONCE_S, limit="at once",
         reason=(r"rank 1\b", "SIGKILL|signal 9"),
     ),
     Fault(
         name="first-killed-rank0", title="rank 0's first process is killed", words=DDP, node=0,
-        inject=_signal_first(signal.SIGKILL, 0), limit_s=AT_ONCE_S, limit="at once",
+        inject=_signal(Cluster.first_process, signal.SIGKILL, 0), limit_s=AT_ONCE_S,
+        limit="at once",
     ),
     Fault(
         name="agent-stopped", title="a rank's agent is stopped", words=DDP,
-        inject=_signal_agent(signal.SIGSTOP), heal=_continue, limit_s=HEARTBEAT_S,
+        inject=_signal(Cluster.agent, signal.SIGSTOP), heal=_continue, limit_s=HEARTBEAT_S,
         limit="heartbeat", reason=_SILENT, statuses=("timeout",), is_quick=False,
     ),
     Fault(
         name="agent-killed", title="a rank's agent is killed", words=DDP,
-        inject=_signal_agent(signal.SIGKILL), limit_s=AT_ONCE_S, limit="at once",
+        inject=_signal(Cluster.agent, signal.SIGKILL), limit_s=AT_ONCE_S, limit="at once",
         reason=(r"rank 1\b", "killed"), is_quick=False,
     ),
     _broken("training-killed", "a rank's training process is killed",
-            _signal_training(signal.SIGKILL), "SIGKILL"),
+            _signal(Cluster.training_process, signal.SIGKILL), "SIGKILL"),
     _broken("raises", "a rank raises in the user's model", _model("raise"), "has a bug"),
     _broken("raises-at-build", "a rank raises while the user's model is built", _model("build"),
             "cannot be built", before=True, limit_s=60.0, limit="start-up",

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -38,14 +38,13 @@ class Cluster:
         script = str(ROOT / "setup/virtual_cluster.sh")
         return ["bash", script, command, "--name", self.name, *words]
 
-    def call(self, command: str, *words: str) -> str:
+    def call(self, command: str, *words: str) -> None:
         """Run a command of setup/virtual_cluster.sh and wait for it."""
         done = subprocess.run(
             self.argv(command, *words), capture_output=True, text=True, check=False, timeout=120
         )
         if done.returncode != 0:
             raise RuntimeError(f"{command} {' '.join(words)}: {done.stderr.strip()}")
-        return done.stdout
 
     def up(self, *flags: str) -> None:
         words = ["--nodes", str(self.n_nodes), "--hosts-dir", str(self.directory), "--replace"]
@@ -125,9 +124,8 @@ class Cluster:
         return Path(f"/proc/{self.sshd(node)}/root") / path.relative_to("/")
 
 
-def wait_until_gone(find: object, timeout_s: float) -> float:
-    """Wait until a callable returns no process; returns the elapsed seconds, or inf."""
-    assert callable(find)
+def wait_until_gone(find: Callable[[], object], timeout_s: float) -> float:
+    """Wait until a function returns no process; returns the elapsed seconds, or inf."""
     start_s = time.monotonic()
     while time.monotonic() - start_s < timeout_s:
         if not find():
