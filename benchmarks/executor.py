@@ -34,7 +34,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import torch
 import tyro
 from comparison import compare, joined, show
 from executor_cases import Case, cases
@@ -45,6 +44,7 @@ from harness.errors import VerificationError
 from harness.measure.statistics import paired_ratio
 from harness.runtime.devices.memory import keep_freed_memory
 from harness.runtime.devices.precision import set_tensor_cores
+from harness.runtime.devices.sampling import settle
 from harness.runtime.ranks.gather import barrier, gather_numbers, maximum_over_ranks
 from harness.runtime.ranks.world import World
 
@@ -77,20 +77,14 @@ class Blocks:
     cpu_s: list[float] = field(default_factory=list)
 
 
-def settle(world: World) -> None:
-    """Wait for queued work on a GPU."""
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-
-
 def timed(side: Side, n_steps: int, world: World) -> tuple[float, float]:
     """Time a block of steps; returns wall seconds of the slowest rank and CPU seconds of all."""
     barrier()
-    settle(world)
+    settle(world.device)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for _ in range(n_steps):
         side.step()
-    settle(world)
+    settle(world.device)
     wall_s = time.perf_counter() - start_s
     cpu_s = sum(gather_numbers(time.process_time() - start_cpu_s, world))
     side.rest()

@@ -136,18 +136,17 @@ def table(findings: list[Finding]) -> str:
 
 def summary(findings: list[Finding], duration_s: float) -> dict[str, object]:
     """Summary of all cases for the output file."""
-    exact = [f for f in findings if f.worst is not None and f.case.dtype == "float64"]
+
+    def worst(optimizer: str) -> float:
+        exact = (f for f in findings if f.case.dtype == "float64" and f.case.optimizer == optimizer)
+        return max((f.worst.difference for f in exact if f.worst is not None), default=0)
+
     return {
         "n_cases": len(findings),
         "n_equal": sum(finding.is_equal for finding in findings),
         "n_refused": sum(bool(finding.refusal) for finding in findings),
-        "worst_float64_sgd": max(
-            (f.worst.difference for f in exact if f.worst and f.case.optimizer == "sgd"), default=0
-        ),
-        "worst_float64_adamw": max(
-            (f.worst.difference for f in exact if f.worst and f.case.optimizer == "adamw"),
-            default=0,
-        ),
+        "worst_float64_sgd": worst("sgd"),
+        "worst_float64_adamw": worst("adamw"),
         "duration_s": duration_s,
         **provenance(),
     }

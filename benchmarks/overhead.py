@@ -28,7 +28,7 @@ from comparison import compare, joined, show
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
 from harness.runtime.devices.precision import Precision
-from harness.runtime.devices.sampling import clock_for
+from harness.runtime.devices.sampling import clock_for, settle
 from harness.runtime.devices.telemetry import watched_device
 from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.ranks.gather import maximum_over_ranks
@@ -103,8 +103,7 @@ def cost_of(run: Callable[[int], None], n_steps: int, world: World) -> Cost:
     dist.barrier()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     run(n_steps)
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
+    settle(world.device)
     spent = [time.perf_counter() - wall_s, time.process_time() - cpu_s]
     return Cost(*(one / n_steps for one in maximum_over_ranks(spent, world)))
 

@@ -26,7 +26,6 @@ from harness.plan.published.flexflow2018.search import (
     BEST,
     HOT,
     N_BOUNDED,
-    MarkovChain,
     new_chain,
     restart,
     schedule,
@@ -92,18 +91,13 @@ def run_trial(problem: LayerProblem, seed: int, budget: int, *, use_bound: bool)
     chain = new_chain(tables, start, seed)
     restart(chain, start)
     start_s = time.process_time()
-    search(chain, budget, use_bound=use_bound)
-    cpu_s = time.process_time() - start_s
-    best_ms, n_bounded = float(chain.cost_ms[BEST]), int(chain.tally[N_BOUNDED])
-    return Trial(best_ms=best_ms, cpu_s=cpu_s, n_proposals=budget, n_bounded=n_bounded)
-
-
-def search(chain: MarkovChain, budget: int, *, use_bound: bool) -> None:
-    """Run the planner's rounds, with or without early rejection."""
-    for round_, size, temperature in schedule(budget):
+    for round_, size, temperature in schedule(budget):  # the planner's
         if temperature == HOT and round_ > 0:
             restart(chain, chain.best.copy())
         walk(chain, size, temperature * float(chain.cost_ms[BEST]), use_bound)
+    cpu_s = time.process_time() - start_s
+    best_ms, n_bounded = float(chain.cost_ms[BEST]), int(chain.tally[N_BOUNDED])
+    return Trial(best_ms=best_ms, cpu_s=cpu_s, n_proposals=budget, n_bounded=n_bounded)
 
 
 def run_topology(listed: Listed, n_seeds: int, budget: int) -> list[dict[str, object]]:
