@@ -15,7 +15,7 @@ import msgspec
 
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader, device_names, run_key
-from harness.errors import ConfigError, HarnessError, ModelError
+from harness.errors import ConfigError, ModelError
 from harness.measure.places import check_results
 from harness.measure.store import headers_in
 from harness.runtime.models.user_code import UserFunction
@@ -340,19 +340,6 @@ def check_batches(
                     f"ranks, this launch would begin again with {case.config.batch} on {n_ranks}: "
                     f"give --batch-size {batch} to go on from step {found.step}, or drop --resume"
                 )
-
-
-def find_problem(
-    cases: Sequence[Case], results: Path, ranks: list[RankInfo], is_resumed: bool, fetch: Fetch
-) -> str:
-    """Describe why no case may begin on a launch's ranks; empty if all may; rank 0 only."""
-    try:
-        check_files(cases, results, fetch)
-        if is_resumed:
-            check_batches(plan_runs(cases, ranks), results, len(ranks), fetch)
-    except HarnessError as error:
-        return str(error)
-    return ""
 
 
 def has_failed(headers: Sequence[RunHeader]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,8 +29,9 @@ from harness.cases import (
     PlannedRun,
     adjacent_cases,
     case_of,
+    check_batches,
+    check_files,
     describe_cluster,
-    find_problem,
     find_resumed,
     finished_repeats,
     needs_of,
@@ -90,13 +91,15 @@ class Launcher:
 
         Returns an empty text if all are usable; the result is the same on all ranks.
         """
-        problem = ""
-        try:
-            check_results(self._results, self._world.hostname)
-        except HarnessError as error:
-            problem = str(error)
-        find = partial(find_problem, cases, self._results, self.ranks, self._options.resume)
-        found = sharing.with_fetch(self._control, find)
+
+        def check(fetch: sharing.Fetch) -> None:
+            check_files(cases, self._results, fetch)
+            if self._options.resume:
+                planned = plan_runs(cases, self.ranks)
+                check_batches(planned, self._results, len(self.ranks), fetch)
+
+        problem = _problem_of(check_results, self._results, self._world.hostname)
+        found = sharing.with_fetch(self._control, partial(_problem_of, check))
         problems = self._control.gather("problem", problem or found, str | None)
         return next(filter(None, problems), "")
 
@@ -199,11 +202,11 @@ class Launcher:
         run_dir = self._results / header.run_id
         if state := state_of(plan.case):
             sharing.distribute(self._control, state, self._world.hostnames)
-        problem = self._write_header(run_dir, header) if self._world.is_first else ""
+        problem = _problem_of(write_header, run_dir, header) if self._world.is_first else ""
         if problem := self._control.broadcast("space", problem, str):
             raise SweepEnded(problem, self._headers)
         is_copying = not self._world.is_first and self._keeps_copy(plan, run_dir)
-        if is_copying and (problem := self._write_header(run_dir, header)):
+        if is_copying and (problem := _problem_of(write_header, run_dir, header)):
             is_copying = False
             _log.warning("no launch with --resume can begin on this host: %s", problem)
         is_away = self._hostnames(plan)[0] != self._world.hostnames[0]
@@ -233,7 +236,7 @@ class Launcher:
                 duration_s=round(time.monotonic() - start_s, 3),
             )
             is_writing = self._world.is_first or is_copying
-            if is_writing and (problem := self._write_header(run_dir, closed)):
+            if is_writing and (problem := _problem_of(write_header, run_dir, closed)):
                 _log.error(
                     "%s: %s, but run.json lacks this status: %s", header.run_id, status, problem
                 )
@@ -265,12 +268,12 @@ class Launcher:
         """Record the run by which the ranks that are left go on, and that of all ranks after it."""
         left = [rank for k, rank in enumerate(plan.ranks) if k not in lost] or list(plan.ranks)
         self._record_next(plan, found, left, f"{name}.{len(left)}")
-        back, last = None, self._headers[-1]
+        last = self._headers[-1]
         is_back = found.until is not None and last.summary.get(UNTIL) == found.until
         if is_back and getattr(plan.case.config, "until", None) != found.until:
             back = self._find_continuation(plan, self._results / last.run_id, [])
-        if back is not None:
-            self._record_next(plan, back, list(plan.ranks), f"{name}.back")
+            if back is not None:
+                self._record_next(plan, back, list(plan.ranks), f"{name}.back")
 
     def _record_next(
         self, plan: PlannedRun, found: Continuation, ranks: list[int], name: str
@@ -374,13 +377,14 @@ class Launcher:
         is_first = hostnames.index(self._world.hostname) == self._world.rank
         return is_saved and is_first and not (run_dir / HEADER_FILE).exists()
 
-    def _write_header(self, run_dir: Path, header: RunHeader) -> str:
-        """Write the header on this host; returns an error or ""."""
-        try:
-            write_header(run_dir, header)
-        except ResultsError as error:
-            return str(error)
-        return ""
+
+def _problem_of(act: Callable[..., object], *arguments: object) -> str:
+    """Act; returns the error that it raises, or ""."""
+    try:
+        act(*arguments)
+    except HarnessError as error:
+        return str(error)
+    return ""
 
 
 def _free_process() -> None:
