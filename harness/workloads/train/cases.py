@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from itertools import chain
 from typing import Any
@@ -11,6 +10,7 @@ from harness.errors import ConfigError
 from harness.plan.layouts.degrees import parse_layout
 from harness.runtime.data import entry_for
 from harness.runtime.models import fit_options
+from harness.workloads.common.flags import shared_flags
 from harness.workloads.train.checks import check_case, check_config
 from harness.workloads.train.config import (
     STRATEGIES,
@@ -88,9 +88,7 @@ def _flows(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
-    names = [field.name for field in dataclasses.fields(TrainSettings)]
-    shared: dict[str, Any] = {name: getattr(config, name) for name in names}
-    shared["steps"] = config.steps or TrainCase.steps
+    shared = shared_flags(config, TrainSettings) | {"steps": config.steps or TrainCase.steps}
     cases: list[TrainCase] = []
     for strategy in config.strategy:
         has_flow = strategy == "pipeline" or is_layout(strategy)

@@ -19,7 +19,7 @@ from harness.runtime.engines.optimizers import (
     OptimizerOptions,
     OuterOptions,
 )
-from harness.workloads.common.flags import ModelFlags, ReduceDtype, SearchFlags
+from harness.workloads.common.flags import ModelFlags, ReduceDtype, SearchFlags, shared_flags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
 
@@ -340,12 +340,4 @@ class TrainCase(TrainSettings):
         )
 
     def optimizer_options(self) -> OptimizerOptions:
-        return OptimizerOptions(
-            name=self.optimizer,
-            learning_rate=self.learning_rate,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            no_decay=self.no_decay,
-            max_grad_norm=self.max_grad_norm,
-            ema=self.ema,
-        )
+        return OptimizerOptions(name=self.optimizer, **shared_flags(self, OptimizerOptions))
