@@ -22,14 +22,12 @@ def second_host_of(rank: int, hostnames: Sequence[str]) -> int | None:
     Args:
         hostnames: of the ranks.
     """
-    ranks: dict[str, list[int]] = {}
-    for k, host in enumerate(hostnames):
-        ranks.setdefault(host, []).append(k)
-    if len(ranks) == 1:
+    hosts, own = list(dict.fromkeys(hostnames)), hostnames[rank]
+    if len(hosts) == 1:
         return None
-    hosts, own = list(ranks), hostnames[rank]
-    there = ranks[hosts[(hosts.index(own) + 1) % len(hosts)]]
-    return there[ranks[own].index(rank) % len(there)]
+    following = hosts[(hosts.index(own) + 1) % len(hosts)]
+    there = [k for k, host in enumerate(hostnames) if host == following]
+    return there[hostnames[:rank].count(own) % len(there)]
 
 
 def copy_to_second_host(

@@ -30,7 +30,6 @@ from harness.inputs import read_file
 from harness.measure.derive.settings import file_name
 from harness.measure.store import write_atomically
 from harness.plan.again import FoundAgain, SearchAgain, search_again
-from harness.plan.simulate.options import SimulatorOptions
 from harness.runtime.ranks.gather import broadcast_result, gather_numbers
 from harness.units import format_duration
 from harness.workloads.planning.files import only_devices
@@ -301,10 +300,19 @@ class SurvivalPolicy(Policy):
     def _request(self, lost: int) -> SearchAgain:
         request = self._inputs.planner.search_again(n_frozen=0)
         left = [rank for rank in range(request.cluster.n_devices) if rank != lost]
+
+        def of_left(rates: float | tuple[float, ...]) -> float | tuple[float, ...]:
+            return rates if isinstance(rates, float) else tuple(rates[rank] for rank in left)
+
+        options = replace(
+            request.options,
+            optimizer_s_per_byte=of_left(request.options.optimizer_s_per_byte),
+            stream_s_per_byte=of_left(request.options.stream_s_per_byte),
+        )
         return msgspec.structs.replace(
             request,
             cluster=only_devices(request.cluster, left),
-            options=options_of(request.options, left),
+            options=options,
             start=self._first.get(lost),
         )
 
@@ -320,19 +328,6 @@ class SurvivalPolicy(Policy):
             "plan without rank %d: %s, predicted step %s",
             rank, strategy.name, format_duration(found.step_s),
         )  # fmt: skip
-
-
-def options_of(options: SimulatorOptions, ranks: Sequence[int]) -> SimulatorOptions:
-    """The simulator's options for some of the devices."""
-
-    def chosen(rates: float | tuple[float, ...]) -> float | tuple[float, ...]:
-        return rates if isinstance(rates, float) else tuple(rates[rank] for rank in ranks)
-
-    return replace(
-        options,
-        optimizer_s_per_byte=chosen(options.optimizer_s_per_byte),
-        stream_s_per_byte=chosen(options.stream_s_per_byte),
-    )
 
 
 # By the flag of TrainSettings that switches it on.
