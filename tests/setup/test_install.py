@@ -185,12 +185,6 @@ def test_every_source_is_handed_over_once(uv_flags):
     ]
 
 
-def test_a_password_in_a_source_is_no_argument(uv_flags):
-    settings = uv_flags.parse(["global.index-url='https://me:secret@packages.example/simple'"])
-    assert uv_flags.flags(settings) == ["--index-strategy", "unsafe-best-match"]
-    assert "secret" in uv_flags.variables(settings)[0]
-
-
 def test_an_offline_configuration_stays_offline(uv_flags):
     assert uv_flags.flags(uv_flags.parse(["global.no-index='true'"]))[-1] == "--no-index"
     assert "--no-index" not in uv_flags.flags(uv_flags.parse(["global.no-index='false'"]))

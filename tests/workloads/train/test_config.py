@@ -140,7 +140,6 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ({"optimizer": "adamw", "momentum": 0.5}, "--momentum 0.5 is for --optimizer sgd"),
         ({"drift_threshold": 0.5}, "--drift-threshold 0.5 is for --drift, it is not given: drop"),
         ({"data": "digits", "n_samples": 9}, "--n-samples 9 is for --data synthetic, --data is"),
-        ({"lr_gamma": 0.5}, "--lr-gamma 0.5 is for --lr-schedule step"),
         ({"strategy": ("zero3",), "survive": True},
          "zero3 is trained by deepspeed: use --strategy ddp --shard-state parameters"),
         ({"shard_state": "optimizer", "n_ranks": (4, 1)}, "the run of ddp has 1: drop it, or"),
