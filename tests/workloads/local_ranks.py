@@ -203,15 +203,15 @@ def refused_links(config: Any, context: Context) -> str:
 def copy_shards(hostnames: list[str], context: Context) -> list[str]:
     """Copy each rank's shard of 1500 bytes and more to a second host, where every rank but the last
     has a disk of its own; the last rank shares rank 0's. Returns the shards on this rank's disk."""
-    from harness.workloads.train import copies
+    from harness.workloads.train import saves
 
-    copies._BLOCK_BYTES = 1000
+    saves._BLOCK_BYTES = 1000
     rank = context.world.rank
     disk = context.run_dir / f"disk{rank % (context.world.size - 1)}"
     disk.mkdir(exist_ok=True)
     data = {f"shard{k}": bytes([k]) * (1500 + 700 * k) for k in range(context.world.size)}
     (disk / f"shard{rank}").write_bytes(data[f"shard{rank}"])
     dist.barrier()
-    copies.copy_to_second_host([disk / name for name in data], hostnames, dist.group.WORLD)
+    saves.copy_to_second_host([disk / name for name in data], hostnames, dist.group.WORLD)
     dist.barrier()
     return sorted(path.name for path in disk.iterdir() if path.read_bytes() == data[path.name])
