@@ -164,8 +164,9 @@ class ReplicaAverages:
     @contextmanager
     def agreeing(self) -> Iterator[None]:
         """Let this rank's weights be those that all replicas agree on."""
-        own = {parameter: parameter.detach().clone() for parameter in self.average.whole()}
-        _assign(self.average.whole())
+        agreed = self.average.whole()
+        own = {parameter: parameter.detach().clone() for parameter in agreed}
+        _assign(agreed)
         try:
             yield
         finally:

@@ -247,11 +247,13 @@ class StateGatherer:
         by_key, single = self._optimizer_parts(optimizer)
         of_optimizer = {key: chosen(parts, self._owners.of) for key, parts in by_key.items()}
         found, averages = RankParts(optimizer=of_optimizer, single=single), self.averages
-        model = model_parts(is_of_replica=False)
+        of_replica: dict[WeightSlice, Tensor] = {}
         if averages is not None and not has_copies:
             of_replica = model_parts(is_of_replica=True)
             if averages.replicas.number > 0:
                 return RankParts(of_replica=replace(found, model=of_replica))
+        model = model_parts(is_of_replica=False)
+        if of_replica:
             # Its buffers are those of the model; a file has no two names of one memory.
             of_own = {p: x for p, x in of_replica.items() if x.data_ptr() != model[p].data_ptr()}
             found = replace(found, of_replica=RankParts(model=of_own))
