@@ -26,7 +26,7 @@ import msgspec
 import tyro
 from comparison import provenance
 
-from harness.domain.strategy import ShardState
+from harness.domain.shard_state import ShardState, shards_parameters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
@@ -94,7 +94,7 @@ def _sharded(case: Case, options: Options) -> Case:
     if options.shard_state is None:
         return case
     schedule = case.strategy.schedule
-    if options.shard_state == "parameters" and schedule == "zero_bubble":
+    if shards_parameters(options.shard_state) and schedule == "zero_bubble":
         schedule = "1f1b"
     strategy = msgspec.structs.replace(
         case.strategy, shard_state=options.shard_state, schedule=schedule

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from harness.domain.cluster import Cluster
-from harness.domain.strategy import ShardState
+from harness.domain.shard_state import ShardState
 from harness.measure.peak_rss import peak_rss_bytes
 from harness.measure.recorder import Recorder
 from harness.plan import builders

@@ -25,7 +25,7 @@ from comparison import compare
 from searched import Cluster
 from searched_cells import Cell, Model, Place
 
-from harness.domain.strategy import SHARD_STATES, ShardState
+from harness.domain.shard_state import SHARD_STATES, ShardState
 from harness.measure.derive.prediction import PredictedRun, predicted_run, read_prediction
 from harness.measure.store import read_header, read_results
 

@@ -14,7 +14,7 @@ strategy fits a graph and a cluster, `check_fresh` that it is not stale.
 """
 
 import re
-from typing import Literal, Self, get_args
+from typing import Self
 
 import msgspec
 
@@ -25,6 +25,7 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.key_forms import KeyForm, check_keys
 from harness.domain.partition import REPLICA, SAMPLE, count_parts, cut_dim, n_parts, n_replicas
 from harness.domain.schedule import SCHEDULES, ScheduleName, check_schedule
+from harness.domain.shard_state import ShardState, shards_gradients, shards_parameters
 from harness.domain.sharding import (
     CONTRACTION,
     cuttable_dims,
@@ -34,11 +35,6 @@ from harness.domain.sharding import (
     may_have_copies,
 )
 from harness.errors import StrategyError
-
-# What of the training state each holder of a weight keeps a part of only: ZeRO's stages 1, 2 and 3,
-# each with the ones before.
-ShardState = Literal["none", "optimizer", "gradients", "parameters"]
-SHARD_STATES: tuple[ShardState, ...] = get_args(ShardState)
 
 SCHEMA = "harness-strategy"
 SCHEMA_VERSION = 1
@@ -101,9 +97,7 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
         batch: samples per optimizer step over all devices.
         operators: by name; all operators of the graph but its inputs.
         stages: in order; operators of stage s read only from stages up to s.
-        shard_state: state of which each of the n devices that hold a weight keeps 1/n (ZeRO, FSDP):
-            `optimizer`, also the summed `gradients`, also the `parameters`, which are gathered
-            before each use and freed after it.
+        shard_state: see `domain.shard_state`.
     """
 
     FILE = FileKind("strategy file", SCHEMA, SCHEMA_VERSION, StrategyError, "search again")
@@ -133,7 +127,7 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
     @property
     def shards_gradients(self) -> bool:
         """Whether a device keeps the summed gradients of its own parts only."""
-        return self.shard_state in ("gradients", "parameters")
+        return shards_gradients(self.shard_state)
 
     def stage_devices(self) -> list[tuple[int, ...]]:
         """The devices of each stage, ascending."""
@@ -267,7 +261,7 @@ def check_numbers(strategy: Strategy) -> None:
                 f"stage {k} of strategy {strategy.name!r} has {stage.segments} segments and "
                 f"recompute {stage.recompute}: make segments 1 or more, and above 1 with recompute"
             )
-    if strategy.shard_state == "parameters" and SCHEDULES[strategy.schedule].splits_backward:
+    if shards_parameters(strategy.shard_state) and SCHEDULES[strategy.schedule].splits_backward:
         raise StrategyError(
             f"strategy {strategy.name!r} shards parameters, which are freed after a backward, and "
             f"its schedule {strategy.schedule} computes gradients of weights later: use 1f1b, or "

@@ -10,7 +10,8 @@ import msgspec
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
-from harness.domain.strategy import ShardState, Strategy
+from harness.domain.shard_state import ShardState
+from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, PlanError
 from harness.measure.peak_rss import peak_rss_bytes
 

@@ -9,7 +9,8 @@ from harness.inputs import MOST_COUNT, shorten
 
 SHARD_STATE = (
     "state of which each of the n devices that hold a weight keeps 1/n: optimizer (ZeRO-1), "
-    "gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD)"
+    "gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD); with _in_node of "
+    "the n devices of each node (HSDP, HYBRID_SHARD)"
 )
 
 

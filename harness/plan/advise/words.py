@@ -91,6 +91,7 @@ def _in_words(label: str) -> str:
     found = parse_label(label)
     name = re.sub(r", (\d+ microbatches)", r" in \1", found["name"])
     saved = found["saved"].replace("sharded optimizer", "sharded optimizer state")
+    saved = saved.replace("_in_node", " within nodes")
     return f"{name} ({saved.removeprefix(', ')})" if saved else name
 
 

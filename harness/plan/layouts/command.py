@@ -10,7 +10,7 @@ import msgspec
 from harness.domain.checkpoints import MOST_OF_STAGE, with_recomputation
 from harness.domain.fingerprint import fingerprint
 from harness.domain.schedule import SCHEDULE_NAMES
-from harness.domain.strategy import SHARD_STATES
+from harness.domain.shard_state import SHARD_STATES
 from harness.errors import ConfigError
 from harness.measure.store import write_atomically
 from harness.plan.cli import check_output, request_from

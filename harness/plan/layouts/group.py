@@ -16,7 +16,8 @@ import numpy.typing as npt
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
-from harness.domain.strategy import OperatorPlan, ShardState
+from harness.domain.shard_state import ShardState, shards_parameters
+from harness.domain.strategy import OperatorPlan
 from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.simulate.activations import find_segments, gradients_passed, received_bytes
 from harness.plan.simulate.options import SimulatorOptions
@@ -188,7 +189,7 @@ def segment_starts(
     last = max(found) if stays else end
     waits = begin + 1 + np.flatnonzero(np.diff(costs.segment[begin:end]))
     found.update(waits[waits < last].tolist())
-    if shard_state == "parameters":
+    if shards_parameters(shard_state):
         found.update(begin + at for at in unit_starts(costs.weight_bytes[begin:end], cuts, options))
     return sorted(found)
 

@@ -88,6 +88,24 @@ def queues(nodes: Ints) -> Ints:
     return np.ascontiguousarray(np.where(before == node, links, ways).swapaxes(1, 2))
 
 
+def replicas_in_node(layout: ParallelLayout, links: NodeLinks) -> int:
+    """Replicas of a stage in each node."""
+    return min(layout.dp, max(1, links.n_each // layout.tp))
+
+
+def within_seconds(layout: ParallelLayout, n_bytes: Floats, *, links: NodeLinks) -> Floats:
+    """An all-reduce among the replicas of a stage in each node."""
+    n = replicas_in_node(layout, links)
+    return 2 * (n - 1) * (n_bytes / n / links.inside + links.inside_latency_s)
+
+
+def between_seconds(layout: ParallelLayout, n_bytes: Floats, *, links: NodeLinks) -> Floats:
+    """An all-reduce, among the nodes of a stage, of a part of the bytes on each device."""
+    own = replicas_in_node(layout, links)
+    n, rate = layout.dp // own, links.shared(own * layout.tp)
+    return 2 * (n - 1) * (n_bytes / own / n / rate + links.between_latency_s)
+
+
 def all_reduce_seconds(
     layout: ParallelLayout, n_bytes: Floats, n_stages: int, *, links: NodeLinks
 ) -> Floats:

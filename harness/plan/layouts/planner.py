@@ -5,8 +5,9 @@ cost of planning does not grow with the number of devices, but for the strategy'
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import msgspec
@@ -16,14 +17,15 @@ from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
+from harness.domain.shard_state import ShardState, shards_in_nodes
 from harness.domain.sharding import has_tasks
-from harness.domain.strategy import ShardState, Strategy
+from harness.domain.strategy import Strategy
 from harness.errors import PlanError, StrategyError
 from harness.plan.bottleneck import balance
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.layouts.degrees import ParallelLayout, layout_strategy
 from harness.plan.layouts.group import Group, GroupCosts
-from harness.plan.layouts.links import NodeLinks, transfer_seconds
+from harness.plan.layouts.links import NodeLinks, replicas_in_node, transfer_seconds
 from harness.plan.layouts.pricing import Choice, price
 from harness.plan.portfolio import options_of
 from harness.plan.simulate.options import SimulatorOptions
@@ -140,30 +142,45 @@ class LayoutSearch:
             for segments in (0, 1, MOST_OF_STAGE):
                 fit_unsharded = True
                 for cut in self._cut(layout, samples, costs, recompute=segments > 0):
-                    for state in self._states(layout.dp):
-                        choice = price(
-                            cut,
-                            own // samples,
-                            segments=segments,
-                            segment_cuts=self._segment_cuts(cut, segments),
-                            shard_state=state,
-                            costs=costs,
-                            links=self.links,
-                            options=self.options,
-                        )
-                        yield choice
-                        if choice.memory_bytes <= self.limit_bytes:
-                            break
-                    fit_unsharded &= choice.shard_state == self._states(layout.dp)[0]
-                    fit_unsharded &= choice.memory_bytes <= self.limit_bytes
+                    priced = partial(
+                        price,
+                        cut,
+                        own // samples,
+                        segments=segments,
+                        segment_cuts=self._segment_cuts(cut, segments),
+                        costs=costs,
+                        links=self.links,
+                        options=self.options,
+                    )
+                    found = self._in_states(layout, priced)
+                    yield from found
+                    fit_unsharded &= len(found) == 1 and self._fits(found[0])
                 if segments and fit_unsharded:  # segments would take longer
                     break
 
-    def _states(self, n_replicas: int) -> tuple[ShardState, ...]:
-        """What may be sharded, least first."""
-        if self.shard_state is None:
-            return ("none", *useful_states(n_replicas, self.options))
-        return (self.shard_state,) if n_replicas > 1 else ("none",)
+    def _in_states(self, layout: ParallelLayout, priced: Callable[..., Choice]) -> list[Choice]:
+        """Price a layout unsharded, and, if it does not fit, with more and more state sharded until
+        it does, over all replicas and within nodes; or as asked.
+
+        Args:
+            priced: with some `shard_state`.
+        """
+        n, n_in_node = layout.dp, replicas_in_node(layout, self.links)
+        states = ("none", *useful_states(n, self.options, n_in_node))
+        if self.shard_state is not None:
+            states = (self.shard_state if n > 1 else "none",)
+        found: list[Choice] = []
+        for in_nodes in (False, True):
+            if found and self._fits(found[0]):
+                break
+            for state in (state for state in states if shards_in_nodes(state) == in_nodes):
+                found.append(priced(shard_state=state))
+                if self._fits(found[-1]):
+                    break
+        return found
+
+    def _fits(self, choice: Choice) -> bool:
+        return choice.memory_bytes <= self.limit_bytes
 
     def _cut(
         self, layout: ParallelLayout, samples: int, costs: GroupCosts, *, recompute: bool

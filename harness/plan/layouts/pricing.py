@@ -25,7 +25,12 @@ from typing import NamedTuple
 import numpy as np
 
 from harness.domain.routes import first_bucket_bytes
-from harness.domain.strategy import ShardState
+from harness.domain.shard_state import (
+    ShardState,
+    shards_gradients,
+    shards_in_nodes,
+    shards_parameters,
+)
 from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.layouts.group import (
     GroupCosts,
@@ -35,14 +40,50 @@ from harness.plan.layouts.group import (
     segment_starts,
     unit_starts,
 )
-from harness.plan.layouts.links import NodeLinks, all_reduce_seconds, queues, transfer_seconds
+from harness.plan.layouts.links import (
+    NodeLinks,
+    all_reduce_seconds,
+    between_seconds,
+    queues,
+    replicas_in_node,
+    transfer_seconds,
+    within_seconds,
+)
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.sharded_state import shards_gradients, unit_memory
+from harness.plan.simulate.sharded_state import unit_memory
 from harness.plan.simulate.transfers import Floats, Ints
 from harness.units import format_count
 
-# Seconds of an all-reduce, by its bytes, among the replicas of a number of stages.
-RingSeconds = Callable[[Floats, int], Floats]
+# Seconds of an all-reduce, by its bytes.
+RingSeconds = Callable[[Floats], Floats]
+
+
+class Rings(NamedTuple):
+    """Seconds of all-reduces of each stage's bytes, on each device of a group.
+
+    Attributes:
+        n_sharing: replicas that share state.
+        every: among all replicas.
+        within, between: among those that share state, and of their parts among the others.
+        of_stages: among all replicas of several stages.
+    """
+
+    n_sharing: int
+    every: RingSeconds
+    within: RingSeconds
+    between: RingSeconds
+    of_stages: Callable[[Floats, int], Floats]
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, shard_state: ShardState, links: NodeLinks) -> Rings:
+        """Those of a layout."""
+        of_stages = partial(all_reduce_seconds, layout, links=links)
+        every = partial(of_stages, n_stages=1)
+        if not shards_in_nodes(shard_state):
+            return cls(layout.dp, every, every, np.zeros_like, of_stages)
+        within = partial(within_seconds, layout, links=links)
+        between = partial(between_seconds, layout, links=links)
+        return cls(replicas_in_node(layout, links), every, within, between, of_stages)
 
 
 class StageState(NamedTuple):
@@ -72,14 +113,13 @@ class StageState(NamedTuple):
 
 def stage_state(
     shard_state: ShardState,
-    n_replicas: int,
     n_microbatches: int,
     *,
     ends: Ints,
     segment_cuts: Sequence[Sequence[int]],
     costs: GroupCosts,
     again_s: Floats,
-    all_reduce_s: RingSeconds,
+    rings: Rings,
     options: SimulatorOptions,
 ) -> StageState:
     """Price the training state of the stages that end at some operators.
@@ -102,23 +142,25 @@ def stage_state(
             own[users[0]] -= n_bytes
             weights[users[1:]] += n_bytes
             found = n_bytes * np.array([reduced, 0.5])  # gradients, and weights one way
-            summed_s, gathered_s = all_reduce_s(found, len(users)).tolist()
+            summed_s, gathered_s = rings.of_stages(found, len(users)).tolist()
             shared.append((users, summed_s / (1 + shards_gradients(shard_state))))
             tied_s[users] += gathered_s
     kept, gradients, wait_s = weights, weights, np.zeros(len(stages))
-    owned = weights if shard_state == "none" else weights / n_replicas
-    sync_s = all_reduce_s(own * reduced, 1)
-    last_share = np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
-    gather_s = np.zeros(len(stages)) if shard_state == "none" else all_reduce_s(own, 1) / 2 + tied_s
-    if reduced < 1 and n_replicas > 1:
+    is_whole = shard_state == "none"
+    owned = weights if is_whole else weights / rings.n_sharing
+    sync_s = rings.every(own * reduced)
+    last_s = sync_s * np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
+    gather_s = np.zeros(len(stages)) if is_whole else rings.within(own) / 2 + tied_s
+    if reduced < 1 and sync_s.any():
         gradients = gradients * (1 + reduced)  # rounded copies
     if shards_gradients(shard_state):
-        n_rounds = n_microbatches
-        sync_s, last_share = n_rounds * sync_s / 2, last_share / n_rounds
+        n_rounds, last_share = n_microbatches, last_s / np.maximum(sync_s, 1e-30)
+        round_s, outer_s = rings.within(own * reduced) / 2, rings.between(own * reduced)
+        sync_s, last_s = n_rounds * round_s + outer_s, (round_s + outer_s) * last_share
         for users, each_s in shared:
             sync_s[users] += (n_rounds - 1) * each_s
         gradients = owned
-    if shard_state == "parameters":
+    if shards_parameters(shard_state):
         units = [
             unit_starts(costs.weight_bytes[a:b], cuts, options)
             for (a, b), cuts in zip(stages, segment_cuts, strict=True)
@@ -127,13 +169,13 @@ def stage_state(
             unit_memory(np.add.reduceat(costs.weight_bytes[a:b], starts).tolist())
             for (a, b), starts in zip(stages, units, strict=True)
         ]
-        wait_s, gather_s, last_s = _waits(stages, units, costs, again_s, all_reduce_s, options)
+        wait_s, gather_s, end_s = _waits(stages, units, costs, again_s, rings, options)
         if options.overlap:
-            sync_s, last_share, n_rounds = last_s, np.ones(len(stages)), 1
+            sync_s, last_s, n_rounds = end_s, end_s, 1
     return StageState(
         wait_s=wait_s,
         sync_s=sync_s,
-        hideable_s=sync_s * (1 - last_share) * options.overlap,
+        hideable_s=(sync_s - last_s) * options.overlap,
         n_rounds=n_rounds,
         first_s=first_s,
         shared=shared,
@@ -155,22 +197,27 @@ def _waits(
     units: list[list[int]],
     costs: GroupCosts,
     again_s: Floats,
-    all_reduce_s: RingSeconds,
+    rings: Rings,
     options: SimulatorOptions,
 ) -> tuple[Floats, Floats, Floats]:
-    """By stage: waits of both passes of a microbatch, the step's first all-gather, and the last sum
-    of gradients."""
+    """By stage: waits of both passes of a microbatch, the step's first all-gather, and what the
+    step's last sums of gradients add."""
     found = []
     for (begin, end), starts in zip(stages, units, strict=True):
         n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
-        gather_s = all_reduce_s(n_bytes, 1) / 2
+        gather_s = rings.within(n_bytes) / 2
         last = buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1]
         sent = np.append(n_bytes, last) * options.sent_bytes_per_gradient_byte
-        *sum_s, last_s = all_reduce_s(sent, 1) / 2 * options.overlap
+        *sum_s, last_s = rings.within(sent) / 2 * options.overlap
+        *outer_s, last_outer_s = rings.between(sent) * options.overlap
         forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
         backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)
-        wait_s = _wait_s(forward_s, backward_s, gather_s, sum_s) if len(starts) > 1 else 0.0
-        found.append((wait_s, float(gather_s[0]), float(last_s)))
+        wait_s = more_s = 0.0
+        if len(starts) > 1:
+            wait_s = _wait_s(forward_s, backward_s, gather_s, sum_s)
+            all_s = [a + b for a, b in zip(sum_s, outer_s, strict=True)]
+            more_s = _wait_s(forward_s, backward_s, gather_s, all_s) - wait_s
+        found.append((wait_s, float(gather_s[0]), float(last_s + last_outer_s + more_s)))
     waits_s, first_s, lasts_s = np.array(found).T
     return waits_s, np.full(len(stages), first_s[0]), lasts_s
 
@@ -231,11 +278,14 @@ def price(
     """
     from harness.plan.layouts.flow import last_backwards
 
+    rings, asked_state = Rings.of(layout, shard_state, links), shard_state
+    if shards_parameters(shard_state) and rings.n_sharing == 1:
+        shard_state = "gradients_in_node"  # parameters are not cut
     begins = np.array([0, *(layout.cuts or ())])
     ends = np.append(begins[1:], len(costs.forward_s))
     forward = _sums(costs.forward_s, ends)
     again_s = costs.again_s * (segments > 0)
-    recomputes_ahead = options.recomputes_ahead and shard_state != "parameters"
+    recomputes_ahead = options.recomputes_ahead and not shards_parameters(shard_state)
     spans = list(zip(begins.tolist(), ends.tolist(), strict=True))
     # Where backward follows forward at once, the values of the last segment are still there.
     stays = np.arange(layout.pp) >= (0 if n_microbatches == 1 else layout.pp - 1)
@@ -252,13 +302,12 @@ def price(
     ahead *= recomputes_ahead
     state = stage_state(
         shard_state,
-        layout.dp,
         n_microbatches,
         ends=ends,
         segment_cuts=segment_cuts,
         costs=costs,
         again_s=again_s,
-        all_reduce_s=partial(all_reduce_seconds, layout, links=links),
+        rings=rings,
         options=options,
     )
     backward = _sums(costs.backward_s, ends) + state.wait_s
@@ -300,7 +349,7 @@ def price(
         layout=layout,
         n_microbatches=n_microbatches,
         segments=segments,
-        shard_state=shard_state,
+        shard_state=asked_state,
         step_s=step_s,
         memory_bytes=int(np.ceil(memory.max())),
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.domain.strategy import SHARD_STATES
+from harness.domain.shard_state import SHARD_STATES
 from harness.measure.store import write_atomically
 from harness.plan.cli import check_output, request_from
 from harness.plan.costs import COSTS

@@ -29,8 +29,9 @@ import numpy as np
 
 from harness.domain.partition import SAMPLE
 from harness.domain.schedule import ScheduleName
+from harness.domain.shard_state import ShardState
 from harness.domain.sharding import cuttable_dims
-from harness.domain.strategy import OperatorPlan, ShardState, Stage
+from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.search.objective import Objective
 from harness.plan.search.space import ALL_SUBSETS_UP_TO, proportional_shares
 from harness.plan.simulate.costs import Costs

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from harness.domain.checkpoints import can_recompute, n_segments_of_least_memory
 from harness.domain.schedule import SCHEDULES, ScheduleName
-from harness.domain.strategy import OperatorPlan, ShardState, Stage
+from harness.domain.shard_state import ShardState, shards_parameters
+from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.costs import PlanRequest
 from harness.plan.search.mcmc import Chain, apply_plans, closest, descend
 from harness.plan.search.objective import Objective
@@ -70,8 +71,9 @@ class Searches:
         self._recomputes = can_recompute(simulator.graph)
         # Of all plans, and of further ones where memory binds.
         self._state: ShardState = request.shard_state or "none"
-        n_devices, options = simulator.cluster.n_devices, simulator.options
-        self._states = useful_states(n_devices, options) if request.shard_state is None else ()
+        network, options = simulator.network, simulator.options
+        states = useful_states(network.n_devices, options, network.n_in_node)
+        self._states = states if request.shard_state is None else ()
 
     def run(self) -> None:
         """Pipelines, then per-operator searches for the most promising flows, as time allows."""
@@ -103,8 +105,10 @@ class Searches:
             if self._recomputes:
                 flows.append(_Flow(self.counts[-1], self._recomputed(), shard_state=self._state))
         if self.objective.memory_binds and self._states:
-            fitting = (s for s in self._states if f"ddp, sharded {s}" in self.objective.best_of)
-            flows.append(_Flow(1, shard_state=next(fitting, self._states[-1])))
+            known = {s: self.objective.best_of.get(f"ddp, sharded {s}") for s in self._states}
+            fitting = {state: found.step_s for state, found in known.items() if found is not None}
+            state = min(fitting, key=fitting.__getitem__, default=self._states[-1])
+            flows.append(_Flow(1, shard_state=state))
         return flows
 
     def _recomputed(self) -> Stage:
@@ -134,7 +138,10 @@ class Searches:
                 for schedule in schedules_for(n_microbatches):
                     if objective.is_over():
                         return
-                    if self._state != "parameters" or not SCHEDULES[schedule].splits_backward:
+                    if (
+                        not shards_parameters(self._state)
+                        or not SCHEDULES[schedule].splits_backward
+                    ):
                         search.judge(pipeline, objective, schedule, shard_state=self._state)
                 if objective.memory_binds:
                     if self._recomputes:

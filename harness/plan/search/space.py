@@ -21,8 +21,9 @@ from harness.domain.graph import Graph
 from harness.domain.key_forms import POSITIONS, key_forms
 from harness.domain.partition import REPLICA, SAMPLE, Cut
 from harness.domain.schedule import ScheduleName
+from harness.domain.shard_state import ShardState
 from harness.domain.sharding import CONTRACTION, HEADS, cuttable_dims, may_have_copies
-from harness.domain.strategy import OperatorPlan, ShardState, Strategy
+from harness.domain.strategy import OperatorPlan, Strategy
 from harness.plan import builders
 from harness.plan.bottleneck import Balanced, balance, balance_in_turn
 from harness.plan.builders import experts_of
@@ -239,7 +240,8 @@ def leaner(
     are to shard `shard_state`; recomputed, a pipeline by stages and by segments."""
     found = [strategy]
     if strategy.name == "ddp" and shard_state is None:
-        states = useful_states(simulator.cluster.n_devices, simulator.options)
+        network = simulator.network
+        states = useful_states(network.n_devices, simulator.options, network.n_in_node)
         found += [msgspec.structs.replace(strategy, shard_state=state) for state in states]
     if can_recompute(simulator.graph):
         plain = [strategy, found[-1]] if len(found) > 1 else found[:1]

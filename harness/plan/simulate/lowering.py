@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
-from harness.domain.strategy import ShardState
+from harness.domain.shard_state import ShardState, shards_gradients, shards_parameters
 from harness.plan.simulate.activations import (
     find_segments,
     gradients_passed,
     held_outputs,
     received_bytes,
 )
+from harness.plan.simulate.reductions import reduction_columns
 from harness.plan.simulate.sharded_state import (
     Gathers,
     Unit,
@@ -26,9 +27,7 @@ from harness.plan.simulate.sharded_state import (
     passing_bytes,
     plan_gathers,
     plan_units,
-    reduction_columns,
     saved_bytes,
-    shards_gradients,
 )
 from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
 from harness.plan.simulate.transfers import ADDS, AVERAGES, COPIES, ROUNDS, Edges, Floats, Ints, Sum
@@ -90,9 +89,9 @@ def lower(
     crosses = flow.stage_of[edges.source // n_devices] != flow.stage_of[edges.target // n_devices]
     sent_shares = np.where(crosses, simulator.options.activation_share, 1.0)
     returns = edges.returns & simulator.returns[edges.source // n_devices]
-    is_sharded = shards_gradients(shard_state)
+    is_sharded, sharing = shards_gradients(shard_state), simulator.sharing(shard_state)
     alone = np.zeros(tables.active.shape) if is_sharded else buckets.alone
-    units = plan_units(tables, flow) if shard_state == "parameters" else []
+    units = plan_units(tables, flow, sharing) if shards_parameters(shard_state) else []
     segment_of = cut_segments(tables, flow, units)
     passing = np.zeros((2, len(rows)))
     if tables.costs.knows_saved:
@@ -140,7 +139,9 @@ def lower(
         node_of=network.node_of,
         host_s_per_byte=np.array([one.host_s_per_byte for one in simulator.cluster.devices]),
         **_sum_columns(simulator, edges.sums, row_at),
-        **reduction_columns(simulator, tables, buckets, gathers.units),
+        **reduction_columns(
+            simulator, tables, buckets, gathers.units, sharing if is_sharded else None
+        ),
     )
     return Lowered(
         work=found,
@@ -153,7 +154,7 @@ def lower(
         last=last,
         peak=peak,
         alone=alone.sum(axis=0),
-        saved=saved_bytes(tables, flow, units),
+        saved=saved_bytes(tables, flow, units, sharing),
         gathered=gathers.units,
     )
 

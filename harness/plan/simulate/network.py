@@ -11,6 +11,8 @@ proportion (bandwidth). For a number of ranks that was not measured, the curve o
 is scaled by the bytes that a ring moves per rank, 2(n-1)/n.
 """
 
+from __future__ import annotations
+
 import bisect
 import math
 from collections import defaultdict
@@ -72,6 +74,11 @@ class Collective:
     duration_s: float
     occupied: tuple[tuple[int, float], ...]
 
+    def scaled(self, share: float) -> Collective:
+        """A share of it."""
+        occupied = tuple((resource, share * seconds) for resource, seconds in self.occupied)
+        return Collective(share * self.duration_s, occupied)
+
 
 class Network:
     """A cluster's links in matrices, by position of the devices.
@@ -124,6 +131,12 @@ class Network:
                 "cluster file, or measure with `./entry.sh links`"
             )
         self.bandwidth[is_missing] = rates[is_missing]
+
+    @property
+    def n_in_node(self) -> int:
+        """Devices of each node; 1 if nodes have unlike numbers."""
+        counts = np.bincount(self.node_of)
+        return int(counts[0]) if (counts == counts[0]).all() else 1
 
     def out_resource(self, node: int) -> int:
         return self.n_devices**2 + node
@@ -192,7 +205,7 @@ class Network:
     def _price(self, group: tuple[int, ...], n_bytes: int) -> Collective:
         n, rows = len(group), self._rows(group)
         if self._is_hierarchical and 1 < len(rows) < n and len({len(row) for row in rows}) == 1:
-            return self._price_hierarchical(rows, n_bytes)
+            return self.within_and_between(rows, n_bytes)
         hops = list(zip(group, (*group[1:], group[0]), strict=True))
         slowest = max(self.transfer_s(a, b, n_bytes / n) for a, b in hops)
         ring_s = 2 * (n - 1) * slowest
@@ -225,20 +238,37 @@ class Network:
                 )
         return Collective(duration, tuple(sorted(occupied.items())))
 
-    def _price_hierarchical(self, rows: Sequence[Sequence[int]], n_bytes: int) -> Collective:
-        """Rings within all nodes at once, and between: device k of each node has a ring for its
-        share of the bytes, and a node's rings share its NIC."""
-        inside = [self._price(tuple(row), n_bytes) for row in rows]
-        columns = list(zip(*rows, strict=True))
-        share = max(1, n_bytes // len(columns))
-        between = [self._price(column, share) for column in columns]
+    def within_and_between(
+        self,
+        rows: Sequence[Sequence[int]],
+        n_bytes: int,
+        inner_share: float = 1.0,
+        *,
+        crosses: bool = True,
+    ) -> Collective:
+        """Price rings within all rows at once, and then between them: device k of each row has a
+        ring for its share of the bytes, and a node's rings share its NIC.
+
+        Args:
+            rows: equally many devices of each node, or of several.
+            inner_share: of an all-reduce, that the rings within take; 0.5: a reduce-scatter.
+            crosses: sum between the rows too.
+        """
+        inside = [
+            one.scaled(inner_share)
+            for one in (self.all_reduce(tuple(row), n_bytes) for row in rows if len(row) > 1)
+        ]
+        columns = list(zip(*rows, strict=True)) if crosses and len(rows) > 1 else []
+        share = max(1, n_bytes // len(rows[0]))
+        between = [self.all_reduce(column, share) for column in columns]
         occupied = _added((*inside, *between))
-        nodes = {int(self.node_of[row[0]]) for row in rows}
+        nodes = {int(self.node_of[row[0]]) for row in rows} if columns else ()
         nics = [r(k) for k in nodes for r in (self.out_resource, self.in_resource)]
         crossing = max(
-            max(one.duration_s for one in between), max(occupied.get(nic, 0.0) for nic in nics)
+            [one.duration_s for one in between] + [occupied.get(nic, 0.0) for nic in nics],
+            default=0.0,
         )
-        duration = max(one.duration_s for one in inside) + crossing
+        duration = max((one.duration_s for one in inside), default=0.0) + crossing
         for row in rows:
             occupied.update((self.stream_resource(device), duration) for device in row)
         return _collective(duration, occupied)

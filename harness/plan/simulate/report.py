@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from harness.domain.record import Pass, Span, SpanFields, SpanKind
-from harness.plan.simulate.sharded_state import shards_gradients
+from harness.domain.shard_state import shards_gradients
 from harness.plan.simulate.simulator import Simulation
 from harness.units import format_bandwidth, format_bytes, format_duration
 
@@ -29,14 +29,14 @@ class Event(NamedTuple):
         span: record as in a measured run, without stage, step and peer.
         ranks: busy devices: one computes, two transfer, a group all-reduces.
         resource: name of the device, link or group that it uses.
-        ring_share: share of its bytes that each rank sends to the next one of a ring; 0 if the
-            first rank sends all to the second.
+        ring_share: share of its bytes that each rank sends to the next one of a ring; None
+            if the first rank sends all to the second.
     """
 
     span: Span
     ranks: tuple[int, ...]
     resource: str
-    ring_share: float
+    ring_share: float | None
 
     @property
     def end_s(self) -> float:
@@ -74,7 +74,7 @@ def decode(simulation: Simulation, task: int) -> Event:
 
 
 # An event without its times: kind and fields of its span, ranks, resource and ring_share.
-_Work = tuple[SpanKind, SpanFields, tuple[int, ...], str, float]
+_Work = tuple[SpanKind, SpanFields, tuple[int, ...], str, float | None]
 
 
 def _fields(simulation: Simulation, operator: int, microbatch: int) -> SpanFields:
@@ -88,7 +88,7 @@ def _pass(simulation: Simulation, number: int) -> _Work:
     microbatch, row = divmod(rest, len(rows))
     op, device = divmod(int(rows[row]), len(names))
     kind, more = _PASSES[which]
-    return kind, _fields(simulation, op, microbatch) | more, (device,), names[device], 0.0
+    return kind, _fields(simulation, op, microbatch) | more, (device,), names[device], None
 
 
 def _move(simulation: Simulation, number: int) -> _Work:
@@ -103,7 +103,7 @@ def _move(simulation: Simulation, number: int) -> _Work:
     fields["name"] = f"{fields['operator']} {way}"
     fields["n_bytes"] = round(float(lowered.work.edge_bytes[edge]))
     fields["pass_"] = _WAYS[back]
-    return "communication", fields, (a, b), f"link {way}", 0.0
+    return "communication", fields, (a, b), f"link {way}", None
 
 
 def _sum(simulation: Simulation, number: int) -> _Work:
@@ -142,10 +142,15 @@ def _bucket(simulation: Simulation, number: int) -> _Work:
     }
     where = _group_name(group, simulation.simulator.network.names, kind)
     share = _ring_share(group) * (2 if kind == "all-reduce" else 1)
+    if kind == "reduce-scatter":
+        groups = simulation.simulator.sharing(simulation.strategy.shard_state)(group)
+        is_last = buckets.microbatch[number] == simulation.strategy.n_microbatches - 1
+        if len(groups) > 1:  # between nodes parts are all-reduced, once a step
+            share = 2 * is_last * _ring_share(groups)
     return "communication", fields, group, where, share
 
 
-def _ring_share(group: Sequence[int]) -> float:
+def _ring_share(group: Sequence[object]) -> float:
     """Share of the bytes that each rank sends in a reduce-scatter or an all-gather."""
     return (len(group) - 1) / len(group)
 
@@ -222,7 +227,7 @@ def sent_bytes(simulation: Simulation) -> list[float]:
 
     for event in events(simulation):
         n_bytes = event.span.n_bytes or 0.0
-        if event.ring_share:
+        if event.ring_share is not None:
             send(event.ranks, event.ring_share * n_bytes)
         elif len(event.ranks) > 1 and node_of[event.ranks[0]] != node_of[event.ranks[1]]:
             sent[node_of[event.ranks[0]]] += n_bytes

@@ -13,39 +13,43 @@ first to its last use in an action, and the next one is gathered from then on th
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from harness.domain.checkpoints import is_full, segment_numbers
-from harness.domain.strategy import SHARD_STATES, ShardState
-from harness.plan.simulate.network import Collective, Network
+from harness.domain.shard_state import SHARD_STATES, ShardState, shards_gradients, shards_in_nodes
+from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
-from harness.plan.simulate.transfers import Floats, Ints, Sum
+from harness.plan.simulate.tables import Buckets, Flow, Tables
+from harness.plan.simulate.transfers import Floats, Ints
 
 if TYPE_CHECKING:
-    from harness.plan.simulate.simulator import Simulator
+    pass
 
 Group = tuple[int, ...]
 Slice = tuple[int, Group]
+# The groups of some holders that each keep a slice in parts.
+Sharing = Callable[[Group], Sequence[Group]]
 
 
-def shards_gradients(shard_state: ShardState) -> bool:
-    return shard_state in ("gradients", "parameters")
+def useful_states(
+    n_holders: int, options: SimulatorOptions, n_in_node: int = 1
+) -> tuple[ShardState, ...]:
+    """The states that free memory where so many devices hold a weight.
 
-
-def useful_states(n_holders: int, options: SimulatorOptions) -> tuple[ShardState, ...]:
-    """The states that free memory where so many devices hold a weight."""
+    Args:
+        n_in_node: of the holders, equal in all nodes.
+    """
     if n_holders == 1:
         return ()
-    return SHARD_STATES[1:] if options.n_optimizer_states > 0 else SHARD_STATES[2:]
+    is_split, has_state = 1 < n_in_node < n_holders, options.n_optimizer_states > 0
+    known = (state for state in SHARD_STATES[1:] if is_split or not shards_in_nodes(state))
+    return tuple(state for state in known if has_state or shards_gradients(state))
 
 
 def fill(sizes: Sequence[float], limit: float, cuts: Collection[int] | None = None) -> list[int]:
@@ -78,6 +82,11 @@ def unit_memory(sizes: Sequence[float]) -> float:
     """Bytes of one group's units of weights that are in memory at once: that in use, and the
     next."""
     return max(sum(sizes[k : k + 2]) for k in range(len(sizes)))
+
+
+def shared_slices(slices: Iterable[Slice], sharing: Sharing) -> list[Slice]:
+    """Each slice once for each group of its holders that keeps it in parts."""
+    return [(n_bytes, group) for n_bytes, holders in slices for group in sharing(holders)]
 
 
 def owned_bytes(slices: Iterable[Slice], n_devices: int) -> Floats:
@@ -200,14 +209,14 @@ class Gathers(NamedTuple):
     after: list[tuple[int, int]]
 
 
-def plan_units(tables: Tables, flow: Flow) -> list[Unit]:
+def plan_units(tables: Tables, flow: Flow, sharing: Sharing) -> list[Unit]:
     """The units of freed weights, in the order of their first use."""
     segment_of = dict[int, int]()
     for ops, numbers in _recomputed(tables, flow):
         if any(numbers):
             segment_of |= zip(ops, numbers, strict=True)
     slices: dict[tuple[Group, int], list[tuple[list[int], int]]] = defaultdict(list)
-    for operators, group, n_bytes in sorted(freed_slices(tables, flow)):
+    for operators, group, n_bytes in sorted(freed_slices(tables, flow, sharing)):
         slices[group, int(flow.stage_of[operators[0]])].append((operators, n_bytes))
     found = []
     for (group, stage), own in slices.items():
@@ -221,8 +230,11 @@ def plan_units(tables: Tables, flow: Flow) -> list[Unit]:
     return sorted(found, key=lambda unit: (unit.first, unit.group))
 
 
-def freed_slices(tables: Tables, flow: Flow) -> list[tuple[list[int], Group, int]]:
-    """(operators, devices, bytes) of each slice that several devices hold, and use in one stage."""
+def freed_slices(
+    tables: Tables, flow: Flow, sharing: Sharing
+) -> list[tuple[list[int], Group, int]]:
+    """(operators, devices, bytes) of each slice that several devices share, and use in one
+    stage."""
     found: list[tuple[list[int], Group, int]] = []
     for op in tables.parameterised:
         if tables.last_user.get(op, op) != op:
@@ -231,7 +243,8 @@ def freed_slices(tables: Tables, flow: Flow) -> list[tuple[list[int], Group, int
         if any(tables.slices[each] != own for each in operators):
             continue
         if len({int(flow.stage_of[each]) for each in operators}) == 1:
-            found += [(operators, group, n) for n, group in own if len(group) > 1]
+            shared = shared_slices(own, sharing)
+            found += [(operators, group, n) for n, group in shared if len(group) > 1]
     return found
 
 
@@ -267,11 +280,11 @@ def cut_segments(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Ints:
     return found
 
 
-def saved_bytes(tables: Tables, flow: Flow, units: Sequence[Unit]) -> Floats:
+def saved_bytes(tables: Tables, flow: Flow, units: Sequence[Unit], sharing: Sharing) -> Floats:
     """(n_devices,) bytes of weights that are freed, at the peak: without two units of each group,
     the one in use and the next."""
     saved = np.zeros(tables.n_devices)
-    for _, group, n_bytes in freed_slices(tables, flow) if units else ():
+    for _, group, n_bytes in freed_slices(tables, flow, sharing) if units else ():
         saved[list(group)] += n_bytes * (1 - 1 / len(group))
     sizes: dict[Group, list[int]] = defaultdict(list)
     for unit in units:
@@ -323,62 +336,3 @@ def plan_gathers(
                 found.triggers.extend((number, task) for task in earlier if task != NONE)
                 before, last = first, unit
     return found
-
-
-class _Priced(NamedTuple):
-    """A price, taken `share` times, and the bytes that each device sends and receives."""
-
-    group: tuple[int, ...]
-    price: Collective
-    share: float
-    host_bytes: float
-
-
-def reduction_columns(
-    simulator: Simulator, tables: Tables, buckets: Buckets, gathered: Sequence[Unit]
-) -> dict[str, Any]:
-    """Fields of `Work`: of all sums forward, of all sums backward, of buckets, and of gathered
-    weights."""
-    network = simulator.network
-    sums, options = tables.edge_rows().sums, simulator.options
-    sizes = (buckets.n_bytes * options.reduce_bytes_per_gradient_byte).astype(int).tolist()
-    sum_up = _all_reduce if options.sync_every == 1 else partial(_average, options.sync_every)
-    found = [_sum(network, one, way, tables.mean_size) for way in (0, 1) for one in sums]
-    shares = buckets.n_rounds.tolist()
-    found += map(sum_up, itertools.repeat(network), buckets.groups, sizes, shares)
-    found += (_all_reduce(network, unit.group, unit.n_bytes, 0.5) for unit in gathered)
-    pairs = [(r, one.share * seconds) for one in found for r, seconds in one.price.occupied]
-    return {
-        "reduce_seconds": np.array([one.price.duration_s * one.share for one in found]),
-        "reduce_ptr": pointers([one.price.occupied for one in found]),
-        "reduce_resource": np.array([resource for resource, _ in pairs], dtype=np.int64),
-        "reduce_occupied": np.array([seconds for _, seconds in pairs]),
-        "reduce_host_bytes": np.array([one.host_bytes for one in found]),
-        "group_ptr": pointers([one.group for one in found]),
-        "group": np.array([device for one in found for device in one.group], dtype=np.int64),
-    }
-
-
-def _sum(network: Network, one: Sum, way: int, mean_size: float) -> _Priced:
-    """The price of a sum or of messages; their bytes and seconds are of the largest microbatch."""
-    n_bytes, n_rounds = one.n_bytes[way], one.n_rounds[way]
-    if one.passes is None:
-        size = n_bytes if one.is_collective else round(n_bytes * mean_size)
-        return _all_reduce(network, one.group, size, n_rounds)
-    rounds, hidden_s = one.passes[way]
-    size = round(n_bytes * mean_size)
-    price = network.pass_around(one.group, size, rounds, hidden_s * mean_size)
-    return _Priced(one.group, price, 1.0, 2.0 * n_rounds * size)
-
-
-def _all_reduce(network: Network, group: tuple[int, ...], n_bytes: int, share: float) -> _Priced:
-    # A ring sends 2 (n - 1) / n of the bytes from each device, which receives as many.
-    host_bytes = 4 * (len(group) - 1) / len(group) * n_bytes * share
-    return _Priced(group, network.all_reduce(group, n_bytes), share, host_bytes)
-
-
-def _average(
-    every: int, network: Network, group: tuple[int, ...], n_bytes: int, share: float
-) -> _Priced:
-    part = _all_reduce(network, group, n_bytes // every, share)
-    return part._replace(price=network.average(group, n_bytes, 1 / every))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,9 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName
+from harness.domain.shard_state import ShardState, shards_gradients, sharing_groups
 from harness.domain.sharding import has_tasks
-from harness.domain.strategy import OperatorPlan, ShardState, Stage, Strategy, validate
+from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import PlanError
 from harness.plan.simulate.activations import readers_of
 from harness.plan.simulate.block_times import is_product, needs_gradient
@@ -28,11 +29,12 @@ from harness.plan.simulate.costs import Costs, check_profile
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.sharded_state import (
+    Sharing,
     Slice,
     gather_seconds,
     owned_bytes,
-    shards_gradients,
     shared_bytes,
+    shared_slices,
 )
 from harness.plan.simulate.tables import Flow, Tables, flow_of
 from harness.plan.simulate.transfers import Floats, Ints
@@ -126,6 +128,10 @@ class Simulator:
             )
             self._costs[samples].segments = self._segments
         return self._costs[samples]
+
+    def sharing(self, shard_state: ShardState) -> Sharing:
+        """The groups of some holders that each keep a slice in parts."""
+        return partial(sharing_groups, shard_state, node_of=self.network.node_of.tolist())
 
     def simulate(self, strategy: Strategy) -> Simulation:
         """Price one strategy.
@@ -234,8 +240,10 @@ class Trial:
         return lowering.lower(self.simulator, self.tables, self.current_flow(), self.shard_state)
 
     def slices(self) -> list[Slice]:
-        """The slices of all operators' weights, those of tied ones once."""
-        return [one for op in self.tables.plans for one in self.tables.held(op)]
+        """The slices of all operators' weights with the devices that share each, those of tied
+        ones once."""
+        held = (one for op in self.tables.plans for one in self.tables.held(op))
+        return shared_slices(held, self.simulator.sharing(self.shard_state))
 
     def outcome(self) -> EventTimes:
         """Run the events of a step.

@@ -185,6 +185,31 @@ class CompletionStream:
             return clock.mark()
 
 
+class CollectiveSpans:
+    """Records a span for each collective of one process group."""
+
+    def __init__(self, world: World, recorder: Recorder) -> None:
+        self._recorder, self._completion = recorder, CompletionStream(world)
+        self._is_nccl = world.backend == "nccl"
+
+    def start(self, begin: Callable[[], Any], name: str, n_bytes: int) -> Any:
+        """Call `begin`, which starts a collective; return the work to wait for, if any."""
+        clock = self._recorder.clock
+        start, work = clock.mark(), begin()
+        if work is None:
+            return None
+
+        def finish(future: Any = None) -> Any:
+            end = self._completion.mark(work, clock)
+            self._recorder.add_marks("communication", start, end, name=name, n_bytes=n_bytes)
+            return future and future.value()
+
+        if self._is_nccl:  # its callback would run at once, on a stream that one of its groups uses
+            finish()
+            return work
+        return work.get_future().then(finish)
+
+
 class TimedSums:
     """Starts all-reduces over the ranks of a group, by default all, and records a span for each.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from harness.domain.shard_state import sharing_groups
 from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.capture import Captured, capture
@@ -23,7 +24,7 @@ from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.averages import ReplicaAverages, Replicas
 from harness.runtime.executor.gradients.deferred import WeightGradients
-from harness.runtime.executor.gradients.sync import make_sync
+from harness.runtime.executor.gradients.sync import make_groups, make_sync
 from harness.runtime.executor.gradients.update import (
     GradientClip,
     LayerNorms,
@@ -94,6 +95,7 @@ class ExecutorEngine:
         scale = LossScale(options.dtype, world, is_asynchronous=plan.is_asynchronous)
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
+        self._sharing = partial(sharing_groups, strategy.shard_state, node_of=world.hostnames)
         self._captured = captured = captured or capture(task, strategy.batch, "model")
         plan.check(captured.graph, world.size)
         if not plan.is_held:
@@ -120,7 +122,7 @@ class ExecutorEngine:
         self.weights.allocate()
         freed = [piece for unit in self._units if unit.is_freed for piece in unit.pieces]
         holders = self.holders.within(self._replicas.own)
-        self.owners = Owners(holders, self.weights, strategy, world.rank, freed)
+        self.owners = Owners(holders, self.weights, strategy, world.rank, self._sharing, freed)
         self.model = self.owners.module(self.weights)
         self.replica = self._replicas.own
         given = self.holders, self._replicas, self.weights.trainable(), world, recorder, options
@@ -178,7 +180,8 @@ class ExecutorEngine:
             self.holders.merge(form.holders)
         self.plan.check_tied(self.holders.trained())
         recomputed_at = forms[sizes[0]].recomputed_at
-        self._units = plan_units(self.holders, strategy, options.bucket_bytes, recomputed_at)
+        planned = self.holders, strategy, self._sharing, options.bucket_bytes, recomputed_at
+        self._units = plan_units(*planned)
         for form in forms.values():
             form.find_units(self._units)
         messages = {size: find_messages(form, world.size) for size, form in forms.items()}
@@ -188,9 +191,9 @@ class ExecutorEngine:
         if options.outer is not None and world.size > 1:
             ends = {(m.source.rank, m.target.rank) for found in messages.values() for m in found}
             self._replicas = Replicas.of_exchanges(strategy, world, (*ends, *sums, *collectives))
-        summed = partial(self._groups.for_gradients, is_scattered=strategy.shards_gradients)
         parts = {part for group in self.holders.groups() for part in self._replicas.split(group)}
-        self._gradient_groups = {part: summed(part) for part in sorted(parts) if len(part) > 1}
+        held = sorted(part for part in parts if len(part) > 1)
+        self._gradient_groups = make_groups(held, strategy, self._sharing, self._groups, world.rank)
         exchanging = sorted({unit.devices for unit in self._units})
         self._unit_groups = {devices: self._groups.for_exchanges(devices) for devices in exchanging}
         self._channels = Channels(

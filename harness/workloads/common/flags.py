@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 
-from harness.domain.strategy import ShardState
+from harness.domain.shard_state import ShardState
 from harness.errors import ConfigError
 from harness.inputs import MOST_COUNT
 from harness.runtime.models import MODELS, input_kind
@@ -264,8 +264,8 @@ class SearchFlags:
     """Memory that a plan may use on each device, such as 12GB. Default: all of it."""
     shard_state: Literal["auto"] | ShardState = "auto"
     """State of which each of the n devices that hold a weight keeps 1/n: none, optimizer (ZeRO-1),
-    gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD). auto: what memory
-    needs in a search, else none."""
+    gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD); with _in_node of the
+    n devices of each node (HSDP, HYBRID_SHARD). auto: what memory needs in a search, else none."""
     ema: float | None = None
     """Keep an exponential moving average of each trained parameter, with this decay, such as 0.999,
     beside the optimizer's state. --evaluate and --save-model give both."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from harness.domain.checkpoints import MOST_OF_STAGE
 from harness.domain.schedule import SCHEDULES, check_schedule
+from harness.domain.shard_state import shards_parameters
 from harness.errors import ConfigError
 from harness.measure.derive.settings import CHANGING
 from harness.plan.layouts.degrees import parse_layout
@@ -172,9 +173,10 @@ def check_case(case: TrainCase) -> None:
         )
     if case.is_asynchronous and case.sharded_state != "none":
         raise ConfigError(f"--asynchronous has no --shard-state {case.shard_state}: drop one")
-    if case.sharded_state == "parameters" and SCHEDULES[case.schedule].splits_backward:
+    if shards_parameters(case.sharded_state) and SCHEDULES[case.schedule].splits_backward:
         raise ConfigError(
-            f"--shard-state parameters frees weights after a backward, --schedule {case.schedule} "
+            f"--shard-state {case.shard_state} frees weights after a backward, --schedule "
+            f"{case.schedule} "
             "computes their gradients later: use 1f1b, or --shard-state gradients"
         )
     if case.is_asynchronous and case.dtype == "fp16":

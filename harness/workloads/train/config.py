@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.domain.schedule import ScheduleName
-from harness.domain.strategy import ShardState
+from harness.domain.shard_state import ShardState
 from harness.errors import ConfigError
 from harness.inputs import parse_int
 from harness.measure.derive.settings import CHANGING

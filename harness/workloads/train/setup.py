@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from harness.domain.graph import LOSS
+from harness.domain.shard_state import shards_parameters
 from harness.domain.strategy import Strategy, samples_per_device
 from harness.errors import ConfigError, DataError
 from harness.inputs import shorten
@@ -88,7 +89,7 @@ _log = logging.getLogger(__name__)
 def reduces_all(case: TrainCase) -> bool:
     """Whether every rank holds every parameter, and all gradients are summed over all ranks."""
     is_data_parallel = case.strategy in ("single", "ddp", "zero1", "zero2")
-    return is_data_parallel and case.sharded_state != "parameters"
+    return is_data_parallel and not shards_parameters(case.sharded_state)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import KEPT
-from harness.domain.strategy import SHARD_STATES, validate
+from harness.domain.shard_state import SHARD_STATES
+from harness.domain.strategy import validate
 from harness.errors import PlanError, StrategyError
 from harness.plan.costs import PlanRequest, run
 from harness.plan.importing.times import (
@@ -90,15 +91,21 @@ def test_state_is_sharded_as_far_as_memory_needs():
     graph, profile = chain()
     options = SimulatorOptions(bucket_bytes=1_000_000)
     found = {}
-    # Weights, gradients and one state of 32 MB each on four replicas; layers of 4 MB are buckets
-    # and units, of which three and two are in memory; activations of 3.2 MB, of which backward has
-    # freed 0.4 MB when three buckets are.
+    # Weights, gradients and one state of 32 MB each on four replicas, two a node; layers of 4 MB
+    # are buckets and units, of which three and two are in memory; activations of 3.2 MB, of which
+    # backward has freed 0.4 MB when three buckets are.
     for limit_mb in (99.3, 75.3, 62.9, 46.9, 46.7):
         search = LayoutSearch(graph, profile, cluster(), BATCH, options, limit_bytes=limit_mb * 1e6)
         own = [c for c in search.choices() if c.layout.dp == 4 and c.n_microbatches == 4]
         fitting = [c for c in own if c.memory_bytes <= limit_mb * 1e6 and not c.segments]
         found[limit_mb] = [c.shard_state for c in fitting]
-    assert list(found.values()) == [["none"], ["optimizer"], ["gradients"], ["parameters"], []]
+    assert list(found.values()) == [
+        ["none"],
+        ["optimizer", "parameters_in_node"],
+        ["gradients"],
+        ["parameters"],
+        [],
+    ]
 
 
 def test_stages_are_cut_where_little_crosses_if_that_is_faster():

@@ -7,7 +7,8 @@ import pytest
 from simulated import BY_SAMPLES, ONE, ZERO, cluster_of, row, simulate, simulate_chain
 
 from harness.domain.cluster import Cluster
-from harness.domain.strategy import SHARD_STATES, Stage
+from harness.domain.shard_state import SHARD_STATES
+from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.costs import PlanRequest
 from harness.plan.importing.times import (
     LayerTime,
@@ -53,6 +54,50 @@ def test_each_device_keeps_half_of_the_sharded_state(
     assert found.step_s == complete_s + optimizer_s + gather_s
     assert binding(found).get("all-gather of weights", 0.0) == gather_s
     assert sent_bytes(found) == [sent] * 2
+
+
+@pytest.mark.parametrize(
+    ("state", "complete_s", "optimizer_s", "gather_s", "static_bytes", "sent"),
+    [
+        # A ring of four, in which a node sends 1.5 times 120 B at 4 B/s.
+        ("none", 46.75, 12.0, 0.0, 120 + 120 + 120, 180),
+        # Each updates half of all rows and gets the other half from its node, at 16 B/s.
+        ("optimizer_in_node", 46.75, 6.0, 3.75, 120 + 120 + 60, 180),
+        # From 1.75 s on, 40 B: 1.25 s within nodes, and two rings of 20 B between them, 10 s; then
+        # 80 B.
+        ("gradients_in_node", 35.5, 6.0, 3.75, 120 + 60 + 60, 120),
+        # The same from 6.25 s on, when a has been gathered again.
+        ("parameters_in_node", 40.0, 6.0, 0.0, 60 + 120 + 60 + 60, 120),
+    ],
+)
+def test_each_node_keeps_the_whole_state_that_is_sharded_within_nodes(
+    state, complete_s, optimizer_s, gather_s, static_bytes, sent
+):
+    options = SimulatorOptions(bucket_bytes=1, optimizer_s_per_byte=0.1)
+    cluster = Cluster.uniform(
+        2, 2, inside_bytes_per_s=16.0, between_bytes_per_s=4.0, memory_bytes=10**6
+    )
+    plan = OperatorPlan({"sample": 4}, [0, 1, 2, 3])
+    found = simulate_chain(plan, plan, cluster, options=options, shard_state=state)
+    out = found.outcome
+    assert out.device_end_s.tolist() == [complete_s] * 4
+    assert out.optimizer_s.tolist() == [optimizer_s] * 4
+    assert out.gather_s.tolist() == [gather_s] * 4
+    assert out.static_bytes.tolist() == [static_bytes] * 4
+    assert sent_bytes(found) == [sent] * 4
+
+
+def test_only_the_last_microbatch_sums_gradients_between_nodes():
+    cluster = Cluster.uniform(
+        2, 2, inside_bytes_per_s=16.0, between_bytes_per_s=4.0, memory_bytes=10**6
+    )
+    plan = OperatorPlan({"sample": 4}, [0, 1, 2, 3])
+    sent = {
+        state: sent_bytes(simulate_chain(plan, plan, cluster, n_microbatches=2, shard_state=state))
+        for state in ("gradients", "gradients_in_node")
+    }
+    # Twice half of a ring of four, and half of it for new weights; or one sum.
+    assert sent == {"gradients": [2 * 90 + 90] * 4, "gradients_in_node": [120] * 4}
 
 
 @pytest.mark.parametrize(("last", "units"), [(10, [*"abcdef", *"edcba"]), (1000, None)])
@@ -155,7 +200,7 @@ def test_data_parallelism_shards_what_memory_needs(memory, state):
     found = search_portfolio(request, options=options)
     fitting = {name for name in found.objective.best_of if name.startswith("ddp")}
     fitting = {name for name in fitting if "recomputed" not in name}
-    names = ["ddp", *(f"ddp, sharded {each}" for each in SHARD_STATES[1:])]
+    names = ["ddp", *(f"ddp, sharded {each}" for each in SHARD_STATES[1:4])]
     wanted = names[:1] if state == "none" else names[SHARD_STATES.index(state) :]
     assert fitting == set(wanted)
     asked = search_portfolio(replace(request, shard_state="parameters"), options=options)

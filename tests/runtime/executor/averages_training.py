@@ -63,7 +63,7 @@ class Trained:
 
 
 def _engine(training: Averaged, world: World, *, seed: int = 0) -> ExecutorEngine:
-    hosts = list(training.hosts) or world.hostnames
+    hosts = list(training.hosts) or [world.hostname] * world.size
     placed = replace(world, hostnames=hosts, hostname=hosts[world.rank])
     options = replace(options_of(training.case), outer=training.outer)
     task = replace_seed(training.case, seed).make_task()

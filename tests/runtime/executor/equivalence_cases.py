@@ -26,7 +26,8 @@ from equivalence_strategies import (
 )
 
 from harness.domain.schedule import SCHEDULE_NAMES
-from harness.domain.strategy import SHARD_STATES, ShardState, Strategy
+from harness.domain.shard_state import SHARD_STATES, ShardState, shards_parameters
+from harness.domain.strategy import Strategy
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.optimizers import OptimizerOptions
@@ -136,7 +137,7 @@ def shard_state(index: int, strategy: Strategy) -> ShardState:
     """The part of the state that case `index` of a series shards."""
     found = SHARD_STATES[index % len(SHARD_STATES)]
     is_deferred = strategy.schedule == "zero_bubble"
-    return "gradients" if found == "parameters" and is_deferred else found
+    return "gradients" if shards_parameters(found) and is_deferred else found
 
 
 def random_case(seed: int, index: int) -> Case:
@@ -211,7 +212,9 @@ def any_strategy(rng: Random, model: str, n_ranks: int, batch: int) -> Strategy:
         strategy = with_copies(rng, strategy, graph)
     if rng.random() < 0.5:
         strategy = with_attention_by_positions(rng, strategy, graph)
-    return msgspec.structs.replace(strategy, shard_state=shard_state(rng.randrange(4), strategy))
+    return msgspec.structs.replace(
+        strategy, shard_state=shard_state(rng.randrange(len(SHARD_STATES)), strategy)
+    )
 
 
 def any_case(seed: int, index: int) -> Case:

@@ -47,8 +47,9 @@ class RanksFailedError(Exception):
 
 
 def local_world(rank: int, size: int, device: str = "cpu") -> World:
-    """A world of one core for each rank; ranks share a GPU, and one alone uses NCCL."""
-    world = world_of(rank, size, hosts=["localhost"] * size)
+    """A world of one core for each rank, two ranks a node; ranks share a GPU, and one alone uses
+    NCCL."""
+    world = world_of(rank, size, hosts=[f"node{rank // 2}" for rank in range(size)])
     if device == "cpu":
         return world
     if device == nccl_rules.NAME:

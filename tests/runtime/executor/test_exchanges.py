@@ -28,8 +28,9 @@ from equivalence_training import make_engine, merged, train_in_fp16, train_in_pa
 from torch import nn
 
 from harness.domain.partition import REPLICA, SAMPLE
+from harness.domain.shard_state import SHARD_STATES, shards_in_nodes
 from harness.domain.sharding import CONTRACTION, has_tasks
-from harness.domain.strategy import SHARD_STATES, OperatorPlan, Stage, Strategy
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import ExecutorPlan
@@ -147,17 +148,32 @@ def test_each_rank_keeps_half_of_what_is_sharded(case, ranks):
     }
     # Of both ranks together; the buckets of unsharded gradients are kept for the next step. The
     # state is momenta and averages.
-    assert shares == {
+    assert {state: shares[state] for state in SHARD_STATES[:4]} == {
         "none": [2, 2, 4],
         "optimizer": [2, 2, 2],
         "gradients": [2, 1, 2],
         "parameters": [1, 1, 2],
     }
+    assert all(found[state] == found[f"{state}_in_node"] for state in SHARD_STATES[1:4])
     for kept in found["parameters"]:
         assert kept.n_units > 6
         assert kept.most_units < 0.5 * whole
     sizes = [kept.weights for kept in found["parameters"]]
     assert max(sizes) < 0.55 * whole
+
+
+def test_each_rank_keeps_half_of_what_is_sharded_in_nodes_of_two_ranks(ranks):
+    case = make_case("vit", "ddp", 4, 8, seed=4)
+    whole = sum(8 * p.numel() for p in case.make_task().model.parameters())
+    shares = {}
+    for state in (state for state in SHARD_STATES if shards_in_nodes(state)):
+        kept = ranks.run(4, kept_bytes, sharded(case, state))
+        shares[state] = [sum(column) / whole for column in list(zip(*kept, strict=True))[:3]]
+    assert shares == {
+        "optimizer_in_node": [4, 4, 4],
+        "gradients_in_node": [4, 2, 4],
+        "parameters_in_node": [2, 2, 4],
+    }
 
 
 def test_segments_that_run_again_are_not_cut_for_their_units(case, ranks):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -20,10 +21,9 @@ from torch import Tensor, nn
 from harness.domain.strategy import Strategy
 from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
-from harness.runtime.engines.engine import CompletionStream, EngineOptions, Share
+from harness.runtime.engines.engine import CollectiveSpans, EngineOptions, Share
 from harness.runtime.engines.local_sgd import ReplicaAverage, replicas_of
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.gradients.sums import with_end
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.executor.transport.groups import Groups
@@ -138,28 +138,18 @@ class ReplicaAverages:
         outer = options.outer
         assert outer is not None, "gradients are summed otherwise"
         made = {ranks: groups.for_sums(ranks) for ranks in ranks_alike(holders, replicas)}
-        self.replicas, self._recorder = replicas, recorder
+        self.replicas = replicas
         self._ranks = next((ranks for ranks in made if world.rank in ranks), ())
         self._n_together = len(set(self._ranks) & set(replicas.own))
-        self._group, self._completion = made.get(self._ranks), CompletionStream(world)
-        self._is_nccl = world.backend == "nccl"
+        self._group, self._spans = made.get(self._ranks), CollectiveSpans(world, recorder)
         named = {str(piece): parameter for piece, parameter in trained.items()}
         # Of all ranks, so that those of a replica that share a slice average equal elements of it.
         sizes = {str(piece): piece.n_elements for piece, _ in holders.trained()}
         self.average = ReplicaAverage(named, outer, self._sum, options.reduce_dtype, sizes)
 
     def _sum(self, tensor: Tensor, name: str) -> Any:
-        clock = self._recorder.clock
-        start = clock.mark()
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-
-        def note_end() -> None:
-            self._recorder.add_marks(
-                "communication", start, self._completion.mark(work, clock), name=name,
-                n_bytes=tensor.nbytes,
-            )  # fmt: skip
-
-        return with_end(work, note_end, is_nccl=self._is_nccl)
+        begin = partial(dist.all_reduce, tensor, group=self._group, async_op=True)
+        return self._spans.start(begin, name, tensor.nbytes)
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:

@@ -15,7 +15,8 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from harness.domain.routes import first_bucket_bytes
 from harness.measure.recorder import Recorder
 from harness.runtime.devices.precision import reduced
-from harness.runtime.engines.engine import CompletionStream
+from harness.runtime.engines.engine import CollectiveSpans
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.ranks.failures import blaming_peers
@@ -33,16 +34,30 @@ from harness.runtime.ranks.world import World
 Group = tuple[int, ...]
 
 
+class SumGroups(NamedTuple):
+    """This rank's process groups for gradients of slices with some holders.
+
+    Attributes:
+        inner: of each sum; None if only this rank shares the slices.
+        outer: at the end of a step, of the sums of equal parts; None if no other rank has them.
+    """
+
+    inner: Any
+    outer: Any = None
+
+
 class Bucket(ABC):
     """Gradients that are summed together.
 
     Attributes:
         label: names its weights.
+        n_parts: ranks that each get a part of the sum; 1: all get the whole.
         most_on_their_way: buckets of one set of devices that may be on their way at once.
         n_bytes: as they are sent.
     """
 
     most_on_their_way = math.inf
+    n_parts = 1
 
     def __init__(
         self, name: str, label: str, parameters: Sequence[nn.Parameter], reduce_dtype: str
@@ -70,10 +85,17 @@ class Bucket(ABC):
 
     @abstractmethod
     def start(self, group: Any) -> Any:
-        """Start the collective; all devices must call it."""
+        """Start the collective and return its work; all devices must call it."""
 
     def finish(self) -> None:  # noqa: B027
         """Keep the result of the collective."""
+
+    def start_outer(self, group: Any) -> Any:
+        """Start to sum the sums of equal parts; all ranks of the group must call it."""
+        raise NotImplementedError
+
+    def finish_outer(self) -> None:  # noqa: B027
+        """Keep the result of `start_outer`."""
 
     def assign(self) -> None:  # noqa: B027
         """End a step: let parameters refer to their sums."""
@@ -180,7 +202,7 @@ class GradientSync:
 
     Args:
         queues: buckets by their devices, in the order of backward.
-        groups: process groups by their devices.
+        groups: by the same devices.
         rounds: for each sum of all buckets, the additions of backward to each gradient before it
             (`count_rounds`). All-reduces have one round a step, sums to owners one a microbatch.
         is_blocking: backward waits where no further bucket may be on its way. Otherwise the bucket
@@ -194,13 +216,13 @@ class GradientSync:
         self,
         world: World,
         queues: Mapping[Group, Sequence[Bucket]],
-        groups: Mapping[Group, Any],
+        groups: Mapping[Group, SumGroups],
         rounds: Sequence[Mapping[nn.Parameter, int]],
         recorder: Recorder,
         *,
         is_blocking: bool = True,
     ) -> None:
-        self._queues, self._groups, self._rounds, self._recorder = queues, groups, rounds, recorder
+        self._queues, self._groups, self._rounds = queues, groups, rounds
         self._is_blocking = is_blocking
         self._is_nccl = world.backend == "nccl"
         self._bucket_of = {
@@ -217,7 +239,8 @@ class GradientSync:
             for queue in queues.values()
             for bucket in queue
         }
-        self._completions = {devices: CompletionStream(world) for devices in queues}
+        self._inner = {devices: CollectiveSpans(world, recorder) for devices in queues}
+        self._outer = {devices: CollectiveSpans(world, recorder) for devices in queues}
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self.reached)
         self._n_waiting: dict[tuple[int, Bucket], int] = {}
@@ -225,6 +248,8 @@ class GradientSync:
         self._round_of: dict[nn.Parameter, int] = {}
         self._n_started: dict[Group, int] = {}
         self._under_way: dict[Group, deque[tuple[Bucket, Any]]] = {}
+        self._n_finished: dict[Group, int] = {}
+        self._outer_sums: list[tuple[Group, Bucket, Any]] = []
         self._is_muted = False
 
     def start_step(self, *, is_muted: bool = False) -> None:
@@ -239,6 +264,7 @@ class GradientSync:
         for parameter in self._bucket_of:
             self._begin_round(parameter, 0)
         self._n_started = dict.fromkeys(self._queues, 0)
+        self._n_finished = dict.fromkeys(self._queues, 0)
         self._under_way = {devices: deque() for devices in self._queues}
         for queue in self._queues.values():
             for bucket in queue:
@@ -284,7 +310,7 @@ class GradientSync:
         under_way = self._under_way[devices]
         while under_way:
             work = under_way[0][1]
-            if not (work.is_completed() if self._is_nccl else work.done()):
+            if work and not (work.is_completed() if self._is_nccl else work.done()):
                 break
             self._finish(devices)
         return len(under_way) < bucket.most_on_their_way
@@ -296,24 +322,29 @@ class GradientSync:
         bucket.collect()
         if self._is_muted:
             return
-        clock, recorder = self._recorder.clock, self._recorder
-        start = clock.mark()
         bucket.pack()
-        work = bucket.start(self._groups[devices])
-
-        def note_end() -> None:
-            end, n_bytes = self._completions[devices].mark(work, clock), bucket.n_bytes
-            recorder.add_marks("communication", start, end, name=bucket.name, n_bytes=n_bytes)
-
-        under_way.append((bucket, with_end(work, note_end, is_nccl=self._is_nccl)))
+        begin = partial(bucket.start, self._groups[devices].inner)
+        spans = self._inner[devices]
+        under_way.append((bucket, spans.start(begin, bucket.name, bucket.n_bytes)))
 
     def _finish(self, devices: Group) -> None:
-        """Wait for the first bucket of some devices that is on its way."""
+        """Wait for the first bucket of some devices that is on its way; after a step's last round
+        start its outer sum."""
         bucket, work = self._under_way[devices].popleft()
+        self._wait(devices, bucket, work)
+        bucket.finish()
+        self._n_finished[devices] += 1
+        outer, queue = self._groups[devices].outer, self._queues[devices]
+        if outer is not None and self._n_finished[devices] > len(queue) * (len(self._rounds) - 1):
+            name, n_bytes = f"{bucket.name} between nodes", bucket.n_bytes // bucket.n_parts
+            work = self._outer[devices].start(partial(bucket.start_outer, outer), name, n_bytes)
+            self._outer_sums.append((devices, bucket, work))
+
+    def _wait(self, devices: Group, bucket: Bucket, work: Any) -> None:
         failure = f"the sum of the gradients of {bucket.label} over ranks {list(devices)} failed"
         with blaming_peers(failure, devices):
-            work.wait()
-        bucket.finish()
+            if work is not None:
+                work.wait()
 
     def prime(self) -> None:
         """After a muted step, run what it has left out, but for communication."""
@@ -329,24 +360,15 @@ class GradientSync:
         """
         for devices in self._queues:
             self._start_ready(devices, is_forced=True)
-        for devices, queue in self._queues.items():
+        for devices in self._queues:
             while self._under_way[devices]:
                 self._finish(devices)
-            for bucket in queue:
-                bucket.assign()
-
-
-def with_end(work: Any, note_end: Callable[[], None], *, is_nccl: bool) -> Any:
-    """Record the end of a collective; return the work to wait for."""
-    if is_nccl:  # its callback would run at once, on a stream that one of its groups may use
-        note_end()
-        return work
-
-    def finish(future: Any) -> Any:
-        note_end()
-        return future.value()
-
-    return work.get_future().then(finish)
+        for devices, bucket, work in self._outer_sums:
+            self._wait(devices, bucket, work)
+            bucket.finish_outer()
+        self._outer_sums.clear()
+        for bucket in (bucket for queue in self._queues.values() for bucket in queue):
+            bucket.assign()
 
 
 def bucketed(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:

@@ -6,8 +6,8 @@ How often backward adds to each gradient tells when it is complete.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import fx, nn
 
@@ -15,11 +15,12 @@ from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.runtime.engines.engine import EngineOptions
 from harness.runtime.executor.gradients.deferred import Deferred
-from harness.runtime.executor.gradients.sums import GradientSync, Group, sum_buckets
+from harness.runtime.executor.gradients.sums import GradientSync, Group, SumGroups, sum_buckets
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.program.program import Program
-from harness.runtime.executor.sharded.owners import Owners, scatter_buckets
+from harness.runtime.executor.sharded.owners import Owners, Sharing, scatter_buckets
 from harness.runtime.executor.state.weights import Holders, Weights
+from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.ranks.world import World
 
 
@@ -94,13 +95,38 @@ def _autograd_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from _autograd_parameters(child)
 
 
+def make_groups(
+    holders: Iterable[Group], strategy: Strategy, sharing: Sharing, groups: Groups, rank: int
+) -> dict[Group, SumGroups]:
+    """This rank's process groups for gradients, by the holders of slices; all ranks must call it.
+
+    Args:
+        holders: sets of several ranks, in the same order on every rank.
+    """
+    found: dict[Group, SumGroups] = {}
+    for devices in holders:
+        if not strategy.shards_gradients:
+            made = groups.for_gradients(devices)
+            if rank in devices:
+                found[devices] = SumGroups(made)
+            continue
+        shared = sharing(devices)
+        inner = [groups.for_gradients(g, is_scattered=True) if len(g) > 1 else None for g in shared]
+        alike = list(zip(*shared, strict=True))
+        outer = [groups.for_gradients(g) if len(g) > 1 else None for g in alike]
+        for group, made in zip(shared, inner, strict=True):
+            if rank in group:
+                found[devices] = SumGroups(made, outer[group.index(rank)])
+    return found
+
+
 def make_sync(
     strategy: Strategy,
     programs: Mapping[int, Program],
     weights: Weights,
     holders: Holders,
     owners: Owners,
-    groups: Mapping[Group, Any],
+    groups: Mapping[Group, SumGroups],
     buffers: GradientBuffers,
     world: World,
     recorder: Recorder,
@@ -111,16 +137,16 @@ def make_sync(
     Args:
         programs: of this rank, by size of microbatch.
         holders: the replica's.
-        groups: process groups by their ranks.
+        groups: by the holders of slices.
         buffers: receive the views of all-reduced buckets.
     """
     is_each, reduce_dtype = strategy.shards_gradients, options.reduce_dtype
     rounds = count_rounds(programs, strategy.microbatch_sizes(), is_each=is_each)
+    n_bytes = options.bucket_bytes
     if is_each:
-        queues = scatter_buckets(owners.shared, options.bucket_bytes, world, reduce_dtype)
+        queues = scatter_buckets(owners.shared, holders.of, n_bytes, world, reduce_dtype)
     else:
-        trained, devices_of = weights.trainable(), holders.of
-        queues = sum_buckets(trained, devices_of, options.bucket_bytes, buffers, reduce_dtype)
+        queues = sum_buckets(weights.trainable(), holders.of, n_bytes, buffers, reduce_dtype)
     # Where operators on different devices share a weight, a peer may sum its gradients only
     # after it has got what this backward leads to.
     is_blocking = all(map(holders.is_used_alike, dict(holders.trained())))

@@ -27,11 +27,12 @@ from torch import Tensor
 
 from harness.domain.checkpoints import is_full
 from harness.domain.schedule import Action
+from harness.domain.shard_state import shards_parameters
 from harness.domain.strategy import Strategy
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.sharded.owners import Group, Owners, SharedSlice, flat
+from harness.runtime.executor.sharded.owners import Group, Owners, SharedSlice, Sharing, flat
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.ranks.failures import blaming_peers
 from harness.runtime.ranks.world import World
@@ -62,31 +63,40 @@ class UnitPlan:
 
 
 def plan_units(
-    holders: Holders, strategy: Strategy, unit_bytes: int, segments: Mapping[int, int]
+    holders: Holders,
+    strategy: Strategy,
+    sharing: Sharing,
+    unit_bytes: int,
+    segments: Mapping[int, int],
 ) -> list[UnitPlan]:
-    """Cut the trained slices with several holders, in the order of their first use, into units of
-    `unit_bytes` or more; each unit has one set of holders.
+    """Cut the trained slices that several ranks share, in the order of their first use, into units
+    of `unit_bytes` or more; each unit has one set of ranks.
 
     Args:
         segments: by position, of the operators in stages that run again in several segments.
     """
     if strategy.shard_state == "none":
         return []
-    shared = [(piece, devices) for piece, devices in holders.trained() if len(devices) > 1]
-    is_freeing = strategy.shard_state == "parameters"
+    shared = [
+        (piece, group)
+        for piece, devices in holders.trained()
+        for group in sharing(devices)
+        if len(group) > 1
+    ]
+    is_freeing = shards_parameters(strategy.shard_state)
     # What all holders use in the same operators, so that they can gather it before each use.
     freed = {piece for piece, _ in shared if is_freeing and holders.is_used_alike(piece)}
     found: list[UnitPlan] = []
-    open_units: dict[object, tuple[list[WeightSlice], int, int | None]] = {}
+    open_units: dict[object, tuple[list[WeightSlice], Group, int, int | None]] = {}
 
     def close(key: object) -> None:
-        pieces, _, _ = open_units.pop(key)
+        pieces, devices, _, _ = open_units.pop(key)
         used = [holders.uses(piece) for piece in pieces]
         positions = [use.position for uses in used for use in uses]
         stages = {use.stage for uses in used for use in uses}
         found.append(
             UnitPlan(
-                devices=holders.of(pieces[0]),
+                devices=devices,
                 stages=tuple(sorted(stages)),
                 pieces=tuple(pieces),
                 first=min(positions),
@@ -108,12 +118,12 @@ def plan_units(
     for piece, devices in sorted(shared, key=first_use):
         key = kind(piece, devices)
         segment = segments.get(first_use((piece, devices))) if piece in freed else None
-        pieces, n_bytes, last = open_units.get(key, ([], 0, None))
+        pieces, _, n_bytes, last = open_units.get(key, ([], devices, 0, None))
         is_at_cut = segment is None or segment != last
         if pieces and is_full(n_bytes, unit_bytes, totals[key], is_at_cut=is_at_cut):
             close(key)
             pieces, n_bytes = [], 0
-        open_units[key] = [*pieces, piece], n_bytes + holders.n_bytes(piece), segment
+        open_units[key] = [*pieces, piece], devices, n_bytes + holders.n_bytes(piece), segment
     for left in list(open_units):
         close(left)
     return sorted(found, key=lambda unit: (unit.first, unit.devices, unit.is_freed))

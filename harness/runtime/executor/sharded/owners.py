@@ -5,7 +5,9 @@ optimizer state it alone keeps:
 
     slice    rows 0-3: rank 0 | rows 4-7: rank 1
 
-Gradients are summed to the owners by a reduce-scatter, in buckets:
+Groups of holders that each keep the whole slice in parts (`shard_state.sharing_groups`) sum the
+gradients of equal parts with each other at the end of a step. Gradients are summed to the owners by
+a reduce-scatter, in buckets:
 
     backward of a microbatch  |--- p5 p4 ---|--- p3 p2 ---|
     bucket 0  (p5 p4)          copied, freed |--- to the owners ---| added to the own parts
@@ -19,7 +21,7 @@ all-to-all and a local sum, because gloo's own is an all-reduce.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,18 +39,25 @@ from harness.runtime.ranks.world import World
 Group = tuple[int, ...]
 
 
+# The groups of some holders that each keep a slice in parts.
+Sharing = Callable[[Group], Sequence[Group]]
+
+
 class SharedSlice(NamedTuple):
     """This rank's copy of a slice that several ranks hold, where state is sharded.
 
     Attributes:
-        parts: each holder's part, ascending; None for an empty one.
+        devices: that share it with this rank.
+        alike: holders of the same part, with this rank.
+        parts: each of the devices' part, ascending; None for an empty one.
         own: this rank's part; None if it is empty. A view of the parameter, unless that is freed.
-        here: this rank's place among the holders.
+        here: this rank's place among the devices.
     """
 
     piece: WeightSlice
     parameter: nn.Parameter
     devices: Group
+    alike: Group
     parts: tuple[WeightSlice | None, ...]
     own: nn.Parameter | None
     here: int
@@ -76,6 +85,7 @@ class Owners:
 
     Args:
         weights: this rank's slices, in memory.
+        sharing: equal on all ranks.
         freed: slices that are kept in parts only; their own parts are copies.
 
     Attributes:
@@ -90,9 +100,11 @@ class Owners:
         weights: Weights,
         strategy: Strategy,
         rank: int,
+        sharing: Sharing,
         freed: Iterable[WeightSlice],
     ) -> None:
         self._strategy, self._rank, self._holders = strategy, rank, holders
+        self._sharing = sharing
         self.is_sharded = strategy.shard_state != "none"
         self.freed = frozenset(freed)
         self._ranks: dict[WeightSlice, Group] = {}
@@ -101,7 +113,8 @@ class Owners:
             if not self.is_sharded or len(devices) == 1:
                 self._ranks[piece] = devices
                 continue
-            self._parts[piece] = tuple(piece.part(k, len(devices)) for k in range(len(devices)))
+            n = len(sharing(devices)[0])
+            self._parts[piece] = tuple(piece.part(k, n) for k in range(n))
             self._ranks |= self._part_holders(piece)
         self.own: dict[WeightSlice, nn.Parameter] = {}
         self.shared: list[SharedSlice] = []
@@ -115,15 +128,18 @@ class Owners:
                 self.own[one.own_part] = one.own
 
     def _part_holders(self, piece: WeightSlice) -> dict[WeightSlice, Group]:
-        """The parts of a slice that are not empty, each with its holder."""
-        pairs = zip(self._parts[piece], self._holders.of(piece), strict=True)
-        return {part: (device,) for part, device in pairs if part is not None}
+        """The parts of a slice that are not empty, each with its holders."""
+        alike = zip(*self._sharing(self._holders.of(piece)), strict=True)
+        pairs = zip(self._parts[piece], alike, strict=True)
+        return {part: devices for part, devices in pairs if part is not None}
 
     def _shared(self, piece: WeightSlice, parameter: nn.Parameter) -> SharedSlice:
-        devices, parts = self._holders.of(piece), self._parts[piece]
+        groups, parts = self._sharing(self._holders.of(piece)), self._parts[piece]
+        devices = next(group for group in groups if self._rank in group)
         _make_dense(parameter)
         here = devices.index(self._rank)
-        one, own = SharedSlice(piece, parameter, devices, parts, None, here), None
+        alike = tuple(group[here] for group in groups)
+        one, own = SharedSlice(piece, parameter, devices, alike, parts, None, here), None
         if parts[here] is not None:
             view = _view(one.own_part, one)
             own = nn.Parameter(view.clone() if piece in self.freed else view)
@@ -218,9 +234,10 @@ class ScatterBucket(Bucket):
         parameters = [one.parameter for one in slices]
         super().__init__(name, slices[0].piece.name, parameters, reduce_dtype)
         self.slices, self.here = list(slices), slices[0].here
+        self.n_parts = len(slices[0].devices)
         self._is_nccl = world.backend == "nccl"
         first = self.slices[0].parameter
-        holders = range(len(self.slices[0].devices))
+        holders = range(self.n_parts)
         self.sizes = [sum(one.size(holder) for one in self.slices) for holder in holders]
         self.sums = torch.zeros(self.sizes[self.here], dtype=first.dtype, device=first.device)
         self._places: dict[nn.Parameter, list[int]] = {one.parameter: [] for one in slices}
@@ -268,12 +285,17 @@ class ScatterBucket(Bucket):
         assert self.flat is not None, "a bucket has parameters"
         # Kept until `finish`: the mark at its end makes NCCL's work forget its tensors.
         self._sent, self.flat = reduced(self.flat, self.reduce_dtype), None
-        n_parts = 1 if self._is_nccl else len(self.sizes)
-        self._received = self._sent.new_empty(n_parts * self.sizes[self.here])
+        if self.n_parts == 1:
+            self._received = self._sent
+            return
+        n_received = 1 if self._is_nccl else self.n_parts
+        self._received = self._sent.new_empty(n_received * self.sizes[self.here])
 
     def start(self, group: Any) -> Any:
         assert self._sent is not None, "it is packed"
         assert self._received is not None, "it is packed"
+        if self.n_parts == 1:
+            return None
         if self._is_nccl:
             received, sent = map(_real_of, (self._received, self._sent))
             if len(set(self.sizes)) == 1:  # a list would be copied into memory that nobody keeps
@@ -291,6 +313,16 @@ class ScatterBucket(Bucket):
         for part in self._received.view(-1, len(self.sums)) if len(self.sums) else ():
             self.sums += part
         self._sent = self._received = None
+
+    def start_outer(self, group: Any) -> Any:
+        self._sent = reduced(self.sums, self.reduce_dtype)
+        return dist.all_reduce(self._sent, group=group, async_op=True)
+
+    @torch.no_grad()
+    def finish_outer(self) -> None:
+        if self._sent is not self.sums and self._sent is not None:
+            self.sums.copy_(self._sent)
+        self._sent = None
 
     def assign(self) -> None:
         first = self._places[self.slices[0].parameter][self.here]
@@ -314,12 +346,16 @@ def _in_order(part: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def scatter_buckets(
-    shared: Iterable[SharedSlice], bucket_bytes: int, world: World, reduce_dtype: str
+    shared: Iterable[SharedSlice],
+    holders_of: Callable[[WeightSlice], Group],
+    bucket_bytes: int,
+    world: World,
+    reduce_dtype: str,
 ) -> Mapping[Group, Sequence[Bucket]]:
-    """The buckets of sharded weights, by the devices that hold them."""
+    """The buckets of sharded weights, by all devices that hold them."""
     slices = {one.parameter: one for one in shared}
     found: dict[Group, list[ScatterBucket]] = defaultdict(list)
-    members = ((one.devices, parameter) for parameter, one in slices.items())
+    members = ((holders_of(one.piece), parameter) for parameter, one in slices.items())
     for number, (devices, chunk) in enumerate(buckets_of(members, bucket_bytes)):
         own = [slices[parameter] for parameter in chunk]
         found[devices].append(ScatterBucket(f"bucket{number}", own, world, reduce_dtype))

@@ -70,7 +70,8 @@ class Forms:
         names = {self.layout.position[name]: name for name in self.of}
         for number, plan in enumerate(plans):
             for piece in plan.pieces if plan.is_freed else ():
-                for use in self.holders.uses(piece):
+                uses = self.holders.uses(piece)
+                for use in (use for use in uses if use.device in plan.devices):
                     key = names[use.position], use.device
                     self.units[key] = self.units.get(key, frozenset()) | {number}
 

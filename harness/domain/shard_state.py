@@ -1,0 +1,63 @@
+"""State of which each device that holds a weight keeps a part only (ZeRO, FSDP, HSDP).
+
+| state | sharded |
+|---|---|
+| `optimizer` | the optimizer's state (ZeRO-1) |
+| `gradients` | also summed gradients (ZeRO-2, FSDP's SHARD_GRAD_OP) |
+| `parameters` | also parameters, which are gathered before each use (ZeRO-3, FULL_SHARD) |
+
+`_in_node` shards a state over the holders of each node and replicates it over nodes (HSDP,
+HYBRID_SHARD), so that weights are gathered within nodes:
+
+    node 0   device 0: rows 0-3    device 1: rows 4-7
+                    |                     |            gradients of equal rows are all-reduced
+    node 1   device 2: rows 0-3    device 3: rows 4-7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+ShardState = Literal[
+    "none",
+    "optimizer",
+    "gradients",
+    "parameters",
+    "optimizer_in_node",
+    "gradients_in_node",
+    "parameters_in_node",
+]
+SHARD_STATES: tuple[ShardState, ...] = get_args(ShardState)
+
+Group = tuple[int, ...]
+
+
+def shards_gradients(state: ShardState) -> bool:
+    """Whether a device keeps the summed gradients of its own parts only."""
+    return state.startswith(("gradients", "parameters"))
+
+
+def shards_parameters(state: ShardState) -> bool:
+    """Whether weights are freed after each use."""
+    return state.startswith("parameters")
+
+
+def shards_in_nodes(state: ShardState) -> bool:
+    """Whether each node keeps the whole state."""
+    return state.endswith("_in_node")
+
+
+def sharing_groups(state: ShardState, holders: Group, node_of: Sequence[object]) -> list[Group]:
+    """The groups of a weight's holders that each keep its whole state in parts, equal in number;
+    one group where `_in_node` finds unlike numbers of holders in the nodes.
+
+    Args:
+        holders: ascending.
+        node_of: each device's node.
+    """
+    if not shards_in_nodes(state):
+        return [holders]
+    nodes = dict.fromkeys(node_of[device] for device in holders)
+    groups = [tuple(d for d in holders if node_of[d] == node) for node in nodes]
+    return groups if len(set(map(len, groups))) == 1 else [holders]
