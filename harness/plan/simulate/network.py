@@ -243,8 +243,7 @@ class Network:
         rows: Sequence[Sequence[int]],
         n_bytes: int,
         inner_share: float = 1.0,
-        *,
-        crosses: bool = True,
+        outer_share: float = 1.0,
     ) -> Collective:
         """Price rings within all rows at once, and then between them: device k of each row has a
         ring for its share of the bytes, and a node's rings share its NIC.
@@ -252,14 +251,14 @@ class Network:
         Args:
             rows: equally many devices of each node, or of several.
             inner_share: of an all-reduce, that the rings within take; 0.5: a reduce-scatter.
-            crosses: sum between the rows too.
+            outer_share: of the bytes, that go between the rows.
         """
         inside = [
             one.scaled(inner_share)
             for one in (self.all_reduce(tuple(row), n_bytes) for row in rows if len(row) > 1)
         ]
-        columns = list(zip(*rows, strict=True)) if crosses and len(rows) > 1 else []
-        share = max(1, n_bytes // len(rows[0]))
+        columns = list(zip(*rows, strict=True)) if outer_share > 0 and len(rows) > 1 else []
+        share = max(1, int(n_bytes * outer_share) // len(rows[0]))
         between = [self.all_reduce(column, share) for column in columns]
         occupied = _added((*inside, *between))
         nodes = {int(self.node_of[row[0]]) for row in rows} if columns else ()

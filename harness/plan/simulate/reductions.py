@@ -51,7 +51,7 @@ def reduction_columns(
     else:
         is_last = (buckets.microbatch == buckets.microbatch.max(initial=0)).tolist()
         for group, size, last in zip(buckets.groups, sizes, is_last, strict=True):
-            found.append(_scatter(network, scattering(group), size, is_last=last))
+            found.append(_scatter(network, scattering(group), size, last / options.sync_every))
     found += (_all_reduce(network, unit.group, unit.n_bytes, 0.5) for unit in gathered)
     pairs = [(r, one.share * seconds) for one in found for r, seconds in one.price.occupied]
     return {
@@ -83,11 +83,13 @@ def _all_reduce(network: Network, group: tuple[int, ...], n_bytes: int, share: f
     return _Priced(group, network.all_reduce(group, n_bytes), share, host_bytes)
 
 
-def _scatter(network: Network, groups: Sequence[Group], n_bytes: int, *, is_last: bool) -> _Priced:
-    """The price of sums to the owners in groups, and of a step's last ones between the groups."""
+def _scatter(
+    network: Network, groups: Sequence[Group], n_bytes: int, outer_share: float
+) -> _Priced:
+    """The price of sums to the owners in groups, and of a share of the bytes between the groups."""
     n, n_groups = len(groups[0]), len(groups)
-    price = network.within_and_between(groups, n_bytes, 0.5, crosses=is_last)
-    sent = (n - 1) / n / 2 + is_last * (n_groups - 1) / n_groups / n
+    price = network.within_and_between(groups, n_bytes, 0.5, outer_share)
+    sent = (n - 1) / n / 2 + outer_share * (n_groups - 1) / n_groups / n
     return _Priced(tuple(sorted(itertools.chain(*groups))), price, 1.0, 4 * sent * n_bytes)
 
 

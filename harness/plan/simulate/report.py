@@ -134,7 +134,12 @@ def _bucket(simulation: Simulation, number: int) -> _Work:
         kind = "all-reduce" if buckets.n_rounds[number] == 1 else "reduce-scatter"
         group, members = buckets.groups[number], buckets.members[number]
         n_bytes = float(buckets.n_bytes[number])
-        n_bytes *= simulation.simulator.options.sent_bytes_per_gradient_byte
+        options = simulation.simulator.options
+        n_bytes *= (
+            options.sent_bytes_per_gradient_byte
+            if kind == "all-reduce"
+            else options.reduce_bytes_per_gradient_byte
+        )
     last = f" to {operators[members[-1]].name}" if len(members) > 1 else ""
     fields: SpanFields = {
         "name": f"{kind} {operators[members[0]].name}{last}",
@@ -146,7 +151,7 @@ def _bucket(simulation: Simulation, number: int) -> _Work:
         groups = simulation.simulator.sharing(simulation.strategy.shard_state)(group)
         is_last = buckets.microbatch[number] == simulation.strategy.n_microbatches - 1
         if len(groups) > 1:  # between nodes parts are all-reduced, once a step
-            share = 2 * is_last * _ring_share(groups)
+            share = 2 * is_last / simulation.simulator.options.sync_every * _ring_share(groups)
     return "communication", fields, group, where, share
 
 

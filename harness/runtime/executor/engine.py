@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.domain.shard_state import sharing_groups
 from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.capture import Captured, capture
@@ -43,7 +42,7 @@ from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.run.priming import is_needed, muted, prime, prime_update
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
-from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units
+from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units, warn_if_unsharded
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.shards.forms import choose_forms, warn_of_gathered
 from harness.runtime.executor.shards.pointwise import RandomState
@@ -95,7 +94,6 @@ class ExecutorEngine:
         scale = LossScale(options.dtype, world, is_asynchronous=plan.is_asynchronous)
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
-        self._sharing = partial(sharing_groups, strategy.shard_state, node_of=world.hostnames)
         self._captured = captured = captured or capture(task, strategy.batch, "model")
         plan.check(captured.graph, world.size)
         if not plan.is_held:
@@ -122,11 +120,12 @@ class ExecutorEngine:
         self.weights.allocate()
         freed = [piece for unit in self._units if unit.is_freed for piece in unit.pieces]
         holders = self.holders.within(self._replicas.own)
-        self.owners = Owners(holders, self.weights, strategy, world.rank, self._sharing, freed)
+        held = holders, self.weights, strategy, world.rank, self._sharing, freed
+        self.owners = Owners(*held, is_averaging=(is_averaging := self._replicas.n > 1))
         self.model = self.owners.module(self.weights)
         self.replica = self._replicas.own
-        given = self.holders, self._replicas, self.weights.trainable(), world, recorder, options
-        self._averages = ReplicaAverages(*given, self._groups) if self._replicas.n > 1 else None
+        given = self.holders, self._replicas, self._sharing, self.owners.own, world, recorder
+        self._averages = ReplicaAverages(*given, options, self._groups) if is_averaging else None
         self._gatherer = StateGatherer(
             task.model, names, meta, self.weights, self.holders, self.owners, world,
             options.optimizer, self._averages,
@@ -158,8 +157,7 @@ class ExecutorEngine:
         most = options.optimizer.max_grad_norm
         clip = GradientClip(most, world, lambda: self._replicas.own_group(self._groups, world))
         self._updating = WeightUpdate(
-            self.weights, self.owners, self._optimizer, scale, hooks, clip, self._gathers,
-            self._phases,
+            self.weights, self.owners, self._optimizer, scale, hooks, clip, self._phases,
         )  # fmt: skip
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights
@@ -173,27 +171,28 @@ class ExecutorEngine:
         strategy, world = self.plan.strategy, self._world
         sizes = sorted(set(strategy.microbatch_sizes()))
         forms = choose_forms(self._captured, meta, self.plan, sizes)
-        if world.is_first:
-            warn_of_gathered(forms[sizes[0]])
         for form in forms.values():
             check_rows(form.layout)
             self.holders.merge(form.holders)
         self.plan.check_tied(self.holders.trained())
-        recomputed_at = forms[sizes[0]].recomputed_at
-        planned = self.holders, strategy, self._sharing, options.bucket_bytes, recomputed_at
-        self._units = plan_units(*planned)
-        for form in forms.values():
-            form.find_units(self._units)
-        messages = {size: find_messages(form, world.size) for size, form in forms.items()}
         sums = {s.devices for f in forms.values() for s in shared_sums(f.layout).values()}
         collectives = {group for form in forms.values() for group in form.collective_groups()}
         self._replicas = Replicas([tuple(range(world.size))], world.rank)
         if options.outer is not None and world.size > 1:
-            ends = {(m.source.rank, m.target.rank) for found in messages.values() for m in found}
+            ends = {ends for form in forms.values() for ends in form.layout.exchanges()}
             self._replicas = Replicas.of_exchanges(strategy, world, (*ends, *sums, *collectives))
+        self._sharing = partial(self._replicas.sharing_groups, strategy, world)
+        held = self.holders, strategy, self._sharing
+        self._units = plan_units(*held, options.bucket_bytes, forms[sizes[0]].recomputed_at)
+        for form in forms.values():
+            form.find_units(self._units)
+        messages = {size: find_messages(form, world.size) for size, form in forms.items()}
+        if world.is_first:
+            warn_of_gathered(forms[sizes[0]])
+            warn_if_unsharded(*held)
         parts = {part for group in self.holders.groups() for part in self._replicas.split(group)}
-        held = sorted(part for part in parts if len(part) > 1)
-        self._gradient_groups = make_groups(held, strategy, self._sharing, self._groups, world.rank)
+        several = sorted(part for part in parts if len(part) > 1)
+        self._gradient_groups = make_groups(several, *held[1:], self._groups, world.rank)
         exchanging = sorted({unit.devices for unit in self._units})
         self._unit_groups = {devices: self._groups.for_exchanges(devices) for devices in exchanging}
         self._channels = Channels(
@@ -235,8 +234,8 @@ class ExecutorEngine:
 
     def evaluate(self, batch: Batch | None) -> Tensor:
         """Run `compute_forward` in evaluation mode, by the weights that replicas agree on."""
-        agreeing = self._averages.agreeing() if self._averages is not None else nullcontext()
-        with agreeing, evaluating(self._runner.modules()):
+        agreeing = self._averages and self._averages.agreeing(self._gathers.gather_updated)
+        with agreeing or nullcontext(), evaluating(self._runner.modules()):
             if self._is_evaluation_new:
                 with muted(self._channels):
                     self.compute_forward(batch)
@@ -285,6 +284,8 @@ class ExecutorEngine:
             self._update()
             if averages is not None:
                 averages.finish(self._phases)
+            if not is_muted:
+                self._gathers.gather_updated()
             self._finish_sends()
         else:
             self._finish_sends(self._timetable.n_finished)
@@ -361,6 +362,7 @@ class ExecutorEngine:
         """Load a whole state, of any strategy or engine; all ranks must call it."""
         self.flush()
         self._gatherer.load(state, self._optimizer)
+        self._gathers.gather_updated()
         self._random.step = state.get("step", self._random.step)
         if self._stash is not None:
             self._stash.updated()

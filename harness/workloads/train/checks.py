@@ -201,7 +201,7 @@ def _check_average(case: TrainCase) -> None:
             f"{case.strategy} is trained by deepspeed: drop it"
         )
     of_one = {name: case.is_set(name) for name in ("ema", *CHANGING)}
-    of_one |= {"asynchronous": case.is_asynchronous, "shard_state": case.sharded_state != "none"}
+    of_one["asynchronous"] = case.is_asynchronous
     for name in filter(of_one.__getitem__, of_one):
         raise ConfigError(
             f"{flag(name)} is for the training of one replica, --sync-every {case.sync_every} "

@@ -112,7 +112,8 @@ def test_tied_weights_are_counted_once_on_each_device_and_summed_over_all():
 
     simulator = Simulator(graph, profile, cluster)
     both = {op: OperatorPlan({"sample": 2}, [0, 1]) for op in range(3)}
-    assert sorted(Trial(simulator, both, batch=4).slices()) == [(100, (0, 1)), (400, (0, 1))]
+    trial = Trial(simulator, both, batch=4, shard_state="optimizer")
+    assert sorted(trial.slices()) == [(100, (0, 1)), (400, (0, 1))]
     (near, _), near_s = found(0, 1)
     (first, last), far_s = found(1, 2)
     assert near_s == pytest.approx(9.0)

@@ -100,6 +100,29 @@ def test_only_the_last_microbatch_sums_gradients_between_nodes():
     assert sent == {"gradients": [2 * 90 + 90] * 4, "gradients_in_node": [120] * 4}
 
 
+def test_averaged_replicas_are_sharded_within_nodes_and_send_a_part_between_them():
+    cluster = Cluster.uniform(
+        2, 2, inside_bytes_per_s=16.0, between_bytes_per_s=4.0, memory_bytes=10**6
+    )
+    plan = OperatorPlan({"sample": 4}, [0, 1, 2, 3])
+    options = SimulatorOptions(bucket_bytes=1)
+    summed, averaged = (
+        simulate_chain(plan, plan, cluster, options=how, shard_state="parameters_in_node")
+        for how in (options, options.averaging(4))
+    )
+    assert sent_bytes(summed) == [120] * 4
+    assert sent_bytes(averaged) == [120 / 4] * 4
+    # The average is one more state: half of 120 B on each device.
+    static = summed.outcome.static_bytes + 60
+    assert averaged.outcome.static_bytes.tolist() == static.tolist()
+    # Buckets of 40 B and 80 B take 1.25 s and 2.5 s within nodes, and a fourth of 10 s and 20 s.
+    assert averaged.outcome.device_end_s.tolist() == [6.25 + 1.25 + 2.5 + 2.5 + 5.0] * 4
+    same = simulate_chain(
+        plan, plan, cluster, options=options.averaging(4), shard_state="parameters"
+    )
+    assert same.outcome.device_end_s.tolist() == averaged.outcome.device_end_s.tolist()
+
+
 @pytest.mark.parametrize(("last", "units"), [(10, [*"abcdef", *"edcba"]), (1000, None)])
 def test_a_unit_has_the_weights_of_whole_segments_unless_these_are_most_of_them(last, units):
     """Six operators in two segments, cut by units that are smaller. The first segment has half of

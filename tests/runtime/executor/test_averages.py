@@ -56,6 +56,10 @@ def ddp(model, n_ranks, batch):
     return with_copies(strategies(model, n_ranks, batch)["ddp"], small_graph(model), n_ranks)
 
 
+def sharded_ddp(model, n_ranks, batch, state):
+    return msgspec.structs.replace(ddp(model, n_ranks, batch), shard_state=state)
+
+
 def assert_close(found, wanted, optimizer):
     for name, tensor in wanted.items():
         scale = float(tensor.abs().max()) or 1.0
@@ -87,8 +91,15 @@ def assert_trained_one_by_one(training, ranks):
         ("disordered", lambda: degrees("disordered", "dp=2,pp=2", 8, 2), DILOCO, "", {}),
         ("mlp", lambda: degrees("mlp", "dp=2,pp=2", 6, 1), DILOCO, "aabb", {"seed": 1}),
         ("gpt2", lambda: degrees("gpt2", "tp=2,dp=2", 4, 1), MEAN, "", {"optimizer": "adamw"}),
+        # State is sharded within a replica; with the seed 4 in small units.
+        ("lenet", lambda: sharded_ddp("lenet", 4, 8, "optimizer"), RARE, "aabb", {"seed": 1}),
+        ("gpt2", lambda: sharded_ddp("gpt2", 4, 4, "gradients"), MEAN, "aabb", {"seed": 4}),
+        (
+            "gpt2", lambda: sharded_ddp("gpt2", 4, 4, "parameters_in_node"), DILOCO, "abab",
+            {"seed": 4, "optimizer": "adamw"},
+        ),
     ],
-)
+)  # fmt: skip
 def test_replicas_train_as_one_after_the_other(model, strategy, outer, hosts, changes, ranks):
     assert_trained_one_by_one(
         averaged(model, strategy(), outer, hosts, n_steps=5, **changes), ranks
@@ -113,10 +124,13 @@ def test_replicas_train_so_under_the_rules_of_nccl(hosts, nccl_ranks):
         ("mlp", lambda: ddp("mlp", 3, 7), "adamw"),
         ("resnet18", lambda: ddp("resnet18", 2, 8), "sgd"),
         ("disordered", lambda: degrees("disordered", "dp=2,pp=2", 8, 2), "sgd"),
+        ("gpt2", lambda: sharded_ddp("gpt2", 4, 4, "optimizer"), "adamw"),
+        ("lenet", lambda: sharded_ddp("lenet", 4, 8, "parameters"), "sgd"),
     ],
 )
 def test_a_state_goes_on_bit_by_bit(model, strategy, optimizer, ranks, tmp_path):
-    training = averaged(model, strategy(), n_steps=7, optimizer=optimizer)
+    hosts = "aabb" if strategy().shard_state != "none" else ""
+    training = averaged(model, strategy(), hosts=hosts, n_steps=7, optimizer=optimizer)
     whole = ranks.run(training.case.n_ranks, train_replicas, training)
     saved = replace(training, directory=str(tmp_path), n_before=4)
     first = ranks.run(training.case.n_ranks, train_and_write, saved)
@@ -164,8 +178,8 @@ def test_one_replica_that_is_left_writes_the_average(ranks, tmp_path):
         (lambda: degrees("mlp", "dp=1,pp=2", 6, 1), "", "has one, because its 2 ranks exchange"),
         (lambda: degrees("mlp", "dp=2,pp=2", 6, 1), "abab", "has one, because its 4 ranks"),
         (
-            lambda: msgspec.structs.replace(ddp("mlp", 2, 6), shard_state="gradients"), "",
-            "has the shard_state gradients: make it none",
+            lambda: sharded_ddp("mlp", 3, 6, "gradients"), "aab",
+            r"ranks \(0, 1\) share .* as do \(2,\): give each replica as many ranks",
         ),
     ],
 )  # fmt: skip

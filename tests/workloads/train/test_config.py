@@ -160,7 +160,6 @@ def test_by_default_one_device_trains_the_batch_of_the_others():
         ({"sync_every": (8,), "engine": "deepspeed"}, "8 is for the engines torch and executor"),
         ({"sync_every": (8,), "ema": 0.9}, "--ema is for the training of one replica"),
         ({"sync_every": (8,), "drift": True}, "--drift is for the training of one replica"),
-        ({"sync_every": (8,), "shard_state": "optimizer"}, "--shard-state is for the training of"),
         ({"sync_every": (1, 8), "strategy": ("single", "pp=2")},
          "--sync-every 8 averages replicas, and no run of single pp=2 on 4 ranks has several"),
         ({"outer_momentum": 0.9}, "--outer-momentum 0.9 is for --sync-every above 1"),

@@ -150,6 +150,10 @@ class Layout:
         alone = {(part.operator, part.index) for part in parts if not part.copies}
         return frozenset(alone - read)
 
+    def exchanges(self) -> set[tuple[int, int]]:
+        """The devices of each activation that is sent."""
+        return {(p.part.device, w.device) for w in self.wants for p in (*w.pieces, *w.returns)}
+
     def plan(self, operator: str) -> OperatorPlan:
         return self.strategy.operators[operator]
 

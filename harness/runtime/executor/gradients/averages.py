@@ -10,7 +10,7 @@ Ranks that exchange activations, and on several hosts those of a host, train a r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.domain.shard_state import sharing_groups
 from harness.domain.strategy import Strategy
 from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
@@ -25,6 +26,7 @@ from harness.runtime.engines.engine import CollectiveSpans, EngineOptions, Share
 from harness.runtime.engines.local_sgd import ReplicaAverage, replicas_of
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.run.phases import Phases
+from harness.runtime.executor.sharded.owners import Sharing, part_holders
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.ranks.failures import blaming_peers
@@ -55,13 +57,8 @@ class Replicas:
         """Those of ranks that exchange activations in some groups.
 
         Raises:
-            StrategyError: all ranks are one replica, or they shard state.
+            StrategyError: all ranks are one replica.
         """
-        if strategy.shard_state != "none":
-            raise StrategyError(
-                f"--sync-every averages whole replicas, strategy {strategy.name!r} has the "
-                f"shard_state {strategy.shard_state}: make it none"
-            )
         hosts = replicas_of(world.hostnames) if len(set(world.hostnames)) > 1 else []
         found: list[set[int]] = [{rank} for rank in range(world.size)]
         for group in (*hosts, *exchanges):
@@ -82,20 +79,44 @@ class Replicas:
         made = {ranks: groups.for_sums(ranks) for ranks in self.all if len(ranks) > 1}
         return made.get(self.own)
 
+    def sharing_groups(self, strategy: Strategy, world: World, holders: Group) -> list[Group]:
+        """The groups of some holders that each keep a slice's state in parts."""
+        state, hosts = strategy.shard_state, world.hostnames
+        return [group for own in self.split(holders) for group in sharing_groups(state, own, hosts)]
+
     def split(self, ranks: Iterable[int]) -> list[Group]:
         """The ranks of a group that belong to each replica, for each that has some."""
         parts = [tuple(rank for rank in ranks if rank in own) for own in self.all]
         return [part for part in parts if part]
 
 
-def ranks_alike(holders: Holders, replicas: Replicas) -> list[Group]:
-    """The sets of ranks that hold the same trained slices, which are averaged with each other.
+def updaters(holders: Holders, sharing: Sharing) -> dict[WeightSlice, Group]:
+    """The ranks of all replicas that update each slice, or part of one.
+
+    Raises:
+        StrategyError: unlike numbers of ranks share a slice in two replicas.
+    """
+    found: dict[WeightSlice, Group] = {}
+    for piece, devices in holders.trained():
+        groups = sharing(devices)
+        if len(set(map(len, groups))) > 1:
+            raise StrategyError(
+                f"--sync-every averages equal parts of replicas, and ranks {groups[0]} share "
+                f"{piece.name}, as do {min(groups, key=len)}: give each replica as many ranks, or "
+                "shard no state"
+            )
+        found |= part_holders(piece, groups)
+    return found
+
+
+def ranks_alike(held_by: Mapping[WeightSlice, Group], replicas: Replicas) -> list[Group]:
+    """The sets of ranks that update the same slices, which are averaged with each other.
 
     Raises:
         StrategyError: a replica lacks ranks like those of another.
     """
     held: dict[int, set[WeightSlice]] = defaultdict(set)
-    for piece, devices in holders.trained():
+    for piece, devices in held_by.items():
         for rank in devices:
             held[rank].add(piece)
     sets: dict[frozenset[WeightSlice], list[int]] = defaultdict(list)
@@ -117,7 +138,7 @@ class ReplicaAverages:
     calls.
 
     Args:
-        trained: this rank's slices.
+        own: the slices, or parts of them, that this rank updates.
         options: with `outer`.
 
     Attributes:
@@ -129,7 +150,8 @@ class ReplicaAverages:
         self,
         holders: Holders,
         replicas: Replicas,
-        trained: Mapping[WeightSlice, nn.Parameter],
+        sharing: Sharing,
+        own: Mapping[WeightSlice, nn.Parameter],
         world: World,
         recorder: Recorder,
         options: EngineOptions,
@@ -137,14 +159,15 @@ class ReplicaAverages:
     ) -> None:
         outer = options.outer
         assert outer is not None, "gradients are summed otherwise"
-        made = {ranks: groups.for_sums(ranks) for ranks in ranks_alike(holders, replicas)}
+        held_by = updaters(holders, sharing)
+        made = {ranks: groups.for_sums(ranks) for ranks in ranks_alike(held_by, replicas)}
         self.replicas = replicas
         self._ranks = next((ranks for ranks in made if world.rank in ranks), ())
         self._n_together = len(set(self._ranks) & set(replicas.own))
         self._group, self._spans = made.get(self._ranks), CollectiveSpans(world, recorder)
-        named = {str(piece): parameter for piece, parameter in trained.items()}
+        named = {str(piece): parameter for piece, parameter in own.items()}
         # Of all ranks, so that those of a replica that share a slice average equal elements of it.
-        sizes = {str(piece): piece.n_elements for piece, _ in holders.trained()}
+        sizes = {str(piece): piece.n_elements for piece in sorted(held_by)}
         self.average = ReplicaAverage(named, outer, self._sum, options.reduce_dtype, sizes)
 
     def _sum(self, tensor: Tensor, name: str) -> Any:
@@ -152,15 +175,21 @@ class ReplicaAverages:
         return self._spans.start(begin, name, tensor.nbytes)
 
     @contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """Let this rank's weights be those that all replicas agree on."""
+    def agreeing(self, gather: Callable[[], None]) -> Iterator[None]:
+        """Let this rank's weights be those that all replicas agree on; all ranks must call it.
+
+        Args:
+            gather: gets other ranks' parts after this one's have been changed.
+        """
         agreed = self.average.whole()
         own = {parameter: parameter.detach().clone() for parameter in agreed}
         _assign(agreed)
+        gather()
         try:
             yield
         finally:
             _assign(own)
+            gather()
 
     def begin(self, share: Share) -> None:
         """Begin the average of a step."""

@@ -17,7 +17,6 @@ from harness.domain.freezing import FreezableLayer, FreezingState
 from harness.errors import ConfigError
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.sharded.gathers import WeightGathers
 from harness.runtime.executor.sharded.owners import Owners
 from harness.runtime.executor.state.weights import Weights
 from harness.runtime.ranks.world import World
@@ -246,12 +245,11 @@ class WeightUpdate:
         scale: LossScale,
         hooks: ParameterHooks,
         clip: GradientClip,
-        gathers: WeightGathers,
         phases: Phases,
     ) -> None:
         self._weights, self._owners, self._optimizer = weights, owners, optimizer
         self.scale, self._hooks, self._clip = scale, hooks, clip
-        self._gathers, self._phases = gathers, phases
+        self._phases = phases
 
     def run(self, norms: LayerNorms | None, *, is_muted: bool) -> None:
         """Update and free the gradients; all ranks must call it.
@@ -271,5 +269,3 @@ class WeightUpdate:
         self.scale.step(self._optimizer, is_muted=is_muted)
         for parameter in (*trained.values(), *self._owners.own.values()):
             parameter.grad = None
-        if not is_muted:
-            self._gathers.gather_updated()

@@ -16,6 +16,7 @@ they gather in one order. A unit that is the last of one action and the first of
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from harness.runtime.executor.sharded.owners import Group, Owners, SharedSlice, 
 from harness.runtime.executor.state.weights import Holders
 from harness.runtime.ranks.failures import blaming_peers
 from harness.runtime.ranks.world import World
+
+_log = logging.getLogger(__name__)
 
 # Number of the action in the step, and of the segment in the order in which they run.
 Moment = tuple[int, int]
@@ -127,6 +130,18 @@ def plan_units(
     for left in list(open_units):
         close(left)
     return sorted(found, key=lambda unit: (unit.first, unit.devices, unit.is_freed))
+
+
+def warn_if_unsharded(holders: Holders, strategy: Strategy, sharing: Sharing) -> None:
+    """Log a warning if several ranks hold each weight, and none of them share its state."""
+    held = [devices for _, devices in holders.trained() if len(devices) > 1]
+    groups = [group for devices in held for group in sharing(devices)]
+    if strategy.shard_state != "none" and groups and max(map(len, groups)) == 1:
+        _log.warning(
+            "shard_state %s divides no weight, because each host (or averaged replica) holds "
+            "each weight on one rank: drop it, or its _in_node",
+            strategy.shard_state,
+        )
 
 
 class WeightUnit:

@@ -43,6 +43,14 @@ Group = tuple[int, ...]
 Sharing = Callable[[Group], Sequence[Group]]
 
 
+def part_holders(piece: WeightSlice, groups: Sequence[Group]) -> dict[WeightSlice, Group]:
+    """The parts of a slice that are not empty, with their holders, in groups of one size that each
+    keep the whole."""
+    alike = enumerate(zip(*groups, strict=True))
+    parts = {piece.part(k, len(groups[0])): holders for k, holders in alike}
+    return {part: holders for part, holders in parts.items() if part is not None}
+
+
 class SharedSlice(NamedTuple):
     """This rank's copy of a slice that several ranks hold, where state is sharded.
 
@@ -87,6 +95,7 @@ class Owners:
         weights: this rank's slices, in memory.
         sharing: equal on all ranks.
         freed: slices that are kept in parts only; their own parts are copies.
+        is_averaging: all shared slices are parts of the state, which averages change.
 
     Attributes:
         own: the parameters that this rank updates, in the order of the model.
@@ -102,6 +111,8 @@ class Owners:
         rank: int,
         sharing: Sharing,
         freed: Iterable[WeightSlice],
+        *,
+        is_averaging: bool = False,
     ) -> None:
         self._strategy, self._rank, self._holders = strategy, rank, holders
         self._sharing = sharing
@@ -115,7 +126,8 @@ class Owners:
                 continue
             n = len(sharing(devices)[0])
             self._parts[piece] = tuple(piece.part(k, n) for k in range(n))
-            self._ranks |= self._part_holders(piece)
+            self._ranks |= part_holders(piece, sharing(devices))
+        self._in_parts = frozenset(self._parts) if is_averaging else self.freed
         self.own: dict[WeightSlice, nn.Parameter] = {}
         self.shared: list[SharedSlice] = []
         for piece, parameter in weights.trainable().items():
@@ -126,12 +138,6 @@ class Owners:
             self.shared.append(one)
             if one.own is not None:
                 self.own[one.own_part] = one.own
-
-    def _part_holders(self, piece: WeightSlice) -> dict[WeightSlice, Group]:
-        """The parts of a slice that are not empty, each with its holders."""
-        alike = zip(*self._sharing(self._holders.of(piece)), strict=True)
-        pairs = zip(self._parts[piece], alike, strict=True)
-        return {part: devices for part, devices in pairs if part is not None}
 
     def _shared(self, piece: WeightSlice, parameter: nn.Parameter) -> SharedSlice:
         groups, parts = self._sharing(self._holders.of(piece)), self._parts[piece]
@@ -173,19 +179,20 @@ class Owners:
         return dict(self._ranks)
 
     def placement(self) -> dict[WeightSlice, Group]:
-        """The ranks that hold each slice of the model between two steps: freed ones in parts."""
-        found = {p: devices for p, devices in self._holders.items() if p not in self.freed}
-        for piece in self.freed:
-            found |= self._part_holders(piece)
+        """The ranks that hold each slice of the model between two steps."""
+        found = {p: devices for p, devices in self._holders.items() if p not in self._in_parts}
+        for piece in self._in_parts:
+            found |= part_holders(piece, self._sharing(self._holders.of(piece)))
         return found
 
     def trained(self, weights: Weights) -> dict[WeightSlice, nn.Parameter]:
-        """This rank's trained slices between two steps: freed ones in parts."""
-        whole = {p: tensor for p, tensor in weights.trainable().items() if p not in self.freed}
+        """This rank's trained slices between two steps."""
+        trained = weights.trainable().items()
+        whole = {piece: tensor for piece, tensor in trained if piece not in self._in_parts}
         return whole | {
             one.own_part: one.own
             for one in self.shared
-            if one.piece in self.freed and one.own is not None
+            if one.piece in self._in_parts and one.own is not None
         }
 
     def module(self, weights: Weights) -> nn.Module:
@@ -194,7 +201,7 @@ class Owners:
 
     def held(self, weights: Weights) -> dict[WeightSlice, Tensor]:
         """This rank's slices of the model between two steps."""
-        kept = {p: tensor for p, tensor in weights.held.items() if p not in self.freed}
+        kept = {p: tensor for p, tensor in weights.held.items() if p not in self._in_parts}
         return kept | self.trained(weights)
 
 
