@@ -228,3 +228,20 @@ def test_data_parallelism_shards_what_memory_needs(memory, state):
     assert fitting == set(wanted)
     asked = search_portfolio(replace(request, shard_state="parameters"), options=options)
     assert asked.result().strategy.shard_state == "parameters"
+
+
+def test_a_search_shards_within_nodes_where_links_between_them_are_slow():
+    graph, profile = row({f"fc{k}": 10**6 // 4 for k in range(16)})
+    cluster = Cluster.uniform(
+        2, 2, inside_bytes_per_s=1e9, between_bytes_per_s=1e6, memory_bytes=7_500_000
+    )
+    request = PlanRequest(cluster=cluster, graph=graph, profile=profile, budget=50)
+    found = search_portfolio(request, options=SimulatorOptions(bucket_bytes=100_000))
+    step_s = {
+        name.removeprefix("ddp, sharded "): one.step_s
+        for name, one in found.objective.best_of.items()
+        if name.startswith("ddp, sharded ") and "recomputed" not in name
+    }
+    assert sorted(step_s, key=step_s.__getitem__) == [
+        "parameters_in_node", "parameters", "gradients",
+    ]  # fmt: skip

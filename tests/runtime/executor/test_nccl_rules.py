@@ -9,7 +9,7 @@ import torch.distributed as dist
 from equivalence_cases import any_case
 from equivalence_check import RanksBySize, assert_equal
 from equivalence_exchanges import sharded
-from equivalence_named import pipeline_case
+from equivalence_named import make_case, pipeline_case
 from equivalence_priming import evaluated, first_called_beside_receives
 from equivalence_ranks import RanksFailedError
 
@@ -25,6 +25,12 @@ def ranks():
 @pytest.mark.parametrize("index", range(4))
 def test_random_strategies_train_what_one_device_trains(index, ranks):
     assert_equal(any_case(7, index), ranks)
+
+
+@pytest.mark.parametrize("state", ["gradients_in_node", "parameters_in_node"])
+def test_state_that_is_sharded_in_nodes_trains_what_one_device_trains(state, ranks):
+    case = make_case("lenet", "ddp", 4, 8, seed=5)  # of small buckets
+    assert_equal(sharded(case, state), ranks)
 
 
 def cross(is_batched, world):
