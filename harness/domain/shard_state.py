@@ -48,12 +48,6 @@ def shards_in_nodes(state: ShardState) -> bool:
     return state.endswith("_in_node")
 
 
-def within_nodes(state: ShardState) -> ShardState:
-    """The same state, sharded within nodes."""
-    found = state if state == "none" or shards_in_nodes(state) else f"{state}_in_node"
-    return next(known for known in SHARD_STATES if known == found)
-
-
 def sharing_groups(state: ShardState, holders: Group, node_of: Sequence[object]) -> list[Group]:
     """The groups of a weight's holders that each keep its whole state in parts, equal in number:
     one device each where state is whole, and one group where `_in_node` finds unlike numbers of

@@ -18,7 +18,7 @@ from harness.plan.simulate.activations import (
     held_outputs,
     received_bytes,
 )
-from harness.plan.simulate.reductions import reduction_columns
+from harness.plan.simulate.reductions import reduction_columns, with_averages
 from harness.plan.simulate.sharded_state import (
     Gathers,
     Unit,
@@ -111,6 +111,11 @@ def lower(
         triggers = _triggers(buckets, flow, position, row_at, is_deferred)
     else:
         triggers = last[buckets.end_device]
+    if simulator.options.sync_every > 1:
+        buckets = with_averages(buckets, tables.buckets())
+        # Of what the step before has left.
+        averages = buckets.end_device[len(triggers) :]
+        triggers = np.concatenate([triggers, first[averages]])
     gathers = plan_gathers(tables, flow, units, row_at, len(rows), following)
     n_summed = 1 if is_sharded else flow.n_microbatches
     # Freed weights are gathered once for a unit's second forward and its backward.
@@ -139,9 +144,7 @@ def lower(
         node_of=network.node_of,
         host_s_per_byte=np.array([one.host_s_per_byte for one in simulator.cluster.devices]),
         **_sum_columns(simulator, edges.sums, row_at),
-        **reduction_columns(
-            simulator, tables, buckets, gathers.units, sharing if is_sharded else None
-        ),
+        **reduction_columns(simulator, tables, buckets, gathers.units, shard_state),
     )
     return Lowered(
         work=found,

@@ -17,7 +17,7 @@ import bisect
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -184,16 +184,16 @@ class Network:
             self._cache[key] = self._price(group, n_bytes)
         return self._cache[key]
 
-    def average(self, group: tuple[int, ...], n_bytes: int, share: float) -> Collective:
-        """Price the average of a share of n_bytes over the replicas of a group, and, where each of
-        several nodes trains one, the all-reduce of n_bytes within the nodes."""
+    def beside(self, one: Collective) -> Collective:
+        """The same, while the devices run other collectives."""
+        first = self.stream_resource(0)
+        return replace(one, occupied=tuple(pair for pair in one.occupied if pair[0] < first))
+
+    def replicas(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The devices of a group that train each of its averaged replicas: those of a node, or one,
+        where all are of one node."""
         rows = self._rows(group)
-        parts = [self.all_reduce(group, int(n_bytes * share))]
-        if len(rows) > 1:
-            parts += [self.all_reduce(tuple(row), n_bytes) for row in rows if len(row) > 1]
-        between, *inside = parts
-        duration = between.duration_s + max((one.duration_s for one in inside), default=0.0)
-        return _collective(duration, _added(parts))
+        return [tuple(row) for row in rows] if len(rows) > 1 else [(device,) for device in group]
 
     def _rows(self, group: tuple[int, ...]) -> list[list[int]]:
         """The devices of a group by node."""
@@ -249,15 +249,13 @@ class Network:
         ring for its share of the bytes, and a node's rings share its NIC.
 
         Args:
-            rows: equally many devices of each node, or of several.
+            rows: devices of each node, or of several; of unlike numbers, the smallest counts.
             inner_share: of an all-reduce, that the rings within take; 0.5: a reduce-scatter.
             outer_share: of the bytes, that go between the rows.
         """
-        inside = [
-            one.scaled(inner_share)
-            for one in (self.all_reduce(tuple(row), n_bytes) for row in rows if len(row) > 1)
-        ]
-        columns = list(zip(*rows, strict=True)) if outer_share > 0 and len(rows) > 1 else []
+        several = [tuple(row) for row in rows if len(row) > 1 and inner_share > 0]
+        inside = [self.all_reduce(row, n_bytes).scaled(inner_share) for row in several]
+        columns = list(zip(*rows, strict=False)) if outer_share > 0 and len(rows) > 1 else []
         share = max(1, int(n_bytes * outer_share) // len(rows[0]))
         between = [self.all_reduce(column, share) for column in columns]
         occupied = _added((*inside, *between))

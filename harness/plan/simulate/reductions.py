@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from harness.domain.shard_state import ShardState, shards_gradients
 from harness.plan.simulate.network import Collective, Network
-from harness.plan.simulate.sharded_state import Group, Sharing, Unit
+from harness.plan.simulate.sharded_state import Group, Unit
 from harness.plan.simulate.tables import Buckets, Tables, pointers
 from harness.plan.simulate.transfers import Sum
 
@@ -27,31 +28,37 @@ class _Priced(NamedTuple):
     host_bytes: float
 
 
+def with_averages(sums: Buckets, averaged: Buckets) -> Buckets:
+    """Sums of gradients, and then averages of replicas for some buckets."""
+    n, n_ends = len(sums.groups), len(sums.end_device)
+    before = averaged.end_before
+    return replace(
+        sums,
+        n_bytes=np.concatenate([sums.n_bytes, averaged.n_bytes]),
+        members=sums.members + averaged.members,
+        groups=sums.groups + averaged.groups,
+        n_rounds=np.concatenate([sums.n_rounds, np.zeros(len(averaged.groups))]),
+        microbatch=np.concatenate([sums.microbatch, averaged.microbatch]),
+        end_device=np.concatenate([sums.end_device, averaged.end_device]),
+        end_bucket=np.concatenate([sums.end_bucket, averaged.end_bucket + n]),
+        end_before=np.concatenate([sums.end_before, np.where(before < 0, -1, before + n_ends)]),
+    )
+
+
 def reduction_columns(
     simulator: Simulator,
     tables: Tables,
     buckets: Buckets,
     gathered: Sequence[Unit],
-    scattering: Sharing | None,
+    shard_state: ShardState,
 ) -> dict[str, Any]:
     """Fields of `Work`: of all sums forward, of all sums backward, of buckets, and of gathered
-    weights.
-
-    Args:
-        scattering: of gradients that are summed to their owners.
-    """
+    weights."""
     network = simulator.network
-    sums, options = tables.edge_rows().sums, simulator.options
-    sizes = (buckets.n_bytes * options.reduce_bytes_per_gradient_byte).astype(int).tolist()
-    sum_up = _all_reduce if options.sync_every == 1 else partial(_average, options.sync_every)
-    found = [_sum(network, one, way, tables.mean_size) for way in (0, 1) for one in sums]
-    shares = buckets.n_rounds.tolist()
-    if scattering is None:
-        found += map(sum_up, itertools.repeat(network), buckets.groups, sizes, shares)
-    else:
-        is_last = (buckets.microbatch == buckets.microbatch.max(initial=0)).tolist()
-        for group, size, last in zip(buckets.groups, sizes, is_last, strict=True):
-            found.append(_scatter(network, scattering(group), size, last / options.sync_every))
+    found = [
+        _sum(network, one, w, tables.mean_size) for w in (0, 1) for one in tables.edge_rows().sums
+    ]
+    found += _buckets(simulator, buckets, shard_state)
     found += (_all_reduce(network, unit.group, unit.n_bytes, 0.5) for unit in gathered)
     pairs = [(r, one.share * seconds) for one in found for r, seconds in one.price.occupied]
     return {
@@ -83,18 +90,30 @@ def _all_reduce(network: Network, group: tuple[int, ...], n_bytes: int, share: f
     return _Priced(group, network.all_reduce(group, n_bytes), share, host_bytes)
 
 
-def _scatter(
-    network: Network, groups: Sequence[Group], n_bytes: int, outer_share: float
+def _buckets(simulator: Simulator, buckets: Buckets, shard_state: ShardState) -> Iterator[_Priced]:
+    """The prices of sums of gradients, and of averages of replicas."""
+    network, every = simulator.network, simulator.options.sync_every
+    is_sharded, sharing = shards_gradients(shard_state), simulator.sharing(shard_state)
+    sizes = (buckets.n_bytes * simulator.options.reduce_bytes_per_gradient_byte).astype(int)
+    last = buckets.microbatch.max(initial=-1)
+    flows = zip(buckets.groups, sizes.tolist(), buckets.n_rounds, buckets.microbatch, strict=True)
+    for group, size, share, microbatch in flows:
+        if is_sharded:
+            ends = microbatch == last if every == 1 else (share == 0) / every
+            found = _of_groups(network, sharing(group), size, share, ends)
+        elif every > 1 and share > 0:
+            found = _of_groups(network, network.replicas(group), size, share, 0.0)
+        else:
+            found = _all_reduce(network, group, size // every, 1.0)
+        yield found if share > 0 else found._replace(price=network.beside(found.price))
+
+
+def _of_groups(
+    network: Network, groups: Sequence[Group], n_bytes: int, inner_share: float, outer_share: float
 ) -> _Priced:
-    """The price of sums to the owners in groups, and of a share of the bytes between the groups."""
+    """The price of a share of an all-reduce in each group, and of one of equal parts of a share of
+    the bytes between the groups."""
     n, n_groups = len(groups[0]), len(groups)
-    price = network.within_and_between(groups, n_bytes, 0.5, outer_share)
-    sent = (n - 1) / n / 2 + outer_share * (n_groups - 1) / n_groups / n
+    price = network.within_and_between(groups, n_bytes, inner_share, outer_share)
+    sent = inner_share * (n - 1) / n + outer_share * (n_groups - 1) / n_groups / n
     return _Priced(tuple(sorted(itertools.chain(*groups))), price, 1.0, 4 * sent * n_bytes)
-
-
-def _average(
-    every: int, network: Network, group: tuple[int, ...], n_bytes: int, share: float
-) -> _Priced:
-    part = _all_reduce(network, group, n_bytes // every, share)
-    return part._replace(price=network.average(group, n_bytes, 1 / every))

@@ -50,7 +50,8 @@ def events(simulation: Simulation) -> Iterator[Event]:
         if np.isnan(start[task]):
             return
         event = decode(simulation, int(task))
-        if event.span.duration_s or event.span.pass_ not in ("weights", "recompute"):
+        is_empty = event.ring_share == 0 or event.span.pass_ in ("weights", "recompute")
+        if event.span.duration_s or not is_empty:
             yield event
 
 
@@ -125,34 +126,38 @@ def _sum(simulation: Simulation, number: int) -> _Work:
 
 def _bucket(simulation: Simulation, number: int) -> _Work:
     lowered, operators = simulation.outcome.lowered, simulation.simulator.graph.operators
-    buckets = lowered.buckets
-    if number >= len(buckets.groups):
-        unit = lowered.gathered[number - len(buckets.groups)]
-        kind, group, members = "all-gather", unit.group, list(unit.operators)
-        n_bytes = float(unit.n_bytes)
+    if number >= len(lowered.buckets.groups):
+        unit = lowered.gathered[number - len(lowered.buckets.groups)]
+        group, members = unit.group, list(unit.operators)
+        kind, n_bytes, share = "all-gather", float(unit.n_bytes), _ring_share(unit.group)
     else:
-        kind = "all-reduce" if buckets.n_rounds[number] == 1 else "reduce-scatter"
-        group, members = buckets.groups[number], buckets.members[number]
-        n_bytes = float(buckets.n_bytes[number])
-        options = simulation.simulator.options
-        n_bytes *= (
-            options.sent_bytes_per_gradient_byte
-            if kind == "all-reduce"
-            else options.reduce_bytes_per_gradient_byte
-        )
+        group, members = lowered.buckets.groups[number], lowered.buckets.members[number]
+        kind, n_bytes, share = _bucket_sum(simulation, number)
     last = f" to {operators[members[-1]].name}" if len(members) > 1 else ""
     fields: SpanFields = {
         "name": f"{kind} {operators[members[0]].name}{last}",
         "n_bytes": round(n_bytes),
     }
     where = _group_name(group, simulation.simulator.network.names, kind)
-    share = _ring_share(group) * (2 if kind == "all-reduce" else 1)
-    if kind == "reduce-scatter":
-        groups = simulation.simulator.sharing(simulation.strategy.shard_state)(group)
-        is_last = buckets.microbatch[number] == simulation.strategy.n_microbatches - 1
-        if len(groups) > 1:  # between nodes parts are all-reduced, once a step
-            share = 2 * is_last / simulation.simulator.options.sync_every * _ring_share(groups)
     return "communication", fields, group, where, share
+
+
+def _bucket_sum(simulation: Simulation, number: int) -> tuple[str, float, float]:
+    """What sums a bucket, its bytes, and `ring_share`, of what nodes send to each other."""
+    simulator, strategy = simulation.simulator, simulation.strategy
+    buckets, every = simulation.outcome.lowered.buckets, simulator.options.sync_every
+    n_bytes = float(buckets.n_bytes[number]) * simulator.options.reduce_bytes_per_gradient_byte
+    group, n_rounds = buckets.groups[number], buckets.n_rounds[number]
+    groups = simulator.sharing(strategy.shard_state)(group)
+    if n_rounds == 0:
+        share = _ring_share(groups if shards_gradients(strategy.shard_state) else group)
+        return "average", n_bytes / every, 2 * share
+    if n_rounds == 1:
+        return "all-reduce", n_bytes, 2 * _ring_share(group) * (every == 1)
+    if len(groups) == 1:
+        return "reduce-scatter", n_bytes, _ring_share(group) * (every == 1)
+    is_last = buckets.microbatch[number] == strategy.n_microbatches - 1
+    return "reduce-scatter", n_bytes, 2 * _ring_share(groups) * (is_last and every == 1)
 
 
 def _ring_share(group: Sequence[object]) -> float:
@@ -329,19 +334,25 @@ def _network_lines(simulation: Simulation) -> list[str]:
     start = out.start[out.lowered.begins[0] : out.lowered.begins[2]]
     exists = ~np.isnan(start.reshape(2 * n_microbatches, len(edge_bytes)))
     moved = float((exists * edge_bytes).sum())
-    synced = float(out.lowered.buckets.n_bytes.sum())
-    synced *= simulation.simulator.options.sent_bytes_per_gradient_byte
+    options, buckets = simulation.simulator.options, out.lowered.buckets
+    is_averaging = options.sync_every > 1
+    synced = float(buckets.n_bytes[(buckets.n_rounds == 0) == is_averaging].sum())
+    synced *= options.sent_bytes_per_gradient_byte
     summed = sum(
         n_bytes * n_rounds * n_microbatches
         for one in out.lowered.edges.sums
         for n_bytes, n_rounds in zip(one.n_bytes, one.n_rounds, strict=True)
     )
     is_sharded = shards_gradients(simulation.strategy.shard_state)
-    how = "summed to the owners of their parts" if is_sharded else "all-reduced"
+    how = "gradients are summed to the owners of their parts"
+    if is_averaging:
+        how = "replicas are averaged"
+    elif not is_sharded:
+        how = "gradients are all-reduced"
     within = f", {format_bytes(summed)} of activations too" if summed else ""
     lines.append(
         f"per step {format_bytes(moved)} of activations and their gradients cross devices and "
-        f"{format_bytes(synced)} of gradients are {how}{within}"
+        f"{format_bytes(synced)} of {how}{within}"
     )
     gathered = sum(unit.n_bytes for unit in out.lowered.gathered)
     if gathered:

@@ -19,7 +19,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName
-from harness.domain.shard_state import ShardState, shards_gradients, sharing_groups, within_nodes
+from harness.domain.shard_state import ShardState, shards_gradients, sharing_groups
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import PlanError
@@ -130,10 +130,11 @@ class Simulator:
         return self._costs[samples]
 
     def sharing(self, shard_state: ShardState) -> Sharing:
-        """The groups of some holders that each keep a slice in parts; of replicas that are
-        averaged, each is on one node."""
-        state = shard_state if self.options.sync_every == 1 else within_nodes(shard_state)
-        return partial(sharing_groups, state, node_of=self.network.node_of.tolist())
+        """The groups of some holders that each keep a slice in parts; of averaged replicas, the
+        holders in each."""
+        if self.options.sync_every > 1 and shard_state != "none":
+            return self.network.replicas
+        return partial(sharing_groups, shard_state, node_of=self.network.node_of.tolist())
 
     def simulate(self, strategy: Strategy) -> Simulation:
         """Price one strategy.

@@ -45,7 +45,8 @@ class Buckets:
     Attributes:
         members: operators of each bucket.
         groups: devices of each bucket.
-        n_rounds: (n,) share of an all-reduce that each takes: 1, or 0.5.
+        n_rounds: (n,) share of an all-reduce that each takes: 1, or 0.5; 0 for an average of
+            replicas.
         microbatch: (n,) the microbatch after whose backward each starts; -1: the last.
         end_device, end_bucket: (n_ends,) every device of every bucket (an end).
         end_before: (n_ends,) the end of the group's previous bucket on the same device, or -1.

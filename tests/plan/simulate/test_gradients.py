@@ -65,7 +65,11 @@ def test_averaged_replicas_sum_and_compute_a_part_of_their_weights():
         simulate_chain(BY_SAMPLES, BY_SAMPLES, options=options)
         for options in (averaged, replace(averaged, stream_s_per_byte=0.0))
     )
-    assert timeline(bare)[-1] == ("all-reduce a", 4.5, 5.75)  # a fourth of 5 s, after backward
+    # A fourth of 2.5 s and of 5 s, after the first forward of 0.5 s.
+    assert [one for one in timeline(bare) if "average" in one[0]] == [
+        ("average b", 0.5, 1.125),
+        ("average a", 1.125, 2.375),
+    ]
     more = device_seconds(found, 0)["backward"] - device_seconds(bare, 0)["backward"]
     assert more == pytest.approx(16 / 4 * 120 * 0.01)
     assert averaged.n_optimizer_states == 2

@@ -111,18 +111,28 @@ def test_measured_collectives_replace_the_ring():
     assert simulate_chain(BY_SAMPLES, BY_SAMPLES, cluster).step_s == pytest.approx(14.5)
 
 
-def test_replicas_of_several_nodes_sum_gradients_within_and_average_a_part_between():
+def test_replicas_are_those_of_nodes_or_of_the_devices_of_one():
     two, one = (
         Network(Cluster.uniform(n, 4 // n, inside_bytes_per_s=1e3, memory_bytes=1)) for n in (2, 1)
     )
-    every = (0, 1, 2, 3)
-    within, between = two.all_reduce((0, 1), 4000), two.all_reduce(every, 1000)
-    found = two.average(every, 4000, 1 / 4)
-    assert found.duration_s == within.duration_s + between.duration_s > between.duration_s
-    link = dict(within.occupied)[1] + dict(between.occupied)[1]
-    assert dict(found.occupied)[1] == link
-    assert two.average((0, 2), 4000, 1 / 4) == two.all_reduce((0, 2), 1000)
-    assert one.average(every, 4000, 1 / 4) == one.all_reduce(every, 1000)
+    assert two.replicas((0, 1, 2, 3)) == [(0, 1), (2, 3)]
+    assert two.replicas((1, 3)) == [(1,), (3,)]
+    assert one.replicas((0, 1, 2, 3)) == [(0,), (1,), (2,), (3,)]
+
+
+def test_replicas_of_several_nodes_sum_gradients_within_and_average_a_part_between():
+    cluster = Cluster.uniform(2, 2, inside_bytes_per_s=16.0, memory_bytes=10**6)
+    plan = OperatorPlan({"sample": 4}, [0, 1, 2, 3])
+    options = SimulatorOptions(bucket_bytes=1).averaging(4)
+    found = timeline(simulate_chain(plan, plan, cluster, options=options))
+    # Rings of four devices for a fourth of 40 B and of 80 B, from the first forward on; then rings
+    # of two for all, at 16 B/s, whose links those have used.
+    assert [one for one in found if one[0].startswith(("all-reduce", "average"))] == [
+        ("average b", 0.25, 0.25 + 0.9375),
+        ("average a", 1.1875, 1.1875 + 1.875),
+        ("all-reduce b", 3.0625, 3.0625 + 2.5),
+        ("all-reduce a", 5.5625, 5.5625 + 5.0),
+    ]
 
 
 def test_a_device_fetches_a_region_once_for_all_that_read_it_there():
