@@ -122,11 +122,12 @@ class Cluster:
         self.start(cell, "./entry.sh", *flags, "--results", str(results))
 
     def start(self, cell: Cell, *command: str) -> str:
-        """Run a program on one rank per node; returns its output."""
+        """Run a program on the ranks of all nodes; returns its output."""
+        place = cell.place
         return call(
             "bash", "setup/virtual_cluster.sh", "run", "--name", self._name, "--",
-            "mpirun", "-np", str(len(cell.place.cpu)),
-            "--hostfile", f"hosts/virtual-{self._name}.txt", *command,
+            "mpirun", "-np", str(place.n_ranks), "--map-by", f"ppr:{place.n_each}:node",
+            "--oversubscribe", "--hostfile", f"hosts/virtual-{self._name}.txt", *command,
         )  # fmt: skip
 
     def lines_of(self, cell: Cell, module: str, *words: str) -> list[dict[str, Any]]:

@@ -57,10 +57,16 @@ class Place:
     Attributes:
         cpu: CPU quota in cores, one value per node.
         bandwidth: of the nodes' links.
+        n_each: ranks of each node.
     """
 
     cpu: tuple[float, ...]
     bandwidth: str
+    n_each: int = 1
+
+    @property
+    def n_ranks(self) -> int:
+        return len(self.cpu) * self.n_each
 
     @property
     def name(self) -> str:
@@ -82,7 +88,7 @@ class Cell:
     @property
     def most_microbatches(self) -> int:
         """Four per rank, or fewer if the batch is smaller."""
-        n_ranks = len(self.place.cpu)
+        n_ranks = self.place.n_ranks
         return min(4, self.model.batch // n_ranks) * n_ranks
 
     @property

@@ -2,12 +2,14 @@
 
     python benchmarks/sharded.py --work WORK --json        as root
 
-A GPT trains by ddp on three virtual nodes, on the executor, with nothing sharded, then optimizer
-state, gradients and parameters too. Links and operators are measured first. The ratio is that of
-the predicted and the measured step: the engines of the four runs train in turn in the same
-processes (searched_steps.py), and the interval is that of the rounds. Memory is compared by how far
-a rank's peak is below that of the run without sharding, because a process has memory that no plan
-changes. These runs return freed memory to the system: what malloc keeps for later is no plan's.
+A GPT trains by ddp, on the executor, with nothing sharded, then optimizer state, gradients and
+parameters too: on three virtual nodes, or, with `--two-each`, on two with two ranks each and slow
+links, where each state is sharded over all ranks and within nodes. Links and operators are measured
+first. The ratio is that of the predicted and the measured step: the engines of the runs train in
+turn in the same processes (searched_steps.py), and the interval is that of the rounds. Memory is
+compared by how far a rank's peak is below that of the run without sharding, because a process has
+memory that no plan changes. These runs return freed memory to the system: what malloc keeps for
+later is no plan's.
 """
 
 from __future__ import annotations
@@ -25,26 +27,30 @@ from comparison import compare
 from searched import Cluster
 from searched_cells import Cell, Model, Place
 
-from harness.domain.shard_state import SHARD_STATES, ShardState
+from harness.domain.shard_state import SHARD_STATES, ShardState, shards_in_nodes
 from harness.measure.derive.prediction import PredictedRun, predicted_run, read_prediction
 from harness.measure.store import read_header, read_results
 
-_TEXT = {"width": 384, "n-layers": 6, "n-heads": 6, "sequence-length": 64, "vocabulary-size": 4096}
 # So that links and operators are measured within minutes.
 _LINKS = ("--transport", "torch", "--operations", "all_reduce")
 # glibc gives each tensor memory of its own, and returns it.
 _RETURNS_MEMORY = ("env", "MALLOC_MMAP_THRESHOLD_=65536", "MALLOC_TRIM_THRESHOLD_=131072")
 _PROFILE = ("--min-samples", "6", "--rounds", "6", "--time-budget-s", "0.2", "--warm-up", "1")
-_MODEL = Model(
-    name="gpt2",
-    batch=12,
-    flags=(
-        *(word for name, n in _TEXT.items() for word in (f"--{name}", str(n))),
-        *("--optimizer", "adamw"),
-    ),
+
+
+def _gpt(batch: int, **sizes: int) -> Model:
+    words = [w for name, n in sizes.items() for w in (f"--{name.replace('_', '-')}", str(n))]
+    return Model(name="gpt2", batch=batch, flags=(*words, "--optimizer", "adamw"))
+
+
+_CELL = Cell(
+    model=_gpt(12, width=384, n_layers=6, n_heads=6, sequence_length=64, vocabulary_size=4096),
+    place=Place(cpu=(0.3, 0.3, 0.3), bandwidth="1gbit"),
 )
-_CELL = Cell(model=_MODEL, place=Place(cpu=(0.3, 0.3, 0.3), bandwidth="1gbit"))
-_PLACE = "3 virtual nodes of 0.3 cores at 1 Gbit/s"
+_TWO_EACH = Cell(
+    model=_gpt(16, width=240, n_layers=4, n_heads=4, sequence_length=64, vocabulary_size=1000),
+    place=Place(cpu=(0.9, 0.9), bandwidth="100mbit", n_each=2),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,21 +60,32 @@ class Options:
     steps: int = 4
     """Steps of a run."""
     seconds: float = 60.0
-    """Time for rounds of the four runs in turn."""
+    """Time for rounds of the runs in turn."""
+    two_each: bool = False
+    """Train on two nodes with two ranks each, at 100 Mbit/s."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object per comparison."""
+
+    @property
+    def cell(self) -> Cell:
+        return _TWO_EACH if self.two_each else _CELL
+
+    @property
+    def states(self) -> tuple[ShardState, ...]:
+        return tuple(s for s in SHARD_STATES if self.two_each or not shards_in_nodes(s))
 
 
 def train(cluster: Cluster, options: Options) -> dict[ShardState, Path]:
     """Train with each state whose run is missing; returns the directories of the runs."""
+    cell = options.cell
     if not (options.work / "profile-gpt2.json").exists():
-        cluster.run(_CELL, options.work, "links", *_LINKS)
-        cluster.run(_CELL, options.work, "profile", *_MODEL.workload_flags, *_PROFILE)
-    for state in SHARD_STATES:
+        cluster.run(cell, options.work, "links", *_LINKS)
+        cluster.run(cell, options.work, "profile", *cell.model.workload_flags, *_PROFILE)
+    for state in options.states:
         if state not in finished(options.work):
             cluster.start(
-                _CELL, *_RETURNS_MEMORY, "./entry.sh", "train", "--results", str(options.work),
-                *_MODEL.workload_flags, "--strategy", "ddp", "--engine", "executor",
+                cell, *_RETURNS_MEMORY, "./entry.sh", "train", "--results", str(options.work),
+                *cell.model.workload_flags, "--strategy", "ddp", "--engine", "executor",
                 "--shard-state", state, "--predict", "--warm-up", "1", "--no-sync-steps", "0",
                 "--steps", str(options.steps),
             )  # fmt: skip
@@ -101,18 +118,25 @@ def peak_bytes(run: PredictedRun) -> tuple[float, float]:
 def main(options: Options) -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     with Cluster("sharded") as cluster:
-        cluster.build(_CELL)
+        cluster.build(options.cell)
         paths = train(cluster, options)
-        steps = cluster.steps_in_turn(_CELL, paths.values(), options.seconds)
+        steps = cluster.steps_in_turn(options.cell, paths.values(), options.seconds)
     whole = peak_bytes(read(paths["none"]))
-    for state in SHARD_STATES:
+    place = options.cell.place
+    where = f"{len(place.cpu)} virtual nodes of {place.cpu[0]} cores at {place.bandwidth}"
+    where += f", {place.n_each} ranks each" if place.n_each > 1 else ""
+    kind = "ddp" if place.n_each == 1 else f"ddp of {place.n_each} ranks a node"
+    for state in options.states:
         path = paths[state]
         run, own_s = read(path), steps[path.name]
         found = compare(
-            f"ddp, sharded {state}: predicted over measured step",
-            [run.predicted_s] * len(own_s), own_s, place=_PLACE,
+            f"{kind}, sharded {state}: predicted over measured step",
+            [run.predicted_s] * len(own_s), own_s, place=where,
         )  # fmt: skip
-        found |= saved_bytes(whole, peak_bytes(run)) | {"load": os.getloadavg()[0]}
+        found |= saved_bytes(whole, peak_bytes(run)) | {
+            "step_s": median(own_s),
+            "load": os.getloadavg()[0],
+        }
         print(json.dumps(found) if options.as_json else text(found), flush=True)
     return 0
 
