@@ -217,6 +217,16 @@ def test_ranks_that_hold_the_same_weights_sum_gradients_as_often_as_these_are_us
     assert scattered[1] == [3 * n for n in scattered[0]]
 
 
+def test_sums_between_nodes_are_once_a_step(ranks):
+    def n_sums(n_microbatches):
+        case = pipeline_case("lenet", 12, [[0, 1, 2, 3]], n_microbatches)
+        return ranks.run(4, n_synchronisations, sharded(case, "gradients_in_node"))[0]
+
+    once = n_sums(1)
+    assert once > 0
+    assert n_sums(3) == once // 2 * (3 + 1)
+
+
 def indices_elsewhere():
     """What tables look up is sent to them."""
     graph = small_graph("dlrm_cat")

@@ -231,7 +231,10 @@ class GradientSync:
             for bucket in queue
             for parameter in bucket.parameters
         }
-        self.n_sums = len(rounds) * sum(map(len, queues.values()))
+        self.n_sums = 0
+        for devices, queue in queues.items():
+            inner, outer = (group is not None for group in groups[devices])
+            self.n_sums += len(queue) * (len(rounds) * inner + outer)
         # Gradients that each bucket waits for, by (round, bucket).
         self._n_used = {
             (number, bucket): sum(uses.get(parameter, 0) > 0 for parameter in bucket.parameters)
