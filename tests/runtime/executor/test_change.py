@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster
 from harness.domain.freezing import frozen_operators
-from harness.errors import StrategyError
+from harness.errors import ResultsError, StrategyError
 from harness.plan.again import SearchAgain, search_again
 from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.plan.simulate.options import SimulatorOptions
@@ -169,6 +169,21 @@ def test_survivors_of_the_first_step_after_unfreezing_have_its_whole_state(ranks
     assert state["step"] == 2
     n_parameters = len(list(changing.case.make_task().model.parameters()))
     assert 0 < len(state["optimizer"]["state"]) < n_parameters
+
+
+@pytest.mark.parametrize("state", ["parameters_in_node", "gradients_in_node", "parameters"])
+def test_without_a_rank_the_other_node_has_the_whole_state_that_is_sharded_in_nodes(
+    state, ranks, tmp_path
+):
+    changing = changing_case("mlp", (4, "ddp"), (4, "ddp"), at=(2,), optimizer="adamw")
+    changes = [(at, replace(s, shard_state=state)) for at, s in changing.changes]
+    changing = replace(changing, changes=changes)
+    ranks.run(4, survive_the_last_change, (changing, str(tmp_path)))
+    if state == "parameters":
+        with pytest.raises(ResultsError, match="only a lost rank had the others"):
+            load_sharded(tmp_path)
+    else:
+        assert load_sharded(tmp_path)["step"] == 2
 
 
 def test_frozen_layers_keep_their_bits_and_lose_gradients_and_optimizer_state(ranks):
