@@ -65,6 +65,7 @@ class Rings(NamedTuple):
         n_sharing: replicas that share state.
         every: among all replicas.
         within, between: among those that share state, and of their parts among the others.
+        gather: an all-gather among those that share state.
         of_stages: among all replicas of several stages.
     """
 
@@ -72,6 +73,7 @@ class Rings(NamedTuple):
     every: RingSeconds
     within: RingSeconds
     between: RingSeconds
+    gather: RingSeconds
     of_stages: Callable[[Floats, int], Floats]
 
     @classmethod
@@ -79,11 +81,16 @@ class Rings(NamedTuple):
         """Those of a layout."""
         of_stages = partial(all_reduce_seconds, layout, links=links)
         every = partial(of_stages, n_stages=1)
-        if not shards_in_nodes(shard_state):
-            return cls(layout.dp, every, every, np.zeros_like, of_stages)
         within = partial(within_seconds, layout, links=links)
         between = partial(between_seconds, layout, links=links)
-        return cls(replicas_in_node(layout, links), every, within, between, of_stages)
+        n_in_node = replicas_in_node(layout, links)
+
+        def gather(n_bytes: Floats) -> Floats:
+            return (within(n_bytes) + between(n_bytes)) / 2 if n_in_node > 1 else every(n_bytes) / 2
+
+        if not shards_in_nodes(shard_state):
+            return cls(layout.dp, every, every, np.zeros_like, gather, of_stages)
+        return cls(n_in_node, every, within, between, lambda n: within(n) / 2, of_stages)
 
 
 class StageState(NamedTuple):
@@ -150,7 +157,7 @@ def stage_state(
     owned = weights if is_whole else weights / rings.n_sharing
     sync_s = rings.every(own * reduced)
     last_s = sync_s * np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
-    gather_s = np.zeros(len(stages)) if is_whole else rings.within(own) / 2 + tied_s
+    gather_s = np.zeros(len(stages)) if is_whole else rings.gather(own) + tied_s
     if reduced < 1 and sync_s.any():
         gradients = gradients * (1 + reduced)  # rounded copies
     if shards_gradients(shard_state):
@@ -205,7 +212,7 @@ def _waits(
     found = []
     for (begin, end), starts in zip(stages, units, strict=True):
         n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
-        gather_s = rings.within(n_bytes) / 2
+        gather_s = rings.gather(n_bytes)
         last = buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1]
         sent = np.append(n_bytes, last) * options.sent_bytes_per_gradient_byte
         *sum_s, last_s = rings.within(sent) / 2 * options.overlap

@@ -184,6 +184,14 @@ class Network:
             self._cache[key] = self._price(group, n_bytes)
         return self._cache[key]
 
+    def gather(self, group: tuple[int, ...], n_bytes: int) -> Collective:
+        """Price an all-gather of n_bytes: a ring, or, where several nodes have equally many devices
+        of the group, one of a device of each node for each part, and then rings within nodes."""
+        rows = self._rows(group)
+        if 1 < len(rows) < len(group) and len({len(row) for row in rows}) == 1:
+            return self.within_and_between(rows, n_bytes, 0.5, 0.5)
+        return self.all_reduce(group, n_bytes).scaled(0.5)
+
     def beside(self, one: Collective) -> Collective:
         """The same, while the devices run other collectives."""
         first = self.stream_resource(0)

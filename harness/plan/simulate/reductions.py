@@ -59,7 +59,7 @@ def reduction_columns(
         _sum(network, one, w, tables.mean_size) for w in (0, 1) for one in tables.edge_rows().sums
     ]
     found += _buckets(simulator, buckets, shard_state)
-    found += (_all_reduce(network, unit.group, unit.n_bytes, 0.5) for unit in gathered)
+    found += (_gather(network, unit.group, unit.n_bytes) for unit in gathered)
     pairs = [(r, one.share * seconds) for one in found for r, seconds in one.price.occupied]
     return {
         "reduce_seconds": np.array([one.price.duration_s * one.share for one in found]),
@@ -88,6 +88,11 @@ def _all_reduce(network: Network, group: tuple[int, ...], n_bytes: int, share: f
     # A ring sends 2 (n - 1) / n of the bytes from each device, which receives as many.
     host_bytes = 4 * (len(group) - 1) / len(group) * n_bytes * share
     return _Priced(group, network.all_reduce(group, n_bytes), share, host_bytes)
+
+
+def _gather(network: Network, group: Group, n_bytes: int) -> _Priced:
+    host_bytes = 2 * (len(group) - 1) / len(group) * n_bytes
+    return _Priced(group, network.gather(group, n_bytes), 1.0, host_bytes)
 
 
 def _buckets(simulator: Simulator, buckets: Buckets, shard_state: ShardState) -> Iterator[_Priced]:

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from harness.domain.record import Pass, Span, SpanFields, SpanKind
-from harness.domain.shard_state import shards_gradients
+from harness.domain.shard_state import shards_gradients, sharing_groups
 from harness.plan.simulate.simulator import Simulation
 from harness.units import format_bandwidth, format_bytes, format_duration
 
@@ -129,7 +129,8 @@ def _bucket(simulation: Simulation, number: int) -> _Work:
     if number >= len(lowered.buckets.groups):
         unit = lowered.gathered[number - len(lowered.buckets.groups)]
         group, members = unit.group, list(unit.operators)
-        kind, n_bytes, share = "all-gather", float(unit.n_bytes), _ring_share(unit.group)
+        share = _gather_share(simulation, unit.group)
+        kind, n_bytes = "all-gather", float(unit.n_bytes)
     else:
         group, members = lowered.buckets.groups[number], lowered.buckets.members[number]
         kind, n_bytes, share = _bucket_sum(simulation, number)
@@ -158,6 +159,13 @@ def _bucket_sum(simulation: Simulation, number: int) -> tuple[str, float, float]
         return "reduce-scatter", n_bytes, _ring_share(group) * (every == 1)
     is_last = buckets.microbatch[number] == strategy.n_microbatches - 1
     return "reduce-scatter", n_bytes, 2 * _ring_share(groups) * (is_last and every == 1)
+
+
+def _gather_share(simulation: Simulation, group: Sequence[int]) -> float:
+    """Share of the bytes that a node sends to the next in an all-gather."""
+    node_of = simulation.simulator.network.node_of.tolist()
+    nodes = sharing_groups("parameters_in_node", tuple(group), node_of)
+    return _ring_share(nodes if 1 < len(nodes) < len(group) else group)
 
 
 def _ring_share(group: Sequence[object]) -> float:
@@ -242,7 +250,7 @@ def sent_bytes(simulation: Simulation) -> list[float]:
         elif len(event.ranks) > 1 and node_of[event.ranks[0]] != node_of[event.ranks[1]]:
             sent[node_of[event.ranks[0]]] += n_bytes
     for group, updated in simulation.outcome.updated.items():
-        send(group, _ring_share(group) * updated)
+        send(group, _gather_share(simulation, group) * updated)
     return [sent[node] for node in node_of]
 
 

@@ -112,7 +112,7 @@ def shared_bytes(slices: Iterable[Slice], gathered: Iterable[Unit] = ()) -> dict
 def gather_seconds(network: Network, shared: Mapping[Group, int], ready: Floats) -> Floats:
     """(n_devices,) seconds from the end of each device's optimizer, when it is ready, to its last
     new weights; groups whose rings use one interface share it."""
-    done, found = ready.copy(), {g: network.all_reduce(g, n) for g, n in shared.items()}
+    done, found = ready.copy(), {g: network.gather(g, n) for g, n in shared.items()}
     busy: dict[int, float] = defaultdict(float)
     for one in found.values():
         for resource, seconds in one.occupied:
@@ -120,7 +120,7 @@ def gather_seconds(network: Network, shared: Mapping[Group, int], ready: Floats)
     for group, one in found.items():
         members = list(group)
         slowest = max((busy[resource] for resource, _ in one.occupied), default=0.0)
-        done[members] = done[members].max() + max(one.duration_s, slowest) / 2
+        done[members] = done[members].max() + max(one.duration_s, slowest)
     return done - ready
 
 

@@ -42,8 +42,9 @@ from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.run.priming import is_needed, muted, prime, prime_update
 from harness.runtime.executor.run.runner import Runner
 from harness.runtime.executor.run.timetable import Timetable
-from harness.runtime.executor.sharded.gathers import WeightGathers, plan_units, warn_if_unsharded
+from harness.runtime.executor.sharded.gathers import WeightGathers
 from harness.runtime.executor.sharded.owners import Owners
+from harness.runtime.executor.sharded.units import plan_units, warn_if_unsharded
 from harness.runtime.executor.shards.forms import choose_forms, warn_of_gathered
 from harness.runtime.executor.shards.pointwise import RandomState
 from harness.runtime.executor.state.shard import StateShard, state_shard
@@ -191,8 +192,7 @@ class ExecutorEngine:
             warn_of_gathered(forms[sizes[0]])
             warn_if_unsharded(*held)
         parts = {part for group in self.holders.groups() for part in self._replicas.split(group)}
-        several = sorted(part for part in parts if len(part) > 1)
-        self._gradient_groups = make_groups(several, *held[1:], self._groups, world.rank)
+        self._gradient_groups = make_groups(sorted(parts), *held[1:], self._groups, world.rank)
         exchanging = sorted({unit.devices for unit in self._units})
         self._unit_groups = {devices: self._groups.for_exchanges(devices) for devices in exchanging}
         self._channels = Channels(

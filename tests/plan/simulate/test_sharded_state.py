@@ -105,8 +105,8 @@ def test_only_the_last_microbatch_sums_gradients_between_nodes():
         state: sent_bytes(simulate_chain(plan, plan, cluster, n_microbatches=2, shard_state=state))
         for state in ("gradients", "gradients_in_node")
     }
-    # Twice half of a ring of four, and half of it for new weights; or one sum.
-    assert sent == {"gradients": [2 * 90 + 90] * 4, "gradients_in_node": [120] * 4}
+    # Twice half of a ring of four, and new weights once to each node; or one sum.
+    assert sent == {"gradients": [2 * 90 + 60] * 4, "gradients_in_node": [120] * 4}
 
 
 def test_averaged_replicas_are_sharded_within_nodes_and_send_a_part_between_them():

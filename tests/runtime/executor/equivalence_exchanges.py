@@ -18,7 +18,7 @@ from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.runtime.executor.gradients.deferred import WeightGradients
 from harness.runtime.executor.gradients.sync import backward_calls
-from harness.runtime.executor.sharded.gathers import WeightUnit
+from harness.runtime.executor.sharded.units import WeightUnit
 from harness.runtime.executor.transport.messages import Message
 from harness.runtime.ranks.world import World
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -46,19 +48,21 @@ def first_called_beside_receives(case: Case, world: World) -> list[str]:
     given = mock.patch.object(equivalence_training, "options_of", return_value=options)
     with small_pieces(case), given:
         engine = make_engine(case, world)
-    called, prime, update = Called(engine._channels), engine._prime, engine._update
+    called, prime = Called(engine._channels), engine._prime
+    update, gather = engine._update, engine._gathers.gather_updated
 
     def primed(*told: Any) -> None:
         prime(*told)
         called.found[False].clear()
 
-    def unseen() -> None:
+    def unseen(run: Callable[[], None]) -> None:
         with _disable_current_modes():
-            update()
+            run()
 
     engine.is_priming_due, engine._prime = True, primed  # type: ignore[method-assign]
     if not case.is_asynchronous:
-        engine._update = unseen  # type: ignore[method-assign]
+        engine._update = partial(unseen, update)  # type: ignore[method-assign]
+        engine._gathers.gather_updated = partial(unseen, gather)  # type: ignore[method-assign]
     with called:
         train_step(engine, case, 0)
     return sorted(called.found[False] - called.found[True])

@@ -33,7 +33,7 @@ from harness.runtime.executor.gradients import deferred
 from harness.runtime.executor.gradients.weight_gradients import ConvProduct
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program import lower
-from harness.runtime.executor.sharded import gathers
+from harness.runtime.executor.sharded import units
 from harness.runtime.executor.shards import forms, ring
 from harness.runtime.executor.state.files import load_sharded
 from harness.runtime.executor.transport import messages
@@ -121,7 +121,7 @@ def small_pieces(case: Case) -> Iterator[None]:
         return
     with (
         mock.patch.object(messages, "LARGEST_JOINED_BYTES", 100),
-        mock.patch.object(gathers, "LARGEST_JOINED_BYTES", 100),
+        mock.patch.object(units, "LARGEST_JOINED_BYTES", 100),
         mock.patch.dict(ring._N_SCORES, cpu=20),
     ):
         yield

@@ -101,10 +101,10 @@ def make_groups(
     """This rank's process groups for gradients, by the holders of slices; all ranks must call it.
 
     Args:
-        holders: sets of several ranks, in the same order on every rank.
+        holders: sets of ranks, in the same order on every rank.
     """
     found: dict[Group, SumGroups] = {}
-    for devices in holders:
+    for devices in (devices for devices in holders if len(devices) > 1):
         if not strategy.shards_gradients:
             made = groups.for_gradients(devices)
             if rank in devices:

@@ -16,29 +16,17 @@ they gather in one order. A unit that is the last of one action and the first of
 
 from __future__ import annotations
 
-import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from harness.domain.checkpoints import is_full
 from harness.domain.schedule import Action
-from harness.domain.shard_state import shards_parameters
-from harness.domain.strategy import Strategy
-from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.executor.run.phases import Phases
-from harness.runtime.executor.sharded.owners import Group, Owners, SharedSlice, Sharing, flat
-from harness.runtime.executor.state.weights import Holders
-from harness.runtime.ranks.failures import blaming_peers
+from harness.runtime.executor.sharded.owners import Group, Owners
+from harness.runtime.executor.sharded.units import UnitPlan, WeightUnit
 from harness.runtime.ranks.world import World
-
-_log = logging.getLogger(__name__)
 
 # Number of the action in the step, and of the segment in the order in which they run.
 Moment = tuple[int, int]
@@ -46,208 +34,6 @@ Moment = tuple[int, int]
 Needs = Callable[[int, int], Sequence[frozenset[int]]]
 # Updated units on their way at once, because each needs memory for what it receives.
 _MOST_ON_THEIR_WAY = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitPlan:
-    """The slices of a unit; equal on all ranks.
-
-    Attributes:
-        stages: pipeline stages that use them.
-        first, last: positions of the first and the last operator that uses one.
-    """
-
-    devices: Group
-    stages: tuple[int, ...]
-    pieces: tuple[WeightSlice, ...]
-    first: int
-    last: int
-    is_freed: bool
-
-
-def plan_units(
-    holders: Holders,
-    strategy: Strategy,
-    sharing: Sharing,
-    unit_bytes: int,
-    segments: Mapping[int, int],
-) -> list[UnitPlan]:
-    """Cut the trained slices that several ranks share, in the order of their first use, into units
-    of `unit_bytes` or more; each unit has one set of ranks.
-
-    Args:
-        segments: by position, of the operators in stages that run again in several segments.
-    """
-    if strategy.shard_state == "none":
-        return []
-    shared = [
-        (piece, group)
-        for piece, devices in holders.trained()
-        for group in sharing(devices)
-        if len(group) > 1
-    ]
-    is_freeing = shards_parameters(strategy.shard_state)
-    # What all holders use in the same operators, so that they can gather it before each use.
-    freed = {piece for piece, _ in shared if is_freeing and holders.is_used_alike(piece)}
-    found: list[UnitPlan] = []
-    open_units: dict[object, tuple[list[WeightSlice], Group, int, int | None]] = {}
-
-    def close(key: object) -> None:
-        pieces, devices, _, _ = open_units.pop(key)
-        used = [holders.uses(piece) for piece in pieces]
-        positions = [use.position for uses in used for use in uses]
-        stages = {use.stage for uses in used for use in uses}
-        found.append(
-            UnitPlan(
-                devices=devices,
-                stages=tuple(sorted(stages)),
-                pieces=tuple(pieces),
-                first=min(positions),
-                last=max(positions),
-                is_freed=pieces[0] in freed,
-            )
-        )
-
-    def first_use(item: tuple[WeightSlice, Group]) -> int:
-        return min(use.position for use in holders.uses(item[0]))
-
-    def kind(piece: WeightSlice, devices: Group) -> object:
-        stages = frozenset(use.stage for use in holders.uses(piece))
-        return devices, stages, piece in freed, holders.item_bytes(piece)
-
-    totals = Counter[object]()
-    for piece, devices in shared:
-        totals[kind(piece, devices)] += holders.n_bytes(piece)
-    for piece, devices in sorted(shared, key=first_use):
-        key = kind(piece, devices)
-        segment = segments.get(first_use((piece, devices))) if piece in freed else None
-        pieces, _, n_bytes, last = open_units.get(key, ([], devices, 0, None))
-        is_at_cut = segment is None or segment != last
-        if pieces and is_full(n_bytes, unit_bytes, totals[key], is_at_cut=is_at_cut):
-            close(key)
-            pieces, n_bytes = [], 0
-        open_units[key] = [*pieces, piece], devices, n_bytes + holders.n_bytes(piece), segment
-    for left in list(open_units):
-        close(left)
-    return sorted(found, key=lambda unit: (unit.first, unit.devices, unit.is_freed))
-
-
-def warn_if_unsharded(holders: Holders, strategy: Strategy, sharing: Sharing) -> None:
-    """Log a warning if several ranks hold each weight, and none of them share its state."""
-    held = [devices for _, devices in holders.trained() if len(devices) > 1]
-    groups = [group for devices in held for group in sharing(devices)]
-    if strategy.shard_state != "none" and groups and max(map(len, groups)) == 1:
-        _log.warning(
-            "shard_state %s divides no weight, because each host (or averaged replica) holds "
-            "each weight on one rank: drop it, or its _in_node",
-            strategy.shard_state,
-        )
-
-
-class WeightUnit:
-    """One unit on a rank that holds it.
-
-    Args:
-        number: among all units, equal on all ranks.
-        group: process group of its devices.
-
-    Attributes:
-        memory: of each slice, and its full size.
-        is_live: whether its slices have memory, or will when `finish` returns.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        plan: UnitPlan,
-        slices: Mapping[WeightSlice, SharedSlice],
-        group: Any,
-        world: World,
-    ) -> None:
-        self.number, self.plan = number, plan
-        self._slices = [slices[piece] for piece in plan.pieces]
-        self._group, self._world = group, world
-        self._here = plan.devices.index(world.rank)
-        self.n_bytes = sum(one.parameter.nbytes for one in self._slices)
-        self.memory = [
-            (one.parameter.untyped_storage(), one.parameter.nbytes) for one in self._slices
-        ]
-        self.is_live = not plan.is_freed
-        self._works: list[Any] = []
-        self._received: list[tuple[Tensor, list[Tensor]]] = []
-        self._sent: list[Tensor] = []
-
-    @torch.no_grad()
-    def start(self, *, is_muted: bool) -> None:
-        """Allocate the slices, and start to exchange their parts; all holders must call it in the
-        same order of units.
-
-        Args:
-            is_muted: without communication.
-        """
-        if self.plan.is_freed:
-            for storage, n_bytes in self.memory:
-                storage.resize_(n_bytes)
-        self.is_live = True
-        for one in self._slices:
-            if self.plan.is_freed and one.own is not None:
-                one.rows(self._here).copy_(flat(one.own.data))
-        large = [one for one in self._slices if one.parameter.nbytes >= LARGEST_JOINED_BYTES]
-        small = [one for one in self._slices if one.parameter.nbytes < LARGEST_JOINED_BYTES]
-        outgoing = [one.rows(self._here) for one in large]
-        if small:
-            outgoing.append(torch.cat([one.rows(self._here) for one in small]))
-        if is_muted:
-            return
-        self._sent = [tensor.to(self._world.wire) for tensor in outgoing]
-        operations = []
-        for holder, rank in enumerate(self.plan.devices):
-            if holder == self._here:
-                continue
-            incoming = [[one.rows(holder)] for one in large]
-            incoming += [[one.rows(holder) for one in small]] if small else []
-            for sent, rows in zip(self._sent, incoming, strict=True):
-                if sent.numel():
-                    operations.append(dist.P2POp(dist.isend, sent, rank, self._group, self.number))
-                if n := sum(each.numel() for each in rows):
-                    buffer = self._buffer(rows, n)
-                    operations.append(
-                        dist.P2POp(dist.irecv, buffer, rank, self._group, self.number)
-                    )
-        self._works = dist.batch_isend_irecv(operations) if operations else []
-
-    def _buffer(self, rows: Sequence[Tensor], n: int) -> Tensor:
-        """Memory to receive rows in: their own if possible."""
-        if len(rows) == 1 and self._world.wire == self._world.device:
-            return rows[0]
-        buffer = torch.empty(n, dtype=rows[0].dtype, device=self._world.wire)
-        self._received.append((buffer, list(rows)))
-        return buffer
-
-    @torch.no_grad()
-    def finish(self, phases: Phases) -> None:
-        """Wait until the slices are complete."""
-        if self._works:
-            name = f"weights of unit {self.number}"
-            phases.wait(self._wait, name=name, n_bytes=self.n_bytes)
-        for buffer, rows in self._received:
-            for target, values in zip(rows, buffer.split([r.numel() for r in rows]), strict=True):
-                target.copy_(values)
-        self._works, self._received, self._sent = [], [], []
-
-    def _wait(self) -> None:
-        what = f"the weights of {self.plan.pieces[0].name} and {len(self._slices) - 1} others"
-        devices = self.plan.devices
-        with blaming_peers(f"{what} did not reach ranks {list(devices)}", devices):
-            for work in self._works:
-                work.wait()
-
-    def free(self) -> None:
-        """Free the slices' memory; the own parts stay."""
-        if self.plan.is_freed:
-            for storage, _ in self.memory:
-                storage.resize_(0)
-            self.is_live = False
 
 
 class Visit(NamedTuple):

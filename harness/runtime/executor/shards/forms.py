@@ -31,7 +31,7 @@ from harness.runtime.executor.geometry.layout import Layout, Part, check_samples
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.sharded.gathers import UnitPlan
+from harness.runtime.executor.sharded.units import UnitPlan
 from harness.runtime.executor.shards.base import Shard, ShardSpec, Wanted, named_tensor
 from harness.runtime.executor.shards.batch_norm import check_writers, make_batch_norm
 from harness.runtime.executor.shards.kinds import make_shard
