@@ -104,7 +104,8 @@ def goodput(run_ids: Sequence[str], clocks: Mapping[str, StepClock | None]) -> G
         clocks: by run.
 
     Returns:
-        None unless there are several, a save or a change of strategy, in some time.
+        None unless there are several, a save or a change of strategy, in some time; and where a
+        run begins before the one that it continues has ended, because clocks disagree.
     """
     known = [(run_id, clock) for run_id in run_ids if (clock := clocks.get(run_id)) is not None]
     runs = [clock for _, clock in known]
@@ -112,8 +113,9 @@ def goodput(run_ids: Sequence[str], clocks: Mapping[str, StepClock | None]) -> G
         return None
     starts_s = [min(start_s for start_s, _ in run.steps.values()) for run in runs]
     ends_s = [max(end_s for _, end_s in run.steps.values()) for run in runs]
-    if ends_s[-1] <= starts_s[0]:  # a host's clock was set back
-        return None
+    restarts_s = [b - a for a, b in zip(ends_s, starts_s[1:], strict=False)]
+    if min(restarts_s, default=0.0) < 0 or ends_s[-1] <= starts_s[0]:
+        return None  # a host's clock was set back, or the next run's host is behind
     counted_s, repeated_s = list[float](), list[float]()
     saving_s = changing_s = 0.0
     for run, then in zip(runs, [*runs[1:], None], strict=True):
@@ -131,5 +133,5 @@ def goodput(run_ids: Sequence[str], clocks: Mapping[str, StepClock | None]) -> G
         repeated_s=sum(repeated_s),
         saving_s=saving_s,
         changing_s=changing_s,
-        restarting_s=sum(b - a for a, b in zip(ends_s, starts_s[1:], strict=False)),
+        restarting_s=sum(restarts_s),
     )

@@ -64,6 +64,9 @@ def test_a_run_without_saves_and_changes_has_none():
 def test_a_clock_that_was_set_back_has_no_goodput():
     later, earlier = trained("a", "50:00", range(3)), trained("b", "00:00", [3], continues="a")
     assert goodput(("a", "b"), {"a": step_clock(later), "b": step_clock(earlier)}) is None
+    # A second host's clock is behind by less than the runs take.
+    behind = trained("b", "00:10", range(7, 12), continues="a")
+    assert goodput(("a", "b"), {"a": CLOCKS["a"], "b": step_clock(behind)}) is None
 
 
 def test_the_figure_has_a_bar_for_each_training():
