@@ -220,6 +220,7 @@ def leave_out(named):
         ({"dtype": "half"}, ConfigError, "'half' is none of fp32, bf16, fp16"),
         ({"optimizer": leave_out}, ConfigError, "4 of 5 parameters, last.bias is missing"),
         ({"optimizer": lambda named: named}, ConfigError, "returned a list"),
+        ({"optimizer": torch.optim.LBFGS}, ConfigError, "LBFGS, whose step takes a closure"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, ConfigError, "is an SGD, and a rank"),
         ({"example": {"words": torch.rand(2)}}, ModelError, "the model: its forward fails"),
         ({"data": make_data()[:4]}, DataError, "holds 4 samples, one batch"),
@@ -237,3 +238,56 @@ def test_what_does_not_fit_is_refused(changes, error, message):
     given["strategy"] = strategy(graph()) if callable(strategy) else strategy
     with pytest.raises(error, match=message):
         next(Trainer(**given).batches(data))
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps what a file of a state cannot hold."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["names"] = ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "message"),
+    [
+        ({"kept_in": torch.float32}, torch.optim.SGD, r"kept_in of torch.float32, which a file"),
+        ({"most": (1, float("inf"))}, torch.optim.SGD, r"most of \(1, inf\), which a file"),
+        ({}, Remembering, r"keeps names of \['a', 'b'\] for model.table.weight, and a"),
+    ],
+)
+@pytest.mark.usefixtures("alone")
+def test_what_a_file_cannot_hold_is_not_saved(tmp_path, group, kind, message):
+    def make(named):
+        return kind([{"params": [p for _, p in named], **group}], lr=0.1)
+
+    with Trainer(*make_model(), strategy=single(graph(), BATCH), optimizer=make) as trainer:
+        for batch in trainer.batches(make_data()):
+            trainer.step(batch)
+        with pytest.raises(ConfigError, match=message):
+            trainer.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rate_that_is_a_tensor_stays_one(tmp_path):
+    def make(named):
+        return torch.optim.AdamW([p for _, p in named], lr=torch.tensor(0.01))
+
+    states = []
+    for is_second in (False, True):
+        given = *make_model(seed=is_second), tmp_path / "saved"
+        with Trainer(*given[:2], strategy=single(graph(), BATCH), optimizer=make) as trainer:
+            if is_second:
+                trainer.load(given[2])
+            else:
+                trainer.optimizer.param_groups[0]["lr"].fill_(0.02)
+                trainer.save(given[2])
+            rate = trainer.optimizer.param_groups[0]["lr"]
+            assert isinstance(rate, torch.Tensor)
+            assert rate == torch.tensor(0.02)
+            for batch in trainer.batches(make_data()):
+                trainer.step(batch)
+            states.append(trainer.state_dict())
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())

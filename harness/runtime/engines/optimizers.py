@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -134,12 +135,18 @@ def checked_optimizer(optimizer: Any, named: Sequence[tuple[str, nn.Parameter]])
     """An optimizer that a user's factory has made of named parameters.
 
     Raises:
-        ConfigError: it is none, or leaves out a parameter.
+        ConfigError: it is none, leaves out a parameter, or computes the loss in its step.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"the optimizer's factory returned a {type(optimizer).__name__}, not a "
             "torch.optim.Optimizer: return the optimizer of the parameters that it is given"
+        )
+    parts = inspect.signature(optimizer.step).parameters.values()
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parts):
+        raise ConfigError(
+            f"the optimizer is an {type(optimizer).__name__}, whose step takes a closure that runs "
+            "the model again, and a strategy runs it once a step: use another, such as AdamW"
         )
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if missing := [name for name, parameter in named if parameter not in held]:

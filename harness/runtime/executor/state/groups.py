@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.domain.files import decode
 from harness.errors import ConfigError, ResultsError
-from harness.inputs import read_file
+from harness.inputs import read_file, shorten
 from harness.measure.store import write_atomically
 from harness.runtime.engines.optimizers import DECAY
 from harness.runtime.ranks.gather import gather_objects
@@ -36,6 +37,9 @@ class OptimizerGroups(msgspec.Struct, frozen=True):
 
         Args:
             names: of the parameters that this rank updates; empty if it updates none.
+
+        Raises:
+            ConfigError: a file cannot hold a value.
         """
         own: dict[str, dict[str, Any]] = {}
         for group in optimizer.param_groups if names else []:
@@ -46,6 +50,8 @@ class OptimizerGroups(msgspec.Struct, frozen=True):
             }
             own |= {names[parameter]: values for parameter in group["params"]}
         groups = {name: v for found in gather_objects(world, own) for name, v in found.items()}
+        for name, values in groups.items():
+            _check_values(name, values)
         return cls(type(optimizer).__name__, groups)
 
     @classmethod
@@ -74,4 +80,23 @@ class OptimizerGroups(msgspec.Struct, frozen=True):
         """Give the optimizer's groups the saved values of their parameters."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                group.update(self.groups.get(names[parameter], {}))
+                for key, value in self.groups.get(names[parameter], {}).items():
+                    if isinstance(group.get(key), Tensor):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = value
+
+
+def _check_values(name: str, values: Mapping[str, Any]) -> None:
+    """Refuse what JSON has no form for, or null, as for numbers that are not finite."""
+    for key, value in values.items():
+        try:
+            parts = [part for part in pytree.tree_leaves(value) if part is not None]
+            is_held = all(msgspec.json.encode(part) != b"null" for part in parts)
+        except (TypeError, ValueError):
+            is_held = False
+        if not is_held:
+            raise ConfigError(
+                f"the optimizer's group of {name} has {key} of {shorten(value)}, which a file of a "
+                "state cannot hold: keep it elsewhere than in the groups"
+            )

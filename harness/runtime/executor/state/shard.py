@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from numbers import Number
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,8 @@ from torch.optim import Optimizer
 
 from harness.domain.files import Count
 from harness.domain.freezing import FreezingState
-from harness.inputs import MOST_COUNT
+from harness.errors import ConfigError
+from harness.inputs import MOST_COUNT, shorten
 from harness.measure.store import replacing
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.update import LayerNorms, NormSums
@@ -160,6 +162,11 @@ def _named(own_parts: RankParts, prefix: str = "") -> Iterator[tuple[str, Tensor
             yield f"{prefix}optimizer {key} {_text(piece)} {piece.name}", tensor
     for name, values in own_parts.single.items():
         for key, value in values.items():
+            if not isinstance(value, Tensor | Number):
+                raise ConfigError(
+                    f"the optimizer keeps {key} of {shorten(value)} for {name}, and a file of a "
+                    "state holds tensors and numbers: keep it elsewhere than in the state"
+                )
             yield f"{prefix}optimizer {key} {UNCUT} {name}", torch.as_tensor(value)
 
 
