@@ -24,7 +24,7 @@ from harness.errors import ConfigError, ModelError, StrategyError
 from harness.measure.recorder import HostClock, Recorder
 from harness.plan.formats.detect import load_strategy_file
 from harness.runtime.capture.capture import capture
-from harness.runtime.data import load_batches
+from harness.runtime.data import check_lengths, load_batches
 from harness.runtime.data.batch import Batch, BatchPlan
 from harness.runtime.data.own import OwnData, PaddedData
 from harness.runtime.devices.precision import lack_of
@@ -209,10 +209,17 @@ class Trainer:
         return self._open_engine
 
     def _opened(self, use: str, data: Any) -> OwnData:
-        """Data for batches or evaluation; kept, because it remembers how many targets count."""
-        if use not in self._data or self._data[use][0] is not data:
-            self._data[use] = data, OwnData("the data", data, self._task)
-        return self._data[use][1]
+        """Data for batches or evaluation, alike on all ranks; kept, because it remembers how many
+        targets count."""
+
+        def open_it() -> None:
+            if use not in self._data or self._data[use][0] is not data:
+                self._data[use] = data, OwnData("the data", data, self._task)
+
+        raise_on_all_ranks(open_it, self._world)
+        own = self._data[use][1]
+        check_lengths("the data", len(own), self._world)
+        return own
 
     def batches(
         self, data: Any, *, epoch: int = 0, shuffle: bool = True, n_workers: int = 0
@@ -227,7 +234,8 @@ class Trainer:
             n_workers: processes that load samples; 0: this one.
 
         Raises:
-            DataError: samples do not fit the model, or are fewer than a batch.
+            DataError: samples do not fit the model, are fewer than a batch, or differ in number
+                between ranks.
             ConfigError: the Trainer is closed.
         """
         own, batch = self._opened("batches", data), self.strategy.batch
@@ -279,7 +287,7 @@ class Trainer:
 
         Raises:
             ModelError: the graph does not compute in evaluation mode what the model does.
-            DataError: samples do not fit the model, or are too few.
+            DataError: samples do not fit the model, are too few, or differ in number between ranks.
             ConfigError: the Trainer is closed.
         """
         engine = self._engine

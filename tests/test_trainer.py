@@ -99,6 +99,8 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
         assert evaluation == pytest.approx(wanted_evaluation, rel=1e-7)  # a loss is in fp32
         assert "a batch of this Trainer, got a Tensor: give" in refusals["wrong batch"]
         assert "a batch of this Trainer, got one of another: give" in refusals["another's batch"]
+        assert "has 15 samples on rank 0 and 14 on rank 2: give" in refusals["unequal data"]
+        assert "sample 0 of the data has words, and" in refusals["wrong data"]  # of rank 1
         assert refusals["closed"].startswith("this Trainer is closed")
         assert "is of the optimizer AdamW, this one is RMSprop" in refusals["other optimizer"]
         assert "which the strategy cuts: use an optimizer" in refusals["factors"]

@@ -122,6 +122,10 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     groups = [one["params"] for one in first._engine.full_state()["optimizer"]["param_groups"]]
     first.save(f"{directory}/saved")
     refusals = {"wrong batch": _refused(lambda: first.step(torch.zeros(2)))}  # type: ignore[arg-type]
+    fewer = data[: len(data) - rank // 2]
+    refusals["unequal data"] = _refused(lambda: next(first.batches(fewer)))
+    wrong = [{"words": 1}] if rank == 1 else data
+    refusals["wrong data"] = _refused(lambda: first.evaluate(wrong))
     first.close()
 
     second = make(after, seed=7)

@@ -22,7 +22,9 @@ from harness.runtime.data.text import formats
 from harness.runtime.data.text.sequences import Vocabulary, check_vocabulary
 from harness.runtime.models import InputKind, fit_options, input_kind
 from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task
+from harness.runtime.ranks.gather import gather_numbers
 from harness.runtime.ranks.isolate import die_with_parent
+from harness.runtime.ranks.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +252,25 @@ def _check_classes(name: str, n_classes: int, task: Task) -> None:
         raise DataError(
             f"--data {name} has {n_classes} classes, and the model returns {task.n_classes} "
             "logits: let the factory take n_classes"
+        )
+
+
+def check_lengths(name: str, n_samples: int, world: World) -> None:
+    """Refuse data of which ranks hold different numbers, because each takes samples by index; all
+    ranks must call it.
+
+    Args:
+        name: subject of the error.
+
+    Raises:
+        DataError: on every rank.
+    """
+    counts = [round(count) for count in gather_numbers(n_samples, world)]
+    other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+    if other is not None:
+        raise DataError(
+            f"{name} has {counts[0]} samples on rank 0 and {counts[other]} on rank {other}: give "
+            "every rank the same, on every host"
         )
 
 

@@ -17,11 +17,11 @@ from torch import nn
 from harness.domain.graph import LOSS
 from harness.domain.shard_state import shards_parameters
 from harness.domain.strategy import Strategy, samples_per_device
-from harness.errors import ConfigError, DataError
+from harness.errors import ConfigError
 from harness.inputs import shorten
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.meta_run import StepFlops, step_flops
-from harness.runtime.data import count_targets, entry_for, load_batches, open_data
+from harness.runtime.data import check_lengths, count_targets, entry_for, load_batches, open_data
 from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import move_model
@@ -268,23 +268,12 @@ def _make_engine(
     return elastic.engine, elastic
 
 
-def _check_alike(case: TrainCase, n_samples: int, world: World) -> None:
-    """Refuse data of which ranks hold different numbers, because each takes samples by index."""
-    counts = [round(count) for count in gather_numbers(n_samples, world)]
-    other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
-    if other is not None:
-        raise DataError(
-            f"--data {case.data} has {counts[0]} samples on rank 0 and {counts[other]} on rank "
-            f"{other}: give every rank the same, on every host"
-        )
-
-
 def _batch_plan(
     case: TrainCase, n_samples: int, shares: tuple[int, ...], engine: Engine, world: World
 ) -> BatchPlan:
     if engine.samples is not None:
         wait_for_all(world)  # because ranks take different times to build their shards
-    _check_alike(case, n_samples, world)
+    check_lengths(f"--data {case.data}", n_samples, world)
     plan = BatchPlan(
         n_samples=n_samples,
         shares=shares,
