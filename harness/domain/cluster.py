@@ -107,6 +107,8 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         if twice:
             raise ClusterError(f"device names must be unique, repeated: {sorted(twice)[:8]}")
         for node in self.nodes:
+            if not node.devices:
+                raise ClusterError(f"node {node.name} has no device: name one, or leave it out")
             if node.nic_bytes_per_s is not None and not is_positive(node.nic_bytes_per_s):
                 raise ClusterError(
                     f"node {node.name} has nic_bytes_per_s {node.nic_bytes_per_s}: it must be "

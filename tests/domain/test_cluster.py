@@ -27,6 +27,7 @@ def test_a_uniform_cluster_has_every_ordered_pair():
     ("nodes", "links", "message"),
     [
         ([], [], "no device"),
+        ([Node(name="a", devices=[device()]), Node(name="b", devices=[])], [], "node b has no"),
         ([Node(name="a", devices=[device(), device()])], [], "unique"),
         ([Node(name="a", devices=[device(speed=0.0)])], [], "speed 0.0"),
         (

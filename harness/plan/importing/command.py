@@ -20,6 +20,7 @@ from harness.plan.importing.tables import bandwidth_of, read_collectives
 from harness.plan.importing.times import (
     LayerTime,
     TimeKey,
+    add_uncut,
     layer_profile,
     read_layer_times,
     read_operators,
@@ -111,6 +112,12 @@ def _model(
         graph, times = read_layer_times(args.layer_times, device_kind=kind)
         if any(key.tp > 1 for key in times):
             said.insert(-1, _take_off(graph, times, cluster))
+        for of, tp in add_uncut(times).items():
+            said.insert(
+                -1,
+                f"assumed: at tp 1 a layer takes {tp} times as long as at tp {tp}, the lowest on "
+                f"{of}",
+            )
         return graph, layer_profile(graph, times, source=str(args.layer_times))
 
 

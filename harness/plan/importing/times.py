@@ -312,6 +312,24 @@ def layer_profile(
     return Profile(model=graph.name, measurements=points, provenance=provenance)
 
 
+def add_uncut(times: dict[TimeKey, list[LayerTime]]) -> dict[str, int]:
+    """Add the times at tp 1 of each kind of device that has none: those of all its parts at its
+    lowest tp, one after another.
+
+    Returns:
+        That tp, by kind.
+    """
+    lowest: dict[str, int] = {}
+    for key in times:
+        lowest[key.device_kind] = min(key.tp, lowest.get(key.device_kind, key.tp))
+    for key in list(times):
+        if 1 < key.tp == lowest[key.device_kind]:
+            times[key._replace(tp=1)] = [
+                LayerTime(key.tp * time.forward_s, key.tp * time.backward_s) for time in times[key]
+            ]
+    return {kind: tp for kind, tp in lowest.items() if tp > 1}
+
+
 def without_collectives(
     graph: Graph,
     network: Network,

@@ -104,6 +104,20 @@ def test_columns_may_stand_in_any_order_in_capitals_in_other_units_parted_by_sem
     assert graph.operators[0].activation_bytes == 50
 
 
+def test_an_uncut_layer_without_a_time_takes_as_long_as_its_parts(tmp_path, printed):
+    rows = "layer,tp,microbatch,forward_s,backward_s\na,4,1,1,2\na,8,1,0.5,1\n"
+    (tmp_path / "gpt.csv").write_text(rows)
+    words = ("--layer-times", tmp_path / "gpt.csv", "--output", tmp_path)
+    said = printed("import --topology 1x8 --bandwidth 1e9 --memory 1GB", *words).out
+    assert "assumed: at tp 1 a layer takes 4 times as long as at tp 4, the lowest on device" in said
+    files = ("--profile", tmp_path / "profile-gpt.json", "--cluster", tmp_path / "cluster.json")
+    found = [
+        json.loads(printed("predict --json --batch-size 1", *files, "--layout", f"tp={tp}").out)
+        for tp in (1, 2, 4, 8)
+    ]
+    assert [step["step_s"] for step in found] == pytest.approx([12, 6, 3, 1.5])
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
