@@ -70,7 +70,9 @@ class MemoryData(BatchedData):
 
     def __init__(self, inputs: Sequence[Tensor], targets: Tensor) -> None:
         self._all = Batch(tuple(inputs), targets)
-        self._counts: list[int] = (targets.reshape(len(targets), -1) != IGNORED).sum(1).tolist()
+        n_each = targets.shape[1:].numel()
+        counts = (targets.reshape(len(targets), n_each) != IGNORED).sum(1)
+        self._counts: list[int] = counts.tolist()
 
     def __len__(self) -> int:
         return len(self._counts)
