@@ -206,6 +206,12 @@ class LabelledTask(Task):
         return self.own_loss.count(self.own_loss.draw(1))
 
     @property
+    def has_classes(self) -> bool:
+        shapes = [*self.own_loss.outputs.values()]
+        is_row = len(shapes) == 1 and len(shapes[0]) == 1 and shapes[0][0] > 1
+        return super().has_classes and is_row
+
+    @property
     def target_dtype(self) -> torch.dtype:
         return self.own_loss.target_dtype
 

@@ -192,6 +192,11 @@ class Task:
         return math.prod(self.target_shape)
 
     @property
+    def has_classes(self) -> bool:
+        """Whether a sample has one class, that of its largest logit."""
+        return bool(self.n_classes) and not self.target_shape
+
+    @property
     def target_dtype(self) -> torch.dtype:
         return torch.int64
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.errors import DataError
 from harness.runtime.data import entry_for
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import Engine
@@ -20,7 +21,11 @@ from harness.workloads.train.setup import make_task
 
 
 class Evaluation:
-    """Measures one run; all ranks construct it, each with a copy of the model."""
+    """Measures one run; all ranks construct it, each with a copy of the model.
+
+    Raises:
+        DataError: no sample is held out.
+    """
 
     def __init__(self, case: TrainCase, context: Context) -> None:
         self._world = context.world
@@ -31,9 +36,11 @@ class Evaluation:
         self._is_averaging = case.ema is not None
         open_data: Any = entry.held_out
         assert open_data is not None, "other data were refused"
-        self._task, self._has_classes = task, bool(task.n_classes) and not task.target_shape
+        self._task = task
         self._model = task.model.to(self._world.device).eval()
         self._data = open_data(data_options(case), task, case.batch)
+        if not len(self._data):
+            raise DataError(f"--data {case.data} holds out no sample: leave out --evaluate")
         own = range(self._world.rank, len(self._data), self._world.size)
         self._parts = [list(own[at : at + case.batch]) for at in range(0, len(own), case.batch)]
 
@@ -57,7 +64,7 @@ class Evaluation:
             for number in own
         )
         found = {"validation_loss": loss / max(1.0, n_counted)}
-        return found | ({"accuracy": n_right / len(self._data)} if self._has_classes else {})
+        return found | ({"accuracy": n_right / len(self._data)} if self._task.has_classes else {})
 
     def _sums(self, indices: list[int]) -> tuple[float, float, float]:
         """Of some samples: the sum of their losses, its targets, and the classes that are found."""
@@ -65,6 +72,6 @@ class Evaluation:
         outputs = self._model(*batch.inputs)
         loss = self._task.sum_loss(outputs, batch.targets)
         n_right = 0.0
-        if self._has_classes:
+        if self._task.has_classes:
             n_right = float((logits_of(outputs).argmax(dim=-1) == batch.targets).sum())
         return float(loss), self._task.count_targets(batch.targets), n_right

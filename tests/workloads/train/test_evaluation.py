@@ -6,10 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from harness.errors import VerificationError
+from harness.errors import DataError, VerificationError
 from harness.runtime.data.images import open_digits
-from harness.workloads.train import workload
+from harness.runtime.models.factory import task_of
+from harness.runtime.models.task import ModelOptions
+from harness.workloads.train import evaluation, workload
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.evaluation import Evaluation
 from harness.workloads.train.setup import make_task
@@ -52,6 +56,46 @@ def test_loss_and_accuracy_are_those_of_the_held_out_digits(context):
         "averaged_accuracy": int((labels == 0).sum()) / 357,
     }
     assert [*Evaluation(CASE, context).measure(engine)] == ["validation_loss", "accuracy"]
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss of two heads by a function."""
+
+    def __init__(self, loss, n_logits):
+        super().__init__()
+        self.heads, self.loss = nn.ModuleList(nn.Linear(4, n_logits) for _ in range(2)), loss
+
+    def forward(self, x, labels):
+        logits, others = (head(x) for head in self.heads)
+        return {"loss": self.loss(logits, others, labels), "logits": logits, "others": others}
+
+
+def one_logit(logits, _, labels):
+    return F.binary_cross_entropy_with_logits(logits.squeeze(-1), labels.float())
+
+
+@pytest.mark.parametrize(
+    ("loss", "n_logits", "has_classes"),
+    [
+        (lambda logits, _, labels: F.cross_entropy(logits, labels), 3, True),
+        (one_logit, 1, False),
+        # The largest of six joined logits is no class.
+        (lambda a, b, labels: F.cross_entropy(a, labels) + F.cross_entropy(b, labels), 3, False),
+    ],
+)
+def test_a_loss_of_a_models_own_has_an_accuracy_where_one_output_has_classes(
+    loss, n_logits, has_classes
+):
+    example = {"x": torch.rand(3, 4), "labels": torch.tensor([0, 1, 1])}
+    task = task_of("own", (OwnLoss(loss, n_logits), example), ModelOptions())
+    assert task.loss == "own"
+    assert task.has_classes == has_classes
+
+
+def test_held_out_data_without_a_sample_are_refused(context, monkeypatch):
+    monkeypatch.setattr(evaluation, "entry_for", lambda *_: SimpleNamespace(held_out=lambda *_: []))
+    with pytest.raises(DataError, match="--data digits holds out no sample"):
+        Evaluation(CASE, context)
 
 
 def test_the_epoch_in_which_a_run_goes_on_has_an_accuracy_but_no_time():
