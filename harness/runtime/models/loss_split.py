@@ -107,10 +107,11 @@ def split_loss(
     if found.unknown or not read:
         return "its loss reads values that it does not return"
     slots = {id(x): Slot(k) for k, x in enumerate((*read.values(), *(given[k] for k in labels)))}
-    own_calls = [_with_slots(calls[k], slots) for k in sorted(found.calls)]
+    originals = [calls[k] for k in sorted(found.calls)]
+    own_calls = [_with_slots(call, slots) for call in originals]
     # A cross entropy beside other terms is a mean over samples, as they are.
     flaws = []
-    for steps, counted in (_summed(own_calls), (own_calls, None)):
+    for steps, counted in (_summed(own_calls, originals), (own_calls, None)):
         own = OwnLoss(
             outputs={key: tuple(x.shape[1:]) for key, x in read.items()},
             labels=tuple(specs[k] for k in labels),
@@ -221,14 +222,26 @@ def _with_slots(call: Call, slots: dict[int, Slot]) -> Call:
     return Call(call.function, args, kwargs, pytree.tree_map(slot_of, call.result))
 
 
-def _summed(calls: list[Call]) -> tuple[list[Call], tuple[Slot, int] | None]:
+def _summed(
+    calls: list[Call], originals: Sequence[Call]
+) -> tuple[list[Call], tuple[Slot, int] | None]:
     """Let the only cross entropy sum over its targets; returns the slot of its targets and the
-    class that does not count. None if there are others, or classes have weights."""
+    class that does not count. None if there are others, classes have weights, or its targets are
+    probabilities, of which all samples count.
+
+    Args:
+        originals: the calls with tensors in the place of slots.
+    """
     places = [k for k, call in enumerate(calls) if call.function is F.cross_entropy]
     if len(places) != 1:
         return calls, None
     (place,) = places
-    bound = inspect.signature(F.cross_entropy).bind(*calls[place].args, **calls[place].kwargs)
+    bound, original = (
+        inspect.signature(F.cross_entropy).bind(*call.args, **call.kwargs)
+        for call in (calls[place], originals[place])
+    )
+    if original.arguments["target"].is_floating_point():
+        return calls, None
     bound.apply_defaults()
     target, is_mean = bound.arguments["target"], bound.arguments["reduction"] == "mean"
     if not isinstance(target, Slot) or bound.arguments["weight"] is not None or not is_mean:
