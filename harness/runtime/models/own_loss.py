@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -15,6 +17,10 @@ from harness.runtime.models.task import InputSpec, Task, Wrapper, logits_of, wid
 
 # Drawing and comparing more takes seconds on every rank.
 _LARGEST_CHECKED = 1 << 24  # elements
+_MEANS = {
+    F.cross_entropy, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+    F.binary_cross_entropy_with_logits,
+}  # fmt: skip
 _TOLERANCE = 1e-5  # of a loss in float64, of which parts may be in fp32
 _N_CHECKED = 3  # samples
 
@@ -137,8 +143,11 @@ class OwnLoss:
         """Why the loss of a batch is not made up of those of its samples, so that no part of a
         batch can compute its share; empty if it is."""
         shapes = [torch.Size((_N_CHECKED, *shape)) for shape in self.outputs.values()]
-        if sum(shape.numel() for shape in shapes) > _LARGEST_CHECKED:
-            return ""
+        n_elements = sum(shape.numel() for shape in shapes)
+        if n_elements > _LARGEST_CHECKED:
+            n_each = n_elements // _N_CHECKED
+            too_many = f"its outputs have {n_each} numbers a sample, too many to check its parts"
+            return "" if self._is_of_means(self.result) else too_many
         generator = torch.Generator().manual_seed(0)
         draws = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
         # Some losses take labels of the outputs' dtype alone.
@@ -179,6 +188,27 @@ class OwnLoss:
             if flaw and is_given:
                 return flaw
         return ""
+
+    def _is_of_means(self, slot: Slot) -> bool:
+        """Whether a value is a mean over samples by its form: one of torch's losses, a multiple or,
+        where all samples count, a sum of such."""
+        makers = [call for call in self.calls if slot in slots_in(call.result)]
+        if len(makers) != 1:
+            return False
+        (call,) = makers
+        if call.function in _MEANS:
+            bound = inspect.signature(call.function).bind(*call.args, **call.kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            is_mean = given["reduction"] == "mean" and given.get("weight") is None
+            if call.function is F.cross_entropy:
+                all_count = all(spec.ignored is None for spec in self.labels)
+                return self.counted is not None or (is_mean and all_count)
+            return is_mean and self.counted is None
+        parts = slots_in((call.args, call.kwargs))
+        is_multiple = call.name in ("mul", "div") and len(parts) == 1 and call.args[0] in parts
+        is_sum = call.name in ("add", "sub") and self.counted is None
+        return (is_multiple or is_sum) and all(map(self._is_of_means, parts))
 
     def _with_ignored(self, targets: Tensor) -> Tensor:
         """Targets of which half do not count in the first sample, where an example has such."""

@@ -20,6 +20,7 @@ from harness.errors import DataError, ModelError
 from harness.runtime.capture.meta_run import step_flops
 from harness.runtime.data.own import OwnData
 from harness.runtime.data.synthetic import SyntheticData, draw_batch
+from harness.runtime.models import own_loss
 from harness.runtime.models.factory import task_of, weights_on_meta
 from harness.runtime.models.own_loss import BatchLossTask, LabelledTask, join
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, TextOptions
@@ -159,6 +160,9 @@ LOSSES = {
     "smooth": lambda last, x, y, soft, labels: F.cross_entropy(y, labels, label_smoothing=0.1),
     "probable": lambda last, x, y, soft, labels: F.cross_entropy(y, labels),
     "one-hot": lambda last, x, y, soft, labels: F.cross_entropy(y, F.one_hot(labels, 6).float()),
+    "levels": lambda last, x, y, soft, labels: F.mse_loss(y, labels) + F.l1_loss(y, labels) / 2,
+    "beside": lambda last, x, y, soft, labels: F.cross_entropy(y, labels) + y.square().mean(),
+    "squared": lambda last, x, y, soft, labels: F.cross_entropy(y, labels).square(),
 }
 
 
@@ -468,3 +472,28 @@ def test_the_loss_of_a_transformers_model_is_its_own(name):
     # T5 makes its decoder's inputs from the labels.
     assert ("labels" in [spec.name for spec in task.inputs]) == (name == "t5_labels")
     held(task)
+
+
+@pytest.mark.parametrize(
+    ("form", "labels", "kind"),
+    [
+        ("smooth", torch.tensor([2, 5]), LabelledTask),
+        ("one-hot", torch.tensor([2, 5]), LabelledTask),
+        ("levels", torch.rand(2, 6), LabelledTask),
+        ("squared", torch.tensor([2, 5]), BatchLossTask),
+        ("beside", torch.tensor([2, 5]), BatchLossTask),
+        ("classes", torch.tensor([2, 5]), BatchLossTask),
+        ("weighted", torch.tensor([0.5, -1.0]), BatchLossTask),
+    ],
+)
+def test_too_large_outputs_keep_all_but_torchs_losses_on_whole_batches(
+    form, labels, kind, monkeypatch
+):
+    monkeypatch.setattr(own_loss, "_LARGEST_CHECKED", 17)  # of three samples of six logits
+    assert isinstance(scored(form, labels), kind)
+
+
+@pytest.mark.parametrize(("tags", "kind"), [(TAGS, BatchLossTask), (TAGS.abs() % 5, LabelledTask)])
+def test_too_large_outputs_keep_tokens_that_do_not_count_on_whole_batches(tags, kind, monkeypatch):
+    monkeypatch.setattr(own_loss, "_LARGEST_CHECKED", 0)
+    assert isinstance(tagged(tags), kind)
