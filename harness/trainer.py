@@ -157,6 +157,7 @@ class Trainer:
         check_alike(task.model, world)
         self._task, self._seed, self._is_averaging = task, seed, ema_decay is not None
         self._data: dict[str, tuple[Any, OwnData]] = {}  # that was given last, by its use
+        self._uses: set[str] = set()
 
         def make(named: NamedParameters) -> Optimizer:
             self._names = {p: name.removeprefix(task.prefix) for name, p in named}
@@ -209,16 +210,19 @@ class Trainer:
         return self._open_engine
 
     def _opened(self, use: str, data: Any) -> OwnData:
-        """Data for batches or evaluation, alike on all ranks; kept, because it remembers how many
-        targets count."""
+        """Data for batches or evaluation; kept, because it remembers how many targets count. All
+        ranks compare the first, and not each part of a stream, for which they would wait."""
+        is_first = use not in self._uses
+        self._uses.add(use)
 
         def open_it() -> None:
             if use not in self._data or self._data[use][0] is not data:
                 self._data[use] = data, OwnData("the data", data, self._task)
 
-        raise_on_all_ranks(open_it, self._world)
+        raise_on_all_ranks(open_it, self._world) if is_first else open_it()
         own = self._data[use][1]
-        check_lengths("the data", len(own), self._world)
+        if is_first:
+            check_lengths("the data", len(own), self._world)
         return own
 
     def batches(
@@ -337,7 +341,8 @@ class Trainer:
         of ranks; blocks until all have.
 
         Raises:
-            ConfigError: the optimizer's state of a cut parameter cannot be cut likewise.
+            ConfigError: the optimizer's state of a cut parameter cannot be cut likewise, or it has
+                values that no file holds.
             ResultsError: a file cannot be written.
         """
         names = self._names if self._held.owners.own else {}

@@ -116,14 +116,15 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     # Rank 0 alone has the file.
     first = make(before if rank == 0 else "no file")
     scheduler = make_scheduler(first.optimizer)
+    fewer = data[: len(data) - rank // 2]
+    unequal_data = _refused(lambda: next(first.batches(fewer)))
     for epoch in range(2):
         train(first, epoch)
         scheduler.step()
     groups = [one["params"] for one in first._engine.full_state()["optimizer"]["param_groups"]]
     first.save(f"{directory}/saved")
     refusals = {"wrong batch": _refused(lambda: first.step(torch.zeros(2)))}  # type: ignore[arg-type]
-    fewer = data[: len(data) - rank // 2]
-    refusals["unequal data"] = _refused(lambda: next(first.batches(fewer)))
+    refusals["unequal data"] = unequal_data
     wrong = [{"words": 1}] if rank == 1 else data
     refusals["wrong data"] = _refused(lambda: first.evaluate(wrong))
     first.close()
