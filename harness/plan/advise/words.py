@@ -122,7 +122,7 @@ def _left_out_line(one: LeftOut, advice: Advice) -> str:
     nodes = name_range(one.nodes)
     more = f"{nodes} too" if len(one.nodes) == 1 else f"one of {nodes} too"
     if one.with_it is None:
-        return f"With {more}, no strategy fits."
+        return f"With {more}, no strategy of --strategies fits."
     cost = advice.best.samples_per_s / one.with_it.samples_per_s
     if one.slowness is not None:
         slowness = format_number(one.slowness, 2)

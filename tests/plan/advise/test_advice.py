@@ -372,6 +372,11 @@ def test_the_command_reads_a_results_directory(results, printed):
     assert json.loads(plan.read_text())["name"] == "single"
 
 
+def test_strategies_of_one_device_do_not_say_that_others_do_not_fit(results, printed):
+    said = printed("advise", results, "--batch-size 16 --strategies single").out
+    assert "too, no strategy of --strategies fits." in said
+
+
 def test_the_comparison_ends_in_advice(results, capfd):
     two = part_of(tesla(), [0, 1])  # of which few sets are priced
     (results / "cluster.json").write_bytes(two.to_json())
