@@ -353,7 +353,7 @@ class Trainer:
         """Go on from what `save`, or `./entry.sh train --save-every`, has written.
 
         Raises:
-            ConfigError: the state is of another model or optimizer.
+            ConfigError: the state is of another model, optimizer or groups.
             ResultsError: a shard is missing, or shards are of different saves.
         """
         path = Path(directory)
@@ -379,7 +379,7 @@ class Trainer:
 
     def _load(self, directory: Path, groups: OptimizerGroups | None) -> None:
         if groups is not None:
-            groups.check(self.optimizer)
+            groups.check(self.optimizer, self._names)
         self._engine.load_full_state(open_sharded(directory))
         if groups is not None:
             groups.give(self.optimizer, self._names)

@@ -293,3 +293,20 @@ def test_a_rate_that_is_a_tensor_stays_one(tmp_path):
                 trainer.step(batch)
             states.append(trainer.state_dict())
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
+@pytest.mark.usefixtures("alone")
+def test_groups_are_not_merged_by_a_load(tmp_path):
+    strategy = single(graph(), BATCH)
+    with Trainer(*make_model(), strategy=strategy, optimizer=make_optimizer) as trainer:
+        trainer.save(tmp_path)
+
+    def make(named):
+        return torch.optim.AdamW([p for _, p in named])
+
+    with Trainer(*make_model(seed=1), strategy=strategy, optimizer=make) as trainer:
+        before = trainer.state_dict()
+        message = "the state has lr 0.03 of table.weight and 0.01 of inner.weight, which are in one"
+        with pytest.raises(ConfigError, match=message):
+            trainer.load(tmp_path)
+        assert all(torch.equal(before[name], x) for name, x in trainer.state_dict().items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -67,14 +67,29 @@ class OptimizerGroups(msgspec.Struct, frozen=True):
         """Write them; one rank must call it. Raises ResultsError if it cannot."""
         write_atomically(directory / _FILE, msgspec.json.encode(self))
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer of another class, by ConfigError."""
+    def check(self, optimizer: Optimizer, names: Names) -> None:
+        """Refuse an optimizer of another class, or one with parameters of unlike groups in one, by
+        ConfigError."""
         own = type(optimizer).__name__
         if self.optimizer != own:
             raise ConfigError(
                 f"the state is of the optimizer {self.optimizer}, this one is {own}: train on by "
                 "the one that saved it"
             )
+        for group in optimizer.param_groups:
+            found = [names[parameter] for parameter in group["params"]]
+            self._check_alike([name for name in found if name in self.groups])
+
+    def _check_alike(self, found: Sequence[str]) -> None:
+        for name in found:
+            own, other = self.groups[found[0]], self.groups[name]
+            unlike = next((key for key in own if own[key] != other.get(key)), None)
+            if unlike is not None:
+                raise ConfigError(
+                    f"the state has {unlike} {shorten(own[unlike])} of {found[0]} and "
+                    f"{shorten(other.get(unlike))} of {name}, which are in one group of this "
+                    "optimizer: give it the groups that saved the state"
+                )
 
     def give(self, optimizer: Optimizer, names: Names) -> None:
         """Give the optimizer's groups the saved values of their parameters."""
