@@ -222,8 +222,8 @@ def balance(
     most = min(n_ops, n_devices)
     if not 1 <= n_stages <= most:
         raise StrategyError(
-            f"{n_stages} stages cannot be made of {n_ops} operators on {n_devices} devices: use "
-            f"--stages 1 to {most}"
+            f"{n_stages} stages cannot be made of {n_ops} operators on {n_devices} devices: use 1 "
+            f"to {most}"
         )
     return _balanced(*_at_cuts(seconds, crossing_s), n_stages)
 
@@ -264,7 +264,7 @@ def balance_in_turn(
     n_devices, n_ops = np.shape(seconds)
     if not 1 <= n_stages <= n_ops:
         raise StrategyError(
-            f"{n_stages} stages cannot be made of {n_ops} operators: use --stages 1 to {n_ops}"
+            f"{n_stages} stages cannot be made of {n_ops} operators: use 1 to {n_ops}"
         )
     totals, at_cuts = _at_cuts(seconds, crossing_s)
     in_turn = [stage % n_devices for stage in range(n_stages)]

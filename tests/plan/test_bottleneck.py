@@ -104,6 +104,6 @@ def test_devices_that_take_stages_in_turn_compute_about_equally_long():
     ("cut", "n_stages", "most"), [(balance, 0, 2), (balance, 3, 2), (balance_in_turn, 4, 3)]
 )
 def test_impossible_numbers_of_stages_are_refused(cut, n_stages, most):
-    message = f"{n_stages} stages cannot be made of 3 operators.*use --stages 1 to {most}"
+    message = f"{n_stages} stages cannot be made of 3 operators.*: use 1 to {most}$"
     with pytest.raises(StrategyError, match=message):
         cut([[1.0, 1.0, 1.0]] * 2, n_stages)
