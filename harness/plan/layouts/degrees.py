@@ -142,6 +142,11 @@ def layout_strategy(
     samples = max(1, batch // n_microbatches)
     group = Cluster.uniform(1, layout.tp, inside_bytes_per_s=1.0, memory_bytes=1)
     parts = builders.tensor_parallel(graph, group, samples // layout.dp).operators
+    if layout.tp > 1 and all(set(plan.partition) <= {SAMPLE} for plan in parts.values()):
+        raise StrategyError(
+            f"no operator of {graph.name!r} can be cut into {layout.tp} parts, but by samples: "
+            "lower tp, or use dp"
+        )
     index, devices = graph.index(), layout.order
     plans = {}
     for stage, (start, end) in enumerate(pairwise((0, *cuts, len(names)))):

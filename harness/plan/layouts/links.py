@@ -34,14 +34,12 @@ class NodeLinks(NamedTuple):
         Raises:
             PlanError: nodes or devices differ, or a bandwidth is missing.
         """
-        shapes = {
-            (tuple((d.kind, d.speed, d.memory_bytes) for d in node.devices), node.nic_bytes_per_s)
-            for node in cluster.nodes
-        }
-        if len(shapes) > 1 or len(set(next(iter(shapes))[0])) > 1:
+        kinds = {(d.kind, d.speed, d.memory_bytes, d.host_s_per_byte) for d in cluster.devices}
+        shapes = {(len(node.devices), node.nic_bytes_per_s) for node in cluster.nodes}
+        if len(shapes) > 1 or len(kinds) > 1:
             raise PlanError(
-                f"--cost layouts plans for equal nodes of equal devices, and the cluster has "
-                f"{len(shapes)} kinds of node: use --cost simulator"
+                "--cost layouts plans for equal nodes of equal devices, and the cluster has "
+                f"{len(shapes)} kinds of node and {len(kinds)} of device: use --cost simulator"
             )
         n_each = len(cluster.nodes[0].devices)
         own = {device.name for device in cluster.nodes[0].devices}

@@ -108,6 +108,14 @@ def test_state_is_sharded_as_far_as_memory_needs():
     ]
 
 
+def test_a_group_that_can_share_operators_by_samples_alone_is_refused():
+    layers = [PlannedLayer(f"l{k}", 4_000_000, 100_000, 300_000) for k in range(2)]
+    graph = chain_graph("chain", layers, BATCH, n_parts=2)
+    layout_strategy(ParallelLayout(tp=2), graph, cluster(), BATCH)
+    with pytest.raises(StrategyError, match="can be cut into 4 parts, but by samples: lower tp"):
+        layout_strategy(ParallelLayout(tp=4), graph, cluster(), BATCH)
+
+
 def test_stages_are_cut_where_little_crosses_if_that_is_faster():
     graph, profile = chain()
     wide = [replace(op, activation_bytes=400 * op.activation_bytes) for op in graph.operators[3:4]]
