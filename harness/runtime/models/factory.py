@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.nn import functional
 
 from harness.errors import ModelError, first_line
@@ -30,6 +34,7 @@ from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_mod
 from harness.runtime.models.user_code import UserFunction
 from harness.runtime.ranks.failures import users_line
 from harness.runtime.tracing.patches import replaced, values_unchecked
+from harness.runtime.tracing.refusals import refusal
 
 _log = logging.getLogger(__name__)
 
@@ -195,6 +200,8 @@ def _run_once(
         raise
     except Exception as error:
         if any(x.is_meta for x in model.parameters()):
+            if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+                raise refusal(name, error) from error
             raise _not_taken(name, tensors, error, remedy) from error
     else:
         return output, given, recorder.calls

@@ -45,7 +45,8 @@ _CONSTRUCTS = (
         _VALUES,
     ),
     (
-        r"item\(\) cannot be called on meta|Could not extract specialized integer",
+        r"item\(\) cannot be called on meta|Could not extract specialized integer"
+        r"|_local_scalar_dense",
         "forward reads the value of a tensor (item(), int(), if)",
         _VALUES,
     ),
@@ -55,7 +56,8 @@ _CONSTRUCTS = (
         "compute by torch",
     ),
     (
-        r"\(\) raises unimplemented|with Meta tensors, but there was|data-dependent output",
+        r"\(\) raises unimplemented|with Meta tensors, but there was|data-dependent output"
+        r"|aten\.(nonzero|_unique|masked_select)",
         "the shape of a tensor depends on values (nonzero, unique, an index that is a mask)",
         _VALUES,
     ),

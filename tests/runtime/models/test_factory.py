@@ -194,3 +194,19 @@ class Computed(nn.Module):
 def test_a_forward_that_cannot_be_trained_is_refused_with_its_cause(compute, message):
     with pytest.raises(ModelError, match=message):
         users_task(Computed(compute), (torch.ones(2, 4),))
+
+
+@pytest.mark.parametrize(
+    ("compute", "construct"),
+    [
+        (lambda y: y if y.sum() > 0 else -y, "reads the value of a tensor"),
+        (lambda y: y[y[:, 0] > 0], "the shape of a tensor depends on values"),
+    ],
+)
+def test_a_forward_that_reads_values_is_refused_as_by_capture_where_weights_are_on_meta(
+    compute, construct
+):
+    with weights_on_meta():
+        net = Computed(compute)
+    with pytest.raises(ModelError, match=f"cannot be captured: .*{construct}.* --engine torch"):
+        users_task(net, (torch.ones(2, 4),))
