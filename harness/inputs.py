@@ -101,16 +101,16 @@ def find_number(
 
 
 def refuse_old_spelling(words: Sequence[str], renamed: Mapping[str, str]) -> None:
-    """Refuse a flag by its old spelling.
+    """Refuse a flag by another spelling.
 
     Args:
         words: words of a command line.
-        renamed: new spelling by old one.
+        renamed: spelling here by the old one, or by that of other programs.
     """
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
         if flag in renamed:
-            raise ConfigError(f"{flag} is {renamed[flag]} now: give that")
+            raise ConfigError(f"{flag} is {renamed[flag]} here: give that")
 
 
 def refuse_empty(words: Sequence[str]) -> None:

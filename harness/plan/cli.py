@@ -279,7 +279,9 @@ def _source_line(args: argparse.Namespace, profile: Profile) -> str:
     if source != "measured":
         words = {"": "of unknown source", ROOFLINE: "estimated from --rates"}.get(source, source)
         sizes = (f"{flag} {size}" for flag, size in size_flags(args).items())
-        command = " ".join([f"./entry.sh profile --model {profile.model}", *sizes])
+        batch = [] if args.batch_size is None else [f"--batch-size {args.batch_size}"]
+        dtype = [] if args.dtype in (None, "fp32") else [f"--dtype {args.dtype}"]
+        command = " ".join([f"./entry.sh profile --model {profile.model}", *sizes, *batch, *dtype])
         return f"operator times are {words}: `{command}` measures them"
     return f"operator times are from {_default_profile(args, profile.model)}"
 

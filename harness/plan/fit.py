@@ -296,5 +296,6 @@ class OperatorTimes:
             )
         return (
             f"the profile of {self._profile.model!r} does not know operator {operator.name!r} "
-            f"({operator.profile_key}, {dtype}) on {device_kind!r}: profile the model again"
+            f"({operator.profile_key}, {dtype}) on {device_kind!r}: give the profile "
+            "of the model that is planned, or profile it again"
         )

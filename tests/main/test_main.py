@@ -92,10 +92,11 @@ def test_ranks_must_not_wait_longer_for_a_sample_than_for_a_collective(workload)
         ("matmull", "there is no workload 'matmull': choose one of matmul, links"),
         ("train --strategy --steps 2", "--strategy has no value: give one or more"),
         ("matmul --sizes", "--sizes has no value"),
-        # Old spellings.
-        ("matmul --dtypes fp32", "--dtypes is --dtype now"),
-        ("train --rank_counts=2", "--rank-counts is --n-ranks now"),
-        ("links --min-iterations 3", "--min-iterations is --min-samples now"),
+        # Old spellings, and those of other programs.
+        ("matmul --dtypes fp32", "--dtypes is --dtype here"),
+        ("train --rank_counts=2", "--rank-counts is --n-ranks here"),
+        ("links --min-iterations 3", "--min-iterations is --min-samples here"),
+        ("train --lr 0.1", "--lr is --learning-rate here"),
         ("train --stpes 5", "unknown flags or values: --stpes, 5: perhaps --steps or"),
         ("train --steps abc", "--steps: no whole number: 'abc'; see entry.sh train --help"),
         ("train --learning-rate x", "--learning-rate: no number: 'x'; see"),

@@ -182,8 +182,9 @@ def test_a_dlrm_is_planned_from_its_sizes_for_devices_that_nobody_has(printed):
 
 
 def test_a_built_in_model_is_planned_at_the_sizes_of_its_flags(printed):
-    told = printed(TEXT, "--vocabulary-size 64 --sequence-length 8 --json")
+    told = printed(TEXT, "--vocabulary-size 64 --sequence-length 8 --dtype bf16 --json")
     assert "profile --model gpt2 --sequence-length 8 --vocabulary-size 64 --n-layers 1" in told.err
+    assert "--batch-size 4 --dtype bf16` measures them" in told.err
     assert json.loads(told.out)["predicted_step_s"] < 1e-3
 
 

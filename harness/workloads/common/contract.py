@@ -72,7 +72,7 @@ class Workload:
         is_isolated: each run gets its own processes, so that its memory and crashes do not affect
             later runs. A workload that needs MPI runs in each rank's first process instead.
         needs: runs that a case builds on, in order; called on rank 0 only, must not raise.
-        renamed: old spellings of flags, each with its new spelling.
+        renamed: old spellings of flags and those of other programs, each with the one here.
         find_continuation: whether and how the ranks that are left go on, given the case, the
             directory of its last run, the lost ranks, of which there are none when a rank joins
             again, and a function that fetches the files of a directory from other hosts; called on

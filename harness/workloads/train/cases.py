@@ -122,6 +122,8 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
 
 def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     """Check the flags and expand the sweep; each repeat runs all combinations in random order."""
+    for strategy in config.strategy:
+        engine_of(strategy, config.engine)  # because flags look unused by a misspelt strategy
     check_config(config, n_ranks)
     combinations = _combinations(config, n_ranks)
     if config.predict and all(case.engine == "deepspeed" for case in combinations):

@@ -58,6 +58,7 @@ _REFINES: dict[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("lr_step_size", "lr_gamma"), ("lr_schedule", ("step",))),
     "momentum": ("optimizer", ("sgd",)),
     "n_samples": ("data", ("synthetic",)),
+    "data_dir": ("data", (*(name for name in DATA if name != "synthetic"), _OWN_DATA)),
     "vocabulary": ("data", OF_TEXT),
     "evaluate": ("data", (*(name for name, row in DATA.items() if row.held_out), _OWN_DATA)),
 }

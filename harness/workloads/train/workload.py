@@ -329,7 +329,11 @@ def run_train(case: TrainCase, context: Context) -> dict[str, Any]:
 
 
 WORKLOAD = Workload(
-    renamed={"--rank-counts": "--n-ranks"},
+    renamed={
+        "--rank-counts": "--n-ranks",
+        "--lr": "--learning-rate",
+        "--seq-len": "--sequence-length",
+    },
     config=TrainConfig,
     cases=train_cases,
     body=run_train,
