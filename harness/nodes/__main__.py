@@ -60,8 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit of the MPI hello and of the all-reduce (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--deep", action="store_true", help="run a kernel on every GPU")
-    parser.add_argument("--only", default=[], type=_names, metavar="CHECKS", help="run only these")
-    parser.add_argument("--skip", default=[], type=_names, metavar="CHECKS", help="skip these")
+    for flag, what in (("--only", "run only these"), ("--skip", "skip these")):
+        what += ", parted by commas"
+        parser.add_argument(flag, default=[], type=_names, metavar="CHECKS", help=what)
     # The virtual environment of this process, else that of the checkout.
     env = Path(sys.prefix) if sys.prefix != sys.base_prefix else _REPO / ".venv"
     parser.add_argument(

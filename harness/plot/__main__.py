@@ -133,7 +133,8 @@ def _plot(args: argparse.Namespace) -> int:
     else:
         for name, reason in rendered.missing:
             print(f"not drawn: {name}: {reason}")
-        print(f"drawn into {args.output}: {', '.join(d.figure.name for d in rendered.drawn)}")
+        made = ", ".join(d.figure.name for d in rendered.drawn)
+        print(f"drawn into {args.output}: {made or 'no figure'}")
         compared = [answer for answer in answered if answer.cell]
         for answer in compared[:MAX_ANSWERS]:
             print(one_line(f"{answer.cell}: {answer.sentence}", 1000))

@@ -190,9 +190,12 @@ def test_figures_without_data_are_named(tmp_path, capsys):
     assert "link_heatmap" in Page((tmp_path / "plots" / "report.html").read_text()).text
 
 
-def test_a_single_run_directory_can_be_drawn(comparison, tmp_path):
+def test_a_single_run_directory_can_be_drawn(comparison, tmp_path, capsys):
     assert plot(comparison / "links", "--output", tmp_path, "--only", "bandwidth") == 0
     assert (tmp_path / "bandwidth.png").exists()
+    capsys.readouterr()
+    assert plot(comparison / "links", "--output", tmp_path, "--only", "goodput") == 0
+    assert f"drawn into {tmp_path}: no figure\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -171,8 +171,9 @@ class ModelFlags(DlrmFlags, TextFlags):
     it, because it uses SyncBatchNorm). frozen: running statistics, not updated."""
     compile: bool = False
     """Compile forward and backward by torch.compile (torch engine and executor). The first step
-    then takes minutes. Steps are predicted by operators that are not compiled, scaled to the whole
-    compiled step of one device, which `profile --compile` writes into a file of its own."""
+    then takes half a minute or more. Steps are predicted by operators that are not compiled, scaled
+    to the whole compiled step of one device, which `profile --compile` writes into a file of its
+    own."""
     channels_last: bool = False
     """Keep the filters and outputs of convolutions in channels-last order, which GPUs' tensor cores
     compute faster. It has a profile of its own."""
