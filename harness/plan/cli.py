@@ -30,6 +30,7 @@ from harness.plan.costs import COSTS, PlanRequest, SearchProgress, ignore_progre
 from harness.plan.estimates import (
     FROM_FLOPS,
     ROOFLINE,
+    DlrmSizes,
     dlrm_graph,
     estimate_profile,
     parse_dlrm,
@@ -269,8 +270,11 @@ def _dlrm(args: argparse.Namespace) -> Graph:
         raise ConfigError("--dlrm-tables describes a model of its own: drop --model and --graph")
     if args.batch_size is None:
         raise ConfigError("--dlrm-tables needs --batch-size B, the global batch in samples")
-    flags = parse_dlrm(args.dlrm_tables, args.dlrm_bottom_mlp, args.dlrm_top_mlp, args.batch_size)
-    return dlrm_graph(flags)
+    return dlrm_graph(_dlrm_sizes(args))
+
+
+def _dlrm_sizes(args: argparse.Namespace) -> DlrmSizes:
+    return parse_dlrm(args.dlrm_tables, args.dlrm_bottom_mlp, args.dlrm_top_mlp, args.batch_size)
 
 
 def _source_line(args: argparse.Namespace, profile: Profile) -> str:
@@ -278,7 +282,12 @@ def _source_line(args: argparse.Namespace, profile: Profile) -> str:
     source = profile.provenance.get("source", "")
     if source != "measured":
         words = {"": "of unknown source", ROOFLINE: "estimated from --rates"}.get(source, source)
-        sizes = (f"{flag} {size}" for flag, size in size_flags(args).items())
+        sizes = [f"{flag} {size}" for flag, size in size_flags(args).items()]
+        if args.dlrm_tables is not None:
+            dlrm = _dlrm_sizes(args)
+            rows = (dlrm.rows,) * dlrm.n_tables
+            lists = {"table-rows": rows, "bottom-mlp": dlrm.bottom, "top-mlp": dlrm.top}
+            sizes = [f"--dlrm-{k} {' '.join(map(str, counts))}" for k, counts in lists.items()]
         batch = [] if args.batch_size is None else [f"--batch-size {args.batch_size}"]
         dtype = [] if args.dtype in (None, "fp32") else [f"--dtype {args.dtype}"]
         command = " ".join([f"./entry.sh profile --model {profile.model}", *sizes, *batch, *dtype])

@@ -175,7 +175,11 @@ TEXT = f"search --model gpt2 --n-layers 1 --width 32 --n-heads 2 {HARDWARE} 4"
 
 def test_a_dlrm_is_planned_from_its_sizes_for_devices_that_nobody_has(printed):
     told = printed(DLRM, "--json")
-    assert "operator times are estimated from --rates: `./entry.sh profile" in told.err
+    assert (
+        "operator times are estimated from --rates: `./entry.sh profile --model dlrm "
+        "--dlrm-table-rows 1000 1000 1000 1000 1000 1000 1000 1000 --dlrm-bottom-mlp 64 512 512 64 "
+        "--dlrm-top-mlp 576 1024 1024 1024 1 --batch-size 64` measures them" in told.err
+    )
     found = json.loads(told.out)
     assert found["predicted_step_s"] > 0
     assert found["speedup_over_ddp"] >= 1
