@@ -64,16 +64,15 @@ class Rings(NamedTuple):
     Attributes:
         n_sharing: replicas that share state.
         every: among all replicas.
-        within, between: among those that share state, and of their parts among the others.
-        gather: an all-gather among those that share state.
+        part: an all-gather or a reduce-scatter among those that share state.
+        between: of their parts, among the others.
         of_stages: among all replicas of several stages.
     """
 
     n_sharing: int
     every: RingSeconds
-    within: RingSeconds
+    part: RingSeconds
     between: RingSeconds
-    gather: RingSeconds
     of_stages: Callable[[Floats, int], Floats]
 
     @classmethod
@@ -85,12 +84,12 @@ class Rings(NamedTuple):
         between = partial(between_seconds, layout, links=links)
         n_in_node = replicas_in_node(layout, links)
 
-        def gather(n_bytes: Floats) -> Floats:
+        def part(n_bytes: Floats) -> Floats:
             return (within(n_bytes) + between(n_bytes)) / 2 if n_in_node > 1 else every(n_bytes) / 2
 
         if not shards_in_nodes(shard_state):
-            return cls(layout.dp, every, every, np.zeros_like, gather, of_stages)
-        return cls(n_in_node, every, within, between, lambda n: within(n) / 2, of_stages)
+            return cls(layout.dp, every, part, np.zeros_like, of_stages)
+        return cls(n_in_node, every, lambda n: within(n) / 2, between, of_stages)
 
 
 class StageState(NamedTuple):
@@ -157,12 +156,12 @@ def stage_state(
     owned = weights if is_whole else weights / rings.n_sharing
     sync_s = rings.every(own * reduced)
     last_s = sync_s * np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
-    gather_s = np.zeros(len(stages)) if is_whole else rings.gather(own) + tied_s
+    gather_s = np.zeros(len(stages)) if is_whole else rings.part(own) + tied_s
     if reduced < 1 and sync_s.any():
         gradients = gradients * (1 + reduced)  # rounded copies
     if shards_gradients(shard_state):
         n_rounds, last_share = n_microbatches, last_s / np.maximum(sync_s, 1e-30)
-        round_s, outer_s = rings.within(own * reduced) / 2, rings.between(own * reduced)
+        round_s, outer_s = rings.part(own * reduced), rings.between(own * reduced)
         sync_s, last_s = n_rounds * round_s + outer_s, (round_s + outer_s) * last_share
         for users, each_s in shared:
             sync_s[users] += (n_rounds - 1) * each_s
@@ -212,10 +211,10 @@ def _waits(
     found = []
     for (begin, end), starts in zip(stages, units, strict=True):
         n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
-        gather_s = rings.gather(n_bytes)
+        gather_s = rings.part(n_bytes)
         last = buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1]
         sent = np.append(n_bytes, last) * options.sent_bytes_per_gradient_byte
-        *sum_s, last_s = rings.within(sent) / 2 * options.overlap
+        *sum_s, last_s = rings.part(sent) * options.overlap
         *outer_s, last_outer_s = rings.between(sent) * options.overlap
         forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
         backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)

@@ -185,8 +185,8 @@ class Network:
         return self._cache[key]
 
     def gather(self, group: tuple[int, ...], n_bytes: int) -> Collective:
-        """Price an all-gather of n_bytes: a ring, or, where several nodes have equally many devices
-        of the group, one of a device of each node for each part, and then rings within nodes."""
+        """Price an all-gather or a reduce-scatter of n_bytes: a ring, or, where several nodes have
+        equally many devices of the group, rings within nodes and of one device of each node."""
         rows = self._rows(group)
         if 1 < len(rows) < len(group) and len({len(row) for row in rows}) == 1:
             return self.within_and_between(rows, n_bytes, 0.5, 0.5)

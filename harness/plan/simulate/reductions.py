@@ -59,7 +59,7 @@ def reduction_columns(
         _sum(network, one, w, tables.mean_size) for w in (0, 1) for one in tables.edge_rows().sums
     ]
     found += _buckets(simulator, buckets, shard_state)
-    found += (_gather(network, unit.group, unit.n_bytes) for unit in gathered)
+    found += (_parts(network, unit.group, unit.n_bytes) for unit in gathered)
     pairs = [(r, one.share * seconds) for one in found for r, seconds in one.price.occupied]
     return {
         "reduce_seconds": np.array([one.price.duration_s * one.share for one in found]),
@@ -90,7 +90,8 @@ def _all_reduce(network: Network, group: tuple[int, ...], n_bytes: int, share: f
     return _Priced(group, network.all_reduce(group, n_bytes), share, host_bytes)
 
 
-def _gather(network: Network, group: Group, n_bytes: int) -> _Priced:
+def _parts(network: Network, group: Group, n_bytes: int) -> _Priced:
+    """The price of an all-gather or a reduce-scatter."""
     host_bytes = 2 * (len(group) - 1) / len(group) * n_bytes
     return _Priced(group, network.gather(group, n_bytes), 1.0, host_bytes)
 
@@ -103,9 +104,12 @@ def _buckets(simulator: Simulator, buckets: Buckets, shard_state: ShardState) ->
     last = buckets.microbatch.max(initial=-1)
     flows = zip(buckets.groups, sizes.tolist(), buckets.n_rounds, buckets.microbatch, strict=True)
     for group, size, share, microbatch in flows:
-        if is_sharded:
+        groups = sharing(group)
+        if is_sharded and len(groups) == 1:
+            found = _parts(network, group, size)
+        elif is_sharded:
             ends = microbatch == last if every == 1 else (share == 0) / every
-            found = _of_groups(network, sharing(group), size, share, ends)
+            found = _of_groups(network, groups, size, share, ends)
         elif every > 1 and share > 0:
             found = _of_groups(network, network.replicas(group), size, share, 0.0)
         else:

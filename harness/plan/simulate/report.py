@@ -156,13 +156,13 @@ def _bucket_sum(simulation: Simulation, number: int) -> tuple[str, float, float]
     if n_rounds == 1:
         return "all-reduce", n_bytes, 2 * _ring_share(group) * (every == 1)
     if len(groups) == 1:
-        return "reduce-scatter", n_bytes, _ring_share(group) * (every == 1)
+        return "reduce-scatter", n_bytes, _gather_share(simulation, group) * (every == 1)
     is_last = buckets.microbatch[number] == strategy.n_microbatches - 1
     return "reduce-scatter", n_bytes, 2 * _ring_share(groups) * (is_last and every == 1)
 
 
 def _gather_share(simulation: Simulation, group: Sequence[int]) -> float:
-    """Share of the bytes that a node sends to the next in an all-gather."""
+    """Share of the bytes that a node sends to the next in an all-gather or a reduce-scatter."""
     node_of = simulation.simulator.network.node_of.tolist()
     nodes = sharing_groups("parameters_in_node", tuple(group), node_of)
     return _ring_share(nodes if 1 < len(nodes) < len(group) else group)

@@ -191,8 +191,8 @@ class ExecutorEngine:
         if world.is_first:
             warn_of_gathered(forms[sizes[0]])
             warn_if_unsharded(*held)
-        parts = {part for group in self.holders.groups() for part in self._replicas.split(group)}
-        self._gradient_groups = make_groups(sorted(parts), *held[1:], self._groups, world.rank)
+        given = self.holders, self._replicas, *held[1:], self._groups, world
+        self._gradient_groups = make_groups(*given)
         exchanging = sorted({unit.devices for unit in self._units})
         self._unit_groups = {devices: self._groups.for_exchanges(devices) for devices in exchanging}
         self._channels = Channels(

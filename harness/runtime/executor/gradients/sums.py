@@ -39,11 +39,13 @@ class SumGroups(NamedTuple):
 
     Attributes:
         inner: of each sum; None if only this rank shares the slices.
-        outer: at the end of a step, of the sums of equal parts; None if no other rank has them.
+        outer: between nodes, of the sums of equal parts; None if no other rank has them.
+        nodes: the ranks that share the slices, by node where sums within nodes come first.
     """
 
     inner: Any
     outer: Any = None
+    nodes: Sequence[Group] = ()
 
 
 class Bucket(ABC):
@@ -51,13 +53,15 @@ class Bucket(ABC):
 
     Attributes:
         label: names its weights.
-        n_parts: ranks that each get a part of the sum; 1: all get the whole.
+        n_parts: ranks that each get a part of the inner sum; 1: all get the whole.
+        scatters_outer: each sum has an outer one, of which ranks get parts; else a step has one.
         most_on_their_way: buckets of one set of devices that may be on their way at once.
         n_bytes: as they are sent.
     """
 
     most_on_their_way = math.inf
     n_parts = 1
+    scatters_outer = False
 
     def __init__(
         self, name: str, label: str, parameters: Sequence[nn.Parameter], reduce_dtype: str
@@ -233,8 +237,10 @@ class GradientSync:
         }
         self.n_sums = 0
         for devices, queue in queues.items():
-            inner, outer = (group is not None for group in groups[devices])
-            self.n_sums += len(queue) * (len(rounds) * inner + outer)
+            inner, outer = (group is not None for group in groups[devices][:2])
+            for bucket in queue:
+                n_outer = len(rounds) if bucket.scatters_outer else 1
+                self.n_sums += len(rounds) * inner + n_outer * outer
         # Gradients that each bucket waits for, by (round, bucket).
         self._n_used = {
             (number, bucket): sum(uses.get(parameter, 0) > 0 for parameter in bucket.parameters)
@@ -252,7 +258,7 @@ class GradientSync:
         self._n_started: dict[Group, int] = {}
         self._under_way: dict[Group, deque[tuple[Bucket, Any]]] = {}
         self._n_finished: dict[Group, int] = {}
-        self._outer_sums: list[tuple[Group, Bucket, Any]] = []
+        self._outer_sums: dict[Bucket, tuple[Group, Any]] = {}
         self._is_muted = False
 
     def start_step(self, *, is_muted: bool = False) -> None:
@@ -331,17 +337,26 @@ class GradientSync:
         under_way.append((bucket, spans.start(begin, bucket.name, bucket.n_bytes)))
 
     def _finish(self, devices: Group) -> None:
-        """Wait for the first bucket of some devices that is on its way; after a step's last round
-        start its outer sum."""
+        """Wait for the first bucket of some devices that is on its way, and start its outer
+        sum."""
         bucket, work = self._under_way[devices].popleft()
         self._wait(devices, bucket, work)
+        self._finish_outer(bucket)
         bucket.finish()
         self._n_finished[devices] += 1
         outer, queue = self._groups[devices].outer, self._queues[devices]
-        if outer is not None and self._n_finished[devices] > len(queue) * (len(self._rounds) - 1):
+        is_last = self._n_finished[devices] > len(queue) * (len(self._rounds) - 1)
+        if outer is not None and (is_last or bucket.scatters_outer):
             name, n_bytes = f"{bucket.name} between nodes", bucket.n_bytes // bucket.n_parts
             work = self._outer[devices].start(partial(bucket.start_outer, outer), name, n_bytes)
-            self._outer_sums.append((devices, bucket, work))
+            self._outer_sums[bucket] = devices, work
+
+    def _finish_outer(self, bucket: Bucket) -> None:
+        """Wait for a bucket's outer sum if one is on its way."""
+        if bucket in self._outer_sums:
+            devices, work = self._outer_sums.pop(bucket)
+            self._wait(devices, bucket, work)
+            bucket.finish_outer()
 
     def _wait(self, devices: Group, bucket: Bucket, work: Any) -> None:
         failure = f"the sum of the gradients of {bucket.label} over ranks {list(devices)} failed"
@@ -366,10 +381,8 @@ class GradientSync:
         for devices in self._queues:
             while self._under_way[devices]:
                 self._finish(devices)
-        for devices, bucket, work in self._outer_sums:
-            self._wait(devices, bucket, work)
-            bucket.finish_outer()
-        self._outer_sums.clear()
+        for bucket in list(self._outer_sums):
+            self._finish_outer(bucket)
         for bucket in (bucket for queue in self._queues.values() for bucket in queue):
             bucket.assign()
 

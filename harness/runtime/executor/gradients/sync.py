@@ -6,19 +6,22 @@ How often backward adds to each gradient tells when it is complete.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
+from harness.domain.shard_state import sharing_groups
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.runtime.engines.engine import EngineOptions
+from harness.runtime.executor.gradients.averages import Replicas
 from harness.runtime.executor.gradients.deferred import Deferred
 from harness.runtime.executor.gradients.sums import GradientSync, Group, SumGroups, sum_buckets
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.program.program import Program
-from harness.runtime.executor.sharded.owners import Owners, Sharing, scatter_buckets
+from harness.runtime.executor.sharded.owners import Owners, Sharing
+from harness.runtime.executor.sharded.scatters import scatter_buckets
 from harness.runtime.executor.state.weights import Holders, Weights
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.ranks.world import World
@@ -95,28 +98,39 @@ def _autograd_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from _autograd_parameters(child)
 
 
-def make_groups(
-    holders: Iterable[Group], strategy: Strategy, sharing: Sharing, groups: Groups, rank: int
-) -> dict[Group, SumGroups]:
-    """This rank's process groups for gradients, by the holders of slices; all ranks must call it.
+def may_block(holders: Holders) -> bool:
+    """Whether backward may wait for sums: not where operators on different devices share a weight,
+    of whose gradients a peer may have its own only after it has got what this backward leads to."""
+    return all(map(holders.is_used_alike, dict(holders.trained())))
 
-    Args:
-        holders: sets of ranks, in the same order on every rank.
-    """
+
+def make_groups(
+    holders: Holders, replicas: Replicas, strategy: Strategy, sharing: Sharing, groups: Groups,
+    world: World,
+) -> dict[Group, SumGroups]:  # fmt: skip
+    """This rank's process groups for gradients, by the holders of slices; all ranks must make
+    them."""
+    is_scattered = strategy.shards_gradients
+    # Else waiting for sums between nodes could wait for this rank.
+    is_apart = world.backend == "nccl" or may_block(holders)
+
+    def made(group: Group, *, is_scattered: bool) -> Any:
+        return groups.for_gradients(group, is_scattered=is_scattered) if len(group) > 1 else None
+
+    parts = {part for group in holders.groups() for part in replicas.split(group)}
     found: dict[Group, SumGroups] = {}
-    for devices in (devices for devices in holders if len(devices) > 1):
-        if not strategy.shards_gradients:
-            made = groups.for_gradients(devices)
-            if rank in devices:
-                found[devices] = SumGroups(made)
-            continue
-        shared = sharing(devices)
-        inner = [groups.for_gradients(g, is_scattered=True) if len(g) > 1 else None for g in shared]
-        alike = list(zip(*shared, strict=True))
-        outer = [groups.for_gradients(g) if len(g) > 1 else None for g in alike]
-        for group, made in zip(shared, inner, strict=True):
-            if rank in group:
-                found[devices] = SumGroups(made, outer[group.index(rank)])
+    for devices in sorted(part for part in parts if len(part) > 1):
+        shared = rows = sharing(devices) if is_scattered else [devices]
+        if len(shared) == 1 and is_scattered and is_apart:
+            nodes = sharing_groups("gradients_in_node", devices, world.hostnames)
+            rows = nodes if len(nodes[0]) > 1 else rows
+        columns = list(zip(*rows, strict=True)) if len(rows) > 1 else []
+        inner = [made(row, is_scattered=is_scattered) for row in rows]
+        outer = [made(column, is_scattered=len(shared) == 1) for column in columns]
+        for row, group in zip(rows, inner, strict=True):
+            if world.rank in row:
+                between = outer[row.index(world.rank)] if outer else None
+                found[devices] = SumGroups(group, between, rows if len(shared) == 1 else [row])
     return found
 
 
@@ -144,10 +158,7 @@ def make_sync(
     rounds = count_rounds(programs, strategy.microbatch_sizes(), is_each=is_each)
     n_bytes = options.bucket_bytes
     if is_each:
-        queues = scatter_buckets(owners.shared, holders.of, n_bytes, world, reduce_dtype)
+        queues = scatter_buckets(owners.shared, holders.of, groups, n_bytes, world, reduce_dtype)
     else:
         queues = sum_buckets(weights.trainable(), holders.of, n_bytes, buffers, reduce_dtype)
-    # Where operators on different devices share a weight, a peer may sum its gradients only
-    # after it has got what this backward leads to.
-    is_blocking = all(map(holders.is_used_alike, dict(holders.trained())))
-    return GradientSync(world, queues, groups, rounds, recorder, is_blocking=is_blocking)
+    return GradientSync(world, queues, groups, rounds, recorder, is_blocking=may_block(holders))

@@ -4,37 +4,19 @@ Without sharding every holder updates its copy of a slice. With it each of n hol
 optimizer state it alone keeps:
 
     slice    rows 0-3: rank 0 | rows 4-7: rank 1
-
-Groups of holders that each keep the whole slice in parts (`shard_state.sharing_groups`) sum the
-gradients of equal parts with each other at the end of a step. Gradients are summed to the owners by
-a reduce-scatter, in buckets:
-
-    backward of a microbatch  |--- p5 p4 ---|--- p3 p2 ---|
-    bucket 0  (p5 p4)          copied, freed |--- to the owners ---| added to the own parts
-    bucket 1  (p3 p2)                                       |--- ... ---|
-
-Each microbatch's gradients are summed after its backward, so that a rank never keeps whole
-gradients of more than the buckets that are on their way. Over gloo a reduce-scatter is an
-all-to-all and a local sum, because gloo's own is an all-reduce.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.strategy import Strategy
-from harness.runtime.devices.precision import reduced
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.gradients.sums import Bucket, buckets_of, view_like
 from harness.runtime.executor.state.weights import Holders, Weights
-from harness.runtime.executor.transport.groups import scatter_sum
-from harness.runtime.ranks.world import World
 
 Group = tuple[int, ...]
 
@@ -56,7 +38,6 @@ class SharedSlice(NamedTuple):
 
     Attributes:
         devices: that share it with this rank.
-        alike: holders of the same part, with this rank.
         parts: each of the devices' part, ascending; None for an empty one.
         own: this rank's part; None if it is empty. A view of the parameter, unless that is freed.
         here: this rank's place among the devices.
@@ -65,7 +46,6 @@ class SharedSlice(NamedTuple):
     piece: WeightSlice
     parameter: nn.Parameter
     devices: Group
-    alike: Group
     parts: tuple[WeightSlice | None, ...]
     own: nn.Parameter | None
     here: int
@@ -144,8 +124,7 @@ class Owners:
         devices = next(group for group in groups if self._rank in group)
         _make_dense(parameter)
         here = devices.index(self._rank)
-        alike = tuple(group[here] for group in groups)
-        one, own = SharedSlice(piece, parameter, devices, alike, parts, None, here), None
+        one, own = SharedSlice(piece, parameter, devices, parts, None, here), None
         if parts[here] is not None:
             view = _view(one.own_part, one)
             own = nn.Parameter(view.clone() if piece in self.freed else view)
@@ -219,151 +198,3 @@ def _make_dense(parameter: nn.Parameter) -> None:
     is_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     if not (parameter.is_contiguous() or (is_last and parameter.shape[0] > 1)):
         parameter.data = parameter.data.contiguous()
-
-
-class ScatterBucket(Bucket):
-    """Gradients that are summed to their owners together.
-
-    Attributes:
-        flat: gradients of the microbatch, the first holder's parts first; None between two.
-        sums: of this rank's own parts, over all devices and microbatches.
-    """
-
-    most_on_their_way = 1  # because their memory is not freed yet
-
-    def __init__(
-        self,
-        name: str,
-        slices: Sequence[SharedSlice],
-        world: World,
-        reduce_dtype: str = "fp32",
-    ) -> None:
-        parameters = [one.parameter for one in slices]
-        super().__init__(name, slices[0].piece.name, parameters, reduce_dtype)
-        self.slices, self.here = list(slices), slices[0].here
-        self.n_parts = len(slices[0].devices)
-        self._is_nccl = world.backend == "nccl"
-        first = self.slices[0].parameter
-        holders = range(self.n_parts)
-        self.sizes = [sum(one.size(holder) for one in self.slices) for holder in holders]
-        self.sums = torch.zeros(self.sizes[self.here], dtype=first.dtype, device=first.device)
-        self._places: dict[nn.Parameter, list[int]] = {one.parameter: [] for one in slices}
-        at = 0
-        for holder in holders:
-            for one in self.slices:
-                self._places[one.parameter].append(at)
-                at += one.size(holder)
-        self._slices = {one.parameter: one for one in slices}
-        self._taken: set[nn.Parameter] = set()
-        self.flat: Tensor | None = None
-        self._sent: Tensor | None = None
-        self._received: Tensor | None = None
-
-    def reset(self) -> None:
-        self.sums.zero_()
-
-    def take(self, parameter: nn.Parameter) -> None:
-        if self.flat is None:
-            self.flat = self.sums.new_empty(self.n_elements)
-        one, gradient = self._slices[parameter], parameter.grad
-        for holder, at in enumerate(self._places[parameter]):
-            part = one.parts[holder]
-            if part is None:
-                continue
-            target = self.flat[at : at + one.size(holder)]
-            if gradient is not None:
-                values = _in_order(part.within(one.piece).take(gradient), parameter)
-            if gradient is None and parameter not in self._taken:
-                target.zero_()
-            elif gradient is not None and parameter in self._taken:
-                target.add_(values)
-            elif gradient is not None:
-                target.copy_(values)
-        parameter.grad = None
-        self._taken.add(parameter)
-
-    def collect(self) -> None:
-        for one in self.slices:
-            if one.parameter not in self._taken or one.parameter.grad is not None:
-                self.take(one.parameter)
-        self._taken.clear()
-
-    def pack(self) -> None:
-        assert self.flat is not None, "a bucket has parameters"
-        # Kept until `finish`: the mark at its end makes NCCL's work forget its tensors.
-        self._sent, self.flat = reduced(self.flat, self.reduce_dtype), None
-        if self.n_parts == 1:
-            self._received = self._sent
-            return
-        n_received = 1 if self._is_nccl else self.n_parts
-        self._received = self._sent.new_empty(n_received * self.sizes[self.here])
-
-    def start(self, group: Any) -> Any:
-        assert self._sent is not None, "it is packed"
-        assert self._received is not None, "it is packed"
-        if self.n_parts == 1:
-            return None
-        if self._is_nccl:
-            received, sent = map(_real_of, (self._received, self._sent))
-            if len(set(self.sizes)) == 1:  # a list would be copied into memory that nobody keeps
-                return scatter_sum(received, sent, group, is_async=True)
-            parts = list(sent.split(self.sizes))
-            return dist.reduce_scatter(received, parts, group=group, async_op=True)
-        counts = [self.sizes[self.here]] * len(self.sizes)
-        return dist.all_to_all_single(
-            self._received, self._sent, counts, self.sizes, group=group, async_op=True
-        )
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        assert self._received is not None, "its exchange has begun"
-        for part in self._received.view(-1, len(self.sums)) if len(self.sums) else ():
-            self.sums += part
-        self._sent = self._received = None
-
-    def start_outer(self, group: Any) -> Any:
-        self._sent = reduced(self.sums, self.reduce_dtype)
-        return dist.all_reduce(self._sent, group=group, async_op=True)
-
-    @torch.no_grad()
-    def finish_outer(self) -> None:
-        if self._sent is not self.sums and self._sent is not None:
-            self.sums.copy_(self._sent)
-        self._sent = None
-
-    def assign(self) -> None:
-        first = self._places[self.slices[0].parameter][self.here]
-        for one in self.slices:
-            if one.own is not None:
-                at = self._places[one.parameter][self.here] - first
-                one.own.grad = view_like(one.own, self.sums, at)
-
-
-def _real_of(tensor: Tensor) -> Tensor:
-    """A view with real numbers, because NCCL knows no complex ones."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _in_order(part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The elements of a part of a gradient in the order of the parameter's memory."""
-    if part.stride() == parameter.stride():
-        return flat(part)
-    strides = parameter.stride()
-    return part.permute(sorted(range(part.dim()), key=lambda dim: -strides[dim])).reshape(-1)
-
-
-def scatter_buckets(
-    shared: Iterable[SharedSlice],
-    holders_of: Callable[[WeightSlice], Group],
-    bucket_bytes: int,
-    world: World,
-    reduce_dtype: str,
-) -> Mapping[Group, Sequence[Bucket]]:
-    """The buckets of sharded weights, by all devices that hold them."""
-    slices = {one.parameter: one for one in shared}
-    found: dict[Group, list[ScatterBucket]] = defaultdict(list)
-    members = ((holders_of(one.piece), parameter) for parameter, one in slices.items())
-    for number, (devices, chunk) in enumerate(buckets_of(members, bucket_bytes)):
-        own = [slices[parameter] for parameter in chunk]
-        found[devices].append(ScatterBucket(f"bucket{number}", own, world, reduce_dtype))
-    return found

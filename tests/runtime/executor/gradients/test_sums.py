@@ -15,7 +15,8 @@ from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.sums import SumBucket, bucketed
 from harness.runtime.executor.program.program import PartKey
 from harness.runtime.executor.run.flight import Flight
-from harness.runtime.executor.sharded.owners import ScatterBucket, SharedSlice
+from harness.runtime.executor.sharded.owners import SharedSlice
+from harness.runtime.executor.sharded.scatters import ScatterBucket
 from harness.runtime.executor.shards.regions import Relative
 
 
@@ -53,7 +54,8 @@ def scattered_over_two(parameter, backend, *reduced):
     parts = tuple(piece.part(k, 2) for k in range(2))
     own = nn.Parameter(parts[0].take(parameter.detach()).clone())
     slices = [SharedSlice(piece, parameter, (0, 1), parts, own, 0)]
-    return ScatterBucket("bucket0", slices, SimpleNamespace(backend=backend), *reduced), own
+    world = SimpleNamespace(backend=backend)
+    return ScatterBucket("bucket0", slices, [(0, 1)], world, *reduced), own
 
 
 def test_fp32_gradients_are_sent_as_bf16_on_request(monkeypatch):

@@ -1,0 +1,226 @@
+"""Sums of gradients to their owners, by a reduce-scatter, in buckets.
+
+    backward of a microbatch  |--- p5 p4 ---|--- p3 p2 ---|
+    bucket 0  (p5 p4)          copied, freed |--- to the owners ---| added to the own parts
+    bucket 1  (p3 p2)                                       |--- ... ---|
+
+Each microbatch's gradients are summed after its backward, so that a rank never keeps whole
+gradients of more than the buckets that are on their way. Over gloo a reduce-scatter is an
+all-to-all and a local sum, because gloo's own is an all-reduce.
+
+Holders on several hosts sum within each host first, then parts between the hosts, which so send
+each element once. Groups of holders that each keep the whole slice in parts
+(`shard_state.sharing_groups`) sum equal parts with each other, once, at the end of a step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.runtime.devices.precision import reduced
+from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.gradients.sums import Bucket, SumGroups, buckets_of, view_like
+from harness.runtime.executor.sharded.owners import SharedSlice, flat
+from harness.runtime.executor.transport.groups import scatter_sum
+from harness.runtime.ranks.world import World
+
+Group = tuple[int, ...]
+
+
+class PartSum:
+    """Sums a flat tensor over the ranks of a group, of which each gets a part.
+
+    Args:
+        sizes: elements of each rank's part.
+        here: this rank's place in the group.
+    """
+
+    def __init__(self, sizes: Sequence[int], here: int, world: World, reduce_dtype: str) -> None:
+        self._sizes, self._here, self._reduce_dtype = list(sizes), here, reduce_dtype
+        self._is_nccl = world.backend == "nccl"
+        self._sent: Tensor | None = None
+        self._received: Tensor | None = None
+
+    def pack(self, tensor: Tensor) -> None:
+        # Kept until `add_to`: the mark at its end makes NCCL's work forget its tensors.
+        self._sent = self._received = reduced(tensor, self._reduce_dtype)
+        if len(self._sizes) > 1:
+            n_received = 1 if self._is_nccl else len(self._sizes)
+            self._received = self._sent.new_empty(n_received * self._sizes[self._here])
+
+    def start(self, group: Any) -> Any:
+        assert self._sent is not None, "it is packed"
+        assert self._received is not None, "it is packed"
+        if len(self._sizes) == 1:
+            return None
+        if self._is_nccl:
+            received, sent = map(_real_of, (self._received, self._sent))
+            if len(set(self._sizes)) == 1:  # a list would be copied into memory that nobody keeps
+                return scatter_sum(received, sent, group, is_async=True)
+            parts = list(sent.split(self._sizes))
+            return dist.reduce_scatter(received, parts, group=group, async_op=True)
+        counts = [self._sizes[self._here]] * len(self._sizes)
+        return dist.all_to_all_single(
+            self._received, self._sent, counts, self._sizes, group=group, async_op=True
+        )
+
+    def add_to(self, target: Tensor) -> None:
+        """Add this rank's part of the sum."""
+        assert self._received is not None, "its exchange has begun"
+        for part in self._received.view(-1, len(target)) if len(target) else ():
+            target += part
+        self._sent = self._received = None
+
+
+class ScatterBucket(Bucket):
+    """Gradients that are summed to their owners together.
+
+    Args:
+        nodes: numbers of the holders of each node, equally many, where gradients are summed within
+            nodes and then between them; else all of one.
+
+    Attributes:
+        flat: gradients of the microbatch, by holders; None between two.
+        sums: of this rank's own parts, over all devices and microbatches.
+    """
+
+    most_on_their_way = 1  # because their memory is not freed yet
+
+    def __init__(
+        self,
+        name: str,
+        slices: Sequence[SharedSlice],
+        nodes: Sequence[Group],
+        world: World,
+        reduce_dtype: str = "fp32",
+    ) -> None:
+        parameters = [one.parameter for one in slices]
+        super().__init__(name, slices[0].piece.name, parameters, reduce_dtype)
+        self.slices, here = list(slices), slices[0].here
+        self.n_parts, self.scatters_outer = len(nodes[0]), len(nodes) > 1
+        first = self.slices[0].parameter
+        columns = list(zip(*nodes, strict=True))
+        own = next(column for column in columns if here in column)
+        sizes = {holder: sum(one.size(holder) for one in slices) for row in nodes for holder in row}
+        self.sums = first.data.new_zeros(sizes[here])
+        # Of all parts of `own`, in this microbatch.
+        self._column = first.data.new_zeros(sum(sizes[holder] for holder in own))
+        self._places: dict[nn.Parameter, dict[int, int]] = {one.parameter: {} for one in slices}
+        at = 0
+        for holder in (holder for column in columns for holder in column):
+            for one in self.slices:
+                self._places[one.parameter][holder] = at
+                at += one.size(holder)
+        self._slices = {one.parameter: one for one in slices}
+        self._taken: set[nn.Parameter] = set()
+        self.flat: Tensor | None = None
+        each = [sum(sizes[holder] for holder in column) for column in columns]
+        self._inner = PartSum(each, columns.index(own), world, reduce_dtype)
+        parts = [sizes[holder] for holder in own]
+        self._outer = PartSum(parts, own.index(here), world, reduce_dtype)
+        self._sent: Tensor | None = None
+
+    def reset(self) -> None:
+        self.sums.zero_()
+
+    def take(self, parameter: nn.Parameter) -> None:
+        if self.flat is None:
+            self.flat = self.sums.new_empty(self.n_elements)
+        one, gradient = self._slices[parameter], parameter.grad
+        for holder, at in self._places[parameter].items():
+            part = one.parts[holder]
+            if part is None:
+                continue
+            target = self.flat[at : at + one.size(holder)]
+            if gradient is not None:
+                values = _in_order(part.within(one.piece).take(gradient), parameter)
+            if gradient is None and parameter not in self._taken:
+                target.zero_()
+            elif gradient is not None and parameter in self._taken:
+                target.add_(values)
+            elif gradient is not None:
+                target.copy_(values)
+        parameter.grad = None
+        self._taken.add(parameter)
+
+    def collect(self) -> None:
+        for one in self.slices:
+            if one.parameter not in self._taken or one.parameter.grad is not None:
+                self.take(one.parameter)
+        self._taken.clear()
+
+    def pack(self) -> None:
+        assert self.flat is not None, "a bucket has parameters"
+        self._inner.pack(self.flat)
+        self.flat = None
+
+    def start(self, group: Any) -> Any:
+        return self._inner.start(group)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self.scatters_outer:
+            self._column.zero_()
+        self._inner.add_to(self._column if self.scatters_outer else self.sums)
+
+    def start_outer(self, group: Any) -> Any:
+        if self.scatters_outer:
+            self._outer.pack(self._column)
+            return self._outer.start(group)
+        self._sent = reduced(self.sums, self.reduce_dtype)
+        return dist.all_reduce(self._sent, group=group, async_op=True)
+
+    @torch.no_grad()
+    def finish_outer(self) -> None:
+        if self.scatters_outer:
+            self._outer.add_to(self.sums)
+        elif self._sent is not self.sums and self._sent is not None:
+            self.sums.copy_(self._sent)
+        self._sent = None
+
+    def assign(self) -> None:
+        here = self.slices[0].here
+        first = self._places[self.slices[0].parameter][here]
+        for one in self.slices:
+            if one.own is not None:
+                at = self._places[one.parameter][here] - first
+                one.own.grad = view_like(one.own, self.sums, at)
+
+
+def _real_of(tensor: Tensor) -> Tensor:
+    """A view with real numbers, because NCCL knows no complex ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _in_order(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The elements of a part of a gradient in the order of the parameter's memory."""
+    if part.stride() == parameter.stride():
+        return flat(part)
+    strides = parameter.stride()
+    return part.permute(sorted(range(part.dim()), key=lambda dim: -strides[dim])).reshape(-1)
+
+
+def scatter_buckets(
+    shared: Iterable[SharedSlice],
+    holders_of: Callable[[WeightSlice], Group],
+    groups: Mapping[Group, SumGroups],
+    bucket_bytes: int,
+    world: World,
+    reduce_dtype: str,
+) -> Mapping[Group, Sequence[Bucket]]:
+    """The buckets of sharded weights, by all devices that hold them."""
+    slices = {one.parameter: one for one in shared}
+    found: dict[Group, list[ScatterBucket]] = defaultdict(list)
+    members = ((holders_of(one.piece), parameter) for parameter, one in slices.items())
+    for number, (devices, chunk) in enumerate(buckets_of(members, bucket_bytes)):
+        own = [slices[parameter] for parameter in chunk]
+        nodes = [tuple(map(own[0].devices.index, node)) for node in groups[devices].nodes]
+        bucket = ScatterBucket(f"bucket{number}", own, nodes, world, reduce_dtype)
+        found[devices].append(bucket)
+    return found
