@@ -34,6 +34,7 @@ from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.sharded.units import plan_exchanges
 from harness.runtime.executor.shards.forms import choose_forms
 from harness.runtime.models.task import InputSpec, Task
 
@@ -174,6 +175,20 @@ def test_each_rank_keeps_half_of_what_is_sharded_in_nodes_of_two_ranks(ranks):
         "gradients_in_node": [4, 2, 4],
         "parameters_in_node": [2, 2, 4],
     }
+
+
+@pytest.mark.parametrize(
+    ("hosts", "exchanges"),
+    [
+        # Of rank 3, which holds the second of ranks 1, 3, 5 and 7.
+        ("aaaaaaaa", [[(1, (1,), (0,)), (5, (1,), (2,)), (7, (1,), (3,))]]),
+        ("aaaabbbb", [[(7, (1,), (3,))], [(1, (1, 3), (0, 2))]]),
+        ("abababab", [[(1, (1,), (0,)), (5, (1,), (2,)), (7, (1,), (3,))]]),
+        ("aaaaaabb", [[(1, (1,), (0,)), (5, (1,), (2,)), (7, (1,), (3,))]]),
+    ],
+)
+def test_a_part_crosses_once_to_each_node_of_equally_many_holders(hosts, exchanges):
+    assert plan_exchanges((1, 3, 5, 7), 3, hosts) == exchanges
 
 
 def test_segments_that_run_again_are_not_cut_for_their_units(case, ranks):

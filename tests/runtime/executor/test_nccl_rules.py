@@ -27,8 +27,8 @@ def test_random_strategies_train_what_one_device_trains(index, ranks):
     assert_equal(any_case(7, index), ranks)
 
 
-@pytest.mark.parametrize("state", ["gradients_in_node", "parameters_in_node"])
-def test_state_that_is_sharded_in_nodes_trains_what_one_device_trains(state, ranks):
+@pytest.mark.parametrize("state", ["parameters", "gradients_in_node", "parameters_in_node"])
+def test_state_that_is_sharded_over_two_nodes_trains_what_one_device_trains(state, ranks):
     case = make_case("lenet", "ddp", 4, 8, seed=5)  # of small buckets
     assert_equal(sharded(case, state), ranks)
 

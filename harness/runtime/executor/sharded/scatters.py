@@ -39,10 +39,14 @@ class PartSum:
     Args:
         sizes: elements of each rank's part.
         here: this rank's place in the group.
+
+    Attributes:
+        n_own: elements of this rank's part.
     """
 
     def __init__(self, sizes: Sequence[int], here: int, world: World, reduce_dtype: str) -> None:
         self._sizes, self._here, self._reduce_dtype = list(sizes), here, reduce_dtype
+        self.n_own = self._sizes[here]
         self._is_nccl = world.backend == "nccl"
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
@@ -52,7 +56,7 @@ class PartSum:
         self._sent = self._received = reduced(tensor, self._reduce_dtype)
         if len(self._sizes) > 1:
             n_received = 1 if self._is_nccl else len(self._sizes)
-            self._received = self._sent.new_empty(n_received * self._sizes[self._here])
+            self._received = self._sent.new_empty(n_received * self.n_own)
 
     def start(self, group: Any) -> Any:
         assert self._sent is not None, "it is packed"
@@ -65,7 +69,7 @@ class PartSum:
                 return scatter_sum(received, sent, group, is_async=True)
             parts = list(sent.split(self._sizes))
             return dist.reduce_scatter(received, parts, group=group, async_op=True)
-        counts = [self._sizes[self._here]] * len(self._sizes)
+        counts = [self.n_own] * len(self._sizes)
         return dist.all_to_all_single(
             self._received, self._sent, counts, self._sizes, group=group, async_op=True
         )
@@ -109,8 +113,8 @@ class ScatterBucket(Bucket):
         own = next(column for column in columns if here in column)
         sizes = {holder: sum(one.size(holder) for one in slices) for row in nodes for holder in row}
         self.sums = first.data.new_zeros(sizes[here])
-        # Of all parts of `own`, in this microbatch.
-        self._column = first.data.new_zeros(sum(sizes[holder] for holder in own))
+        # Sums within the node, of all parts of `own`; between the sums of a microbatch.
+        self._column: Tensor | None = None
         self._places: dict[nn.Parameter, dict[int, int]] = {one.parameter: {} for one in slices}
         at = 0
         for holder in (holder for column in columns for holder in column):
@@ -166,12 +170,13 @@ class ScatterBucket(Bucket):
     @torch.no_grad()
     def finish(self) -> None:
         if self.scatters_outer:
-            self._column.zero_()
-        self._inner.add_to(self._column if self.scatters_outer else self.sums)
+            self._column = self.sums.new_zeros(self._inner.n_own)
+        self._inner.add_to(self.sums if self._column is None else self._column)
 
     def start_outer(self, group: Any) -> Any:
-        if self.scatters_outer:
+        if self._column is not None:
             self._outer.pack(self._column)
+            self._column = None
             return self._outer.start(group)
         self._sent = reduced(self.sums, self.reduce_dtype)
         return dist.all_reduce(self._sent, group=group, async_op=True)
