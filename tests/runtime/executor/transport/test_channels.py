@@ -14,7 +14,7 @@ from torch import nn
 
 from harness.errors import ConfigError, PeerError, StrategyError
 from harness.measure.recorder import HostClock, Recorder
-from harness.runtime.executor.gradients.sums import GradientSync, SumBucket
+from harness.runtime.executor.gradients.sums import GradientSync, SumBucket, SumGroups
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import End, Message
@@ -244,7 +244,7 @@ def test_a_message_tells_which_sends_its_sender_has_read(monkeypatch):
 def sync_of(world, parameter, recorder):
     """Sums one weight over ranks 0 and 1."""
     queues = {(0, 1): [SumBucket("bucket0", "weight", [parameter])]}
-    return GradientSync(world, queues, {(0, 1): None}, [{parameter: 1}], recorder)
+    return GradientSync(world, queues, {(0, 1): SumGroups(None)}, [{parameter: 1}], recorder)
 
 
 def test_a_sum_of_gradients_may_fail_without_a_word():
