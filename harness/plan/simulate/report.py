@@ -362,7 +362,10 @@ def _network_lines(simulation: Simulation) -> list[str]:
         f"per step {format_bytes(moved)} of activations and their gradients cross devices and "
         f"{format_bytes(synced)} of {how}{within}"
     )
-    gathered = sum(unit.n_bytes for unit in out.lowered.gathered)
+    units, first = out.lowered.gathered, dict[tuple[int, ...], tuple[int, ...]]()
+    for unit in units:  # nodes that gather apart count once
+        first.setdefault(unit.operators, unit.group)
+    gathered = sum(unit.n_bytes for unit in units if unit.group == first[unit.operators])
     if gathered:
         lines.append(f"per step {format_bytes(gathered)} of parameters are gathered before use")
     return lines
