@@ -61,6 +61,11 @@ def sharing_groups(state: ShardState, holders: Group, node_of: Sequence[object])
         return [(holder,) for holder in holders]
     if not shards_in_nodes(state):
         return [holders]
-    nodes = dict.fromkeys(node_of[device] for device in holders)
-    groups = [tuple(d for d in holders if node_of[d] == node) for node in nodes]
-    return groups if len(set(map(len, groups))) == 1 else [holders]
+    return equal_nodes(holders, node_of)
+
+
+def equal_nodes(devices: Group, node_of: Sequence[object]) -> list[Group]:
+    """The devices of each node if they are equally many, else all."""
+    nodes = dict.fromkeys(node_of[device] for device in devices)
+    groups = [tuple(d for d in devices if node_of[d] == node) for node in nodes]
+    return groups if len(set(map(len, groups))) == 1 else [devices]

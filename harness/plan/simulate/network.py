@@ -107,7 +107,7 @@ class Network:
             self.bandwidth[a, b] = link.bandwidth_bytes_per_s
         self._complete()
         self._curves = Curves(cluster)
-        self._cache: dict[tuple[tuple[int, ...], int], Collective] = {}
+        self._cache: dict[tuple[object, ...], Collective] = {}
 
     @property
     def n_resources(self) -> int:
@@ -187,10 +187,14 @@ class Network:
     def gather(self, group: tuple[int, ...], n_bytes: int) -> Collective:
         """Price an all-gather or a reduce-scatter of n_bytes: a ring, or, where several nodes have
         equally many devices of the group, rings within nodes and of one device of each node."""
-        rows = self._rows(group)
-        if 1 < len(rows) < len(group) and len({len(row) for row in rows}) == 1:
-            return self.within_and_between(rows, n_bytes, 0.5, 0.5)
-        return self.all_reduce(group, n_bytes).scaled(0.5)
+        key = (group, n_bytes, 0.5)
+        if key not in self._cache:
+            rows = self._rows(group)
+            if 1 < len(rows) < len(group) and len({len(row) for row in rows}) == 1:
+                self._cache[key] = self.within_and_between(rows, n_bytes, 0.5, 0.5)
+            else:
+                self._cache[key] = self.all_reduce(group, n_bytes).scaled(0.5)
+        return self._cache[key]
 
     def beside(self, one: Collective) -> Collective:
         """The same, while the devices run other collectives."""

@@ -99,15 +99,15 @@ def _parts(network: Network, group: Group, n_bytes: int) -> _Priced:
 def _buckets(simulator: Simulator, buckets: Buckets, shard_state: ShardState) -> Iterator[_Priced]:
     """The prices of sums of gradients, and of averages of replicas."""
     network, every = simulator.network, simulator.options.sync_every
-    is_sharded, sharing = shards_gradients(shard_state), simulator.sharing(shard_state)
+    sharing = simulator.sharing(shard_state) if shards_gradients(shard_state) else None
     sizes = (buckets.n_bytes * simulator.options.reduce_bytes_per_gradient_byte).astype(int)
     last = buckets.microbatch.max(initial=-1)
     flows = zip(buckets.groups, sizes.tolist(), buckets.n_rounds, buckets.microbatch, strict=True)
     for group, size, share, microbatch in flows:
-        groups = sharing(group)
-        if is_sharded and len(groups) == 1:
+        groups = [] if sharing is None else sharing(group)
+        if len(groups) == 1:
             found = _parts(network, group, size)
-        elif is_sharded:
+        elif groups:
             ends = microbatch == last if every == 1 else (share == 0) / every
             found = _of_groups(network, groups, size, share, ends)
         elif every > 1 and share > 0:

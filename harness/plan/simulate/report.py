@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from harness.domain.record import Pass, Span, SpanFields, SpanKind
-from harness.domain.shard_state import shards_gradients, sharing_groups
+from harness.domain.shard_state import equal_nodes, shards_gradients
 from harness.plan.simulate.simulator import Simulation
 from harness.units import format_bandwidth, format_bytes, format_duration
 
@@ -163,8 +163,7 @@ def _bucket_sum(simulation: Simulation, number: int) -> tuple[str, float, float]
 
 def _gather_share(simulation: Simulation, group: Sequence[int]) -> float:
     """Share of the bytes that a node sends to the next in an all-gather or a reduce-scatter."""
-    node_of = simulation.simulator.network.node_of.tolist()
-    nodes = sharing_groups("parameters_in_node", tuple(group), node_of)
+    nodes = equal_nodes(tuple(group), simulation.simulator.network.node_of.tolist())
     return _ring_share(nodes if 1 < len(nodes) < len(group) else group)
 
 

@@ -31,7 +31,7 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 
 BATCH = 16
-STEP, MEMORY = 0.045, 0.04  # the closed form leaves out waits of 1F1B and halves of buckets
+STEP, MEMORY = 0.04, 0.04  # the closed form leaves out waits of 1F1B and halves of buckets
 
 
 def chain(batch=BATCH):

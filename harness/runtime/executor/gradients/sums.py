@@ -95,7 +95,7 @@ class Bucket(ABC):
         """Keep the result of the collective."""
 
     def start_outer(self, group: Any) -> Any:
-        """Start to sum the sums of equal parts; all ranks of the group must call it."""
+        """Start to sum the sums of equal parts, where `SumGroups.outer` is given."""
         raise NotImplementedError
 
     def finish_outer(self) -> None:  # noqa: B027

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from harness.domain.shard_state import sharing_groups
+from harness.domain.shard_state import equal_nodes
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.runtime.engines.engine import EngineOptions
@@ -122,7 +122,7 @@ def make_groups(
     for devices in sorted(part for part in parts if len(part) > 1):
         shared = rows = sharing(devices) if is_scattered else [devices]
         if len(shared) == 1 and is_scattered and is_apart:
-            nodes = sharing_groups("gradients_in_node", devices, world.hostnames)
+            nodes = equal_nodes(devices, world.hostnames)
             rows = nodes if len(nodes[0]) > 1 else rows
         columns = list(zip(*rows, strict=True)) if len(rows) > 1 else []
         inner = [made(row, is_scattered=is_scattered) for row in rows]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.domain.checkpoints import is_full
-from harness.domain.shard_state import shards_parameters, sharing_groups
+from harness.domain.shard_state import equal_nodes, shards_parameters
 from harness.domain.strategy import Strategy
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
@@ -141,7 +141,7 @@ def plan_exchanges(devices: Group, rank: int, node_of: Sequence[object]) -> list
     """The exchanges of a rank with the others of a unit: at once, or, where several nodes have
     equally many, between nodes and then within its node."""
     place = {device: number for number, device in enumerate(devices)}
-    nodes = sharing_groups("parameters_in_node", devices, node_of)
+    nodes = equal_nodes(devices, node_of)
     if len(nodes) == 1 or len(nodes[0]) == 1:
         others = (other for other in devices if other != rank)
         return [[Exchange(other, (place[rank],), (place[other],)) for other in others]]
