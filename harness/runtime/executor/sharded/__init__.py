@@ -6,4 +6,6 @@
 | optimizer | all-reduced | gathered after the optimizer |
 | gradients | summed to their owners | gathered after the optimizer |
 | parameters | summed to their owners | gathered before each use, then freed |
+
+With `_in_node` the owners are those of each node, and their sums are all-reduced between nodes.
 """
