@@ -8,6 +8,7 @@ with Trainer(make_model, strategy="strategy.json", optimizer=make_optimizer) as 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from harness.errors import ConfigError, ModelError, StrategyError
 from harness.measure.recorder import HostClock, Recorder
 from harness.plan.formats.detect import load_strategy_file
 from harness.runtime.capture.capture import capture
-from harness.runtime.data import check_lengths, load_batches
+from harness.runtime.data import check_same, load_batches
 from harness.runtime.data.batch import Batch, BatchPlan
 from harness.runtime.data.own import OwnData, PaddedData
 from harness.runtime.devices.precision import lack_of
@@ -39,10 +40,10 @@ from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.state.files import open_sharded
 from harness.runtime.executor.state.groups import OptimizerGroups
+from harness.runtime.executor.state.shard import replace_state
 from harness.runtime.faithfulness.comparison import evaluates_alike, hold_alike
-from harness.runtime.models.factory import task_of
+from harness.runtime.models.factory import task_of_program
 from harness.runtime.models.shared_build import build_on_host
-from harness.runtime.models.task import ModelOptions, Task
 from harness.runtime.ranks.gather import (
     barrier,
     broadcast_result,
@@ -150,10 +151,10 @@ class Trainer:
             raise ConfigError(f"dtype {dtype} {lack}: use fp32, or fp16 where all GPUs have it")
         self.strategy = broadcast_result(lambda: _read_strategy(strategy), Strategy, world)
         if isinstance(model, nn.Module) or not callable(model):
-            task = _task_of(model, example)
+            task = task_of_program(model, example)
         else:
             torch.manual_seed(seed)
-            task = build_on_host(lambda: _task_of(model(), example), world)
+            task = build_on_host(lambda: task_of_program(model(), example), world)
         check_alike(task.model, world)
         self._task, self._seed, self._is_averaging = task, seed, ema_decay is not None
         self._data: dict[str, tuple[Any, OwnData]] = {}  # that was given last, by its use
@@ -213,7 +214,6 @@ class Trainer:
         """Data for batches or evaluation; kept, because it remembers how many targets count. All
         ranks compare the first, and not each part of a stream, for which they would wait."""
         is_first = use not in self._uses
-        self._uses.add(use)
 
         def open_it() -> None:
             if use not in self._data or self._data[use][0] is not data:
@@ -222,7 +222,8 @@ class Trainer:
         raise_on_all_ranks(open_it, self._world) if is_first else open_it()
         own = self._data[use][1]
         if is_first:
-            check_lengths("the data", len(own), self._world)
+            check_same("the data", own, self._world)
+            self._uses.add(use)
         return own
 
     def batches(
@@ -338,7 +339,7 @@ class Trainer:
 
     def save(self, directory: Path | str) -> None:
         """Write model, optimizer and its groups, each rank its slices, for any strategy and number
-        of ranks; blocks until all have.
+        of ranks; blocks until all have. A state that is there already stays whole until then.
 
         Raises:
             ConfigError: the optimizer's state of a cut parameter cannot be cut likewise, or it has
@@ -347,7 +348,14 @@ class Trainer:
         """
         names = self._names if self._held.owners.own else {}
         groups = OptimizerGroups.gathered(self.optimizer, names, self._world)
-        raise_on_all_ranks(lambda: self._save(Path(directory), groups), self._world)
+        run = broadcast_result(lambda: uuid.uuid4().hex, str, self._world)
+
+        def write(staged: Path) -> None:
+            self._engine.shard(run).write(staged)
+            if self._world.is_first:
+                groups.write(staged)
+
+        replace_state(Path(directory), write, self._world)
 
     def load(self, directory: Path | str) -> None:
         """Go on from what `save`, or `./entry.sh train --save-every`, has written.
@@ -372,11 +380,6 @@ class Trainer:
     def _own_names(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name.removeprefix(self._task.prefix): tensor for name, tensor in state.items()}
 
-    def _save(self, directory: Path, groups: OptimizerGroups) -> None:
-        self._engine.shard().write(directory)
-        if self._world.is_first:
-            groups.write(directory)
-
     def _load(self, directory: Path, groups: OptimizerGroups | None) -> None:
         if groups is not None:
             groups.check(self.optimizer, self._names)
@@ -386,15 +389,10 @@ class Trainer:
 
 
 def _read_strategy(given: Strategy | Path | str) -> Strategy:
-    return given if isinstance(given, Strategy) else load_strategy_file(Path(given))
-
-
-def _task_of(built: Any, example: Any) -> Task:
-    model, *given = built if isinstance(built, tuple) else (built,)
-    is_own = isinstance(model, nn.Module) and not hasattr(model, "main_input_name")
-    if is_own and example is None and not given:
-        raise ModelError(
-            f"Trainer has no example inputs of {type(model).__name__}: give a dict of forward's "
-            "arguments, or a tuple, of two or more samples"
-        )
-    return task_of("the model", built if example is None else (model, example), ModelOptions())
+    if isinstance(given, Path | str):
+        return load_strategy_file(Path(given))
+    if isinstance(given, Strategy):
+        return given
+    raise StrategyError(
+        f"strategy is a {type(given).__name__}: give its file's path, or the Strategy itself"
+    )

@@ -89,7 +89,7 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
     start_and_join(context, train_and_change, N_RANKS, directory, file, after)
     wanted_losses, wanted, wanted_average, wanted_evaluation = train_plainly()
     for rank in range(N_RANKS):
-        losses, results, groups, refusals = torch.load(tmp_path / f"result{rank}")
+        losses, results, groups, refusals, files = torch.load(tmp_path / f"result{rank}")
         state, average, evaluation = results
         assert losses == pytest.approx(wanted_losses, rel=1e-12)
         assert list(state) == list(average) == list(wanted)
@@ -101,6 +101,10 @@ def test_strategies_train_what_plain_pytorch_does(tmp_path):
         assert "a batch of this Trainer, got one of another: give" in refusals["another's batch"]
         assert "has 15 samples on rank 0 and 14 on rank 2: give" in refusals["unequal data"]
         assert "sample 0 of the data has words, and" in refusals["wrong data"]  # of rank 1
+        # Rank 1 cannot write, so that the first trainer's state, which the second loads, is whole.
+        assert "saved/.rank1/shard1.safetensors on " in refusals["unwritten"]
+        assert files == ["groups.json", *(f"shard{n}.safetensors" for n in range(N_RANKS))]
+        assert "sample 7 of the data is another on rank 1 than on rank 0" in refusals["other data"]
         assert refusals["closed"].startswith("this Trainer is closed")
         assert "is of the optimizer AdamW, this one is RMSprop" in refusals["other optimizer"]
         assert "which the strategy cuts: use an optimizer" in refusals["factors"]

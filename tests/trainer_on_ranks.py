@@ -118,23 +118,36 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     scheduler = make_scheduler(first.optimizer)
     fewer = data[: len(data) - rank // 2]
     unequal_data = _refused(lambda: next(first.batches(fewer)))
+    shuffled = data if rank != 1 else [*data[:7], data[8], data[7], *data[9:]]
+    other_data = _refused(lambda: first.evaluate(shuffled))
     for epoch in range(2):
         train(first, epoch)
         scheduler.step()
     groups = [one["params"] for one in first._engine.full_state()["optimizer"]["param_groups"]]
     first.save(f"{directory}/saved")
     refusals = {"wrong batch": _refused(lambda: first.step(torch.zeros(2)))}  # type: ignore[arg-type]
-    refusals["unequal data"] = unequal_data
+    refusals |= {"unequal data": unequal_data, "other data": other_data}
     wrong = [{"words": 1}] if rank == 1 else data
     refusals["wrong data"] = _refused(lambda: first.evaluate(wrong))
     first.close()
 
     second = make(after, seed=7)
     make_scheduler(second.optimizer)
+    blocked = Path(directory, "saved", ".rank1")
+    if rank == 1:
+        blocked.touch()
+    dist.barrier()
+    refusals["unwritten"] = _refused(lambda: second.save(f"{directory}/saved"))
     second.load(f"{directory}/saved")
     train(second, 2)
     results = second.state_dict(), second.averaged_state_dict(), second.evaluate(data)
     batch = next(second.batches(data))
+    if rank == 1:
+        blocked.unlink()
+        Path(directory, "saved", "shard99.safetensors").touch()  # by 100 ranks
+    dist.barrier()
+    second.save(f"{directory}/saved")
+    files = sorted(path.name for path in Path(directory, "saved").iterdir())
     second.close()
     refusals["closed"] = _refused(lambda: second.step(batch))
 
@@ -148,7 +161,7 @@ def train_and_change(rank: int, size: int, directory: str, before: str, after: S
     refusals["factors"] = _refused(lambda: whole.save(f"{directory}/factors"))
     whole.close()
     refusals["unequal weights"] = _refused(lambda: make(after, seed=rank // 2))
-    torch.save((losses, results, groups, refusals), Path(directory, f"result{rank}"))
+    torch.save((losses, results, groups, refusals, files), Path(directory, f"result{rank}"))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -96,6 +96,17 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
+def move_files(source: Path, directory: Path) -> None:
+    """Move all files of a directory on the same file system into another, over those there.
+
+    Raises:
+        ResultsError: one cannot be replaced; names file and host.
+    """
+    for path in sorted(source.iterdir()):
+        with _writing(directory / path.name):
+            path.replace(directory / path.name)
+
+
 def claim_directory(results: Path, run_id: str, number: int) -> str:
     """Make a new run's directory; returns its name, with a number where another launch, which
     began the same run in the same second, has it already."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from harness.errors import DataError, HarnessError, first_line
 from harness.inputs import one_line, shorten
 from harness.runtime.data.batch import Batch, BatchedData
+from harness.runtime.faithfulness.state import RandomSources, seed_all
 from harness.runtime.models.task import IGNORED, InputSpec, Task
 from harness.runtime.models.user_code import UserFunction
 
@@ -36,12 +37,18 @@ def open_own(name: str, offered: Mapping[str, Any], task: Task, *, is_held_out: 
 
     Args:
         name: value of --data.
-        offered: arguments of which the factory takes those that it has.
+        offered: arguments of which the factory takes those that it has. Every rank seeds Python,
+            numpy and torch by its `seed` before the call, so that a random split is the same.
 
     Raises:
         DataError: the factory is missing or fails, or its samples do not fit the task.
     """
-    built = factory_of(name).call(offered)
+    before = RandomSources()
+    seed_all(offered["seed"])
+    try:
+        built = factory_of(name).call(offered)
+    finally:
+        before.restore()
     pair = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     samples = pair[is_held_out]
     if samples is None:

@@ -317,6 +317,22 @@ def task_of(name: str, built: Any, options: ModelOptions) -> Task:
     return task_from_example(name, built, example, is_users=is_users)
 
 
+def task_of_program(built: Any, example: Any) -> Task:
+    """The task of a model that a program of one's own has made, or of its pair with an example.
+
+    Raises:
+        ModelError: as `task_of`, or a model that is not of transformers has no example.
+    """
+    model, *given = built if isinstance(built, tuple) else (built,)
+    is_own = isinstance(model, nn.Module) and not hasattr(model, "main_input_name")
+    if is_own and example is None and not given:
+        raise ModelError(
+            f"Trainer has no example inputs of {type(model).__name__}: give a dict of forward's "
+            "arguments, or a tuple, of two or more samples"
+        )
+    return task_of("the model", built if example is None else (model, example), ModelOptions())
+
+
 @contextlib.contextmanager
 def on_registration(act: Callable[[nn.Parameter], None]) -> Iterator[None]:
     """Call `act` with each parameter when a module registers it."""

@@ -21,7 +21,7 @@ from harness.errors import ConfigError
 from harness.inputs import shorten
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.meta_run import StepFlops, step_flops
-from harness.runtime.data import check_lengths, count_targets, entry_for, load_batches, open_data
+from harness.runtime.data import check_same, count_targets, entry_for, load_batches, open_data
 from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
 from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.memory import move_model
@@ -269,13 +269,13 @@ def _make_engine(
 
 
 def _batch_plan(
-    case: TrainCase, n_samples: int, shares: tuple[int, ...], engine: Engine, world: World
+    case: TrainCase, data: Any, shares: tuple[int, ...], engine: Engine, world: World
 ) -> BatchPlan:
     if engine.samples is not None:
         wait_for_all(world)  # because ranks take different times to build their shards
-    check_lengths(f"--data {case.data}", n_samples, world)
+    check_same(f"--data {case.data}", data, world)
     plan = BatchPlan(
-        n_samples=n_samples,
+        n_samples=len(data),
         shares=shares,
         positions=_positions(engine, world),
         is_shuffled=entry_for(case.data, case.model).is_shuffled,
@@ -329,7 +329,7 @@ def prepare(
         from harness.runtime.executor.state.files import open_sharded
 
         cast("ExecutorEngine", engine).load_full_state(open_sharded(case.load_state))
-    plan = _batch_plan(case, len(data), shares, engine, world)
+    plan = _batch_plan(case, data, shares, engine, world)
     n_steps = case.epochs * plan.n_steps_per_epoch if case.epochs else case.steps
     batches = load_batches(
         data, plan, world.rank, n_workers=case.n_workers, device=world.device,

@@ -178,6 +178,8 @@ def test_samples_that_do_not_fit_are_refused(sample, problem):
 
 
 FACTORIES = """
+import random
+import numpy
 from torch.utils.data import TensorDataset
 import torch
 
@@ -187,6 +189,11 @@ def data(seed, data_dir):
 
 def pair():
     return [(torch.rand(3), 0)], [(torch.rand(3), 1)] * 2
+
+def split():
+    order = torch.randperm(50).tolist(), random.sample(range(50), 50), numpy.random.permutation(50)
+    rows = [(torch.tensor([k, j, n]).float(), 0) for k, j, n in zip(*order)]
+    return rows[:40], rows[40:]
 
 def endless():
     return iter([1])
@@ -215,6 +222,17 @@ def test_a_factory_gets_the_flags_that_it_takes(made):
     wanted = torch.rand(6, 3, generator=torch.Generator().manual_seed(3))
     assert torch.equal(made("data", is_held_out=False).__getitems__([2]).inputs[0], wanted[[2]])
     assert [len(made("pair", is_held_out=is_held)) for is_held in (False, True)] == [1, 2]
+
+
+def test_a_random_split_is_the_same_on_all_ranks_and_for_evaluation(made):
+    rows = []
+    for seed, is_held_out in ((0, False), (1, True)):  # as on another rank
+        torch.manual_seed(seed)
+        data = made("split", is_held_out=is_held_out)
+        assert torch.initial_seed() == seed
+        rows += data.__getitems__(list(range(len(data)))).inputs[0].tolist()
+    for column in zip(*rows, strict=True):
+        assert sorted(column) == list(range(50))
 
 
 @pytest.mark.parametrize(

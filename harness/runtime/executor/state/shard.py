@@ -13,7 +13,8 @@ since they are trained have no state of the optimizer; a survivor's shard names 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Number
 from pathlib import Path
@@ -29,10 +30,11 @@ from harness.domain.files import Count
 from harness.domain.freezing import FreezingState
 from harness.errors import ConfigError
 from harness.inputs import MOST_COUNT, shorten
-from harness.measure.store import replacing
+from harness.measure.store import move_files, replacing
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.gradients.update import LayerNorms, NormSums
 from harness.runtime.executor.state.state import RankParts, StateGatherer
+from harness.runtime.ranks.gather import raise_on_all_ranks
 from harness.runtime.ranks.world import World
 
 FORMAT = "state shards 2"
@@ -142,6 +144,29 @@ def state_shard(
             name for name, tensor in parts.items() if tensors[name].data_ptr() == tensor.data_ptr()
         ),
     )
+
+
+def replace_state(directory: Path, write: Callable[[Path], None], world: World) -> None:
+    """Replace a state in files when all ranks have written theirs, so that the old one stays whole
+    if one of them cannot; all ranks must call it.
+
+    Args:
+        write: writes this rank's shard, and what belongs to it, into a directory.
+    """
+    staged = directory / f".rank{world.rank}"
+
+    def replace_files() -> None:
+        move_files(staged, directory)
+        kept = {shard_name(rank) for rank in range(world.size)}
+        for path in directory.glob(shard_name("*")):
+            if path.name not in kept:  # of an earlier save, by more ranks
+                path.unlink(missing_ok=True)
+
+    try:
+        raise_on_all_ranks(lambda: write(staged), world)
+        raise_on_all_ranks(replace_files, world)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 def shard_name(rank: int | str) -> str:
