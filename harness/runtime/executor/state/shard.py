@@ -161,6 +161,7 @@ def replace_state(directory: Path, write: Callable[[Path], None], world: World) 
         for path in directory.glob(shard_name("*")):
             if path.name not in kept:  # of an earlier save, by more ranks
                 path.unlink(missing_ok=True)
+        shutil.rmtree(staged, ignore_errors=True)
 
     try:
         raise_on_all_ranks(lambda: write(staged), world)
