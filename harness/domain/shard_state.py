@@ -66,6 +66,18 @@ def sharing_groups(state: ShardState, holders: Group, node_of: Sequence[object])
 
 def equal_nodes(devices: Group, node_of: Sequence[object]) -> list[Group]:
     """The devices of each node if they are equally many, else all."""
-    nodes = dict.fromkeys(node_of[device] for device in devices)
-    groups = [tuple(d for d in devices if node_of[d] == node) for node in nodes]
+    groups = by_node(devices, node_of)
     return groups if len(set(map(len, groups))) == 1 else [devices]
+
+
+def averaged_replicas(devices: Group, node_of: Sequence[object]) -> list[Group]:
+    """The devices of each data-parallel replica that is averaged: those of a node, or one device,
+    where all are of one node."""
+    groups = by_node(devices, node_of)
+    return groups if len(groups) > 1 else [(device,) for device in devices]
+
+
+def by_node(devices: Group, node_of: Sequence[object]) -> list[Group]:
+    """The devices of each node, in the order of its first one."""
+    nodes = dict.fromkeys(node_of[device] for device in devices)
+    return [tuple(d for d in devices if node_of[d] == node) for node in nodes]

@@ -2,7 +2,12 @@
 
 import pytest
 
-from harness.domain.shard_state import SHARD_STATES, shards_in_nodes, sharing_groups
+from harness.domain.shard_state import (
+    SHARD_STATES,
+    averaged_replicas,
+    shards_in_nodes,
+    sharing_groups,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,3 +24,16 @@ def test_the_holders_of_each_node_share_the_state_if_they_are_equally_many(holde
     for state in SHARD_STATES[1:]:
         wanted = groups if shards_in_nodes(state) else [holders]
         assert sharing_groups(state, holders, "abab") == wanted
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [
+        ("ab", [(0,), (1,)]),
+        ("aaa", [(0,), (1,), (2,)]),
+        ("aabbb", [(0, 1), (2, 3, 4)]),
+        ("aba", [(0, 2), (1,)]),
+    ],
+)
+def test_a_replica_is_that_of_a_node_or_of_a_device_of_a_single_one(nodes, wanted):
+    assert averaged_replicas(tuple(range(len(nodes))), nodes) == wanted

@@ -23,6 +23,7 @@ import numpy as np
 
 from harness.domain.cluster import Cluster
 from harness.domain.key_forms import Rounds
+from harness.domain.shard_state import averaged_replicas, by_node
 from harness.errors import ClusterError
 from harness.plan.simulate.options import AllReduce
 from harness.plan.simulate.transfers import Floats, Ints
@@ -95,7 +96,8 @@ class Network:
         self.n_devices = n
         self.names = [device.name for device in cluster.devices]
         self.node_names = [node.name for node in cluster.nodes]
-        self.node_of: Ints = np.array(cluster.node_of(), dtype=np.int64)
+        self._nodes = cluster.node_of()
+        self.node_of: Ints = np.array(self._nodes, dtype=np.int64)
         rates = [node.nic_bytes_per_s for node in cluster.nodes]
         self.nic: Floats = np.array([np.inf if rate is None else rate for rate in rates])
         self.latency_s: Floats = np.zeros((n, n))
@@ -202,17 +204,11 @@ class Network:
         return replace(one, occupied=tuple(pair for pair in one.occupied if pair[0] < first))
 
     def replicas(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The devices of a group that train each of its averaged replicas: those of a node, or one,
-        where all are of one node."""
-        rows = self._rows(group)
-        return [tuple(row) for row in rows] if len(rows) > 1 else [(device,) for device in group]
+        """The devices of a group that train each of its averaged replicas."""
+        return averaged_replicas(group, self._nodes)
 
-    def _rows(self, group: tuple[int, ...]) -> list[list[int]]:
-        """The devices of a group by node."""
-        by_node = defaultdict[int, list[int]](list)
-        for device in group:
-            by_node[int(self.node_of[device])].append(device)
-        return list(by_node.values())
+    def _rows(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return by_node(group, self._nodes)
 
     def _price(self, group: tuple[int, ...], n_bytes: int) -> Collective:
         n, rows = len(group), self._rows(group)

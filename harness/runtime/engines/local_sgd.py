@@ -16,7 +16,7 @@ difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,20 +27,6 @@ from torch.optim import SGD
 from harness.errors import ModelError
 from harness.runtime.devices.precision import reduced
 from harness.runtime.engines.optimizers import OuterOptions
-
-
-def replicas_of(hostnames: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks that train each replica: those of a host, or one, where all are on one host.
-
-    Args:
-        hostnames: every rank's host.
-    """
-    if len(set(hostnames)) == 1:
-        return [(rank,) for rank in range(len(hostnames))]
-    hosts: dict[str, list[int]] = {}
-    for rank, host in enumerate(hostnames):
-        hosts.setdefault(host, []).append(rank)
-    return [tuple(ranks) for ranks in hosts.values()]
 
 
 class _Piece(NamedTuple):

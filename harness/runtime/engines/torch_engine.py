@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.domain.routes import BUCKET_BYTES
+from harness.domain.shard_state import averaged_replicas
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.meta_copy import fake, fake_copy, forgotten_stand_ins
 from harness.runtime.data.batch import Batch
@@ -30,7 +31,7 @@ from harness.runtime.data.synthetic import draw_batch
 from harness.runtime.devices.compiling import compiled_by_torch
 from harness.runtime.devices.precision import Precision, reduced
 from harness.runtime.engines.engine import EngineOptions, Share, TimedSums, fetch_batch
-from harness.runtime.engines.local_sgd import ReplicaAverage, replicas_of
+from harness.runtime.engines.local_sgd import ReplicaAverage
 from harness.runtime.engines.optimizers import average_of, make_optimizer, set_rate
 from harness.runtime.engines.replicas import verify_replicas
 from harness.runtime.models.task import Task
@@ -142,7 +143,7 @@ class TorchEngine:
             self._average = ReplicaAverage(
                 named, options.outer, sums.all_reduce, options.reduce_dtype
             )
-            replicas = replicas_of(world.hostnames)
+            replicas = averaged_replicas(self.replica, world.hostnames)
             group, _ = dist.new_subgroups_by_enumeration(list(map(list, replicas)))
             self.replica = next(ranks for ranks in replicas if world.rank in ranks)
         self._sums = TimedSums(world, recorder, group)

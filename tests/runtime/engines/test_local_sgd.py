@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harness.errors import ModelError
-from harness.runtime.engines.local_sgd import ReplicaAverage, replicas_of
+from harness.runtime.engines.local_sgd import ReplicaAverage
 from harness.runtime.engines.optimizers import OuterOptions
 
 WEIGHTS = (0.5, 0.3, 0.2)
@@ -97,19 +97,6 @@ def expected(models, options, n_steps):
         for replica, before in zip(local, start, strict=True):
             replica[part] += outer[part] - before
     return outer, local
-
-
-@pytest.mark.parametrize(
-    ("hostnames", "wanted"),
-    [
-        ("ab", [(0,), (1,)]),
-        ("aaa", [(0,), (1,), (2,)]),
-        ("aabbb", [(0, 1), (2, 3, 4)]),
-        ("aba", [(0, 2), (1,)]),
-    ],
-)
-def test_a_replica_is_that_of_a_host_or_of_a_rank_on_a_single_one(hostnames, wanted):
-    assert replicas_of(list(hostnames)) == wanted
 
 
 @pytest.mark.parametrize("sync_every", [1, 4, 200])

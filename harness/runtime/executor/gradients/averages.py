@@ -18,12 +18,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.domain.shard_state import sharing_groups
+from harness.domain.shard_state import averaged_replicas, sharing_groups
 from harness.domain.strategy import Strategy
 from harness.errors import StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.engines.engine import CollectiveSpans, EngineOptions, Share
-from harness.runtime.engines.local_sgd import ReplicaAverage, replicas_of
+from harness.runtime.engines.local_sgd import ReplicaAverage
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.run.phases import Phases
 from harness.runtime.executor.sharded.owners import Sharing, part_holders
@@ -59,8 +59,8 @@ class Replicas:
         Raises:
             StrategyError: all ranks are one replica.
         """
-        hosts = replicas_of(world.hostnames) if len(set(world.hostnames)) > 1 else []
         found: list[set[int]] = [{rank} for rank in range(world.size)]
+        hosts = averaged_replicas(tuple(range(world.size)), world.hostnames)
         for group in (*hosts, *exchanges):
             linked = [ranks for ranks in found if not ranks.isdisjoint(group)]
             found = [ranks for ranks in found if ranks not in linked] + [set().union(*linked)]
