@@ -2,8 +2,8 @@
 
 | state | sharded |
 |---|---|
-| `optimizer` | the optimizer's state (ZeRO-1) |
-| `gradients` | also summed gradients (ZeRO-2, FSDP's SHARD_GRAD_OP) |
+| `optimizer` | the optimizer's state (ZeRO-1); gradients are summed to their owners once a step |
+| `gradients` | also gradients, summed after each microbatch (ZeRO-2, FSDP's SHARD_GRAD_OP) |
 | `parameters` | also parameters, which are gathered before each use (ZeRO-3, FULL_SHARD) |
 
 `_in_node` shards a state over the holders of each node and replicates it over nodes (HSDP,
@@ -33,9 +33,11 @@ SHARD_STATES: tuple[ShardState, ...] = get_args(ShardState)
 Group = tuple[int, ...]
 
 
-def shards_gradients(state: ShardState) -> bool:
-    """Whether a device keeps the summed gradients of its own parts only."""
-    return state.startswith(("gradients", "parameters"))
+def shards_gradients(state: ShardState, n_microbatches: int) -> bool:
+    """Whether a device keeps the summed gradients of its own parts only: always where a step has
+    one microbatch, because gradients are summed to the owners of parts as soon as they are whole.
+    """
+    return state != "none" and (n_microbatches == 1 or not state.startswith("optimizer"))
 
 
 def shards_parameters(state: ShardState) -> bool:

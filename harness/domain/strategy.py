@@ -127,7 +127,7 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
     @property
     def shards_gradients(self) -> bool:
         """Whether a device keeps the summed gradients of its own parts only."""
-        return shards_gradients(self.shard_state)
+        return shards_gradients(self.shard_state, self.n_microbatches)
 
     def stage_devices(self) -> list[tuple[int, ...]]:
         """The devices of each stage, ascending."""

@@ -149,23 +149,25 @@ def stage_state(
             weights[users[1:]] += n_bytes
             found = n_bytes * np.array([reduced, 0.5])  # gradients, and weights one way
             summed_s, gathered_s = rings.of_stages(found, len(users)).tolist()
-            shared.append((users, summed_s / (1 + shards_gradients(shard_state))))
+            shared.append((users, summed_s / (1 if shard_state == "none" else 2)))
             tied_s[users] += gathered_s
     kept, gradients, wait_s = weights, weights, np.zeros(len(stages))
     is_whole = shard_state == "none"
+    is_sharded = shards_gradients(shard_state, n_microbatches)
     owned = weights if is_whole else weights / rings.n_sharing
     sync_s = rings.every(own * reduced)
     last_s = sync_s * np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
     gather_s = np.zeros(len(stages)) if is_whole else rings.part(own) + tied_s
-    if reduced < 1 and sync_s.any():
+    if is_whole and reduced < 1 and sync_s.any():
         gradients = gradients * (1 + reduced)  # rounded copies
-    if shards_gradients(shard_state):
-        n_rounds, last_share = n_microbatches, last_s / np.maximum(sync_s, 1e-30)
+    if not is_whole:
+        n_rounds = n_microbatches if is_sharded else 1
+        last_share = last_s / np.maximum(sync_s, 1e-30)
         round_s, outer_s = rings.part(own * reduced), rings.between(own * reduced)
         sync_s, last_s = n_rounds * round_s + outer_s, (round_s + outer_s) * last_share
         for users, each_s in shared:
             sync_s[users] += (n_rounds - 1) * each_s
-        gradients = owned
+        gradients = owned if is_sharded else gradients + owned
     if shards_parameters(shard_state):
         units = [
             unit_starts(costs.weight_bytes[a:b], cuts, options)
@@ -337,7 +339,7 @@ def price(
         begin_s = ends_s - ends_s.min()
     in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
     passed_bytes = costs.passed_bytes[int(n_microbatches > 1)].copy()
-    for begin, end in spans if shards_gradients(shard_state) else ():
+    for begin, end in spans if shards_gradients(shard_state, n_microbatches) else ():
         weights = costs.weight_bytes[begin:end]
         passed_bytes[begin:end] += bucket_bytes_at(weights, n_microbatches, options)
     active = [

@@ -23,11 +23,11 @@ from harness.plan.simulate.sharded_state import (
     Gathers,
     Unit,
     cut_segments,
-    in_rounds,
     passing_bytes,
     plan_gathers,
     plan_units,
     saved_bytes,
+    scattered,
 )
 from harness.plan.simulate.tables import Buckets, Flow, Tables, pointers
 from harness.plan.simulate.transfers import ADDS, AVERAGES, COPIES, ROUNDS, Edges, Floats, Ints, Sum
@@ -89,7 +89,11 @@ def lower(
     crosses = flow.stage_of[edges.source // n_devices] != flow.stage_of[edges.target // n_devices]
     sent_shares = np.where(crosses, simulator.options.activation_share, 1.0)
     returns = edges.returns & simulator.returns[edges.source // n_devices]
-    is_sharded, sharing = shards_gradients(shard_state), simulator.sharing(shard_state)
+    is_sharded, sharing = (
+        shards_gradients(shard_state, flow.n_microbatches),
+        simulator.sharing(shard_state),
+    )
+    n_rounds = flow.n_microbatches if is_sharded else 1
     alone = np.zeros(tables.active.shape) if is_sharded else buckets.alone
     units = plan_units(tables, flow, sharing) if shards_parameters(shard_state) else []
     segment_of = cut_segments(tables, flow, units)
@@ -98,15 +102,15 @@ def lower(
         alive = gradients_passed(tables, flow.n_microbatches, simulator.returns)
         passing[BACKWARD] = alive.ravel()[rows]
     if is_sharded:
-        passing += [p.ravel()[rows] for p in passing_bytes(tables, flow.n_microbatches)]
+        passing += [p.ravel()[rows] for p in passing_bytes(tables, n_rounds)]
     repeats = _recomputes(simulator, flow)[flow.stage_of]
     if repeats.any() and simulator.options.recomputes_ahead and not units:
         repeats &= ~_stays(flow, segment_of)
     own = row_at, returns, passing, alone.ravel()[rows], segment_of, repeats[rows // n_devices]
     following, position, first, last, gate, peak = _ordered(simulator, tables, flow, rows, *own)
     is_deferred = _defers_weights(simulator, tables, flow, rows)
-    if is_sharded:
-        buckets = in_rounds(buckets, flow.n_microbatches)
+    if shard_state != "none":
+        buckets = scattered(buckets, n_rounds)
     if simulator.options.overlap:
         triggers = _triggers(buckets, flow, position, row_at, is_deferred)
     else:
@@ -117,7 +121,7 @@ def lower(
         averages = buckets.end_device[len(triggers) :]
         triggers = np.concatenate([triggers, first[averages]])
     gathers = plan_gathers(tables, flow, units, row_at, len(rows), following)
-    n_summed = 1 if is_sharded else flow.n_microbatches
+    n_summed = flow.n_microbatches // n_rounds
     # Freed weights are gathered once for a unit's second forward and its backward.
     recomputes_ahead = simulator.options.recomputes_ahead and not (units and segment_of.any())
     seconds = _seconds(

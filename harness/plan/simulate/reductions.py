@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from harness.domain.shard_state import ShardState, shards_gradients
+from harness.domain.shard_state import ShardState
 from harness.plan.simulate.network import Collective, Network
 from harness.plan.simulate.sharded_state import Group, Unit
 from harness.plan.simulate.tables import Buckets, Tables, pointers
@@ -99,7 +99,7 @@ def _parts(network: Network, group: Group, n_bytes: int) -> _Priced:
 def _buckets(simulator: Simulator, buckets: Buckets, shard_state: ShardState) -> Iterator[_Priced]:
     """The prices of sums of gradients, and of averages of replicas."""
     network, every = simulator.network, simulator.options.sync_every
-    sharing = simulator.sharing(shard_state) if shards_gradients(shard_state) else None
+    sharing = None if shard_state == "none" else simulator.sharing(shard_state)
     sizes = (buckets.n_bytes * simulator.options.reduce_bytes_per_gradient_byte).astype(int)
     last = buckets.microbatch.max(initial=-1)
     flows = zip(buckets.groups, sizes.tolist(), buckets.n_rounds, buckets.microbatch, strict=True)

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from harness.domain.record import Pass, Span, SpanFields, SpanKind
-from harness.domain.shard_state import equal_nodes, shards_gradients
+from harness.domain.shard_state import equal_nodes
 from harness.plan.simulate.simulator import Simulation
 from harness.units import format_bandwidth, format_bytes, format_duration
 
@@ -151,13 +151,13 @@ def _bucket_sum(simulation: Simulation, number: int) -> tuple[str, float, float]
     group, n_rounds = buckets.groups[number], buckets.n_rounds[number]
     groups = simulator.sharing(strategy.shard_state)(group)
     if n_rounds == 0:
-        share = _ring_share(groups if shards_gradients(strategy.shard_state) else group)
+        share = _ring_share(group if strategy.shard_state == "none" else groups)
         return "average", n_bytes / every, 2 * share
     if n_rounds == 1:
         return "all-reduce", n_bytes, 2 * _ring_share(group) * (every == 1)
     if len(groups) == 1:
         return "reduce-scatter", n_bytes, _gather_share(simulation, group) * (every == 1)
-    is_last = buckets.microbatch[number] == strategy.n_microbatches - 1
+    is_last = buckets.microbatch[number] in (-1, strategy.n_microbatches - 1)
     return "reduce-scatter", n_bytes, 2 * _ring_share(groups) * (is_last and every == 1)
 
 
@@ -350,11 +350,10 @@ def _network_lines(simulation: Simulation) -> list[str]:
         for one in out.lowered.edges.sums
         for n_bytes, n_rounds in zip(one.n_bytes, one.n_rounds, strict=True)
     )
-    is_sharded = shards_gradients(simulation.strategy.shard_state)
     how = "gradients are summed to the owners of their parts"
     if is_averaging:
         how = "replicas are averaged"
-    elif not is_sharded:
+    elif simulation.strategy.shard_state == "none":
         how = "gradients are all-reduced"
     within = f", {format_bytes(summed)} of activations too" if summed else ""
     lines.append(

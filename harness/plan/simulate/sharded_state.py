@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from harness.domain.checkpoints import is_full, segment_numbers
-from harness.domain.shard_state import SHARD_STATES, ShardState, shards_gradients, shards_in_nodes
+from harness.domain.shard_state import SHARD_STATES, ShardState, shards_in_nodes
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.tables import Buckets, Flow, Tables
@@ -49,7 +49,7 @@ def useful_states(
         return ()
     is_split, has_state = 1 < n_in_node < n_holders, options.n_optimizer_states > 0
     known = (state for state in SHARD_STATES[1:] if is_split or not shards_in_nodes(state))
-    return tuple(state for state in known if has_state or shards_gradients(state))
+    return tuple(state for state in known if has_state or not state.startswith("optimizer"))
 
 
 def fill(sizes: Sequence[float], limit: float, cuts: Collection[int] | None = None) -> list[int]:
@@ -124,9 +124,9 @@ def gather_seconds(network: Network, shared: Mapping[Group, int], ready: Floats)
     return done - ready
 
 
-def passing_bytes(tables: Tables, n_microbatches: int) -> tuple[Floats, Floats]:
-    """(n_ops, n_devices) bytes of sharded gradients' buckets in memory while forward, and while
-    backward, of each operator runs."""
+def passing_bytes(tables: Tables, n_rounds: int) -> tuple[Floats, Floats]:
+    """(n_ops, n_devices) bytes of buckets of gradients that are summed to their owners, in memory
+    while forward, and while backward, of each operator runs."""
     buckets = tables.buckets()
     own_of: dict[Group, list[int]] = defaultdict(list)
     for number, group in enumerate(buckets.groups):
@@ -135,7 +135,7 @@ def passing_bytes(tables: Tables, n_microbatches: int) -> tuple[Floats, Floats]:
     for group, numbers in own_of.items():
         devices = list(group)
         sizes = buckets.n_bytes[numbers].tolist()
-        last = 2 * sizes[-1] * (n_microbatches > 1)
+        last = 2 * sizes[-1] * (n_rounds > 1)
         now = np.full(tables.n_ops, last)  # by operator, in the order of backward
         for number, n_bytes in zip(numbers, bucket_memory(sizes), strict=True):
             now[: max(buckets.members[number]) + 1] = n_bytes
@@ -144,16 +144,17 @@ def passing_bytes(tables: Tables, n_microbatches: int) -> tuple[Floats, Floats]:
     return forward, backward
 
 
-def in_rounds(buckets: Buckets, n_microbatches: int) -> Buckets:
-    """The buckets once for each microbatch, whose gradients are summed after its backward."""
+def scattered(buckets: Buckets, n_rounds: int) -> Buckets:
+    """Reduce-scatters of the buckets: in one round after the step's last backward, or in one after
+    that of each microbatch."""
     n, n_ends = len(buckets.groups), len(buckets.end_device)
-    rounds = np.arange(n_microbatches)
+    rounds = np.arange(n_rounds)
     last_of: dict[Group, int] = {}  # first end of each group's last bucket
     for end, bucket in enumerate(buckets.end_bucket.tolist()):
         group = buckets.groups[bucket]
         if buckets.end_device[end] == group[0]:
             last_of[group] = end
-    before = np.tile(buckets.end_before, (n_microbatches, 1))
+    before = np.tile(buckets.end_before, (n_rounds, 1))
     before += np.where(buckets.end_before >= 0, rounds[:, None] * n_ends, 0)
     for end in np.flatnonzero(buckets.end_before < 0).tolist():
         group = buckets.groups[int(buckets.end_bucket[end])]
@@ -161,16 +162,16 @@ def in_rounds(buckets: Buckets, n_microbatches: int) -> Buckets:
         before[1:, end] = last_of[group] + place + rounds[:-1] * n_ends
     return replace(
         buckets,
-        n_bytes=np.tile(buckets.n_bytes, n_microbatches),
-        members=buckets.members * n_microbatches,
-        groups=buckets.groups * n_microbatches,
-        n_rounds=np.full(n * n_microbatches, 0.5),
-        microbatch=np.repeat(rounds, n),
-        end_device=np.tile(buckets.end_device, n_microbatches),
-        end_bucket=_shifted(buckets.end_bucket, n_microbatches, n),
+        n_bytes=np.tile(buckets.n_bytes, n_rounds),
+        members=buckets.members * n_rounds,
+        groups=buckets.groups * n_rounds,
+        n_rounds=np.full(n * n_rounds, 0.5),
+        microbatch=np.repeat(rounds if n_rounds > 1 else [-1], n),
+        end_device=np.tile(buckets.end_device, n_rounds),
+        end_bucket=_shifted(buckets.end_bucket, n_rounds, n),
         end_before=before.ravel(),
-        trigger_place=np.tile(buckets.trigger_place, n_microbatches),
-        trigger_end=_shifted(buckets.trigger_end, n_microbatches, n_ends),
+        trigger_place=np.tile(buckets.trigger_place, n_rounds),
+        trigger_end=_shifted(buckets.trigger_end, n_rounds, n_ends),
     )
 
 

@@ -271,9 +271,11 @@ class Trial:
             begin = np.where(works, done - done[works].min(), 0.0)
             start, finish, cause, busy, end = _run(lowered, begin)
         options = simulator.options
-        is_sharded = shards_gradients(self.shard_state)
-        summed = owned if is_sharded else weights
-        if options.reduce_bytes_per_gradient_byte < 1 and not is_sharded:
+        is_sharded = shards_gradients(self.shard_state, self.n_microbatches)
+        summed = np.zeros(tables.n_devices) if is_sharded else weights
+        if self.shard_state != "none":
+            summed = summed + owned
+        elif options.reduce_bytes_per_gradient_byte < 1:
             sent = tables.shared_bytes.sum(axis=0)  # rounded copies
             summed = summed + sent * options.sent_bytes_per_gradient_byte
         static = (

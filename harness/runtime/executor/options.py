@@ -83,16 +83,16 @@ class ExecutorPlan:
             )
 
     def check_hooks(self, parameter: str | None) -> None:
-        """Check that no hook of a parameter needs a gradient that is sharded.
+        """Check that no hook of a parameter needs its whole gradient where each rank has a part.
 
         Args:
             parameter: the name of a parameter with a hook; None if there is none.
         """
-        if parameter is not None and self.strategy.shards_gradients:
+        if parameter is not None and self.strategy.shard_state != "none":
             raise StrategyError(
                 f"parameter {parameter!r} has a hook on its whole gradient, of which each rank "
-                f"keeps a part under the shard_state {self.strategy.shard_state} of strategy "
-                f"{self.strategy.name!r}: remove the hook, or shard the optimizer only"
+                f"gets a part under the shard_state {self.strategy.shard_state} of strategy "
+                f"{self.strategy.name!r}: remove the hook, or make the shard_state none"
             )
 
     def check_tied(self, holders: Iterable[tuple[WeightSlice, tuple[int, ...]]]) -> None:

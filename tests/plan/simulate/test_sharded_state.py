@@ -38,11 +38,12 @@ from harness.plan.simulate.sharded_state import gather_seconds
     [
         # All-reduces of 2.5 s and 5 s end at 11 s.
         ("none", 11.0, 12.0, 0.0, 120 + 120 + 120, 16 + 8, 120),
-        # Each updates half of all rows; then half an all-reduce of 120 B, a ring step of 60 B.
-        ("optimizer", 11.0, 6.0, 3.75, 120 + 120 + 60, 16 + 8, 120 + 60),
         # Reduce-scatters of 1.25 s (3.5 s to 4.75 s) and 2.5 s; while the bucket of 80 B is filled,
-        # that of 40 B is sent and received, and b's activations are freed.
+        # that of 40 B is sent and received, and b's activations are freed. Each updates half of all
+        # rows; then half an all-reduce of 120 B, a ring step of 60 B.
         ("gradients", 7.25, 6.0, 3.75, 120 + 60 + 60, 16 + 80 + 2 * 40, 60 + 60),
+        # The same, because the one microbatch is the last.
+        ("optimizer", 7.25, 6.0, 3.75, 120 + 60 + 60, 16 + 80 + 2 * 40, 60 + 60),
         # a is gathered until 2.5 s, b until 3.75 s, and a again beside the backward of b; gradients
         # of b are summed until 8 s, those of a until 10.5 s. Both units are in memory at once.
         ("parameters", 10.5, 6.0, 0.0, 60 + 120 + 60 + 60, 16 + 80 + 2 * 40, 60 + 40 + 60),
@@ -70,10 +71,8 @@ def test_each_device_keeps_half_of_the_sharded_state(
     [
         # A ring of four, in which a node sends 1.5 times 120 B at 4 B/s.
         ("none", 46.75, 12.0, 0.0, 120 + 120 + 120, 180),
-        # Each updates half of all rows and gets the other half from its node, at 16 B/s.
-        ("optimizer_in_node", 46.75, 6.0, 3.75, 120 + 120 + 60, 180),
         # From 1.75 s on, 40 B: 1.25 s within nodes, and two rings of 20 B between them, 10 s; then
-        # 80 B.
+        # 80 B. Each updates half of all rows and gets the other half from its node, at 16 B/s.
         ("gradients_in_node", 35.5, 6.0, 3.75, 120 + 60 + 60, 120),
         # The same from 6.25 s on, when a has been gathered again.
         ("parameters_in_node", 40.0, 6.0, 0.0, 60 + 120 + 60 + 60, 120),
@@ -94,6 +93,20 @@ def test_each_node_keeps_the_whole_state_that_is_sharded_within_nodes(
     assert out.gather_s.tolist() == [gather_s] * 4
     assert out.static_bytes.tolist() == [static_bytes] * 4
     assert sent_bytes(found) == [sent] * 4
+
+
+def test_where_the_optimizer_is_sharded_gradients_are_summed_to_owners_once_a_step():
+    options = SimulatorOptions(bucket_bytes=1)
+    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=16.0, memory_bytes=10**6)
+    found = simulate_chain(
+        BY_SAMPLES, BY_SAMPLES, cluster, n_microbatches=2, options=options, shard_state="optimizer"
+    )
+    sums = [one for one in timeline(found) if one[0].startswith("reduce")]
+    # 40 B in 1.25 s after the last backward of b at 4 s, then 80 B.
+    assert sums == [("reduce-scatter b", 4.0, 5.25), ("reduce-scatter a", 5.25, 7.75)]
+    assert sent_bytes(found) == [60 + 60] * 2
+    # Whole gradients, and the sums of the own halves.
+    assert found.outcome.static_bytes.tolist() == [120 + 120 + 60 + 60] * 2
 
 
 def test_only_the_last_microbatch_sums_gradients_between_nodes():
@@ -228,7 +241,7 @@ def test_no_weights_travel_where_none_are_shared():
 
 @pytest.mark.parametrize(
     ("memory", "state"),
-    [(13e6, "none"), (11e6, "optimizer"), (9e6, "gradients"), (7.5e6, "parameters")],
+    [(13e6, "none"), (9e6, "optimizer"), (7.5e6, "parameters")],
 )
 def test_data_parallelism_shards_what_memory_needs(memory, state):
     graph, profile = row({f"fc{k}": 10**6 // 4 for k in range(16)})
@@ -258,7 +271,7 @@ def test_a_search_shards_within_nodes_where_links_between_them_are_slow():
         for name, one in found.objective.best_of.items()
         if name.startswith("ddp, sharded ") and "recomputed" not in name
     }
-    assert step_s.keys() == {"gradients", "parameters", "parameters_in_node"}
+    assert step_s.keys() == {"optimizer", "gradients", "parameters", "parameters_in_node"}
     # Gradients and new weights cross once a step, or parameters in both passes and gradients.
     assert step_s["parameters_in_node"] == pytest.approx(step_s["gradients"], rel=1e-3)
     assert step_s["parameters_in_node"] < 0.8 * step_s["parameters"]

@@ -1,4 +1,4 @@
-"""The sums of a strategy's gradients: all-reduces in a step, or sums to owners in a microbatch.
+"""The sums of a strategy's gradients, once a step or a microbatch: all-reduces, or to owners.
 
 How often backward adds to each gradient tells when it is complete.
 """
@@ -110,7 +110,7 @@ def make_groups(
 ) -> dict[Group, SumGroups]:  # fmt: skip
     """This rank's process groups for gradients, by the holders of slices; all ranks must make
     them."""
-    is_scattered = strategy.shards_gradients
+    is_scattered = strategy.shard_state != "none"
     # Else waiting for sums between nodes could wait for this rank.
     is_apart = world.backend == "nccl" or may_block(holders)
 
@@ -154,10 +154,10 @@ def make_sync(
         groups: by the holders of slices.
         buffers: receive the views of all-reduced buckets.
     """
-    is_each, reduce_dtype = strategy.shards_gradients, options.reduce_dtype
-    rounds = count_rounds(programs, strategy.microbatch_sizes(), is_each=is_each)
-    n_bytes = options.bucket_bytes
-    if is_each:
+    sizes, n_bytes = strategy.microbatch_sizes(), options.bucket_bytes
+    rounds = count_rounds(programs, sizes, is_each=strategy.shards_gradients)
+    reduce_dtype = options.reduce_dtype
+    if owners.is_sharded:
         queues = scatter_buckets(owners.shared, holders.of, groups, n_bytes, world, reduce_dtype)
     else:
         queues = sum_buckets(weights.trainable(), holders.of, n_bytes, buffers, reduce_dtype)

@@ -259,7 +259,6 @@ class WeightUpdate:
             is_muted: nothing is exchanged.
         """
         trained, phases = self._weights.trainable(), self._phases
-        self._owners.assign_gradients()
         self.scale.unscale(self._optimizer, is_muted=is_muted)
         self._hooks.run(trained)
         if norms is not None and not is_muted:

@@ -3,9 +3,9 @@
 | shard_state | gradients | weights |
 |---|---|---|
 | none | all-reduced | every holder updates its copy |
-| optimizer | all-reduced | gathered after the optimizer |
-| gradients | summed to their owners | gathered after the optimizer |
-| parameters | summed to their owners | gathered before each use, then freed |
+| optimizer | summed to their owners, once a step | gathered after the optimizer |
+| gradients | summed to their owners, once a microbatch | gathered after the optimizer |
+| parameters | summed to their owners, once a microbatch | gathered before each use, then freed |
 
 With `_in_node` the owners are those of each node, and their sums are all-reduced between nodes.
 """

@@ -94,7 +94,7 @@ class Owners:
         *,
         is_averaging: bool = False,
     ) -> None:
-        self._strategy, self._rank, self._holders = strategy, rank, holders
+        self._rank, self._holders = rank, holders
         self._sharing = sharing
         self.is_sharded = strategy.shard_state != "none"
         self.freed = frozenset(freed)
@@ -139,15 +139,6 @@ class Owners:
         for one in self.shared:
             if one.own is not None and one.piece not in self.freed:
                 one.own.data = _view(one.own_part, one)
-
-    def assign_gradients(self) -> None:
-        """Let own parts of all-reduced gradients refer to them."""
-        if self._strategy.shards_gradients:
-            return  # they have sums of their own
-        for one in self.shared:
-            gradient = one.parameter.grad
-            if one.own is not None and gradient is not None:
-                one.own.grad = one.own_part.within(one.piece).take(gradient)
 
     def of(self, piece: WeightSlice) -> int:
         """The rank that writes the optimizer's state of a part."""

@@ -4,8 +4,9 @@
     bucket 0  (p5 p4)          copied, freed |--- to the owners ---| added to the own parts
     bucket 1  (p3 p2)                                       |--- ... ---|
 
-Each microbatch's gradients are summed after its backward, so that a rank never keeps whole
-gradients of more than the buckets that are on their way. Over gloo a reduce-scatter is an
+Sharded gradients are summed after each microbatch's backward, so that a rank never keeps whole
+gradients of more than the buckets that are on their way; where only the optimizer's state is
+sharded, those of all microbatches are summed after the last one's. Over gloo a reduce-scatter is an
 all-to-all and a local sum, because gloo's own is an all-reduce.
 
 Holders on several hosts sum within each host first, then parts between the hosts, which so send
