@@ -17,6 +17,7 @@ from harness.domain.run import STATUS_WORDS
 from harness.inputs import find_int
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure
@@ -272,6 +273,14 @@ def draw_bar(
     axes.barh(y, value, **looks)
     errors = [[value - interval[0]], [interval[1] - value]]
     axes.errorbar(value, y, xerr=errors, color=LIMIT, capsize=3, linewidth=1)
+
+
+def stack_bars(axes: Axes, parts: Iterable[tuple[str, str, np.ndarray]], **looks: Any) -> None:
+    """Horizontal bars of parts, each with its words, its colour and its width in every bar."""
+    left: Any = 0.0
+    for words, colour, widths in parts:
+        axes.barh(range(len(widths)), widths, left=left, color=colour, label=words, **looks)
+        left = left + widths
 
 
 def write_beside(

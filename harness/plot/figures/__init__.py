@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from harness.plot.style import note_cut
 if TYPE_CHECKING:
     import pandas as pd
 
-    from harness.plot.catalog import Catalog
+    from harness.plot.catalog import Catalog, RepeatGroup, TrainingCase
 
 FIGURES = {
     "throughput": "Training throughput by strategy",
@@ -98,6 +99,25 @@ class Figure:
     def report_table(self, table: pd.DataFrame) -> pd.DataFrame:
         """The table as the report shows it."""
         return self.digest(table) if self.digest else table
+
+
+def of_training(rows: Callable[[TrainingCase], Rows]) -> Callable[[Catalog], Rows]:
+    """The rows of every training case."""
+    return partial(_training_rows, rows)  # which a worker can unpickle
+
+
+def _training_rows(rows: Callable[[TrainingCase], Rows], catalog: Catalog) -> Rows:
+    return [row for case in catalog.training for row in rows(case)]
+
+
+def of_workload(name: str, rows: Callable[[RepeatGroup], Rows]) -> Callable[[Catalog], Rows]:
+    """The rows of every case of a workload; one that is not ok has a row without numbers."""
+    return partial(_workload_rows, name, rows)
+
+
+def _workload_rows(name: str, rows: Callable[[RepeatGroup], Rows], catalog: Catalog) -> Rows:
+    cases = catalog.cases(name)
+    return [row for case in cases for row in (rows(case) if case.is_ok else [case.identity])]
 
 
 def load_figure(name: str) -> Figure:

@@ -1,6 +1,5 @@
 """The wall time of a training over all runs that it took: steps that count, and all else."""
 
-import numpy as np
 import pandas as pd
 
 from harness.measure.derive.goodput import continued_runs, goodput
@@ -11,6 +10,7 @@ from harness.plot.style import (
     joint_legend,
     label_bars,
     note_failures,
+    stack_bars,
     write_beside,
 )
 from harness.units import format_number
@@ -50,11 +50,8 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
 
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
-    left = np.zeros(len(rows))
-    for name, (colour, words) in PARTS.items():
-        width = rows[name].to_numpy()
-        axes.barh(range(len(rows)), width, 0.68, left=left, color=colour, label=words)
-        left += width
+    parts = [(words, colour, rows[name].to_numpy()) for name, (colour, words) in PARTS.items()]
+    stack_bars(axes, parts, height=0.68)
     for y, (_, row) in enumerate(rows.iterrows()):
         words = f"{row['goodput']:.0%} of {format_number(row['wall_s'])} s"
         write_beside(axes, words, row["wall_s"], y)

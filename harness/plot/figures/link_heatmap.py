@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.plot.catalog import Catalog, RepeatGroup
-from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.catalog import RepeatGroup
+from harness.plot.figures import Axes, Canvas, Figure, Rows, of_workload
 from harness.plot.style import MUTED, WIDTH_IN, note_failures, plain_log_axis, shorten, wrap_label
 from harness.units import format_bytes
 
@@ -17,9 +17,8 @@ MAX_HEIGHT_IN = 4.8  # a map is as wide as half a figure, however many its ranks
 MAX_TICKS = 20
 
 
-def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
-    if not case.is_ok:
-        return [case.identity]
+def _rows(case: RepeatGroup) -> Rows:
+    """A row per transport and ordered pair."""
     groups = case.repeats_of(lambda run: run.links, "transport")
     return [
         row
@@ -28,7 +27,7 @@ def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
     ]
 
 
-def _pairs(case: RepeatGroup, transport: str, matrices: list[Any]) -> list[dict[str, Any]]:
+def _pairs(case: RepeatGroup, transport: str, matrices: list[Any]) -> Rows:
     """Medians over repeats; a pair that no repeat measured has no row."""
     base = case.identity | {"label": f"{case.cluster} · {transport}"}
     names = matrices[0].names
@@ -63,11 +62,6 @@ def _median(column: str, values: np.ndarray) -> float:
     """Of a bandwidth, that of the median time."""
     is_rate = column.startswith("bandwidth")
     return float(1 / np.median(1 / values) if is_rate else np.median(values))
-
-
-def rows(catalog: Catalog) -> Rows:
-    """A row per cluster, transport and ordered pair."""
-    return [row for case in catalog.cases("links") for row in _rows(case)]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -158,7 +152,7 @@ FIGURE = Figure(
     ),
     better="bandwidth: higher is better; latency: lower is better",
     needs="a links run of two or more ranks: ./entry.sh links",
-    rows=rows,
+    rows=of_workload("links", _rows),
     measured=("bandwidth_bytes_per_s", "latency_s"),
     draw=draw,
     most=8,

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.catalog import TrainingCase
+from harness.plot.figures import Axes, Canvas, Figure, Rows, of_training
 from harness.plot.numbers import RunNumbers
 from harness.plot.style import (
     colour_of,
@@ -25,7 +25,8 @@ DASHES = ("-", "--", ":", "-.")
 SHOWN = ("validation_loss", "accuracy")
 
 
-def _rows(case: TrainingCase) -> list[dict[str, Any]]:
+def _rows(case: TrainingCase) -> Rows:
+    """A row per step of a run, the first of its repeats, and one per evaluation."""
     base = case.named | {
         "workload": f"{case.first.model} · {case.first.dtype} · batch {case.batch or 0:g}",
         "line": case.first.strategy + f" on {case.first.n_ranks}",
@@ -48,11 +49,6 @@ def _steps(run: RunNumbers) -> list[dict[str, Any]]:
                 step = round((epoch + 1) * n_steps) - 1
                 rows.append({"step": step, "time_s": at_s.get(step), metric: value})
     return rows
-
-
-def rows(catalog: Catalog) -> Rows:
-    """A row per step of a run of each case, the first of its repeats, and one per evaluation."""
-    return [row for case in catalog.training for row in _rows(case)]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -117,7 +113,7 @@ FIGURE = Figure(
     ),
     better="lower, and earlier, is better",
     needs="a training run: ./entry.sh train",
-    rows=rows,
+    rows=of_training(_rows),
     measured=("loss",),
     draw=draw,
     most=MAX_LINES,

@@ -4,8 +4,8 @@ from typing import Any
 
 import pandas as pd
 
-from harness.plot.catalog import Catalog, RepeatGroup, merged, short_kind
-from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.catalog import RepeatGroup, merged, short_kind
+from harness.plot.figures import Axes, Canvas, Figure, Rows, of_workload
 from harness.plot.style import (
     FAILED,
     WIDTH_IN,
@@ -20,14 +20,13 @@ RANK_IN = 0.5  # of height, for the bars and the name of a rank
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "tf32")
 
 
-def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
-    if not case.is_ok:
-        return [case.identity]
+def _rows(case: RepeatGroup) -> Rows:
+    """A row per rank, dtype and size."""
     groups = case.repeats_of(lambda run: run.products, "rank", "dtype", "m", "n", "k")
     return [case.identity | _numbers(rows) for rows in groups.values()] + skipped_products(case)
 
 
-def skipped_products(case: RepeatGroup) -> list[dict[str, Any]]:
+def skipped_products(case: RepeatGroup) -> Rows:
     """Products that a device could not do, each reason once with its ranks."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
     for rank, dtype, size, reason in sorted({p for run in case.runs for p in run.skipped_products}):
@@ -65,11 +64,6 @@ def _numbers(rows: list[Any]) -> dict[str, Any]:
         "relative_error": max((row.error for row in rows if row.error is not None), default=None),
         "is_above_peak": any(row.is_above_peak for row in rows),
     }
-
-
-def rows(catalog: Catalog) -> Rows:
-    """A row per cluster, rank, dtype and size."""
-    return [row for case in catalog.cases("matmul") for row in _rows(case)]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -173,7 +167,7 @@ FIGURE = Figure(
     ),
     better="higher is better",
     needs="a matmul run: ./entry.sh matmul",
-    rows=rows,
+    rows=of_workload("matmul", _rows),
     measured=("flops_per_s",),
     draw=draw,
     unit=("label", "rank"),

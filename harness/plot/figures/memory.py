@@ -1,11 +1,9 @@
 """Peak memory of a device, by kind of reading, against the device's memory."""
 
-from typing import Any
-
 import pandas as pd
 
-from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.catalog import TrainingCase
+from harness.plot.figures import Axes, Canvas, Figure, Rows, of_training
 from harness.plot.style import (
     MUTED,
     draw_bar_panels,
@@ -41,7 +39,8 @@ def _predicted_peak(case: TrainingCase) -> tuple[float, int, int] | None:
     return max(peaks, default=None)
 
 
-def _rows(case: TrainingCase) -> list[dict[str, Any]]:
+def _rows(case: TrainingCase) -> Rows:
+    """A row per kind of reading: the rank with the highest peak."""
     base = case.identity
     peaks: dict[str, tuple[float, int, int]] = {}
     for summary in case.summaries:
@@ -60,11 +59,6 @@ def _rows(case: TrainingCase) -> list[dict[str, Any]]:
         base | {"kind": kind, "rank": rank, "peak_bytes": n_bytes, "device_bytes": limit or None}
         for kind, (n_bytes, rank, limit) in sorted(peaks.items())
     ]
-
-
-def rows(catalog: Catalog) -> Rows:
-    """A row per case and kind of reading: the rank with the highest peak."""
-    return [row for case in catalog.training for row in _rows(case)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -119,7 +113,7 @@ FIGURE = Figure(
     ),
     better="lower is better",
     needs="a training run: ./entry.sh train",
-    rows=rows,
+    rows=of_training(_rows),
     measured=("peak_bytes",),
     draw=draw,
     unit=("model", "label"),

@@ -5,8 +5,8 @@ from typing import Any
 import pandas as pd
 
 from harness.measure.derive.devices import MemoryRow
-from harness.plot.catalog import Catalog, RepeatGroup, merged, short_kind
-from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.catalog import RepeatGroup, merged, short_kind
+from harness.plot.figures import Axes, Canvas, Figure, Rows, of_workload
 from harness.plot.style import (
     SERIES,
     draw_bar_panels,
@@ -21,9 +21,8 @@ from harness.units import format_number
 COLOURS = {"copy": SERIES[0], "triad": SERIES[4]}
 
 
-def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
-    if not case.is_ok:
-        return [case.identity]
+def _rows(case: RepeatGroup) -> Rows:
+    """A row per rank and kernel."""
     groups = case.repeats_of(lambda run: run.memory, "rank", "kernel")
     return [case.identity | _numbers(rows) for rows in groups.values()]
 
@@ -44,11 +43,6 @@ def _numbers(rows: list[MemoryRow]) -> dict[str, Any]:
         "low_bytes_per_s": traffic / time.high,
         "high_bytes_per_s": traffic / time.low,
     }
-
-
-def rows(catalog: Catalog) -> Rows:
-    """A row per cluster, rank and kernel."""
-    return [row for case in catalog.cases("matmul") for row in _rows(case)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -91,7 +85,7 @@ FIGURE = Figure(
     ),
     better="higher is better",
     needs="a matmul run: ./entry.sh matmul",
-    rows=rows,
+    rows=of_workload("matmul", _rows),
     measured=("traffic_bytes_per_s",),
     draw=draw,
     unit=("label", "rank"),

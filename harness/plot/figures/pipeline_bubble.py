@@ -6,8 +6,8 @@ from typing import Any
 import pandas as pd
 
 from harness.measure.derive.pipeline import PipelineSummary
-from harness.plot.catalog import Catalog, TrainingCase, merged
-from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.catalog import TrainingCase, merged
+from harness.plot.figures import Axes, Canvas, Figure, Rows, of_training
 from harness.plot.style import (
     MUTED,
     colour_of,
@@ -31,8 +31,8 @@ def _predicted(case: TrainingCase) -> float | None:
     return fmean(known) if known else None
 
 
-def _rows(case: TrainingCase) -> list[dict[str, Any]]:
-    """One row for the mean over ranks, without a rank, and one for each rank."""
+def _rows(case: TrainingCase) -> Rows:
+    """A row for the mean over ranks, without a rank, then one for each rank."""
     found = [run.pipeline for run in case.case.runs] if case.case.is_ok else []
     known = [summary for summary in found if summary is not None]
     base = case.identity
@@ -49,17 +49,12 @@ def _rows(case: TrainingCase) -> list[dict[str, Any]]:
     return [mean, *(base | row for row in _rank_rows(known))]
 
 
-def _rank_rows(known: list[PipelineSummary]) -> list[dict[str, Any]]:
+def _rank_rows(known: list[PipelineSummary]) -> Rows:
     ranks = sorted({rank for summary in known for rank in summary.bubble_by_rank})
     by_rank = {
         rank: [s.bubble_by_rank[rank] for s in known if rank in s.bubble_by_rank] for rank in ranks
     }
     return [{"rank": rank, "bubble": fmean(shares)} for rank, shares in by_rank.items()]
-
-
-def rows(catalog: Catalog) -> Rows:
-    """For each pipeline a row for the mean over its ranks (no rank), then one for each rank."""
-    return [row for case in catalog.training for row in _rows(case)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -107,7 +102,7 @@ FIGURE = Figure(
     ),
     better="lower is better",
     needs="a run of two or more stages: ./entry.sh train --strategy pipeline",
-    rows=rows,
+    rows=of_training(_rows),
     measured=("bubble",),
     draw=draw,
     unit=("model", "label"),

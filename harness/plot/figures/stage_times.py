@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from harness.measure.derive.pipeline import PipelineSummary
-from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.catalog import TrainingCase
+from harness.plot.figures import Axes, Canvas, Figure, Rows, of_training
 from harness.plot.numbers import PASSES
 from harness.plot.style import (
     KIND_COLOURS,
@@ -21,6 +20,7 @@ from harness.plot.style import (
     note_failures,
     rank_words,
     shorten,
+    stack_bars,
     time_unit,
     write_beside,
 )
@@ -41,7 +41,8 @@ def _stage_row(
     return row
 
 
-def _rows(case: TrainingCase) -> list[dict[str, Any]]:
+def _rows(case: TrainingCase) -> Rows:
+    """A row per stage: means over repeats of the medians of each."""
     found = [run for run in case.case.runs if run.pipeline is not None and case.case.is_ok]
     known = [run.pipeline for run in found if run.pipeline is not None]
     if not known:
@@ -51,11 +52,6 @@ def _rows(case: TrainingCase) -> list[dict[str, Any]]:
     rows = [case.named | _stage_row(stage, known, totals) for stage in range(n_stages)]
     slowest = max(row["total_s"] for row in rows)
     return [row | {"is_slowest": math.isclose(row["total_s"], slowest)} for row in rows]
-
-
-def rows(catalog: Catalog) -> Rows:
-    """A row per stage of each pipeline: means over repeats of the medians of each."""
-    return [row for case in catalog.training for row in _rows(case)]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -69,15 +65,9 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
 def _draw_case(axes: Axes, label: str, rows: pd.DataFrame) -> None:
     longest = float(rows[["total_s", "predicted_total_s"]].max().max())
     scale, unit = time_unit(longest)
-    left = np.zeros(len(rows))
-    for name in PASSES:
-        widths = (rows[f"{name}_s"] * scale).to_numpy()
-        if widths.any():
-            axes.barh(
-                range(len(rows)), widths, 0.7, left=left, color=KIND_COLOURS[name], label=name,
-                edgecolor="white", linewidth=0.5,
-            )  # fmt: skip
-        left += widths
+    parts = ((n, KIND_COLOURS[n], (rows[f"{n}_s"] * scale).to_numpy()) for n in PASSES)
+    shown = (part for part in parts if part[2].any())
+    stack_bars(axes, shown, height=0.7, edgecolor="white", linewidth=0.5)
     for y, (_, row) in enumerate(rows.iterrows()):
         predicted = row["predicted_total_s"]
         if not pd.isna(predicted):
@@ -106,7 +96,7 @@ FIGURE = Figure(
     ),
     better="equal bars are better; shorter is better",
     needs="a run of two or more stages: ./entry.sh train --strategy pipeline",
-    rows=rows,
+    rows=of_training(_rows),
     measured=("stage",),
     draw=draw,
     most=MAX_CASES,

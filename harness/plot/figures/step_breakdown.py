@@ -1,22 +1,21 @@
 """The mean step of each case, split into phases that sum to it."""
 
 from functools import partial
-from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from harness.measure.derive.spans import PHASES
 from harness.measure.derive.training import rate_over_repeats
 from harness.measure.statistics import known_mean
-from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.catalog import TrainingCase
+from harness.plot.figures import Axes, Canvas, Figure, Rows, of_training
 from harness.plot.style import (
     PHASE_COLOURS,
     draw_bar_panels,
     joint_legend,
     label_bars,
     mark_failed,
+    stack_bars,
     write_beside,
 )
 from harness.units import format_number
@@ -29,23 +28,20 @@ WORDS = {
 }
 
 
-def _row(case: TrainingCase) -> dict[str, Any]:
+def _rows(case: TrainingCase) -> Rows:
+    """One row where steps were logged; seconds are means over steps and the ranks that compute."""
+    if case.first.unit != "step":
+        return []
     row = case.identity | {"n_repeats": len(case.summaries)}
     known = [summary for summary in case.summaries if summary.phases]
     if not case.case.is_ok or not known:
-        return row
+        return [row]
     means = {f"{p}_s": known_mean(summary.phases[p] for summary in known) for p in PHASES}
     row |= means | {"step_s": sum(value or 0.0 for value in means.values())}
     for name in ESTIMATES:
         row[name] = known_mean(getattr(summary, name) for summary in known)
     row["synchronisations_per_s"] = rate_over_repeats(known, "synchronisations_per_s")
-    return row
-
-
-def rows(catalog: Catalog) -> Rows:
-    """One row per case that logged steps or is not ok; seconds are means over steps and the ranks
-    that compute."""
-    return [_row(case) for case in catalog.training if case.first.unit == "step"]
+    return [row]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -58,20 +54,11 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame, shown: list[str]) -> None:
     widest = rows["step_s"].max() * 1e3
-    left = np.zeros(len(rows))
-    for phase in shown:
-        width = rows[f"{phase}_s"].fillna(0).to_numpy() * 1e3
-        axes.barh(
-            range(len(rows)),
-            width,
-            0.68,
-            left=left,
-            color=PHASE_COLOURS[phase],
-            edgecolor="white",
-            linewidth=0.5,
-            label=WORDS.get(phase, phase),
-        )
-        left += width
+    parts = (
+        (WORDS.get(p, p), PHASE_COLOURS[p], rows[f"{p}_s"].fillna(0).to_numpy() * 1e3)
+        for p in shown
+    )
+    stack_bars(axes, parts, height=0.68, edgecolor="white", linewidth=0.5)
     for y, (_, row) in enumerate(rows.iterrows()):
         if pd.isna(row["step_s"]):
             mark_failed(axes, y, row["status"], row["reason"])
@@ -97,7 +84,7 @@ FIGURE = Figure(
     ),
     better="shorter is better; less orange is better",
     needs="a training run with step spans: ./entry.sh train",
-    rows=rows,
+    rows=of_training(_rows),
     measured=("step_s",),
     draw=draw,
     unit=("model", "label"),

@@ -5,8 +5,8 @@ from typing import Any
 import pandas as pd
 
 from harness.measure.statistics import summarize
-from harness.plot.catalog import Catalog, TrainingCase
-from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.catalog import TrainingCase
+from harness.plot.figures import Axes, Canvas, Figure, Rows, of_training
 from harness.plot.style import FAILED, LIMIT, colour_of, grid_panels, note_failures, wrap_label
 from harness.units import format_number
 
@@ -15,7 +15,8 @@ MAX_REPEATS = 12
 RASTER_ABOVE = 2000
 
 
-def _rows(case: TrainingCase) -> list[dict[str, Any]]:
+def _rows(case: TrainingCase) -> Rows:
+    """A row per step of every run: seconds, maximum over ranks."""
     base = case.named | {"unit": case.first.unit}
     rows = []
     for repeat, (run, summary) in enumerate(zip(case.case.runs, case.summaries, strict=True)):
@@ -27,11 +28,6 @@ def _rows(case: TrainingCase) -> list[dict[str, Any]]:
             for s, t in times.items()
         ]
     return rows or [base | {"is_outlier": False}]
-
-
-def rows(catalog: Catalog) -> Rows:
-    """One row per step of every run: seconds, maximum over ranks."""
-    return [row for case in catalog.training for row in _rows(case)]
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
@@ -115,7 +111,7 @@ FIGURE = Figure(
     ),
     better="lower and flatter is better",
     needs="a training run: ./entry.sh train",
-    rows=rows,
+    rows=of_training(_rows),
     measured=("duration_s",),
     draw=draw,
     most=MAX_PANELS,

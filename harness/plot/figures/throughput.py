@@ -5,8 +5,8 @@ from typing import Any
 import pandas as pd
 
 from harness.measure.derive.training import rate_over_repeats
-from harness.plot.catalog import Catalog, TrainingCase, merged
-from harness.plot.figures import Axes, Canvas, Figure, Rows
+from harness.plot.catalog import TrainingCase, merged
+from harness.plot.figures import Axes, Canvas, Figure, Rows, of_training
 from harness.plot.style import (
     colour_of,
     draw_bar,
@@ -26,7 +26,8 @@ COLUMNS = (
 )
 
 
-def _row(case: TrainingCase) -> dict[str, Any]:
+def _rows(case: TrainingCase) -> Rows:
+    """One row; rates are blank where the run is not ok."""
     row: dict[str, Any] = {
         **case.identity,
         "cluster": case.case.cluster,
@@ -36,7 +37,7 @@ def _row(case: TrainingCase) -> dict[str, Any]:
         "n_repeats": len(case.summaries),
     }
     known = [s for s in case.summaries if s.throughput is not None and s.duration is not None]
-    return row | _numbers(known) if case.case.is_ok and known else row
+    return [row | _numbers(known) if case.case.is_ok and known else row]
 
 
 def _numbers(known: list[Any]) -> dict[str, Any]:
@@ -52,11 +53,6 @@ def _numbers(known: list[Any]) -> dict[str, Any]:
         "mfu": rate_over_repeats(known, "mfu"),
         "mfu_of_measured_peak": rate_over_repeats(known, "mfu_of_measured_peak"),
     }
-
-
-def rows(catalog: Catalog) -> Rows:
-    """One row per case; rates are blank where the run is not ok."""
-    return [_row(case) for case in catalog.training]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -89,7 +85,7 @@ FIGURE = Figure(
     ),
     better="higher is better",
     needs="a training run: ./entry.sh train",
-    rows=rows,
+    rows=of_training(_rows),
     columns=COLUMNS,
     draw=draw,
     unit=("model", "label"),
