@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.errors import ModelError, VerificationError
-from harness.runtime.ranks.gather import gather_bytes
+from harness.runtime.ranks.gather import gather_values
 from harness.runtime.ranks.world import World
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,9 +73,7 @@ def check_alike(model: nn.Module, world: World) -> None:
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     mine = {name: fingerprint_of(tensor).tolist() for name, tensor in tensors}
-    first, *others = (
-        msgspec.json.decode(b) for b in gather_bytes(msgspec.json.encode(mine), world)
-    )
+    first, *others = gather_values(mine, dict[str, Any], world)
     for rank, other in enumerate(others, start=1):
         unequal = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if unequal:

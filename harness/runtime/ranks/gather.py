@@ -22,6 +22,8 @@ from harness.errors import HarnessError
 from harness.measure.recorder import HostClock
 from harness.runtime.ranks.world import World
 
+T = TypeVar("T")
+
 
 def _tensor(values: Sequence[float], world: World) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.float64, device=world.wire)
@@ -55,7 +57,7 @@ def raise_on_all_ranks(check: Callable[[], object], world: World) -> None:
         mine = error
     if world.size > 1:
         message = "" if mine is None else f"{_kind_name(mine)}:{mine}"
-        first = next(filter(None, gather_bytes(message.encode(), world)), b"").decode()
+        first = next(filter(None, gather_values(message, str, world)), "")
         kind, _, text = first.partition(":")
         mine = error_class(kind)(text) if first else None
     if mine is not None:
@@ -84,6 +86,12 @@ def gather_bytes(data: bytes, world: World) -> list[bytes]:
     return [bytes(part[:n].cpu().numpy()) for part, n in zip(gathered, sizes, strict=True)]
 
 
+def gather_values(value: T, type_: Any, world: World) -> list[T]:
+    """Every rank's value of a type that is JSON-serializable, by rank."""
+    parts = gather_bytes(msgspec.json.encode(value), world)
+    return [msgspec.json.decode(part, type=type_) for part in parts]
+
+
 def gather_objects(world: World, value: Any) -> list[Any]:
     """Every rank's value, by rank; all ranks must call it."""
     if world.size == 1:
@@ -94,8 +102,6 @@ def gather_objects(world: World, value: Any) -> list[Any]:
 
 
 _BARRIER_TIMEOUT = timedelta(days=1)
-
-T = TypeVar("T")
 
 
 class _Result(msgspec.Struct, frozen=True):

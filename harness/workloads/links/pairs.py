@@ -12,7 +12,7 @@ clock.
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, permutations
+from itertools import accumulate, chain, permutations
 from pathlib import Path
 from statistics import median
 
@@ -25,7 +25,7 @@ from harness.errors import VerificationError
 from harness.measure.derive.devices import matmul_table
 from harness.measure.store import read_run
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.gather import maximum_over_ranks, raise_on_all_ranks
+from harness.runtime.ranks.gather import gather_values, raise_on_all_ranks
 from harness.runtime.ranks.world import Context
 from harness.units import format_bytes, format_duration
 from harness.workloads.links.operations import ELEMENT_BYTES, Limits, Transport, pattern
@@ -170,7 +170,8 @@ def _measure_pair(
         for step, time_s in enumerate(times):
             record("link_transfer_s", time_s, step=step, source=source, target=target,
                    transport=name, n_bytes=n_bytes)  # fmt: skip
-    return PairTimes(median(latencies), {n: median(times) for n, times in transfers.items()})
+    medians = {n: median(times) for n, times in transfers.items()}
+    return PairTimes(median(latencies), {n: time_s for n, time_s in medians.items() if time_s > 0})
 
 
 def measure_pairs(
@@ -201,7 +202,8 @@ def measure_pairs(
         raise_on_all_ranks(partial(measure, pair), context.world)
         context.flush()
     context.progress.update(f"pairs over {transport.name}", len(pairs), len(pairs))
-    found = _gather_pairs(measured, pairs, sizes, context)
+    every = gather_values(list(measured.items()), list[tuple[Pair, PairTimes]], context.world)
+    found = dict(sorted(chain.from_iterable(every)))
     return found, _left_out(found, sizes, transport.name, limits.longest_s)
 
 
@@ -220,26 +222,6 @@ def _left_out(
                 f"{format_duration(longest_s)}; --pair-sizes measures it anyway"
             )
     return lines
-
-
-def _gather_pairs(
-    measured: dict[Pair, PairTimes], pairs: list[Pair], sizes: list[int], context: Context
-) -> dict[Pair, PairTimes]:
-    """Gather all pairs' times by a maximum over ranks: ranks without a time contribute -1."""
-    numbers: list[float] = []
-    for pair in pairs:
-        known = measured.get(pair)
-        numbers.append(known.latency_s if known else -1.0)
-        numbers += [known.transfers.get(n, -1.0) if known else -1.0 for n in sizes]
-    if not numbers:
-        return {}
-    shared = iter(maximum_over_ranks(numbers, context.world))
-    found: dict[Pair, PairTimes] = {}
-    for pair in pairs:
-        latency_s = next(shared)
-        times = {n: next(shared) for n in sizes}
-        found[pair] = PairTimes(latency_s, {n: t for n, t in times.items() if t > 0})
-    return found
 
 
 def fit_link(times: PairTimes) -> tuple[float, float]:

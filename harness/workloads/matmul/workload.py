@@ -19,7 +19,7 @@ from harness.measure.store import Run
 from harness.measure.text import cell, columns, for_each_run
 from harness.runtime.devices.memory import record_peaks
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
+from harness.runtime.ranks.gather import gather_numbers, gather_values, wait_for_all
 from harness.runtime.ranks.world import Context, World
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
 from harness.workloads.common.contract import Workload
@@ -142,12 +142,12 @@ def _speeds(
     world = context.world
     speeds = gather_numbers(best.get(dtype, 0.0), world)
     texts = [f"size {row.size}: {row.reason}" for row in skipped if row.dtype == dtype]
-    reasons = gather_bytes("".join(texts[:1]).encode(), world)  # the reason at the smallest size
+    reasons = gather_values("".join(texts[:1]), str, world)  # the reason at the smallest size
     failed = [rank for rank, speed in enumerate(speeds) if speed <= 0]
     if failed:
         raise ConfigError(
             f"rank {failed[0]} ({world.hostnames[failed[0]]}) cannot multiply in {dtype}, which "
-            f"the distributed product needs ({reasons[failed[0]].decode()}): choose smaller "
+            f"the distributed product needs ({reasons[failed[0]]}): choose smaller "
             "--sizes, another --distributed-dtype or --scaling none"
         )
     return speeds

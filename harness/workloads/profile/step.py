@@ -12,7 +12,6 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -34,7 +33,7 @@ from harness.runtime.devices.sampling import (
 )
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.models.task import Task
-from harness.runtime.ranks.gather import gather_bytes
+from harness.runtime.ranks.gather import gather_values
 from harness.runtime.ranks.world import World
 from harness.workloads.profile.store import StepValues
 
@@ -54,8 +53,9 @@ def gather_steps(
         kinds: device kind of each rank.
     """
     values: StepValues = {}
-    for kind, part in zip(kinds, gather_bytes(msgspec.json.encode(seconds), world), strict=True):
-        for samples, found in msgspec.json.decode(part, type=dict[int, list[float]]).items():
+    every = gather_values(seconds, dict[int, list[float]], world)
+    for kind, of_rank in zip(kinds, every, strict=True):
+        for samples, found in of_rank.items():
             values.setdefault((kind, samples), []).extend(found)
     return values
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import build_task
 from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import Task
-from harness.runtime.ranks.gather import gather_bytes, gather_numbers, run_on_rank_0, wait_for_all
+from harness.runtime.ranks.gather import (
+    broadcast_result,
+    gather_numbers,
+    gather_values,
+    run_on_rank_0,
+    wait_for_all,
+)
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Workload
 from harness.workloads.planning.config import Point, ProfileConfig, points_of, profile_cases
@@ -63,7 +70,7 @@ class _Profiler:
         self._path = config.path(context.run_dir.parent)
         world = context.world
         self._kind = world.device_kind
-        self._kinds = [kind.decode() for kind in gather_bytes(self._kind.encode(), world)]
+        self._kinds = gather_values(self._kind, str, world)
         # Ranks with this kind of device, which divide the points among themselves.
         self._alike = [rank for rank, kind in enumerate(self._kinds) if kind == self._kind]
         _log.info("capturing %s as a graph, and comparing the graph with the model", config.model)
@@ -71,10 +78,9 @@ class _Profiler:
         results = context.run_dir.parent
         run_on_rank_0(lambda: _hold(captured, task, config, results), world)
         self.graph = captured.graph
-        data = b""
-        if world.is_first:
-            data = read_profile(self._path, config.model, self._dtype).to_json()
-        self.profile = Profile.from_json(gather_bytes(data, world)[0], source=str(self._path))
+        self.profile = broadcast_result(
+            lambda: read_profile(self._path, config.model, self._dtype), Profile, world
+        )
         self._new: dict[MeasurementKey, Measurement] = {}
         counts = config.counts(world.size)
         self._points = points_of(self.graph, counts, counts)
@@ -140,9 +146,7 @@ class _Profiler:
         """Gather all ranks' measurements into the profile."""
         world = self._context.world
         wait_for_all(world)  # because kinds of device take very different times
-        new: list[Measurement] = []
-        for part in gather_bytes(msgspec.json.encode(found), world):
-            new += msgspec.json.decode(part, type=list[Measurement])
+        new = list(chain.from_iterable(gather_values(found, list[Measurement], world)))
         self._new |= {point.key: point for point in new}
         self.profile = with_measurements(self.profile, new)
 
@@ -182,8 +186,8 @@ class _Profiler:
         wait_for_all(world)
         measured = {} if steps is None else steps.seconds
         seconds = gather_steps(measured, self._kinds, world)
-        types = gather_bytes(world.device.type.encode(), world)
-        queued = {kind for kind, of in zip(self._kinds, types, strict=True) if of != b"cpu"}
+        types = gather_values(world.device.type, str, world)
+        queued = {kind for kind, of in zip(self._kinds, types, strict=True) if of != "cpu"}
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds, queued)
         self._write()
         if world.is_first:

@@ -10,7 +10,6 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import torch
 from torch import nn
 
@@ -33,7 +32,7 @@ from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import build_task
 from harness.runtime.models.shared_build import build_on_host
 from harness.runtime.models.task import Task
-from harness.runtime.ranks.gather import gather_bytes, gather_numbers, wait_for_all
+from harness.runtime.ranks.gather import gather_numbers, gather_values, wait_for_all
 from harness.runtime.ranks.world import World
 from harness.workloads.train.config import ZERO_STAGES, EngineName, TrainCase
 from harness.workloads.train.files import data_options, fitted_options
@@ -188,8 +187,7 @@ def _positions(engine: Engine, world: World) -> tuple[tuple[int, ...], ...] | No
     """Positions of the samples that every rank is fed, by rank."""
     if engine.samples is None:
         return None
-    parts = gather_bytes(msgspec.json.encode(engine.samples), world)
-    return tuple(msgspec.json.decode(part, type=tuple[int, ...]) for part in parts)
+    return tuple(gather_values(tuple(engine.samples), tuple[int, ...], world))
 
 
 def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> ExecutorPlan:
