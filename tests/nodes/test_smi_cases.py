@@ -1,6 +1,7 @@
 """Unusual machines: a stand-in prints what their nvidia-smi printed; the real probe asks it."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,36 +13,160 @@ from harness.nodes.parse import parse_facts, split_sections
 from harness.nodes.parse_gpu import parse_gpus
 from harness.nodes.probe import Order, script
 
-CASES = Path(__file__).parent / "nvidia_smi" / "cases"
 OK, WARN, CRITICAL = Status.OK, Status.WARN, Status.CRITICAL
-# By file: status, words of the finding, words of the remedy; no word of another finding.
-ANSWERS = {
-    "healthy.xml": (OK, "2x NVIDIA A100-SXM4-40GB 40 GiB at 210/1410 MHz, driver 535.54.03", ""),
-    "mixed.xml": (OK, "1x Tesla P100-PCIE-16GB 15.9 GiB", ""),
-    "broken-xml.xml": (OK, "1x NVIDIA A100-SXM4-40GB 40 GiB at 210/1410 MHz", ""),
-    "gb10.xml": (OK, "1x NVIDIA GB10 with the host's memory at 210/1410 MHz, driver 580", ""),
-    "orin.xml": (OK, "1x Orin (nvgpu) with the host's memory, driver 540.4.0", ""),
-    "mig-root.xml": (WARN, "cut into MIG instances (1 made): a rank sees one", "-i 0 -mig 0"),
-    "wsl.xml": (WARN, "RTX 3080) is in use: 1.5 GiB held, 3% busy, by Xwayland (pid 23", "wait"),
-    "latin1-process.xml": (WARN, "900 MiB held, 0% busy, by python (pid 77", "wait"),
-    "unescaped-process.xml": (WARN, "by python train.py --a 1 & <x> (pid 77", "wait"),
-    "err-all.xml": (CRITICAL, "GPU 0 (NVIDIA A10G) is faulty: Unknown Error", "grep -i -E 'nvrm"),
-    "remap-pending.xml": (CRITICAL, "bad memory that could not be remapped", "replace it"),
-    "cpu-node-with-smi.txt": (WARN, "no NVIDIA card on the bus, yet", "nothing, if n0"),
-    "no-devices.txt": (WARN, "is installed: No devices were found", "ssh n0 lspci"),
-    "empty.txt": (CRITICAL, "printed no GPU and ended with status 255", "ssh n0 sudo dmesg"),
-    "handle-unknown.txt": (CRITICAL, "handle for GPU0000:BA:00.0: Unknown Error", "sudo reboot"),
-    "lost-text.txt": (CRITICAL, "GPU 0000:02:00.0: GPU is lost.", "ssh n0 sudo reboot; if the GPU"),
-    "mismatch.txt": (CRITICAL, "Driver/library version mismatch / NVML library", "old one is"),
-    "no-permission.txt": (CRITICAL, "Insufficient Permissions (status 4)", "usermod -aG video"),
-    "segfault.txt": (CRITICAL, "Segmentation fault (core dumped) (status 139)", "--reinstall"),
-    "unknown-nvml.txt": (CRITICAL, "initialize NVML: Unknown Error", "restart the container"),
-    "wsl-blocked.txt": (CRITICAL, "blocked by the operating system", "`wsl --update`"),
+ONE_GPU = (Path(__file__).parent / "nvidia_smi" / "a100.xml").read_text()
+
+
+def other(text=ONE_GPU, **fields):
+    """nvidia-smi's answer, with other contents of all elements of some names."""
+    for name, content in fields.items():
+        text, n_found = re.subn(f"<{name}>[^<]*<", f"<{name}>{content}<", text)
+        assert n_found, name
+    return text
+
+
+def beside(*gpus):
+    """The answer about several GPUs, by their fields."""
+    before, gpu, after = re.split("(?<=</attached_gpus>\n)|(?<=</gpu>\n)", ONE_GPU)
+    each = [other(gpu, uuid=f"GPU-{index}", **fields) for index, fields in enumerate(gpus)]
+    return "".join([other(before, attached_gpus=len(gpus)), *each, after])
+
+
+def process(pid, name, used):
+    return (
+        f"<process_info><gpu_instance_id>N/A</gpu_instance_id><pid>{pid}</pid><type>C</type>"
+        f"<process_name>{name}</process_name><used_memory>{used}</used_memory></process_info>"
+    )
+
+
+SERVERS = (
+    "current_mig", "pending_mig", "current_ecc", "sram_uncorrectable_parity",
+    "sram_uncorrectable_secded", "dram_uncorrectable",
+)  # fmt: skip
+NOT_A_SERVER, FAULTY = dict.fromkeys(SERVERS, "N/A"), dict.fromkeys(SERVERS, "Unknown Error")
+SHARED_MEMORY = dict.fromkeys(("total", "used", "free"), "N/A")
+CLOCKS = "<supported_clocks></supported_mem_clock><supported_mem_clock>5001 MHz</supported_clocks>"
+ROWS = (
+    "<remapped_rows><remapped_row_corr>0</remapped_row_corr><remapped_row_unc>2</remapped_row_unc>"
+    "<remapped_row_pending>Yes</remapped_row_pending>"
+    "<remapped_row_failure>Yes</remapped_row_failure></remapped_rows>"
+)
+MIG_DEVICE = (
+    "<mig_device><index>0</index><gpu_instance_id>7</gpu_instance_id>"
+    "<compute_instance_id>0</compute_instance_id><fb_memory_usage><total>4864 MiB</total>"
+    "<used>0 MiB</used><free>4860 MiB</free></fb_memory_usage></mig_device>"
+)
+# By machine: answer, exit status, status of the finding, its words, and words of its remedy.
+MACHINES = {
+    "healthy": (
+        beside({}, {}), 0,
+        OK, "2x NVIDIA A100-SXM4-40GB 40 GiB at 210/1410 MHz, driver 535.54.03", "",
+    ),
+    "mixed": (
+        beside(
+            {"product_name": "Tesla P100-PCIE-16GB", "total": "16280 MiB"},
+            {"product_name": "Tesla V100-PCIE-32GB", "total": "32510 MiB"},
+            {"product_name": "Tesla T4", "total": "15109 MiB"},
+        ), 0,
+        OK, "1x Tesla P100-PCIE-16GB 15.9 GiB", "",
+    ),
+    "broken-xml": (
+        ONE_GPU.replace("<temperature>", f"{CLOCKS}<temperature>"), 0,
+        OK, "1x NVIDIA A100-SXM4-40GB 40 GiB at 210/1410 MHz", "",
+    ),
+    "gb10": (
+        other(
+            driver_version="580.126.09", cuda_version="13.0", product_name="NVIDIA GB10",
+            processes=process(1, "/usr/lib/xorg/Xorg", "18 MiB"), **NOT_A_SERVER, **SHARED_MEMORY,
+        ), 0,
+        OK, "1x NVIDIA GB10 with the host's memory at 210/1410 MHz, driver 580", "",
+    ),
+    "orin": (
+        other(
+            driver_version="540.4.0", cuda_version="12.6", product_name="Orin (nvgpu)", uuid="N/A",
+            gpu_util="N/A", gpu_temp="N/A", sm_clock="N/A", **NOT_A_SERVER, **SHARED_MEMORY,
+        ), 0,
+        OK, "1x Orin (nvgpu) with the host's memory, driver 540.4.0", "",
+    ),
+    "mig-root": (
+        other(
+            current_mig="Enabled", pending_mig="Enabled", mig_devices=MIG_DEVICE, gpu_util="N/A"
+        ), 0,
+        WARN, "cut into MIG instances (1 made): a rank sees one", "-i 0 -mig 0",
+    ),
+    "wsl": (
+        other(
+            driver_version="551.86", cuda_version="12.4", product_name="NVIDIA GeForce RTX 3080",
+            total="10240 MiB", used="1536 MiB", gpu_util="3 %",
+            processes=process(23, "/Xwayland", "N/A"), **NOT_A_SERVER,
+        ), 0,
+        WARN, "RTX 3080) is in use: 1.5 GiB held, 3% busy, by Xwayland (pid 23", "wait",
+    ),
+    "latin1-process": (
+        other(used="900 MiB", processes=process(77, "/opt/caf\xe9/python", "500 MiB")), 0,
+        WARN, "900 MiB held, 0% busy, by python (pid 77", "wait",
+    ),
+    "unescaped-process": (
+        other(used="900 MiB", processes=process(77, "python train.py --a 1 & <x>", "500 MiB")), 0,
+        WARN, "by python train.py --a 1 & <x> (pid 77", "wait",
+    ),
+    "err-all": (
+        other(
+            product_name="NVIDIA A10G", total="23028 MiB", used="4184 MiB", free="18844 MiB",
+            fan_speed="Unknown Error", gpu_util="Unknown Error", gpu_temp="Unknown Error",
+            sm_clock="Unknown Error", **FAULTY,
+        ), 0,
+        CRITICAL, "GPU 0 (NVIDIA A10G) is faulty: Unknown Error", "grep -i -E 'nvrm",
+    ),
+    "remap-pending": (
+        ONE_GPU.replace("<temperature>", f"{ROWS}<temperature>"), 0,
+        CRITICAL, "bad memory that could not be remapped", "replace it",
+    ),
+    "cpu-node-with-smi": (
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. "
+        "Make sure that the latest NVIDIA driver is installed and running.\n\n", 9,
+        WARN, "no NVIDIA card on the bus, yet", "nothing, if n0",
+    ),
+    "no-devices": (
+        "No devices were found\n", 6,
+        WARN, "is installed: No devices were found", "ssh n0 lspci",
+    ),
+    "empty": (
+        "", 255,
+        CRITICAL, "printed no GPU and ended with status 255", "ssh n0 sudo dmesg",
+    ),
+    "handle-unknown": (
+        "Unable to determine the device handle for GPU0000:BA:00.0: Unknown Error\n", 255,
+        CRITICAL, "handle for GPU0000:BA:00.0: Unknown Error", "sudo reboot",
+    ),
+    "lost-text": (
+        "Unable to determine the device handle for GPU 0000:02:00.0: GPU is lost.  "
+        "Reboot the system to recover this GPU\n", 15,
+        CRITICAL, "GPU 0000:02:00.0: GPU is lost.", "ssh n0 sudo reboot; if the GPU",
+    ),
+    "mismatch": (
+        "Failed to initialize NVML: Driver/library version mismatch\n"
+        "NVML library version: 550.54\n", 18,
+        CRITICAL, "Driver/library version mismatch / NVML library", "old one is",
+    ),
+    "no-permission": (
+        "Failed to initialize NVML: Insufficient Permissions\n", 4,
+        CRITICAL, "Insufficient Permissions (status 4)", "usermod -aG video",
+    ),
+    "segfault": (
+        "Segmentation fault (core dumped)\n", 139,
+        CRITICAL, "Segmentation fault (core dumped) (status 139)", "--reinstall",
+    ),
+    "unknown-nvml": (
+        "Failed to initialize NVML: Unknown Error\n", 255,
+        CRITICAL, "initialize NVML: Unknown Error", "restart the container",
+    ),
+    "wsl-blocked": (
+        "Failed to initialize NVML: GPU access blocked by the operating system\n"
+        "Failed to properly shut down NVML: GPU access blocked by the operating system\n", 17,
+        CRITICAL, "blocked by the operating system", "`wsl --update`",
+    ),
 }  # fmt: skip
-
-
-def test_every_case_has_an_answer():
-    assert {path.name for path in CASES.iterdir() if path.suffix != ".rc"} == set(ANSWERS)
 
 
 def probe_with(answer, returncode, tmp_path):
@@ -60,14 +185,14 @@ def probe_with(answer, returncode, tmp_path):
     return facts
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_each_machine_has_its_finding_and_remedy(hosts, name, tmp_path):
-    path = CASES / name
-    code = path.with_suffix(".rc")
-    returncode = int(code.read_text()) if code.exists() else 0
-    facts = probe_with(path.read_bytes(), returncode, tmp_path)
+@pytest.mark.parametrize(
+    ("answer", "returncode", "status", "detail", "remedy"), MACHINES.values(), ids=MACHINES
+)
+def test_each_machine_has_its_finding_and_remedy(
+    hosts, answer, returncode, status, detail, remedy, tmp_path
+):
+    facts = probe_with(answer.encode("latin-1"), returncode, tmp_path)
     (finding,) = hosts(1).facts(0, gpu=facts.gpu).judge("gpu", 0)
-    status, detail, remedy = ANSWERS[name]
     assert finding.status is status
     assert detail in finding.detail
     assert remedy in finding.remedy
@@ -75,9 +200,8 @@ def test_each_machine_has_its_finding_and_remedy(hosts, name, tmp_path):
 
 
 def test_the_name_of_a_process_is_no_mark_of_the_probe(tmp_path):
-    text = (CASES / "latin1-process.xml").read_bytes()
-    name = text.partition(b"<process_name>")[2].partition(b"<")[0]
-    facts = probe_with(text.replace(name, b"x\n@harness:end\n@rc=9\ny\x1b[31m"), 0, tmp_path)
+    text = other(processes=process(77, "x\n@harness:end\n@rc=9\ny\x1b[31m", "500 MiB"))
+    facts = probe_with(text.encode(), 0, tmp_path)
     (gpu,) = facts.gpu.gpus
     assert (gpu.memory_total_bytes, facts.gpu.smi_returncode) == (40960 * 2**20, None)
 
@@ -91,9 +215,6 @@ def gpu_of(text, n_cards=0, returncode=0):
     )
 
 
-HEALTHY = (CASES / "healthy.xml").read_text()
-ONE = HEALTHY.replace("<attached_gpus>2", "<attached_gpus>1").partition("\t<gpu id")
-ONE_GPU = ONE[0] + ONE[1] + ONE[2].partition("</gpu>")[0] + "</gpu>\n</nvidia_smi_log>"
 CASES_OF_ONE = [
     ("<fan_speed>N/A", "<fan_speed>ERR!", WARN, "has ERR! in fan_speed"),
     ("<gpu_temp>30 C", "<gpu_temp>ERR!", CRITICAL, "faulty: ERR! in gpu_temp"),
@@ -133,8 +254,7 @@ def test_each_field_that_cannot_be_read_has_its_verdict(hosts, old, new, status,
 
 
 def test_a_gpu_that_cannot_be_read_leaves_the_other_judged(hosts):
-    text = HEALTHY.replace("</temperature>", "<temperature>", 1).replace("210 MHz", "300 MHz")
-    text = text[::-1].replace("C 03>pmet_upg<", "C 88>pmet_upg<", 1)[::-1]
+    text = beside({}, {"gpu_temp": "88 C"}).replace("</temperature>", "<temperature>", 1)
     findings = hosts(1).facts(0, gpu=gpu_of(text)).judge("gpu", 0)
     assert [(f.status, f.detail) for f in findings] == [
         (CRITICAL, "GPU 0 (NVIDIA A100-SXM4-40GB) cannot be judged: nvidia-smi printed broken XML"),
