@@ -5,13 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import run_of
+from simulated import row
 
 from harness.domain.cluster import Cluster
-from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
-from harness.domain.profile import Measurement, Profile
 from harness.domain.record import Sample, Span
-from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import ResultsError, StrategyError
 from harness.measure.derive.prediction import (
     PARTS,
@@ -24,56 +22,17 @@ from harness.measure.derive.prediction import (
     read_strategy,
     unpredicted_traffic,
 )
+from harness.plan.builders import pipeline
 from harness.plan.simulate.report import spans as simulated_spans
 from harness.plan.simulate.simulator import Simulator
 
 
-def operator(name, inputs, kind="linear"):
-    return Operator(
-        name=name,
-        kind=kind,
-        inputs=inputs,
-        shape={"sample": 8, "feature": 4},
-        parameter_bytes=80 if kind == "linear" else 0,
-        activation_bytes=32,
-    )
-
-
-def simulated(*, recompute=False):
+def simulated():
     """a, b | c, d on two devices, two microbatches: forward 2 s, 2 s | 1 s, 1 s of the batch."""
-    graph = Graph(
-        name="chain",
-        batch=8,
-        operators=[
-            operator("x", [], "input"),
-            *(operator(n, [p]) for n, p in (("a", "x"), ("b", "a"), ("c", "b"), ("d", "c"))),
-        ],
-    )
-    profile = Profile(
-        model="chain",
-        measurements=[
-            Measurement(
-                device_kind="device",
-                operator=name,
-                shape={"sample": samples, "feature": 4},
-                forward_s=seconds * samples / 8,
-                backward_s=2 * seconds * samples / 8,
-            )
-            for name, seconds in {"a": 2, "b": 2, "c": 1, "d": 1}.items()
-            for samples in (4, 8)
-        ],
-    )
+    seconds = {"a": (2.0, 4.0), "b": (2.0, 4.0), "c": (1.0, 2.0), "d": (1.0, 2.0)}
+    graph, profile = row(dict.fromkeys(seconds, 80), seconds)
     cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=10**6)
-    strategy = Strategy(
-        name="pipeline of two",
-        batch=8,
-        n_microbatches=2,
-        stages=[Stage(recompute), Stage()],
-        operators={
-            name: OperatorPlan({}, [stage], stage)
-            for name, stage in {"a": 0, "b": 0, "c": 1, "d": 1}.items()
-        },
-    )
+    strategy = pipeline(graph, 8, ["ab", "cd"], [[0], [1]], n_microbatches=2)
     simulation = Simulator(graph, profile, cluster).simulate(strategy)
     prediction = Prediction(
         strategy=strategy.name,
