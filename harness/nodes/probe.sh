@@ -75,7 +75,7 @@ probe_system() {
     section load
     cat /proc/loadavg
     section memory
-    grep -E '^(MemTotal|MemAvailable|MemFree|SwapTotal|SwapFree):' /proc/meminfo
+    grep -E '^(MemTotal|MemAvailable|MemFree):' /proc/meminfo
     report disk df -Pk "$HOME" /tmp /dev/shm
 }
 
@@ -133,8 +133,6 @@ probe_network() {
     bounded getent hosts "$(uname -n)" 2>/dev/null
     # shellcheck disable=SC2086  # peers is a list of names, checked by the sender
     addresses=$(bounded getent hosts $peers 2>/dev/null | cut -d ' ' -f 1)
-    section peers
-    printf '%s\n' "$addresses"
     section routes
     if ip -V 2>/dev/null | grep -q iproute2; then
         # One process for all peers: otherwise 32 hosts would start a thousand.

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from harness.nodes.parse import split_sections
 from harness.nodes.parse_gpu import parse_gpus
 from harness.nodes.ssh import remote_text
 
-Xml = Callable[[str], str]
 CUDA_128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 RTX_UUID = "GPU-3a1f0c52-6a4e-9d1b-1c7f-7a7a2f6a0b11"
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from launching import write_program
@@ -103,18 +102,11 @@ def test_a_probe_leaves_no_process_behind(tmp_path):
     wait_until(lambda: members(process.pid) == [], 3)
 
 
-def members(group):
-    """The processes of a session that still live."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(fields[3]) == group and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+def members(session):
+    """The states of a session's processes that still live."""
+    argv = ["ps", "-o", "stat=", "-s", str(session)]
+    found = subprocess.run(argv, capture_output=True, text=True).stdout.split()
+    return [state for state in found if not state.startswith("Z")]
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")

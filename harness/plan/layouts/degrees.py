@@ -263,10 +263,8 @@ def _replicated(
     devices: Sequence[int],
 ) -> OperatorPlan:
     """A group's plan on every replica."""
-    if layout.dp == 1:
-        return msgspec.structs.replace(plan, devices=[devices[k] for k in plan.devices])
     is_cut = SAMPLE in cuttable_dims(operator, units)  # not indices, nor a loss of whole batches
-    if not is_cut:
+    if layout.dp == 1 or not is_cut:
         return msgspec.structs.replace(plan, devices=[devices[k] for k in plan.devices])
     if units.get(SAMPLE, 0) < layout.dp:
         raise StrategyError(

@@ -7,8 +7,6 @@ the gradients of the operators after it:
     backward  c: dz | b: dz -> dy | a: dy -> dx
 
 So each operator can be timed by itself, with caches and allocator in the same state as in training.
-
-The part of a model that is run at a time while its operators are timed.
 """
 
 from __future__ import annotations

@@ -48,10 +48,14 @@ def make_run(strategy, repeat, *, n_ranks=2, step_s=4.0, **config):
     return Run(path=Path(header.run_id), header=header, ranks=ranks)
 
 
+def cells_of(line):
+    """Columns are two spaces apart at least."""
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
 def rows(runs):
-    """Cells by column; columns are two spaces apart at least."""
-    lines = compared_text(runs, [training_summary(run) for run in runs]).splitlines()
-    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    text = compared_text(runs, [training_summary(run) for run in runs])
+    return list(map(cells_of, text.splitlines()))
 
 
 def test_a_strategy_alone_has_its_row():
@@ -95,8 +99,7 @@ def test_repeats_share_a_row_of_medians():
     named = ["m single fp32 batch 8 on 2, 2 repeats", "m ddp fp32 batch 8 on 2 #0"]
     assert shown[:2] == named
     # Samples per second are those of the median step, as in the strategies' table.
-    cells = [cell.strip() for cell in lines[1].split("  ") if cell.strip()]
-    assert cells[1:5] == ["ok", "6 s", "4 s to 8 s (range)", "1.333"]
+    assert cells_of(lines[1])[1:5] == ["ok", "6 s", "4 s to 8 s (range)", "1.333"]
     assert set(shown) == set(named)
 
 
@@ -114,10 +117,7 @@ def test_parts_over_repeats_are_means_that_sum_to_the_mean_step_and_memory_is_th
     runs[0].ranks[0].append(peak)
     lines = train_text(runs)
     assert lines.count("3 GiB") == 2
-    (heads, cells) = (
-        [cell.strip() for cell in line.split("  ") if cell.strip()]
-        for line in lines.split("mean step")[1].splitlines()[:2]
-    )
+    heads, cells = map(cells_of, lines.split("mean step")[1].splitlines()[:2])
     # A step of 4 s, 4 s and 10 s is forward and backward of a quarter each.
     parts = dict(zip(heads, cells[1:], strict=True))
     assert (parts["forward"], parts["backward"], parts["other"]) == ("1.5 s", "1.5 s", "3 s")
