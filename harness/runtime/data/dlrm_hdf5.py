@@ -67,6 +67,13 @@ def _check_data(path: Path, data: Any, options: DlrmOptions) -> None:
                 f"{path}: {name} holds {data[name].dtype} or nothing: it should hold "
                 f"{'integers' if name == 'X_cat' else 'numbers'}"
             )
+    for first in range(0, data["y"].shape[0], _BLOCK):
+        block = data["y"][first : first + _BLOCK].reshape(-1)
+        for row in np.flatnonzero((block != 0) & (block != 1))[:1]:
+            raise DataError(
+                f"{path}: y of sample {first + row} is {block[row]}, and the loss takes clicks: "
+                "write 0 or 1"
+            )
     rows = np.repeat(options.table_rows, options.n_lookups)
     categories = data["X_cat"]
     for first in range(0, categories.shape[0], _BLOCK):

@@ -243,6 +243,7 @@ def test_hdf5_rows_come_in_the_order_asked_for(tmp_path):
         ({"X_cat": np.full((6, 2), 4)}, "X_cat column 0 goes from 4 to 4, its table has 4 rows"),
         ({"y": np.float32(0)}, r"y is \(\): it should be"),
         ({"y": np.zeros((6, 2), np.float32)}, r"y is \(6, 2\): it should be \(samples,\)"),
+        ({"y": np.array([0, 1, 1, -1, 1, -1])}, "y of sample 3 is -1, and the loss takes clicks"),
         ({"X_cat": np.zeros((6, 2), np.float32)}, "X_cat holds float32 or nothing"),
         ({"X_int": np.full((6, 3), b"x")}, "X_int holds .*: it should hold numbers"),
     ],
