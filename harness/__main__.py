@@ -68,7 +68,7 @@ def _cases(name: str, config: Any, launch: Launch, gpus: Sequence[RankInfo] | No
         ]
     return [
         Case(name=one, workload=load_workload(one), config=case)
-        for one, part in comparison(gpus=gpus, n_ranks=launch.size)
+        for one, part in comparison(config, gpus=gpus, n_ranks=launch.size)
         for case in load_workload(one).cases(part, launch.size)
     ]
 
@@ -144,7 +144,7 @@ def _work(
     from harness.runtime.ranks.rendezvous import meet
 
     _handle_signals()
-    name, _, options = parsed[0]
+    name, config, options = parsed[0]
     limit_s = min(options.heartbeat_timeout_s, options.run_timeout_s)
     meeting = meet(launch, os.environ, heartbeat_timeout_s=limit_s, channel=channel, comm=comm)
     world = meeting.world
@@ -166,7 +166,7 @@ def _work(
         has_gpus = all(info.device.startswith("cuda") for info in launcher.ranks)
         # Ranks that share a GPU communicate by gloo; the GPU model would take them hours.
         own = launcher.ranks if has_gpus and world.backend == "nccl" else None
-        cases = _cases(name, None, launch, own)
+        cases = _cases(name, config, launch, own)
     if problem := launcher.problem(cases):
         meeting.leave()
         if world.is_first:

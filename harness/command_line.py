@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ _USAGE = """\
 usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun, srun or torchrun
 
   mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh            all workloads, then a report
+  mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh --model gpt2 --batch-size 40    of this model
   mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh matmul     one workload
   ./entry.sh train --model resnet18 --steps 20                  one rank, on this machine
   ./entry.sh links + train --strategy ddp + train --freeze schedule    one after another
@@ -27,8 +29,9 @@ workloads:
 
 `entry.sh control RUN --strategy FILE` moves a run of `train --controlled` to another strategy.
 `entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload, the
-comparison of training strategies runs; it accepts the flags that all workloads share: --results,
---resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
+comparison of training strategies runs: of --model at a global batch of --batch-size in --dtype, all
+with defaults. It also accepts the flags that all workloads share: --results, --resume, --dry-run,
+--run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
 Draw figures and the report from results with: python -m harness.plot results/
 
 exit codes: 0 every run is ok or out of memory, 1 a run failed and none continued it to its end,
@@ -36,9 +39,20 @@ exit codes: 0 every run is ok or out of memory, 1 a run failed and none continue
 """
 
 
+def _config_of(name: str) -> tuple[type, Mapping[str, str]]:
+    """The configuration of a workload, or of the comparison, and its renamed flags."""
+    from harness.workloads import load_workload
+    from harness.workloads.comparison import ComparisonConfig
+
+    if not name:
+        return ComparisonConfig, {}
+    workload = load_workload(name)
+    return workload.config, workload.renamed
+
+
 def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     """Return the workload's name (empty: the comparison), its configuration and RunOptions."""
-    from harness.workloads import WORKLOADS, load_workload
+    from harness.workloads import WORKLOADS
 
     is_named = bool(argv) and not argv[0].startswith("-")
     if argv[:1] in (["-h"], ["--help"]):
@@ -60,18 +74,16 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     )
 
     prepare_help(RunOptions)
-    if not is_named:
-        pairs_off = (tyro.conf.FlagCreatePairsOff,)
-        return "", None, parse_flags(RunOptions, argv, "entry.sh", config=pairs_off)
-    name, *rest = argv
-    workload = load_workload(name)
-    refuse_old_spelling(rest, workload.renamed)
-    prepare_help(workload.config)
+    name, *rest = argv if is_named else ["", *argv]
+    kind, renamed = _config_of(name)
+    refuse_old_spelling(rest, renamed)
+    prepare_help(kind)
     command = dataclasses.make_dataclass(
-        "Command", [("workload", workload.config), ("run", RunOptions)], frozen=True
+        "Command", [("workload", kind), ("run", RunOptions)], frozen=True
     )
     flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)(command)
-    parsed = parse_flags(flat, rest, f"entry.sh {name}", description=WORKLOADS[name])
+    program = f"entry.sh {name}".strip()
+    parsed = parse_flags(flat, rest, program, description=WORKLOADS.get(name, ""))
     for field in dataclasses.fields(parsed.workload):
         if getattr(parsed.workload, field.name) == () and flag(field.name) in rest:
             raise ConfigError(f"{flag(field.name)} has no value: give one or more, or drop it")

@@ -1,11 +1,13 @@
 """The comparison that `./entry.sh` runs when no workload is named.
 
 It measures devices, links and operators, searches, and trains one model at one global batch by
-`single`, `ddp`, `pipeline` and `searched`, with enough repeats for the verdicts.
+`single`, `ddp`, `pipeline` and `searched`, with enough repeats for the verdicts. On GPUs of unlike
+kinds `ddp` runs with shares by speed, too.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from harness.domain.run import RankInfo
@@ -15,6 +17,30 @@ from harness.workloads.planning.config import ProfileConfig, SearchConfig
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainConfig
 from harness.workloads.train.plan import search_config_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonConfig:
+    """The training that strategies are compared by."""
+
+    model: str | None = None
+    """Model that is trained: one of `train --help`, or your own as package.module:factory. Default:
+    resnet50 on GPUs, dlrm on CPUs."""
+    batch_size: int | None = None
+    """Global batch: samples of all ranks together in a step; single trains it too. Default: on GPUs
+    128, or less if one cannot hold that of resnet50; on CPUs 512."""
+    dtype: str | None = None
+    """Data type of training. Default: bf16, or what all GPUs have; fp32 on CPUs."""
+
+    def of(self, default: TrainConfig) -> TrainConfig:
+        """The default training with this model, batch and dtype."""
+        return dataclasses.replace(
+            default,
+            model=self.model or default.model,
+            batch_size=default.batch_size if self.batch_size is None else (self.batch_size,),
+            dtype=default.dtype if self.dtype is None else (self.dtype,),
+        )
+
 
 _STRATEGIES = ("single", "ddp", "pipeline", "searched")
 # Seven repeats that do not overlap seven others are the fewest that give a verdict.
@@ -76,13 +102,15 @@ def _profile(search_config: SearchConfig, n_ranks: int, *, has_gpu: bool) -> Pro
     return dataclasses.replace(config, min_samples=6, rounds=6, warm_up=1)
 
 
-def comparison(*, gpus: Sequence[RankInfo] | None, n_ranks: int) -> list[tuple[str, Any]]:
+def comparison(
+    asked: ComparisonConfig, *, gpus: Sequence[RankInfo] | None, n_ranks: int
+) -> list[tuple[str, Any]]:
     """Workloads with their configurations, in order; on one rank `single` is the only strategy.
 
     Args:
         gpus: all ranks, if each has a GPU of its own; empty: GPUs of any kind; None: CPUs.
     """
-    training, has_gpu = _training(gpus), gpus is not None
+    training, has_gpu = asked.of(_training(gpus)), gpus is not None
     searched = dataclasses.replace(training, strategy=("searched",), repeats=1)
     search_config = search_config_of(train_cases(searched, n_ranks)[0])
     if n_ranks == 1:
@@ -94,10 +122,13 @@ def comparison(*, gpus: Sequence[RankInfo] | None, n_ranks: int) -> list[tuple[s
         matmul = MatmulConfig(time_budget_s=0.3, distributed_samples=3)
         # All sizes, because planning would otherwise measure the links again.
         links = LinksConfig(time_budget_s=0.05)
+    trained = [training]
+    if len({gpu.device_kind for gpu in gpus or ()}) > 1:
+        trained.append(dataclasses.replace(training, strategy=("ddp",), balance="speed"))
     return [
         ("matmul", matmul),
         ("links", links),
         ("profile", _profile(search_config, n_ranks, has_gpu=has_gpu)),
         ("search", search_config),
-        ("train", training),
+        *(("train", one) for one in trained),
     ]

@@ -9,21 +9,21 @@ from harness.measure.statistics import verdict
 from harness.runtime.devices.peaks import peak_flops_per_s
 from harness.workloads import load_workload
 from harness.workloads.common.contract import config_json
-from harness.workloads.comparison import comparison
+from harness.workloads.comparison import ComparisonConfig, comparison
 from harness.workloads.planning.files import is_complete
 from harness.workloads.train.plan import search_config_of
 
 
 @pytest.mark.parametrize("gpus", [None, []])
 def test_everything_is_measured_before_it_is_planned_and_planned_before_it_is_trained(gpus):
-    parts = comparison(gpus=gpus, n_ranks=5)
+    parts = comparison(ComparisonConfig(), gpus=gpus, n_ranks=5)
     assert [name for name, _ in parts] == ["matmul", "links", "profile", "search", "train"]
 
 
 @pytest.mark.parametrize("n_ranks", [2, 5])
 def test_the_runs_of_training_need_nothing_that_the_comparison_has_not_made(n_ranks):
     """Configurations are compared as results hold them."""
-    parts = dict(comparison(gpus=None, n_ranks=n_ranks))
+    parts = dict(comparison(ComparisonConfig(), gpus=None, n_ranks=n_ranks))
     cases = {name: load_workload(name).cases(part, n_ranks) for name, part in parts.items()}
     searched = next(case for case in cases["train"] if case.strategy == "searched")
     assert config_json(search_config_of(searched)) == config_json(cases["search"][0])
@@ -41,7 +41,7 @@ def test_the_runs_of_training_need_nothing_that_the_comparison_has_not_made(n_ra
 
 
 def test_repeats_are_as_many_as_a_verdict_needs():
-    parts = dict(comparison(gpus=None, n_ranks=5))
+    parts = dict(comparison(ComparisonConfig(), gpus=None, n_ranks=5))
     counts = Counter(case.strategy for case in load_workload("train").cases(parts["train"], 5))
     assert counts == dict.fromkeys(("single", "ddp", "pipeline", "searched"), 7)
     slow = [1.0 + k / 1000 for k in range(7)]
@@ -49,9 +49,20 @@ def test_repeats_are_as_many_as_a_verdict_needs():
     assert verdict([s / 2 for s in slow[1:]], slow[1:]).outcome == "inconclusive"
 
 
+@pytest.mark.parametrize("gpus", [None, []])
+def test_a_users_model_and_batch_go_through_all_workloads(gpus):
+    asked = ComparisonConfig(model="lenet", batch_size=40, dtype="fp32")
+    parts = dict(comparison(asked, gpus=gpus, n_ranks=5))
+    for name in ("profile", "search", "train"):
+        for case in load_workload(name).cases(parts[name], 5):
+            assert (case.model, case.dtype) == ("lenet", "fp32")
+    assert {case.batch for case in load_workload("train").cases(parts["train"], 5)} == {40}
+    assert parts["search"].batch_size == 40
+
+
 def test_one_rank_trains_by_one_strategy():
-    assert dict(comparison(gpus=[], n_ranks=1))["profile"].shards == (1,)
-    parts = dict(comparison(gpus=None, n_ranks=1))
+    assert dict(comparison(ComparisonConfig(), gpus=[], n_ranks=1))["profile"].shards == (1,)
+    parts = dict(comparison(ComparisonConfig(), gpus=None, n_ranks=1))
     assert {case.strategy for case in load_workload("train").cases(parts["train"], 1)} == {"single"}
 
 
@@ -78,5 +89,7 @@ def test_all_gpus_have_the_dtype_and_the_memory_for_the_batch(kinds, gib, dtype,
         )
         for rank, kind in enumerate(kinds)
     ]
-    training = dict(comparison(gpus=gpus, n_ranks=2))["train"]
+    parts = comparison(ComparisonConfig(), gpus=gpus, n_ranks=2)
+    training, *by_speed = [part for name, part in parts if name == "train"]
     assert (training.dtype, training.batch_size) == ((dtype,), (batch,))
+    assert [one.balance for one in by_speed] == ["speed"] * (len(set(kinds)) > 1)

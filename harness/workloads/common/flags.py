@@ -313,7 +313,7 @@ class RunOptions:
         """Refuse limits that are not positive or too short for the workload.
 
         Args:
-            config: the workload's configuration; None for the comparison.
+            config: the configuration of the workload or the comparison.
         """
         check_above_zero(self, ("run_timeout_s", "collective_timeout_s", "heartbeat_timeout_s"))
         wait_s = getattr(config, "longest_wait_s", 0.0)
