@@ -69,8 +69,14 @@ read_settings "$hosts/$(uname -n).env"
 read_settings "$hosts/cluster.env"
 
 environment=${HARNESS_VENV:-$root/.venv}
+packages='import importlib.util as u; raise SystemExit(None in map(u.find_spec, ("mpi4py", "torch", "tyro")))'
 if [[ -x $environment/bin/python ]]; then
     PATH=$environment/bin:$PATH
+    if [[ ! -e $environment/.installed ]] && ! "$environment/bin/python" -c "$packages" >/dev/null; then
+        echo "error: $(uname -n): the environment at $environment is not complete: wait for bash setup/install.sh, or" \
+            "run it again" >&2
+        exit 2
+    fi
 elif ! python3 -c 'import harness, torch' 2>/dev/null; then
     echo "error: $(uname -n) has no environment at $environment: run bash setup/install.sh there," \
         "or set HARNESS_VENV" >&2

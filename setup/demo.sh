@@ -69,6 +69,7 @@ if "${cluster[@]}" up --name "$name" --replace --nodes "$n_nodes" --bandwidth 1g
         figure=$!
     fi
     run_on_cluster "$@" || status=$?
+    say "its nodes are taken down: bash setup/virtual_cluster.sh up makes others, to train as advised"
 else
     trap - EXIT # there is no cluster
     say "going on with $n_local ranks on this machine"

@@ -77,6 +77,13 @@ def test_a_number_in_the_environment_is_read_as_data(tmp_path, name, value):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_environment_that_is_being_installed_is_refused(tmp_path):
+    write_program(tmp_path / "bin" / "python", f'#!/bin/sh\n{sys._base_executable} -IS "$@"\n')
+    done = entry("--help", HARNESS_VENV=str(tmp_path))
+    assert done.returncode == 2
+    assert f"the environment at {tmp_path} is not complete: wait for" in done.stderr
+
+
 def test_threads_are_what_the_ranks_of_a_host_share(tmp_path):
     write_program(tmp_path / "bin" / "python", "#!/bin/sh\nenv\n")
     done = entry(

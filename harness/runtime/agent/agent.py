@@ -348,6 +348,8 @@ class RankAgent:
             self._begin_start(now_s)
         if self._run is not None:
             self._run.close(fault.status, fault.reason, now_s)
+            if fault.status == "interrupted":
+                self._print_error(fault)
             self._run = None
 
     def _orphaned(self) -> Fault:

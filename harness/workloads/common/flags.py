@@ -262,7 +262,8 @@ class SearchFlags:
     """Number of best predicted plans that are trained for a few steps each, in turn, before the
     fastest measured one is chosen. 1 chooses by prediction alone."""
     memory: str | None = None
-    """Memory that a plan may use on each device, such as 12GB. Default: all of it."""
+    """Memory that a plan may use on each device, such as 12GB. Default: all of a GPU, or a rank's
+    share of its host."""
     shard_state: Literal["auto"] | ShardState = "auto"
     """State of which each of the n devices that hold a weight keeps 1/n: none, optimizer (ZeRO-1),
     gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD); with _in_node of the

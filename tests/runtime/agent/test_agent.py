@@ -179,7 +179,8 @@ def test_an_interrupted_run_is_closed_before_the_launcher_kills(run_dir, number)
     process.stdout.readline()
     wait_until((run_dir / "heartbeat").exists)
     process.send_signal(number)
-    process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
+    assert "interrupted: by Ctrl-C or SIGTERM, --resume runs it again" in errors
     header = json.loads((run_dir / "run.json").read_text())
     assert header["status"] == "interrupted"
     assert header["reason"].startswith("by Ctrl-C or SIGTERM, --resume runs it again; ")
