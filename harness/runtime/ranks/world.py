@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import time
@@ -16,6 +17,7 @@ from harness.domain.record import has_details, is_detail
 from harness.errors import LaunchError
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
+from harness.units import format_duration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,23 +99,31 @@ class World:
 
 
 class Progress:
-    """Shows `label: done/total`: redraws a line on a terminal at most five times a second; prints a
-    line every ten seconds elsewhere, such as under mpirun; stops when nobody reads it any more."""
+    """Shows `label: done/total`, and the time left by the mean rate so far: redraws a line on a
+    terminal at most five times a second; prints a line every ten seconds elsewhere, such as under
+    mpirun; stops when nobody reads it any more."""
 
     def __init__(self, *, is_shown: bool) -> None:
         self._stream = sys.stderr
         self._is_shown = is_shown and self._stream is not None
         self._is_terminal = self._is_shown and self._stream.isatty()
         self._next_s = 0.0 if self._is_terminal else time.monotonic() + 10.0
+        self._first = ("", 0, 0.0)  # label, done, time
 
     def update(self, label: str, done: int, total: int, note: str = "") -> None:
         """Show progress if the next update is due; cheap otherwise."""
         now_s = time.monotonic()
+        if self._first[0] != label:
+            self._first = label, done, now_s
         is_last = self._is_terminal and done >= total
         if not self._is_shown or (now_s < self._next_s and not is_last):
             return
         self._next_s = now_s + (0.2 if self._is_terminal else 10.0)
+        _, first, first_s = self._first
         text = f"{label}: {done}/{total} {note}".rstrip()
+        if first < done < total and now_s - first_s >= 5.0:
+            left_s = (now_s - first_s) / (done - first) * (total - done)
+            text += f", about {format_duration(math.ceil(left_s))} left"
         try:
             if self._is_terminal:
                 end = "\n" if is_last else ""

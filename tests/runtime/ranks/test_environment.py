@@ -1,6 +1,7 @@
 """Each launcher's variables give the same numbers; what a host is, and rank 0's terminal."""
 
 import io
+import itertools
 import platform
 import socket
 from collections import namedtuple
@@ -150,6 +151,20 @@ def test_a_run_goes_on_where_nobody_reads_its_progress(monkeypatch):
     assert stream.n_writes == 1
     monkeypatch.setattr("sys.stderr", None)
     Progress(is_shown=True).update("train", 2, 2)
+
+
+def test_progress_tells_the_time_left(monkeypatch, capsys):
+    clock = itertools.chain([0.0, 0.0, 12.0, 24.0], itertools.repeat(60.0))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    progress = Progress(is_shown=True)
+    for label, done in (("steps", 1), ("steps", 7), ("steps", 13), ("others", 13), ("steps", 301)):
+        progress.update(label, done, 301)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "steps: 7/301, about 9.8 min left",
+        "steps: 13/301, about 9.6 min left",
+        "others: 13/301",
+    ]
 
 
 def test_variables_that_change_speed_are_kept_and_no_others():
