@@ -1,7 +1,7 @@
 """One run on one rank, the loop over its steps, and the status of the run from all ranks.
 
 `run_case` sets up threads, process group, clock, recorder and writer, calls the workload's body and
-turns its result or error into an Outcome. `measure_steps` is the only loop over steps.
+turns its result or error into an Outcome. `measure_steps` is the loop over measured steps.
 """
 
 from __future__ import annotations
