@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import re
+from collections import defaultdict
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from harness.errors import ConfigError
 from harness.inputs import parse_flags, refuse_old_spelling
 
 if TYPE_CHECKING:
     from harness.workloads.common.flags import RunOptions
+
+# Of the classes of flags, whose names otherwise say what they are about.
+_ENDINGS = re.compile("(Flags|Config|Settings)$")
 
 _USAGE = """\
 usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun, srun or torchrun
@@ -50,6 +56,25 @@ def _config_of(name: str) -> tuple[type, Mapping[str, str]]:
     return workload.config, workload.renamed
 
 
+def _groups_of(kind: Any) -> list[tuple[str, type]]:
+    """The flags of a configuration by the class that declares them, each part as a dataclass under
+    its title in --help."""
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    hints = get_type_hints(kind, include_extras=True)
+    parts = defaultdict[str, list[tuple[str, Any, Any]]](list)
+    docs: dict[str, str | None] = {}
+    for base in kind.__mro__:
+        title = _ENDINGS.sub("", base.__name__).lower()
+        docs.setdefault(title, base.__doc__)
+        declared = [name for name in vars(base).get("__annotations__", {}) if name in known]
+        parts[title] += [(name, hints[name], copy(known.pop(name))) for name in declared]
+    return [
+        (title, dataclasses.make_dataclass(title, own, namespace={"__doc__": docs[title]}))
+        for title, own in parts.items()
+        if own
+    ]
+
+
 def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     """Return the workload's name (empty: the comparison), its configuration and RunOptions."""
     from harness.workloads import WORKLOADS
@@ -78,16 +103,16 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     kind, renamed = _config_of(name)
     refuse_old_spelling(rest, renamed)
     prepare_help(kind)
-    command = dataclasses.make_dataclass(
-        "Command", [("workload", kind), ("run", RunOptions)], frozen=True
-    )
+    groups = [*_groups_of(kind), ("run", RunOptions)]
+    command = dataclasses.make_dataclass("Command", groups, frozen=True)
     flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)(command)
     program = f"entry.sh {name}".strip()
     parsed = parse_flags(flat, rest, program, description=WORKLOADS.get(name, ""))
-    for field in dataclasses.fields(parsed.workload):
-        if getattr(parsed.workload, field.name) == () and flag(field.name) in rest:
-            raise ConfigError(f"{flag(field.name)} has no value: give one or more, or drop it")
-    return name, parsed.workload, parsed.run
+    given = {k: v for title, _ in groups[:-1] for k, v in vars(getattr(parsed, title)).items()}
+    for field, value in given.items():
+        if value == () and flag(field) in rest:
+            raise ConfigError(f"{flag(field)} has no value: give one or more, or drop it")
+    return name, kind(**given), parsed.run
 
 
 def parse_all(argv: list[str]) -> list[tuple[str, Any, Any]]:

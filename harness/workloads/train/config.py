@@ -72,8 +72,8 @@ def parse_change(text: str) -> tuple[int, Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings(SearchFlags, ModelFlags):
-    """Flags that have one value in all runs of a sweep."""
+class DataFlags:
+    """What is trained on."""
 
     data: str = "synthetic"
     f"""Data set: {described_data()}, or package.module:factory, which returns your own data
@@ -86,15 +86,12 @@ class TrainSettings(SearchFlags, ModelFlags):
     n_samples: int | None = None
     """Number of synthetic samples. Default: a few global batches. If it is no multiple of the
     batch, the last batch of every epoch is smaller."""
-    steps: int | None = None
-    """Number of measured optimizer steps. Default: 20, or those of --epochs."""
-    epochs: int | None = None
-    """Number of measured passes over the data, instead of --steps."""
-    warm_up: int = 3
-    """Steps before the measured ones; they are trained, but not recorded."""
-    no_sync_steps: int = 5
-    """Extra steps without communication, run after verification: a second estimate of exposed
-    communication, and the time of computing alone. 0 skips them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFlags:
+    """How weights are updated."""
+
     optimizer: str = "sgd"
     f"""{" or ".join(OPTIMIZERS)}."""
     learning_rate: float = 0.01
@@ -124,40 +121,12 @@ class TrainSettings(SearchFlags, ModelFlags):
     no momentum is their mean; DiLoCo has 0.7 and 0.9."""
     outer_momentum: float = 0.0
     """--sync-every: Nesterov momentum of the averaged change."""
-    balance: Literal["equal", "speed"] = "equal"
-    """ddp: samples of each rank in a batch: equal, or in proportion to the rank's speed, which is
-    measured before training (executor: by the profile). Both compute the gradient of the same
-    global batch."""
-    exact_dropout: bool = False
-    """Make every shard use its part of the dropout masks of one device, so that all strategies with
-    the same microbatches train the same (executor). Otherwise each rank draws masks of its own, as
-    DDP does."""
-    stages: int | None = None
-    """pipeline: number of stages, balanced by the profile. With fewer stages than ranks, some
-    stages are replicated. Default: one stage per rank (interleaved: two)."""
-    recompute: bool = False
-    """Activation checkpointing: keep only the inputs of parts of the model, and run each part's
-    forward again before its backward, which saves memory and costs time (executor)."""
-    recompute_segments: int | None = None
-    """--recompute: most parts that each stage is cut into, up to 64. Default: 1 in pipelines, whose
-    stages then run again while they wait for gradients; else as many as need the least memory."""
-    asynchronous: bool = False
-    """pipeline or a strategy's FILE, with schedule 1f1b: train as PipeDream does. Every microbatch
-    is a minibatch with its own optimizer step, and the pipeline never drains. Stage s of S (from 0)
-    computes gradients with weights that are S - 1 - s updates old, so results differ from one
-    device's."""
-    predict: bool = False
-    """Predict the steps of single and ddp too: measure links and operators first if results do not
-    hold them. All other strategies of the executor are always predicted."""
-    bucket_mib: float = 25.0
-    """MiB of gradients in a bucket, which is all-reduced as a whole. With 25, DDP's default, its
-    first bucket is smaller so that communication starts early."""
-    n_workers: int = 0
-    """Processes per rank that load data in advance; 0 loads in the training process."""
-    evaluate: bool = False
-    """After each epoch, measure loss and accuracy on data that are not trained by (digits, and your
-    own where its factory returns a pair). Training stands still meanwhile, and the time of an epoch
-    does not contain it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateFlags:
+    """What a run writes and goes on from."""
+
     save_model: bool = False
     """Write the trained parameters to model.safetensors in the run's directory."""
     save_sharded: bool = False
@@ -178,6 +147,12 @@ class TrainSettings(SearchFlags, ModelFlags):
     """--survive: so many steps later the lost rank trains again, in a new process and by the
     strategy of before. Where the processes of all ranks died, all start again from --save-every's
     last state, as long as each such run saves a later one. Default: it stays out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticFlags:
+    """A strategy that changes while training."""
+
     drift: bool = False
     """Measure how fast each device computes, search again beside training when one has become
     faster or slower, and change the strategy if that pays in the steps that are left (executor)."""
@@ -215,6 +190,55 @@ class TrainSettings(SearchFlags, ModelFlags):
     cache_memory: float = 1024.0
     """MiB of shared memory of each rank for --cache; further samples are written to the run's
     directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(OptimizerFlags, DataFlags, StateFlags, ElasticFlags, SearchFlags, ModelFlags):
+    """Flags that have one value in all runs of a sweep."""
+
+    steps: int | None = None
+    """Number of measured optimizer steps. Default: 20, or those of --epochs."""
+    epochs: int | None = None
+    """Number of measured passes over the data, instead of --steps."""
+    warm_up: int = 3
+    """Steps before the measured ones; they are trained, but not recorded."""
+    no_sync_steps: int = 5
+    """Extra steps without communication, run after verification: a second estimate of exposed
+    communication, and the time of computing alone. 0 skips them."""
+    balance: Literal["equal", "speed"] = "equal"
+    """ddp: samples of each rank in a batch: equal, or in proportion to the rank's speed, which is
+    measured before training (executor: by the profile). Both compute the gradient of the same
+    global batch."""
+    exact_dropout: bool = False
+    """Make every shard use its part of the dropout masks of one device, so that all strategies with
+    the same microbatches train the same (executor). Otherwise each rank draws masks of its own, as
+    DDP does."""
+    stages: int | None = None
+    """pipeline: number of stages, balanced by the profile. With fewer stages than ranks, some
+    stages are replicated. Default: one stage per rank (interleaved: two)."""
+    recompute: bool = False
+    """Activation checkpointing: keep only the inputs of parts of the model, and run each part's
+    forward again before its backward, which saves memory and costs time (executor)."""
+    recompute_segments: int | None = None
+    """--recompute: most parts that each stage is cut into, up to 64. Default: 1 in pipelines, whose
+    stages then run again while they wait for gradients; else as many as need the least memory."""
+    asynchronous: bool = False
+    """pipeline or a strategy's FILE, with schedule 1f1b: train as PipeDream does. Every microbatch
+    is a minibatch with its own optimizer step, and the pipeline never drains. Stage s of S (from 0)
+    computes gradients with weights that are S - 1 - s updates old, so results differ from one
+    device's."""
+    predict: bool = False
+    """Predict the steps of single and ddp too: measure links and operators first if results do not
+    hold them. All other strategies of the executor are always predicted."""
+    bucket_mib: float = 25.0
+    """MiB of gradients in a bucket, which is all-reduced as a whole. With 25, DDP's default, its
+    first bucket is smaller so that communication starts early."""
+    n_workers: int = 0
+    """Processes per rank that load data in advance; 0 loads in the training process."""
+    evaluate: bool = False
+    """After each epoch, measure loss and accuracy on data that are not trained by (digits, and your
+    own where its factory returns a pair). Training stands still meanwhile, and the time of an epoch
+    does not contain it."""
     seed: int = 0
     """Seed of weights, data and the order of runs."""
 
