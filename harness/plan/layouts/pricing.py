@@ -4,244 +4,29 @@ Replicas are alike, and so are the devices of a tensor-parallel group: a stage i
 `flow` says when its last backward ends. That backward hides a part of the all-reduce of gradients
 once its first bucket is full, but not the last bucket; weights that several stages share are summed
 after the last backward of all of these. Rings of a node's devices share its NIC.
-
-With parameters sharded, a stage gathers the next unit while it computes one, and in its backward
-also sums the gradients of the unit before:
-
-    compute       |-- unit 0 --|-- unit 1 --|-- unit 2, forward and backward --|-- unit 1 --| ...
-    collectives   | gather 1 | | gather 2 | | gather 1 |                       |gather 0|sum 2|
-
-A unit takes the longer of both. The last unit of a pass is the first of the next and stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.domain.routes import first_bucket_bytes
-from harness.domain.shard_state import (
-    ShardState,
-    shards_gradients,
-    shards_in_nodes,
-    shards_parameters,
-)
+from harness.domain.shard_state import ShardState, shards_gradients, shards_parameters
 from harness.plan.layouts.degrees import ParallelLayout
 from harness.plan.layouts.group import (
     GroupCosts,
     active_bytes,
     bucket_bytes_at,
-    buckets_in_turn,
     segment_starts,
-    unit_starts,
 )
-from harness.plan.layouts.links import (
-    NodeLinks,
-    all_reduce_seconds,
-    between_seconds,
-    queues,
-    replicas_in_node,
-    transfer_seconds,
-    within_seconds,
-)
+from harness.plan.layouts.links import NodeLinks, queues, transfer_seconds
+from harness.plan.layouts.state import Rings, StageState, stage_state
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.sharded_state import unit_memory
 from harness.plan.simulate.transfers import Floats, Ints
 from harness.units import format_count
-
-# Seconds of an all-reduce, by its bytes.
-RingSeconds = Callable[[Floats], Floats]
-
-
-class Rings(NamedTuple):
-    """Seconds of all-reduces of each stage's bytes, on each device of a group.
-
-    Attributes:
-        n_sharing: replicas that share state.
-        every: among all replicas.
-        part: an all-gather or a reduce-scatter among those that share state.
-        between: of their parts, among the others.
-        of_stages: among all replicas of several stages.
-    """
-
-    n_sharing: int
-    every: RingSeconds
-    part: RingSeconds
-    between: RingSeconds
-    of_stages: Callable[[Floats, int], Floats]
-
-    @classmethod
-    def of(cls, layout: ParallelLayout, shard_state: ShardState, links: NodeLinks) -> Rings:
-        """Those of a layout."""
-        of_stages = partial(all_reduce_seconds, layout, links=links)
-        every = partial(of_stages, n_stages=1)
-        within = partial(within_seconds, layout, links=links)
-        between = partial(between_seconds, layout, links=links)
-        n_in_node = replicas_in_node(layout, links)
-
-        def part(n_bytes: Floats) -> Floats:
-            return (within(n_bytes) + between(n_bytes)) / 2 if n_in_node > 1 else every(n_bytes) / 2
-
-        if not shards_in_nodes(shard_state):
-            return cls(layout.dp, every, part, np.zeros_like, of_stages)
-        return cls(n_in_node, every, lambda n: within(n) / 2, between, of_stages)
-
-
-class StageState(NamedTuple):
-    """By stage, on one device.
-
-    Attributes:
-        wait_s: that both passes of one microbatch wait for collectives.
-        sync_s, hideable_s: collectives of gradients of a whole step beside those waits, and the
-            part of them that computing may hide, in so many rounds, from `first_s` of a backward
-            pass on, when its first bucket is full.
-        shared: stages with a weight in common, and seconds of its all-reduce.
-        gather_s: all-gathers before the first microbatch or after the optimizer.
-        owned_bytes: of the weights that the device updates.
-        n_bytes: weights, gradients in no bucket on its way, and optimizer state.
-    """
-
-    wait_s: Floats
-    sync_s: Floats
-    hideable_s: Floats
-    n_rounds: int
-    first_s: Floats
-    shared: list[tuple[Ints, float]]
-    gather_s: Floats
-    owned_bytes: Floats
-    n_bytes: Floats
-
-
-def stage_state(
-    shard_state: ShardState,
-    n_microbatches: int,
-    *,
-    ends: Ints,
-    segment_cuts: Sequence[Sequence[int]],
-    costs: GroupCosts,
-    again_s: Floats,
-    rings: Rings,
-    options: SimulatorOptions,
-) -> StageState:
-    """Price the training state of the stages that end at some operators.
-
-    Args:
-        segment_cuts: of each stage into segments, counted from its first operator.
-        again_s: by operator, of the forward that its backward repeats.
-    """
-    stages = list(pairwise((0, *ends.tolist())))
-    n_rounds = 1
-    weights = np.array([costs.weight_bytes[a:b].sum() for a, b in stages])
-    first_s = np.array([_first_bucket_s(costs, a, b, options) for a, b in stages])
-    own, tied_s = weights.copy(), np.zeros(len(stages))
-    shared, reduced = list[tuple[Ints, float]](), options.sent_bytes_per_gradient_byte
-    for ops, n_bytes in costs.tied:
-        users = np.unique(np.searchsorted(ends, ops, side="right"))
-        if len(users) == 1:  # the first bucket waits for the weight's first operator
-            first_s[users] = [costs.backward_s[slice(*stages[users[0]])].sum()]
-        else:
-            own[users[0]] -= n_bytes
-            weights[users[1:]] += n_bytes
-            found = n_bytes * np.array([reduced, 0.5])  # gradients, and weights one way
-            summed_s, gathered_s = rings.of_stages(found, len(users)).tolist()
-            shared.append((users, summed_s / (1 if shard_state == "none" else 2)))
-            tied_s[users] += gathered_s
-    kept, gradients, wait_s = weights, weights, np.zeros(len(stages))
-    is_whole = shard_state == "none"
-    is_sharded = shards_gradients(shard_state, n_microbatches)
-    owned = weights if is_whole else weights / rings.n_sharing
-    sync_s = rings.every(own * reduced)
-    last_s = sync_s * np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
-    gather_s = np.zeros(len(stages)) if is_whole else rings.part(own) + tied_s
-    if is_whole and reduced < 1 and sync_s.any():
-        gradients = gradients * (1 + reduced)  # rounded copies
-    if not is_whole:
-        n_rounds = n_microbatches if is_sharded else 1
-        last_share = last_s / np.maximum(sync_s, 1e-30)
-        round_s, outer_s = rings.part(own * reduced), rings.between(own * reduced)
-        sync_s, last_s = n_rounds * round_s + outer_s, (round_s + outer_s) * last_share
-        for users, each_s in shared:
-            sync_s[users] += (n_rounds - 1) * each_s
-        gradients = owned if is_sharded else gradients + owned
-    if shards_parameters(shard_state):
-        units = [
-            unit_starts(costs.weight_bytes[a:b], cuts, options)
-            for (a, b), cuts in zip(stages, segment_cuts, strict=True)
-        ]
-        kept = owned + [
-            unit_memory(np.add.reduceat(costs.weight_bytes[a:b], starts).tolist())
-            for (a, b), starts in zip(stages, units, strict=True)
-        ]
-        wait_s, gather_s, end_s = _waits(stages, units, costs, again_s, rings, options)
-        if options.overlap:
-            sync_s, last_s, n_rounds = end_s, end_s, 1
-    return StageState(
-        wait_s=wait_s,
-        sync_s=sync_s,
-        hideable_s=(sync_s - last_s) * options.overlap,
-        n_rounds=n_rounds,
-        first_s=first_s,
-        shared=shared,
-        gather_s=gather_s,
-        owned_bytes=owned,
-        n_bytes=kept + gradients + owned * options.n_optimizer_states,
-    )
-
-
-def _first_bucket_s(costs: GroupCosts, begin: int, end: int, options: SimulatorOptions) -> float:
-    """Seconds of a stage's backward until its first bucket is full."""
-    n_bytes = costs.weight_bytes[begin:end][::-1].cumsum()
-    n = np.searchsorted(n_bytes, first_bucket_bytes(options.bucket_bytes)) + 1
-    return float(costs.backward_s[begin:end][::-1][:n].sum())
-
-
-def _waits(
-    stages: list[tuple[int, int]],
-    units: list[list[int]],
-    costs: GroupCosts,
-    again_s: Floats,
-    rings: Rings,
-    options: SimulatorOptions,
-) -> tuple[Floats, Floats, Floats]:
-    """By stage: waits of both passes of a microbatch, the step's first all-gather, and what the
-    step's last sums of gradients add."""
-    found = []
-    for (begin, end), starts in zip(stages, units, strict=True):
-        n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
-        gather_s = rings.part(n_bytes)
-        last = buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1]
-        sent = np.append(n_bytes, last) * options.sent_bytes_per_gradient_byte
-        *sum_s, last_s = rings.part(sent) * options.overlap
-        *outer_s, last_outer_s = rings.between(sent) * options.overlap
-        forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
-        backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)
-        wait_s = more_s = 0.0
-        if len(starts) > 1:
-            wait_s = _wait_s(forward_s, backward_s, gather_s, sum_s)
-            all_s = [a + b for a, b in zip(sum_s, outer_s, strict=True)]
-            more_s = _wait_s(forward_s, backward_s, gather_s, all_s) - wait_s
-        found.append((wait_s, float(gather_s[0]), float(last_s + last_outer_s + more_s)))
-    waits_s, first_s, lasts_s = np.array(found).T
-    return waits_s, np.full(len(stages), first_s[0]), lasts_s
-
-
-def _wait_s(
-    forward_s: Floats, backward_s: Floats, gather_s: Floats, sum_s: Sequence[float]
-) -> float:
-    """Of the units of one stage in a microbatch, forward from the first and back to it. Both units
-    at the turns stay for both passes."""
-    last = len(forward_s) - 1
-    computed = [*forward_s[1:last], forward_s[last] + backward_s[last], *backward_s[1:last][::-1]]
-    computed.append(backward_s[0] + forward_s[0])
-    gathered = [*gather_s[2:], *gather_s[:last][::-1], gather_s[1]]
-    summed = [*[0.0] * last, *sum_s[2:][::-1], sum_s[1] + sum_s[0]]
-    beside_s = np.array(gathered) + np.array(summed)
-    return float(np.maximum(0.0, beside_s - np.array(computed)).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +52,33 @@ class Choice:
         return name if self.shard_state == "none" else f"{name}, sharded {self.shard_state}"
 
 
+class _Stages(NamedTuple):
+    """The stages of a layout, and seconds of one microbatch on a device of each.
+
+    Attributes:
+        ends: one more than each stage's last operator.
+        starts: of each stage, the first operators of its segments.
+        again_s: by operator, of the forward that is repeated.
+        forward_s, backward_s: without waits.
+        repeated_s: of the forward that is repeated, and of that the part before the gradient
+            arrives, `ahead_s`.
+    """
+
+    ends: Ints
+    starts: list[list[int]]
+    again_s: Floats
+    forward_s: Floats
+    backward_s: Floats
+    repeated_s: Floats
+    ahead_s: Floats
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First operator and end of each."""
+        ends: list[int] = self.ends.tolist()
+        return list(zip([0, *ends], ends, strict=False))
+
+
 def price(
     layout: ParallelLayout,
     n_microbatches: int,
@@ -284,17 +96,66 @@ def price(
         layout: with its cuts.
         segment_cuts: of each stage into segments, counted from its first operator.
     """
-    from harness.plan.layouts.flow import last_backwards
-
     rings, asked_state = Rings.of(layout, shard_state, links), shard_state
     if shards_parameters(shard_state) and rings.n_sharing == 1:
         shard_state = "gradients_in_node"  # parameters are not cut
-    begins = np.array([0, *(layout.cuts or ())])
-    ends = np.append(begins[1:], len(costs.forward_s))
-    forward = _sums(costs.forward_s, ends)
-    again_s = costs.again_s * (segments > 0)
+    repeats = costs.again_s * (segments > 0)
+    stages = _stages(layout, n_microbatches, repeats, segment_cuts, shard_state, costs, options)
+    state = stage_state(
+        shard_state,
+        n_microbatches,
+        ends=stages.ends,
+        segment_cuts=segment_cuts,
+        costs=costs,
+        again_s=stages.again_s,
+        rings=rings,
+        options=options,
+    )
+    pairs, crossing, entering = _crossing(costs, stages.ends)
+    nodes = pairs * layout.tp * layout.dp // links.n_each
+    sent = transfer_seconds(layout, crossing, links, nodes[0] < nodes[1])
+    flow = pairs, crossing[0] > 0, *sent, queues(nodes)
+    is_sharded = shards_gradients(shard_state, n_microbatches)
+    passed = _passed_bytes(costs, stages, n_microbatches, options, is_sharded=is_sharded)
+    in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
+    active = [
+        active_bytes(
+            costs, end, own, passed, entering_bytes, n_microbatches, n,
+            recomputes=segments > 0, has_alone=layout.dp == 1,
+        )
+        for own, end, entering_bytes, n in zip(
+            stages.starts, stages.ends.tolist(), entering.tolist(), in_flight.tolist(), strict=True
+        )
+    ]  # fmt: skip
+    fed = [float(costs.fed_bytes[begin:end].max()) * n_microbatches for begin, end in stages.spans]
+    memory = state.n_bytes + options.reserved_bytes + np.array(active) + np.array(fed)
+    return Choice(
+        layout=layout,
+        n_microbatches=n_microbatches,
+        segments=segments,
+        shard_state=asked_state,
+        step_s=_step_s(layout, n_microbatches, stages, state, flow, options),
+        memory_bytes=int(np.ceil(memory.max())),
+    )
+
+
+def _stages(
+    layout: ParallelLayout,
+    n_microbatches: int,
+    repeats: Floats,
+    segment_cuts: Sequence[Sequence[int]],
+    shard_state: ShardState,
+    costs: GroupCosts,
+    options: SimulatorOptions,
+) -> _Stages:
+    """Cut the operators into stages.
+
+    Args:
+        repeats: seconds by operator of the forward that its backward repeats.
+    """
+    ends = np.append(np.array(layout.cuts or (), dtype=np.int64), len(costs.forward_s))
+    spans = list(zip([0, *ends.tolist()], ends.tolist(), strict=False))
     recomputes_ahead = options.recomputes_ahead and not shards_parameters(shard_state)
-    spans = list(zip(begins.tolist(), ends.tolist(), strict=True))
     # Where backward follows forward at once, the values of the last segment are still there.
     stays = np.arange(layout.pp) >= (0 if n_microbatches == 1 else layout.pp - 1)
     stays &= recomputes_ahead
@@ -304,63 +165,65 @@ def price(
     ]
     for own, (_, end), stay in zip(starts, spans, stays.tolist(), strict=True):
         if stay:
-            again_s[own[-1] : end] = 0.0
-    again = _sums(again_s, ends)
-    ahead = np.array([again_s[own[-1] : end].sum() for own, end in zip(starts, ends, strict=True)])
-    ahead *= recomputes_ahead
-    state = stage_state(
-        shard_state,
-        n_microbatches,
+            repeats[own[-1] : end] = 0.0
+    ahead = np.array([repeats[own[-1] : end].sum() for own, end in zip(starts, ends, strict=True)])
+    return _Stages(
         ends=ends,
-        segment_cuts=segment_cuts,
-        costs=costs,
-        again_s=again_s,
-        rings=rings,
-        options=options,
+        starts=starts,
+        again_s=repeats,
+        forward_s=_sums(costs.forward_s, ends),
+        backward_s=_sums(costs.backward_s, ends),
+        repeated_s=_sums(repeats, ends),
+        ahead_s=ahead * recomputes_ahead,
     )
-    backward = _sums(costs.backward_s, ends) + state.wait_s
-    work = forward + again + backward
-    window_s = backward - state.first_s + (state.n_rounds - 1) * work
+
+
+def _step_s(
+    layout: ParallelLayout,
+    n_microbatches: int,
+    stages: _Stages,
+    state: StageState,
+    flow: tuple[Ints, Any, Floats, Floats, Ints],
+    options: SimulatorOptions,
+) -> float:
+    """Seconds of a step.
+
+    Args:
+        flow: pairs of stages and their transfers, as `last_backwards` takes them.
+    """
+    from harness.plan.layouts.flow import last_backwards
+
+    backward_s = stages.backward_s + state.wait_s
+    microbatch_s = stages.forward_s + stages.repeated_s + backward_s
+    window_s = backward_s - state.first_s + (state.n_rounds - 1) * microbatch_s
     after_s = state.sync_s - np.minimum(window_s, state.hideable_s) + state.gather_s
     after_s += state.owned_bytes * float(np.max(options.optimizer_s_per_byte))
-    backward, again = again - ahead + backward, ahead
-    pairs, crossing, entering = _crossing(costs, ends)
-    nodes = pairs * layout.tp * layout.dp // links.n_each
-    sent = transfer_seconds(layout, crossing, links, nodes[0] < nodes[1])
-    begin_s = np.zeros(layout.pp)
+    passes = stages.forward_s, stages.ahead_s, stages.repeated_s - stages.ahead_s + backward_s
+    step_s, begin_s = 0.0, np.zeros(layout.pp)
     for _ in range(1 + (layout.pp > 1)):  # of two steps the second, as by `Trial.outcome`
-        passes = (forward, again, backward)
-        flow = pairs, crossing[0] > 0, *sent, queues(nodes)
-        last_s = last_backwards(n_microbatches, *passes, *flow, begin_s)
-        ends_s = last_s + after_s
-        for stages, shared_s in state.shared:
-            ends_s[stages] = ends_s[stages].max() + shared_s
+        ends_s = last_backwards(n_microbatches, *passes, *flow, begin_s) + after_s
+        for users, shared_s in state.shared:
+            ends_s[users] = ends_s[users].max() + shared_s
         step_s = float((ends_s - begin_s).max())
         begin_s = ends_s - ends_s.min()
-    in_flight = np.minimum(n_microbatches, layout.pp - np.arange(layout.pp))
-    passed_bytes = costs.passed_bytes[int(n_microbatches > 1)].copy()
-    for begin, end in spans if shards_gradients(shard_state, n_microbatches) else ():
+    return step_s
+
+
+def _passed_bytes(
+    costs: GroupCosts,
+    stages: _Stages,
+    n_microbatches: int,
+    options: SimulatorOptions,
+    *,
+    is_sharded: bool,
+) -> Floats:
+    """By operator, bytes of gradients that are passed on, and in buckets of sharded ones, while its
+    backward runs."""
+    found: Floats = costs.passed_bytes[int(n_microbatches > 1)].copy()
+    for begin, end in stages.spans if is_sharded else ():
         weights = costs.weight_bytes[begin:end]
-        passed_bytes[begin:end] += bucket_bytes_at(weights, n_microbatches, options)
-    active = [
-        active_bytes(
-            costs, end, own, passed_bytes, entering_bytes, n_microbatches, n,
-            recomputes=segments > 0, has_alone=layout.dp == 1,
-        )
-        for own, end, entering_bytes, n in zip(
-            starts, ends.tolist(), entering.tolist(), in_flight.tolist(), strict=True
-        )
-    ]  # fmt: skip
-    fed = [float(costs.fed_bytes[begin:end].max()) * n_microbatches for begin, end in spans]
-    memory = state.n_bytes + options.reserved_bytes + np.array(active) + np.array(fed)
-    return Choice(
-        layout=layout,
-        n_microbatches=n_microbatches,
-        segments=segments,
-        shard_state=asked_state,
-        step_s=step_s,
-        memory_bytes=int(np.ceil(memory.max())),
-    )
+        found[begin:end] += bucket_bytes_at(weights, n_microbatches, options)
+    return found
 
 
 def _crossing(costs: GroupCosts, ends: Ints) -> tuple[Ints, Floats, Floats]:

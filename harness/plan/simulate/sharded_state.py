@@ -1,6 +1,6 @@
 """What sharded state costs and saves: parts of each device, rounds of gradients, all-gathers.
 
-A reduce-scatter and an all-gather each take half of an all-reduce; `layouts.pricing` prices whole
+A reduce-scatter and an all-gather each take half of an all-reduce; `layouts.state` prices whole
 layouts by the same rules. Sharded parameters are gathered one unit of weights ahead of its use:
 
     unit 0   |gather|--- operators ---|

@@ -1,0 +1,228 @@
+"""What the training state of a layout's stages costs: collectives, waits for them, and memory.
+
+With parameters sharded, a stage gathers the next unit while it computes one, and in its backward
+also sums the gradients of the unit before:
+
+    compute       |-- unit 0 --|-- unit 1 --|-- unit 2, forward and backward --|-- unit 1 --| ...
+    collectives   | gather 1 | | gather 2 | | gather 1 |                       |gather 0|sum 2|
+
+A unit takes the longer of both. The last unit of a pass is the first of the next and stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from harness.domain.routes import first_bucket_bytes
+from harness.domain.shard_state import (
+    ShardState,
+    shards_gradients,
+    shards_in_nodes,
+    shards_parameters,
+)
+from harness.plan.layouts.degrees import ParallelLayout
+from harness.plan.layouts.group import GroupCosts, buckets_in_turn, unit_starts
+from harness.plan.layouts.links import (
+    NodeLinks,
+    all_reduce_seconds,
+    between_seconds,
+    replicas_in_node,
+    within_seconds,
+)
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.sharded_state import unit_memory
+from harness.plan.simulate.transfers import Floats, Ints
+
+# Seconds of an all-reduce, by its bytes.
+RingSeconds = Callable[[Floats], Floats]
+
+
+class Rings(NamedTuple):
+    """Seconds of all-reduces of each stage's bytes, on each device of a group.
+
+    Attributes:
+        n_sharing: replicas that share state.
+        every: among all replicas.
+        part: an all-gather or a reduce-scatter among those that share state.
+        between: of their parts, among the others.
+        of_stages: among all replicas of several stages.
+    """
+
+    n_sharing: int
+    every: RingSeconds
+    part: RingSeconds
+    between: RingSeconds
+    of_stages: Callable[[Floats, int], Floats]
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, shard_state: ShardState, links: NodeLinks) -> Rings:
+        """Those of a layout."""
+        of_stages = partial(all_reduce_seconds, layout, links=links)
+        every = partial(of_stages, n_stages=1)
+        within = partial(within_seconds, layout, links=links)
+        between = partial(between_seconds, layout, links=links)
+        n_in_node = replicas_in_node(layout, links)
+
+        def part(n_bytes: Floats) -> Floats:
+            return (within(n_bytes) + between(n_bytes)) / 2 if n_in_node > 1 else every(n_bytes) / 2
+
+        if not shards_in_nodes(shard_state):
+            return cls(layout.dp, every, part, np.zeros_like, of_stages)
+        return cls(n_in_node, every, lambda n: within(n) / 2, between, of_stages)
+
+
+class StageState(NamedTuple):
+    """By stage, on one device.
+
+    Attributes:
+        wait_s: that both passes of one microbatch wait for collectives.
+        sync_s, hideable_s: collectives of gradients of a whole step beside those waits, and the
+            part of them that computing may hide, in so many rounds, from `first_s` of a backward
+            pass on, when its first bucket is full.
+        shared: stages with a weight in common, and seconds of its all-reduce.
+        gather_s: all-gathers before the first microbatch or after the optimizer.
+        owned_bytes: of the weights that the device updates.
+        n_bytes: weights, gradients in no bucket on its way, and optimizer state.
+    """
+
+    wait_s: Floats
+    sync_s: Floats
+    hideable_s: Floats
+    n_rounds: int
+    first_s: Floats
+    shared: list[tuple[Ints, float]]
+    gather_s: Floats
+    owned_bytes: Floats
+    n_bytes: Floats
+
+
+def stage_state(
+    shard_state: ShardState,
+    n_microbatches: int,
+    *,
+    ends: Ints,
+    segment_cuts: Sequence[Sequence[int]],
+    costs: GroupCosts,
+    again_s: Floats,
+    rings: Rings,
+    options: SimulatorOptions,
+) -> StageState:
+    """Price the training state of the stages that end at some operators.
+
+    Args:
+        segment_cuts: of each stage into segments, counted from its first operator.
+        again_s: by operator, of the forward that its backward repeats.
+    """
+    stages = list(pairwise((0, *ends.tolist())))
+    n_rounds = 1
+    weights = np.array([costs.weight_bytes[a:b].sum() for a, b in stages])
+    first_s = np.array([_first_bucket_s(costs, a, b, options) for a, b in stages])
+    own, tied_s = weights.copy(), np.zeros(len(stages))
+    shared, reduced = list[tuple[Ints, float]](), options.sent_bytes_per_gradient_byte
+    for ops, n_bytes in costs.tied:
+        users = np.unique(np.searchsorted(ends, ops, side="right"))
+        if len(users) == 1:  # the first bucket waits for the weight's first operator
+            first_s[users] = [costs.backward_s[slice(*stages[users[0]])].sum()]
+        else:
+            own[users[0]] -= n_bytes
+            weights[users[1:]] += n_bytes
+            found = n_bytes * np.array([reduced, 0.5])  # gradients, and weights one way
+            summed_s, gathered_s = rings.of_stages(found, len(users)).tolist()
+            shared.append((users, summed_s / (1 if shard_state == "none" else 2)))
+            tied_s[users] += gathered_s
+    kept, gradients, wait_s = weights, weights, np.zeros(len(stages))
+    is_whole = shard_state == "none"
+    is_sharded = shards_gradients(shard_state, n_microbatches)
+    owned = weights if is_whole else weights / rings.n_sharing
+    sync_s = rings.every(own * reduced)
+    last_s = sync_s * np.minimum(1.0, options.bucket_bytes / np.maximum(gradients, 1.0))
+    gather_s = np.zeros(len(stages)) if is_whole else rings.part(own) + tied_s
+    if is_whole and reduced < 1 and sync_s.any():
+        gradients = gradients * (1 + reduced)  # rounded copies
+    if not is_whole:
+        n_rounds = n_microbatches if is_sharded else 1
+        last_share = last_s / np.maximum(sync_s, 1e-30)
+        round_s, outer_s = rings.part(own * reduced), rings.between(own * reduced)
+        sync_s, last_s = n_rounds * round_s + outer_s, (round_s + outer_s) * last_share
+        for users, each_s in shared:
+            sync_s[users] += (n_rounds - 1) * each_s
+        gradients = owned if is_sharded else gradients + owned
+    if shards_parameters(shard_state):
+        units = [
+            unit_starts(costs.weight_bytes[a:b], cuts, options)
+            for (a, b), cuts in zip(stages, segment_cuts, strict=True)
+        ]
+        kept = owned + [
+            unit_memory(np.add.reduceat(costs.weight_bytes[a:b], starts).tolist())
+            for (a, b), starts in zip(stages, units, strict=True)
+        ]
+        wait_s, gather_s, end_s = _waits(stages, units, costs, again_s, rings, options)
+        if options.overlap:
+            sync_s, last_s, n_rounds = end_s, end_s, 1
+    return StageState(
+        wait_s=wait_s,
+        sync_s=sync_s,
+        hideable_s=(sync_s - last_s) * options.overlap,
+        n_rounds=n_rounds,
+        first_s=first_s,
+        shared=shared,
+        gather_s=gather_s,
+        owned_bytes=owned,
+        n_bytes=kept + gradients + owned * options.n_optimizer_states,
+    )
+
+
+def _first_bucket_s(costs: GroupCosts, begin: int, end: int, options: SimulatorOptions) -> float:
+    """Seconds of a stage's backward until its first bucket is full."""
+    n_bytes = costs.weight_bytes[begin:end][::-1].cumsum()
+    n = np.searchsorted(n_bytes, first_bucket_bytes(options.bucket_bytes)) + 1
+    return float(costs.backward_s[begin:end][::-1][:n].sum())
+
+
+def _waits(
+    stages: list[tuple[int, int]],
+    units: list[list[int]],
+    costs: GroupCosts,
+    again_s: Floats,
+    rings: Rings,
+    options: SimulatorOptions,
+) -> tuple[Floats, Floats, Floats]:
+    """By stage: waits of both passes of a microbatch, the step's first all-gather, and what the
+    step's last sums of gradients add."""
+    found = []
+    for (begin, end), starts in zip(stages, units, strict=True):
+        n_bytes = np.add.reduceat(costs.weight_bytes[begin:end], starts)
+        gather_s = rings.part(n_bytes)
+        last = buckets_in_turn(costs.weight_bytes[begin:end], options)[1][-1]
+        sent = np.append(n_bytes, last) * options.sent_bytes_per_gradient_byte
+        *sum_s, last_s = rings.part(sent) * options.overlap
+        *outer_s, last_outer_s = rings.between(sent) * options.overlap
+        forward_s = np.add.reduceat(costs.forward_s[begin:end], starts)
+        backward_s = np.add.reduceat((costs.backward_s + again_s)[begin:end], starts)
+        wait_s = more_s = 0.0
+        if len(starts) > 1:
+            wait_s = _wait_s(forward_s, backward_s, gather_s, sum_s)
+            all_s = [a + b for a, b in zip(sum_s, outer_s, strict=True)]
+            more_s = _wait_s(forward_s, backward_s, gather_s, all_s) - wait_s
+        found.append((wait_s, float(gather_s[0]), float(last_s + last_outer_s + more_s)))
+    waits_s, first_s, lasts_s = np.array(found).T
+    return waits_s, np.full(len(stages), first_s[0]), lasts_s
+
+
+def _wait_s(
+    forward_s: Floats, backward_s: Floats, gather_s: Floats, sum_s: Sequence[float]
+) -> float:
+    """Of the units of one stage in a microbatch, forward from the first and back to it. Both units
+    at the turns stay for both passes."""
+    last = len(forward_s) - 1
+    computed = [*forward_s[1:last], forward_s[last] + backward_s[last], *backward_s[1:last][::-1]]
+    computed.append(backward_s[0] + forward_s[0])
+    gathered = [*gather_s[2:], *gather_s[:last][::-1], gather_s[1]]
+    summed = [*[0.0] * last, *sum_s[2:][::-1], sum_s[1] + sum_s[0]]
+    beside_s = np.array(gathered) + np.array(summed)
+    return float(np.maximum(0.0, beside_s - np.array(computed)).sum())
