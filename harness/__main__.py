@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness import errors
-from harness.command_line import parse_all, print_dry_run
+from harness.command_line import Parsed, parse_all, print_dry_run
 from harness.domain.run import RankInfo
 from harness.errors import EXIT_CODE, ConfigError, HarnessError, PeerError, first_line
 from harness.inputs import shorten
@@ -132,7 +132,7 @@ def _has_children(cases: list[Any]) -> bool:
 
 
 def _work(
-    parsed: Sequence[tuple[str, Any, Any]],
+    parsed: Sequence[Parsed],
     cases: list[Any],
     launch: Launch,
     argv: list[str],
@@ -216,7 +216,7 @@ def _is_refusal(failure: BaseException) -> bool:
     return isinstance(failure, HarnessError)
 
 
-def _flags(parsed: Sequence[tuple[str, Any, Any]]) -> list[str]:
+def _flags(parsed: Sequence[Parsed]) -> list[str]:
     """All flags of a command line; paths may differ between hosts, so their values are left out."""
     return [
         f"{name} {flag} {'PATH' if isinstance(value, Path) else shorten(value)}".strip()
@@ -288,12 +288,12 @@ def main(argv: list[str], channel: Channel | None = None) -> int:
     for package in _ALIKE if launch.rank != 0 else ():
         logging.getLogger(package).setLevel(logging.ERROR)
     cases: list[Any] = []
-    parsed: list[tuple[str, Any, Any]] = []
+    parsed: list[Parsed] = []
     failure: BaseException | None = None
     try:
         with _silent(launch.rank != 0):
             parsed = parse_all(argv)
-            options = parsed[0][2]
+            options = parsed[0].options
 
             import torch
 

@@ -10,13 +10,26 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from harness.errors import ConfigError
 from harness.inputs import parse_flags, refuse_old_spelling
 
 if TYPE_CHECKING:
     from harness.workloads.common.flags import RunOptions
+
+
+class Parsed(NamedTuple):
+    """A part of a command line: a workload, or the comparison with an empty name.
+
+    Attributes:
+        options: a RunOptions, equal in all parts.
+    """
+
+    name: str
+    config: Any
+    options: Any
+
 
 # Of the classes of flags, whose names otherwise say what they are about.
 _ENDINGS = re.compile("(Flags|Config|Settings)$")
@@ -75,8 +88,7 @@ def _groups_of(kind: Any) -> list[tuple[str, type]]:
     ]
 
 
-def _parse(argv: list[str]) -> tuple[str, Any, Any]:
-    """Return the workload's name (empty: the comparison), its configuration and RunOptions."""
+def _parse(argv: list[str]) -> Parsed:
     from harness.workloads import WORKLOADS
 
     is_named = bool(argv) and not argv[0].startswith("-")
@@ -112,10 +124,10 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     for field, value in given.items():
         if value == () and flag(field) in rest:
             raise ConfigError(f"{flag(field)} has no value: give one or more, or drop it")
-    return name, kind(**given), parsed.run
+    return Parsed(name, kind(**given), parsed.run)
 
 
-def parse_all(argv: list[str]) -> list[tuple[str, Any, Any]]:
+def parse_all(argv: list[str]) -> list[Parsed]:
     """Parse workloads that are separated by `+`; they share their RunOptions."""
     words = [list(part) for is_plus, part in groupby(argv, "+".__eq__) if not is_plus] or [[]]
     parsed = [_parse(part) for part in words]
@@ -123,10 +135,10 @@ def parse_all(argv: list[str]) -> list[tuple[str, Any, Any]]:
     from harness.workloads.common.flags import flag
 
     for other in parsed[1:]:
-        for field in dataclasses.fields(other[2]):
-            one, two = (getattr(options, field.name) for options in (parsed[0][2], other[2]))
+        for field in dataclasses.fields(other.options):
+            one, two = (getattr(part.options, field.name) for part in (parsed[0], other))
             if one != two:
-                first, second = (name or "the comparison" for name in (parsed[0][0], other[0]))
+                first, second = (part.name or "the comparison" for part in (parsed[0], other))
                 raise ConfigError(
                     f"{flag(field.name)} is {one} for {first} and {two} for {second}, which run in "
                     "one launch: give both the same"
