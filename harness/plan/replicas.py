@@ -12,8 +12,8 @@ from harness.errors import StrategyError
 
 
 def with_copies(strategy: Strategy, graph: Graph, n_replicas: int) -> Strategy:
-    """Let each replica compute the operators that are not cut by samples, which the first one
-    computes for all.
+    """Let each of several replicas compute the operators that are not cut by samples, which the
+    first one computes for all.
 
     Args:
         strategy: of operators whose outermost cut is by samples, over the replicas.
@@ -21,6 +21,8 @@ def with_copies(strategy: Strategy, graph: Graph, n_replicas: int) -> Strategy:
     Raises:
         StrategyError: such an operator may have no copies, because it has weights.
     """
+    if n_replicas == 1:
+        return strategy
     operators = {operator.name: operator for operator in graph.operators}
     firsts = {
         plan.stage: plan.devices[:: len(plan.devices) // n_replicas]

@@ -270,6 +270,7 @@ def test_replicas_in_a_row_compute_copies_of_what_samples_do_not_cut():
     }
     with pytest.raises(StrategyError, match=r"operator 'l0' \(other\) is computed by one of"):
         with_copies(alone, changed(graph, ["l0"], parameter_bytes=8), 2)
+    assert with_copies(alone, graph, 1) == alone
     named = parse_layout("dp=2,devices=3-1")
     assert named.with_replicas_together() == named
 
