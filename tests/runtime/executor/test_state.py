@@ -157,6 +157,9 @@ def test_a_state_of_another_model_or_optimizer_is_refused():
     other = {**state, "optimizer": {"state": {0: {"step": torch.ones(()), "exp_avg": 1.0}}}}
     with pytest.raises(ConfigError, match="has exp_avg of each parameter, this optimizer keeps m"):
         engine.load_full_state(other)
+    more = {**state, "model": {**state["model"], "head.other": torch.zeros(1)}}
+    with pytest.raises(ConfigError, match="the model has not: load the state of the same"):
+        engine.load_full_state(more)
     state["model"]["head.weight"] = torch.zeros(7, 8)
     with pytest.raises(ConfigError, match=r"head.weight is of \(6, 8\), the state has one of"):
         engine.load_full_state(state)

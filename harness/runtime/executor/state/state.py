@@ -81,8 +81,7 @@ class StateGatherer:
         options: OptimizerOptions,
         averages: ReplicaAverages | None = None,
     ) -> None:
-        self._weights, self._world, self.averages = weights, world, averages
-        self._owners = owners
+        self._weights, self._owners, self._world, self.averages = weights, owners, world, averages
         tensors = (*meta.module.named_parameters(), *meta.module.named_buffers())
         self._shapes = {name: tensor.shape for name, tensor in tensors}
         parameters = model.named_parameters(remove_duplicate=False)
@@ -162,8 +161,7 @@ class StateGatherer:
         """The same with the averages of the trained parameters."""
         trained = {piece.name for piece in self._owners.keepers()}
         parts = {p: tensor for p, tensor in self._model_parts().items() if p.name not in trained}
-        own = self._owners.own.items()
-        parts |= {piece: average_of(optimizer, p) for piece, p in own}
+        parts |= {piece: average_of(optimizer, p) for piece, p in self._owners.own.items()}
         return self._named(self.whole(parts, is_for_first=is_for_first))
 
     def _named(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -177,8 +175,7 @@ class StateGatherer:
             is_of_replica: those that it trains, where replicas are averaged.
         """
         known = set(self.names.values())
-        averages = None if is_of_replica else self.averages
-        agreed = {} if averages is None else averages.average.whole()
+        agreed = {} if is_of_replica or self.averages is None else self.averages.average.whole()
         held = self._owners.held(self._weights).items()
         return {p: agreed.get(x, x).detach() for p, x in held if self._model_name(p) in known}
 
@@ -315,6 +312,10 @@ class StateGatherer:
 
     def _load(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
         model = state["model"]
+        if others := sorted(model.keys() - self.names.keys()):
+            raise ConfigError(
+                f"the state has {others[0]}, the model has not: load the state of the same model"
+            )
         saved = {self.names.get(name, name): name for name in model}
 
         def whole(name: str, shape: torch.Size) -> Tensor:
@@ -339,8 +340,7 @@ class StateGatherer:
             sliced[places[parameter]] = {
                 key: _part_of(key, values[key], piece, shape) for key in keys & values.keys()
             }
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": sliced, "param_groups": groups})
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": sliced})
 
 
 def _of_shape(found: Tensor | None, name: str, shape: torch.Size) -> Tensor:
