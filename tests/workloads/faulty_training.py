@@ -3,7 +3,7 @@
 usage: faulty_training.py RESULTS [--resume] CASE:FAULT...      (started by mpirun)
 
 CASE is a key of CASES, on as many ranks as there are; FAULT is killed, hang or stopped in
-the third step, or where a rank is killed in a change of strategy: transfer, vote or commit.
+the third step, or where a rank is killed: transfer, vote or commit of a change, or verify.
 """
 
 import os
@@ -30,6 +30,7 @@ from harness.plan import builders
 from harness.plan.estimates import DeviceRates, roofline_profile
 from harness.runtime.executor.change import elastic
 from harness.runtime.executor.change.transfer import StateTransfer
+from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 from harness.runtime.ranks.rendezvous import meet
@@ -84,11 +85,13 @@ class Model(nn.Module):
         return self.second(troubled(torch.relu(self.first(self.flatten(x)))))
 
 
-# Each is killed when it is called first: in the transfer, after it, and after the vote.
+# Each is killed when it is called first: in the transfer of a change, after it, after the vote, and
+# after the last step.
 CHANGE_FAULTS = {
     "transfer": (StateTransfer, "exchange"),
     "vote": (StateTransfer, "message_bits"),
     "commit": (elastic, "check_votes"),
+    "verify": (ExecutorEngine, "verify"),
 }
 
 
@@ -102,7 +105,7 @@ def make_model(fault, n_classes, n_channels, image_size):
 
 
 killed, hang, stopped = (partial(make_model, fault) for fault in ("killed", "hang", "stopped"))
-transfer, vote, commit = (partial(make_model, fault) for fault in CHANGE_FAULTS)
+transfer, vote, commit, verify = (partial(make_model, fault) for fault in CHANGE_FAULTS)
 PIPELINE = TrainCase(
     strategy=f"{sys.argv[1] if sys.argv[1:] else '.'}/plan.json", engine="executor", batch=8,
     image_size=4, n_classes=3, steps=6, warm_up=0, n_ranks=3,

@@ -286,11 +286,13 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     with keeper.surviving():
         loop.measure(training.n_steps if is_last else case.until or 0)
         keeper.close()
-    if changes is not None:
-        changes.close()
-    training = loop.training
-    losses = loop.record_losses()
-    digest = training.engine.verify()
+        if changes is not None:
+            changes.close()
+        training = loop.training
+        losses = loop.record_losses()
+        digest = training.engine.verify()
+        if is_last:
+            _save(case, training, context)
     summary = {
         **_plan_summary(planned, is_elastic=case.is_elastic),
         "n_parameters": training.n_parameters,
@@ -304,7 +306,6 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         summary |= {"continues": case.continues, "first_step": case.first_step}
     if not is_last:
         return summary | {UNTIL: case.until}
-    _save(case, training, context)
     if changes is None:
         loop.measure_without_communication(case.no_sync_steps)
     return summary

@@ -27,6 +27,7 @@ IN_CHANGES = [
     ("to_stages", "vote", "survivors-3"),
     ("to_stages", "commit", "survivors-3"),
     ("to_replicas", "transfer", "step-2"),
+    ("replicas", "verify", "survivors-6"),
 ]
 # Trainings that end with their third rank, or go on without it, in the order of the launch.
 ENDED = ["pipeline:killed", "pipeline:hang", "ddp:stopped"]
@@ -161,7 +162,8 @@ def test_a_lost_stage_comes_from_the_last_save(runs, one_device):
 def test_a_rank_that_dies_in_a_change_leaves_the_last_common_step(
     runs, one_device, case, fault, state
 ):
-    """The change is after three steps, of which replicas hold all, and stages those of a save."""
+    """The change is after three steps, of which replicas hold all, and stages those of a save. The
+    last training loses a rank after its last step."""
     assert_goes_on(*runs.pairs[f"{case}:{fault}"], state, one_device)
 
 
