@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,8 @@ class StateKeeper:
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
-        """Save this rank's state if the enclosed steps end because another rank died."""
+        """Save this rank's state if the enclosed steps, or what follows them, end because another
+        rank died."""
         try:
             yield
         except (PeerError, RuntimeError) as error:
@@ -137,11 +138,16 @@ def find_state(run_dir: Path, fetch: Fetch) -> tuple[int, Path] | None:
         step = find_int(text)
         if kind in (SCHEDULED, SURVIVORS) and step is not None:
             found.append((step, kind, path))
+    problems = []
     for step, _, path in sorted(found, reverse=True):
-        with suppress(ResultsError):
+        try:
             fetch(path)
             check_sharded(path)
             return step, path
+        except ResultsError as error:
+            problems.append(error)
+    if problems:
+        _log.warning("no state of %s is whole: %s", run_dir.name, problems[0])
     return None
 
 
@@ -267,15 +273,16 @@ def go_on(case: TrainCase, found: Continuation, n_ranks: int) -> TrainCase:
 
 # Flags that may differ between a run and the one that continues it, without a word.
 _MAY_DIFFER = {
-    "n_ranks", "strategy_digest", "asked_strategy", "continues", "first_step", "load_state",
-    "save_every", "save_model", "save_sharded", "evaluate", "survive", "rejoin", "n_workers",
-    "change",
+    "n_ranks", "strategy_digest", "asked_strategy", "continues", "first_step", "save_every",
+    "save_model", "save_sharded", "evaluate", "survive", "rejoin", "n_workers", "change",
 }  # fmt: skip
 
 
 def differing(config: dict[str, Any], first: dict[str, Any]) -> frozenset[str]:
     """Names of the flags by which two configurations train unlike, on any number of ranks."""
     names = {field.name for field in fields(TrainCase)} - _MAY_DIFFER
+    if config.get("continues") or first.get("continues"):
+        names.discard("load_state")  # which is the state of the continued run
     one, other = _as_asked(config), _as_asked(first)
     return frozenset(name for name in names if one.get(name) != other.get(name))
 

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -49,6 +50,13 @@ def test_the_last_state_that_is_whole_on_all_hosts_is_fetched(tmp_path, monkeypa
     monkeypatch.setattr(files, "check_sharded", check)
     assert keeper.find_state(tmp_path, fetch) == (6, states / "survivors-6")
     assert fetched == ["state", "step-8", "survivors-6"]
+
+
+def test_states_of_which_none_is_whole_are_named(tmp_path, caplog):
+    for step in (4, 8):
+        (tmp_path / "state" / f"step-{step}").mkdir(parents=True)
+    assert keeper.find_state(tmp_path, lambda directory: None) is None
+    assert f"no state of {tmp_path.name} is whole: {tmp_path}/state/step-8 holds" in caplog.text
 
 
 def last_of(results, *cases, n_started=3):
@@ -158,7 +166,8 @@ def test_a_launch_that_goes_on_may_save_at_other_steps(runs):
     other = replace(CASE, save_every=7, survive=False, rejoin=None, n_workers=2)
     assert not differing(config_json(other), config_json(CASE))
     assert find_continuation(replace(other, save_every=None), runs.first, []).step == 5
-    assert differing(config_json(replace(CASE, steps=7)), config_json(CASE)) == {"steps"}
+    for flags in ({"steps": 7}, {"load_state": Path("other")}):
+        assert differing(config_json(replace(CASE, **flags)), config_json(CASE)) == flags.keys()
 
 
 def test_the_training_with_the_same_flags_of_saving_goes_on_first(tmp_path):
