@@ -67,7 +67,7 @@ class ExecutorPlan:
         if self.is_asynchronous and self.strategy.schedule != "1f1b":
             raise StrategyError(
                 f"asynchronous training runs 1f1b, strategy {self.strategy.name!r} has schedule "
-                f"{self.strategy.schedule}: use --schedule 1f1b"
+                f"{self.strategy.schedule}: use 1f1b"
             )
         if self.is_asynchronous and self.strategy.shard_state != "none":
             raise StrategyError(

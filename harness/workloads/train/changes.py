@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from harness.domain.strategy import Strategy
-from harness.errors import HarnessError
+from harness.errors import DataError, HarnessError
 from harness.measure.store import write_atomically
 from harness.runtime.ranks.gather import (
     gather_numbers,
@@ -86,10 +86,14 @@ class StrategyChanges:
             if self._next is None or not self._is_ready(step):
                 return training
             due, self._next = self._next, None
+            trained = elastic.engine
             try:
                 training, text = self._change(due, step, training, elastic)
                 answer = ChangeAnswer(id=due.request, text=text)
             except HarnessError as error:
+                # Of this rank alone: a full disk, of the cache or after the change.
+                if isinstance(error, DataError) or elastic.engine is not trained:
+                    raise
                 answer = ChangeAnswer(id=due.request, error=str(error))
             self._tell(answer)
 

@@ -32,6 +32,7 @@ from harness.runtime.ranks.world import Context
 from harness.workloads.planning.inputs import Inputs, read_inputs
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.plan import Planned, device_flops, search_config_of
+from harness.workloads.train.setup import executor_plan
 
 # Seconds of a search beside training, while which the strategy of now goes on.
 _MOST_BESIDE_S = 30.0
@@ -108,6 +109,7 @@ class NextPlanner:
             )
         check_fresh(strategy, graph, cluster)
         validate(strategy, graph, cluster)
+        executor_plan(self._case, strategy).check_schedule()
         return self.planned(strategy)
 
     def planned(self, strategy: Strategy, n_frozen: int = 0) -> Planned:

@@ -95,8 +95,16 @@ def read_request(run_dir: Path) -> Request | None:
 def answer_request(run_dir: Path, answer: ChangeAnswer) -> None:
     """Write the answer, then let the next request come."""
     write_atomically(run_dir / ANSWER_FILE, msgspec.json.encode(answer))
-    with suppress(FileNotFoundError):
-        (run_dir / REQUEST_FILE).unlink()
+    _withdraw(run_dir, answer.id)
+
+
+def _withdraw(run_dir: Path, request_id: str) -> None:
+    """Remove a request, or one that cannot be read, but not the next one."""
+    waiting = None
+    with suppress(HarnessError):
+        waiting = read_request(run_dir)
+    if waiting is None or waiting.id == request_id:
+        (run_dir / REQUEST_FILE).unlink(missing_ok=True)
 
 
 def read_answer(run_dir: Path, request: Request) -> ChangeAnswer | None:
@@ -163,8 +171,7 @@ def _wait(options: ControlOptions, request: Request) -> ChangeAnswer:
         if read_header(options.run).status != "running":
             break
         time.sleep(_POLL_S)
-    with suppress(FileNotFoundError):
-        (options.run / REQUEST_FILE).unlink()
+    _withdraw(options.run, request.id)
     raise ConfigError(
         f"{options.run} gave no answer within {options.timeout_s:g} s, or ended before: look at "
         "its log"

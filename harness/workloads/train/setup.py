@@ -190,7 +190,7 @@ def _positions(engine: Engine, world: World) -> tuple[tuple[int, ...], ...] | No
     return tuple(gather_values(tuple(engine.samples), tuple[int, ...], world))
 
 
-def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> ExecutorPlan:
+def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float = 300.0) -> ExecutorPlan:
     """Make the executor's options for a run."""
     return ExecutorPlan(
         strategy=strategy,

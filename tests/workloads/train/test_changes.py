@@ -1,6 +1,7 @@
 """A training run changes its strategy by --change or by a controller's request."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import planned_results
@@ -12,7 +13,7 @@ from made_runs import local_header
 
 from harness.domain.cluster import Cluster
 from harness.domain.freezing import frozen_operators
-from harness.errors import ConfigError, ResultsError, StrategyError
+from harness.errors import ConfigError, DataError, HarnessError, ResultsError, StrategyError
 from harness.measure.store import write_header
 from harness.plan import builders
 from harness.plan.again import predict_change_s
@@ -22,10 +23,14 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.cases import train_cases
+from harness.workloads.train.changes import StrategyChanges
 from harness.workloads.train.config import TrainCase, TrainConfig
 from harness.workloads.train.next_plan import estimate_moved_bytes
 from harness.workloads.train.plan import search_config_of
+from harness.workloads.train.policy import Due
 from harness.workloads.train.requests import (
+    REQUEST_FILE,
+    UNREADABLE,
     ChangeAnswer,
     ControlOptions,
     answer_request,
@@ -66,6 +71,9 @@ CASES = {
     "unfrozen cached": replace(UNFROZEN, cache="on"),
     "cached where it pays": replace(FROZEN, cache="auto"),
     "other batch": replace(CASE, change=("2:other.json",)),
+    "other schedule": replace(
+        PIPELINE, freeze="none", asynchronous=True, change=("2:single.json",)
+    ),
     "other model": replace(CASE, controlled=True, change=("1:model.json",)),
 }
 N_PARAMETERS = 61706
@@ -277,6 +285,11 @@ def test_a_change_to_another_batch_is_refused_before_training(trained):
     assert wanted in trained[1]["other batch"]
 
 
+def test_a_change_that_asynchronous_training_cannot_make_is_refused_before_training(trained):
+    wanted = "StrategyError: asynchronous training runs 1f1b, strategy 'single"
+    assert trained[0]["other schedule"].startswith(wanted)
+
+
 def test_a_second_controller_is_refused_until_the_first_has_its_answer(tmp_path):
     file = tmp_path / "next.json"
     file.write_text("{}")
@@ -287,7 +300,13 @@ def test_a_second_controller_is_refused_until_the_first_has_its_answer(tmp_path)
     answer_request(tmp_path, ChangeAnswer(id=request.id, text="done"))
     assert read_answer(tmp_path, request) == ChangeAnswer(id=request.id, text="done")
     assert read_request(tmp_path) is None
-    assert write_request(tmp_path, file).id != request.id
+    later = write_request(tmp_path, file)
+    assert later.id != request.id
+    answer_request(tmp_path, ChangeAnswer(id=request.id))  # whose controller has given up
+    assert read_request(tmp_path) == later
+    (tmp_path / REQUEST_FILE).write_text("{")
+    answer_request(tmp_path, ChangeAnswer(id=UNREADABLE))
+    assert read_request(tmp_path) is None
 
 
 def test_a_controller_needs_a_run_that_listens(tmp_path):
@@ -344,3 +363,22 @@ def test_a_pipedream_plan_names_the_models_modules():
     longer = PipeDreamPlan(module_to_stage_map=[0] * 50 + [1], stage_to_rank_map=stages)
     with pytest.raises(StrategyError, match="has 51 modules, model 'lenet' has 2 children and"):
         stages_by_modules(longer, graph)
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_an_error_of_one_rank_ends_the_run(monkeypatch, is_after):
+    """A disk that the cache has filled, or that is full when the new strategy is written."""
+    changes = object.__new__(StrategyChanges)
+    changes._next = Due(why="")
+    elastic = SimpleNamespace(engine="old")
+
+    def change(*_):
+        if is_after:
+            elastic.engine = "new"
+            raise ResultsError("full")
+        raise DataError("full")
+
+    monkeypatch.setattr(changes, "_is_ready", lambda step: True)
+    monkeypatch.setattr(changes, "_change", change)
+    with pytest.raises(HarnessError, match="full"):
+        changes.before_step(3, SimpleNamespace(elastic=elastic))
