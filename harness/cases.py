@@ -342,6 +342,27 @@ def check_batches(
                 )
 
 
+def check_ended(
+    planned: Sequence[PlannedRun], results: Path, n_started: int, fetch: Fetch = fetch_nothing
+) -> None:
+    """Refuse to go on from a run that another launch still trains; rank 0 only.
+
+    Raises:
+        ConfigError: names the run.
+    """
+    for plan in planned:
+        config, find = plan.case.config, plan.case.workload.find_continuation
+        for last in find_earlier(results, plan, planned, n_started):
+            run_id, is_running = last.header.run_id, last.header.status == "running"
+            if last.refusal or not is_running or find is None:
+                continue
+            if found := find(config, results / run_id, (), fetch):
+                raise ConfigError(
+                    f"--resume: another launch still trains {run_id}, this one would go on from "
+                    f"its step {found.step}: wait until that one has ended, or end it"
+                )
+
+
 def has_failed(headers: Sequence[RunHeader]) -> bool:
     """Whether a run failed; one that ranks were lost from has not if the run that goes on is ok."""
     gone_on = {header.config.get("continues") for header in headers}

@@ -30,6 +30,7 @@ from harness.cases import (
     adjacent_cases,
     case_of,
     check_batches,
+    check_ended,
     check_files,
     describe_cluster,
     find_resumed,
@@ -96,7 +97,8 @@ class Launcher:
             check_files(cases, self._results, fetch)
             if self._options.resume:
                 planned = plan_runs(cases, self.ranks)
-                check_batches(planned, self._results, len(self.ranks), fetch)
+                for check_planned in (check_ended, check_batches):
+                    check_planned(planned, self._results, len(self.ranks), fetch)
 
         problem = _problem_of(check_results, self._results, self._world.hostname)
         found = sharing.with_fetch(self._control, partial(_problem_of, check))

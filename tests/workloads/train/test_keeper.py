@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from made_runs import header_of
 
-from harness.cases import Case, check_batches, find_earlier, find_resumed, plan_runs
+from harness.cases import Case, check_batches, check_ended, find_earlier, find_resumed, plan_runs
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ConfigError, ResultsError
 from harness.measure.store import write_header
@@ -159,6 +159,22 @@ def test_a_launch_of_fewer_ranks_is_not_begun_again_by_their_default_batch(
     words = "b trains global batches of 96 on 3 ranks, .* 64 on 2: give --batch-size 96 .* step 5,"
     with pytest.raises(ConfigError, match=words):
         check_batches(planned, results, 2)
+
+
+@pytest.mark.parametrize("status", ["running", "crash"])
+def test_a_run_that_another_launch_still_trains_is_not_gone_on_with(runs, status):
+    runs("a", 5)
+    shutil.rmtree(runs.second)
+    header = header_of(
+        ["a"] * 3, run_id="a", workload="train", config=config_json(CASE), status=status
+    )
+    write_header(runs.first, header)
+    planned = plan_runs([Case(name="train", workload=WORKLOAD, config=CASE)], header.ranks)
+    if status == "crash":
+        check_ended(planned, runs.first.parent, 3)
+        return
+    with pytest.raises(ConfigError, match="another launch still trains a, this one"):
+        check_ended(planned, runs.first.parent, 3)
 
 
 def test_a_launch_that_goes_on_may_save_at_other_steps(runs):
