@@ -105,7 +105,7 @@ class StateKeeper:
     def _save(self, survivor: Survivor) -> None:
         try:
             after = self._step + survivor.n_more_steps()
-            if after >= 0:
+            if after > 0:  # else the next run begins again, with its warm-up
                 survivor.save(self._directory(SURVIVORS, after), self._context.run_dir.name)
         except HarnessError as error:
             _log.warning("this rank's state is not saved: %s", error)

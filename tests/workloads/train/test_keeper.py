@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from harness.runtime.executor.state import files
 from harness.workloads.common.contract import config_json
 from harness.workloads.train import keeper
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.keeper import differing, find_continuation, go_on
+from harness.workloads.train.keeper import StateKeeper, differing, find_continuation, go_on
 from harness.workloads.train.workload import WORKLOAD
 
 CASE = TrainCase(strategy="pipeline", engine="executor", n_ranks=3, survive=True, rejoin=10)
@@ -57,6 +58,19 @@ def test_states_of_which_none_is_whole_are_named(tmp_path, caplog):
         (tmp_path / "state" / f"step-{step}").mkdir(parents=True)
     assert keeper.find_state(tmp_path, lambda directory: None) is None
     assert f"no state of {tmp_path.name} is whole: {tmp_path}/state/step-8 holds" in caplog.text
+
+
+@pytest.mark.parametrize(("n_more", "saved"), [(0, []), (1, ["survivors-1"])])
+def test_the_warm_up_is_not_trained_twice(tmp_path, n_more, saved):
+    """A run that goes on from a step above 0 has none."""
+    found = []
+    survivor = SimpleNamespace(
+        n_more_steps=lambda: n_more, save=lambda path, run: found.append(path.name)
+    )
+    kept = StateKeeper(replace(CASE, survive=False), SimpleNamespace(run_dir=tmp_path))
+    kept.begin_step(0, None)
+    kept._save(survivor)
+    assert found == saved
 
 
 def last_of(results, *cases, n_started=3):
