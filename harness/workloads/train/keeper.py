@@ -28,6 +28,7 @@ from harness.measure.derive.settings import STRATEGY_FLAGS
 from harness.measure.store import read_header
 from harness.plan.formats.detect import read_strategy_file
 from harness.runtime.ranks.failures import has_lost_peer, has_timed_out
+from harness.runtime.ranks.gather import barrier
 from harness.runtime.ranks.sharing import Fetch, fetch_nothing
 from harness.runtime.ranks.world import Context
 from harness.workloads.common.contract import Continuation, config_json
@@ -75,6 +76,8 @@ class StateKeeper:
         is_scheduled = bool(every) and after > 0 and after % (every or 1) == 0
         if self._saves is None or not (is_scheduled or after == self._case.until):
             return
+        if self._context.world.size > 1:
+            barrier()  # a rank without work would be many saves ahead, and delete those of others
         start_s = time.perf_counter()
         shard = training.executor.shard(self._context.run_dir.name)  # others were refused
         outdated = self._directory(SCHEDULED, after - N_KEPT * every) if every else None
@@ -114,7 +117,7 @@ class StateKeeper:
 STATE_DIRECTORY = "state"
 # Kinds of state; their directories end with the first measured step that they lack.
 SCHEDULED, SURVIVORS = "step", "survivors"
-# Saves on a schedule that are kept: ranks may be a step apart, so the last may be incomplete.
+# Saves on a schedule that are kept: ranks may be a save apart, so the last may be incomplete.
 N_KEPT = 3
 
 

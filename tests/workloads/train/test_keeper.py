@@ -15,7 +15,7 @@ from harness.errors import ConfigError, ResultsError
 from harness.measure.store import write_header
 from harness.runtime.executor.state import files
 from harness.workloads.common.contract import config_json
-from harness.workloads.train import keeper
+from harness.workloads.train import keeper, saves
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.keeper import StateKeeper, differing, find_continuation, go_on
 from harness.workloads.train.workload import WORKLOAD
@@ -71,6 +71,21 @@ def test_the_warm_up_is_not_trained_twice(tmp_path, n_more, saved):
     kept.begin_step(0, None)
     kept._save(survivor)
     assert found == saved
+
+
+def test_all_ranks_meet_before_a_save_replaces_another(tmp_path, monkeypatch):
+    """A rank that idles would delete the states that the others have not written yet."""
+    met = []
+    monkeypatch.setattr(keeper, "barrier", lambda: met.append("all ranks"))
+    world, recorder = SimpleNamespace(size=2), SimpleNamespace(sample=lambda *_: None)
+    context = SimpleNamespace(world=world, recorder=recorder, run_dir=tmp_path)
+    started = SimpleNamespace(start=lambda shard, new, old: met.append((new.name, old.name)))
+    monkeypatch.setattr(saves, "BackgroundSaves", lambda *_: started)
+    kept = StateKeeper(replace(CASE, save_every=2), context)
+    training = SimpleNamespace(executor=SimpleNamespace(shard=lambda run: None))
+    for step in range(8):
+        kept.end_step(step, training)
+    assert met[-2:] == ["all ranks", ("step-8", "step-2")]
 
 
 def last_of(results, *cases, n_started=3):
