@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.errors import VerificationError
+from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.runtime.ranks.world import Context
 from harness.units import format_duration
 
@@ -67,17 +68,16 @@ class LossLog:
             return
         steps, kept = zip(*self._kept, strict=True)
         losses = torch.stack(kept).float()
-        now_s = time.perf_counter()
-        sums = torch.cat([losses, losses.new_tensor([now_s - self._start_s])])
-        if self._context.world.size > 1:
-            dist.all_reduce(sums)
-        *values, total_s = (float(value) for value in sums.tolist())
-        for step, value in zip(steps, values, strict=True):
+        taken_s, world = time.perf_counter() - self._start_s, self._context.world
+        if world.size > 1:
+            taken_s = maximum_over_ranks([taken_s], world)[0]  # ranks without work take none
+            dist.all_reduce(losses)
+        for step, value in zip(steps, losses.tolist(), strict=True):
             self._check(step, value)
             if step >= 0:
                 self._context.recorder.sample("loss", value, step=step)
                 self.values.append(value)
-        self._step_s = total_s / self._context.world.size / len(steps)
+        self._step_s = taken_s / len(steps)
         n_due = round(_INTERVAL_S / max(self._step_s, _INTERVAL_S / _MOST_STEPS))
         self._n_due = max(1, n_due)
         self._kept, self._is_begun = [], True

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from harness.errors import VerificationError
+from harness.workloads.train import losses
 from harness.workloads.train.losses import LossLog
 
 
@@ -45,6 +46,15 @@ def test_losses_are_recorded_every_ten_seconds(context, recorded, monkeypatch):
     assert log.values == [*range(9)]
     assert recorded == {step: step for step in range(9)}
     assert log.note == "loss 8, 4 s a step"
+
+
+def test_a_rank_without_work_waits_as_often_as_the_others(context, recorded, monkeypatch):
+    monkeypatch.setattr(losses.dist, "all_reduce", lambda found: None)
+    monkeypatch.setattr(losses, "maximum_over_ranks", lambda own_s, world: [6.0 * len(log._kept)])
+    context.world.size = 8
+    log = LossLog(context)
+    train(log, range(-1, 5), [1.0] * 6)
+    assert list(recorded) == [0, 1, 2, 3]  # after every second step of 6 s
 
 
 def test_a_run_without_warm_up_sums_its_first_loss(context, recorded):
