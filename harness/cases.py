@@ -358,8 +358,9 @@ def check_ended(
                 continue
             if found := find(config, results / run_id, (), fetch):
                 raise ConfigError(
-                    f"--resume: another launch still trains {run_id}, this one would go on from "
-                    f"its step {found.step}: wait until that one has ended, or end it"
+                    f"--resume: another launch still trains {run_id}, or its host was lost within "
+                    f"half a minute, and this one would go on from step {found.step}: wait until "
+                    "that one has ended, or end it"
                 )
 
 

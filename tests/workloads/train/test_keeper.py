@@ -202,7 +202,7 @@ def test_a_run_that_another_launch_still_trains_is_not_gone_on_with(runs, status
     if status == "crash":
         check_ended(planned, runs.first.parent, 3)
         return
-    with pytest.raises(ConfigError, match="another launch still trains a, this one"):
+    with pytest.raises(ConfigError, match="another launch still trains a, or its host"):
         check_ended(planned, runs.first.parent, 3)
 
 
