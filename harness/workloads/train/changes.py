@@ -18,6 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from harness.domain.strategy import Strategy
 from harness.errors import DataError, HarnessError
 from harness.measure.store import write_atomically
@@ -115,12 +117,16 @@ class StrategyChanges:
             return  # another change has done it, or trains these layers again
         strategy = (due.planned or now.planned).strategy
         n_frozen = now.n_frozen if due.n_frozen is None else due.n_frozen
-        self._next = due
         start = Start()
         if cache is not None:
             first_step = max(step, due.step or 0)
             n_left = self._n_steps - first_step
             start = cache.start(first_step, n_frozen, elastic, self._planner, n_left)
+        if start.n_skipped < (due.n_skipped or 0):
+            if start.tap is not None:
+                return  # more layers have frozen, whose outputs are not complete
+            due = msgspec.structs.replace(due, why=f"{due.why} are not kept")
+        self._next = due
 
         def make(n_skipped: int = 0, tap: Tap | None = None) -> ExecutorEngine:
             return elastic.build(strategy, n_frozen, n_skipped, tap)

@@ -70,6 +70,9 @@ CASES = {
     "unfrozen": UNFROZEN,
     "unfrozen cached": replace(UNFROZEN, cache="on"),
     "cached where it pays": replace(FROZEN, cache="auto"),
+    "frozen before cached": replace(
+        FROZEN, freeze_interval=2, cache="on", change=("3:pipeline.json",), steps=6
+    ),
     "other batch": replace(CASE, change=("2:other.json",)),
     "other schedule": replace(
         PIPELINE, freeze="none", asynchronous=True, change=("2:single.json",)
@@ -277,6 +280,15 @@ def test_a_request_is_carried_out_and_answered(trained):
 def test_a_request_for_another_model_changes_nothing(trained):
     assert "it is for another model" in trained[0]["other model"]["answer"]["error"]
     assert trained[0]["other model"]["samples"] == []
+
+
+def test_layers_that_freeze_in_less_than_an_epoch_are_not_cached(trained):
+    """The outputs of two layers would be complete at step 5, but three are frozen at step 4."""
+    assert strategies_after(trained, "frozen before cached") == [
+        (2, "ddp, 2 layers frozen"),
+        (3, "pipeline, 2 layers frozen"),
+        (4, "pipeline, 3 layers frozen"),
+    ]
 
 
 def test_a_change_to_another_batch_is_refused_before_training(trained):
