@@ -215,6 +215,8 @@ class TrainingCache:
             return False
         if self._case.cache == "on" or recording.is_worth is not None:
             return recording.is_worth is not False
+        if not recording.tap.n_steps:  # of an engine that has trained no step yet
+            return False
         world = self._context.world
         values = elastic.values_at(recording.n_frozen)
         survey = self._activations.survey(values, world)

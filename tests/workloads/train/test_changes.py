@@ -22,6 +22,7 @@ from harness.plan.formats.pipedream import PipeDreamPlan, stages_by_modules
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator
 from harness.workloads.planning.inputs import capture_graph
+from harness.workloads.train.cache import TrainingCache, _RecordedFreeze
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.changes import StrategyChanges
 from harness.workloads.train.config import TrainCase, TrainConfig
@@ -239,6 +240,15 @@ def test_a_cache_that_does_not_pay_is_not_used(trained):
     """The first of two steps is timed, so the decision is the machine's; the losses are not."""
     found, wanted = trained[0]["cached where it pays"], trained[0]["uncached"]
     assert found["losses"] == wanted["losses"]
+
+
+def test_a_cache_is_not_judged_before_a_step_is_timed():
+    """After a change of strategy, the next engine has trained no step."""
+    kept = object.__new__(TrainingCache)
+    kept._case, kept._refused = replace(CASE, freeze="schedule", cache="auto"), set()
+    recording = _RecordedFreeze(n_frozen=2, since=0, tap=SimpleNamespace(n_steps=0))
+    assert not kept._is_worth(recording, None, None, 5)
+    assert (recording.is_worth, kept._refused) == (None, set())
 
 
 def test_bytes_are_predicted_exactly(trained):
