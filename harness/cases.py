@@ -352,16 +352,21 @@ def check_ended(
     """
     for plan in planned:
         config, find = plan.case.config, plan.case.workload.find_continuation
-        for last in find_earlier(results, plan, planned, n_started):
-            run_id, is_running = last.header.run_id, last.header.status == "running"
-            if last.refusal or not is_running or find is None:
+        earlier = find_earlier(results, plan, planned, n_started)
+        if find is None or all(last.header.status != "running" for last in earlier):
+            continue
+        for last in earlier:  # as `find_resumed` does
+            run_id, status = last.header.run_id, last.header.status
+            found = find(config, results / run_id, (), fetch)
+            if found is None and not is_whole(last.header):
                 continue
-            if found := find(config, results / run_id, (), fetch):
+            if found is not None and status == "running" and not last.refusal:
                 raise ConfigError(
                     f"--resume: another launch still trains {run_id}, or its host was lost within "
                     f"half a minute, and this one would go on from step {found.step}: wait until "
                     "that one has ended, or end it"
                 )
+            break
 
 
 def has_failed(headers: Sequence[RunHeader]) -> bool:

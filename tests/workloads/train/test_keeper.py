@@ -190,20 +190,23 @@ def test_a_launch_of_fewer_ranks_is_not_begun_again_by_their_default_batch(
         check_batches(planned, results, 2)
 
 
-@pytest.mark.parametrize("status", ["running", "crash"])
-def test_a_run_that_another_launch_still_trains_is_not_gone_on_with(runs, status):
+def test_a_run_that_another_launch_still_trains_is_not_gone_on_with(runs):
     runs("a", 5)
-    shutil.rmtree(runs.second)
-    header = header_of(
-        ["a"] * 3, run_id="a", workload="train", config=config_json(CASE), status=status
-    )
-    write_header(runs.first, header)
-    planned = plan_runs([Case(name="train", workload=WORKLOAD, config=CASE)], header.ranks)
-    if status == "crash":
+    runs("b", 6)
+
+    def check(strategies):
+        for name, strategy in strategies.items():
+            config = config_json(with_strategy(strategy))
+            status = "crash" if name == "a" else "running"
+            header = header_of(["a"] * 3, run_id=name, workload="train", config=config)
+            write_header(runs.first.with_name(name), msgspec.structs.replace(header, status=status))
+        planned = plan_runs([Case(name="train", workload=WORKLOAD, config=CASE)], header.ranks)
         check_ended(planned, runs.first.parent, 3)
-        return
-    with pytest.raises(ConfigError, match="another launch still trains a, or its host"):
-        check_ended(planned, runs.first.parent, 3)
+
+    check({"a": "pipeline", "b": "ddp"})  # goes on from its own
+    for strategies in ({"a": "dp=3", "b": "pipeline"}, {"a": "zero1", "b": "ddp"}):
+        with pytest.raises(ConfigError, match="another launch still trains b, or its host was"):
+            check(strategies)
 
 
 def test_a_launch_that_goes_on_may_save_at_other_steps(runs):
