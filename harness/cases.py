@@ -381,5 +381,5 @@ def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
     headers = sorted((header for _, header in headers_in(results)), key=lambda one: one.start_utc)
     for header in headers:
         if header.status in _FINISHED:
-            done.setdefault(header.key, []).append(header)
+            done.setdefault(header.repeat_key, []).append(header)
     return done

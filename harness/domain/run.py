@@ -145,6 +145,11 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
         return float(found) if is_number and abs(found) <= MOST_NUMBER else None
 
     @property
+    def repeat_key(self) -> str:
+        """Equal for repeats; `key` may be that of an earlier version, which told more apart."""
+        return run_key(self.workload, self.config, self.cluster)
+
+    @property
     def ending(self) -> str:
         """The status, with the reason in one line if there is one."""
         why = self.reason.partition("\n")[0]
@@ -163,11 +168,25 @@ def is_file_name(text: str) -> bool:
     return bool(text.strip(".")) and text.isprintable() and "/" not in text and len(text) <= 200
 
 
+def telling_flags(workload: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without flags of a training that change none of its steps: `predict`, and
+    flags of planning where its strategy is not planned by them."""
+    if workload != "train":
+        return config
+    strategy, idle = config.get("strategy"), {"predict"}
+    beside = config.get("drift") or config.get("survive") or config.get("shrink") == "search"
+    if strategy != "searched" and not beside:
+        idle |= {"search_seconds", "search_budget", "trials"}
+        if strategy in ("single", "ddp"):
+            idle |= {"memory", "stages"}
+    return {name: value for name, value in config.items() if name not in idle}
+
+
 def run_key(workload: str, config: dict[str, Any], cluster: Cluster) -> str:
-    """Hash workload, configuration and cluster; runs with equal keys are repeats."""
+    """Hash workload, telling flags and cluster; runs with equal keys are repeats."""
     nodes = [
         [node.name, node.nic_bytes_per_s, [device.kind for device in node.devices]]
         for node in cluster.nodes
     ]
-    text = json.dumps([workload, config, nodes], sort_keys=True)
+    text = json.dumps([workload, telling_flags(workload, config), nodes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

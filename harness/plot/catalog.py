@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.domain.prediction import Validation, validation_file
-from harness.domain.run import HOST_SETTINGS, RunHeader
+from harness.domain.run import HOST_SETTINGS, RunHeader, telling_flags
 from harness.errors import HarnessError, ResultsError
 from harness.measure.derive.devices import PeakKey, SummaRow, peaks_of, with_efficiency
 from harness.measure.derive.doubts import rank_settings
@@ -261,7 +261,8 @@ def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
     for positions in groups.values():
         if len(positions) < 2:
             continue
-        configs = [_scalars(cases[i].case.header.config) for i in positions]
+        headers = [cases[i].case.header for i in positions]
+        configs = [_scalars(telling_flags(one.workload, one.config)) for one in headers]
         names = sorted({name for config in configs for name in config})
         telling = [n for n in names if len({config.get(n) for config in configs}) > 1][:3]
         for i, config in zip(positions, configs, strict=True):
@@ -334,7 +335,7 @@ class Catalog:
         groups: dict[tuple[str, str, str], list[RunNumbers]] = defaultdict(list)
         for run in self.runs:
             if run.header.workload == workload:
-                cluster, key = self._clusters[id(run)], run.header.key
+                cluster, key = self._clusters[id(run)], run.header.repeat_key
                 if workload in ROWS_NAME_ALL:
                     key = ""
                     cluster += ", in turn" * bool(run.header.config.get("in_turn"))
