@@ -13,6 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from harness.units import format_number
+
 CONFIDENCE = 0.99
 MAX_P = 0.002
 MINIMUM_EFFECT = 1.1
@@ -59,6 +61,8 @@ class Verdict:
         ratio: first over second, so below 1 is faster; `low`, `high` its interval.
         p: two-sided probability of such a difference by chance.
         n_more: more repeats of each side that are likely to decide it; 0 when decided.
+        is_apart: inconclusive by the number of repeats alone: there are two or more of each, and
+            their ranges, which differ by the minimum effect, do not overlap.
     """
 
     outcome: Outcome
@@ -67,14 +71,14 @@ class Verdict:
     high: float
     p: float
     n_more: int
+    is_apart: bool = False
 
     def __str__(self) -> str:
+        reading = f"{self.outcome} ({format_number(self.ratio, 3)} times as long"
         if self.outcome != "inconclusive":
-            return f"{self.outcome} ({self.ratio:.3f} times as long, p = {self.p:.2g})"
-        return (
-            f"inconclusive ({self.ratio:.3f} times as long): "
-            f"about {self.n_more} more repeats of each would settle it"
-        )
+            return f"{reading}, p = {self.p:.2g})"
+        about = "the ranges do not overlap, and" if self.is_apart else "about"
+        return f"{reading}): {about} {self.n_more} more repeats of each would settle it"
 
 
 def _finite(values: Sequence[float], name: str) -> np.ndarray:
@@ -199,9 +203,8 @@ def _shift_interval(log_a: np.ndarray, log_b: np.ndarray) -> tuple[float, float,
     return float(np.median(shifts)), float(shifts[k]), float(shifts[-1 - k])
 
 
-def _repeats_missing(n_a: int, n_b: int, half_width: float, distance: float) -> int:
-    """Estimate the repeats to add to each side; intervals narrow with the root of n."""
-    n = min(n_a, n_b)
+def _repeats_missing(n: int, half_width: float, distance: float) -> int:
+    """Estimate the repeats to add to n of each side; intervals narrow with the root of n."""
     by_width = n * (half_width / distance) ** 2 if distance > 0 else 2 * n
     # Of each side, for which full separation gives p below MAX_P.
     fewest = next(k for k in count(2) if 2 / math.comb(2 * k, k) < MAX_P)
@@ -230,16 +233,18 @@ def verdict(a: Sequence[float], b: Sequence[float]) -> Verdict:
             outcome = "faster" if shift < 0 else "slower"
         elif -effect < low and high < effect:
             outcome = "same"
-    settled = outcome != "inconclusive"
+    n, settled = min(log_a.size, log_b.size), outcome != "inconclusive"
+    is_disjoint = log_a.max() < log_b.min() or log_b.max() < log_a.min()
+    is_apart = bool(not settled and n > 1 and is_disjoint and abs(shift) >= effect)
+    half_width = 0.0 if is_apart else (high - low) / 2
     return Verdict(
         outcome=outcome,
         ratio=math.exp(shift),
         low=math.exp(low),
         high=math.exp(high),
         p=p,
-        n_more=0
-        if settled
-        else _repeats_missing(log_a.size, log_b.size, (high - low) / 2, abs(effect - abs(shift))),
+        n_more=0 if settled else _repeats_missing(n, half_width, abs(effect - abs(shift))),
+        is_apart=is_apart,
     )
 
 

@@ -245,11 +245,11 @@ def _verdict(row: StrategyRow, against: str) -> tuple[str, str]:
         return ("baseline" if row.strategy == against else ""), ""
     if row.verdict.outcome == "inconclusive":
         n_more = row.verdict.n_more
+        if row.verdict.is_apart:
+            return "inconclusive", f"ranges do not overlap, {n_more} more repeats decide"
         is_near = n_more <= MOST_REPEATS
-        return (
-            "inconclusive",
-            f"about {n_more} more repeats" if is_near else "repeats vary too much",
-        )
+        words = f"about {n_more} more repeats" if is_near else "repeats vary too much"
+        return "inconclusive", words
     if row.verdict.outcome == "same":
         return "same", "within 10%"
     return row.verdict.outcome, f"p = {row.verdict.p:.2g}"

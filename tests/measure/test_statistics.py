@@ -119,6 +119,18 @@ def test_fewer_than_nine_repeats_are_inconclusive_and_say_how_many_more():
     assert "3 more repeats" in str(judged)
 
 
+def test_ranges_that_do_not_overlap_are_said_and_need_seven_of_each():
+    judged = verdict([5.65, 5.82], [0.161, 0.185])
+    assert (judged.outcome, judged.is_apart, judged.n_more) == ("inconclusive", True, 5)
+    assert str(judged) == (
+        "inconclusive (33.2 times as long): the ranges do not overlap, and 5 more repeats of each "
+        "would settle it"
+    )
+    assert not verdict([2.0], [1.0]).is_apart  # single values always differ
+    assert not verdict([1.03, 1.04], [1.0, 1.01]).is_apart  # by less than a tenth
+    assert not verdict([2.0, 3.0], [1.0, 2.5]).is_apart
+
+
 def test_noisy_repeats_are_inconclusive_rather_than_the_same():
     judged = verdict(_repeats(1.0, 10, 3, spread=0.5), _repeats(1.0, 10, 4, spread=0.5))
     assert judged.outcome == "inconclusive"

@@ -142,6 +142,7 @@ def _against(baseline: StrategyRow, row: StrategyRow) -> StrategyRow:
 
 
 MOST_REPEATS = 100  # most repeats that the sentence advises
+_APART = ", and the ranges do not overlap"
 _N_NAMED = 2  # most strategies that are named as no gain, and as failed
 
 
@@ -196,11 +197,11 @@ class _Finding:
 
     def _lead_of_other(self, best: StrategyRow) -> str:
         name, baseline = self._name(best), self._name(self._measured[0])
-        reading = f"{best.speedup:.2f} times {baseline}"
-        against = best.verdict
+        reading, against = f"{best.speedup:.2f} times {baseline}", best.verdict
         if against is None or against.outcome in ("inconclusive", "slower"):
             n_more = against.n_more if against else 0
-            return _undecided(f"{name} was fastest ({reading})", best, n_more)
+            apart = _APART if against and against.is_apart else ""
+            return _undecided(f"{name} was fastest ({reading}{apart})", best, n_more)
         if against.outcome == "same":
             return f"{name} was fastest and is no gain: {reading}, within 10%"
         rivals = [  # strategies that are no loss, and without a verdict that they are slower
@@ -227,8 +228,9 @@ class _Finding:
 
     def _loss(self, row: StrategyRow) -> str:
         is_open = row.verdict is None or row.verdict.outcome == "inconclusive"
-        words = "was slower" if is_open else "is no gain"
-        return f"{self._name(row)} {words} ({row.speedup:.2f} times)"
+        apart = _APART if row.verdict and row.verdict.is_apart else ""
+        words = "is undecided" if is_open else "is no gain"
+        return f"{self._name(row)} {words} ({row.speedup:.2f} times{apart})"
 
     def _cause(self, row: StrategyRow) -> str:
         """Communication, if the strategy would beat the baseline without exposed communication."""

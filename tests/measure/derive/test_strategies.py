@@ -145,12 +145,13 @@ def test_communication_is_no_cause_where_the_rest_of_the_step_is_no_gain_either(
 def test_too_few_repeats_are_no_verdict():
     rows = row("single", 1, 2.0, 2), row("ddp", 5, 4.0, 2), row("searched", 5, 1.0, 2)
     assert finding(*rows) == (
-        "No verdict yet: searched was fastest (2.00 times one device), but 2 repeats do not "
-        "decide it (about 5 more would); ddp was slower (0.50 times)."
+        "No verdict yet: searched was fastest (2.00 times one device, and the ranges do not "
+        "overlap), but 2 repeats do not decide it (about 5 more would); ddp is undecided (0.50 "
+        "times, and the ranges do not overlap)."
     )
     assert finding(row("single", 1, 1.0, 1), row("ddp", 5, 4.0, 1)) == (
         "No verdict yet: one device was fastest, but 1 repeat does not decide it (about 6 "
-        "more would); ddp was slower (0.25 times)."
+        "more would); ddp is undecided (0.25 times)."
     )
 
 
@@ -178,7 +179,7 @@ def test_a_strategy_slower_than_the_baseline_is_not_among_the_fastest():
     # One of seven repeats is as fast as the slowest of `searched`, so that no verdict parts them.
     wide = replace(pipeline, step_s=(*pipeline.step_s[:-2], 0.9, 0.95))
     assert finding(single, wide, row("searched", 5, 1.0)) == (
-        "searched is fastest: 1.50 times one device; pipeline was slower (0.94 times)."
+        "searched is fastest: 1.50 times one device; pipeline is undecided (0.94 times)."
     )
 
 
