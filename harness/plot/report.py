@@ -224,6 +224,7 @@ def _strategy_row(row: StrategyRow, cell: str, against: str) -> dict[str, Any]:
     return {
         "strategy": row.strategy,
         "cell": cell,
+        "plan": row.plan,
         "is_ok": bool(n_ok),
         "repeats": str(n_ok) if n_ok == row.n_started else f"{n_ok} of {row.n_started}",
         "rate": format_number(row.throughput) if row.throughput else "",
@@ -241,6 +242,8 @@ def _verdict(row: StrategyRow, against: str) -> tuple[str, str]:
     """The verdict of one strategy in a word, and by how much or how little it is decided."""
     if not row.step_s:
         return ", ".join(dict.fromkeys(map(status_words, row.failures))) or "no step timed", ""
+    if row.is_of_baseline:
+        return "same plan", ""
     if row.verdict is None:
         return ("baseline" if row.strategy == against else ""), ""
     if row.verdict.outcome == "inconclusive":

@@ -7,6 +7,7 @@ from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.run import Headed
 from harness.inputs import MOST_NUMBER
 
+ONE_DEVICE = "single device"  # which `search` calls a plan of one device, and no more words
 _LONGEST = 200  # most characters of a setting
 # Flags of training that let its strategy change between steps, in the order of a name.
 CHANGING = ("freeze", "shrink", "replicate", "cache", "drift", "change", "controlled")

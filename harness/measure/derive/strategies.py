@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.domain.run import STATUS_WORDS, Headed, Status
-from harness.measure.derive.settings import COMPARED, configured
+from harness.measure.derive.settings import COMPARED, ONE_DEVICE, configured
 from harness.measure.derive.training import TrainingSummary
 from harness.measure.statistics import Summary, Verdict, known_median, summarize, verdict
 from harness.units import format_bytes, format_number
@@ -30,6 +30,8 @@ class StrategyRow:
         run_ids: of the repeats that ended ok.
         exposed_share: share of exposed communication in the mean step of the repeats.
         sent_bytes: bytes that the busiest rank sends in a step, median over repeats.
+        plan: what was searched, in words; empty for other strategies.
+        is_of_baseline: it trains the baseline's plan, so that an inconclusive verdict says nothing.
         against: the baseline of `speedup` and `verdict`; empty for the baseline itself.
     """
 
@@ -44,6 +46,8 @@ class StrategyRow:
     run_ids: tuple[str, ...] = ()
     exposed_share: float | None = None
     sent_bytes: float | None = None
+    plan: str = ""
+    is_of_baseline: bool = False
     against: str = ""
     speedup: float | None = None
     verdict: Verdict | None = None
@@ -111,11 +115,18 @@ def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
         interval=_interval(ok, steps),
         run_ids=tuple(summary.run_id for summary in ok),
         exposed_share=_exposed_share(ok),
+        plan="; or ".join(dict.fromkeys(summary.plan for summary in ok)),
+        is_of_baseline=bool(ok) and all(map(_is_one_device, ok)),
         sent_bytes=known_median(
             summary.sent_bytes_per_s and summary.sent_bytes_per_s * duration.median
             for summary, duration in timed
         ),
     )
+
+
+def _is_one_device(summary: TrainingSummary) -> bool:
+    """Whether a search chose the device on which `single` trains, too."""
+    return summary.plan == ONE_DEVICE and summary.used_ranks == (0,)
 
 
 def _exposed_share(repeats: Sequence[TrainingSummary]) -> float | None:
@@ -133,11 +144,15 @@ def _interval(repeats: Sequence[TrainingSummary], steps: Sequence[float]) -> Sum
 def _against(baseline: StrategyRow, row: StrategyRow) -> StrategyRow:
     if row is baseline or not row.step_s:
         return row
+    found = verdict(row.step_s, baseline.step_s)
+    is_open = found.outcome == "inconclusive"
+    is_of_baseline = is_open and row.is_of_baseline and baseline.name == "single"
     return replace(
         row,
+        is_of_baseline=is_of_baseline,
         against=baseline.strategy,
         speedup=median(baseline.step_s) / median(row.step_s),
-        verdict=verdict(row.step_s, baseline.step_s),
+        verdict=None if is_of_baseline else found,
     )
 
 
@@ -157,7 +172,7 @@ def strategy_finding(rows: Sequence[StrategyRow]) -> str:
     if not any(row.step_s for row in rows):
         return f"No strategy has a result: {'; '.join(failures)}."
     losses = _limited(finding.losses(), "no faster")
-    return "; ".join([finding.lead(), *losses, *failures]) + "."
+    return "; ".join([finding.lead(), *losses, *finding.equals(), *failures]) + "."
 
 
 def _limited(clauses: list[str], rest: str) -> list[str]:
@@ -170,7 +185,7 @@ class _Finding:
 
     def __init__(self, rows: Sequence[StrategyRow]) -> None:
         self._rows = rows
-        self._measured = [row for row in rows if row.step_s]
+        self._measured = [row for row in rows if row.step_s and not row.is_of_baseline]
         self._n_of_name = Counter(row.name for row in rows)
 
     def _name(self, row: StrategyRow) -> str:
@@ -182,7 +197,8 @@ class _Finding:
         """The fastest strategy, as far as the verdicts decide it."""
         best = min(self._measured, key=lambda row: row.median_s or 0.0)
         if len(self._measured) == 1:
-            has = "was trained" if len(self._rows) == 1 else "has a result"
+            is_alone = len(self._rows) == 1 or any(row.is_of_baseline for row in self._rows)
+            has = "was trained" if is_alone else "has a result"
             rate = f" ({format_number(best.throughput)} samples/s)" if best.throughput else ""
             return f"Only {self._name(best)} {has}{rate}: there is nothing to compare it with"
         return self._lead_of_baseline() if best is self._measured[0] else self._lead_of_other(best)
@@ -240,6 +256,11 @@ class _Finding:
         n_bytes = row.sent_bytes
         carried = f", in which its links carry {format_bytes(n_bytes)} per rank" if n_bytes else ""
         return f": exposed communication is {share:.0%} of its step{carried}"
+
+    def equals(self) -> list[str]:
+        """Searches that chose the baseline."""
+        found = [row for row in self._rows if row.is_of_baseline]
+        return [f"{self._name(row)} chose {self._name(self._measured[0])}, too" for row in found]
 
     def failures(self) -> list[str]:
         """Strategies without a result, and why."""

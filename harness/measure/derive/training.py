@@ -21,6 +21,7 @@ from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
 OUTLIER_EFFECT = 1.1
+_LONGEST_PLAN = 400  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class TrainingSummary:
     """One training run; values that were not measured are None. Formulas: docs/metrics.md.
 
     Attributes:
+        plan: the plan that was searched, in words; empty for other strategies.
+        used_ranks: those that compute; a plan may leave others out.
         unit: `step`, or `epoch` when only epochs were logged.
         duration: seconds of a unit, maximum over ranks, over all units; of a run that changed its
             strategy one value, the mean step with the time standing still.
@@ -54,6 +57,8 @@ class TrainingSummary:
     dtype: str
     n_ranks: int
     backend: str
+    plan: str = ""
+    used_ranks: tuple[int, ...] = ()
     unit: Literal["step", "epoch"] = "step"
     duration: Summary | None = None
     n_samples: float | None = None
@@ -92,7 +97,12 @@ class TrainingSummary:
 
     @property
     def throughput_per_device(self) -> float | None:
-        return None if self.throughput is None else self.throughput / self.n_ranks
+        return None if self.throughput is None else self.throughput / self.n_devices
+
+    @property
+    def n_devices(self) -> int:
+        """Devices that compute."""
+        return len(self.used_ranks) or self.n_ranks
 
 
 def rate_over_repeats(repeats: Iterable[TrainingSummary], name: str) -> float | None:
@@ -214,6 +224,8 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
         dtype=configured(run, "dtype", "fp32"),
         n_ranks=n_ranks,
         backend=run.header.backend,
+        plan=_plan_words(run),
+        used_ranks=tuple(r for r in range(n_ranks) if r in working or r not in steps),
         unit="epoch" if is_epochs and times else "step",
         duration=duration,
         n_samples=n_samples,
@@ -226,6 +238,11 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     )
     summary = _with_warnings(summary) if is_judged else summary
     return add_mfu_of_measured_peak(summary, run.header.ranks, peaks or {})
+
+
+def _plan_words(run: Run) -> str:
+    is_searched = configured(run, "strategy") == "searched"
+    return str(run.header.summary.get("strategy", ""))[:_LONGEST_PLAN] if is_searched else ""
 
 
 def _duration(times_s: Sequence[float], still_s: Sequence[float]) -> Summary:

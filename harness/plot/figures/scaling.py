@@ -99,7 +99,7 @@ def _training_point(case: TrainingCase, telling: list[str]) -> ScalingPoint | No
     return ScalingPoint(
         family=f"{first.model} {first.dtype} {data} {first.unit} {_first_kind(case.case)}",
         series=_series(case, telling),
-        n_devices=case.case.n_devices,
+        n_devices=first.n_devices,
         work=first.n_samples,
         time_s=time.median,
         low_s=time.low,

@@ -20,7 +20,18 @@ from harness.plot.style import (
 from harness.units import format_number
 
 COLUMNS = (
-    *("model", "label", "strategy", "cluster", "n_devices", "batch", "dtype", "status", "reason"),
+    *(
+        "model",
+        "label",
+        "strategy",
+        "plan",
+        "cluster",
+        "n_devices",
+        "batch",
+        "dtype",
+        "status",
+        "reason",
+    ),
     *("n_repeats", "n_values", "throughput_samples_per_s", "low_samples_per_s"),
     *("high_samples_per_s", "per_device_samples_per_s", "cv", "mfu", "mfu_of_measured_peak"),
 )
@@ -30,6 +41,7 @@ def _rows(case: TrainingCase) -> Rows:
     """One row; rates are blank where the run is not ok."""
     row: dict[str, Any] = {
         **case.identity,
+        "plan": case.first.plan,
         "cluster": case.case.cluster,
         "n_devices": case.case.n_devices,
         "batch": case.batch,
@@ -48,7 +60,7 @@ def _numbers(known: list[Any]) -> dict[str, Any]:
         "throughput_samples_per_s": first.n_samples / time.median,
         "low_samples_per_s": first.n_samples / time.high,
         "high_samples_per_s": first.n_samples / time.low,
-        "per_device_samples_per_s": first.n_samples / time.median / first.n_ranks,
+        "per_device_samples_per_s": first.n_samples / time.median / first.n_devices,
         "cv": time.cv,
         "mfu": rate_over_repeats(known, "mfu"),
         "mfu_of_measured_peak": rate_over_repeats(known, "mfu_of_measured_peak"),

@@ -45,6 +45,7 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
         heads, of_one = [f"strategies of {rows[0].workload}", *heads[2:]], of_one[1:]
     lines = [columns(heads, [[of(*pair) for of in of_one] for pair in compared])]
     lines += [f"{row.strategy} against {row.against}: {row.verdict}" for row in rows if row.verdict]
+    lines += [f"{row.strategy} is: {row.plan}" for row in rows if row.plan]
     whys = [(row, unlike_one_device(found[0][0])) for row, found in compared if found]
     lines += [f"{row.strategy} does not train like one device: {why}" for row, why in whys if why]
     return "\n".join(lines)

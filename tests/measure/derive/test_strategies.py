@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from made_runs import run_of
 
@@ -211,6 +212,38 @@ def test_equal_names_are_told_apart_by_their_ranks_and_many_are_counted():
         "No strategy is faster than ddp on 1; ddp on 5 is no gain (0.14 times); "
         "ddp on 4 is no gain (0.17 times); 2 more no faster."
     )
+
+
+def searched_plan(plan, used, step_s):
+    """A searched run on three ranks, of which some compute."""
+    run = trained("searched", 3, step_s, engine="executor")
+    for rank in used:
+        work = [Span(kind="forward", start_s=10.0 * k, duration_s=0.1, step=k) for k in range(3)]
+        run = replace(run, ranks={**run.ranks, rank: [*run.ranks[rank], *work]})
+    header = msgspec.structs.replace(run.header, summary={"strategy": plan})
+    return replace(run, header=header)
+
+
+def test_a_search_that_chose_one_device_is_not_compared_with_it():
+    runs = trained("single", 1, 3.0), searched_plan("single device", [0], 2.9)
+    assert training_summary(runs[1]).throughput_per_device == pytest.approx(12 / 2.9)
+    rows = table(*runs)
+    assert (rows[1].plan, rows[1].verdict, rows[1].speedup) == (
+        "single device", None, pytest.approx(3.0 / 2.9),
+    )  # fmt: skip
+    assert strategy_finding(rows) == (
+        "Only one device was trained (4 samples/s): there is nothing to compare it with; "
+        "searched chose one device, too."
+    )
+
+
+def test_a_search_that_chose_other_devices_is_compared():
+    single = trained("single", 1, 3.0)
+    for plan, used in (("single device", [2]), ("2 stages on 1-1 devices, whole", [0, 1])):
+        row = table(single, searched_plan(plan, used, 2.9))[1]
+        assert row.verdict.outcome == "inconclusive"
+        summary = training_summary(searched_plan(plan, used, 2.9))
+        assert summary.throughput_per_device == pytest.approx(12 / 2.9 / len(used))
 
 
 def test_a_run_that_changes_is_compared_by_its_mean_step_with_the_time_standing_still():
