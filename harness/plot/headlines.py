@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from harness.domain.run import HOST_SETTINGS, RunHeader
 from harness.measure.derive.devices import low_peak_warnings
 from harness.measure.derive.doubts import Doubt, DoubtKind, rank_settings, stolen_warnings
+from harness.measure.derive.links import disturbed_text
 from harness.measure.derive.prediction import unpredicted_traffic
 from harness.measure.derive.settings import unlike_one_device
 from harness.measure.derive.strategies import StrategyRow, strategy_finding, strategy_tables
@@ -85,6 +86,9 @@ def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
         if text := unpredicted_traffic(case.first.compared):
             label = str(case.training.identity["label"])
             yield label, Doubt(DoubtKind.TRAFFIC, text)
+    for run in catalog.runs:
+        for text in filter(None, map(disturbed_text, run.links)):
+            yield run.header.run_id, Doubt(DoubtKind.LATENCY, text)
     for header in (run.header for run in catalog.runs):
         for text in header.texts("left_out"):
             yield header.run_id, Doubt(DoubtKind.LEFT_OUT, text)

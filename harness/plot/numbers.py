@@ -27,7 +27,7 @@ from harness.measure.derive.goodput import StepClock, step_clock
 from harness.measure.derive.links import (
     CollectiveRow,
     LinkMatrix,
-    best_link_bytes_per_s,
+    best_links_bytes_per_s,
     collective_table,
     link_matrices,
     nic_limit_bytes_per_s,
@@ -188,14 +188,15 @@ class RunNumbers:
     distributed: tuple[SummaRow, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
     links: tuple[LinkMatrix, ...] = ()
-    best_link_bytes_per_s: float | None = None
+    best_links_bytes_per_s: dict[str, float] = field(default_factory=dict)
     readings: tuple[Reading, ...] = ()
     stolen: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def network_bytes_per_s(self) -> float | None:
         """Speed of the slowest NIC by the header, else the best link that the run measured."""
-        return nic_limit_bytes_per_s(self) or self.best_link_bytes_per_s
+        best = max(self.best_links_bytes_per_s.values(), default=None)
+        return nic_limit_bytes_per_s(self) or best
 
     def reached_s(self) -> dict[int, float]:
         """Seconds of all steps until the end of each, changes of the strategy included."""
@@ -249,7 +250,7 @@ def _links(run: Run, plan: Plan) -> dict[str, Any]:
     return {
         "collectives": tuple(collective_table(run)),
         "links": tuple(link_matrices(run)),
-        "best_link_bytes_per_s": best_link_bytes_per_s(run),
+        "best_links_bytes_per_s": best_links_bytes_per_s(run),
     }
 
 

@@ -22,6 +22,7 @@ class DoubtKind(StrEnum):
     PEAK = "Measured peak too low"
     MFU = "MFU above 1"
     TRAFFIC = "More traffic than predicted"
+    LATENCY = "Latencies of pairs disturbed"
     LEFT_OUT = "Measurements left out"
     VERSIONS = "Versions or settings differ between runs"
 

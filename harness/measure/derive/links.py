@@ -17,6 +17,7 @@ from harness.measure.derive.spans import samples_of
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
+_UNLIKE = 3  # times that latencies of a pair's two directions may differ
 HALVED = ("all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -39,7 +40,9 @@ class LinkMatrix:
 
     Attributes:
         names: hostname of each rank, with the rank if a host has several.
-        latency_s: median of half a round trip of the smallest message, shape (n, n).
+        latency_s: median of half a round trip of the smallest message, shape (n, n): the shorter
+            of both directions, because either is half of a way there and back.
+        slower_latency_s: the longer of both, shape (n, n).
         bandwidth_bytes_per_s: largest message over its median time, shape (n, n).
         n_bytes: size of the largest message.
     """
@@ -47,6 +50,7 @@ class LinkMatrix:
     transport: str
     names: list[str]
     latency_s: np.ndarray
+    slower_latency_s: np.ndarray
     bandwidth_bytes_per_s: np.ndarray
     n_bytes: int
 
@@ -146,6 +150,7 @@ def _link_matrix(
     latency, bandwidth = np.full((n, n), np.nan), np.full((n, n), np.nan)
     for (source, target, _), values in latencies.items():
         latency[source, target] = np.median(values)
+    is_known = ~np.isnan(latency)
     n_bytes = max((key[2] for key in transfers), default=0)
     for (source, target, size), values in transfers.items():
         if size == n_bytes:
@@ -153,9 +158,24 @@ def _link_matrix(
     return LinkMatrix(
         transport=transport,
         names=_rank_names(run, n),
-        latency_s=latency,
+        latency_s=np.where(is_known, np.fmin(latency, latency.T), np.nan),
+        slower_latency_s=np.where(is_known, np.fmax(latency, latency.T), np.nan),
         bandwidth_bytes_per_s=bandwidth,
         n_bytes=n_bytes,
+    )
+
+
+def disturbed_text(matrix: LinkMatrix) -> str:
+    """How far the directions of pairs disagree on the latency; empty if they do not by much."""
+    ratios = np.triu(np.nan_to_num(matrix.slower_latency_s / matrix.latency_s))
+    n_far = int((ratios > _UNLIKE).sum())
+    if not n_far:
+        return ""
+    a, b = (matrix.names[i] for i in np.unravel_index(ratios.argmax(), ratios.shape))
+    return (
+        f"half a round trip over {matrix.transport} differs over {_UNLIKE} times between the "
+        f"directions of {n_far} pair{'s' if n_far > 1 else ''} (most: {ratios.max():.0f} times, "
+        f"{a} and {b}): other work disturbed the longer one, the shorter one counts"
     )
 
 
@@ -177,17 +197,17 @@ def nic_limit_bytes_per_s(run: Headed) -> float | None:
     return min(known) if known and len(run.header.cluster.nodes) > 1 else None
 
 
-def best_link_bytes_per_s(run: Run) -> float | None:
-    """The best point-to-point bandwidth between two nodes, at the largest message size.
+def best_links_bytes_per_s(run: Run) -> dict[str, float]:
+    """The best point-to-point bandwidth between two nodes by transport, at its largest message.
 
     Smaller messages may fit into a traffic shaper's burst and so appear faster than the link.
     """
     hosts = {info.rank: info.hostname for info in run.header.ranks}
-    sent = [
-        (n_bytes, n_bytes / float(np.median(values)))
-        for pairs in _pair_samples(run, "link_transfer_s").values()
-        for (source, target, n_bytes), values in pairs.items()
-        if n_bytes and (hosts.get(source) != hosts.get(target) or len(set(hosts.values())) < 2)
-    ]
-    largest = max((n_bytes for n_bytes, _ in sent), default=0)
-    return max((rate for n_bytes, rate in sent if n_bytes == largest), default=None)
+    best: dict[str, tuple[int, float]] = {}
+    for transport, pairs in _pair_samples(run, "link_transfer_s").items():
+        for (source, target, n_bytes), values in pairs.items():
+            is_between = hosts.get(source) != hosts.get(target) or len(set(hosts.values())) < 2
+            if n_bytes and is_between:
+                sent = (n_bytes, n_bytes / float(np.median(values)))
+                best[transport] = max(sent, best.get(transport, sent))
+    return {transport: rate for transport, (_, rate) in best.items()}

@@ -25,18 +25,18 @@ def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
     if not case.is_ok:
         return [base]
     base["nic_limit_bytes_per_s"] = nic_limit_bytes_per_s(case.runs[0])
-    links = [run.best_link_bytes_per_s for run in case.runs if run.best_link_bytes_per_s]
-    base["best_link_bytes_per_s"] = max(links, default=None)
     names = ("transport", "operation", "n_bytes")
     groups = case.repeats_of(lambda run: run.collectives, *names)
-    return [base | _numbers(rows, case.cluster) for _, rows in sorted(groups.items())]
+    return [base | _numbers(rows, case) for _, rows in sorted(groups.items())]
 
 
-def _numbers(rows: list[Any], cluster: str) -> dict[str, Any]:
+def _numbers(rows: list[Any], case: RepeatGroup) -> dict[str, Any]:
     first, time = rows[0], merged([row.time for row in rows])
+    links = [run.best_links_bytes_per_s.get(first.transport, 0.0) for run in case.runs]
     moved_bytes = first.busbw * first.time.median
     return {
-        "label": f"{cluster} · {first.transport}",
+        "best_link_bytes_per_s": max(links) or None,
+        "label": f"{case.cluster} · {first.transport}",
         "n_repeats": len(rows),
         "operation": first.operation,
         "transport": first.transport,
@@ -123,7 +123,8 @@ FIGURE = Figure(
         "Bus bandwidth of each operation, one way (1 GB/s is 1e9 bytes per second): bytes / "
         "median time of the slowest rank, scaled by the factor of nccl-tests, so that a perfect "
         "ring reaches the speed of the link for any number of ranks. Dashed: the limit of the "
-        "slowest NIC. Dotted: the best bandwidth measured between two nodes. Latency limits small "
+        "slowest NIC. Dotted: the best bandwidth measured "
+        "between two nodes over this transport. Latency limits small "
         f"messages. {spread_caption('Shades')}"
     ),
     better="higher is better; at large messages, close to the dashed line",

@@ -247,8 +247,18 @@ def fit_link(times: PairTimes) -> tuple[float, float]:
     return latency_s, 1.0 / slopes[middle][0]
 
 
+def _with_shorter_latency(pairs: dict[Pair, PairTimes]) -> dict[Pair, PairTimes]:
+    """Give both directions of a pair the shorter latency: either is half of a way there and back,
+    so that a longer one is a disturbance, which would also raise the fitted bandwidth."""
+    return {
+        (a, b): replace(times, latency_s=min(times.latency_s, pairs.get((b, a), times).latency_s))
+        for (a, b), times in sorted(pairs.items())
+    }
+
+
 def _links(pairs: dict[Pair, PairTimes], names: list[str]) -> list[Link]:
-    fits = {pair: fit_link(times) for pair, times in sorted(pairs.items()) if times.transfers}
+    measured = _with_shorter_latency(pairs)
+    fits = {pair: fit_link(times) for pair, times in measured.items() if times.transfers}
     return [
         Link(source=names[a], target=names[b], latency_s=latency_s, bandwidth_bytes_per_s=rate)
         for (a, b), (latency_s, rate) in fits.items()

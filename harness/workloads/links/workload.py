@@ -12,8 +12,9 @@ from harness.errors import ConfigError
 from harness.measure.derive.links import (
     CollectiveRow,
     LinkMatrix,
-    best_link_bytes_per_s,
+    best_links_bytes_per_s,
     collective_table,
+    disturbed_text,
     link_matrices,
     nic_limit_bytes_per_s,
     overhead_table,
@@ -211,7 +212,8 @@ def _matrix(matrix: LinkMatrix) -> str:
         for source, name in enumerate(matrix.names)
     ]
     title = f"half round trip, and bandwidth at {format_bytes(matrix.n_bytes)}, one pair at a time:"
-    return f"{title}\n{columns(heads, rows)}"
+    doubt = disturbed_text(matrix)
+    return f"{title}\n{columns(heads, rows)}" + (f"\nwarning: {doubt}" if doubt else "")
 
 
 def _pair(matrix: LinkMatrix, source: int, target: int) -> str:
@@ -224,11 +226,12 @@ def _pair(matrix: LinkMatrix, source: int, target: int) -> str:
 
 
 def _collectives(run: Run) -> str:
-    limit, name = nic_limit_bytes_per_s(run), "of NIC limit"
-    if limit is None:
-        limit, name = best_link_bytes_per_s(run), "of best link"
+    limit, best = nic_limit_bytes_per_s(run), best_links_bytes_per_s(run)
+    name = "of best link" if limit is None else "of NIC limit"
     heads = ["operation", "transport", "size", "time", "CV", "algbw", "busbw", name]
-    return columns(heads, [_cells(row, limit) for row in collective_table(run)])
+    return columns(
+        heads, [_cells(row, limit or best.get(row.transport)) for row in collective_table(run)]
+    )
 
 
 def _overhead(run: Run) -> str:

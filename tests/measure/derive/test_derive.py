@@ -14,9 +14,10 @@ from harness.measure.derive.devices import (
 )
 from harness.measure.derive.doubts import DoubtKind
 from harness.measure.derive.links import (
-    best_link_bytes_per_s,
+    best_links_bytes_per_s,
     bus_factor,
     collective_table,
+    disturbed_text,
     link_matrices,
     nic_limit_bytes_per_s,
 )
@@ -336,7 +337,34 @@ def test_link_matrix_keeps_direction_and_leaves_gaps():
     assert matrix.latency_s[0, 1] == 1e-4
     assert np.isnan(matrix.latency_s[1, 0])
     assert nic_limit_bytes_per_s(run) == 600.0
-    assert best_link_bytes_per_s(run) == 500.0
+    assert best_links_bytes_per_s(run) == {"gloo": 500.0}
+
+
+def test_both_directions_of_a_pair_have_the_shorter_latency_and_a_large_difference_is_said():
+    def ping(value, source, target, transport):
+        labels = {"source": source, "target": target, "transport": transport}
+        return Sample(metric="link_latency_s", value=value, labels=labels)
+
+    samples = [ping(1e-4, 0, 1, "gloo"), ping(9e-4, 1, 0, "gloo"), ping(1e-4, 0, 1, "mpi")]
+    samples.append(ping(2e-4, 1, 0, "mpi"))
+    gloo, mpi = link_matrices(make_run([samples, []], workload="links"))
+    assert gloo.latency_s[0, 1] == gloo.latency_s[1, 0] == 1e-4
+    assert gloo.slower_latency_s[0, 1] == 9e-4
+    assert disturbed_text(mpi) == ""
+    assert disturbed_text(gloo) == (
+        "half a round trip over gloo differs over 3 times between the directions of 1 pair (most: "
+        "9 times, node0 and node1): other work disturbed the longer one, the shorter one counts"
+    )
+
+
+def test_the_best_link_is_that_of_each_transport():
+    samples = [
+        Sample(metric="link_transfer_s", value=value, labels=labels)
+        for value, transport in ((1.0, "gloo"), (0.25, "mpi"))
+        for labels in [{"source": 0, "target": 1, "transport": transport, "n_bytes": 1000}]
+    ]
+    run = make_run([samples, []], workload="links")
+    assert best_links_bytes_per_s(run) == {"gloo": 1000.0, "mpi": 4000.0}
 
 
 def point(n, work, time_s, **more):

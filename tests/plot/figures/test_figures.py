@@ -210,7 +210,8 @@ def test_memory_is_the_highest_ranks(catalog):
 def test_bandwidth_carries_the_limit_of_the_link(catalog):
     table = table_of("bandwidth", catalog)
     assert set(table["nic_limit_bytes_per_s"]) == {1.25e8}
-    assert set(table["best_link_bytes_per_s"]) == {1.17e8}
+    links = table.groupby("transport")["best_link_bytes_per_s"].max()
+    assert (links["nccl"], links.isna()["mpi"]) == (1.17e8, True)  # whose pairs are not measured
     row = row_of(table, operation="all_reduce", transport="nccl", size_bytes=2**24)
     assert row["busbw_bytes_per_s"] == 1.6 * row["algbw_bytes_per_s"]
     assert 0.9 * 1.17e8 < row["busbw_bytes_per_s"] < 1.17e8

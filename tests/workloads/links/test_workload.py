@@ -101,6 +101,14 @@ def test_the_cluster_holds_links_collectives_nics_and_rates():
     assert cluster.collectives == [point]
 
 
+def test_a_disturbed_latency_neither_stays_nor_raises_the_bandwidth():
+    pairs = {pair: line(40e-6, 121 * MB, [1 << 22]) for pair in ((0, 1), (1, 0))}
+    pairs[1, 0] = replace(pairs[1, 0], latency_s=1.35e-3)
+    links = build_cluster(local_header(["a", "b"]), pairs, [], [{}, {}], []).links
+    assert [link.latency_s for link in links] == [40e-6] * 2
+    assert [link.bandwidth_bytes_per_s for link in links] == [pytest.approx(121 * MB)] * 2
+
+
 def test_rates_come_from_the_newest_matmul_run_on_the_same_devices(tmp_path):
     header = local_header(["a", "b"])
     assert measured_flops(tmp_path, header) == [{}, {}]
