@@ -50,17 +50,22 @@ class PlannedRun:
 
     Attributes:
         ranks: the ranks of the launch that it uses; rank k of the run is the k-th of them.
+        swept: the flags that tell it from others of its workload and strategy.
     """
 
     case: Case
     key: str
     repeat: int
     ranks: tuple[int, ...]
+    swept: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
-        """Workload, model, strategy and the key's part that names the directory, for the log."""
-        named = (getattr(self.case.config, name, "") for name in ("model", "strategy"))
+        """Workload, model, strategy, swept flags and the key's part that names the directory, for
+        the log."""
+        config = self.case.config
+        named = [getattr(config, name, "") for name in ("model", "strategy")]
+        named += [f"{name} {getattr(config, name)}" for name in self.swept if name != "model"]
         words = (self.case.name, *named, f"({self.key[:6]})")
         return " ".join(word for word in words if word)
 
@@ -130,16 +135,34 @@ def describe_cluster(ranks: list[RankInfo]) -> Cluster:
     return Cluster(nodes=nodes)
 
 
+def swept_flags(cases: Sequence[Case]) -> list[tuple[str, ...]]:
+    """For each case the names of the flags by which cases of its workload and strategy differ."""
+
+    def kind(case: Case) -> tuple[str, str]:
+        return case.name, getattr(case.config, "strategy", "")
+
+    values: dict[tuple[str, str], dict[str, set[str]]] = {}
+    for case in cases:
+        for name, value in vars(case.config).items():
+            values.setdefault(kind(case), {}).setdefault(name, set()).add(repr(value))
+    told = {
+        of_kind: tuple(name for name, found in flags.items() if len(found) > 1)
+        for of_kind, flags in values.items()
+    }
+    return [told.get(kind(case), ()) for case in cases]
+
+
 def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[PlannedRun]:
     """Number the repeats: cases with equal configuration and cluster are repeats of each other."""
     seen: Counter[str] = Counter()
     planned = []
-    for case in cases:
+    for case, swept in zip(cases, swept_flags(cases), strict=True):
         n_ranks = count_ranks(case.config, len(ranks))
         cluster = describe_cluster(ranks[:n_ranks])
         key = run_key(case.name, config_json(case.config), cluster)
         used = tuple(info.rank for info in ranks[:n_ranks])
-        planned.append(PlannedRun(case=case, key=key, repeat=seen[key], ranks=used))
+        run = PlannedRun(case=case, key=key, repeat=seen[key], ranks=used, swept=swept)
+        planned.append(run)
         seen[key] += 1
     return planned
 

@@ -6,7 +6,7 @@ import dataclasses
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import chain, groupby
@@ -146,12 +146,14 @@ def parse_all(argv: list[str]) -> list[Parsed]:
     return parsed
 
 
-def _changed_flags(config: Any) -> str:
-    """Model and strategy, then the other flags that differ from their defaults, as text."""
+def _changed_flags(config: Any, swept: Sequence[str] = ()) -> str:
+    """Model and strategy, then the other flags that are swept or differ from their defaults, as
+    text."""
     defaults = type(config)()
     names = [field.name for field in dataclasses.fields(config)]
     shown: list[str] = [name for name in ("model", "strategy") if name in names]
-    shown += [n for n in names if n not in shown and getattr(config, n) != getattr(defaults, n)]
+    is_told = {n: n in swept or getattr(config, n) != getattr(defaults, n) for n in names}
+    shown += [name for name in names if name not in shown and is_told[name]]
     return " ".join(f"{name}={getattr(config, name)}" for name in shown) or "(defaults)"
 
 
@@ -197,8 +199,9 @@ def _found_before(cases: list[Any], options: RunOptions, n_ranks: int) -> list[s
 
 def print_dry_run(cases: list[Any], options: RunOptions, n_ranks: int) -> None:
     """Print every run in order, each after the needs that no earlier run meets."""
-    from harness.cases import adjacent_cases, case_of, needs_of
+    from harness.cases import adjacent_cases, case_of, needs_of, swept_flags
 
+    swept = swept_flags(cases)
     made = {case.name for case in cases if case.name != "train"}
     before = _found_before(cases, options, n_ranks) if options.resume else [""] * len(cases)
     for adjacent in adjacent_cases(cases):
@@ -212,5 +215,5 @@ def print_dry_run(cases: list[Any], options: RunOptions, n_ranks: int) -> None:
                 )
         for at in adjacent:
             found = f" {before[at] or 'would run'};" if options.resume else ""
-            flags = _changed_flags(cases[at].config)
+            flags = _changed_flags(cases[at].config, swept[at])
             print(f"[{at + 1}/{len(cases)}] {cases[at].name}{found} {flags}")

@@ -6,17 +6,20 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from launching import ROOT, completed, entry
-from made_runs import header_of
+from made_runs import header_of, local_header
 
 from harness.__main__ import _differing, _flags, _preloaded, main
+from harness.cases import Case, plan_runs
 from harness.command_line import parse_all
 from harness.errors import ConfigError, HarnessError, LaunchError, StrategyError
 from harness.measure.store import read_results, write_header
+from harness.workloads import load_workload
 from harness.workloads.common.contract import config_json
 from harness.workloads.train.cases import train_cases
 
@@ -135,6 +138,20 @@ def test_a_dry_run_names_model_and_strategy_of_each_run_by_default_too(tmp_path,
     assert main(["train", *strategies, "--dry-run", "--results", str(tmp_path)]) == 0
     lines = [line[6:] for line in capsys.readouterr().out.splitlines()]
     assert sorted(lines) == [f"train model=resnet18 strategy={name}" for name in ("ddp", "single")]
+
+
+def test_runs_of_a_sweep_are_told_apart_in_the_dry_run_and_in_the_log(tmp_path, capsys):
+    words = ["train", "--strategy", "single", "ddp", "--batch-size", "32", "64", "--results"]
+    assert main([*words, str(tmp_path), "--dry-run"]) == 0
+    lines = sorted(line[6:] for line in capsys.readouterr().out.splitlines())
+    batches = [f"strategy={name} batch={n}" for name in ("ddp", "single") for n in (32, 64)]
+    assert lines == [f"train model=resnet18 {words}" for words in batches]
+    *_, (_, config, _) = parse_all([*words, str(tmp_path)])
+    load = partial(Case, name="train", workload=load_workload("train"))
+    cases = [load(config=one) for one in train_cases(config, 1)]
+    ranks = local_header(["a"]).ranks
+    titles = sorted(plan.title.partition(" (")[0] for plan in plan_runs(cases, ranks))
+    assert titles == [f"train resnet18 {s} batch {n}" for s in ("ddp", "single") for n in (32, 64)]
 
 
 def test_one_launch_takes_several_workloads(tmp_path, capsys):

@@ -41,13 +41,19 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
     rows = list(chain.from_iterable(strategy_tables(repeats.values())))
     compared = [(row, [repeats[run_id] for run_id in row.run_ids]) for row in rows]
     heads, of_one = [*_COLUMNS], [*_COLUMNS.values()]
-    if len({row.workload for row in rows}) == 1:
+    is_one = len({row.workload for row in rows}) == 1
+    if is_one:
         heads, of_one = [f"strategies of {rows[0].workload}", *heads[2:]], of_one[1:]
     lines = [columns(heads, [[of(*pair) for of in of_one] for pair in compared])]
-    lines += [f"{row.strategy} against {row.against}: {row.verdict}" for row in rows if row.verdict]
-    lines += [f"{row.strategy} is: {row.plan}" for row in rows if row.plan]
-    whys = [(row, unlike_one_device(found[0][0])) for row, found in compared if found]
-    lines += [f"{row.strategy} does not train like one device: {why}" for row, why in whys if why]
+    named = [(row, row.strategy if is_one else f"{row.workload}: {row.strategy}") for row in rows]
+    lines += [f"{name} against {row.against}: {row.verdict}" for row, name in named if row.verdict]
+    lines += [f"{name} is: {row.plan}" for row, name in named if row.plan]
+    whys = [unlike_one_device(found[0][0]) if found else "" for _, found in compared]
+    lines += [
+        f"{name} does not train like one device: {why}"
+        for (_, name), why in zip(named, whys, strict=True)
+        if why
+    ]
     return "\n".join(lines)
 
 

@@ -58,6 +58,17 @@ def rows(runs):
     return list(map(cells_of, text.splitlines()))
 
 
+def test_verdicts_of_a_sweep_name_what_they_compare():
+    runs = [
+        make_run(name, batch, n_ranks=n, step_s=8.0 / n, batch=batch)
+        for name, n in (("single", 1), ("ddp", 2))
+        for batch in (8, 16)
+    ]
+    text = compared_text(runs, [training_summary(run) for run in runs])
+    verdicts = [line.partition(" on 1: ")[0] for line in text.splitlines() if "against" in line]
+    assert verdicts == [f"m fp32 batch {n}: ddp on 2 against single" for n in (8, 16)]
+
+
 def test_a_strategy_alone_has_its_row():
     heads, row = rows([make_run("pipeline", 0)])
     assert dict(zip(heads, row, strict=True)) == {
