@@ -31,7 +31,11 @@ from harness.errors import HarnessError, ResultsError
 from harness.measure.derive.devices import PeakKey, SummaRow, peaks_of, with_efficiency
 from harness.measure.derive.doubts import rank_settings
 from harness.measure.derive.settings import configured_number
-from harness.measure.derive.training import TrainingSummary, add_mfu_of_measured_peak
+from harness.measure.derive.training import (
+    TrainingSummary,
+    add_mfu_of_measured_peak,
+    with_outliers_of_repeats,
+)
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Found, Problem
 from harness.plot.numbers import RunNumbers, derive_numbers
@@ -358,6 +362,9 @@ class Catalog:
             summaries = tuple(
                 add_mfu_of_measured_peak(own, run.header.ranks, self.peaks) for run, own in known
             )
+            is_judged = [run.header.status == "ok" and not run.changes for run in case.runs]
+            times = [run.times if ok else {} for run, ok in zip(case.runs, is_judged, strict=True)]
+            summaries = with_outliers_of_repeats(summaries, times)
             first = summaries[0]
             batch = batch_of(case.runs[0], first)
             words = [first.strategy, f"batch {batch:g}" if batch else "", first.dtype, case.cluster]

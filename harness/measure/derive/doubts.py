@@ -1,9 +1,11 @@
 """Reasons to doubt numbers, and the processor time that other guests took."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from harness.domain.run import Headed, RunHeader
 from harness.measure.derive.devices import info_of
@@ -32,6 +34,29 @@ class Doubt(NamedTuple):
 
     kind: DoubtKind
     text: str
+
+
+_OUTLIER_EFFECT = 1.1
+Step = TypeVar("Step")
+
+
+def outliers(times: Mapping[Step, float]) -> tuple[Step, ...]:
+    """Steps above the far fence (third quartile + 3 interquartile ranges) and 1.1 medians.
+
+    Source: Tukey, Exploratory Data Analysis, chapter 2; the factor spares steady runs warnings.
+    """
+    if len(times) < 4:
+        return ()
+    first, median, third = np.percentile(list(times.values()), [25, 50, 75])
+    fence = max(third + 3 * (third - first), _OUTLIER_EFFECT * median)
+    return tuple(step for step, time in times.items() if time > fence)
+
+
+def outlier_doubts(steps: Sequence[int], unit: str) -> list[Doubt]:
+    """A doubt where there are outliers."""
+    n = len(steps)
+    text = f"{n} {unit}{'s' if n > 1 else ''} far above the others"
+    return [Doubt(DoubtKind.OUTLIERS, text)] if n else []
 
 
 # Above this share a step is longer by more than the usual difference between repeats.

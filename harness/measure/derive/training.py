@@ -11,7 +11,7 @@ import numpy as np
 from harness.domain.record import SHORTEST_S
 from harness.domain.run import RankInfo, Status
 from harness.measure.derive.devices import PeakKey, sum_of_peaks
-from harness.measure.derive.doubts import Doubt, DoubtKind
+from harness.measure.derive.doubts import Doubt, DoubtKind, outlier_doubts, outliers
 from harness.measure.derive.pipeline import computes
 from harness.measure.derive.ranks import RankSummary, mark_stragglers, median_of, rank_summary
 from harness.measure.derive.settings import configured, configured_number, strategy_name
@@ -20,7 +20,6 @@ from harness.measure.rank_records import KIND_CODES, Records
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
-OUTLIER_EFFECT = 1.1
 _LONGEST_PLAN = 400  # characters
 
 
@@ -158,18 +157,6 @@ def epoch_times(run: Run) -> dict[int, float]:
     return {epoch: time for epoch, time in times.items() if time >= SHORTEST_S}
 
 
-def outliers(times: dict[int, float]) -> tuple[int, ...]:
-    """Steps above the far fence (third quartile + 3 interquartile ranges) and 1.1 medians.
-
-    Source: Tukey, Exploratory Data Analysis, chapter 2; the factor spares steady runs warnings.
-    """
-    if len(times) < 4:
-        return ()
-    first, median, third = np.percentile(list(times.values()), [25, 50, 75])
-    fence = max(third + 3 * (third - first), OUTLIER_EFFECT * median)
-    return tuple(step for step, time in times.items() if time > fence)
-
-
 def _samples_per_unit(run: Run) -> float | None:
     """Samples of the job in a step or epoch: recorded, summed over ranks; else configured."""
     by_rank = [
@@ -268,6 +255,24 @@ def add_mfu_of_measured_peak(
     return dataclasses.replace(
         summary, mfu_of_measured_peak=mfu, warnings=(*summary.warnings, *doubts)
     )
+
+
+def with_outliers_of_repeats(
+    summaries: Sequence[TrainingSummary], times: Sequence[Mapping[int, float]]
+) -> tuple[TrainingSummary, ...]:
+    """The summaries of repeats with outliers among the steps of all, not of each alone.
+
+    Args:
+        times: seconds of each repeat's steps; empty where they are not judged.
+    """
+    every = {(k, step): time_s for k, own in enumerate(times) for step, time_s in own.items()}
+    far, found = outliers(every), []
+    for k, summary in enumerate(summaries):
+        steps = tuple(step for repeat, step in far if repeat == k)
+        others = [doubt for doubt in summary.warnings if doubt.kind != DoubtKind.OUTLIERS]
+        doubts = (*others, *outlier_doubts(steps, summary.unit))
+        found.append(dataclasses.replace(summary, outlier_steps=steps, warnings=doubts))
+    return tuple(found)
 
 
 def _mean_over_ranks(ranks: Sequence[RankSummary]) -> dict[str, float]:
@@ -370,10 +375,7 @@ def by_first_rank(run: Run, metric: str) -> dict[int, float]:
 def _with_warnings(summary: TrainingSummary) -> TrainingSummary:
     texts = summary.duration.warnings if summary.duration else ()
     doubts = [Doubt(DoubtKind.SPREAD, text) for text in texts]
-    n_far = len(summary.outlier_steps)
-    if n_far:
-        text = f"{n_far} {summary.unit}{'s' if n_far > 1 else ''} far above the others"
-        doubts.append(Doubt(DoubtKind.OUTLIERS, text))
+    doubts += outlier_doubts(summary.outlier_steps, summary.unit)
     for rank in filter(lambda rank: rank.is_straggler, summary.ranks):
         text = f"rank {rank.rank} ({rank.info.hostname}) is a straggler"
         doubts.append(Doubt(DoubtKind.STRAGGLER, text))

@@ -107,7 +107,7 @@ FIGURE = Figure(
         "Wall time of each step after warm-up (or epoch, if only epochs were logged): the maximum "
         "over ranks. The dashed line is the median over repeats. Red circles are outliers: more "
         "than three interquartile ranges above the third quartile, and more than 10 % above the "
-        "median. Repeats of one configuration have lighter tones."
+        "median, over the steps of all repeats, which have lighter tones."
     ),
     better="lower and flatter is better",
     needs="a training run: ./entry.sh train",

@@ -12,7 +12,7 @@ from harness.measure.derive.devices import (
     memory_table,
     summa_table,
 )
-from harness.measure.derive.doubts import DoubtKind
+from harness.measure.derive.doubts import DoubtKind, outliers
 from harness.measure.derive.links import (
     best_links_bytes_per_s,
     bus_factor,
@@ -23,7 +23,11 @@ from harness.measure.derive.links import (
 )
 from harness.measure.derive.scaling import ScalingPoint, scaling_table
 from harness.measure.derive.spans import phase_table
-from harness.measure.derive.training import outliers, step_times, training_summary
+from harness.measure.derive.training import (
+    step_times,
+    training_summary,
+    with_outliers_of_repeats,
+)
 
 
 def make_run(ranks, *, peak=None, nic_bytes_per_s=None, config=None, **changes):
@@ -224,6 +228,17 @@ def test_outliers_are_far_beyond_the_quartiles():
     times = dict(enumerate([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.6]))
     assert outliers(times) == (7,)
     assert outliers(dict(enumerate([1.0] * 9 + [1.05]))) == ()
+
+
+def test_outliers_of_repeats_are_far_above_the_steps_of_all():
+    repeats = [1.0, 1.01, 0.99, 1.0], [1.9, 2.0, 1.0, 1.0], [1.0, 1.0, 1.02, 1.0]
+    runs = [make_run([[span("step", 0, s, k) for k, s in enumerate(own)]]) for own in repeats]
+    summaries = [training_summary(run) for run in runs]
+    assert [one.outlier_steps for one in summaries] == [(), (), ()]
+    found = with_outliers_of_repeats(summaries, [step_times(run) for run in runs])
+    assert [one.outlier_steps for one in found] == [(), (0, 1), ()]
+    texts = [[d.text for d in one.warnings if d.kind == DoubtKind.OUTLIERS] for one in found]
+    assert texts == [[], ["2 steps far above the others"], []]
 
 
 def matmul(rank_times, **more):
