@@ -154,14 +154,18 @@ def shorten(text: str, limit: int) -> str:
 
 
 def wrap_label(text: str, limit: int = 44) -> str:
-    """Break a label at its separators into lines of about `limit` characters."""
+    """Break a label at its separators into lines of about `limit` characters, and a longer part of
+    it at its commas."""
     lines = [""]
-    for word in text.split(" · "):
-        joined = f"{lines[-1]} · {word}" if lines[-1] else word
-        if len(joined) <= limit or not lines[-1]:
-            lines[-1] = joined
-        else:
-            lines.append(word)
+    for part in text.split(" · "):
+        is_long, separator = len(part) > limit + 4, " · "
+        for word in part.split(", ") if is_long else [part]:
+            joined = f"{lines[-1]}{separator}{word}" if lines[-1] else word
+            if len(joined) <= limit or not lines[-1]:
+                lines[-1] = joined
+            else:
+                lines.append(word)
+            separator = ", "
     return "\n".join(shorten(line, limit + 4) for line in lines)
 
 

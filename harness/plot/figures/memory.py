@@ -15,12 +15,13 @@ from harness.plot.style import (
 )
 from harness.units import format_number
 
+# Tones that no strategy has.
 KINDS = {
-    "predicted": ("#D55E00", "predicted by the simulator"),
-    "allocated": ("#0072B2", "tensors (allocated)"),
-    "reserved": ("#56B4E9", "held by the allocator (reserved)"),
-    "rss": ("#009E73", "process (resident set)"),
-    "used": ("#CC79A7", "device in use, by anybody"),
+    "predicted": ("#C8B48A", "predicted by the simulator"),
+    "allocated": ("#2B3A4A", "tensors (allocated)"),
+    "reserved": ("#5B7083", "held by the allocator (reserved)"),
+    "rss": ("#93A5B5", "process (resident set)"),
+    "used": ("#CBD5DD", "device in use, by anybody"),
 }
 GIB = 2.0**30
 FURTHEST = 5.0  # times the longest bar, that a device's memory is drawn to scale

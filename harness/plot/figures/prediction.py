@@ -13,7 +13,6 @@ from harness.plot.predicted import PlannedCase, PlannedRepeat, planned_cases
 from harness.plot.style import (
     FAILED,
     LIMIT,
-    MUTED,
     WIDTH_IN,
     colour_of,
     move_clear,
@@ -171,7 +170,7 @@ def _draw_legend(axes: Axes, known: pd.DataFrame) -> None:
         entries.append(Line2D([], [], linestyle="", label=f"and {len(names) - MAX_LEGEND} more"))
     entries.append(Line2D([], [], linestyle="", label="model"))
     entries += [
-        Line2D([], [], marker=marker, linestyle="", color=MUTED, label=shorten(model, 26))
+        Line2D([], [], marker=marker, linestyle="", mfc="none", mec=LIMIT, label=shorten(model, 26))
         for model, (_, marker) in sorted(series_style(known["model"]).items())[:MAX_LEGEND]
     ]
     axes.legend(handles=entries, loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0)

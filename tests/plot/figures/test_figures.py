@@ -23,12 +23,13 @@ from measured_runs import (
 from harness.domain.record import Sample
 from harness.measure.store import RecordWriter, find_runs, read_results, without_samples
 from harness.plot.figures import FIGURES, load_figure
+from harness.plot.figures.memory import KINDS as MEMORY_KINDS
 from harness.plot.figures.prediction import _name_misses
 from harness.plot.figures.scaling import draw as draw_scaling
 from harness.plot.headlines import warnings
 from harness.plot.render import image_bytes
 from harness.plot.report import format_value, header_of, present
-from harness.plot.style import wrap_label
+from harness.plot.style import STRATEGIES, wrap_label
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +267,19 @@ def test_nodes_that_tell_clusters_apart_are_whole_in_a_figures_label(tmp_path):
     table = table_of("throughput", tmp_path)
     last = sorted(wrap_label(label, 30).splitlines()[-1] for label in table["label"])
     assert last == ["tesla0 … tesla1", "tesla0 … tesla2"]
+
+
+def test_the_speed_of_a_network_is_whole_in_the_label_of_many_unlike_devices():
+    cluster = "2 × AMD EPYC x 0.3 + 1 × AMD EPYC x 0.6, 0.1 Gbit/s"
+    assert wrap_label(f"searched · batch 24 · fp32 · {cluster}").splitlines() == [
+        "searched · batch 24 · fp32",
+        "2 × AMD EPYC x 0.3 + 1 × AMD EPYC x 0.6",
+        "0.1 Gbit/s",
+    ]
+
+
+def test_no_kind_of_memory_has_the_colour_of_a_strategy():
+    assert not {colour for colour, _ in MEMORY_KINDS.values()} & set(STRATEGIES.values())
 
 
 def test_runs_with_other_environment_variables_do_not_merge_and_say_them(tmp_path):
