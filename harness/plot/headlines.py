@@ -87,6 +87,8 @@ def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
             label = str(case.training.identity["label"])
             yield label, Doubt(DoubtKind.TRAFFIC, text)
     for run in catalog.runs:
+        if run.header.status != "ok":
+            yield run.header.run_id, Doubt(DoubtKind.FAILED, run.header.ending)
         for text in filter(None, map(disturbed_text, run.links)):
             yield run.header.run_id, Doubt(DoubtKind.LATENCY, text)
     for header in (run.header for run in catalog.runs):

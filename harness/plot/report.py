@@ -249,7 +249,7 @@ def _verdict(row: StrategyRow, against: str) -> tuple[str, str]:
     if row.verdict.outcome == "inconclusive":
         n_more = row.verdict.n_more
         if row.verdict.is_apart:
-            return "inconclusive", f"ranges do not overlap, {n_more} more repeats decide"
+            return "inconclusive", f"ranges apart, {n_more} more repeats"
         is_near = n_more <= MOST_REPEATS
         words = f"about {n_more} more repeats" if is_near else "repeats vary too much"
         return "inconclusive", words

@@ -16,6 +16,7 @@ from harness.measure.store import Run
 class DoubtKind(StrEnum):
     """Kinds of doubt, in the report's words and order."""
 
+    FAILED = "Runs that are not ok"
     TRAINING = "Not the training of one device"
     SPREAD = "Steps are few or vary"
     OUTLIERS = "Outlier steps"

@@ -157,7 +157,7 @@ def _against(baseline: StrategyRow, row: StrategyRow) -> StrategyRow:
 
 
 MOST_REPEATS = 100  # most repeats that the sentence advises
-_APART = ", and the ranges do not overlap"
+_APART = ", ranges apart"
 _N_NAMED = 2  # most strategies that are named as no gain, and as failed
 
 

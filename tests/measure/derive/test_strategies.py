@@ -146,9 +146,8 @@ def test_communication_is_no_cause_where_the_rest_of_the_step_is_no_gain_either(
 def test_too_few_repeats_are_no_verdict():
     rows = row("single", 1, 2.0, 2), row("ddp", 5, 4.0, 2), row("searched", 5, 1.0, 2)
     assert finding(*rows) == (
-        "No verdict yet: searched was fastest (2.00 times one device, and the ranges do not "
-        "overlap), but 2 repeats do not decide it (about 5 more would); ddp is undecided (0.50 "
-        "times, and the ranges do not overlap)."
+        "No verdict yet: searched was fastest (2.00 times one device, ranges apart), but 2 repeats "
+        "do not decide it (about 5 more would); ddp is undecided (0.50 times, ranges apart)."
     )
     assert finding(row("single", 1, 1.0, 1), row("ddp", 5, 4.0, 1)) == (
         "No verdict yet: one device was fastest, but 1 repeat does not decide it (about 6 "

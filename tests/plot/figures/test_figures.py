@@ -72,6 +72,11 @@ def test_every_figure_keeps_the_run_that_is_not_ok(name, catalog, of_planned):
         assert failed[numbers].isna().all()
 
 
+def test_a_run_that_is_not_ok_is_named_in_the_warnings(catalog):
+    (line,) = warnings(catalog)["Runs that are not ok"]
+    assert line.startswith("too-large: oom: ")
+
+
 def test_repeats_merge_into_one_row(catalog):
     table = table_of("throughput", catalog)
     ddp = row_of(table, strategy="ddp", batch=160)
