@@ -141,6 +141,17 @@ def test_scaling_holds_the_batch_or_the_batch_per_device(catalog):
     assert weak["baseline_devices"] == 1
 
 
+def test_devices_that_a_plan_leaves_out_do_not_count(tmp_path):
+    records = training_records(2, 32, 0.1, 0.0)
+    records[1] = [one for one in records[1] if getattr(one, "kind", "step") == "step"]
+    for strategy, n in (("single", 1), ("searched", 2)):
+        run = make_header("train", train_config(strategy, 32), make_cluster(n), run_id=strategy)
+        write_run(tmp_path, run, {rank: records[rank] for rank in range(n)})
+    assert table_of("scaling", tmp_path).empty
+    row = row_of(table_of("throughput", tmp_path), strategy="searched")
+    assert row["per_device_samples_per_s"] == row["throughput_samples_per_s"]
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
