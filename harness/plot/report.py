@@ -231,7 +231,7 @@ def _strategy_row(row: StrategyRow, cell: str, against: str) -> dict[str, Any]:
         "step": "" if row.median_s is None else format_duration(row.median_s),
         "interval": _interval(row.interval) if n_ok else "",
         "is_range": row.interval is not None and row.interval.coverage < CONFIDENCE,
-        "speedup": "" if row.speedup is None else f"{row.speedup:.2f}",
+        "speedup": row.ratio,
         "outcome": row.verdict.outcome if row.verdict else "",
         "verdict": verdict,
         "detail": detail,

@@ -58,6 +58,13 @@ class StrategyRow:
         return f"{self.name} on {self.n_ranks}"
 
     @property
+    def ratio(self) -> str:
+        """The speed-up in two digits or more; empty for the baseline."""
+        if self.speedup is None:
+            return ""
+        return f"{self.speedup:.2f}" if self.speedup >= 0.1 else f"{self.speedup:.2g}"
+
+    @property
     def median_s(self) -> float | None:
         """Median of `step_s`; None when no repeat ended ok."""
         return median(self.step_s) if self.step_s else None
@@ -213,7 +220,7 @@ class _Finding:
 
     def _lead_of_other(self, best: StrategyRow) -> str:
         name, baseline = self._name(best), self._name(self._measured[0])
-        reading, against = f"{best.speedup:.2f} times {baseline}", best.verdict
+        reading, against = f"{best.ratio} times {baseline}", best.verdict
         if against is None or against.outcome in ("inconclusive", "slower"):
             n_more = against.n_more if against else 0
             apart = _APART if against and against.is_apart else ""
@@ -228,7 +235,7 @@ class _Finding:
         ]
         if rivals:
             leaders = [f"{name} ({reading})"]
-            leaders += [f"{self._name(row)} ({row.speedup:.2f} times)" for row in rivals]
+            leaders += [f"{self._name(row)} ({row.ratio} times)" for row in rivals]
             names = f"{', '.join(leaders[:-1])} and {leaders[-1]}"
             return f"{names} are fastest: their repeats do not separate them"
         return f"{name} is fastest: {reading}"
@@ -246,7 +253,7 @@ class _Finding:
         is_open = row.verdict is None or row.verdict.outcome == "inconclusive"
         apart = _APART if row.verdict and row.verdict.is_apart else ""
         words = "is undecided" if is_open else "is no gain"
-        return f"{self._name(row)} {words} ({row.speedup:.2f} times{apart})"
+        return f"{self._name(row)} {words} ({row.ratio} times{apart})"
 
     def _cause(self, row: StrategyRow) -> str:
         """Communication, if the strategy would beat the baseline without exposed communication."""

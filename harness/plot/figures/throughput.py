@@ -20,19 +20,8 @@ from harness.plot.style import (
 from harness.units import format_number
 
 COLUMNS = (
-    *(
-        "model",
-        "label",
-        "strategy",
-        "plan",
-        "cluster",
-        "n_devices",
-        "batch",
-        "dtype",
-        "status",
-        "reason",
-    ),
-    *("n_repeats", "n_values", "throughput_samples_per_s", "low_samples_per_s"),
+    *("model", "label", "strategy", "plan", "cluster", "n_devices", "batch", "dtype", "status"),
+    *("reason", "n_repeats", "n_values", "throughput_samples_per_s", "low_samples_per_s"),
     *("high_samples_per_s", "per_device_samples_per_s", "cv", "mfu", "mfu_of_measured_peak"),
 )
 

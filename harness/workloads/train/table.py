@@ -102,7 +102,7 @@ _COLUMNS: dict[str, Callable[[StrategyRow, Sequence[Repeat]], str]] = {
     "memory": lambda _, found: cell(_peak(_memory(s) for _, s in found), format_bytes),
     "predicted": lambda *pair: cell(_predicted_s(*pair), format_duration),
     "error": lambda *pair: cell(_error(*pair), "+.0%"),
-    "speed-up": lambda row, _: cell(row.speedup, ".2f"),
+    "speed-up": lambda row, _: row.ratio or "-",
 }
 
 

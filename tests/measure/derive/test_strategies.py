@@ -155,6 +155,13 @@ def test_too_few_repeats_are_no_verdict():
     )
 
 
+def test_a_small_speed_up_has_two_digits():
+    assert finding(row("single", 1, 0.17), row("ddp", 3, 5.7)) == (
+        "No strategy is faster than one device; ddp is no gain (0.03 times)."
+    )
+    assert finding(row("single", 1, 0.172), row("ddp", 3, 5.0)).endswith("(0.034 times).")
+
+
 def test_repeats_that_vary_more_than_strategies_differ_are_no_verdict():
     single, ddp = (
         replace(row(n, k, 1.0), step_s=(1.0, 2.0)) for n, k in (("single", 1), ("ddp", 2))
