@@ -163,14 +163,13 @@ def _found_before(cases: list[Any], options: RunOptions, n_ranks: int) -> list[s
     Runs of as many ranks count whose first is on this host: a dry run does not ask the others.
     """
     from harness.cases import (
-        check_batches,
         describe_cluster,
-        find_resumed,
         finished_repeats,
         plan_runs,
         remaining_repeats,
     )
     from harness.domain.run import RankInfo, RunHeader, run_key
+    from harness.resume import check_batches, find_resumed
 
     host = platform.node()
     ranks = [

@@ -29,11 +29,8 @@ from harness.cases import (
     PlannedRun,
     adjacent_cases,
     case_of,
-    check_batches,
-    check_ended,
     check_files,
     describe_cluster,
-    find_resumed,
     finished_repeats,
     needs_of,
     plan_runs,
@@ -46,6 +43,7 @@ from harness.measure.heartbeat import HEADER_FILE, Heartbeat
 from harness.measure.places import check_results
 from harness.measure.reached import ReachedReader
 from harness.measure.store import Run, claim_directory, read_run, write_header
+from harness.resume import check_batches, check_ended, find_resumed
 from harness.run import Outcome, RunSpec, lost_ranks, outcome_of, run_case, worst
 from harness.runtime.agent import GRACE_S
 from harness.runtime.ranks import sharing

@@ -9,10 +9,11 @@ import pytest
 import torch.distributed as dist
 from made_runs import header_of, workload_of, world_of
 
-from harness.cases import Case, PlannedRun, find_earlier, has_failed, remaining_repeats
+from harness.cases import Case, PlannedRun, has_failed, remaining_repeats
 from harness.launch import Launcher
 from harness.measure.heartbeat import HEADER_FILE
 from harness.measure.store import write_header
+from harness.resume import find_earlier
 from harness.run import RunSpec, run_case
 from harness.runtime.agent.wire import Channel
 from harness.runtime.ranks.rendezvous import Meeting

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 from made_runs import header_of
 
-from harness.cases import Case, check_batches, check_ended, find_earlier, find_resumed, plan_runs
+from harness.cases import Case, plan_runs
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ConfigError, ResultsError
 from harness.measure.store import write_header
+from harness.resume import check_batches, check_ended, find_earlier, find_resumed
 from harness.runtime.executor.state import files
 from harness.workloads.common.contract import config_json
 from harness.workloads.train import keeper, saves
