@@ -246,7 +246,7 @@ def _model(args: argparse.Namespace, cluster: Cluster) -> tuple[Graph, Profile]:
         profile = Profile.load(path) if path.is_file() else None
         if profile is not None and knows(profile, graph, cluster):
             return graph, profile
-        return graph, estimate_profile(graph, cluster)
+        return graph, estimate_profile(graph, cluster, args.dtype or "fp32")
     return _profile(args, cluster, graph)
 
 

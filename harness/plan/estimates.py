@@ -181,15 +181,19 @@ def rated_profile(rates: str, graph: Graph, cluster: Cluster) -> Profile:
     )
 
 
-def estimate_profile(graph: Graph, cluster: Cluster) -> Profile:
+def estimate_profile(graph: Graph, cluster: Cluster, dtype: str = "fp32") -> Profile:
     """FLOPs over the matmul rate, for every operator on every kind of device of the cluster.
+
+    Args:
+        dtype: of training; a device that has no rate of it counts by its highest rate.
 
     Raises:
         PlanError: a kind of device has no matmul rate.
     """
     rates: dict[str, DeviceRates] = {}
     for device in cluster.devices:
-        rate = device.flops_per_s.get("float32") or max(device.flops_per_s.values(), default=0.0)
+        known = device.flops_per_s
+        rate = known.get(dtype) or max(known.values(), default=0.0)
         if rate <= 0:
             raise PlanError(
                 f"nothing says how fast {device.kind!r} runs {graph.name!r}: give --profile "

@@ -161,9 +161,11 @@ def test_unprofiled_hardware_is_estimated_from_its_matmul_rate(tmp_path, printed
     files = ("--graph", tmp_path / "g.json", "--cluster", tmp_path / "c.json")
     words = ("search --cost pipedream --json", *files)
     refused(*words)  # neither profile nor model nor rate
-    cluster["nodes"][0]["devices"][0]["flops_per_s"] = {"float32": 1e12}
+    cluster["nodes"][0]["devices"][0]["flops_per_s"] = {"fp32": 1e12, "bf16": 4e12}
     (tmp_path / "c.json").write_text(json.dumps(cluster))
-    assert json.loads(printed(*words).out)["predicted_step_s"] == pytest.approx(3e-3)
+    for flags, step_s in ((), 3e-3), (("--dtype", "bf16"), 0.75e-3):
+        found = json.loads(printed(*words, *flags).out)
+        assert found["predicted_step_s"] == pytest.approx(step_s)
 
 
 HARDWARE = (
@@ -212,6 +214,7 @@ def test_the_sizes_are_those_of_the_models():
         (DLRM, "--rates 9e12", "FLOPS,BYTES"),
         (DLRM, "--rates nan,1e9", "--rates 'nan,1e9' is not FLOPS,BYTES"),
         ("predict --layout dp=2", "--microbatches 0", "--microbatches 0 must be above 0"),
+        ("predict --layout pp=2", "--schedule interleaved", "invalid choice: 'interleaved'"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(refused, words, flags, message):
