@@ -31,7 +31,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         kind: hardware model, such as `NVIDIA GeForce RTX 3070`; the key of its profile.
         memory_bytes: memory that a training run may use.
         speed: relative to the profile of its kind: at 0.5 each operator takes twice as long.
-        flops_per_s: measured matmul rate by dtype; empty when not measured.
+        flops_per_s: measured matmul rate by dtype, such as fp32; empty when not measured.
         host_s_per_byte: communication overhead, in seconds of computation for each byte sent or
             received, because gloo copies and runs TCP on the same cores, and NCCL's kernels run on
             the same GPU. 0 when not measured.
@@ -103,9 +103,10 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         names = [device.name for device in self.devices]
         if not names:
             raise ClusterError("the cluster has no device: name at least one node with one device")
-        twice = [name for name, n in Counter(names).items() if n > 1]
-        if twice:
-            raise ClusterError(f"device names must be unique, repeated: {sorted(twice)[:8]}")
+        for kind, own in (("device", names), ("node", [node.name for node in self.nodes])):
+            name, n = max(Counter(own).items(), key=lambda one: one[1])
+            if n > 1:
+                raise ClusterError(f"{n} {kind}s are named {name!r}: give each its own name")
         for node in self.nodes:
             if not node.devices:
                 raise ClusterError(f"node {node.name} has no device: name one, or leave it out")
@@ -117,6 +118,12 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         for device in self.devices:
             _check_device(device)
         _check_links(self.links, names)
+        for point in self.collectives:
+            if point.n_ranks < 1 or point.n_bytes < 1 or not is_positive(point.duration_s, MOST_S):
+                raise ClusterError(
+                    f"{point.operation} of {point.n_ranks} ranks and {point.n_bytes} B takes "
+                    f"{point.duration_s} s: each must be above 0"
+                )
 
     @property
     def devices(self) -> list[Device]:
@@ -216,6 +223,12 @@ def _check_device(device: Device) -> None:
             f"device {device.name} has host_s_per_byte {device.host_s_per_byte}: it must be >= 0, "
             "and at most 1e10"
         )
+    for dtype, rate in device.flops_per_s.items():
+        if not is_positive(rate):
+            raise ClusterError(
+                f"device {device.name} has flops_per_s {rate} of {dtype}: it must be above 0, or "
+                "left out"
+            )
 
 
 def _check_links(links: list[Link], names: list[str]) -> None:
