@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "first, then replicas, then stages",
     )
     parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="default: 1")
-    parser.add_argument("--schedule", choices=SCHEDULE_NAMES, default="1f1b", help="default: 1f1b")
+    names = [name for name in SCHEDULE_NAMES if name != "interleaved"]  # a device has one stage
+    parser.add_argument("--schedule", choices=names, default="1f1b", help="default: 1f1b")
     parser.add_argument(
         "--recompute",
         choices=["none", "stages", "segments", "layers"],
