@@ -26,7 +26,7 @@ from harness.runtime.devices.sampling import Budget
 from harness.runtime.ranks.world import Context
 from harness.units import format_bandwidth, format_bytes, format_duration, parse_bytes
 from harness.workloads.common.contract import Workload
-from harness.workloads.common.flags import check_above_zero, check_at_least
+from harness.workloads.common.flags import check_above_zero, check_at_least, flag
 from harness.workloads.links.operations import (
     OPERATIONS,
     Limits,
@@ -96,6 +96,11 @@ def links_cases(config: LinksConfig, n_ranks: int) -> list[LinksConfig]:
         raise ConfigError(
             f"operations {unknown or 'none'} are not among {', '.join(OPERATIONS)}: choose some"
         )
+    for name, user in (("operations", "pairs"), ("sizes", "pairs"), ("pair_sizes", "collectives")):
+        if config.measure == user and getattr(config, name) != getattr(LinksConfig(), name):
+            raise ConfigError(
+                f"--measure {user} has no use for {flag(name)}: drop it, or --measure {user}"
+            )
     for text in (*config.sizes, *config.pair_sizes):
         if not 0 < parse_bytes(text) <= _LARGEST_BYTES:
             raise ConfigError(f"message size {text!r} is outside 1 B to 8GiB: write it like 16MiB")

@@ -47,6 +47,9 @@ SMALL = LinksConfig(
         ({"time_budget_s": float("inf")}, "--time-budget-s inf must be above 0, and finite"),
         ({"min_samples": 200}, "--min-samples 200 and --max-samples 100"),
         ({"warm_up": 0}, "--warm-up 0 must be at least 1"),
+        ({"measure": "pairs", "operations": ("broadcast",)}, "pairs has no use for --operations"),
+        ({"measure": "pairs", "sizes": ("1KiB",)}, "--measure pairs has no use for --sizes: drop"),
+        ({"measure": "collectives", "pair_sizes": ("1KiB",)}, "no use for --pair-sizes"),
     ],
 )
 def test_impossible_flags_are_refused_with_their_values(change, message):
