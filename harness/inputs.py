@@ -289,7 +289,7 @@ def read_file(
             data = file.read(at_most + 1)
     except (OSError, ValueError) as problem:  # a NUL in the path is a ValueError
         reason = getattr(problem, "strerror", None) or str(problem)
-        raise error(f"{kind} {one_line(str(path))}: {reason}") from None
+        raise error(f"{kind} {one_line(str(path))}: {reason}: name one that can be read") from None
     if len(data) > at_most:
         raise error(f"{kind} {path} has more than {at_most // 2**20} MiB: it is no {kind}")
     return data

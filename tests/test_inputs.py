@@ -129,7 +129,7 @@ def test_files_are_bounded(tmp_path):
 def test_a_pipe_is_read_where_a_flag_names_it(tmp_path):
     pipe = tmp_path / "cluster.json"
     os.mkfifo(pipe)
-    with pytest.raises(ClusterError, match=r"^cluster file .*cluster.json: Not a regular file$"):
+    with pytest.raises(ClusterError, match=r"^cluster file .*cluster.json: Not a regular file: "):
         Cluster.load(pipe)
     with pytest.raises(ConfigError, match="graph file /dev/zero: Not a regular file"):
         read_file(Path("/dev/zero"), "graph file")
