@@ -13,6 +13,7 @@ from launching import completed
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
+from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import Strategy, validate
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.report import ProgressLine
@@ -122,6 +123,29 @@ def test_published_costs_refuse_unlike_devices(chain, tmp_path, refused):
     for cost in ("pipedream", "maxload"):
         said = refused("search --cost", cost, "--profile", chain, "--cluster", path)
         assert f"--cost {cost} plans for equal devices" in said
+
+
+@pytest.mark.parametrize(("cost", "step_s"), [("pipedream", 6e-3), ("maxload", 6e-3)])
+def test_published_costs_know_how_fast_devices_are(chain, tmp_path, printed, cost, step_s):
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e12, memory_bytes=2**40)
+    for speed in (1.0, 0.5):
+        path = tmp_path / "cluster.json"
+        path.write_bytes(cluster.scaled([speed] * 2).to_json())
+        words = ("search --json --cost", cost, "--profile", chain, "--cluster", path)
+        found = json.loads(printed(*words).out)
+        assert found["predicted_step_s"] == pytest.approx(step_s / speed, rel=0.01)
+
+
+def test_published_costs_refuse_another_batch_than_the_profiled(tmp_path, refused):
+    graph = Graph(name="g", operators=[Operator(name="a", kind="linear")], batch=4)
+    point = Measurement(device_kind="device", operator="a", forward_s=1.0, backward_s=1.0)
+    (tmp_path / "g.json").write_bytes(graph.to_json())
+    (tmp_path / "p.json").write_bytes(Profile(model="g", measurements=[point]).to_json())
+    files = ("--graph", tmp_path / "g.json", "--profile", tmp_path / "p.json")
+    words = ("--topology 2 --bandwidth 1e9", *files)
+    for cost in ("pipedream", "maxload"):
+        said = refused("search --cost", cost, *words, "--batch-size 8")
+        assert "for a batch of 4, and --batch-size is 8: leave it out" in said
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from harness.errors import PlanError
 from harness.plan.costs import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.plan.published.maxload.problem import LoadProblem, Value
 from harness.plan.published.maxload.search import Found, OperatorPlacement, search
-from harness.plan.published.pipedream.planner import check_devices, pipeline_strategy
+from harness.plan.published.pipedream.planner import check_request, pipeline_strategy
 from harness.plan.published.pipedream.problem import (
     STATE_BYTES_PER_PARAMETER_BYTE,
     TICK_S,
@@ -30,8 +30,9 @@ def plan(request: PlanRequest) -> PlanResult:
             lacks an operator.
     """
     (graph, profile), cluster = request.model(), request.cluster
-    workload = workload_from(graph, profile, cluster.devices[0].kind)
-    check_devices(cluster, workload, "maxload")
+    first = cluster.devices[0]
+    workload = workload_from(graph, profile, first.kind, first.speed)
+    check_request(request, workload, "maxload")
     problem = problem_from(workload, cluster, request.memory_bytes)
 
     def report(quick: OperatorPlacement, n_sets: int) -> None:

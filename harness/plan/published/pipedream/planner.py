@@ -43,8 +43,9 @@ def plan(request: PlanRequest) -> PlanResult:
             lacks an operator.
     """
     (graph, profile), cluster = request.model(), request.cluster
-    workload = workload_from(graph, profile, cluster.devices[0].kind)
-    check_devices(cluster, workload, "pipedream")
+    first = cluster.devices[0]
+    workload = workload_from(graph, profile, first.kind, first.speed)
+    check_request(request, workload, "pipedream")
     problem = PipelineProblem(workload, levels_for(cluster, request.memory_bytes, workload))
     deadline_s = math.inf if request.seconds is None else time.monotonic() + request.seconds
 
@@ -60,8 +61,15 @@ def plan(request: PlanRequest) -> PlanResult:
     return _result(request, problem, found)
 
 
-def check_devices(cluster: Cluster, workload: OperatorDag, cost: str) -> None:
-    """Refuse devices that a published cost cannot tell apart, and times that say nothing."""
+def check_request(request: PlanRequest, workload: OperatorDag, cost: str) -> None:
+    """Refuse devices that a published cost cannot tell apart, times that say nothing, and those of
+    another batch."""
+    cluster, graph = request.cluster, request.model()[0]
+    if None not in (request.batch, graph.batch) and request.batch != graph.batch:
+        raise PlanError(
+            f"--cost {cost} takes times as they were profiled, for a batch of {graph.batch}, and "
+            f"--batch-size is {request.batch}: leave it out, or use --cost simulator"
+        )
     kinds = {(device.kind, device.speed) for device in cluster.devices}
     if len(kinds) > 1:
         raise PlanError(

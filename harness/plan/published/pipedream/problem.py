@@ -75,8 +75,8 @@ class OperatorDag:
         return len(self.names)
 
 
-def workload_from(graph: Graph, profile: Profile, device_kind: str) -> OperatorDag:
-    """Join a graph with its times on one kind of device.
+def workload_from(graph: Graph, profile: Profile, kind: str, speed: float = 1.0) -> OperatorDag:
+    """Join a graph with its times on devices of one kind and speed.
 
     Raises:
         GraphError: nothing but inputs is left.
@@ -95,7 +95,7 @@ def workload_from(graph: Graph, profile: Profile, device_kind: str) -> OperatorD
     position = {operator.name: i for i, operator in enumerate(kept)}
     return OperatorDag(
         names=[op.name for op in kept],
-        compute_ticks=[round(times.lookup(op, device_kind).total_s / TICK_S) for op in kept],
+        compute_ticks=[round(times.lookup(op, kind).total_s / speed / TICK_S) for op in kept],
         parameter_bytes=[op.parameter_bytes for op in kept],
         activation_bytes=[op.activation_bytes for op in kept],
         producers=[
