@@ -187,7 +187,7 @@ COSTS = {
         module="harness.plan.published.pipedream.planner",
         summary="PipeDream's published formula with transfers counted, by exact dynamic "
         "programming",
-        unread=("start", "shard_state", "reduce_dtype"),
+        unread=("start", "search_budget", "shard_state", "reduce_dtype"),
     ),
     "maxload": Cost(
         module="harness.plan.published.maxload.planner",

@@ -76,6 +76,8 @@ def test_a_full_disk_is_one_line(tmp_path, refused, monkeypatch):
 def test_a_cost_refuses_what_it_has_no_use_for(flag, refused):
     message = f"--cost flexflow2018 has no use for {flag.split()[0]}: leave it out"
     assert message in refused(SEARCH, flag)
+    said = refused("search --cost pipedream --search-budget 9 --topology 2 --bandwidth 1e9")
+    assert "--cost pipedream has no use for --search-budget" in said
 
 
 def test_a_graph_to_draw_over_is_refused_where_nothing_is_drawn(tmp_path, refused):
