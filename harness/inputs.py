@@ -132,6 +132,7 @@ _TYROS_WORDS = {
 _OF_UNION = re.compile(r"no type matching .* Got errors: .*- <class '\w+'>: ")
 _RULE = re.compile(r"\W*[─-]{9}\W*")
 _SUGGESTED = re.compile(r"\W {5}(--[\w-]+)")
+_MISSING = re.compile(r"\W {5}(\w.*?|-.*?)\W*")
 
 
 def parse_flags(kind: Any, words: Sequence[str], prog: str, **options: Any) -> Any:
@@ -156,7 +157,9 @@ def parse_flags(kind: Any, words: Sequence[str], prog: str, **options: Any) -> A
             raise
     _, *lines = box.getvalue().splitlines()
     inside = dropwhile(_RULE.fullmatch, lines)  # without UTF-8 the title has a rule below it
-    told = takewhile(lambda line: not _RULE.fullmatch(line), inside)
+    told = list(takewhile(lambda line: not _RULE.fullmatch(line), inside))
+    if missing := [found[1] for line in told if (found := _MISSING.fullmatch(line))]:
+        told = [f"{' and '.join(missing)} must be given"]
     text = _OF_UNION.sub("", " ".join(line.strip("│ ") for line in told))
     for its, ours in _TYROS_WORDS.items():
         text = text.replace(its, ours)

@@ -155,6 +155,8 @@ def _import(words: Sequence[str]) -> None:
     from harness.plot.imports import READERS, ImportOptions, import_logs
 
     facts = parse_flags(ImportOptions, words, "python -m harness.plot import")
+    if not facts.paths:
+        raise ConfigError("name a log, or a directory of logs; see --help")
     for name in ("batch_per_device", "epoch_samples", "weak_share"):
         if not getattr(facts, name) > 0:
             flag = f"--{name.replace('_', '-')}"

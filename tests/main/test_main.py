@@ -101,6 +101,8 @@ def test_ranks_must_not_wait_longer_for_a_sample_than_for_a_collective(workload)
         ("links --min-iterations 3", "--min-iterations is --min-samples here"),
         ("train --lr 0.1", "--lr is --learning-rate here"),
         ("train --stpes 5", "unknown flags or values: --stpes, 5: perhaps --steps or"),
+        ("control", "RUN and --strategy PATH must be given; see entry.sh control --help"),
+        ("control results/a", "--strategy PATH must be given; see"),
         ("train --steps abc", "--steps: no whole number: 'abc'; see entry.sh train --help"),
         ("train --learning-rate x", "--learning-rate: no number: 'x'; see"),
         ("matmul --sizes a", "--sizes: these cannot be read: ['a']; see"),

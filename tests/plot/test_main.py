@@ -204,6 +204,7 @@ def test_a_single_run_directory_can_be_drawn(comparison, tmp_path, capsys):
         (["absent"], "is not a directory"),
         (["."], "holds no run: make one"),
         ([".", "--only", "nonsense"], "no figure is called 'nonsense': choose from throughput"),
+        (["import"], "name a log, or a directory of logs"),
         (["import", "absent"], "no log could be imported from absent: give"),
     ],
 )

@@ -123,7 +123,7 @@ _POLL_S = 0.2
 class ControlOptions:
     """Ask a training that was started with --controlled to go on by another strategy."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Directory of the run, on the node of its rank 0."""
     strategy: Path
     """Strategy's file, of any format that search and convert write."""
