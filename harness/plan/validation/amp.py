@@ -287,11 +287,12 @@ def _parse(row: Row) -> _AmpTrial:
             "write the first layer of each, and the number of layers"
         )
     layout = ParallelLayout(tp=row.count("tp"), dp=row.count("dp"), pp=pp, cuts=bounds[1:-1])
+    theirs = find_number(row.text("predicted_s"))
     has_failed = row.text("measured_s").lower() in ("inf", "nan", "")
     return _AmpTrial(
         layout=layout,
         microbatch=row.count("microbatch"),
-        predicted_s=find_number(row.text("predicted_s")),
+        predicted_s=None if theirs is None else row.number("predicted_s"),
         measured_s=None if has_failed else row.seconds("measured_s"),
     )
 

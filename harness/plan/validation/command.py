@@ -122,6 +122,7 @@ def _scored(
             *published.missing([(p, v.predicted_s) for p, v, _ in ran]),
             *_unlike_groups(published.lacks, [(p, v.predicted_s / s) for p, v, s in ran]),
             *_missing_memory([one for _, one in judged]),
+            *_failed_choices([one for _, one in judged]),
         ],
         points=[one for _, one in judged],
     )
@@ -177,6 +178,19 @@ def _missing_memory(points: Sequence[ValidatedPoint]) -> list[str]:
         f"memory beside tensors: {len(own)} failed runs{f' of {part}' if part else ''} are "
         f"predicted to leave {format_bytes(min(own))} to {format_bytes(max(own))} of a device free"
         for part, own in spare.items()
+    ]
+
+
+def _failed_choices(points: Sequence[ValidatedPoint]) -> list[str]:
+    """The cells whose predicted fastest point failed, which their regret leaves out."""
+    fastest: dict[str, ValidatedPoint] = {}
+    for one in sorted(points, key=lambda one: one.predicted_s / one.samples):
+        if one.fits:
+            fastest.setdefault(one.cell, one)
+    return [
+        f"the predicted fastest of {cell}, {one.name}, failed: its regret is that of runs that ran"
+        for cell, one in fastest.items()
+        if one.measured_s is None
     ]
 
 

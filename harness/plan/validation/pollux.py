@@ -201,7 +201,7 @@ def read(folder: Path) -> Published:
     return Published(
         points,
         notes,
-        trivial_median_error=_TRIVIAL,
+        trivial_median_error=_TRIVIAL if {p.name for p in _folders(folder)} == {*_MODELS} else None,
         lacks="a bandwidth between nodes that depends on their number and on the GPUs of each",
     )
 
@@ -210,9 +210,9 @@ def _point(name: str, job: _Job, run: _PolluxRun) -> MeasuredStep:
     calibrates = ""
     if run.placement == (1,):
         calibrates = "the time of computing is that of this row"
-    elif run in job.inside:
+    elif run.placement in {other.placement for other in job.inside}:
         calibrates = "the slowdown within a node is from this placement"
-    elif run in job.between:
+    elif run.placement in {other.placement for other in job.between}:
         calibrates = "the bandwidth between nodes is from this placement"
     return MeasuredStep(
         name=f"{_gpus([run])}, {run.local} samples each",

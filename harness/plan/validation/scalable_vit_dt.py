@@ -1,7 +1,8 @@
 """ViT-B/16 by DeepSpeed without ZeRO: epochs of each rank, by GPUs and batch.
 
 Gradients are all-reduced after the backward pass, in one piece. Of each cluster and batch, the run
-on one GPU gives the time of computing and the smallest run on several the bandwidth.
+on one GPU gives the time of computing and the smallest run on several the bandwidth. Other runs on
+as many of the same GPUs, with another share of the data, take the same steps, so they are not judged.
 """
 
 from __future__ import annotations
@@ -192,10 +193,10 @@ def read(folder: Path) -> Published:
 
 def _point(group: _Group, run: _DeepSpeedRun) -> MeasuredStep:
     calibrates = ""
-    if run in group.alone.values():
-        calibrates = "the time of computing is that of this run"
-    elif run is group.pair:
-        calibrates = "the bandwidth is from this run"
+    if run.n_devices == 1:
+        calibrates = "the time of computing is that of this GPU"
+    elif group.pair is not None and run.kinds == group.pair.kinds:
+        calibrates = "the bandwidth is from a run on as many of these GPUs"
     return MeasuredStep(
         name=f"{run.n_devices} GPUs, {run.share:g} of the data",
         cell=f"{run.setting}, {run.local} samples each",

@@ -1,7 +1,8 @@
 """torchgpipe: GPipe with checkpointing on 1 to 8 P40, by balance, batch and chunks.
 
 The times of layers are unpublished, but torchgpipe balances stages by them, so stages count as
-equal. Each model's smallest pipeline of several devices gives the time of a sample.
+equal. Each model's smallest pipeline of several devices gives the time of a sample. Every chunk but
+the last runs forward again (torchgpipe's `except_last`); a single one does, too (`always`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.domain.checkpoints import with_recomputation
 from harness.domain.cluster import Cluster
 from harness.errors import DataError
 from harness.inputs import find_ints, shorten
 from harness.plan.importing.tables import Row, read_tables
 from harness.plan.importing.times import LayerTime, PlannedLayer, TimeKey
 from harness.plan.layouts.degrees import ParallelLayout, profiled_layout
-from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.validation.points import (
     MeasuredStep,
     NotExpressedError,
@@ -31,8 +30,7 @@ from harness.plan.validation.points import (
 
 _COLUMNS = ("model", "experiment", "batch", "chunks", "layers_per_partition", "samples_per_s")
 _KIND = "Tesla P40"
-# Backward takes twice as long as forward, and forward runs again.
-_PASSES, _FORWARD, _BACKWARD = 4, 1, 2
+_BACKWARD = 2.0  # times as long as forward
 _PLAIN_BASELINE = "baseline"
 
 
@@ -46,6 +44,18 @@ class _GPipeRun(NamedTuple):
     n_stages: int
     samples_per_s: float
 
+    @property
+    def n_slots(self) -> int:
+        """Of the pipeline: chunks, and stages to fill it."""
+        return self.chunks + self.n_stages - 1
+
+    @property
+    def backward(self) -> float:
+        """Mean over the slots of backward and the forward before it, in forwards."""
+        if self.experiment == _PLAIN_BASELINE:
+            return _BACKWARD
+        return _BACKWARD + 1 - (self.chunks > 1) / self.n_slots
+
 
 class _Model:
     """One model's runs."""
@@ -58,16 +68,13 @@ class _Model:
         """Equal stages at the calibrated time of a sample."""
         if self.calibrating is None:
             raise NotExpressedError("no pipeline of its model gives the time of a sample")
-        given = self.calibrating
-        # The slots of a pipeline: chunks, and stages to fill it.
-        slots = given.chunks + given.n_stages - 1
-        sample_s = given.n_stages * given.chunks / slots / given.samples_per_s / _PASSES
-        n = run.n_stages
+        given, n = self.calibrating, run.n_stages
+        each_s = given.n_stages * given.chunks / given.n_slots / given.samples_per_s
+        forward_s = each_s / (1 + given.backward) / n
         layers = [PlannedLayer(f"stage{k}", 4, 4) for k in range(n)]
-        row = [LayerTime(_FORWARD * sample_s / n, _BACKWARD * sample_s / n)] * n
+        row = [LayerTime(forward_s, run.backward * forward_s)] * n
         cluster = Cluster.uniform(1, n, inside_bytes_per_s=1e10, memory_bytes=2**50, kind=_KIND)
-        options = SimulatorOptions(recomputes_ahead=False)
-        simulator = chain_simulator(run.model, layers, {TimeKey(_KIND, 1): row}, cluster, options)
+        simulator = chain_simulator(run.model, layers, {TimeKey(_KIND, 1): row}, cluster)
         strategy = profiled_layout(
             ParallelLayout(pp=n, cuts=tuple(range(1, n))),
             simulator,
@@ -75,8 +82,6 @@ class _Model:
             n_microbatches=run.chunks,
             schedule="gpipe",
         )
-        if run.experiment != _PLAIN_BASELINE:
-            strategy = with_recomputation(strategy, simulator.graph, 1)
         return SimulatedRun(simulator, strategy)
 
 
@@ -126,7 +131,10 @@ def read(folder: Path) -> Published:
         ]
         if model.calibrating is not None:
             notes.append(f"{name}: {model.calibrating.experiment} gives the time of a sample")
-    notes.append("assumed: stages of equal time, forward a quarter of a recomputed sample")
+    notes.append(
+        "assumed: stages of equal time, backward twice the forward, and forward again for all "
+        "chunks but the last"
+    )
     return Published(points, notes, missing=_missing)
 
 
