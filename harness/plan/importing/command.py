@@ -18,6 +18,7 @@ from harness.plan.cli import cluster_from
 from harness.plan.flags import add_cluster, flag_of
 from harness.plan.importing.tables import bandwidth_of, read_collectives
 from harness.plan.importing.times import (
+    TAKEN_OFF,
     LayerTime,
     TimeKey,
     add_uncut,
@@ -27,6 +28,14 @@ from harness.plan.importing.times import (
     without_collectives,
 )
 from harness.plan.simulate.network import Network
+
+
+# What each of these flags is of.
+_USERS = {
+    **dict.fromkeys(("batch_size", "n_layers"), "operators"),
+    **dict.fromkeys(("bandwidth", "memory"), "topology"),
+    "ranks": "collectives",
+}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -45,8 +54,11 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{flag_of(flag)} is {shorten(value)}: give a number from {least} to {most}"
             )
+    for flag, user in _USERS.items():
+        if getattr(args, flag) is not None and not getattr(args, user):
+            raise ConfigError(f"{flag_of(flag)} is of {flag_of(user)}: give that, or drop it")
     has_cluster = args.topology is not None or args.cluster is not None
-    if args.operators is None and args.layer_times is None and args.topology is None:
+    if not (args.operators or args.layer_times or args.topology or args.collectives):
         raise ConfigError("give --operators or --layer-times, or --topology for a cluster")
     if args.operators is not None and args.layer_times is not None:
         raise ConfigError("--operators and --layer-times are times of two models: give one of them")
@@ -73,8 +85,16 @@ def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
     """The cluster with measured curves; links of a topology as fast as the curves where nobody
     says."""
     points = [p for path in args.collectives for p in read_collectives(path, args.ranks)]
+    found = {point.n_ranks for point in points}
+    if args.ranks is not None and args.ranks not in found:
+        raise ConfigError(
+            f"--ranks is {args.ranks}, and --collectives are of {shorten(sorted(found))} ranks: "
+            "drop it"
+        )
     if args.cluster is not None:
         cluster = cluster_from(args)
+        if points and cluster.collectives:
+            said.append(f"dropped: the collectives that {args.cluster} has")
         return msgspec.structs.replace(cluster, collectives=points) if points else cluster
     if args.bandwidth is None:
         if not points:
@@ -89,7 +109,8 @@ def _cluster(args: argparse.Namespace, said: list[str]) -> Cluster:
         args.bandwidth = f"{rate:.6g}"
         said.append(f"assumed: every link has {rate / 1e9:.3g} GB/s, by all-reduce of {fewest}")
     cluster = cluster_from(args)
-    said.append("assumed: links have no latency of their own; the curves have theirs")
+    theirs = " of their own; the curves have theirs" if points else ""
+    said.append(f"assumed: links have no latency{theirs}")
     return msgspec.structs.replace(cluster, collectives=points)
 
 
@@ -102,9 +123,12 @@ def _model(
             raise ConfigError("--operators needs --batch-size B, the samples of its step")
         said.append("assumed: an operator's time grows in proportion to its samples")
         with naming(args.operators):
-            return read_operators(
-                args.operators, device_kind=kind, batch=args.batch_size, n_layers=args.n_layers
+            graph, profile = read_operators(
+                args.operators, device_kind=kind, batch=args.batch_size, n_layers=args.n_layers or 1
             )
+        if taken := profile.provenance.get(TAKEN_OFF):
+            said.append(f"assumed: timing an operator takes {taken}, which are taken off")
+        return graph, profile
     if args.layer_times is None:
         return None
     said.append("assumed: each layer reads the one before; parameters without bytes cost nothing")
@@ -151,9 +175,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--n-layers",
         type=int,
-        default=1,
         metavar="N",
-        help="layers of --operators, if the table has one of them (default: %(default)s)",
+        help="layers of --operators, if the table has one of them (default: 1)",
     )
     parser.add_argument(
         "--collectives",

@@ -206,7 +206,7 @@ def read_collectives(path: Path, n_ranks: int | None = None) -> list[CollectiveP
     """The curve in a file, nccl-tests' or CSV.
 
     Args:
-        n_ranks: that took part; None if the file, or its name (`AR_GPU8_...`), says so.
+        n_ranks: that took part, where neither the file nor its name (`AR_GPU8_...`) says so.
 
     Raises:
         DataError: it holds no curve, or nothing says how many ranks took part or in what.
@@ -233,9 +233,10 @@ def _heads(line: str) -> list[str]:
 def _nccl_tests(
     text: str, heads: Sequence[str], path: Path, n_ranks: int | None
 ) -> list[CollectivePoint]:
-    n = n_ranks or len(set(_RANK.findall(text)))
-    if n < 2:
-        raise DataError(f"{path} names {n} ranks: give --ranks N, how many took part")
+    n_named = len(set(_RANK.findall(text)))
+    n = n_named if n_named > 1 else n_ranks
+    if n is None:
+        raise DataError(f"{path} names {n_named} ranks: give --ranks N, how many took part")
     unit = re.search(r"^#\s+\((\w+)\)\s+\(elements\)\s+\((\w+)\)", text, re.MULTILINE)
     if unit is not None and (unit[1] != "B" or unit[2] not in UNITS_S):
         raise DataError(f"{path} has sizes in {unit[1]} and times in {unit[2]}: print B and us")
@@ -304,7 +305,7 @@ def read_curve(path: Path, n_ranks: int | None = None) -> list[CollectivePoint]:
     rows = read_table(path, [])
     size, unit_bytes = _size_column(rows[0], path)
     time, unit_s = _time_column(rows[0], path)
-    n = n_ranks or _ranks_of_name(path.name)
+    n = _ranks_of_name(path.name) or n_ranks
     if n is None:
         raise DataError(f"{path} does not say how many ranks took part: give --ranks N")
     points = {}

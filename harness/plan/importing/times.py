@@ -28,6 +28,7 @@ from harness.errors import DataError, GraphError
 from harness.inputs import MOST_S, find_number, shorten
 from harness.plan.importing.tables import Row, read_table
 from harness.plan.simulate.network import Network
+from harness.units import format_duration
 
 _COLUMNS = ("layer", "tp", "microbatch", "forward_s", "backward_s")
 _KIND, *_BYTES = _OPTIONAL = ("device_kind", "parameter_bytes", "output_bytes", "saved_bytes")
@@ -109,7 +110,8 @@ def _n_parts(times: dict[TimeKey, list[LayerTime]] | dict[TimeKey, dict[str, Lay
 _NAME, _FORWARD, _BACKWARD = "Name", "fw_latency", "bw_latency"
 # Producers and modules; a table may lack them.
 _INPUTS, _META = "_input_nodes", "meta"
-_FEWEST_TIMES = 20
+_FEWEST_TIMES, _MOST_TIMING_S, _MOST_SHARE = 20, 1e-4, 0.5
+TAKEN_OFF = "taken_off"  # in the provenance: what timing an operator takes
 _MOST_MS = MOST_S * 1e3
 
 
@@ -134,6 +136,11 @@ def read_operators(
         raise DataError(
             f"{path} does not say which operators are of a layer ({_META}), and the model has "
             f"{n_layers} layers: add that column, or give a table of all layers and no number"
+        )
+    if n_layers > 1 < n_numbered != n_layers:
+        raise DataError(
+            f"{path} has operators of {n_numbered} layers, and the model has {n_layers}: give a "
+            "table of one layer, or of all"
         )
     n_copies = n_layers if n_numbered == 1 else 1
     operators: list[Operator] = []
@@ -165,6 +172,9 @@ def read_operators(
         known[row.text(_NAME)] = name
     graph = Graph(name=path.stem, operators=operators, batch=batch)
     provenance = {"source": str(path)}
+    if any(floors):
+        forward, backward = map(format_duration, floors)
+        provenance[TAKEN_OFF] = f"{forward} of its forward and {backward} of its backward"
     return graph, Profile(model=graph.name, measurements=points, provenance=provenance)
 
 
@@ -199,9 +209,11 @@ def _layer_of(row: Row) -> int | None:
 
 def _floor(rows: Sequence[Row], column: str) -> float:
     """The shortest time: that of timing an operator without a kernel, such as a view. 0 in a table
-    of few operators, which may have none."""
+    of few operators, which may have none, and where it is too long for that."""
     times = [seconds for row in rows if (seconds := _seconds(row, column)) > 0]
-    return min(times) if len(times) >= _FEWEST_TIMES else 0.0
+    floor = min(times, default=0.0)
+    is_timing = floor <= _MOST_TIMING_S and floor * len(times) <= _MOST_SHARE * sum(times)
+    return floor if is_timing and len(times) >= _FEWEST_TIMES else 0.0
 
 
 def _seconds(row: Row, column: str) -> float:

@@ -6,6 +6,7 @@ import re
 import msgspec
 import pytest
 
+from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import OptimizerTime, Profile
 from harness.errors import DataError
@@ -62,6 +63,11 @@ def test_collectives_of_a_given_cluster_are_taken_off(imported, tmp_path, printe
     [
         ("--operators gpt.csv", "are times of two models: give one of them"),
         ("--collectives gpus_2.csv", "are a cluster's: give its --topology, or --cluster"),
+        ("--batch-size 8", "--batch-size is of --operators: give that, or drop it"),
+        ("--n-layers 2", "--n-layers is of --operators"),
+        ("--ranks 8", "--ranks is of --collectives"),
+        ("--bandwidth 1e9", "--bandwidth is of --topology"),
+        ("--cluster c.json --memory 1GB", "--memory is of --topology"),
     ],
 )
 def test_an_input_that_would_be_ignored_is_refused(tmp_path, refused, flags, message):
@@ -154,6 +160,9 @@ def test_a_column_that_would_be_ignored_is_refused(tmp_path, refused, columns, m
     assert message in refused(*words)
 
 
+LAYER = "a{0},1,2,\"{{'nn': ('h.{0}', <class 'x'>)}}\""
+
+
 @pytest.mark.parametrize(
     ("rows", "flags", "message"),
     [
@@ -161,13 +170,44 @@ def test_a_column_that_would_be_ignored_is_refused(tmp_path, refused, columns, m
         ("_input_nodes\na,1,2,{b: None}\nb,1,2,{}", "", "'a' reads 'b', which is no row above"),
         ("_input_nodes\n,1,2,{}", "", "Name is empty"),
         ("meta\na,1,2,x", "--n-layers 0", "--n-layers is 0: give a number from 1 to 10000"),
-        ("meta\na,1,2,x", "--ranks -3", "--ranks is -3"),
+        ("meta\na,1,2,x", "--collectives c.csv --ranks -3", "--ranks is -3"),
+        (
+            f"meta\n{LAYER.format(0)}\n{LAYER.format(1)}",
+            "--n-layers 12",
+            "has operators of 2 layers, and the model has 12: give a table of one layer, or of all",
+        ),
     ],
 )
 def test_bad_operators_are_refused(tmp_path, refused, rows, flags, message):
     (tmp_path / "o.csv").write_text(f"Name,fw_latency,bw_latency,{rows}\n")
     words = ("import --batch-size 8", flags, "--operators", tmp_path / "o.csv")
     assert message in refused(*words, "--output", tmp_path)
+
+
+def test_only_what_timing_takes_is_taken_off_and_said(tmp_path, printed):
+    """Operators that all take as long would keep no time."""
+    for shortest, kept, said in ((1.0, 1.0, ""), (0.01, 0.99, "takes 10 us of its forward and")):
+        rows = ["Name,fw_latency,bw_latency", f"view,{shortest},{shortest}"]
+        rows += [f"op{k},1,1" for k in range(20)]
+        (tmp_path / "o.csv").write_text("\n".join(rows))
+        words = ("--operators", tmp_path / "o.csv", "--batch-size 8 --output", tmp_path)
+        out = printed("import", *words).out
+        assert ("timing an operator" in out, said in out) == (bool(said), True)
+        times = Profile.load(tmp_path / "profile-o.json").measurements
+        assert times[-1].forward_s == pytest.approx(kept / 1e3)
+
+
+def test_ranks_are_of_the_curves_that_do_not_say_theirs(imported, tmp_path, printed, refused):
+    (tmp_path / "curve.csv").write_text(CURVE)
+    out = tmp_path / "new"
+    words = ("import --cluster", imported / "cluster.json", "--output", out, "--collectives")
+    files = (imported / "gpus_2.csv", tmp_path / "curve.csv")
+    said = printed(*words, *files, "--ranks 4").out
+    assert "dropped: the collectives that" in said
+    assert {p.n_ranks for p in Cluster.load(out / "cluster.json").collectives} == {2, 4}
+    assert "--ranks is 4, and --collectives are of [2] ranks" in refused(
+        *words, files[0], "--ranks 4"
+    )
 
 
 NCCL = """\
