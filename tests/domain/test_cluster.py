@@ -29,7 +29,11 @@ def test_a_uniform_cluster_has_every_ordered_pair():
         ([], [], "no device"),
         ([Node(name="a", devices=[device()]), Node(name="b", devices=[])], [], "node b has no"),
         ([Node(name="a", devices=[device(), device()])], [], "2 devices are named 'a:0': give"),
-        ([Node(name="a", devices=[device(f"a:{k}")]) for k in range(3)], [], "3 nodes are named 'a'"),
+        (
+            [Node(name="a", devices=[device(f"a:{k}")]) for k in range(3)],
+            [],
+            "3 nodes are named 'a'",
+        ),
         ([Node(name="a", devices=[device(flops_per_s={"fp32": -1.0})])], [], "-1.0 of fp32"),
         ([Node(name="a", devices=[device(speed=0.0)])], [], "speed 0.0"),
         (
@@ -58,7 +62,9 @@ def test_a_collective_that_takes_no_time_is_refused():
     point = CollectivePoint(
         operation="all_reduce", transport="gloo", n_ranks=2, n_bytes=8, duration_s=0.0
     )
-    with pytest.raises(ClusterError, match=r"all_reduce of 2 ranks and 8 B takes 0\.0 s: each must"):
+    with pytest.raises(
+        ClusterError, match=r"all_reduce of 2 ranks and 8 B takes 0\.0 s: each must"
+    ):
         Cluster(nodes=[Node(name="a", devices=[device()])], collectives=[point])
 
 

@@ -29,7 +29,6 @@ from harness.plan.importing.times import (
 )
 from harness.plan.simulate.network import Network
 
-
 # What each of these flags is of.
 _USERS = {
     **dict.fromkeys(("batch_size", "n_layers"), "operators"),

@@ -2,7 +2,7 @@
 
 Gradients are all-reduced after the backward pass, in one piece. Of each cluster and batch, the run
 on one GPU gives the time of computing and the smallest run on several the bandwidth. Other runs on
-as many of the same GPUs, with another share of the data, take the same steps, so they are not judged.
+as many of the same GPUs, with another share of the data, repeat that step, so they are not judged.
 """
 
 from __future__ import annotations
