@@ -139,6 +139,11 @@ def test_convert_refuses_a_strategy_that_does_not_fit(tmp_path, refused):
     negative = strategy_file(tmp_path, device=-1)
     said = refusal(negative, own, "--to flexflow-v1")
     assert "'a' has devices [-1]: each must be >= 0" in said
+    assert "--batch-size -5 must be above 0" in refusal(
+        strategy_file(tmp_path), own, "--batch-size -5"
+    )
+    said = refusal(strategy_file(tmp_path), own, "--dims samples_first")
+    assert "--dims is of FlexFlow's files" in said
     stages = strategy_file(tmp_path, n_stages=2)
     assert "2 stages and operators in [0]" in refusal(stages, own, "--to pipedream")
     assert not output.exists()

@@ -2,12 +2,17 @@
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
-from harness.errors import naming
+from harness.errors import ConfigError, naming
+from harness.inputs import MOST_COUNT, shorten
 from harness.measure.store import write_atomically
 from harness.plan.cli import check_output
 from harness.plan.formats.detect import FORMATS, convert, read_strategy_file
+from harness.plan.formats.flexflow import DimOrder
 from harness.plan.show import load_graph
+
+_DIMS = get_args(DimOrder)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dims",
-        choices=["innermost_first", "samples_first"],
-        default="innermost_first",
-        help="order of a FlexFlow file's dims (default: innermost_first; the simulator of 2018 "
-        "prints samples first)",
+        choices=_DIMS,
+        default=_DIMS[0],
+        help="order of dims in a FlexFlow file that is read (default: innermost_first, which is "
+        "written, too; the simulator of 2018 prints samples first)",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="write the strategy here"
@@ -41,7 +46,13 @@ def run(args: argparse.Namespace) -> None:
         HarnessError: a file is missing or malformed, or the format cannot hold the strategy.
     """
     check_output(args.output)
+    if args.batch_size is not None and not 0 < args.batch_size <= MOST_COUNT:
+        raise ConfigError(f"--batch-size {shorten(args.batch_size)} must be above 0")
     imported = read_strategy_file(args.file)
+    if args.dims != _DIMS[0] and not imported.format.startswith("flex"):
+        raise ConfigError(
+            f"--dims is of FlexFlow's files, {args.file} is {imported.format}: drop it"
+        )
     graph = None if args.graph is None else load_graph(args.graph)
     with naming(args.file):
         data = convert(imported, args.to, graph=graph, batch=args.batch_size, order=args.dims)

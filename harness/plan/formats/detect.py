@@ -172,10 +172,18 @@ def convert(
     """
     content = imported.content
     if to in _FLEXFLOW and isinstance(content, list):
-        return _FLEXFLOW[to](content)
+        turned = [msgspec.structs.replace(one, dims=one.dims[::-1]) for one in content]
+        return _FLEXFLOW[to](turned if order == "samples_first" else content)
     if to == "pipedream" and isinstance(content, PipeDreamPlan):
         return content.to_json()
     strategy = strategy_from(imported, graph, batch, order)
+    lost = {"recomputation": any(stage.recompute for stage in strategy.stages)}
+    lost[f"sharded state ({strategy.shard_state})"] = strategy.shard_state != "none"
+    if to != "harness" and any(lost.values()):
+        what = " and ".join(name for name, is_there in lost.items() if is_there)
+        raise StrategyError(
+            f"strategy {strategy.name!r} has {what}, which --to {to} cannot hold: plan without"
+        )
     if to in _FLEXFLOW:
         return _FLEXFLOW[to](entries_from_strategy(strategy, _needed(graph, f"--to {to}")))
     return from_strategy(strategy).to_json() if to == "pipedream" else strategy.to_json()

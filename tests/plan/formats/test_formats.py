@@ -1,13 +1,14 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import GraphError, StrategyError
-from harness.plan.formats.detect import detect, read_strategy_file
+from harness.plan.formats.detect import convert, detect, read_strategy_file
 from harness.plan.formats.flexflow import (
     Entry,
     describe_entries,
@@ -56,6 +57,30 @@ def test_the_order_of_dims_decides_what_a_strategy_is():
     assert entries[0].cuts("samples_first") == {"sample": 1, "feature": 4}
     assert describe_entries(entries) == "data-parallel MLPs"
     assert describe_entries(entries, "samples_first") == "feature-parallel MLPs"
+
+
+def test_samples_that_stand_first_are_written_last():
+    line = b"[Dense_1] num_dims(2) dims[4,1] device_ids[0,1,2,3]\n"
+    read = detect(line, source="x")
+    assert convert(read, "flexflow-console") == line
+    turned = convert(read, "flexflow-console", order="samples_first")
+    assert detect(turned, source="x").describe() == read.describe("samples_first")
+    assert b"dims[1,4]" in turned
+
+
+@pytest.mark.parametrize("to", ["pipedream", "flexflow-text"])
+def test_what_a_format_cannot_hold_is_not_dropped(to):
+    plans = {"a": OperatorPlan({"sample": 2}, [0, 1])}
+    graph = Graph(name="g", operators=[Operator(name="a", kind="linear", shape={"sample": 8})])
+    strategy = Strategy(name="s", batch=8, operators=plans)
+    assert convert(detect(strategy.to_json(), source="x"), to, graph=graph)
+    for change, lost in (
+        ({"shard_state": "parameters"}, "sharded state (parameters)"),
+        ({"stages": [Stage(recompute=True)]}, "recomputation"),
+    ):
+        changed = msgspec.structs.replace(strategy, **change)
+        with pytest.raises(StrategyError, match=re.escape(f"'s' has {lost}, which --to {to}")):
+            convert(detect(changed.to_json(), source="x"), to, graph=graph)
 
 
 def test_dlrm_lines_are_named_for_what_they_are():
