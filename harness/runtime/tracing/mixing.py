@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dis
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -48,8 +48,9 @@ _log = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-9
 _FLOAT32_TOLERANCE = 1e-5  # of user code that computes in float32, whatever its inputs
-# Larger operators are not run; those of unknown kind then count as mixing.
+# Larger operators run with smaller dims (samples excepted), users' code not at all.
 _MOST_ELEMENTS = 1 << 24
+_LARGEST_KEPT = 16  # size of a dim that is made smaller
 # Limits of random integers, of the first argument and of the others. A lookup finds other samples
 # only if the values differ, and only small integers are indices of every dim.
 _LIMITS = ((1 << 10, 2), (1 << 10, 1), (2, 2), (1, 1))
@@ -135,15 +136,17 @@ class SampleMixing:
     def _test(
         self, node: fx.Node, given: Sequence[_Argument], n_weights: int = 0, is_strict: bool = False
     ) -> _Mixing:
-        if n_weights + sum(one.n_elements for one in given) > _MOST_ELEMENTS:
+        is_large = n_weights + sum(one.n_elements for one in given) > _MOST_ELEMENTS
+        if is_large and is_strict:
             return _Mixing.UNKNOWN
+        smaller = _smaller(given) if is_large else {}
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
             torch.manual_seed(0)
             for limits in _LIMITS:
                 try:
                     call = callable_of(node, self._modules)
                     call = _on_cpu(call) if isinstance(call, nn.Module) else call
-                    return _MixingTest(node, call, given, limits).classify(is_strict)
+                    return _MixingTest(node, call, given, limits, smaller).classify(is_strict)
                 except Exception as error:  # user code may raise anything on random values
                     _log.info("operator %s does not run on random samples: %s", node.name, error)
             return _Mixing.UNKNOWN
@@ -229,19 +232,20 @@ class _Argument:
     def n_elements(self) -> int:
         return self.values[0].numel() if self.is_tensor else 0
 
-    def draw(self, limit: int) -> Any:
+    def draw(self, limit: int, smaller: Mapping[int, int]) -> Any:
         """Random values for the whole batch, also for weights: the result must not depend on
-        their values. Integers are below the limit."""
+        their values. Integers are below the limit; sizes but those of samples may be smaller."""
         like = self.values[0]
         if not self.is_tensor:
             return like
+        shape = [s if k in self.dims else smaller.get(s, s) for k, s in enumerate(like.shape)]
         if like.is_complex():
-            return torch.randn(like.shape, dtype=torch.complex128)
+            return torch.randn(shape, dtype=torch.complex128)
         if like.is_floating_point():
-            return torch.randn(like.shape, dtype=torch.float64)
+            return torch.randn(shape, dtype=torch.float64)
         if like.dtype == torch.bool:
-            return torch.rand(like.shape) < 0.5
-        return torch.randint(min(limit, torch.iinfo(like.dtype).max), like.shape, dtype=like.dtype)
+            return torch.rand(shape) < 0.5
+        return torch.randint(min(limit, torch.iinfo(like.dtype).max), shape, dtype=like.dtype)
 
     def part(self, whole: Any, k: int) -> Any:
         """The whole drawn value (k = 0), or the slice of part k."""
@@ -263,9 +267,11 @@ class _MixingTest:
         call: Callable[..., Any],
         arguments: Sequence[_Argument],
         limits: tuple[int, int],
+        smaller: Mapping[int, int],
     ) -> None:
         self._node, self._call, self._arguments = node, call, arguments
-        self._drawn = {one.node: one.draw(limits[k > 0]) for k, one in enumerate(arguments)}
+        self._smaller = smaller
+        self._drawn = {a.node: a.draw(limits[k > 0], smaller) for k, a in enumerate(arguments)}
         self._cotangents: list[Tensor] = []
         module = call if isinstance(call, nn.Module) else nn.Module()
         self._module, self._weights = module, [p for p in module.parameters() if p.requires_grad]
@@ -300,8 +306,7 @@ class _MixingTest:
         """Outputs and gradients of the whole batch (k = 0) or of part k."""
         given = {one.node: one.part(self._drawn[one.node], k) for one in self._arguments}
         args, kwargs = fx.node.map_arg((self._node.args, self._node.kwargs), given.__getitem__)
-        # Autograd refuses in-place changes of leaves, so the operator gets copies.
-        args, kwargs = fx.node.map_aggregate((args, kwargs), _copied)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), self._given)
         outputs = tensors_within(self._call(*args, **kwargs))
         if not k:
             self._cotangents = [torch.randn_like(x, dtype=torch.float64) for x in outputs]
@@ -317,12 +322,26 @@ class _MixingTest:
             gradients = [torch.zeros_like(w) if g is None else g for g, w in pairs]
         return [x.detach() for x in outputs], gradients
 
+    def _given(self, value: Any) -> Any:
+        """A copy, because autograd refuses in-place changes of leaves; of a size the smaller."""
+        if isinstance(value, Tensor):
+            return value.clone()
+        return self._smaller.get(value, value) if type(value) is int else value
+
     def _cotangent(self, j: int, output: Tensor, k: int) -> Tensor:
         whole = self._cotangents[j]
         for dim, (size, part) in enumerate(zip(whole.shape, output.shape, strict=True)):
             if size != part:
                 whole = whole.narrow(dim, 0 if k == 1 else size - part, part)
         return whole.to(output.dtype)
+
+
+def _smaller(given: Sequence[_Argument]) -> dict[int, int]:
+    """A small size for each large one of dims that are not samples, unlike for unlike sizes."""
+    tensors = [(one.dims, one.values[0].shape) for one in given if one.is_tensor]
+    sizes = {s for dims, shape in tensors for k, s in enumerate(shape) if k not in dims}
+    large = sorted(size for size in sizes if size > _LARGEST_KEPT)
+    return {size: small for small, size in enumerate(large, _LARGEST_KEPT + 1)}
 
 
 def _described(node: fx.Node, given: Sequence[_Argument]) -> str:
@@ -344,10 +363,6 @@ def _is_stateless(hook: Callable[..., Any]) -> bool:
         return False
     writes = any(one.opname.startswith(_STORES) for one in dis.get_instructions(code))
     return not writes and not any(name in _WRITING_CALLS for name in code.co_names)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _is_joined(whole: Tensor, parts: Sequence[Tensor], tolerance: float) -> bool:

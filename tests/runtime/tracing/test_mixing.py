@@ -14,6 +14,7 @@ from zoo import ZOO
 from zoo.base import WIDTH, Net
 from zoo.samples import SAMPLES
 
+import harness.runtime.tracing.mixing
 from harness.domain.strategy import validate
 from harness.errors import StrategyError
 from harness.plan import builders
@@ -73,6 +74,26 @@ def test_a_lookup_of_samples_in_integers_is_marked():
 
     assert mixing(lambda x: masked(x, torch.flipud)) == ["arange", "flipud", "getitem"]
     assert mixing(masked) == []  # each sample is looked up for itself
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda x: x.softmax(0), ["softmax"]),
+        (lambda x: x - x.mean(), ["mean"]),
+        (lambda x: x.flatten(1) @ x.flatten(1).T @ x.flatten(1), ["matmul", "matmul"]),
+        (lambda x: x.softmax(2), []),
+        (lambda x: x - x.mean(1, keepdim=True), []),
+        (lambda x: x.transpose(1, 2).reshape(x.shape[0], 4, -1, WIDTH), []),
+    ],
+)
+def test_operators_on_too_many_elements_are_run_smaller(monkeypatch, function, found):
+    monkeypatch.setattr(harness.runtime.tracing.mixing, "_MOST_ELEMENTS", 1000)
+
+    def wide(x):
+        return function(x.unsqueeze(2).expand(-1, -1, 64)).flatten(1)[:, :WIDTH]
+
+    assert mixing(wide) == found
 
 
 @pytest.mark.parametrize("name", ["by_frequency", "normed_rows"])
