@@ -158,9 +158,9 @@ def _import(words: Sequence[str]) -> None:
     if not facts.paths:
         raise ConfigError("name a log, or a directory of logs; see --help")
     for name in ("batch_per_device", "epoch_samples", "weak_share"):
-        if not getattr(facts, name) > 0:
+        if not 0 < getattr(facts, name) <= 2**31:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} {getattr(facts, name)} must be above 0")
+            raise ConfigError(f"{flag} {getattr(facts, name)} must be above 0, and at most 2**31")
     if facts.weak_share > 1:
         raise ConfigError(f"--weak-share {facts.weak_share} is a share: give one up to 1")
     imported, problems = import_logs(facts.paths, facts.into, facts)

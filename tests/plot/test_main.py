@@ -241,6 +241,21 @@ def test_help_does_not_wait_for_libraries():
     assert time.perf_counter() - start < 10  # a hang, not a slow machine
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--batch-per-device 0", "--batch-per-device 0 must be above 0, and at most 2**31"),
+        ("--batch-per-device 999999999999999999999", "must be above 0, and at most 2**31"),
+        ("--into {log}", "--into {log} cannot be written (Not a directory): give a directory"),
+    ],
+)
+def test_logs_are_not_imported_into_runs_that_cannot_be_read(tmp_path, capsys, flags, message):
+    log = tmp_path / "a.csv"
+    log.write_text("Rank,Epoch,Epoch_Time\n0,1,5\n")
+    assert main(["import", str(log), *flags.format(log=log).split()]) == 2
+    assert message.format(log=log) in capsys.readouterr().err
+
+
 def test_what_labels_imported_runs_without_being_said_is_printed(tmp_path, capsys):
     log = tmp_path / "a.csv"
     log.write_text("Rank,Epoch,Epoch_Time\n0,1,5\n")

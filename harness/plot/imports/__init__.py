@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from harness.errors import ResultsError
+from harness.measure.places import make_directory
 from harness.plot.imports import deepspeed_log, epochs
 from harness.plot.imports.runs import ImportFacts, Log, read_text
 
@@ -74,6 +75,8 @@ def import_logs(
     problems: Problems = []
     logs = _logs(paths, problems)
     names = _run_names(logs)
+    if logs:
+        make_directory("--into", into)
     written: list[Path] = []
     for path in logs:
         skipped: list[str] = []

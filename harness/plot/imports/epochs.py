@@ -56,6 +56,8 @@ def devices_beside(log: Log, n_ranks: int) -> Devices:
     """
     if given := log.given_device:
         return [(0, *given)] * n_ranks
+    if log.facts.device_kind or log.facts.device_memory:
+        raise ResultsError(f"{log.path} names no GPU: give both --device-kind and --device-memory")
     for sibling in sorted(log.path.parent.glob("*.csv")):
         if sibling.is_file() and n_gpus_named(sibling) == n_ranks:
             text = read_text(sibling)

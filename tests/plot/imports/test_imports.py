@@ -145,6 +145,12 @@ def test_deepspeed_log_takes_its_gpu_from_the_csv_beside_it(tmp_path):
     (tmp_path / "y_2gpu_steps.log").write_text(deepspeed_text(2))
     _, problems = import_logs([tmp_path / "y_2gpu_steps.log"], tmp_path / "r", ImportFacts())
     assert "give --device-kind and --device-memory" in problems[0][1]
+    facts = ImportFacts(device_kind="T4")
+    written, problems = import_logs([tmp_path / "y_1gpu_steps.log"], tmp_path / "r", facts)
+    assert (written, problems[0][1]) == (
+        [],
+        "names no GPU: give both --device-kind and --device-memory",
+    )
 
 
 @pytest.mark.parametrize(
