@@ -144,6 +144,10 @@ def test_convert_refuses_a_strategy_that_does_not_fit(tmp_path, refused):
     )
     said = refusal(strategy_file(tmp_path), own, "--dims samples_first")
     assert "--dims is of FlexFlow's files" in said
+    foreign = tmp_path / "console.txt"
+    foreign.write_text("[a] num_dims(2) dims[1,4] device_ids[0,1,2,3]\n")
+    said = refusal(foreign, own, "--batch-size 2")
+    assert f"{foreign}: operator 'a' at microbatch 2: a dim of 2 elements cut into 4" in said
     stages = strategy_file(tmp_path, n_stages=2)
     assert "2 stages and operators in [0]" in refusal(stages, own, "--to pipedream")
     assert not output.exists()

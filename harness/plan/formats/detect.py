@@ -11,9 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from harness.domain.cluster import Cluster
 from harness.domain.files import decode
 from harness.domain.graph import Graph
-from harness.domain.strategy import SCHEMA, Strategy, check_names
+from harness.domain.strategy import SCHEMA, Strategy, check_names, validate
 from harness.errors import ConfigError, StrategyError
 from harness.inputs import decode_text, read_file, shorten
 from harness.plan.formats.flexflow import (
@@ -57,6 +58,7 @@ class Imported:
         return describe_entries(self.content, order)
 
 
+_MOST_CHECKED = 4096  # devices
 _NO_TEXT = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _INNERMOST = "dims taken innermost first, samples last, as FlexFlow writes them"
 
@@ -184,6 +186,9 @@ def convert(
         raise StrategyError(
             f"strategy {strategy.name!r} has {what}, which --to {to} cannot hold: plan without"
         )
+    if graph is not None and strategy is not content and strategy.n_devices <= _MOST_CHECKED:
+        known = Cluster.uniform(1, strategy.n_devices, inside_bytes_per_s=1.0, memory_bytes=1)
+        validate(strategy, graph, known)
     if to in _FLEXFLOW:
         return _FLEXFLOW[to](entries_from_strategy(strategy, _needed(graph, f"--to {to}")))
     return from_strategy(strategy).to_json() if to == "pipedream" else strategy.to_json()
