@@ -36,7 +36,7 @@ from harness.plan.estimates import (
     parse_dlrm,
     rated_profile,
 )
-from harness.plan.flags import flag_of, model_sizes, size_flags
+from harness.plan.flags import DLRM_BOTTOM, DLRM_TOP, flag_of, model_sizes, size_flags
 from harness.plan.formats.detect import read_strategy_file, strategy_from
 from harness.plan.formats.pipedream import parse_graph_txt
 from harness.plan.show import load_graph
@@ -238,6 +238,10 @@ def _model(args: argparse.Namespace, cluster: Cluster) -> tuple[Graph, Profile]:
         raise ConfigError(f"{next(iter(flags))} is a size of --model, which is not given")
     if args.dlrm_tables is not None:
         graph = _dlrm(args)
+    elif args.dlrm_bottom_mlp or args.dlrm_top_mlp:
+        raise ConfigError(
+            "--dlrm-bottom-mlp and --dlrm-top-mlp are of --dlrm-tables: give that too"
+        )
     if args.rates is not None and graph is not None:
         return graph, rated_profile(args.rates, graph, cluster)
     if args.profile is None:
@@ -274,7 +278,8 @@ def _dlrm(args: argparse.Namespace) -> Graph:
 
 
 def _dlrm_sizes(args: argparse.Namespace) -> DlrmSizes:
-    return parse_dlrm(args.dlrm_tables, args.dlrm_bottom_mlp, args.dlrm_top_mlp, args.batch_size)
+    bottom, top = args.dlrm_bottom_mlp or DLRM_BOTTOM, args.dlrm_top_mlp or DLRM_TOP
+    return parse_dlrm(args.dlrm_tables, bottom, top, args.batch_size)
 
 
 def _source_line(args: argparse.Namespace, profile: Profile) -> str:

@@ -12,7 +12,7 @@ SHARD_STATE = (
     "gradients too (ZeRO-2, SHARD_GRAD_OP), parameters too (ZeRO-3, FULL_SHARD); with _in_node of "
     "the n devices of each node (HSDP, HYBRID_SHARD)"
 )
-
+DLRM_BOTTOM, DLRM_TOP = "64-512-512-64", "576-1024-1024-1024-1"
 
 # By the kind of inputs of the models that have them.
 MODEL_SIZES = {
@@ -100,17 +100,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--dlrm-bottom-mlp",
-        default="64-512-512-64",
         metavar="WIDTHS",
         help="of --dlrm-tables, from the dense features to the tables' columns (default: "
-        "%(default)s)",
+        f"{DLRM_BOTTOM})",
     )
     model.add_argument(
         "--dlrm-top-mlp",
-        default="576-1024-1024-1024-1",
         metavar="WIDTHS",
         help="of --dlrm-tables, from all columns and the bottom MLP's output (default: "
-        "%(default)s)",
+        f"{DLRM_TOP})",
     )
     model.add_argument(
         "--dtype",

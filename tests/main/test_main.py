@@ -102,6 +102,7 @@ def test_ranks_must_not_wait_longer_for_a_sample_than_for_a_collective(workload)
         ("train --lr 0.1", "--lr is --learning-rate here"),
         ("train --stpes 5", "unknown flags or values: --stpes, 5: perhaps --steps or"),
         ("control", "RUN and --strategy PATH must be given; see entry.sh control --help"),
+        ("control r --strategy s --timeout-s nan", "--timeout-s nan must be above 0, and finite"),
         ("control results/a", "--strategy PATH must be given; see"),
         ("train --steps abc", "--steps: no whole number: 'abc'; see entry.sh train --help"),
         ("train --learning-rate x", "--learning-rate: no number: 'x'; see"),

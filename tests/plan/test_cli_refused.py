@@ -225,6 +225,7 @@ def test_the_sizes_are_those_of_the_models():
         (DLRM, "--rates 9e12", "FLOPS,BYTES"),
         (DLRM, "--rates nan,1e9", "--rates 'nan,1e9' is not FLOPS,BYTES"),
         ("predict --layout dp=2", "--microbatches 0", "--microbatches 0 must be above 0"),
+        (TEXT, "--dlrm-top-mlp 576-1", "are of --dlrm-tables: give that too"),
         ("predict --layout pp=2", "--schedule interleaved", "invalid choice: 'interleaved'"),
     ],
 )

@@ -137,7 +137,7 @@ def to_strategy(
         if stage is None or not 0 <= stage < len(ranks):
             raise StrategyError(
                 f"operator {operator.name!r} has stage {stage}, the plan has stages 0 to "
-                f"{len(ranks) - 1}: give a graph with the stage_id that PipeDream's optimizer writes"
+                f"{len(ranks) - 1}: give a graph with stage_id, as PipeDream's optimizer writes it"
             )
         operators[operator.name] = OperatorPlan({SAMPLE: len(ranks[stage])}, ranks[stage], stage)
     return Strategy(

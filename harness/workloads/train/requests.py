@@ -24,6 +24,7 @@ from harness.errors import ConfigError, HarnessError, ResultsError
 from harness.inputs import parse_flags, read_file
 from harness.measure.heartbeat import HEADER_FILE
 from harness.measure.store import read_header, write_atomically
+from harness.workloads.common.flags import check_above_zero
 
 REQUEST_FILE = "change.request.json"
 ANSWER_FILE = "change.answer.json"
@@ -181,5 +182,6 @@ def _wait(options: ControlOptions, request: Request) -> ChangeAnswer:
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse_flags(ControlOptions, argv, "entry.sh control")
+    check_above_zero(options, ("timeout_s",))
     print(control(options))
     return 0
