@@ -148,8 +148,14 @@ def _take_off(graph: Graph, times: dict[TimeKey, list[LayerTime]], cluster: Clus
     """Take collectives off times of tensor parallelism, if a cluster says how long they take."""
     if cluster is None:
         return "assumed: times at tp above 1 are without collectives, because no cluster is given"
+    widest = max(key.tp for key in times)
+    if widest > cluster.n_devices:
+        raise ConfigError(
+            f"--layer-times has times at tp {widest}, and the cluster {cluster.n_devices} devices, "
+            "which cannot say how long their collectives take: give a larger one, or none"
+        )
     network = Network(cluster)
-    for key in [key for key in times if 1 < key.tp <= cluster.n_devices]:
+    for key in [key for key in times if key.tp > 1]:
         times[key] = without_collectives(graph, network, key, times[key])
     return "assumed: times at tp above 1 were with collectives, which are taken off by the cluster"
 

@@ -21,7 +21,7 @@ from harness.plan.report import memory_lines
 from harness.plan.simulate.options import AllReduce
 from harness.plan.simulate.report import explain
 from harness.plan.simulate.simulator import Simulator
-from harness.units import format_duration, format_number
+from harness.units import format_count, format_duration, format_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> None:
         return
     fits = "" if simulation.fits else "; it does not fit into memory"
     print(
-        f"{layout.name}: {format_duration(simulation.step_s)} per step, "
+        f"{layout.name}: {format_duration(simulation.step_s)} per step of "
+        f"{format_count(strategy.batch, 'sample')}, "
         f"{format_number(samples_per_s)} samples/s{fits}",
         *(f"  {line}" for line in explain(simulation)),
         "",

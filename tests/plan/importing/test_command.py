@@ -74,6 +74,13 @@ def test_an_input_that_would_be_ignored_is_refused(tmp_path, refused, flags, mes
     assert message in refused("import --layer-times gpt.csv", flags, "--output", tmp_path)
 
 
+def test_times_of_more_parts_than_the_cluster_has_devices_are_refused(tmp_path, refused):
+    (tmp_path / "gpt.csv").write_text(TIMES)
+    words = ("--layer-times", tmp_path / "gpt.csv", "--output", tmp_path)
+    said = refused("import --topology 1x1 --bandwidth 1e9 --memory 1GB", *words)
+    assert "has times at tp 2, and the cluster 1 devices" in said
+
+
 def test_pipeline_of_a_layout_fills_and_drains(predicted):
     step = predicted("pp=2,cuts=1 --batch-size 4 --microbatches 2 --schedule gpipe")
     # Three slots of forward and of backward, and 0.25 s of transfer in each.
