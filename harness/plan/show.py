@@ -266,6 +266,10 @@ def strategy_lines(strategy: Strategy) -> list[str]:
         f"{format_count(strategy.n_microbatches, 'microbatch')}, {strategy.schedule}, "
         f"{format_count(len(strategy.stages), 'stage')}"
     ]
+    if strategy.shard_state != "none":
+        lines.append(f"shards {strategy.shard_state}")
+    if again := [str(k) for k, stage in enumerate(strategy.stages) if stage.recompute]:
+        lines.append(f"recomputes stage {', '.join(again)}")
     if strategy.made_for.model:
         lines.append(f"made for {strategy.made_for.model}, graph {strategy.made_for.graph_hash}")
     rows = [

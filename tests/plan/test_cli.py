@@ -236,6 +236,15 @@ def test_show_draws_a_strategy_over_its_graph(chain, tmp_path, printed, refused)
     assert "places 'a', which graph 'other' does not have" in said
 
 
+def test_show_says_what_a_strategy_shards_and_recomputes(chain, tmp_path, printed):
+    plan = tmp_path / "plan.json"
+    hardware = "--topology 2 --bandwidth 1e9 --memory 100GB --batch-size 8"
+    flags = "--shard-state optimizer --recompute stages --microbatches 2 --output"
+    printed("predict --layout pp=2 --profile", chain, hardware, flags, plan)
+    out = printed("show", plan).out
+    assert "2 microbatches, 1f1b, 2 stages\nshards optimizer\nrecomputes stage 0, 1\n" in out
+
+
 def test_show_refuses_what_it_cannot_draw(tmp_path, refused):
     path = tmp_path / "cluster.json"
     path.write_bytes(Cluster.uniform(1, 2, inside_bytes_per_s=1, memory_bytes=1).to_json())
