@@ -2,10 +2,9 @@
 
 The test runs an operator by itself on four random samples, then on one and three of them. If it is
 sample-wise, the output and input gradients of the four are the concatenated ones of the two parts,
-and weight gradients are their sums. This finds mixing in softmax, roll, flip, cumsum, sort, mean
-and matmul over the batch, in values computed from the batch size, and in a user's autograd
-functions, hooks and untraced modules. Kinds that are sample-wise by definition (a convolution, an
-addition) are not run.
+and weight gradients are their sums. This finds mixing in softmax, roll, cumsum, sort, mean and
+matmul over the batch, in values computed from the batch size, and in a user's autograd functions,
+hooks and untraced modules. Kinds that are sample-wise by definition (a convolution) are not run.
 """
 
 from __future__ import annotations
@@ -139,7 +138,8 @@ class SampleMixing:
         is_large = n_weights + sum(one.n_elements for one in given) > _MOST_ELEMENTS
         if is_large and is_strict:
             return _Mixing.UNKNOWN
-        smaller = _smaller(given) if is_large else {}
+        kept = {s for w in parameters_of(node, self._module).values() for s in w.shape}
+        smaller = _smaller(given, kept) if is_large else {}
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
             torch.manual_seed(0)
             for limits in _LIMITS:
@@ -336,11 +336,11 @@ class _MixingTest:
         return whole.to(output.dtype)
 
 
-def _smaller(given: Sequence[_Argument]) -> dict[int, int]:
+def _smaller(given: Sequence[_Argument], kept: set[int]) -> dict[int, int]:
     """A small size for each large one of dims that are not samples, unlike for unlike sizes."""
     tensors = [(one.dims, one.values[0].shape) for one in given if one.is_tensor]
     sizes = {s for dims, shape in tensors for k, s in enumerate(shape) if k not in dims}
-    large = sorted(size for size in sizes if size > _LARGEST_KEPT)
+    large = sorted(size for size in sizes - kept if size > _LARGEST_KEPT)
     return {size: small for small, size in enumerate(large, _LARGEST_KEPT + 1)}
 
 

@@ -96,6 +96,16 @@ def test_operators_on_too_many_elements_are_run_smaller(monkeypatch, function, f
     assert mixing(wide) == found
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("habit_batchattention", ["MultiheadAttention"]), ("unet", [])],
+)
+def test_modules_on_too_many_elements_keep_the_sizes_of_their_weights(monkeypatch, name, found):
+    monkeypatch.setattr(harness.runtime.tracing.mixing, "_MOST_ELEMENTS", 1)
+    monkeypatch.setattr(harness.runtime.tracing.mixing, "_LARGEST_KEPT", 4)
+    assert mixing_of(ZOO[name].task()) == found
+
+
 @pytest.mark.parametrize("name", ["by_frequency", "normed_rows"])
 def test_lookups_whose_rows_depend_on_the_batch_are_marked(name):
     assert mixing_of(small_task(name)) == ["Embedding"]
