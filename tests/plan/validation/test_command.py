@@ -158,6 +158,16 @@ def test_one_layer_of_neusight_stands_for_all(tmp_path, validated):
     assert found["median_error"] < 0.08
 
 
+def test_two_folders_of_one_set_would_be_written_into_one_file(tmp_path, refused):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "p.csv").write_text("placement,local_bsz,step_time\n1,8,1\n")
+    folders = (tmp_path / "a", tmp_path / "b")
+    said = refused("validate", *folders, "--output", tmp_path / "out")
+    assert "2 directories hold pollux, and --output gets one file for each set" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_without_a_set_is_refused(tmp_path, refused):
     assert "holds no data set" in refused("validate", tmp_path)
 
