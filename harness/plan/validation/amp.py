@@ -134,6 +134,7 @@ _FAST_BYTES_PER_S, _TRIED_BYTES_PER_S, _TRIED_S, _TRIED_PARAMETERS = 1e15, 1e9, 
 @dataclass(frozen=True)
 class _AmpTrial:
     layout: ParallelLayout
+    n_layers: int
     microbatch: int
     predicted_s: float | None
     measured_s: float | None
@@ -214,6 +215,10 @@ class _AmpExperiment:
         layout, known, fit = trial.layout, self.known, fit or self.fit
         if layout.n_devices != _N_NODES * _N_EACH:
             raise NotExpressedError(f"{layout.n_devices} devices, the experiment has 16")
+        if trial.n_layers != len(self._times):
+            raise NotExpressedError(
+                f"its partition is of {trial.n_layers} layers, {known.model} has {len(self._times)}"
+            )
         if known.batch % (trial.microbatch * layout.dp):
             raise NotExpressedError("its batch is no multiple of its microbatches")
         key = layout.tp, trial.microbatch, fit
@@ -281,16 +286,22 @@ def _layer_seconds(folder: Path, known: _Experiment) -> np.ndarray[tuple[int], _
 
 def _parse(row: Row) -> _AmpTrial:
     bounds, pp = find_ints(row.text("partition").split(",")), row.count("pp")
-    if bounds is None or len(bounds) != pp + 1 or any(a >= b for a, b in pairwise(bounds)):
+    if (
+        bounds is None
+        or len(bounds) != pp + 1
+        or bounds[0]
+        or any(a >= b for a, b in pairwise(bounds))
+    ):
         raise DataError(
             f"{row.where}: partition {shorten(row.text('partition'))} does not cut {pp} stages: "
-            "write the first layer of each, and the number of layers"
+            "write the first layer of each, from 0, and the number of layers"
         )
     layout = ParallelLayout(tp=row.count("tp"), dp=row.count("dp"), pp=pp, cuts=bounds[1:-1])
     theirs = find_number(row.text("predicted_s"))
     has_failed = row.text("measured_s").lower() in ("inf", "nan", "")
     return _AmpTrial(
         layout=layout,
+        n_layers=bounds[-1],
         microbatch=row.count("microbatch"),
         predicted_s=None if theirs is None else row.number("predicted_s"),
         measured_s=None if has_failed else row.seconds("measured_s"),

@@ -134,6 +134,29 @@ def test_a_choice_that_failed_is_said_beside_the_regret(tmp_path, validated):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "keep", "was", "now", "why"),
+    [
+        ("amp", ("ous,4,4,1", "ous,1,8,2"), "0,15,30", "0,15,31",
+         "its partition is of 31 layers, gpt2 has 30"),
+        ("sailor", ("/N1/", "N2_D2"), ",2,2,32,", ",2,2,33,",
+         "its batch is no multiple of its microbatches"),
+    ],
+)  # fmt: skip
+def test_a_row_that_contradicts_its_model_is_not_judged(
+    tmp_path, validated, name, keep, was, now, why
+):
+    for path in (DATA / name).iterdir():
+        if path.suffix == ".csv":
+            sample_of(path, tmp_path / path.name, *keep)
+            text = (tmp_path / path.name).read_text()
+            assert was in text
+            (tmp_path / path.name).write_text(text.replace(was, now))
+        else:
+            (tmp_path / path.name).symlink_to(path)
+    assert validated(tmp_path)["not_expressed"][why] > 0
+
+
 def test_a_prediction_of_the_source_may_be_in_milliseconds(tmp_path, validated):
     (tmp_path / "known_cost").symlink_to(DATA / "amp/known_cost")
     trials = tmp_path / "trials.csv"
