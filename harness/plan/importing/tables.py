@@ -76,10 +76,11 @@ def _header_of(path: Path) -> list[str]:
     """Names of the columns; empty if it is no table that can be read."""
     try:
         with path.open("rb") as file:
-            line = decode_text(file.read(4096).split(b"\n")[0], str(path), DataError)
-    except (OSError, DataError):
+            text = decode_text(file.read(4096).split(b"\n")[0], str(path), DataError)
+        line = text.partition("\n")[0]  # of a file whose lines end with a carriage return
+        return _names(next(csv.reader([line], delimiter=_delimiter(line)), []))
+    except (OSError, DataError, csv.Error):
         return []
-    return _names(next(csv.reader([line], delimiter=_delimiter(line)), []))
 
 
 def _delimiter(line: str) -> str:

@@ -181,6 +181,12 @@ def test_one_layer_of_neusight_stands_for_all(tmp_path, validated):
     assert found["median_error"] < 0.08
 
 
+def test_lines_may_end_with_a_carriage_return(tmp_path, validated):
+    text = (DATA / "torchgpipe/points.csv").read_text()
+    (tmp_path / "points.csv").write_bytes(text.replace("\n", "\r").encode())
+    assert validated(tmp_path)["n_points"] == 19
+
+
 def test_two_folders_of_one_set_would_be_written_into_one_file(tmp_path, refused):
     for name in "ab":
         (tmp_path / name).mkdir()
