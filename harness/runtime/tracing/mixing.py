@@ -306,7 +306,7 @@ class _MixingTest:
         """Outputs and gradients of the whole batch (k = 0) or of part k."""
         given = {one.node: one.part(self._drawn[one.node], k) for one in self._arguments}
         args, kwargs = fx.node.map_arg((self._node.args, self._node.kwargs), given.__getitem__)
-        args, kwargs = fx.node.map_aggregate((args, kwargs), self._given)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), self._prepared)
         outputs = tensors_within(self._call(*args, **kwargs))
         if not k:
             self._cotangents = [torch.randn_like(x, dtype=torch.float64) for x in outputs]
@@ -322,7 +322,7 @@ class _MixingTest:
             gradients = [torch.zeros_like(w) if g is None else g for g, w in pairs]
         return [x.detach() for x in outputs], gradients
 
-    def _given(self, value: Any) -> Any:
+    def _prepared(self, value: Any) -> Any:
         """A copy, because autograd refuses in-place changes of leaves; of a size the smaller."""
         if isinstance(value, Tensor):
             return value.clone()
