@@ -237,6 +237,8 @@ def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
     Raises:
         HarnessError: a directory holds no set, or a file is malformed.
     """
+    if args.output is not None:
+        make_directory("--output", args.output)
     found = [one for path in args.folders for one in find_sets(path)]
     if args.output is not None:
         name, n = Counter(name for name, _ in found).most_common(1)[0]
@@ -245,7 +247,6 @@ def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
                 f"{n} directories hold {name}, and --output gets one file for each set: give one "
                 "directory that holds them, or validate them one by one"
             )
-        make_directory("--output", args.output)
     for name, folder in found:
         line = ProgressLine()
         try:

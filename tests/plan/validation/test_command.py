@@ -194,7 +194,6 @@ def test_two_folders_of_one_set_would_be_written_into_one_file(tmp_path, refused
     folders = (tmp_path / "a", tmp_path / "b")
     said = refused("validate", *folders, "--output", tmp_path / "out")
     assert "2 directories hold pollux, and --output gets one file for each set" in said
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_without_a_set_is_refused(tmp_path, refused):
