@@ -249,7 +249,8 @@ def test_a_pipe_in_place_of_a_file_is_skipped(tmp_path):
         (run_dir / name).unlink(missing_ok=True)
         os.mkfifo(run_dir / name)
     catalog = read_catalog(*find_runs(tmp_path))
-    assert [reason[-18:].lower() for _, reason in catalog.skipped] == ["not a regular file"] * 2
+    reasons = [reason.lower() for _, reason in catalog.skipped]
+    assert ["not a regular file" in reason for reason in reasons] == [True] * 2
     (run_dir / "run.json").unlink()
     os.mkfifo(run_dir / "run.json")
     with pytest.raises(HarnessError, match="Not a regular file"):
